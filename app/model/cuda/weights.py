@@ -32,8 +32,8 @@ class JoinedLayer:
     post_attention_norm: torch.Tensor
     # [num_experts, hidden_size], None where there are no experts; of a shared expert a row that says what is made of it
     router: torch.Tensor | None
-    # [2 * intermediate_size, hidden_size]; of experts with their number before, a shared one in pieces of their size, and
-    # never in FP8
+    # [2 * intermediate_size, hidden_size]; of experts with their number before, a shared one in pieces of their size;
+    # never in FP8 then
     gate_up: Rows
     down: Rows  # [hidden_size, intermediate_size]; the same
     rules: AttentionRules
