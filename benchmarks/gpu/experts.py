@@ -32,7 +32,7 @@ def measure(bench: Bench) -> None:
         weights = [torch.randn(*size, dtype=torch.bfloat16, device=bench.device) * 0.02 for size in sizes]
         for num_tokens in bench.sized((1, 8, 64, 256, 2048), (1, 3)):
             x = torch.randn(num_tokens, hidden_size, dtype=torch.bfloat16, device=bench.device)
-            num_chosen = functional.linear(x, weights[0]).topk(settings.per_token).indices.unique().numel()
+            num_chosen = torch.unique(functional.linear(x, weights[0]).topk(settings.per_token).indices).numel()
             layer_s = bench.seconds(_replayed(bench, settings, x, weights))
             of_expert = 3 * inner * hidden_size
             floor_s = num_chosen * of_expert * x.itemsize / rate
@@ -49,6 +49,7 @@ def _replayed(
     """A graph of the layer: the host would be slower than the device."""
     mixture = ExpertMixture(settings, bench.device)
     lengths = torch.empty(settings.num_experts, dtype=torch.int32, device=bench.device)
+    router, gate_up, down = weights
     capture: Any = vars(app.model.backends)["CudaCapture"](bench.device)
-    replay: Callable[[], torch.Tensor] = capture(lambda: mixture(x, *weights, lengths.zero_()))
+    replay: Callable[[], torch.Tensor] = capture(lambda: mixture(x, router, gate_up, down, lengths.zero_()))
     return replay

@@ -123,5 +123,6 @@ def _pieces_of_shared_expert(weights: Weights, size: int) -> tuple[torch.Tensor,
     """Its gate_up and down as experts of an inner size, which add up to it; the last is filled up with zeros."""
     gate, up, down = (given(weights, f"mlp.shared_expert.{name}_proj.weight") for name in ("gate", "up", "down"))
     missing = -len(gate) % size
-    gate, up = (functional.pad(each, (0, 0, 0, missing)).unflatten(0, (-1, size)) for each in (gate, up))
-    return torch.cat((gate, up), dim=1), functional.pad(down, (0, missing)).unflatten(1, (-1, size)).transpose(0, 1)
+    gate, up = (functional.pad(each, (0, 0, 0, missing)).view(-1, size, each.shape[1]) for each in (gate, up))
+    down = functional.pad(down, (0, missing)).view(len(down), -1, size)
+    return torch.cat((gate, up), dim=1), down.transpose(0, 1)
