@@ -4,6 +4,7 @@
 #   make check    format, lint, types, import borders               make format   rewrite the code to the format
 #   make bulk     answers the rows of INPUT=... into OUTPUT=...; the bundled 200 rows unless told otherwise
 #   make chaos    faults made on purpose, three to four hours: the reliability table
+#   make browser  tests of the live page in a real Chromium, which must be installed
 #   make clients  other people's clients against the live service: docs/results/clients.md; CLIENTS="openai lm-eval" for some
 
 PYTHON ?= python3
@@ -15,10 +16,10 @@ TEST_PROCESSES ?= 2
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help serve bulk test check chaos clients format clean
+.PHONY: help serve bulk test browser check chaos clients format clean
 
 help:
-	@sed -n '2,7s/^# *//p' Makefile
+	@sed -n '2,9s/^# *//p' Makefile
 
 serve: .venv/runtime.done
 	@exec $(BIN)/python -m deployments.launcher $(if $(MODEL),--model "$(MODEL)" $(filter-out $(DEFAULT),$(CONFIG)),$(CONFIG))
@@ -31,6 +32,10 @@ bulk: .venv/runtime.done
 test: .venv/dev.done
 	$(BIN)/python -m pytest -m "not serve" -n $(TEST_PROCESSES) --dist loadfile
 	$(BIN)/python -m pytest -m serve
+
+browser: .venv/dev.done
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
+	$(BIN)/python -m pytest tests/page
 
 check: .venv/dev.done
 	$(BIN)/ruff format --check .

@@ -119,6 +119,14 @@ def test_attention_is_measured_and_other_launches_of_it_are_tried(measured: Meas
         assert [row["refused"] for row in tables[f"launches of {kind}"]] == [None, None]
 
 
+def test_experts_are_measured_against_the_bytes_of_those_that_are_chosen(measured: Measured) -> None:
+    _, tables = measured("experts")
+    rows = tables["experts of a layer"]
+    assert [row["tokens"] for row in rows] == [1, 3]
+    assert rows[0]["experts"] == 2
+    assert all(row["us"] > 0 for row in rows)
+
+
 def test_another_launch_reaches_the_kernels() -> None:
     seen: list[dict[str, object]] = []
     kernel = SimpleNamespace(write_kernel={1: lambda *_, **options: seen.append(options)})
