@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch, DeviceLost, StepResult
-from app.engine.isolation import DeviceFailed, Quarantine, run_in_parts
+from app.engine.batch import Batch, StepResult
+from app.engine.isolation import DeviceFailed, Quarantine, run_in_parts, tried
 from app.engine.matcher import Matcher, TokenSet
 from app.engine.request import ModelFacts, Request, TokenDelta
 from app.engine.request_checks import check_request
@@ -197,12 +197,8 @@ class Engine:
         return deltas
 
     def _run(self, batch: Batch) -> StepResult:
-        try:
-            return self.runner.run(batch)
-        except DeviceLost:
-            raise
-        except Exception as error:
-            return self._run_in_parts(batch, error)
+        result = tried(self.runner.run, batch)
+        return self._run_in_parts(batch, result) if isinstance(result, Exception) else result
 
     def _run_in_parts(self, batch: Batch, error: Exception) -> StepResult:
         try:

@@ -8,6 +8,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field, replace
+from typing import ParamSpec, TypeVar
 
 from app.engine.batch import Batch, DeviceLost, StepResult
 from app.engine.request import Request, TokenLogprobs
@@ -23,6 +24,8 @@ MAX_FAILURES = 2  # of one prompt with its sampling parameters, before it is ref
 MAX_REMEMBERED = 4_096
 
 Run = Callable[[Batch], StepResult]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class DeviceFailed(Exception):
@@ -55,6 +58,20 @@ class IsolationResult:
         return StepResult(token_ids, self.logprobs, self.prompt_logprobs, self.pooled)
 
 
+def tried(compute: Callable[P, T], *given: P.args, **named: P.kwargs) -> T | Exception:
+    """The result of a model runner's work, or its error, for which a request may be at fault.
+
+    Raises:
+        DeviceLost: as `compute` does. No request is at fault, and nothing is computed again.
+    """
+    try:
+        return compute(*given, **named)
+    except DeviceLost:
+        raise
+    except Exception as error:
+        return error
+
+
 def run_in_parts(run: Run, batch: Batch, error: Exception) -> IsolationResult:
     """Compute a batch that failed with `error` in halves, recursively, until only the requests at fault still fail.
 
@@ -80,13 +97,10 @@ def _split(run: Run, batch: Batch, error: Exception, found: IsolationResult) -> 
         return
     middle = len(batch.scheduled) // 2
     for half in (batch.part(slice(None, middle)), batch.part(slice(middle, None))):
-        try:
-            result = run(half)
-        except DeviceLost:
-            raise
-        except Exception as failure:
-            logger.debug("a part of %d requests fails too: %s", len(half.scheduled), described(failure))
-            _split(run, half, failure, found)
+        result = tried(run, half)
+        if isinstance(result, Exception):
+            logger.debug("a part of %d requests fails too: %s", len(half.scheduled), described(result))
+            _split(run, half, result, found)
         else:
             found.add(half, result)
 

@@ -20,8 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch, DeviceLost, StepResult
+from app.engine.batch import Batch, StepResult
 from app.engine.engine import Engine, LaunchingRunner, PendingStep
+from app.engine.isolation import tried
 from app.engine.request import ModelFacts, TokenDelta
 from app.engine.scheduler import Scheduler
 from app.engine.trace.entries import FailureKind
@@ -91,12 +92,9 @@ class OverlappedEngine(Engine):
         self._recorder.scheduled(batch, self._scheduler.take_decision())
         if not batch:
             return None  # all sequences wait for their last token, or for the strategy's timer
-        try:
-            step = self._launcher.launch(batch)
-        except DeviceLost:
-            raise
-        except Exception as error:  # nothing has advanced: the same is scheduled again
-            self._retry_after(FailureKind.LAUNCH, batch, error)
+        step = tried(self._launcher.launch, batch)
+        if isinstance(step, Exception):  # nothing has advanced: the same is scheduled again
+            self._retry_after(FailureKind.LAUNCH, batch, step)
             return None
         if not batch.lacks_history:
             self._scheduler.advance(batch)
@@ -105,23 +103,17 @@ class OverlappedEngine(Engine):
     def _draw(self, launched: _Launched) -> _Launched | None:
         """Draw the tokens of a launched step, now that those of the step before are known."""
         batch = self._scheduler.with_history(launched.batch)
-        try:
-            launched.step.draw(batch)
-        except DeviceLost:
-            raise
-        except Exception as error:  # as when it could not be launched
+        error = tried(launched.step.draw, batch)
+        if error is not None:  # as when it could not be launched
             self._retry_after(FailureKind.LAUNCH, batch, error)
             return None
         self._scheduler.advance(batch)
         return _Launched(batch, launched.step)
 
     def _settle(self, launched: _Launched) -> list[TokenDelta]:
-        try:
-            result = launched.step.result()
-        except DeviceLost:
-            raise
-        except Exception as error:
-            self._retry_after(FailureKind.RESULT, launched.batch, error)
+        result = tried(launched.step.result)
+        if isinstance(result, Exception):
+            self._retry_after(FailureKind.RESULT, launched.batch, result)
             self._take_back(launched)
             return self._deltas_without_step()
         self._fail_unmatched(launched.batch)

@@ -23,6 +23,7 @@ Weights = Callable[[str], torch.Tensor | None]
 # Pre-norm decoders with RMSNorm, rotary positions on whole heads, grouped-query attention and a SiLU-gated MLP, or a
 # mixture of such MLPs.
 _MIXTURES = frozenset({"MixtralForCausalLM", "Qwen3MoeForCausalLM"})
+_MIXTURES_WITH_SHARED_EXPERT = frozenset({"Qwen2MoeForCausalLM"})  # the C++ decoder has none
 ARCHITECTURES = _MIXTURES | {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -75,8 +76,9 @@ class DecoderSettings:
 
 def why_not_llama_like(model: PreTrainedModel) -> str | None:
     """Why a model is none that is described here, by all but its attention; None when no reason is known."""
-    if type(model).__name__ not in ARCHITECTURES:
-        return f"{type(model).__name__} is none of {', '.join(sorted(ARCHITECTURES))}"
+    known = ARCHITECTURES | _MIXTURES_WITH_SHARED_EXPERT
+    if type(model).__name__ not in known:
+        return f"{type(model).__name__} is none of {', '.join(sorted(known))}"
     if getattr(model, "is_quantized", False):
         return "its checkpoint is quantised, and transformers' own modules compute it"
     if model.config.hidden_act != "silu":
@@ -85,6 +87,10 @@ def why_not_llama_like(model: PreTrainedModel) -> str | None:
     if any(mlp.gate_proj.bias is not None or mlp.down_proj.bias is not None for mlp in mlps):
         return "its MLP has biases"
     return None
+
+
+def has_shared_expert(model: PreTrainedModel) -> bool:
+    return type(model).__name__ in _MIXTURES_WITH_SHARED_EXPERT
 
 
 def why_attention_is_not_llama_like(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> str | None:
@@ -121,7 +127,7 @@ def head_dim_of(model: PreTrainedModel) -> int:
 
 def experts_of(model: PreTrainedModel) -> ExpertSettings:
     config, name = model.config, type(model).__name__
-    if name not in _MIXTURES or not config.num_experts:
+    if name not in _MIXTURES | _MIXTURES_WITH_SHARED_EXPERT or not config.num_experts:
         return ExpertSettings()
     is_mixtral = name == "MixtralForCausalLM"
     return ExpertSettings(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
 from app.model.cuda.attention import NoKernels, TritonAttention
 from app.model.cuda.captured_inputs import decode_size, mixed_sizes
 from app.model.cuda.sampler import TritonSampler
+from app.model.cuda.weights import join_weights
 from app.model.largest_step import needs_of, with_one_block
 from app.model.loader import LoadedModel, load_model, model_of_config
 from app.model.sampler import sample
@@ -90,6 +92,32 @@ def test_the_largest_step_of_a_configuration_is_the_one_that_a_cpu_computes(
         with AllocatedBytes(META) as counted:
             with_one_block(config, planned).compute_padding(size)
         assert counted.peak == pytest.approx(of_graph, rel=0.05)
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe"])
+def test_the_workspaces_of_experts_are_those_that_a_cpu_takes(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kernels in ("attention", "decoder", "experts"):  # the interpreter allocates for itself
+        monkeypatch.setattr(f"app.model.cuda.{kernels}._kernels", NoKernels)
+    build_tiny_model(architecture).save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path), device="cpu", dtype="float32")
+    planned = model_of_config(model, str(tmp_path), dtype=torch.float32)
+    loaded = load_model(model.model_copy(update={"backend": "torch"}), str(tmp_path))
+    assert planned.joined is not None
+    assert loaded.module is not None
+    settings = planned.joined.settings
+    real = replace(loaded, joined=join_weights(loaded.module, settings, num_positions=256), module=None)
+    config = config_of(tmp_path)
+    assert num_bytes_of(planned.tensors()) == num_bytes_of(real.tensors())
+    for size in (decode_size(6), *mixed_sizes(max_rows=6, max_tokens=40)):
+        of_graph = _peak_of_cpu(lambda size=size: with_one_block(config, real).compute_padding(size))
+        with AllocatedBytes(META) as counted:
+            with_one_block(config, planned).compute_padding(size)
+        assert counted.peak == pytest.approx(of_graph, rel=0.05)
+    down = planned.joined.layers[0].down
+    num_chosen = settings.experts.per_token + len(down) - settings.experts.num_experts
+    assert counted.peak > 40 * num_chosen * (down.shape[1] + down.shape[2]) * 4
 
 
 def test_rows_with_penalties_take_a_copy_of_their_logits_in_float32() -> None:

@@ -18,6 +18,7 @@ from app.model.llama import (
     Weights,
     experts_of,
     given,
+    has_shared_expert,
     head_dim_of,
     joined_bias,
     named,
@@ -84,6 +85,8 @@ def why_not_native(model: PreTrainedModel) -> str | None:
     reason = why_not_llama_like(model)
     if reason is not None:
         return reason
+    if has_shared_expert(model):
+        return "the C++ decoder has no shared expert"
     config = model.config
     kind = config.rope_parameters["rope_type"]
     if kind in ROTARY_BY_LENGTH:

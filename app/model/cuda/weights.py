@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from app.model.attention import AttentionRules
 from app.model.cuda.fp8 import Fp8Rows, Rows, in_fp8
-from app.model.llama import QUERIES_KEYS_VALUES, DecoderSettings, given, joined_bias
+from app.model.llama import QUERIES_KEYS_VALUES, DecoderSettings, Weights, given, joined_bias
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,8 +30,11 @@ class JoinedLayer:
     output: Rows
     output_bias: torch.Tensor | None
     post_attention_norm: torch.Tensor
-    router: torch.Tensor | None  # [num_experts, hidden_size]; None where there are no experts
-    gate_up: Rows  # [2 * intermediate_size, hidden_size]; of experts with their number before, and never in FP8
+    # [num_experts, hidden_size], None where there are no experts; of a shared expert a row that says what is made of it
+    router: torch.Tensor | None
+    # [2 * intermediate_size, hidden_size]; of experts with their number before, a shared one in pieces of their size;
+    # never in FP8 then
+    gate_up: Rows
     down: Rows  # [hidden_size, intermediate_size]; the same
     rules: AttentionRules
 
@@ -96,6 +100,10 @@ def _join_layer(layer: nn.Module, rules: AttentionRules, stored: Callable[[torch
         down = given(weights, "mlp.down_proj.weight")
     else:  # transformers has joined them
         gate_up, down = (given(weights, f"mlp.experts.{name}_proj") for name in ("gate_up", "down"))
+        own_share = weights("mlp.shared_expert_gate.weight")
+        if own_share is not None:
+            pieces = _pieces_of_shared_expert(weights, down.shape[-1])
+            router, gate_up, down = map(torch.cat, ((router, own_share), (gate_up, pieces[0]), (down, pieces[1])))
     return JoinedLayer(
         input_norm=given(weights, "input_layernorm.weight"),
         query_key_value=stored(torch.cat([given(weights, f"{name}.weight") for name in QUERIES_KEYS_VALUES])),
@@ -110,3 +118,12 @@ def _join_layer(layer: nn.Module, rules: AttentionRules, stored: Callable[[torch
         down=down if router is not None else stored(down),
         rules=rules,
     )
+
+
+def _pieces_of_shared_expert(weights: Weights, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Its gate_up and down as experts of an inner size, which add up to it; the last is filled up with zeros."""
+    gate, up, down = (given(weights, f"mlp.shared_expert.{name}_proj.weight") for name in ("gate", "up", "down"))
+    missing = -len(gate) % size
+    gate, up = (functional.pad(each, (0, 0, 0, missing)).view(-1, size, each.shape[1]) for each in (gate, up))
+    down = functional.pad(down, (0, missing)).view(len(down), -1, size)
+    return torch.cat((gate, up), dim=1), down.transpose(0, 1)

@@ -14,6 +14,7 @@ from app.model import loader
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team, is_fast
+from app.model.cpu.weights import why_not_native
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel, load_model
 from tests.model.test_attention import poison
@@ -190,3 +191,7 @@ def test_a_token_without_a_number_does_not_disturb_the_experts_of_others(archite
     logits = decoder.predict(batch, inputs).logits
     assert logits[0].isnan().all()
     assert torch.equal(logits[1:], expected)
+
+
+def test_a_shared_expert_is_left_to_transformers_code() -> None:
+    assert why_not_native(build_tiny_model("qwen2_moe")) == "the C++ decoder has no shared expert"

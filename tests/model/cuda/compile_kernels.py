@@ -198,14 +198,17 @@ def launch_decoder(
     decoder._as_inputs(zeros(4, num_heads * head_dim), empty(num_heads * head_dim))
 
 
-def launch_experts(*, hidden_size: int, inner_size: int, num_experts: int, per_token: int, dtype: torch.dtype) -> None:
+def launch_experts(
+    *, hidden_size: int, inner_size: int, num_experts: int, per_token: int, dtype: torch.dtype, num_shared: int = 0
+) -> None:
     def zeros(*size: int) -> torch.Tensor:
         return torch.zeros(*size, dtype=dtype, device="meta")
 
     mixture = triton_experts.ExpertMixture(ExpertSettings(num_experts=num_experts, per_token=per_token), CPU)
     mixture._widen = False
+    of_router, num_experts = num_experts + (num_shared > 0), num_experts + num_shared
     mixture(
-        zeros(40, hidden_size), zeros(num_experts, hidden_size), zeros(num_experts, 2 * inner_size, hidden_size),
+        zeros(40, hidden_size), zeros(of_router, hidden_size), zeros(num_experts, 2 * inner_size, hidden_size),
         zeros(num_experts, hidden_size, inner_size), torch.zeros(num_experts, dtype=torch.int32),
     )  # fmt: skip
 
@@ -255,6 +258,10 @@ EXPERTS = {
         "hidden_size": 4096, "inner_size": 14336, "num_experts": 8, "per_token": 2, "dtype": torch.bfloat16,
     },
     "qwen30b": {"hidden_size": 2048, "inner_size": 768, "num_experts": 128, "per_token": 8, "dtype": torch.bfloat16},
+    "qwen1.5moe": {
+        "hidden_size": 2048, "inner_size": 1408, "num_experts": 60, "per_token": 4, "dtype": torch.bfloat16,
+        "num_shared": 4,
+    },
     "float32": {"hidden_size": 64, "inner_size": 48, "num_experts": 4, "per_token": 2, "dtype": torch.float32},
 }  # fmt: skip
 

@@ -31,7 +31,7 @@ from app.model.cuda.decoder import CudaDecoder
 from app.model.cuda.graph_runner import GraphModelRunner
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "qwen2_moe")
 NUM_BLOCKS = 8
 PROMPTS = (tuple(range(3, 18)), (5, 6, 7), tuple(range(3, 14)))
 
@@ -144,12 +144,43 @@ def test_other_backends_keep_transformers_code(backend: str, tiny_model_path: Ca
     assert isinstance(runner_of(model)._forward, TransformersForward)
 
 
-def test_a_model_that_it_does_not_know_runs_on_transformers_code(
-    tiny_model_path: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": False}),
+        # Two pieces, and a part of one; of the tiny model it is one and a part.
+        ("qwen2_moe", {"norm_topk_prob": True, "shared_expert_intermediate_size": 96}),
+        ("qwen2_moe", {"norm_topk_prob": False, "shared_expert_intermediate_size": 24}),
+    ],
+)
+def test_shares_of_experts_and_shared_experts_are_those_of_transformers_code(
+    architecture: str, changes: dict[str, object], tmp_path: Path
 ) -> None:
+    build_tiny_model(architecture, **changes).save_pretrained(tmp_path)
+    items = (piece(tuple(range(3, 14)), 0, [3, 1, 4]), piece((9,), 0, [2]))
+    model = load(tmp_path)
+    assert model.joined is not None
+    theirs = predict(load(tmp_path, backend="attention"), *items).logits
+    torch.testing.assert_close(predict(model, *items).logits, theirs, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "reason"),
+    [
+        ("gemma2", {}, "Gemma2ForCausalLM is none of Llama"),
+        ("qwen3_moe", {"hidden_act": "gelu"}, "its MLP is activated by gelu, not silu"),
+    ],
+)
+def test_a_model_that_it_does_not_know_runs_on_transformers_code(
+    architecture: str, changes: dict[str, object], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_tiny_model(architecture, **changes).save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO):
-        assert load(tiny_model_path("gemma2")).joined is None
-    assert "runs on transformers' code: Gemma2ForCausalLM is none of Llama" in caplog.text
+        assert load(tmp_path).joined is None
+    assert [line for line in caplog.messages if "runs on transformers' code: " in line] == [
+        line for line in caplog.messages if reason in line
+    ]
+    assert caplog.text.count(reason) == 1
 
 
 def test_where_its_results_differ_the_weights_are_read_again_for_transformers_code(
