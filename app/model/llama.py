@@ -175,13 +175,14 @@ def joined_bias(weights: Weights, linears: tuple[str, ...], dtype: torch.dtype |
 
     dtype: None for that of the weights.
     """
-    biases = [weights(f"{linear}.bias") for linear in linears]
-    if all(bias is None for bias in biases):
+    if all(weights(f"{linear}.bias") is None for linear in linears):
         return None
-    outputs = [given(weights, f"{linear}.weight") for linear in linears]
-    return torch.cat(
-        [
-            weight.new_zeros(weight.shape[0], dtype=dtype) if bias is None else bias.to(dtype or bias.dtype)
-            for weight, bias in zip(outputs, biases, strict=True)
-        ]
-    )
+    return torch.cat([_bias_or_zeros(weights, linear, dtype) for linear in linears])
+
+
+def _bias_or_zeros(weights: Weights, linear: str, dtype: torch.dtype | None) -> torch.Tensor:
+    bias = weights(f"{linear}.bias")
+    if bias is not None:
+        return bias.to(dtype or bias.dtype)
+    weight = given(weights, f"{linear}.weight")
+    return weight.new_zeros(weight.shape[0], dtype=dtype)

@@ -24,7 +24,7 @@ from app.model.attention import (
     UnknownAttention,
     paged_attention,
 )
-from app.model.cpu.checkpoint import Checkpoint, add_positions, compute_from, load_from
+from app.model.cpu.checkpoint import Checkpoint, MappedModel, add_positions
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kept_check import CheckedModel, KeptCheck, from_json, to_json
 from app.model.cpu.kv_cache import NativeKVCache
@@ -136,7 +136,10 @@ def load_model(
     found = _check_architecture(config, location)
     quantised = Quantised.of(read_config(config, location))
     may_be_packed = may_be_native and library() is not None
-    checkpoint = _checkpoint(found, Path(location), dtype, quantised) if may_be_packed else None
+    if config.quantization == "fp8":  # the device need not hold the weights before they are in FP8
+        mapped = _mapped(found, _folder_of(config, location), dtype, quantised, device)
+    else:
+        mapped = _mapped(found, Path(location), dtype, quantised) if may_be_packed else None
     whole = None
     if group is not None:
         _check_ranks(config, found, quantised, group.size)
@@ -144,26 +147,26 @@ def load_model(
         module = _with_weights(host, config, found, location, dtype, None)
         whole = _split(config, module, group).to(device)
         module.to(device)
-    elif checkpoint is None:
+    elif mapped is None:
         module = _with_weights(device, config, found, location, dtype, quantised)
     else:
-        module = _without_weights(found, location, dtype)
-        compute_from(checkpoint, module)
+        module = mapped.module
+        mapped.compute_from_files()
     limit = _limit_of(module)
     probe = _probe(config, module, device)
     if whole is not None:
         _compare(config, "divided among ranks", probe.own, whole)
     longest = max_model_len(config, limit)
-    if checkpoint is None:
+    if mapped is None:
         _check_positions(config, module, probe, longest)
     facts = _facts_of(module, probe, longest)
-    native = _native_weights(config, module, checkpoint, probe, block_size) if may_be_native else None
-    if native is None and checkpoint is not None:
+    native = _native_weights(config, module, mapped, probe, block_size) if may_be_native else None
+    if native is None and mapped is not None and may_be_native:
         module = _with_weights(device, config, found, location, dtype, quantised)
     may_join = device.type == "cpu" and config.backend != "torch" and not uses_triton
     if native is None and may_join and pack_linear_layers(module):
         _compare(config, "with packed weights", probe.run(module, ProbeStep()), probe.own)
-    if native is not None and limit is not None and check is not None and checkpoint is not None:
+    if native is not None and limit is not None and check is not None and mapped is not None:
         check.write(CheckedModel(settings=native.settings, facts=replace(facts, max_model_len=limit)))
     loaded = LoadedModel(
         module=module if native is None else None,
@@ -185,7 +188,7 @@ def load_model(
             SplitPlan(module, group, path=config.path).split("", module)
         return module
 
-    return _with_joined_weights(config, loaded, read_again, block_size=block_size)
+    return _with_joined_weights(config, loaded, read_again, block_size=block_size, mapped=mapped)
 
 
 def _facts_of(module: PreTrainedModel, probe: Probe, max_model_len: int) -> ModelFacts:
@@ -202,14 +205,19 @@ def _limit_of(module: PreTrainedModel) -> int | None:
     return getattr(module.config.get_text_config(), "max_position_embeddings", None)
 
 
-def _checkpoint(
-    found: PreTrainedConfig, location: Path, dtype: torch.dtype, quantised: Quantised | None
-) -> Checkpoint | None:
-    """The files of a model in a local folder, if it is one that the C++ decoder may compute, and they hold its weights.
+def _mapped(
+    found: PreTrainedConfig,
+    location: Path | None,
+    dtype: torch.dtype,
+    quantised: Quantised | None,
+    device: torch.device | None = None,
+) -> MappedModel | None:
+    """A model in a local folder, if the C++ decoder may compute it by all but its attention, and its files hold its
+    weights. They are given on the device, or as they are mapped.
 
     None where transformers changes weights that it reads, or has to say what is wrong with them.
     """
-    if not location.is_dir() or (quantised is not None and not quantised.has_scales):
+    if location is None or not location.is_dir() or (quantised is not None and not quantised.has_scales):
         return None
     module = _without_weights(found, str(location), dtype)
     if why_not_native(module) is not None:
@@ -222,7 +230,7 @@ def _checkpoint(
         return None
     if quantised is not None:
         logger.info("%s: its weights, quantised by %s, are multiplied out to %s", location, quantised.method, dtype)
-    return checkpoint
+    return MappedModel(module, checkpoint, device)
 
 
 def _with_weights(
@@ -256,14 +264,12 @@ def _loaded_onto(
 
     Of other models all weights pass through the host's memory: transformers needs `accelerate` to avoid that.
     """
-    folder = _folder_of(config, location)
-    checkpoint = None if folder is None else _checkpoint(found, folder, dtype, quantised)
-    if checkpoint is None:
+    mapped = _mapped(found, _folder_of(config, location), dtype, quantised, device)
+    if mapped is None:
         logger.info("%s: its weights are read into the host's memory first", config.path)
         return _from_pretrained(device, config, location, dtype, quantised)
-    module = _without_weights(found, str(folder), dtype)
-    load_from(checkpoint, module, device)
-    return module
+    mapped.load()
+    return mapped.module
 
 
 def _folder_of(config: ModelConfig, location: str) -> Path | None:
@@ -729,11 +735,11 @@ def _difference(ours: _Output, own: _Output, quantization: str = "none") -> str 
 
 
 def _native_weights(
-    config: ModelConfig, module: PreTrainedModel, checkpoint: Checkpoint | None, probe: Probe, block_size: int
+    config: ModelConfig, module: PreTrainedModel, mapped: MappedModel | None, probe: Probe, block_size: int
 ) -> NativeWeights | None:
     """The weights for the C++ decoder, if it is fast on this machine and computes what the model computes.
 
-    checkpoint: the module's weights, where the module itself does not hold them.
+    mapped: has the module's weights, where the module itself does not hold them.
 
     Raises InvalidSetup if not, and the weights were to be quantised.
     """
@@ -749,10 +755,10 @@ def _native_weights(
         return None
     own = _with_first_logits(module, probe)
     settings, bits = settings_of(module, probe.rules), BITS[config.quantization]
-    if checkpoint is None:
+    if mapped is None:
         weights = pack_weights(by_expert(module.state_dict()).get, settings, bits=bits)
     else:
-        weights = pack_weights(checkpoint, settings, bits=bits, release=checkpoint.release)
+        weights = pack_weights(mapped.checkpoint, settings, bits=bits, release=mapped.checkpoint.release)
     ours = _native_output(weights, probe.layers, probe.token_ids, block_size)
     difference = _difference(ours, own, config.quantization)
     if difference is not None and bits:
@@ -844,7 +850,7 @@ def _tried_whole(
     """A model as one process loads it, and what it computes; None, None if that is not native."""
     location = str(folder)
     found, quantised = _check_architecture(config, location), Quantised.of(read_config(config, location))
-    if _checkpoint(found, folder, dtype, quantised) is None:
+    if _mapped(found, folder, dtype, quantised) is None:
         return None, None
     model = load_model(config, location, block_size=block_size, checks=checks)
     if model.native is None:
@@ -871,11 +877,17 @@ def _with_first_logits(module: PreTrainedModel, probe: Probe) -> _Output:
 
 
 def _with_joined_weights(
-    config: ModelConfig, model: LoadedModel, read_again: Callable[[], PreTrainedModel], *, block_size: int
+    config: ModelConfig,
+    model: LoadedModel,
+    read_again: Callable[[], PreTrainedModel],
+    *,
+    block_size: int,
+    mapped: MappedModel | None,
 ) -> LoadedModel:
     """The model for the decoder for CUDA, if that computes what the model computes; else as it is.
 
     read_again: reads the module, which loses its weights here.
+    mapped: has them, where the module does not hold them.
     """
     module, probe = model.module, model.probe
     assert module is not None, "it is joined from transformers' weights"
@@ -889,7 +901,9 @@ def _with_joined_weights(
     probe = replace(probe, own=_with_first_logits(module, probe))
     settings = _joined_settings(module, probe.rules, probe.own, model.group)
     num_positions = max(model.facts.max_model_len, _PROBE_TOKENS)
-    weights = join_weights(module, settings, num_positions=num_positions, quantised=config.quantization == "fp8")
+    weights = join_weights(
+        module, settings, num_positions=num_positions, quantised=config.quantization == "fp8", mapped=mapped
+    )
     joined = replace(model, module=None, joined=weights, probe=probe)
     difference = _difference(_computed_at_load(joined, probe, block_size), probe.own, config.quantization)
     if difference is None:

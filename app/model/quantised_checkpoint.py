@@ -92,6 +92,14 @@ def multiplied_out(
     return result
 
 
+def scales_of_rows(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor | None:
+    """A scale for each row of a weight, [num_rows, 1] float32; None where there are other ones than of whole rows."""
+    sizes = _sizes(weight, scales, block)
+    if sizes is None or sizes[1] < weight.shape[1]:
+        return None
+    return _as_matrix(scales).float().repeat_interleave(sizes[0], dim=0)[: len(weight)]
+
+
 def _sizes(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | None) -> tuple[int, int] | None:
     """Rows and columns that share a scale; None where the scales do not fit the weight."""
     if weight.dim() != 2 or scales.dim() > 2 or not scales.is_floating_point():

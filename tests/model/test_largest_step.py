@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec import structs
-from torch.profiler import ProfilerActivity, profile
 
 from app.config import EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import Batch
@@ -23,6 +22,7 @@ from app.model.cuda.weights import join_weights
 from app.model.largest_step import needs_of, with_one_block
 from app.model.loader import LoadedModel, load_model, model_of_config
 from app.model.sampler import sample
+from tests.model.cpu_allocator import peak_of_cpu
 from tests.tiny_models import ARCHITECTURES, build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
@@ -86,9 +86,9 @@ def test_the_largest_step_of_a_configuration_is_the_one_that_a_cpu_computes(
     assert on_meta.weights == on_cpu.weights
     runner = with_one_block(config, loaded)
     runner.launch(batch_for(loaded))  # what is kept is there
-    assert on_meta.step == pytest.approx(_peak_of_cpu(lambda: runner.launch(batch_for(loaded))), rel=0.05)
+    assert on_meta.step == pytest.approx(peak_of_cpu(lambda: runner.launch(batch_for(loaded))), rel=0.05)
     for size in (decode_size(6), *mixed_sizes(max_rows=6, max_tokens=40)):
-        of_graph = _peak_of_cpu(lambda size=size: with_one_block(config, loaded).compute_padding(size))
+        of_graph = peak_of_cpu(lambda size=size: with_one_block(config, loaded).compute_padding(size))
         with AllocatedBytes(META) as counted:
             with_one_block(config, planned).compute_padding(size)
         assert counted.peak == pytest.approx(of_graph, rel=0.05)
@@ -111,7 +111,7 @@ def test_the_workspaces_of_experts_are_those_that_a_cpu_takes(
     config = config_of(tmp_path)
     assert num_bytes_of(planned.tensors()) == num_bytes_of(real.tensors())
     for size in (decode_size(6), *mixed_sizes(max_rows=6, max_tokens=40)):
-        of_graph = _peak_of_cpu(lambda size=size: with_one_block(config, real).compute_padding(size))
+        of_graph = peak_of_cpu(lambda size=size: with_one_block(config, real).compute_padding(size))
         with AllocatedBytes(META) as counted:
             with_one_block(config, planned).compute_padding(size)
         assert counted.peak == pytest.approx(of_graph, rel=0.05)
@@ -144,17 +144,6 @@ def test_sampling_takes_on_a_cpu_what_is_counted_on_meta(num_rows: int) -> None:
     logits = torch.randn(num_rows, facts.vocab_size)
     with torch.inference_mode():
         sample(logits, items)  # tables that are kept
-        real = _peak_of_cpu(lambda: sample(logits, items))
+        real = peak_of_cpu(lambda: sample(logits, items))
     own_logits = logits.nbytes
     assert counted.peak - own_logits == pytest.approx(real, rel=0.05)
-
-
-def _peak_of_cpu(compute: Callable[[], object]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        compute()
-    now = peak = 0
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from app.model.cpu.library import advise
-from app.model.llama import EMBEDDING, HEAD, by_expert
-from app.model.quantised_checkpoint import Quantised, can_be_multiplied, multiplied_out
+from app.model.llama import EMBEDDING, HEAD, by_expert, given
+from app.model.quantised_checkpoint import Quantised, can_be_multiplied, multiplied_out, scales_of_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,6 +85,21 @@ class Checkpoint:
             converted = self._converted[weight.data_ptr()] = _converted(weight, self._dtype)
         return converted
 
+    def in_rows(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A whole weight of 8 bits as it is in its file, and a scale for each of its rows, [num_rows, 1] float32.
+
+        None for a weight that is not quantised, or of which a row has several scales.
+        """
+        assert self._part is None, "nothing asks for rows of a part"
+        numbers, scales = self._mapped(name), self._scales(name)
+        if numbers is None or scales is None or self._quantised is None:
+            return None
+        of_rows = scales_of_rows(numbers, scales, self._quantised.block)
+        if of_rows is None:
+            return None
+        self._used.append(numbers)
+        return numbers, of_rows
+
     def _part_of(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         return weight if self._part is None else self._part(name, weight)
 
@@ -145,59 +160,75 @@ def _renamed(key: str) -> str:
     return key
 
 
-def compute_from(checkpoint: Checkpoint, module: PreTrainedModel) -> None:
-    """Give each part of a Llama-like model on the meta device its weights while it computes, and no longer."""
-    add_positions(module)
-    for name, part in _parts(module):
-        part.register_forward_pre_hook(partial(_fill, checkpoint, name))
-        part.register_forward_hook(partial(_empty, checkpoint))
+class MappedModel:
+    """A Llama-like model of transformers on the meta device, and the files that have its weights."""
 
+    def __init__(self, module: PreTrainedModel, checkpoint: Checkpoint, device: torch.device | None = None) -> None:
+        """device: onto which each weight is copied when it is asked for; None: it stays a view of its file."""
+        self.module = module
+        self.checkpoint = checkpoint
+        self._device = device
+        self._shapes = module.state_dict()
 
-def load_from(checkpoint: Checkpoint, module: PreTrainedModel, device: torch.device) -> None:
-    """Give a Llama-like model on the meta device its weights on a device; the host has those of one layer at a time."""
-    add_positions(module)
-    module.model.rotary_emb.to(device)
-    for name, part in _parts(module):
-        if part is module.lm_head and module.config.tie_word_embeddings:
-            part.weight = module.model.embed_tokens.weight
-        else:
-            _fill(checkpoint, name, part, device=device)
-        checkpoint.release()
+    def __call__(self, name: str) -> torch.Tensor | None:
+        """The weight of a name in the model, which has those of all experts of a layer together."""
+        if name not in self._shapes:
+            return None
+        found = self.checkpoint(name)
+        return self._placed(self._of_experts(name) if found is None else found)
+
+    def in_rows(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As `Checkpoint` has it, on the device."""
+        found = self.checkpoint.in_rows(name)
+        return None if found is None else (self._placed(found[0]), self._placed(found[1]))
+
+    def compute_from_files(self) -> None:
+        """Give each part of the model its weights while it computes, and no longer."""
+        self._add_positions()
+        for name, part in self._parts():
+            part.register_forward_pre_hook(partial(self._fill, name))
+            part.register_forward_hook(self._empty)
+
+    def load(self) -> None:
+        """Give the model its weights; the host has those of one layer at a time."""
+        self._add_positions()
+        for name, part in self._parts():
+            if part is self.module.lm_head and self.module.config.tie_word_embeddings:
+                part.weight = self.module.model.embed_tokens.weight
+            else:
+                self._fill(name, part)
+            self.checkpoint.release()
+
+    def _add_positions(self) -> None:
+        add_positions(self.module)
+        if self._device is not None:
+            self.module.model.rotary_emb.to(self._device)
+
+    def _parts(self) -> list[tuple[str, nn.Module]]:
+        """All that has weights, one layer at a time, with names."""
+        names, base = {part: name for name, part in self.module.named_modules()}, self.module.model
+        parts = (base.embed_tokens, *base.layers, base.norm, self.module.lm_head)
+        return [(names[part], part) for part in parts]
+
+    def _fill(self, name: str, part: nn.Module, _arguments: Any = ()) -> None:
+        weights = {own: given(self, f"{name}.{own}") for own in part.state_dict()}
+        part.load_state_dict(weights, assign=True)
+
+    def _empty(self, part: nn.Module, _arguments: Any, _output: Any) -> None:
+        part.to(device="meta")
+        self.checkpoint.release()
+
+    def _of_experts(self, name: str) -> torch.Tensor:
+        """One copy."""
+        joined = torch.empty_like(self._shapes[name], device="cpu")
+        for own, matrix in by_expert({name: joined}).items():
+            matrix.copy_(given(self.checkpoint, own))
+        return joined
+
+    def _placed(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight if self._device is None else weight.to(self._device, copy=True)  # not the file's own pages
 
 
 def add_positions(module: PreTrainedModel) -> None:
     """The numbers of rotary positions are computed from the configuration; they are no weights."""
     module.model.rotary_emb = type(module.model.rotary_emb)(config=module.config)
-
-
-def _parts(module: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """All that has weights, one layer at a time, with names."""
-    names = {part: name for name, part in module.named_modules()}
-    parts = (module.model.embed_tokens, *module.model.layers, module.model.norm, module.lm_head)
-    return [(names[part], part) for part in parts]
-
-
-def _fill(
-    checkpoint: Checkpoint, name: str, part: nn.Module, _arguments: Any = (), *, device: torch.device | None = None
-) -> None:
-    weights = {}
-    for own, weight in part.state_dict().items():
-        found = checkpoint(f"{name}.{own}")
-        found = _joined(checkpoint, f"{name}.{own}", weight) if found is None else found
-        weights[own] = found if device is None else found.to(device, copy=True)  # not the file's own pages
-    part.load_state_dict(weights, assign=True)
-
-
-def _joined(checkpoint: Checkpoint, name: str, weight: torch.Tensor) -> torch.Tensor:
-    """A weight that the model has for all experts of a layer together, as one copy. weight: on the meta device."""
-    joined = torch.empty_like(weight, device="cpu")
-    for own, matrix in by_expert({name: joined}).items():
-        found = checkpoint(own)
-        assert found is not None, "`has_weights_of` has looked for it"
-        matrix.copy_(found)
-    return joined
-
-
-def _empty(checkpoint: Checkpoint, part: nn.Module, _arguments: Any, _output: Any) -> None:
-    part.to(device="meta")
-    checkpoint.release()

@@ -6,6 +6,7 @@ rounded once, to bfloat16.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -44,6 +45,14 @@ def in_fp8(rows: torch.Tensor) -> Fp8Rows:
         scale.copy_((wide.abs().amax(dim=-1, keepdim=True) / LARGEST).clamp_min(SMALLEST_SCALE))
         to.copy_((wide / scale).clamp(-LARGEST, LARGEST))
     return Fp8Rows(values, scales)
+
+
+def below_each_other(pieces: Sequence[Fp8Rows]) -> Fp8Rows:
+    """All their rows; itself where there is one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    values = torch.cat([piece.values.view(torch.uint8) for piece in pieces])
+    return Fp8Rows(values.view(FP8), torch.cat([piece.scales for piece in pieces]))
 
 
 def empty_inputs(weight: Rows, num_tokens: int) -> Rows:

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from app.model.attention import AttentionRules
-from app.model.cuda.fp8 import Fp8Rows, Rows, in_fp8
-from app.model.llama import QUERIES_KEYS_VALUES, DecoderSettings, Weights, given, joined_bias
+from app.model.cpu.checkpoint import MappedModel
+from app.model.cuda.fp8 import FP8, Fp8Rows, Rows, below_each_other, in_fp8
+from app.model.llama import (
+    EMBEDDING,
+    HEAD,
+    QUERIES_KEYS_VALUES,
+    DecoderSettings,
+    Weights,
+    given,
+    joined_bias,
+    named,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_StoredRows = Callable[[str], Fp8Rows | None]  # the weight of a name, where its file has it in FP8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,22 +72,35 @@ class JoinedWeights:
 
 @torch.inference_mode()
 def join_weights(
-    module: PreTrainedModel, settings: DecoderSettings, *, num_positions: int, quantised: bool = False
+    module: PreTrainedModel,
+    settings: DecoderSettings,
+    *,
+    num_positions: int,
+    quantised: bool = False,
+    mapped: MappedModel | None = None,
 ) -> JoinedWeights:
     """Take the weights of a model, one layer after the other; the module has none afterwards.
 
     So the device holds those of no more than one layer twice.
 
     quantised: the matrices of the layers become FP8; embedding and head stay as they are.
+    mapped: where the module has no weights: they are read from its files, a matrix at a time. Those that are in FP8
+    there, with no more than a scale for each row, are taken as they are if they are to be in FP8.
     """
-    base = module.model
-    embedding, head = base.embed_tokens.weight.detach(), module.lm_head.weight.detach()
-    final_norm = base.norm.weight.detach()
+    weights: Weights = partial(_held, module) if mapped is None else mapped
+    embedding = given(weights, EMBEDDING)
+    is_read_once = mapped is not None and module.config.tie_word_embeddings
+    head = embedding if is_read_once else given(weights, HEAD)
     layers = []
-    for layer, window in zip(base.layers, settings.sliding_windows, strict=True):
+    for index, (layer, window) in enumerate(zip(module.model.layers, settings.sliding_windows, strict=True)):
+        own = partial(named, weights, f"model.layers.{index}.")
+        matrix = partial(_matrix_in_fp8, own, _stored_rows(mapped, index)) if quantised else partial(_matrix, own)
         rules = AttentionRules(scaling=settings.scaling, sliding_window=window or None)
-        layers.append(_join_layer(layer, rules, in_fp8 if quantised else lambda weight: weight))
+        layers.append(_join_layer(own, rules, matrix))
         layer.to(device="meta")
+        if mapped is not None:
+            mapped.checkpoint.release()
+    final_norm = given(weights, "model.norm.weight")
     module.to(device="meta")
     positions = torch.arange(num_positions, device=embedding.device)
     cosines, sines = (table.chunk(2, dim=-1)[0] for table in settings.rotary(positions, embedding.dtype))
@@ -89,35 +114,75 @@ def join_weights(
     )
 
 
-def _join_layer(layer: nn.Module, rules: AttentionRules, stored: Callable[[torch.Tensor], Rows]) -> JoinedLayer:
-    """stored: a matrix as it is kept."""
-    # Linear layers that join what ranks compute have another one inside.
-    state: dict[str, Any] = {name.replace(".linear.", "."): weight for name, weight in layer.state_dict().items()}
-    weights = state.get
+def _held(module: PreTrainedModel, name: str) -> torch.Tensor | None:
+    """The weight of a name in a module that has its weights."""
+    place, _, own = name.rpartition(".")
+    try:
+        part = module.get_submodule(place)
+        # Linear layers that join what ranks compute have another one inside.
+        weight: torch.Tensor | None = getattr(getattr(part, "linear", part), own)
+    except AttributeError:
+        return None
+    return None if weight is None else weight.detach()
+
+
+def _matrix(weights: Weights, *linears: str) -> torch.Tensor:
+    """The weights of linear layers, one below the other."""
+    found = [given(weights, f"{name}.weight") for name in linears]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _matrix_in_fp8(weights: Weights, stored: _StoredRows, *linears: str) -> Fp8Rows:
+    """The same in FP8."""
+    found = ((name, stored(f"{name}.weight")) for name in linears)
+    return below_each_other(
+        [in_fp8(given(weights, f"{name}.weight")) if rows is None else rows for name, rows in found]
+    )
+
+
+def _stored_rows(mapped: MappedModel | None, layer: int) -> _StoredRows:
+    """Finds the weights of a layer that are in FP8 in their files."""
+
+    def stored(name: str) -> Fp8Rows | None:
+        found = None if mapped is None else mapped.in_rows(f"model.layers.{layer}.{name}")
+        return Fp8Rows(*found) if found is not None and found[0].dtype is FP8 else None
+
+    return stored
+
+
+def _join_layer(weights: Weights, rules: AttentionRules, matrix: Callable[..., Rows]) -> JoinedLayer:
+    """weights: of one layer. matrix: of the linear layers with these names, one below the other, as it is kept."""
     router = weights("mlp.gate.weight")
+    gate_up: Rows
+    down: Rows
     if router is None:
-        gate_up = torch.cat([given(weights, f"mlp.{name}_proj.weight") for name in ("gate", "up")])
-        down = given(weights, "mlp.down_proj.weight")
-    else:  # transformers has joined them
-        gate_up, down = (given(weights, f"mlp.experts.{name}_proj") for name in ("gate_up", "down"))
-        own_share = weights("mlp.shared_expert_gate.weight")
-        if own_share is not None:
-            pieces = _pieces_of_shared_expert(weights, down.shape[-1])
-            router, gate_up, down = map(torch.cat, ((router, own_share), (gate_up, pieces[0]), (down, pieces[1])))
+        gate_up, down = matrix("mlp.gate_proj", "mlp.up_proj"), matrix("mlp.down_proj")
+    else:
+        router, gate_up, down = _join_experts(weights, router)
     return JoinedLayer(
         input_norm=given(weights, "input_layernorm.weight"),
-        query_key_value=stored(torch.cat([given(weights, f"{name}.weight") for name in QUERIES_KEYS_VALUES])),
+        query_key_value=matrix(*QUERIES_KEYS_VALUES),
         query_key_value_bias=joined_bias(weights, QUERIES_KEYS_VALUES),
         query_norm=weights("self_attn.q_norm.weight"),
         key_norm=weights("self_attn.k_norm.weight"),
-        output=stored(given(weights, "self_attn.o_proj.weight")),
+        output=matrix("self_attn.o_proj"),
         output_bias=weights("self_attn.o_proj.bias"),
         post_attention_norm=given(weights, "post_attention_layernorm.weight"),
         router=router,
-        gate_up=gate_up if router is not None else stored(gate_up),
-        down=down if router is not None else stored(down),
+        gate_up=gate_up,
+        down=down,
         rules=rules,
     )
+
+
+def _join_experts(weights: Weights, router: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Router, gate_up and down as the layer has them; transformers has joined those of the experts."""
+    gate_up, down = (given(weights, f"mlp.experts.{name}_proj") for name in ("gate_up", "down"))
+    own_share = weights("mlp.shared_expert_gate.weight")
+    if own_share is None:
+        return router, gate_up, down
+    pieces = _pieces_of_shared_expert(weights, down.shape[-1])
+    return torch.cat((router, own_share)), torch.cat((gate_up, pieces[0])), torch.cat((down, pieces[1]))
 
 
 def _pieces_of_shared_expert(weights: Weights, size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -36,7 +36,7 @@ def load(path: Path, dtype: str = "float32", quantization: str = "none") -> Load
 
 def from_whole_model(path: Path, monkeypatch: pytest.MonkeyPatch, **settings: str) -> LoadedModel:
     with monkeypatch.context() as patch:
-        patch.setattr(loader, "_checkpoint", lambda *_: None)
+        patch.setattr(loader, "_mapped", lambda *_: None)
         return load(path, **settings)
 
 

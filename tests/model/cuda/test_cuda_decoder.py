@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from app.assembly import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -222,15 +222,16 @@ def test_weights_are_there_once_and_no_more_than_a_layers_twice(
     path = tiny_model_path("qwen3")
     plain = load(path, backend="attention")
     assert plain.module is not None
-    join, alive = weights._join_layer, []
+    held, alive = weights._held, []
     released: list[bool] = []
 
-    def joined(layer: Any, *given: Any) -> Any:
-        released.append(all(each() is None for each in alive))
-        alive.append(weakref.ref(layer.mlp.gate_proj.weight))
-        return join(layer, *given)
+    def found(module: PreTrainedModel, name: str) -> torch.Tensor | None:
+        if name.endswith("gate_proj.weight"):
+            released.append(all(each() is None for each in alive))
+            alive.append(weakref.ref(module.get_parameter(name)))
+        return held(module, name)
 
-    monkeypatch.setattr(weights, "_join_layer", joined)
+    monkeypatch.setattr(weights, "_held", found)
     model = load(path)
     assert model.module is None
     assert released == [True] * len(model.layers)

@@ -9,19 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import Batch
 from app.errors import InvalidSetup
+from app.model import loader
 from app.model.allocated_bytes import num_bytes_of
 from app.model.loader import LoadedModel, load_model, model_of_config
 from tests.fakes import make_request, run_to_end
+from tests.model.cpu_allocator import peak_of_cpu
+from tests.model.test_quantised_checkpoint import FORMS, save_quantised
 from tests.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
 from app.assembly import build_sync_engine
+from app.model.cuda import fp8
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import StepSize, decode_size
 from app.model.cuda.decoder import CudaDecoder
@@ -162,6 +167,73 @@ def test_a_matrix_takes_half_the_memory_and_head_and_embedding_stay(tmp_path: Pa
         if isinstance(matrix, torch.Tensor)
     )
     assert sizes[2] - of_matrices * 0.5 <= sizes[0] <= sizes[2] - of_matrices * 0.49
+
+
+@pytest.mark.usefixtures("triton_here")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counted by a CPU's allocator")
+def test_no_more_than_the_model_in_fp8_and_one_layer_in_bfloat16_is_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 5, "tie_word_embeddings": False}
+    whole = build_tiny_model("llama", **sizes).to(torch.bfloat16)
+    whole.save_pretrained(tmp_path)
+    monkeypatch.setattr(fp8, "_ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(loader, "_with_weights", None)
+    loaded: list[LoadedModel] = []
+    peak = peak_of_cpu(lambda: loaded.append(load(tmp_path, max_model_len=32)))
+    in_bfloat16 = num_bytes_of(whole.model.layers[0].parameters())
+    in_fp8_bytes = num_bytes_of(loaded[0].tensors())
+    assert in_fp8_bytes < peak < in_fp8_bytes + 1.1 * in_bfloat16
+    assert peak < 0.8 * num_bytes_of(whole.parameters())
+
+
+@pytest.mark.usefixtures("triton_here")
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
+def test_weights_from_files_a_layer_at_a_time_are_those_of_the_whole_model(
+    architecture: str, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model_path(architecture)
+    model = load(path)
+    monkeypatch.setattr(loader, "_mapped", lambda *_: None)
+    whole = load(path)
+    assert (model.facts, model.layers) == (whole.facts, whole.layers)
+    assert all(equal_bits(*both) for both in zip(model.tensors(), whole.tensors(), strict=True))
+
+
+def equal_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.equal(ours.cpu().view(torch.uint8), theirs.cpu().view(torch.uint8))
+
+
+@pytest.mark.usefixtures("triton_here")
+@pytest.mark.parametrize("is_one_scale", [False, True])
+def test_a_checkpoint_in_fp8_with_one_scale_a_row_is_taken_as_it_is(tmp_path: Path, *, is_one_scale: bool) -> None:
+    quantization, dtype, suffix, by_row = FORMS[1]
+    model = build_tiny_model("llama")
+    path, _ = save_quantised(model, tmp_path, quantization, dtype=dtype, suffix=suffix, by_row=by_row)
+    weights = load_file(path / "model.safetensors")
+    if is_one_scale:
+        weights |= {name: weights[name].max() for name in weights if name.endswith(suffix)}
+        save_file(weights, path / "model.safetensors", {"format": "pt"})
+    joined = load(path).joined
+    assert joined is not None
+    first = joined.layers[0]
+    attention = [f"self_attn.{each}_proj" for each in "qkv"]
+    for ours, names in ((first.query_key_value, attention), (first.down, ["mlp.down_proj"])):
+        assert isinstance(ours, Fp8Rows)
+        stored = [weights[f"model.layers.0.{name}.weight"] for name in names]
+        scales = [weights[f"model.layers.0.{name}.weight{suffix}"] for name in names]
+        assert equal_bits(ours.values, torch.cat([each.view(torch.uint8) for each in stored]))
+        rows = [scale.expand(len(each), 1) for scale, each in zip(scales, stored, strict=True)]
+        assert torch.equal(ours.scales.cpu(), torch.cat(rows))
+
+
+@pytest.mark.usefixtures("triton_here")
+@pytest.mark.parametrize("form", [0, 2])
+def test_a_checkpoint_with_scales_of_blocks_or_in_int8_is_rounded_again(form: int, tmp_path: Path) -> None:
+    quantization, dtype, suffix, by_row = FORMS[form]
+    paths = save_quantised(build_tiny_model("llama"), tmp_path, quantization, dtype=dtype, suffix=suffix, by_row=by_row)
+    ours, theirs = (load(path).tensors() for path in paths)  # those of the products of numbers and scales
+    assert all(equal_bits(mine, their) for mine, their in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.usefixtures("triton_here")
