@@ -257,12 +257,41 @@ def _gpu_bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedMemory:
-    """What a replica would take of a GPU's memory, in bytes, and what its KV memory consists of."""
+    """What a replica would take of memory, in bytes, and what its KV memory consists of."""
 
     needs: MemoryNeeds
     block_bytes: int
     block_size: int
     context: int  # tokens of the longest sequence
+    dtype: str  # of weights and KV memory that are not quantised
+
+    @property
+    def sequence_bytes(self) -> int:
+        """KV memory of a sequence of the whole context."""
+        return -(-self.context // self.block_size) * self.block_bytes
+
+
+def planned_cpu_memory(config: EngineConfig) -> PlannedMemory:
+    """The sizes of a replica on a CPU like this machine's, from the model's config.json alone.
+
+    Raises:
+        InvalidSetup: there is no such model, or nothing says how long its context is.
+        UnsupportedModel: it cannot be served, or the native decoder does not compute it.
+    """
+    from app.model.kv_cache import block_bytes
+    from app.model.largest_step import needs_of_native
+    from app.model.loader import dtype_of, model_of_config
+
+    location, block_size = resolve_model_path(config.model.path), config.cache.block_size
+    dtype = dtype_of(config.model, location).dtype
+    model = model_of_config(config.model, location, dtype=dtype, native_block_size=block_size)
+    return PlannedMemory(
+        needs=needs_of_native(model, largest_batch(config.scheduler, model.facts, block_size=block_size)),
+        block_bytes=block_bytes(config.cache, model.layers, dtype=dtype),
+        block_size=block_size,
+        context=model.facts.max_model_len,
+        dtype=str(dtype).removeprefix("torch."),
+    )
 
 
 def planned_memory(config: EngineConfig, *, num_ranks: int = 1) -> PlannedMemory:
@@ -291,6 +320,7 @@ def planned_memory(config: EngineConfig, *, num_ranks: int = 1) -> PlannedMemory
         block_bytes=block_bytes(config.cache, model.layers, dtype=dtype),
         block_size=block_size,
         context=model.facts.max_model_len,
+        dtype=str(dtype).removeprefix("torch."),
     )
 
 

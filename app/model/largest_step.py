@@ -1,7 +1,8 @@
-"""What a model needs of a GPU's memory beside its KV: found by computing the largest step once.
+"""What a model needs of memory beside its KV: on a GPU found by computing the largest step once.
 
-On a GPU its memory is that of torch's allocator. On any other device it is counted operator by operator, also on the
-meta device, where it is a prediction from the model's configuration alone.
+There its memory is that of torch's allocator. On any other device it is counted operator by operator, also on the
+meta device, where it is a prediction from the model's configuration alone. Of native code on a CPU, where no operator
+is seen, it follows from sizes.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import torch
 from app.config import EngineConfig
 from app.engine.batch import Batch
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
+from app.model.cpu.decoder import buffer_bytes
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import StepSize, decode_size, graph_sizes, mixed_sizes
 from app.model.cuda.decoder import num_kernels_of
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.cuda.sampler import TritonLogprobs, TritonSampler
 from app.model.loader import LoadedModel
-from app.model.memory import WORKSPACE_BYTES, MemoryNeeds, graph_bytes
+from app.model.memory import PROCESS_BYTES, WORKSPACE_BYTES, MemoryNeeds, graph_bytes
 
 # cuBLAS has a workspace for each thread and stream: those of the thread that builds the engine, of the engine's own
 # thread, and of the stream on which graphs are captured. On a GPU the first is part of the step that was computed.
@@ -41,6 +43,19 @@ def needs_of(config: EngineConfig, model: LoadedModel, largest: Batch) -> Memory
         step=step,
         graphs=_of_graphs(config, model) if config.model.backend != "torch" else 0,
         workspaces=(_NUM_WORKSPACES - is_cuda) * WORKSPACE_BYTES,
+    )
+
+
+def needs_of_native(model: LoadedModel, largest: Batch) -> MemoryNeeds:
+    """Of a CPU's memory, by the weights' sizes: they may be on the meta device. largest: the batch that takes most."""
+    assert model.native is not None, "transformers' code is not counted on a CPU"
+    num_sampled, vocab_size = len(largest.sampled), model.facts.vocab_size
+    num_rows = num_sampled + sum(len(item.targets) for item in largest.scheduled)
+    # Logits of all rows; beside scored prompts a copy of those that are sampled; these with penalties and grammars.
+    logits = (num_rows + 2 * num_sampled) * vocab_size * torch.float32.itemsize
+    kept = buffer_bytes(model.native, num_tokens=largest.num_scheduled_tokens, num_positions=model.facts.max_model_len)
+    return MemoryNeeds(
+        weights=num_bytes_of(model.tensors()), step=kept + logits, graphs=0, workspaces=0, context=PROCESS_BYTES
     )
 
 

@@ -92,9 +92,10 @@ class LoadedModel:
     group: Exchange | None = None  # where `module` or `joined` is a rank's part
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All weights on a GPU, and what else is kept there; those that are tied more than once."""
-        if self.joined is not None:
-            yield from self.joined.tensors()
+        """All weights, and what else is kept beside them; those that are tied more than once."""
+        for weights in (self.native, self.joined):
+            if weights is not None:
+                yield from weights.tensors()
         if self.module is not None:
             yield from (*self.module.parameters(), *self.module.buffers())
 
@@ -330,9 +331,18 @@ def _load_checked(config: ModelConfig, location: str, checked: CheckedModel, dty
 
 
 @torch.inference_mode()
-def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype, num_ranks: int = 1) -> LoadedModel:
+def model_of_config(
+    config: ModelConfig,
+    location: str,
+    *,
+    dtype: torch.dtype,
+    num_ranks: int = 1,
+    native_block_size: int | None = None,
+) -> LoadedModel:
     """A model, or the part that each of several ranks has, on the meta device, from its config.json alone: it has sizes
     and no weights.
+
+    native_block_size: of the KV memory of the C++ decoder, where that is to compute it; None: as on a GPU.
 
     Raises:
         InvalidSetup: there is no such model, nothing says how long its context is, or the ranks cannot share it.
@@ -367,19 +377,9 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype, n
     except RuntimeError as error:  # an operator with a result of a size that follows from numbers
         raise UnsupportedModel(f"{config.path} cannot be planned without its weights: {first_line(error)}") from error
     num_embeddings = module.get_input_embeddings().weight.shape[0]
-    joined = None
-    reason = _why_not_joined(config, module, step.rules)
-    if config.quantization == "fp8" and (num_ranks > 1 or reason is not None):
-        raise _not_quantised(config, reason or _RANKS_WITHOUT_FP8)
-    group = SizesOfRank(num_ranks) if num_ranks > 1 else None
-    if config.backend == "auto" and reason is None:
-        add_positions(module)
-        settings = _joined_settings(module, step.rules, output, group)
-        joined = join_weights(module, settings, num_positions=longest, quantised=config.quantization == "fp8")
-    return LoadedModel(
-        module=module if joined is None else None,
+    loaded = LoadedModel(
+        module=module,
         native=None,
-        joined=joined,
         facts=ModelFacts(
             max_model_len=longest,
             vocab_size=min(output.logits.shape[-1], num_embeddings),
@@ -389,8 +389,50 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype, n
         layers=step.layers,
         dtype=dtype,
         device=torch.device("meta"),
-        group=group,
+        group=SizesOfRank(num_ranks) if num_ranks > 1 else None,
     )
+    if native_block_size is not None:
+        return _packed_without_numbers(config, loaded, module, step.rules, native_block_size)
+    return _joined_without_numbers(config, loaded, module, step.rules, output)
+
+
+def _joined_without_numbers(
+    config: ModelConfig,
+    model: LoadedModel,
+    module: PreTrainedModel,
+    rules: dict[int, AttentionRules],
+    own: _Output,
+) -> LoadedModel:
+    """The model for the decoder for CUDA, if that computes it; else as it is. own: what the module gives."""
+    reason = _why_not_joined(config, module, rules)
+    if config.quantization == "fp8" and (model.group is not None or reason is not None):
+        raise _not_quantised(config, reason or _RANKS_WITHOUT_FP8)
+    if config.backend != "auto" or reason is not None:
+        return model
+    add_positions(module)
+    settings, num_positions = _joined_settings(module, rules, own, model.group), model.facts.max_model_len
+    joined = join_weights(module, settings, num_positions=num_positions, quantised=config.quantization == "fp8")
+    return replace(model, module=None, joined=joined)
+
+
+def _packed_without_numbers(
+    config: ModelConfig,
+    model: LoadedModel,
+    module: PreTrainedModel,
+    rules: dict[int, AttentionRules],
+    block_size: int,
+) -> LoadedModel:
+    """The model for the C++ decoder. Raises UnsupportedModel where that does not compute it on this machine."""
+    reason = _why_not_packed(module, rules, model.layers, block_size)
+    if reason is not None:
+        raise UnsupportedModel(
+            f"the memory of {config.path} on a CPU is planned only where the native decoder computes it, and here it "
+            f"does not: {reason}"
+        )
+    add_positions(module)
+    weights = by_expert(module.state_dict()).get
+    native = pack_weights(weights, settings_of(module, rules), bits=BITS[config.quantization])
+    return replace(model, module=None, native=native)
 
 
 def device_of(config: ModelConfig) -> torch.device:
@@ -743,11 +785,7 @@ def _native_weights(
 
     Raises InvalidSetup if not, and the weights were to be quantised.
     """
-    reason = (
-        why_not_native(module)
-        or why_attention_is_not_llama_like(module, probe.rules)
-        or NativeKVCache.why_not(probe.layers, block_size=block_size, dtype=module.dtype, device=torch.device("cpu"))
-    )
+    reason = _why_not_packed(module, probe.rules, probe.layers, block_size)
     if reason is not None:
         if config.quantization != "none":
             raise _not_quantised(config, reason)
@@ -767,6 +805,17 @@ def _native_weights(
         logger.warning("%s runs on transformers' code, slower: in C++ %s", config.path, difference)
         return None
     return weights
+
+
+def _why_not_packed(
+    module: PreTrainedModel, rules: dict[int, AttentionRules], layers: dict[int, LayerShape], block_size: int
+) -> str | None:
+    """Why the C++ decoder does not compute a model on this machine; None where no reason is known."""
+    return (
+        why_not_native(module)
+        or why_attention_is_not_llama_like(module, rules)
+        or NativeKVCache.why_not(layers, block_size=block_size, dtype=module.dtype, device=torch.device("cpu"))
+    )
 
 
 def _native_output(

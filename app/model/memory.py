@@ -23,16 +23,20 @@ _GRAPH_NODE_BYTES = 10 * 1024
 # What torch gives cuBLAS on each stream: 32 MiB on Hopper and newer, 8 MiB on older cards.
 WORKSPACE_BYTES = 32 * 1024**2
 
+# A replica's process on a CPU without its model: 0.44 GiB for Python with torch, transformers and Ray, the rest for
+# buffers of threads and what requests hold.
+PROCESS_BYTES = GIB * 6 // 10
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeeds:
-    """Bytes on a GPU that a replica needs beside its KV memory."""
+    """Bytes on a GPU, or on a machine with CPUs, that a replica needs beside its KV memory."""
 
     weights: int
     step: int  # the largest step: activations, attention's partial results, logits, sampling
     graphs: int  # memory of the captured steps, and the graphs themselves
     workspaces: int  # of libraries
-    context: int = CONTEXT_BYTES
+    context: int = CONTEXT_BYTES  # on a CPU the process
 
     @property
     def total(self) -> int:

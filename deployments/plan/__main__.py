@@ -1,6 +1,6 @@
 """What fits where, and what a trace needs, before anything is started: `python -m deployments.plan`.
 
-`memory --model ID --gpu H200`: from a model's config.json alone; no weights are read.
+`memory --model ID --gpu H200` or `--cpu 16GiB`: from a model's config.json alone; no weights are read.
 `trace --trace FILE --slo ttft_p99=1s,itl_p99=100ms`: measures this machine's steps, then simulates. No Ray here.
 """
 
@@ -37,18 +37,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _memory(options: argparse.Namespace) -> None:
-    from deployments.plan.memory import GpuPlan, config_of  # torch takes seconds to import; mistakes are said before
+    card = None if options.gpu is None else card_of(options.gpu)
+    if card is None and options.tensor_parallel > 1:
+        raise InvalidSetup("--tensor-parallel is planned for GPUs only; with --cpu leave it out")
+    # torch takes seconds to import; mistakes are said before
+    from deployments.plan.memory import CpuPlan, GpuPlan, config_of
 
-    card = card_of(options.gpu)
+    on_gpu = card is not None
     config = config_of(
-        options.model,
-        context=options.context,
-        dtype=options.dtype,
-        max_running=options.max_running,
-        max_step_tokens=options.max_step_tokens,
-        gpu_memory_fraction=options.gpu_memory_fraction,
+        model={
+            "path": options.model,
+            "device": "cuda" if on_gpu else "cpu",
+            "dtype": options.dtype or ("bfloat16" if on_gpu else None),
+            "quantization": options.quantization,
+            "max_model_len": options.context,
+        },
+        cache={"gpu_memory_fraction": options.gpu_memory_fraction},
+        scheduler={
+            "max_running": options.max_running or (256 if on_gpu else None),
+            "max_step_tokens": options.max_step_tokens or (8192 if on_gpu else None),
+        },
     )
-    plan = GpuPlan(config, card, share=options.num_gpus, num_ranks=options.tensor_parallel)
+    plan: CpuPlan | GpuPlan = (
+        CpuPlan(config, options.cpu)
+        if card is None
+        else GpuPlan(config, card, share=options.num_gpus, num_ranks=options.tensor_parallel)
+    )
     print(plan.table())
     plan.check()
 
@@ -113,7 +127,7 @@ def _above_zero(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deployments.plan", description=__doc__)
     plans = parser.add_subparsers(required=True, metavar="memory|trace")
-    _add_memory(plans.add_parser("memory", help="weights, KV memory, graphs and workspaces of a model on a GPU"))
+    _add_memory(plans.add_parser("memory", help="weights, KV memory and the rest of a model on a GPU or a CPU"))
     _add_trace(plans.add_parser("trace", help="the settings and replicas that hold a promise on a trace"))
     return parser
 
@@ -146,13 +160,25 @@ def _add_trace(trace: argparse.ArgumentParser) -> None:
 def _add_memory(memory: argparse.ArgumentParser) -> None:
     memory.set_defaults(run=_memory)
     memory.add_argument("--model", required=True, help="a folder with a config.json, a GGUF file, or a hub id")
-    memory.add_argument("--gpu", required=True, help="a card by its name, such as H200, or its memory, such as 80GiB")
+    where = memory.add_mutually_exclusive_group(required=True)
+    where.add_argument("--gpu", help="a card by its name, such as H200, or its memory, such as 80GiB")
+    where.add_argument(
+        "--cpu", nargs="?", const="", metavar="MEMORY",
+        help="a machine's memory, such as 16GiB; alone: what this machine has available now",
+    )  # fmt: skip
     memory.add_argument("--context", type=positive, help="tokens of prompt and output; default: the model's own")
-    memory.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    memory.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU; on a CPU as this machine chooses"
+    )
+    memory.add_argument(
+        "--quantization", choices=("none", "int8", "int4", "fp8"), default="none", help="model.quantization"
+    )
     memory.add_argument("--num-gpus", type=_share, default=1.0, help="replicas.num_gpus: 0.5 for two on a card")
     memory.add_argument("--tensor-parallel", type=positive, default=1, help="replicas.tensor_parallel: so many cards")
-    memory.add_argument("--max-running", type=positive, default=256, help="scheduler.max_running")
-    memory.add_argument("--max-step-tokens", type=positive, default=8192, help="scheduler.max_step_tokens")
+    memory.add_argument("--max-running", type=positive, help="scheduler.max_running (256 on a GPU, 32 on a CPU)")
+    memory.add_argument(
+        "--max-step-tokens", type=positive, help="scheduler.max_step_tokens (8192 on a GPU, 512 on a CPU)"
+    )
     memory.add_argument("--gpu-memory-fraction", type=float, default=0.9, help="cache.gpu_memory_fraction")
 
 

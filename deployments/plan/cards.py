@@ -15,6 +15,7 @@ class Card(NamedTuple):
     name: str
     memory_gib: float  # as CUDA reports it: less than on the label
     bandwidth_gbs: float | None = None  # GB/s; None: not known
+    capability: tuple[int, int] | None = None  # to compute, as CUDA says; None: not known
 
     @property
     def memory_bytes(self) -> int:
@@ -25,19 +26,19 @@ class Card(NamedTuple):
 # public reports; of the others an estimate from the size on the label. Bandwidth: as commonly published, not checked
 # against the data sheets.
 CARDS = (
-    Card("T4", 14.5, 320),
-    Card("L4", 22.0, 300),
-    Card("A10", 22.0, 600),
-    Card("RTX-3090", 23.6, 936),
-    Card("RTX-4090", 23.5, 1008),
-    Card("RTX-5090", 31.3, 1792),
-    Card("A100-40GB", 39.3, 1555),
-    Card("L40S", 44.3, 864),
-    Card("A100-80GB", 79.1, 2039),
-    Card("H100", 79.1, 3350),
-    Card("H100-NVL", 93.0, 3900),
-    Card("H200", 139.7, 4800),
-    Card("B200", 178.3, 8000),
+    Card("T4", 14.5, 320, (7, 5)),
+    Card("L4", 22.0, 300, (8, 9)),
+    Card("A10", 22.0, 600, (8, 6)),
+    Card("RTX-3090", 23.6, 936, (8, 6)),
+    Card("RTX-4090", 23.5, 1008, (8, 9)),
+    Card("RTX-5090", 31.3, 1792, (12, 0)),
+    Card("A100-40GB", 39.3, 1555, (8, 0)),
+    Card("L40S", 44.3, 864, (8, 9)),
+    Card("A100-80GB", 79.1, 2039, (8, 0)),
+    Card("H100", 79.1, 3350, (9, 0)),
+    Card("H100-NVL", 93.0, 3900, (9, 0)),
+    Card("H200", 139.7, 4800, (9, 0)),
+    Card("B200", 178.3, 8000, (10, 0)),
 )
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB)?", re.IGNORECASE)
 _UNITS = {"gib": 1.0, "gb": 1e9 / GIB, "mib": 1 / 1024}
@@ -47,15 +48,22 @@ def card_of(text: str) -> Card:
     """A card by its name, or one with so much memory: `H200`, `80GiB`. Raises InvalidSetup for another name."""
     named = {_plain(card.name): card for card in CARDS} | {_plain("A100"): _named("A100-80GB")}
     found = named.get(_plain(text))
-    return found if found is not None else Card(text, _size_gib(text))
+    if found is not None:
+        return found
+    known = ", ".join(card.name for card in CARDS)
+    return Card(text, _size_gib(text, f"--gpu: got {text!r}; it is none of the known cards ({known}) and no size"))
 
 
-def _size_gib(text: str) -> float:
+def bytes_of(text: str, *, option: str) -> int:
+    """A size such as 16GiB. Raises InvalidSetup, in the name of a command's option, if it is none."""
+    return int(_size_gib(text, f"{option}: got {text!r}; it is no size") * GIB)
+
+
+def _size_gib(text: str, refusal: str) -> float:
     """A size with its unit, GiB where there is none."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or float(found[1]) == 0:
-        known = ", ".join(card.name for card in CARDS)
-        raise InvalidSetup(f"--gpu: got {text!r}; it is none of the known cards ({known}) and no size, such as 80GiB")
+        raise InvalidSetup(f"{refusal}, such as 80GiB")
     return float(found[1]) * _UNITS[(found[2] or "GiB").lower()]
 
 

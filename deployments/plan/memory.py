@@ -1,14 +1,18 @@
-"""The memory of one replica of a model on a GPU, divided as the replica divides it when it starts."""
+"""The memory of one replica of a model on a GPU or a CPU, divided as the replica divides it when it starts."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import ValidationError
 
-from app.assembly import PlannedMemory, planned_memory
-from app.config import GIB, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.assembly import PlannedMemory, planned_cpu_memory, planned_memory
+from app.config import GIB, EngineConfig
 from app.errors import InvalidSetup
+from app.model.cpu.kv_cache import available_bytes
+from app.model.cuda.fp8 import LEAST_CAPABILITY
 from app.model.memory import GpuMemory
-from deployments.plan.cards import CARDS, Card
+from deployments.plan.cards import CARDS, Card, bytes_of
 
 
 class GpuPlan:
@@ -17,12 +21,17 @@ class GpuPlan:
     def __init__(self, config: EngineConfig, card: Card, *, share: float, num_ranks: int = 1) -> None:
         """share: of the card, as `replicas.num_gpus`. num_ranks: cards, as `replicas.tensor_parallel`.
 
-        Raises InvalidSetup as `planned_memory` does.
+        Raises InvalidSetup as `planned_memory` does, and where the card has no products in FP8 that the config needs.
         """
         self._config = config
         self._card = card
         self._share = share
         self._num_ranks = num_ranks
+        if not self._computes_on(card):
+            needed = ".".join(map(str, LEAST_CAPABILITY))
+            raise InvalidSetup(
+                f"--quantization fp8: {card.name} has no products in FP8; they need compute capability {needed} or more"
+            )
         self._planned: PlannedMemory = planned_memory(config, num_ranks=num_ranks)
 
     def table(self) -> str:
@@ -41,20 +50,22 @@ class GpuPlan:
             f"{self._config.model.path} on {self._where}: {gpu.granted / GIB:.2f} GiB, "
             f"{gpu.fraction:g} of {self._share * gpu.total / GIB:.2f} GiB (predicted; not yet measured on a GPU)"
         )
-        lines = [head, *(f"  {name:<14}{num_bytes / GIB:>9.2f} GiB" for name, num_bytes in rows)]
-        return "\n".join([*lines, *self._room(left)])
+        return "\n".join([head, *_lines(rows), *self._room(left)])
 
     def check(self) -> None:
         """Raises InvalidSetup if no sequence of the whole context fits, with the smallest card that holds one."""
-        needed = self._bytes_of_sequence
+        needed = self._planned.sequence_bytes
         missing = needed - self._on(self._card).left_for_kv(self._planned.needs)
         if missing <= 0:
             return
-        fitting = [card for card in CARDS if self._on(card).left_for_kv(self._planned.needs) >= needed]
+        fitting = [
+            card
+            for card in CARDS
+            if self._computes_on(card) and self._on(card).left_for_kv(self._planned.needs) >= needed
+        ]
         smallest = min(fitting, key=lambda card: card.memory_gib, default=None)
         raise InvalidSetup(
-            f"{self._config.model.path} does not fit on {self._where}: {missing / GIB:.2f} GiB are missing for one "
-            f"sequence of {self._planned.context:,} tokens. "
+            f"{_does_not_fit(self._config, self._where, missing, self._planned)}. "
             + (
                 f"The smallest card that holds it is {smallest.name} ({smallest.memory_gib:g} GiB)"
                 if smallest is not None
@@ -64,16 +75,11 @@ class GpuPlan:
         )
 
     def _room(self, left: int) -> list[str]:
-        planned = self._planned
-        num_tokens = max(0, left) // planned.block_bytes * planned.block_size
-        num_sequences = num_tokens // planned.context
-        lines = [
-            f"  {planned.block_bytes // planned.block_size:,} bytes of KV a token: room for {num_tokens:,} tokens, "
-            f"{num_sequences:,} sequences of {planned.context:,}"
-        ]
+        planned, num_sequences = self._planned, _num_sequences(self._planned, left)
+        lines = [_room(planned, left)]
         if self._card.bandwidth_gbs is not None and num_sequences:
             running = min(num_sequences, self._config.scheduler.max_running)
-            read = planned.needs.weights + running * self._bytes_of_sequence
+            read = planned.needs.weights + running * planned.sequence_bytes
             lines.append(
                 f"  {running:,} of them in a decode step read {read / GIB:.1f} GiB: at least "
                 f"{read / self._card.bandwidth_gbs / 1e6:.1f} ms at {self._card.bandwidth_gbs:,g} GB/s"
@@ -84,31 +90,89 @@ class GpuPlan:
     def _where(self) -> str:
         return self._card.name if self._num_ranks == 1 else f"each of {self._num_ranks} {self._card.name}"
 
-    @property
-    def _bytes_of_sequence(self) -> int:
-        planned = self._planned
-        return -(-planned.context // planned.block_size) * planned.block_bytes
+    def _computes_on(self, card: Card) -> bool:
+        """A card of which only the memory is known is taken to do so."""
+        return self._config.model.quantization != "fp8" or (card.capability or LEAST_CAPABILITY) >= LEAST_CAPABILITY
 
     def _on(self, card: Card) -> GpuMemory:
         return GpuMemory(total=card.memory_bytes, fraction=self._config.cache.gpu_memory_fraction, share=self._share)
 
 
-def config_of(
-    path: str,
-    *,
-    context: int | None,
-    dtype: str,
-    max_running: int,
-    max_step_tokens: int,
-    gpu_memory_fraction: float,
-) -> EngineConfig:
-    """The settings of a replica on a GPU. Raises InvalidSetup."""
+class CpuPlan:
+    """What one replica has of the memory of a machine, computed by its CPUs."""
+
+    def __init__(self, config: EngineConfig, memory: str) -> None:
+        """memory: of the machine, such as 16GiB; empty for what this machine has available now.
+
+        Raises InvalidSetup and UnsupportedModel as `planned_cpu_memory` does.
+        """
+        num_bytes = bytes_of(memory, option="--cpu") if memory else available_bytes()
+        if num_bytes is None:
+            raise InvalidSetup("--cpu: this system does not say how much memory it has; name it, such as --cpu 16GiB")
+        self._config = config
+        self._where = f"a CPU with {num_bytes / GIB:.2f} GiB"
+        self._planned: PlannedMemory = planned_cpu_memory(config)
+        self._left = num_bytes - self._planned.needs.total
+
+    def table(self) -> str:
+        """All parts in GiB, and what the rest holds; for a terminal."""
+        needs = self._planned.needs
+        rows = [
+            ("weights", needs.weights),
+            ("largest step", needs.step),
+            ("process", needs.context),
+            ("KV memory", max(0, self._left)),
+        ]
+        most, quantization = max(0, self._left * 100 // GIB) / 100, self._config.model.quantization
+        kind = self._planned.dtype if quantization == "none" else quantization
+        head = f"{self._config.model.path} on {self._where}, weights in {kind} (predicted)"
+        return "\n".join([head, *_lines(rows), f"{_room(self._planned, self._left)} with cache.memory_gib: {most:g}"])
+
+    def check(self) -> None:
+        """Raises InvalidSetup if no sequence of the whole context fits."""
+        missing = self._planned.sequence_bytes - self._left
+        if missing > 0:
+            smaller = "" if self._config.model.quantization == "int4" else "--quantization int8 or int4, or "
+            raise InvalidSetup(
+                f"{_does_not_fit(self._config, self._where, missing, self._planned)}; choose {smaller}a lower "
+                f"--context, --max-running or --max-step-tokens"
+            )
+
+
+def _lines(rows: list[tuple[str, int]]) -> list[str]:
+    return [f"  {name:<14}{num_bytes / GIB:>9.2f} GiB" for name, num_bytes in rows]
+
+
+def _does_not_fit(config: EngineConfig, where: str, missing: int, planned: PlannedMemory) -> str:
+    return (
+        f"{config.model.path} does not fit on {where}: {missing / GIB:.2f} GiB are missing for one sequence of "
+        f"{planned.context:,} tokens"
+    )
+
+
+def _num_tokens(planned: PlannedMemory, left: int) -> int:
+    return max(0, left) // planned.block_bytes * planned.block_size
+
+
+def _num_sequences(planned: PlannedMemory, left: int) -> int:
+    return _num_tokens(planned, left) // planned.context
+
+
+def _room(planned: PlannedMemory, left: int) -> str:
+    return (
+        f"  {planned.block_bytes // planned.block_size:,} bytes of KV a token: room for "
+        f"{_num_tokens(planned, left):,} tokens, {_num_sequences(planned, left):,} sequences of {planned.context:,}"
+    )
+
+
+def config_of(**branches: dict[str, Any]) -> EngineConfig:
+    """The settings of a replica, by branch; those that are None have their defaults. Raises InvalidSetup."""
+    given = {
+        name: {setting: value for setting, value in branch.items() if value is not None}
+        for name, branch in branches.items()
+    }
     try:
-        return EngineConfig(
-            model=ModelConfig.model_validate({"path": path, "dtype": dtype, "max_model_len": context}),
-            cache=CacheConfig(gpu_memory_fraction=gpu_memory_fraction),
-            scheduler=SchedulerConfig(max_running=max_running, max_step_tokens=max_step_tokens),
-        )
+        return EngineConfig.model_validate(given)
     except ValidationError as error:
         reasons = (f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors())
         raise InvalidSetup("; ".join(reasons)) from error

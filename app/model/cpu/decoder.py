@@ -27,7 +27,7 @@ from app.model.cpu.library import (
     Team,
 )
 from app.model.cpu.ranks import RankMemory, RankMissing, ranks_shape
-from app.model.cpu.weights import NativeLayer, NativeWeights
+from app.model.cpu.weights import GROUPS, PANEL, NativeLayer, NativeWeights
 from app.model.forward import Prediction
 from app.model.inputs import ModelInputs, Segments, build_segments
 from app.model.matcher_preparer import MatcherPreparer, Preparable
@@ -107,8 +107,8 @@ class NativeDecoder:
     def _provide_rotary(self, num_positions: int) -> None:
         """Make the tables of cosines and sines long enough. To compute a step's own took a dozen operators."""
         if num_positions > len(self._cosine):
-            size = 1 << (num_positions - 1).bit_length()  # a power of two, so that it seldom grows
-            self._cosine, self._sine = self._weights.settings.rotary(torch.arange(size), self._weights.dtype)
+            positions = torch.arange(_num_rotary(num_positions))
+            self._cosine, self._sine = self._weights.settings.rotary(positions, self._weights.dtype)
 
     def seconds(self) -> dict[str, float]:
         """Seconds spent in C++ so far: linear, head (the output layer), attention, rest."""
@@ -133,6 +133,31 @@ class NativeDecoder:
             scales=_pointer(self._pages.scales.get(index)),
             sliding_window=layer.sliding_window,
         )
+
+
+def buffer_bytes(weights: NativeWeights, *, num_tokens: int, num_positions: int) -> int:
+    """What a decoder keeps once it has computed a step of so many tokens, and a position so late.
+
+    Its buffers in C++, as `grow` has them in decoder.h and experts.h, and the tables of `_provide_rotary`.
+    """
+    settings, experts, of_type = weights.settings, weights.settings.experts, weights.dtype.itemsize
+    hidden, query = settings.hidden_size, settings.num_heads * settings.head_dim
+    projected = query + 2 * settings.num_kv_heads * settings.head_dim
+    num_places = num_tokens * experts.per_token
+    activated = max(num_tokens * settings.intermediate_size, num_places * experts.intermediate_size)
+    numbers = num_tokens * (hidden + projected + query) + activated + num_places * hidden
+    padded_experts = -(-experts.num_experts // PANEL) * PANEL
+    routing = num_tokens * padded_experts * 4 + num_places * (8 + 4 + 8)
+    total = numbers * of_type + num_tokens * hidden * 4 + routing
+    if weights.weight_bits:
+        size = max(hidden, query, settings.intermediate_size, experts.intermediate_size)
+        of_row = -(-size // GROUPS[8]) * GROUPS[8] + -(-size // GROUPS[4]) * (4 + 4)
+        total += max(num_tokens, num_places) * of_row
+    return total + 2 * _num_rotary(num_positions) * settings.head_dim * of_type
+
+
+def _num_rotary(num_positions: int) -> int:
+    return 1 << (num_positions - 1).bit_length()  # a power of two, so that the tables seldom grow
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

@@ -55,7 +55,7 @@ class NativeKVCache:
 
         With a warning, it is left to be provided as it is used where the machine has less: it could swap.
         """
-        num_bytes, available = sum(tensor.nbytes for tensor in self.tensors), _available_bytes()
+        num_bytes, available = sum(tensor.nbytes for tensor in self.tensors), available_bytes()
         if available is not None and num_bytes > available:
             logger.warning(
                 "KV memory is %.2f GiB, of which the machine has %.2f GiB now; it will run out if all of it is used. "
@@ -89,7 +89,7 @@ class NativeKVCache:
         return "the native code could not be built (no C++ compiler?)" if library() is None else None
 
 
-def _available_bytes() -> int | None:
+def available_bytes() -> int | None:
     """Memory that can be used without swapping, as Linux estimates it; None elsewhere."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -206,10 +206,13 @@ def why_not_amx(*sizes: int) -> str | None:
     return f"inputs of {', '.join(map(str, odd))} are no multiples of {_AMX_NUMBERS}" if odd else None
 
 
-def in_large_pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised memory, in large pages where the system has them: every small page costs a lookup."""
-    tensor = torch.empty(*shape, dtype=dtype)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+def in_large_pages(*shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """Uninitialised memory, in large pages where the system has them: every small page costs a lookup.
+
+    device: meta for sizes alone.
+    """
+    tensor = torch.empty(*shape, dtype=dtype, device=device)
+    if hasattr(mmap, "MADV_HUGEPAGE") and not tensor.is_meta:
         advise(tensor, mmap.MADV_HUGEPAGE)
     return tensor
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 _Pack = Callable[..., torch.Tensor]  # `_packed` with a team and bits
 
-_PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as in the sources
+PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as in the sources
 BITS = {"none": 0, "int8": 8, "int4": 4}  # of a weight, by model.quantization; 0: the model's type
-_GROUPS = {8: 64, 4: 32}  # inputs that share a scale, as in the sources
+GROUPS = {8: 64, 4: 32}  # inputs that share a scale, as in the sources
 _HEAD_BITS = 8  # where the layers are quantised, as in the sources
 
 
@@ -74,10 +74,18 @@ class NativeWeights:
     dtype: torch.dtype  # of everything that is not quantised
     weight_bits: int  # of the layers' matrices; 0: they and the head are not quantised
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All of them; experts side by side are views of the same memory."""
+        parts = (self, *self.layers, *(mlp for layer in self.layers for mlp in layer.mlps))
+        for part in parts:
+            for value in (getattr(part, each.name) for each in fields(part)):
+                if isinstance(value, torch.Tensor):
+                    yield value
+
 
 def input_unit(quantization: str) -> int:
     """Inputs of a matrix that are packed together: ranks do not divide them. quantization: as in the settings."""
-    return _GROUPS.get(BITS[quantization], LANES)
+    return GROUPS.get(BITS[quantization], LANES)
 
 
 def why_not_native(model: PreTrainedModel) -> str | None:
@@ -102,21 +110,20 @@ def pack_weights(
 ) -> NativeWeights:
     """Pack weights that are all of one type, one layer after the other. Does not change them.
 
+    Of weights on the meta device the packed ones are there too: they have sizes and no numbers.
+
     bits: 8 or 4 quantise the matrices of the layers so, and the head to 8 bits. An embedding that is tied to the head
     is not kept then; another one stays as it is: a step reads only its tokens' rows.
     release: called after each layer, when what was asked of `weights` so far has been packed.
     """
-    team = Team(torch.get_num_threads())
     embedding: torch.Tensor | None = given(weights, EMBEDDING)
     assert embedding is not None
     dtype, unpacked_head = embedding.dtype, given(weights, HEAD)
-    if dtype is torch.bfloat16:
-        inner = (settings.intermediate_size, settings.experts.intermediate_size)
-        inputs = (settings.hidden_size, settings.num_heads * settings.head_dim, *inner)
-        log_use_of_amx("bfloat16", settings.head_dim, *(() if bits else inputs))
-    if bits:
-        log_use_of_amx(f"weights of {bits} bits")
-    if bits and torch.equal(embedding, unpacked_head):
+    team = None
+    if not embedding.is_meta:
+        team = Team(torch.get_num_threads())
+        _log_use_of_amx(settings, dtype, bits)
+    if bits and _are_equal(embedding, unpacked_head):
         embedding = None
     # First: the largest matrix, while nothing else is there.
     head = _packed(team, [unpacked_head], bits=_HEAD_BITS if bits else 0)
@@ -136,6 +143,22 @@ def pack_weights(
         dtype=dtype,
         weight_bits=bits,
     )
+
+
+def _log_use_of_amx(settings: DecoderSettings, dtype: torch.dtype, bits: int) -> None:
+    if dtype is torch.bfloat16:
+        inner = (settings.intermediate_size, settings.experts.intermediate_size)
+        inputs = (settings.hidden_size, settings.num_heads * settings.head_dim, *inner)
+        log_use_of_amx("bfloat16", settings.head_dim, *(() if bits else inputs))
+    if bits:
+        log_use_of_amx(f"weights of {bits} bits")
+
+
+def _are_equal(embedding: torch.Tensor, head: torch.Tensor) -> bool:
+    """Without numbers, whether they are tied."""
+    if embedding.is_meta:
+        return bool(embedding.untyped_storage()._cdata == head.untyped_storage()._cdata)
+    return torch.equal(embedding, head)
 
 
 def _pack_layer(weights: Weights, pack: _Pack, sliding_window: int, num_experts: int) -> NativeLayer:
@@ -163,29 +186,33 @@ def _pack_mlp(weights: Weights, prefix: str, pack: _Pack) -> NativeMlp:
 def _pack_experts(weights: Weights, num_experts: int, pack: _Pack) -> tuple[NativeMlp, ...]:
     """All experts of a layer side by side: one alone may be smaller than a large page."""
     first = _pack_mlp(weights, "mlp.experts.0.", pack)
-    gate_up = in_large_pages(num_experts, *first.gate_up.shape, dtype=first.gate_up.dtype)
-    down = in_large_pages(num_experts, *first.down.shape, dtype=first.down.dtype)
+    gate_up, down = (
+        in_large_pages(num_experts, *each.shape, dtype=each.dtype, device=each.device)
+        for each in (first.gate_up, first.down)
+    )
     for expert in range(num_experts):
         packed = _pack_mlp(weights, f"mlp.experts.{expert}.", pack) if expert else first
         gate_up[expert], down[expert] = packed.gate_up, packed.down
     return tuple(NativeMlp(gate_up=gate_up[expert], down=down[expert]) for expert in range(num_experts))
 
 
-def _packed(team: Team, weights: Sequence[torch.Tensor], *, bits: int = 0) -> torch.Tensor:
-    """Matrices side by side as [panels, units of inputs, _PANEL outputs] units of 32 bits, padded with zeros.
+def _packed(team: Team | None, weights: Sequence[torch.Tensor], *, bits: int = 0) -> torch.Tensor:
+    """Matrices side by side as [panels, units of inputs, PANEL outputs] units of 32 bits, padded with zeros.
 
-    Of 8 or 4 bits, [panels, groups of inputs × (1 + units), _PANEL outputs]: the first unit of a group has its scale
+    Of 8 or 4 bits, [panels, groups of inputs × (1 + units), PANEL outputs]: the first unit of a group has its scale
     and its least weight, both in bfloat16; the others hold unsigned numbers: a weight is the least one and so many
     times the scale. Groups of 8 bits are rotated.
 
-    weights: each [outputs, inputs].
+    weights: each [outputs, inputs]. team: None where they have sizes and no numbers.
     """
     weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0].contiguous()
     num_outputs, num_inputs = weight.shape
     num_units = num_inputs * weight.element_size() // 4
     if bits:
-        num_units = -(-num_inputs // _GROUPS[bits]) * (1 + _GROUPS[bits] * bits // 32)
-    packed = in_large_pages(-(-num_outputs // _PANEL), num_units, _PANEL, dtype=torch.int32)
+        num_units = -(-num_inputs // GROUPS[bits]) * (1 + GROUPS[bits] * bits // 32)
+    packed = in_large_pages(-(-num_outputs // PANEL), num_units, PANEL, dtype=torch.int32, device=weight.device)
+    if team is None:
+        return packed
     if bits:
         pack = getattr(team.code, f"carousel_pack_in_{bits}_bits_{DTYPES[weight.dtype]}")
         pack(team.handle, weight.data_ptr(), num_outputs, num_inputs, packed.data_ptr())

@@ -23,7 +23,7 @@ LARGEST = 448.0  # of its numbers
 SMALLEST_SCALE = 1e-12  # of rows of zeros
 _ROWS_AT_ONCE = 1024  # no more are in float32 at once
 _UNIT = 16  # `torch._scaled_mm` takes matrices of a multiple of so many inputs and outputs
-_LEAST_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
+LEAST_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 
 
 class Fp8Rows(NamedTuple):
@@ -91,9 +91,9 @@ def why_no_fp8(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None  # Triton's interpreter
     found = torch.cuda.get_device_capability(device)
-    if found >= _LEAST_CAPABILITY:
+    if found >= LEAST_CAPABILITY:
         return None
-    least, own = (".".join(map(str, each)) for each in (_LEAST_CAPABILITY, found))
+    least, own = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, found))
     return (
         f"{torch.cuda.get_device_name(device)} has compute capability {own}, and products in FP8 need {least} or more"
     )

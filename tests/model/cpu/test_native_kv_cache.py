@@ -66,7 +66,7 @@ def test_all_of_it_is_provided_at_once(num_threads: int, cache: NativeKVCache) -
 def test_more_than_the_machine_has_is_left_to_be_used(
     cache: NativeKVCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kv_cache, "_available_bytes", lambda: NUM_BYTES // 4)
+    monkeypatch.setattr(kv_cache, "available_bytes", lambda: NUM_BYTES // 4)
     with caplog.at_level(logging.WARNING):
         cache.provide(Team(1))
     assert share_in_memory(cache) < 0.05

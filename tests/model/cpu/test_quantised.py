@@ -48,7 +48,7 @@ def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
 
 def rounded_and_padded(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """The same with what pads the last group: a turn leaves errors of rounding there."""
-    size, per_byte = weights._GROUPS[bits], 8 // bits
+    size, per_byte = weights.GROUPS[bits], 8 // bits
     packed = weights._packed(Team(2), [weight], bits=bits)
     num_panels, num_groups = len(packed), -(-weight.shape[1] // size)
     rows = packed.view(num_panels, num_groups, -1, 32)
@@ -64,7 +64,7 @@ def rounded_and_padded(weight: torch.Tensor, bits: int) -> torch.Tensor:
 
 def rounded_inputs(inputs: torch.Tensor, bits: int) -> torch.Tensor:
     """Numbers from -127 to 127 in each group, the last one padded."""
-    size = weights._GROUPS[bits]
+    size = weights.GROUPS[bits]
     groups = torch.nn.functional.pad(inputs, (0, -inputs.shape[-1] % size)).unflatten(-1, (-1, size))
     turn = hadamard(size) if bits == 8 else torch.eye(size)
     groups = groups @ turn
@@ -212,7 +212,7 @@ def test_an_embedding_that_is_tied_to_a_quantised_head_is_not_kept(tiny_model_pa
 def test_a_matrix_takes_little_more_than_its_bits() -> None:
     weight = torch.randn(96, 576)
     for bits in (8, 4):
-        group_of_bits = weights._GROUPS[bits] * bits
+        group_of_bits = weights.GROUPS[bits] * bits
         assert weights._packed(Team(2), [weight], bits=bits).nbytes == weight.numel() * bits / 8 * (
             1 + 32 / group_of_bits
         )
@@ -291,7 +291,7 @@ def test_weights_of_a_group_may_be_all_the_same(bits: int) -> None:
 
 def groups_of(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """As they are rounded: padded and, with 8 bits, turned."""
-    size = weights._GROUPS[bits]
+    size = weights.GROUPS[bits]
     whole = torch.nn.functional.pad(weight, (0, -weight.shape[1] % size)).unflatten(1, (-1, size))
     return whole @ hadamard(size) if bits == 8 else whole
 
