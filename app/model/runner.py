@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from app.engine.batch import Batch, StepResult
 from app.model.forward import ForwardPass, Prediction
 from app.model.inputs import build_inputs
-from app.model.logprobs import ComputeLogprobs, WantedLogprobs, compute_logprobs
+from app.model.logprobs import ComputeLogprobs, Logprobs, WantedLogprobs, compute_logprobs
 from app.model.parallel.group import RankGroup
 from app.model.parallel.ranks import Ranks
 from app.model.pooling import PooledStates
-from app.model.sampler import Adjust, Draw, adjust, draw, sample
+from app.model.sampler import Adjust, Draw, Sample, adjust, draw, sample
 
 
 class TorchModelRunner:
@@ -30,8 +32,7 @@ class TorchModelRunner:
     ) -> None:
         self.forward = forward
         self._device = device
-        self._draw = draw
-        self._adjust = adjust
+        self._sample: Sample = partial(sample, draw=draw, adjust=adjust)
         self._compute_logprobs = compute_logprobs
         self._ranks: Ranks | None = None
 
@@ -67,29 +68,34 @@ class TorchModelRunner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
         prediction = self._predict(batch)
-        result = self._drawn(batch, prediction)
+        result = draw_tokens(batch, prediction, self._sample, self._compute_logprobs).result()
         if prediction.hidden is None:
             return result
         pooled = PooledStates(batch, prediction.hidden)
         return result._replace(pooled=pooled.result(pooled.sums))
 
-    def _drawn(self, batch: Batch, prediction: Prediction) -> StepResult:
-        if batch.has_logprobs:
-            return self._with_logprobs(batch, prediction)
-        token_ids = sample(
-            prediction.logits, batch.sampled, likeliest=prediction.likeliest, draw=self._draw, adjust=self._adjust
-        )
-        return StepResult(token_ids.tolist())
 
-    def _with_logprobs(self, batch: Batch, prediction: Prediction) -> StepResult:
-        logits, likeliest = prediction.logits, prediction.likeliest
-        wanted = WantedLogprobs(batch)
-        token_ids = sample(
-            wanted.of_sampled(logits),
-            batch.sampled,
-            likeliest=None if likeliest is None else wanted.of_sampled(likeliest),
-            draw=self._draw,
-            adjust=self._adjust,
-        )
-        found = wanted.compute(logits, token_ids, self._compute_logprobs)
-        return wanted.result(token_ids.tolist(), found)
+class DrawnTokens(NamedTuple):
+    """The tokens of a step, and the log-probabilities that it wants; on a device or on the host."""
+
+    token_ids: torch.Tensor  # [num_sampled] int64
+    wanted: WantedLogprobs | None = None
+    logprobs: Logprobs | None = None  # the wanted ones
+
+    def result(self) -> StepResult:
+        """As plain numbers; waits for a device."""
+        token_ids: list[int] = self.token_ids.tolist()
+        if self.wanted is None or self.logprobs is None:
+            return StepResult(token_ids)
+        return self.wanted.result(token_ids, self.logprobs)
+
+
+def draw_tokens(batch: Batch, prediction: Prediction, sample: Sample, compute_logprobs: ComputeLogprobs) -> DrawnTokens:
+    """Queue the draws of a batch after its forward pass, then the log-probabilities of what is drawn."""
+    logits, likeliest = prediction.logits, prediction.likeliest
+    if not batch.has_logprobs:
+        return DrawnTokens(sample(logits, batch.sampled, likeliest=likeliest))
+    wanted = WantedLogprobs(batch)
+    likeliest = None if likeliest is None else wanted.of_sampled(likeliest)
+    token_ids = sample(wanted.of_sampled(logits), batch.sampled, likeliest=likeliest)
+    return DrawnTokens(token_ids, wanted, wanted.compute(logits, token_ids, compute_logprobs))

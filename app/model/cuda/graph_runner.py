@@ -37,11 +37,12 @@ from app.model.cuda.decoder import CudaDecoder
 from app.model.forward import DeviceForward, Prediction, TransformersForward
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel
-from app.model.logprobs import ComputeLogprobs, Logprobs, WantedLogprobs, compute_logprobs
+from app.model.logprobs import ComputeLogprobs, Logprobs, compute_logprobs
 from app.model.memory import is_out_of_memory
 from app.model.parallel.group import RankGroup
 from app.model.parallel.ranks import Ranks
 from app.model.pooling import PooledStates
+from app.model.runner import DrawnTokens, draw_tokens
 from app.model.sampler import Sample, sample
 
 logger = logging.getLogger(__name__)
@@ -163,14 +164,9 @@ class GraphModelRunner:
 
     @torch.inference_mode()
     def _draw(self, prediction: Prediction, batch: Batch) -> _Drawn:
-        logits, likeliest = prediction.logits, prediction.likeliest
-        if not batch.has_logprobs:
-            self._drawn = self._sample(logits, batch.sampled, likeliest=likeliest)
-            return _Drawn(self._drawn)
-        wanted = WantedLogprobs(batch)
-        likeliest = None if likeliest is None else wanted.of_sampled(likeliest)
-        self._drawn = self._sample(wanted.of_sampled(logits), batch.sampled, likeliest=likeliest)
-        return _Drawn(self._drawn, wanted, wanted.compute(logits, self._drawn, self._compute_logprobs))
+        drawn = draw_tokens(batch, prediction, self._sample, self._compute_logprobs)
+        self._drawn = drawn.token_ids
+        return _Drawn(drawn)
 
     def _eagerly(self, batch: Batch) -> Prediction:
         inputs = build_inputs(batch, block_size=self._attention.block_size, device=self._model.device)
@@ -311,23 +307,16 @@ def _forward_of(model: LoadedModel, attention: TritonAttention) -> DeviceForward
 class _Drawn:
     """The results of a step on their way to the host."""
 
-    def __init__(
-        self, token_ids: torch.Tensor, wanted: WantedLogprobs | None = None, logprobs: Logprobs | None = None
-    ) -> None:
-        """token_ids: [num_sampled]; `logprobs` are the `wanted` ones."""
-        self._token_ids = _copy_to_host(token_ids)
-        self._wanted = wanted
-        self._logprobs = None if logprobs is None else Logprobs(*map(_copy_to_host, logprobs))
+    def __init__(self, drawn: DrawnTokens) -> None:
+        logprobs = None if drawn.logprobs is None else Logprobs(*map(_copy_to_host, drawn.logprobs))
+        self._on_host = DrawnTokens(_copy_to_host(drawn.token_ids), drawn.wanted, logprobs)
         self.copied = None
-        if token_ids.is_cuda:
+        if drawn.token_ids.is_cuda:
             self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.copied.record()
 
     def result(self) -> StepResult:
-        token_ids: list[int] = self._token_ids.tolist()
-        if self._wanted is None or self._logprobs is None:
-            return StepResult(token_ids)
-        return self._wanted.result(token_ids, self._logprobs)
+        return self._on_host.result()
 
 
 class LaunchedStep:
