@@ -93,9 +93,10 @@ class LoadedModel:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All weights, and what else is kept beside them; those that are tied more than once."""
-        for weights in (self.native, self.joined):
-            if weights is not None:
-                yield from weights.tensors()
+        if self.native is not None:
+            yield from self.native.tensors()
+        if self.joined is not None:
+            yield from self.joined.tensors()
         if self.module is not None:
             yield from (*self.module.parameters(), *self.module.buffers())
 
@@ -153,6 +154,8 @@ def load_model(
     else:
         module = mapped.module
         mapped.compute_from_files()
+        if known := config.max_model_len or _limit_of(module):
+            fix_positions(module, known)
     limit = _limit_of(module)
     probe = _probe(config, module, device)
     if whole is not None:
@@ -213,15 +216,16 @@ def _mapped(
     quantised: Quantised | None,
     device: torch.device | None = None,
 ) -> MappedModel | None:
-    """A model in a local folder, if the C++ decoder may compute it by all but its attention, and its files hold its
-    weights. They are given on the device, or as they are mapped.
+    """A model in a local folder, if it is Llama-like by all but its attention, and its files hold its weights.
+
+    device: onto which they are given; None: as they are mapped, for what the C++ decoder may compute.
 
     None where transformers changes weights that it reads, or has to say what is wrong with them.
     """
     if location is None or not location.is_dir() or (quantised is not None and not quantised.has_scales):
         return None
     module = _without_weights(found, str(location), dtype)
-    if why_not_native(module) is not None:
+    if (why_not_native(module) if device is None else why_not_llama_like(module)) is not None:
         return None
     try:
         checkpoint = Checkpoint(location, dtype, quantised)

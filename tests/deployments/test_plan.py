@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from app.model.cpu.library import library
 from deployments.plan.__main__ import main
 
 # Qwen3-8B without its layers but two, so that a walk through a step takes a moment.
@@ -17,6 +18,7 @@ CONFIG = {
     "max_position_embeddings": 40960, "vocab_size": 151936, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "eos_token_id": 151645,
 }  # fmt: skip
+NUM_MATRICES = 2 * 4096 * (4096 * 2 + 1024 * 2 + 12288 * 3)  # numbers in those of the layers
 NUM_PARAMETERS = 2 * 151936 * 4096 + 2 * (4096 * (4096 * 2 + 1024 * 2 + 12288 * 3) + 2 * 4096 + 2 * 128) + 4096
 
 
@@ -114,3 +116,59 @@ def test_each_of_two_cards_has_half_of_a_divided_model(model: Path, capsys: pyte
     assert "4,096 bytes of KV a token" in shown
     assert plan(model, "--gpu", "h200", "--tensor-parallel", "3") == 1
     assert "got 3, which does not divide num_attention_heads 32" in capsys.readouterr().err
+
+
+def test_weights_in_fp8_are_planned_with_their_scales(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--gpu", "h200", "--context", "8192", "--quantization", "fp8") == 0
+    num_rows = 2 * (4096 + 2 * 1024 + 4096 + 2 * 12288 + 4096)
+    expected = 2 * (NUM_PARAMETERS - NUM_MATRICES) + NUM_MATRICES + 4 * num_rows
+    assert f"weights       {expected / 2**30:>9.2f} GiB" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_a_machine_with_cpus_holds_packed_weights(
+    quantization: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--cpu", "16GiB", "--context", "8192", "--dtype", "bfloat16", "--quantization", quantization)
+    assert plan(model, *options) == 0
+    shown, num_embeddings = capsys.readouterr().out, 151936 * 4096
+    # A group of 64 numbers of 8 bits, or of 32 of 4 bits, has 4 bytes more. The head has 8 bits with both.
+    of_matrices, of_head = {"none": (2, 2), "int8": (68 / 64, 68 / 64), "int4": (20 / 32, 68 / 64)}[quantization]
+    rest = NUM_PARAMETERS - NUM_MATRICES - num_embeddings
+    expected = of_matrices * NUM_MATRICES + of_head * num_embeddings + 2 * rest
+    assert f"weights       {expected / 2**30:>9.2f} GiB" in shown
+    assert f"weights in {'bfloat16' if quantization == 'none' else quantization} (predicted)" in shown
+    parts = [float(part) for part in re.findall(r"([\d.]+) GiB$", shown, re.MULTILINE)]
+    assert sum(parts) == pytest.approx(16, abs=0.03)
+    assert "8,192 bytes of KV a token" in shown
+    assert re.search(rf"with cache\.memory_gib: {parts[-1] - 0.01:.1f}", shown)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            ("--cpu", "1GiB", "--dtype", "bfloat16"),
+            r"GiB are missing for one sequence of 40,960 .* --quantization int8",
+        ),
+        (("--cpu", "1TB"), r"--cpu: got '1TB'; it is no size, such as 80GiB"),
+        (("--cpu", "--tensor-parallel", "2"), "--tensor-parallel is planned for GPUs only"),
+        (("--cpu", "--quantization", "fp8"), "only the decoder for CUDA computes, and device is cpu"),
+        (("--gpu", "H200", "--quantization", "int4"), "only the native decoder on a CPU computes, and device is cuda"),
+        (("--gpu", "A100", "--quantization", "fp8"), r"A100-80GB has no products in FP8; they need .* 8\.9 or more"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_the_reason(
+    options: tuple[str, ...], reason: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(model, *options) == 1
+    assert re.search(reason, capsys.readouterr().err)
+
+
+def test_a_model_that_transformers_code_computes_on_a_cpu_is_refused(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / "config.json").write_text(json.dumps(CONFIG | {"hidden_act": "gelu"}))
+    assert plan(model, "--cpu", "16GiB") == 1
+    assert "is planned only where the native decoder computes it" in capsys.readouterr().err

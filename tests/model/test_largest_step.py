@@ -10,16 +10,19 @@ import pytest
 import torch
 from msgspec import structs
 
-from app.config import EngineConfig, ModelConfig, SchedulerConfig
+from app.assembly import load_runner, planned_cpu_memory
+from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import Batch
 from app.engine.largest_batch import largest_batch
 from app.engine.request import ModelFacts
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
+from app.model.cpu.decoder import buffer_bytes
+from app.model.cpu.library import library
 from app.model.cuda.attention import NoKernels, TritonAttention
 from app.model.cuda.captured_inputs import decode_size, mixed_sizes
 from app.model.cuda.sampler import TritonSampler
 from app.model.cuda.weights import join_weights
-from app.model.largest_step import needs_of, with_one_block
+from app.model.largest_step import needs_of, needs_of_native, with_one_block
 from app.model.loader import LoadedModel, load_model, model_of_config
 from app.model.sampler import sample
 from tests.model.cpu_allocator import peak_of_cpu
@@ -64,6 +67,38 @@ def test_weights_and_kv_of_a_configuration_are_those_of_the_loaded_model(
     assert planned.module is not None
     real = sum(weight.nbytes for weight in loaded.module.parameters())  # each once, also if it is tied
     assert num_bytes_of(planned.module.parameters()) == real
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize(("architecture", "is_tied"), [("llama", True), ("qwen2", False), ("qwen3_moe", False)])
+def test_packed_weights_of_a_configuration_are_those_of_the_loaded_model(
+    architecture: str, quantization: str, tmp_path: Path, *, is_tied: bool
+) -> None:
+    build_tiny_model(architecture, tie_word_embeddings=is_tied).save_pretrained(tmp_path)
+    settings = {"path": str(tmp_path), "device": "cpu", "dtype": "float32", "quantization": quantization}
+    config = ModelConfig.model_validate(settings)
+    planned = model_of_config(config, config.path, dtype=torch.float32, native_block_size=16)
+    loaded = load_model(config, config.path)
+    assert planned.native is not None
+    assert loaded.native is not None
+    assert (planned.layers, planned.facts) == (loaded.layers, loaded.facts)
+    assert [each.shape for each in planned.tensors()] == [each.shape for each in loaded.tensors()]
+    assert num_bytes_of(planned.tensors()) == num_bytes_of(loaded.tensors())
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+def test_the_largest_step_of_the_native_decoder_is_the_one_that_a_cpu_computes(tmp_path: Path) -> None:
+    build_tiny_model("llama", vocab_size=20_000).save_pretrained(tmp_path)
+    config = config_of(tmp_path).model_copy(update={"cache": CacheConfig(num_blocks=64)})
+    loaded = load_runner(config)
+    assert loaded.model.native is not None
+    assert planned_cpu_memory(config).needs == needs_of_native(loaded.model, batch_for(loaded.model))
+    batch = batch_for(loaded.model)
+    in_cpp = buffer_bytes(loaded.model.native, num_tokens=batch.num_scheduled_tokens, num_positions=256)
+    loaded.runner.run(batch)  # what is kept is there
+    of_torch = peak_of_cpu(lambda: loaded.runner.run(batch))
+    assert needs_of_native(loaded.model, batch).step == pytest.approx(in_cpp + of_torch, rel=0.05)
 
 
 @pytest.mark.parametrize(

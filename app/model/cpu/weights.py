@@ -76,7 +76,8 @@ class NativeWeights:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All of them; experts side by side are views of the same memory."""
-        parts = (self, *self.layers, *(mlp for layer in self.layers for mlp in layer.mlps))
+        mlps = (mlp for layer in self.layers for mlp in layer.mlps)
+        parts: tuple[NativeWeights | NativeLayer | NativeMlp, ...] = (self, *self.layers, *mlps)
         for part in parts:
             for value in (getattr(part, each.name) for each in fields(part)):
                 if isinstance(value, torch.Tensor):

@@ -94,7 +94,9 @@ def join_weights(
     layers = []
     for index, (layer, window) in enumerate(zip(module.model.layers, settings.sliding_windows, strict=True)):
         own = partial(named, weights, f"model.layers.{index}.")
-        matrix = partial(_matrix_in_fp8, own, _stored_rows(mapped, index)) if quantised else partial(_matrix, own)
+        matrix: Callable[..., Rows] = partial(_matrix, own)
+        if quantised:
+            matrix = partial(_matrix_in_fp8, own, _stored_rows(mapped, index))
         rules = AttentionRules(scaling=settings.scaling, sliding_window=window or None)
         layers.append(_join_layer(own, rules, matrix))
         layer.to(device="meta")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from app.config import ModelConfig
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
 from app.model import loader
-from app.model.cpu.decoder import NativeDecoder
+from app.model.cpu.decoder import NativeDecoder, buffer_bytes
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team, is_fast
 from app.model.cpu.weights import why_not_native
@@ -56,6 +57,42 @@ def step(decoder: NativeDecoder, *items: ScheduledSequence) -> torch.Tensor:
     assert prediction.likeliest is not None
     assert torch.equal(prediction.likeliest, prediction.logits.argmax(dim=-1))
     return prediction.logits
+
+
+class Allocated(ctypes.Structure):
+    """`struct mallinfo2` of glibc."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    )  # fmt: skip
+
+
+def allocated_bytes() -> int:
+    """What all C++ code of this process has allocated and not freed."""
+    try:
+        find = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        pytest.skip("this C library does not say what is allocated")
+    find.restype = Allocated
+    found = find()
+    return int(found.uordblks + found.hblkhd)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+@torch.inference_mode()
+def test_its_buffers_take_what_is_predicted(architecture: str, quantization: str, tmp_path: Path) -> None:
+    build_tiny_model(architecture, hidden_size=256, intermediate_size=512).save_pretrained(tmp_path)
+    decoder = decoder_of(load(tmp_path, "float32", quantization=quantization))
+    alone, others = chunk(PROMPT, 0, 64, BLOCKS), [chunk(PROMPT, 0, 64, BLOCKS, samples=False)] * 63
+    step(decoder, alone)
+    before = allocated_bytes()
+    step(decoder, alone, *others)
+    predicted = [buffer_bytes(decoder._weights, num_tokens=size, num_positions=64) for size in (64, 64 * 64)]
+    assert allocated_bytes() - before == pytest.approx(predicted[1] - predicted[0], rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
