@@ -85,14 +85,14 @@ class Checkpoint:
             converted = self._converted[weight.data_ptr()] = _converted(weight, self._dtype)
         return converted
 
-    def in_rows(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def in_rows(self, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A whole weight of 8 bits as it is in its file, and a scale for each of its rows, [num_rows, 1] float32.
 
-        None for a weight that is not quantised, or of which a row has several scales.
+        None for a weight that is not quantised in this type, or of which a row has several scales.
         """
         assert self._part is None, "nothing asks for rows of a part"
         numbers, scales = self._mapped(name), self._scales(name)
-        if numbers is None or scales is None or self._quantised is None:
+        if numbers is None or numbers.dtype is not dtype or scales is None or self._quantised is None:
             return None
         of_rows = scales_of_rows(numbers, scales, self._quantised.block)
         if of_rows is None:
@@ -177,9 +177,9 @@ class MappedModel:
         found = self.checkpoint(name)
         return self._placed(self._of_experts(name) if found is None else found)
 
-    def in_rows(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def in_rows(self, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
         """As `Checkpoint` has it, on the device."""
-        found = self.checkpoint.in_rows(name)
+        found = self.checkpoint.in_rows(name, dtype)
         return None if found is None else (self._placed(found[0]), self._placed(found[1]))
 
     def compute_from_files(self) -> None:

@@ -146,8 +146,8 @@ def _stored_rows(mapped: MappedModel | None, layer: int) -> _StoredRows:
     """Finds the weights of a layer that are in FP8 in their files."""
 
     def stored(name: str) -> Fp8Rows | None:
-        found = None if mapped is None else mapped.in_rows(f"model.layers.{layer}.{name}")
-        return Fp8Rows(*found) if found is not None and found[0].dtype is FP8 else None
+        found = None if mapped is None else mapped.in_rows(f"model.layers.{layer}.{name}", FP8)
+        return None if found is None else Fp8Rows(*found)
 
     return stored
 
