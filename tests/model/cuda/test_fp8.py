@@ -181,14 +181,19 @@ def test_no_more_than_the_model_in_fp8_and_one_layer_in_bfloat16_is_on_the_devic
     monkeypatch.setattr(fp8, "_ROWS_AT_ONCE", 16)
     monkeypatch.setattr(loader, "_with_weights", None)
     peaks = {}
-    for name in ("_probe", "join_weights"):
 
-        def counted(*given: Any, work: Callable[..., Any] = getattr(loader, name), of: str = name, **named: Any) -> Any:
+    def count(name: str) -> None:
+        work = getattr(loader, name)
+
+        def counted(*given: Any, **named: Any) -> Any:
             found: list[Any] = []
-            peaks[of] = peak_of_cpu(lambda: found.append(work(*given, **named)))
+            peaks[name] = peak_of_cpu(lambda: found.append(work(*given, **named)))
             return found[0]
 
         monkeypatch.setattr(loader, name, counted)
+
+    count("_probe")
+    count("join_weights")
     in_fp8_bytes = num_bytes_of(load(tmp_path, max_model_len=32).tensors())
     of_layer = num_bytes_of(whole.model.layers[0].parameters())
     assert peaks["_probe"] < 1.3 * of_layer  # with the activations
