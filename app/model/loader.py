@@ -50,7 +50,7 @@ from app.model.memory import is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
 from app.model.parallel.group import RankGroup
 from app.model.parallel.slices import part_of, settings_of_rank
-from app.model.parallel.split_plan import SizesOfRank, SplitPlan, check_divisible
+from app.model.parallel.split_plan import Exchange, SizesOfRank, SplitPlan, check_divisible
 from app.model.positions import fix_positions
 from app.model.quantised_checkpoint import Quantised, loading_options
 
@@ -89,6 +89,7 @@ class LoadedModel:
     device: torch.device
     probe: Probe | None = None  # where Triton's kernels are compared with it: they need the whole KV memory
     ranks: RankMemory | None = None  # where `native` is one rank's part
+    group: Exchange | None = None  # where `module` or `joined` is a rank's part
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All weights on a GPU, and what else is kept there; those that are tied more than once."""
@@ -119,14 +120,14 @@ def load_model(
     """
     device = device_of(config)
     _check_quantization(config, device, num_ranks=1 if group is None else group.size)
-    if group is not None and device.type == "cpu" and config.backend == "auto":
+    uses_triton = TritonAttention.fits(device)
+    if group is not None and device.type == "cpu" and config.backend == "auto" and not uses_triton:
         part = load_native_rank(config, location, group, block_size=block_size, checks=checks)
         if part is not None:
             return part
     chosen = dtype_of(config, location)
     dtype = chosen.dtype
     logger.info("%s: the type is %s: %s", config.path, chosen.name, chosen.reason)
-    uses_triton = TritonAttention.fits(device)
     may_be_native = device.type == "cpu" and config.backend == "auto" and not uses_triton and group is None
     check = _kept_check(config, checks, Path(location), dtype, block_size) if may_be_native else None
     checked = None if check is None else check.read()
@@ -172,12 +173,19 @@ def load_model(
         dtype=dtype,
         device=device,
         probe=probe if uses_triton else None,
+        group=group,
     )
-    if not uses_triton or config.backend != "auto" or group is not None:
+    if not uses_triton or config.backend != "auto":
         return loaded
     del module, probe  # their memory is needed
-    again = partial(_with_weights, device, config, found, location, dtype, quantised)
-    return _with_joined_weights(config, loaded, again, block_size=block_size)
+
+    def read_again() -> PreTrainedModel:
+        module = _with_weights(device, config, found, location, dtype, quantised)
+        if group is not None:
+            SplitPlan(module, group, path=config.path).split("", module)
+        return module
+
+    return _with_joined_weights(config, loaded, read_again, block_size=block_size)
 
 
 def _facts_of(module: PreTrainedModel, probe: Probe, max_model_len: int) -> ModelFacts:
@@ -357,9 +365,10 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype, n
     reason = _why_not_joined(config, module, step.rules)
     if config.quantization == "fp8" and (num_ranks > 1 or reason is not None):
         raise _not_quantised(config, reason or _RANKS_WITHOUT_FP8)
-    if config.backend == "auto" and num_ranks == 1 and reason is None:
+    group = SizesOfRank(num_ranks) if num_ranks > 1 else None
+    if config.backend == "auto" and reason is None:
         add_positions(module)
-        settings = settings_of(module, step.rules)
+        settings = _joined_settings(module, step.rules, output, group)
         joined = join_weights(module, settings, num_positions=longest, quantised=config.quantization == "fp8")
     return LoadedModel(
         module=module if joined is None else None,
@@ -374,6 +383,7 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype, n
         layers=step.layers,
         dtype=dtype,
         device=torch.device("meta"),
+        group=group,
     )
 
 
@@ -678,7 +688,9 @@ def _computed(model: LoadedModel, attention: PagedAttention, piece: ScheduledSeq
     assert isinstance(attention, TritonAttention), "the decoder for CUDA has no other"
     step = attention.begin_step(batch, inputs)
     first, whole = (
-        CudaDecoder(model.joined, attention, num_layers=num_layers).compute(inputs.token_ids, inputs.positions, step)
+        CudaDecoder(model.joined, attention, num_layers=num_layers, group=model.group).compute(
+            inputs.token_ids, inputs.positions, step
+        )
         for num_layers in (1, 0)
     )
     return _Output(first.logits[None], whole.logits[None])
@@ -875,7 +887,8 @@ def _with_joined_weights(
         logger.info("%s runs on transformers' code: %s", config.path, reason)
         return model
     probe = replace(probe, own=_with_first_logits(module, probe))
-    settings, num_positions = settings_of(module, probe.rules), max(model.facts.max_model_len, _PROBE_TOKENS)
+    settings = _joined_settings(module, probe.rules, probe.own, model.group)
+    num_positions = max(model.facts.max_model_len, _PROBE_TOKENS)
     weights = join_weights(module, settings, num_positions=num_positions, quantised=config.quantization == "fp8")
     joined = replace(model, module=None, joined=weights, probe=probe)
     difference = _difference(_computed_at_load(joined, probe, block_size), probe.own, config.quantization)
@@ -886,6 +899,14 @@ def _with_joined_weights(
     logger.warning("%s runs on transformers' code, slower: in the decoder for CUDA %s", config.path, difference)
     del weights, joined  # before the same weights are read again
     return replace(model, module=read_again())
+
+
+def _joined_settings(
+    module: PreTrainedModel, rules: dict[int, AttentionRules], own: _Output, group: Exchange | None
+) -> DecoderSettings:
+    """own: what the module gives; its output layer may be one rank's part."""
+    settings = replace(settings_of(module, rules), vocab_size=own.logits.shape[-1])
+    return settings if group is None else settings_of_rank(settings, rank=group.rank, size=group.size, unit=1)
 
 
 def _why_not_joined(config: ModelConfig, module: PreTrainedModel, rules: dict[int, AttentionRules]) -> str | None:

@@ -4,6 +4,7 @@ the measured rate of matrix products."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from app.engine.batch import Batch
 from app.engine.engine import LaunchingRunner
 from app.model.allocated_bytes import num_bytes_of
+from app.model.cuda.fp8 import why_no_fp8
 from app.model.kv_cache import block_bytes
 from app.model.loader import LoadedModel
 from benchmarks.gpu.bench import Bench
@@ -25,52 +27,66 @@ _ROOM = 0.75  # of the GPU's memory is for weights and KV here; the rest is for 
 
 @torch.inference_mode()
 def measure(bench: Bench) -> None:
-    rows = bench.sized((1, 8, 32, 64, 128, 256, 512), (1, 2))
     contexts = bench.sized((512, 1024, 2048, 8192), (20, 33))
+    _measure_weights(bench, "none", bench.sized((1, 8, 32, 64, 128, 256, 512), (1, 2)), contexts)
+    reason = why_no_fp8(bench.device)
+    bench.put(fp8=reason or "measured")
+    if reason is None:
+        _measure_weights(bench, "fp8", bench.sized((1, 8, 64, 256), (2,)), contexts[1:2])
+
+
+def _measure_weights(bench: Bench, weights: str, rows: Sequence[int], contexts: Sequence[int]) -> None:
+    """weights: as in model.quantization."""
     config = engine_config(
-        bench, max_running=max(rows), max_step_tokens=bench.sized(2048, 2), max_model_len=max(contexts) + BLOCK_SIZE
-    )
+        bench, max_running=max(rows), max_step_tokens=bench.sized(2048, 2), max_model_len=max(contexts) + BLOCK_SIZE,
+        quantization=weights, device="auto",
+    )  # fmt: skip
     model = made_model(config)
-    weights = bytes_of_a_step(model)
+    read = bytes_of_a_step(model)
     of_block = block_bytes(config.cache, model.layers, dtype=model.dtype)
-    num_blocks = 12 if bench.stands_in else _blocks_with_room(weights, of_block)
+    num_blocks = 12 if bench.stands_in else _blocks_with_room(read, of_block)
     config = config.model_copy(update={"cache": config.cache.model_copy(update={"num_blocks": num_blocks})})
     with Replays().watched() as replays:
         runner = engine_of(config, model).runner
     assert isinstance(runner, LaunchingRunner), "on a GPU steps are launched"
     runner.prepare()
     rate = (bench.of_earlier("rates", "copy_gb_per_s") or copy_rate(bench) / 1e9) * 1e9
-    bench.put(
-        weights_read_gb=round(weights / 1e9, 3), kv_bytes_of_a_token=of_block // BLOCK_SIZE, graphs=replays.num_graphs
-    )
+    suffix = "" if weights == "none" else f"_{weights}"
+    bench.put(**{
+        f"weights_read_gb{suffix}": round(read / 1e9, 3), f"kv_bytes_of_a_token{suffix}": of_block // BLOCK_SIZE,
+        f"graphs{suffix}": replays.num_graphs,
+    })  # fmt: skip
     for number, context in product(rows, contexts):
         pieces = [(context - 1, 1)] * number
         if blocks_needed(pieces, block_size=BLOCK_SIZE) > num_blocks:
-            bench.put(**{f"too_large_{number}x{context}": f"KV memory has {num_blocks:,} blocks"})
+            bench.put(**{f"too_large_{number}x{context}{suffix}": f"KV memory has {num_blocks:,} blocks"})
             continue
         cells = _timed(bench, runner, replays, step_of(pieces, num_blocks=num_blocks, block_size=BLOCK_SIZE))
-        floor_ms = (weights + number * context * of_block // BLOCK_SIZE) / rate * 1e3
+        floor_ms = (read + number * context * of_block // BLOCK_SIZE) / rate * 1e3
         share = round(floor_ms / cells["step_ms"], 3)
         bench.row(
-            "decode steps", sequences=number, context=context, floor_ms=round(floor_ms, 3), **cells,
+            "decode steps", weights=weights, sequences=number, context=context, floor_ms=round(floor_ms, 5), **cells,
             share_of_floor=share,
         )  # fmt: skip
-        if context == contexts[1]:
-            bench.put(**{f"step_{number}x{context}_ms": cells["step_ms"], f"share_{number}x{context}": share})
+        if context == contexts[min(1, len(contexts) - 1)]:
+            bench.put(**{
+                f"step_{number}x{context}{suffix}_ms": cells["step_ms"], f"share_{number}x{context}{suffix}": share
+            })  # fmt: skip
     for length in bench.sized((512, 2048, 8192), (5,)):
         batch = step_of([(0, length)], num_blocks=num_blocks, block_size=BLOCK_SIZE)
-        _put_prompt(bench, length, bench.seconds_in_a_row(partial(runner.launch, batch), repeat=5))
+        _put_prompt(bench, length, weights, bench.seconds_in_a_row(partial(runner.launch, batch), repeat=5))
 
 
-def _put_prompt(bench: Bench, length: int, step_s: float) -> None:
+def _put_prompt(bench: Bench, length: int, weights: str, step_s: float) -> None:
     """A step that computes one prompt from its beginning, against the rate of a large product."""
     reached = prompt_operations(bench, length) / step_s / 1e12
     rate = bench.of_earlier("rates", "bf16_tflop_per_s")
     share = round(reached / rate, 3) if rate else None
     bench.row(
-        "prompts", tokens=length, step_ms=round(step_s * 1e3, 3), tflop_per_s=round(reached, 1), share_of_rate=share
-    )
-    bench.put(**{f"prompt_share_{length}": share})
+        "prompts", weights=weights, tokens=length, step_ms=round(step_s * 1e3, 3), tflop_per_s=round(reached, 1),
+        share_of_rate=share,
+    )  # fmt: skip
+    bench.put(**{f"prompt_share_{length}" + ("" if weights == "none" else f"_{weights}"): share})
 
 
 def _timed(bench: Bench, runner: LaunchingRunner, replays: Replays, batch: Batch) -> dict[str, Any]:

@@ -127,8 +127,9 @@ def engine_config(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(bench.sized(*_SHAPES[shape])), encoding="utf-8")
     return EngineConfig(
-        model=ModelConfig(
-            path=str(folder), dtype="bfloat16", device=bench.device.type, max_model_len=max_model_len, **model
+        model=ModelConfig.model_validate(
+            {"path": str(folder), "dtype": "bfloat16", "device": bench.device.type, "max_model_len": max_model_len}
+            | model
         ),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, memory_gib=0.01),
         scheduler=SchedulerConfig(

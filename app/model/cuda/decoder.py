@@ -21,6 +21,7 @@ from app.model.cuda.experts import ExpertMixture
 from app.model.cuda.fp8 import Fp8Rows, Rows, empty_inputs, linear, plain
 from app.model.cuda.weights import JoinedLayer, JoinedWeights
 from app.model.forward import Prediction
+from app.model.parallel.split_plan import Exchange
 
 _KERNELS_PER_LAYER = 6  # of ours in a decode step, attention's among them
 _KERNELS_OF_EXPERTS = 8  # the same of a layer with experts
@@ -35,8 +36,19 @@ _Output = TypeVar("_Output", bound=Rows)
 class CudaDecoder:
     """A DeviceForward with joined weights and paged attention."""
 
-    def __init__(self, weights: JoinedWeights, attention: TritonAttention, *, num_layers: int = 0) -> None:
-        """num_layers: only the first few (then norm and head as always); 0 for all."""
+    def __init__(
+        self,
+        weights: JoinedWeights,
+        attention: TritonAttention,
+        *,
+        num_layers: int = 0,
+        group: Exchange | None = None,
+    ) -> None:
+        """num_layers: only the first few (then norm and head as always); 0 for all.
+
+        group: the ranks, where the weights are those of one of several. All compute every step and have its logits.
+        """
+        self._group = group
         self._weights, self._settings, self._attention = weights, weights.settings, attention
         self._layers = weights.layers[:num_layers] if num_layers else weights.layers
         self._kernels = NoKernels() if attention.device.type == "meta" else _kernels()
@@ -65,31 +77,41 @@ class CudaDecoder:
             addend = self._mlp_output(layer, normed, lengths[index])
         hidden = self._add_norm(addend, residual, self._weights.final_norm, torch.empty_like(residual))
         wanted = hidden if logits_indices is None else hidden[logits_indices]
+        logits = functional.linear(wanted, self._weights.head)
+        if self._group is not None and logits.shape[1] < self._settings.vocab_size:
+            logits = self._group.gather_columns(logits)
         return Prediction(
-            functional.linear(wanted, self._weights.head),
+            logits,
             hidden=None if hidden_indices is None else hidden[hidden_indices],
         )
 
     def _attention_output(
         self, index: int, layer: JoinedLayer, normed: Rows, positions: torch.Tensor, step: TritonStep
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size]. Of weights sliced by heads it is a partial sum: to be added over the slices."""
+        """[num_tokens, hidden_size]"""
         num_heads, num_kv_heads = self._settings.num_heads, self._settings.num_kv_heads
         joined = linear(normed, layer.query_key_value, layer.query_key_value_bias)
         heads = joined.view(len(joined), num_heads + 2 * num_kv_heads, self._settings.head_dim)
         self._rotate_and_write(index, layer, heads, positions, step.slots)
         attended = step.attend_written(index, heads[:, :num_heads], layer.rules)
-        return linear(self._as_inputs(attended.flatten(1), layer.output), layer.output, layer.output_bias)
+        return self._summed(linear(self._as_inputs(attended.flatten(1), layer.output), layer.output, layer.output_bias))
 
     def _mlp_output(self, layer: JoinedLayer, normed: Rows, lengths: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size]; of experts [num_tokens, num_chosen, hidden_size], to be added up.
+        """[num_tokens, hidden_size]; of experts without ranks [num_tokens, num_chosen, hidden_size], to be added up.
 
-        Of weights sliced by inner outputs it is a partial sum, as above. lengths: [num_experts] of zeros.
+        lengths: [num_experts] of zeros.
         """
         if layer.router is not None:
-            return self._mixture(plain(normed), layer.router, plain(layer.gate_up), plain(layer.down), lengths)
+            chosen = self._mixture(plain(normed), layer.router, plain(layer.gate_up), plain(layer.down), lengths)
+            return chosen if self._group is None else self._summed(chosen.sum(dim=1))
         gate_up = linear(normed, layer.gate_up)
-        return linear(self._gated(gate_up, empty_inputs(layer.down, len(gate_up))), layer.down)
+        return self._summed(linear(self._gated(gate_up, empty_inputs(layer.down, len(gate_up))), layer.down))
+
+    def _summed(self, part: torch.Tensor) -> torch.Tensor:
+        """Of ranks with some heads, or some inner numbers of an MLP each, the sum over all of them."""
+        if self._group is not None:
+            self._group.all_reduce(part)
+        return part
 
     def _add_norm(
         self, addend: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, normed: _Output

@@ -303,7 +303,7 @@ class GraphModelRunner:
 
 def _forward_of(model: LoadedModel, attention: TritonAttention) -> DeviceForward:
     if model.joined is not None:
-        return CudaDecoder(model.joined, attention)
+        return CudaDecoder(model.joined, attention, group=model.group)
     assert model.module is not None, "native code is for CPUs"
     return TransformersForward(model.module, attention)
 

@@ -91,7 +91,8 @@ def join_weights(
 
 def _join_layer(layer: nn.Module, rules: AttentionRules, stored: Callable[[torch.Tensor], Rows]) -> JoinedLayer:
     """stored: a matrix as it is kept."""
-    state: dict[str, Any] = layer.state_dict()
+    # Linear layers that join what ranks compute have another one inside.
+    state: dict[str, Any] = {name.replace(".linear.", "."): weight for name, weight in layer.state_dict().items()}
     weights = state.get
     router = weights("mlp.gate.weight")
     if router is None:

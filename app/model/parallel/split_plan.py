@@ -209,6 +209,11 @@ class _Summed(nn.Module):
         """Some models ask for its type."""
         return self.linear.weight  # type: ignore[return-value]
 
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """That of the sum, on rank 0."""
+        return self.linear.bias  # type: ignore[return-value]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._takes_part:
             x = x.chunk(self._group.size, dim=-1)[self._group.rank]

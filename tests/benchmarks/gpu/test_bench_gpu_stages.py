@@ -80,8 +80,11 @@ def test_decode_steps_are_replayed(measured: Measured) -> None:
     figures, tables = measured("decode")
     assert figures["graphs"] >= 2
     steps = tables["decode steps"]
-    assert [(row["sequences"], row["context"]) for row in steps] == [(1, 20), (1, 33), (2, 20), (2, 33)]
-    assert [row["tokens"] for row in tables["prompts"]] == [5]
+    assert [(row["weights"], row["sequences"], row["context"]) for row in steps] == [
+        ("none", 1, 20), ("none", 1, 33), ("none", 2, 20), ("none", 2, 33), ("fp8", 2, 33),
+    ]  # fmt: skip
+    assert [(row["weights"], row["tokens"]) for row in tables["prompts"]] == [("none", 5), ("fp8", 5)]
+    assert figures["weights_read_gb_fp8"] <= figures["weights_read_gb"]
     assert all(row["replay_ms"] > 0 and row["floor_ms"] > 0 for row in steps)
 
 

@@ -1,0 +1,59 @@
+"""A rank of the decoder for CUDA, in Triton's interpreter: python -m tests.model.parallel.cuda_rank JSON"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from app.engine.batch import Batch, ScheduledSequence
+from app.model.cuda.attention import TritonAttention
+from app.model.cuda.decoder import CudaDecoder
+from app.model.inputs import build_inputs
+from app.model.loader import LoadedModel, load_model
+from app.model.parallel.group import RankGroup
+from tests.model.parallel.native_rank import GREEDY, config_of, group_of
+
+BLOCK_SIZE = 4
+
+
+@torch.inference_mode()
+def logits_of_tokens(model: LoadedModel, token_ids: Sequence[int]) -> torch.Tensor:
+    """[num_tokens, vocab_size], of a prompt of all but two tokens and of these one by one."""
+    assert model.joined is not None, "its weights are joined"
+    blocks = list(range(-(-len(token_ids) // BLOCK_SIZE)))
+    attention = TritonAttention(
+        model.layers,
+        num_blocks=len(blocks),
+        block_size=BLOCK_SIZE,
+        max_rows=1,
+        max_blocks=len(blocks),
+        dtype=model.dtype,
+        device=model.device,
+    )
+    decoder = CudaDecoder(model.joined, attention, group=model.group)
+    last, found = len(token_ids), []
+    for start, end in ((0, last - 2), (last - 2, last - 1), (last - 1, last)):
+        piece = ScheduledSequence("r", tuple(token_ids[start:end]), start, blocks, True, GREEDY)
+        batch = Batch((piece,), ())
+        inputs = build_inputs(batch, block_size=BLOCK_SIZE, device=model.device)
+        step = attention.begin_step(batch, inputs)
+        found.append(decoder.compute(inputs.token_ids, inputs.positions, step).logits)
+    return torch.cat(found)
+
+
+def load(path: str, group: RankGroup | None) -> LoadedModel:
+    return load_model(config_of(path, "float32", "none"), path, block_size=BLOCK_SIZE, group=group)
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    TritonAttention.fits = staticmethod(lambda device: device.type != "meta")  # type: ignore[method-assign]
+    group = group_of(asked["rank"], asked["size"], asked["store"])
+    print(logits_of_tokens(load(asked["path"], group), asked["token_ids"]).tolist())
+
+
+if __name__ == "__main__":
+    main()
