@@ -18,7 +18,7 @@ def main(descriptor: int, parent: int) -> int:
     """Returns the exit status. An error is told to rank 0."""
     die_with(parent)  # before torch is imported, which takes seconds
 
-    from app.errors import CarouselError, Failure, described
+    from app.errors import CarouselError, Failure, described, traceback_of
 
     channel = Channel(socket.socket(fileno=descriptor))
     try:
@@ -26,7 +26,7 @@ def main(descriptor: int, parent: int) -> int:
     except CarouselError as error:
         channel.send_error(error)
     except Exception as error:
-        logger.exception("a rank failed")
+        logger.error("a rank failed: %s", traceback_of(error))
         channel.send_error(Failure(f"a rank failed: {described(error)}"))
     else:
         return 0

@@ -104,7 +104,7 @@ class OverlappedEngine(Engine):
         """Draw the tokens of a launched step, now that those of the step before are known."""
         batch = self._scheduler.with_history(launched.batch)
         error = tried(launched.step.draw, batch)
-        if error is not None:  # as when it could not be launched
+        if isinstance(error, Exception):  # as when it could not be launched
             self._retry_after(FailureKind.LAUNCH, batch, error)
             return None
         self._scheduler.advance(batch)

@@ -297,6 +297,8 @@ class ResultStore:
         """All of them, in the order of their ends. Any thread."""
         yielded = ItemSet(self.num_items)
         for path, end in {**self._earlier, self._path: self._end}.items():
+            if not end:  # its process may have removed it
+                continue
             with path.open("rb") as journal:
                 while journal.tell() < end:
                     result = _from_line(journal.readline(), self.num_items)
@@ -308,7 +310,11 @@ class ResultStore:
     def _recover(self, path: Path) -> int:
         """Take up the results in a journal before its first unreadable line, safe on disk; how many bytes they have."""
         end = 0
-        with path.open("rb") as journal:
+        try:
+            journal = path.open("rb")
+        except FileNotFoundError:  # an empty one: a process that has lost the folder has just closed it
+            return 0
+        with journal:
             for line in journal:
                 result = _from_line(line, self.num_items)
                 if result is None:

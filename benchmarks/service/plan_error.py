@@ -340,7 +340,7 @@ def _live(row: Row, config: EngineConfig) -> Iterator[Service]:
         "models": [
             {
                 "name": "demo",
-                "engine": config.model_dump(mode="json", exclude_defaults=True),
+                "engine": config.model_dump(mode="json", exclude_unset=True),
                 "replicas": {"num_replicas": row.num_replicas, "num_cpus": 0.1, "drain_timeout_s": 1},
             }
         ]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from app.jobs.job import Answered, Counts, Item, ItemResult
 from app.jobs.outputs import BatchFormat
-from app.jobs.results import JOURNAL, ItemSet, PartialOutputs, ResultStore, ResultsUnwritable
+from app.jobs.results import JOURNAL, ItemSet, PartialOutputs, ResultStore, ResultsUnwritable, journals_in
 
 
 def result(number: int, *, is_error: bool = False, **counts: int) -> ItemResult:
@@ -44,6 +44,23 @@ def test_two_processes_on_one_folder_lose_nothing_and_an_item_that_both_have_end
     assert numbers(tmp_path) == [0, 1, 2, 3]
     with opened(tmp_path) as third:
         assert third.counts.num_items == 4
+
+
+def test_an_empty_journal_that_its_process_removes_meanwhile_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as earlier:
+        earlier.append([result(0)])
+    first = ResultStore(tmp_path, 4)
+
+    def closed_after_listing(folder: Path) -> list[Path]:
+        found = journals_in(folder)
+        first.close()
+        return found
+
+    monkeypatch.setattr("app.jobs.results.journals_in", closed_after_listing)
+    with opened(tmp_path) as second:
+        assert [each.number for each in second.results()] == [0]
 
 
 def test_a_write_that_fails_in_one_process_takes_nothing_from_the_next(

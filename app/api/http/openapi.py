@@ -140,7 +140,7 @@ def _paths(config: ApiConfig) -> Json:
                 "Switch the strategy and policy of a model's replicas",
                 "Scheduler",
                 (*_OF_A_BODY, "503"),
-                body={"required": True, "content": {"application/json": {"schema": _scheduler_change()}}},
+                body={"required": True, "content": {"application/json": {"schema": _reference("SchedulerChange")}}},
             ),
         },
     }
@@ -152,7 +152,7 @@ def _scheduler_change() -> Json:
         name: {"anyOf": [{"enum": kinds}, _object(name={"enum": kinds}), {"type": "null"}]}
         for name, kinds in (("strategy", list(CHOICES["strategies"])), ("policy", list(CHOICES["policies"])))
     }
-    properties = {"model": _TEXT_OR_NULL, **named}
+    properties = {"model": {"anyOf": [_TEXT, {"type": "null"}]}, **named}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
@@ -326,6 +326,7 @@ def _answers() -> Json:
         "AdminKeys": _page(_object(name=str, requests=int)),
         "AdminFleet": _page(_object(process=str, model=str)),
         "Scheduler": scheduler,
+        "SchedulerChange": _scheduler_change(),
         "SchedulerList": _page(_reference("Scheduler"), strategies=_list(_TEXT), policies=_list(_TEXT)),
     }
 

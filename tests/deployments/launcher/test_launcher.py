@@ -155,7 +155,9 @@ def test_gpus_that_are_not_there_are_told_with_the_numbers(monkeypatch: pytest.M
     monkeypatch.setattr(foreground, "start_own_cluster", lambda **_: None)
     monkeypatch.setattr(foreground.ray, "cluster_resources", lambda: {"GPU": 2})
     replicas = {"num_replicas": 1, "num_gpus": 1, "tensor_parallel": 4}
-    config = ServeFile("127.0.0.1", 8000, {"carousel": parse({"models": [{"replicas": replicas}]})})
+    config = ServeFile(
+        host="127.0.0.1", port=8000, applications={"carousel": parse({"models": [{"replicas": replicas}]})}
+    )
     with pytest.raises(InvalidSetup, match=r"need 4 GPUs and this machine has 2; lower .* replicas\.tensor_parallel"):
         foreground._start_ray(config, tmp_path, dashboard=False)
 
