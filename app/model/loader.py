@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 _SERVABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 _FILES = ["*.json", "model*.safetensors"]  # of a model on a hub
 _PROBE_TOKENS = 24
-_RANKS_WITHOUT_FP8 = "ranks of a replica run transformers' code; set replicas.tensor_parallel to 1"
+_RANKS_WITHOUT_FP8 = "weights in FP8 are not divided among ranks; set replicas.tensor_parallel to 1"
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 # Of the first layer's output and of the whole model's, relative to their size, by number type or quantised weights.
 # Measured at most in tests/tiny_models.py, which has wide weights: 0.04 and 0.08 in 8 bits, 0.43 and 0.63 in 4.
@@ -145,10 +145,7 @@ def load_model(
     whole = None
     if group is not None:
         _check_ranks(config, found, quantised, group.size)
-        host = torch.device("cpu")  # a device may not hold the whole model
-        module = _with_weights(host, config, found, location, dtype, None)
-        whole = _split(config, module, group).to(device)
-        module.to(device)
+        module, whole = _part_of_rank(device, config, found, location, dtype, group)
     elif mapped is None:
         module = _with_weights(device, config, found, location, dtype, quantised)
     else:
@@ -187,10 +184,9 @@ def load_model(
     del module, probe  # their memory is needed
 
     def read_again() -> PreTrainedModel:
-        module = _with_weights(device, config, found, location, dtype, quantised)
         if group is not None:
-            SplitPlan(module, group, path=config.path).split("", module)
-        return module
+            return _part_of_rank(device, config, found, location, dtype, group)[0]
+        return _with_weights(device, config, found, location, dtype, quantised)
 
     return _with_joined_weights(config, loaded, read_again, block_size=block_size, mapped=mapped)
 
@@ -635,12 +631,25 @@ def _check_ranks(config: ModelConfig, found: PreTrainedConfig, quantised: Quanti
     check_divisible(found, size, path=config.path)
 
 
-def _split(config: ModelConfig, module: PreTrainedModel, group: RankGroup) -> _Output:
-    """Leave of a model what is this rank's. Returns the outputs of the whole one on the tokens of `_probe`."""
+def _part_of_rank(
+    device: torch.device,
+    config: ModelConfig,
+    found: PreTrainedConfig,
+    location: str,
+    dtype: torch.dtype,
+    group: RankGroup,
+) -> tuple[PreTrainedModel, _Output]:
+    """This rank's part of a model, and the outputs of the whole one on the tokens of `_probe`, both on the device.
+
+    The host reads and divides it: a device may not hold the whole.
+    """
+    host = torch.device("cpu")
+    module = _with_weights(host, config, found, location, dtype, None)
     plan = SplitPlan(module, group, path=config.path)
-    whole = _own_output(module, *_tokens_to_try(module, torch.device("cpu")))
+    whole = _own_output(module, *_tokens_to_try(module, host))
     plan.split("", module)
-    return whole
+    module.to(device)
+    return module, whole.to(device)
 
 
 def _own_output(module: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor) -> _Output:

@@ -265,7 +265,7 @@ def full_rate(trace: Trace, measured: MeasuredReplica, scheduler: SchedulerConfi
 
 
 def limits_to_measure(scheduler: SchedulerConfig) -> list[SchedulerConfig]:
-    """Settings whose steps, small and large, cover those that are tried."""
+    """Settings with steps, small and large, that cover those that are tried."""
     tried = [scheduler, *_other_limits(scheduler)]
     few = [_changed(scheduler, max_running=number) for number in (1, 2, 4) if number < scheduler.max_running // 4]
     return [*tried, *filter(None, few)]

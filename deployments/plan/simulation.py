@@ -24,7 +24,7 @@ from app.errors import Overloaded
 from app.fleet import report_of
 from app.fleet.dispatch import GroupChooser, make_policy
 from app.fleet.replica_registry import ReplicaRegistry
-from deployments.plan.step_cost import MeasuredReplica, StepCost, StepSize
+from deployments.plan.step_cost import MeasuredReplica, StepCost, StepShape
 from deployments.plan.traces import Trace, TracedRequest
 
 _EMPTY_STEP_S = 1e-5  # a step that computes nothing takes time, too: the clock must move on
@@ -55,7 +55,7 @@ class TimedRunner:
 
     def run(self, batch: Batch) -> StepResult:
         """The step's tokens: 0, or the end token where a request ends."""
-        cost, size = self._cost, StepSize.of(batch)
+        cost, size = self._cost, StepShape.of(batch)
         self._clock.now += cost.seconds(size) if self._noise is None else cost.drawn_seconds(size, self._noise)
         ends, eos = self.end_positions, self._eos_token_id
         return StepResult([eos if item.end == ends.get(item.request_id) else 0 for item in batch.sampled])

@@ -39,7 +39,7 @@ NOISE_CLASSES = (4, 32, 128)  # tokens: small steps are disturbed by more of the
 _ROUNDS, _MAX_ROUNDS = 4, 40
 
 
-class StepSize(NamedTuple):
+class StepShape(NamedTuple):
     """What a step's time depends on."""
 
     num_tokens: int
@@ -48,7 +48,7 @@ class StepSize(NamedTuple):
     num_prefill_pairs: int  # of chunks: for each token, the tokens that it attends to
 
     @classmethod
-    def of(cls, batch: Batch) -> StepSize:
+    def of(cls, batch: Batch) -> StepShape:
         context = pairs = 0
         for item in batch.scheduled:
             num_tokens = len(item.token_ids)
@@ -60,7 +60,7 @@ class StepSize(NamedTuple):
 
 
 class MeasuredStep(NamedTuple):
-    size: StepSize
+    size: StepShape
     seconds: float
 
 
@@ -80,11 +80,11 @@ class StepCost:
     total_error: float  # of the sum of those steps' times, relative; below 0: the fit is too fast
     num_steps: int
 
-    def drawn_seconds(self, size: StepSize, rng: random.Random) -> float:
+    def drawn_seconds(self, size: StepShape, rng: random.Random) -> float:
         """The time of one step of this size, with noise as it was measured."""
         return self.seconds(size) * rng.choice(self.ratios[bisect_left(NOISE_CLASSES, size.num_tokens)])
 
-    def seconds(self, size: StepSize) -> float:
+    def seconds(self, size: StepShape) -> float:
         """The mean time of a step of this size."""
         tokens, token_s = self.tokens, self.token_s
         index = min(max(bisect_right(tokens, size.num_tokens), 1), len(tokens) - 1)
@@ -290,7 +290,7 @@ class _StepTimes(Recorder):
     def __init__(self) -> None:
         self.steps: list[MeasuredStep] = []
         self._num_open = 0
-        self._size: StepSize | None = None  # of the step that is being timed
+        self._size: StepShape | None = None  # of the step that is being timed
         self._began_at = 0.0
 
     def arrived(self, request: Request, *, at: float) -> None:
@@ -305,7 +305,7 @@ class _StepTimes(Recorder):
         self._began_at = now
 
     def scheduled(self, batch: Batch, decision: SchedulingDecision) -> None:
-        self._size = StepSize.of(batch) if batch else None
+        self._size = StepShape.of(batch) if batch else None
 
     def step_ended(self, deltas: list[TokenDelta], *, at: float) -> None:
         self._num_open -= sum(delta.finish_reason is not None for delta in deltas)

@@ -49,7 +49,7 @@ def families_of_engine(model_name: str, report: EngineReport) -> list[Metric]:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class ValueBucket:
     """The values of a histogram from above one bound up to the next."""
 
     lower: float
@@ -71,23 +71,27 @@ class RayMetrics:
         while True:
             await asyncio.sleep(_EVERY_S)
             try:
-                self.hand_over()
+                await self.hand_over()
             except Exception as error:  # no request needs this
                 logger.warning("Ray's metrics got nothing: %s", described(error))
 
-    def hand_over(self) -> None:
-        """Tell Ray what is new."""
+    async def hand_over(self) -> None:
+        """Tell Ray what is new. Each value is a call of Ray's: requests go on between two families."""
         for family in self._families():
-            name = family.name.replace(":", "_")
-            if family.type == "gauge":
-                for sample in family.samples:
-                    self._metric(ray_metrics.Gauge, name, sample.labels).set(sample.value, tags=sample.labels)
-            elif family.type == "counter":
-                for sample in family.samples:
-                    self._count(name, sample)
-            else:
-                for labels, buckets, total in self._new_values(family):
-                    self._observe(name, labels, buckets, total)
+            self._hand_over(family)
+            await asyncio.sleep(0)
+
+    def _hand_over(self, family: Metric) -> None:
+        name = family.name.replace(":", "_")
+        if family.type == "gauge":
+            for sample in family.samples:
+                self._metric(ray_metrics.Gauge, name, sample.labels).set(sample.value, tags=sample.labels)
+        elif family.type == "counter":
+            for sample in family.samples:
+                self._count(name, sample)
+        else:
+            for labels, buckets, total in self._new_values(family):
+                self._observe(name, labels, buckets, total)
 
     def _metric(self, kind: type, name: str, labels: dict[str, str], **more: Any) -> Any:
         if name not in self._made:
@@ -106,21 +110,21 @@ class RayMetrics:
         if new > 0:
             metric.inc(new, tags=sample.labels)
 
-    def _new_values(self, family: Metric) -> Iterator[tuple[dict[str, str], list[Bucket], float]]:
+    def _new_values(self, family: Metric) -> Iterator[tuple[dict[str, str], list[ValueBucket], float]]:
         """The new values of each histogram of a family, and their sum. Samples come as buckets, count, sum."""
-        buckets: list[Bucket] = []
+        buckets: list[ValueBucket] = []
         lower = below = 0.0
         for sample in family.samples:
             if sample.name.endswith("_bucket"):
                 labels = {name: value for name, value in sample.labels.items() if name != "le"}
                 upper, new = float(sample.labels["le"]), self._new(sample)
-                buckets.append(Bucket(lower, upper, new - below))
+                buckets.append(ValueBucket(lower, upper, new - below))
                 lower, below = upper, new
             elif sample.name.endswith("_sum"):
                 yield labels, buckets, self._new(sample)
                 buckets, lower, below = [], 0.0, 0.0
 
-    def _observe(self, name: str, labels: dict[str, str], buckets: Sequence[Bucket], total: float) -> None:
+    def _observe(self, name: str, labels: dict[str, str], buckets: Sequence[ValueBucket], total: float) -> None:
         bounds = [each.upper for each in buckets[:-1]]
         metric = self._metric(ray_metrics.Histogram, name, labels, boundaries=bounds)
         for value, count in representatives(buckets, total):
@@ -128,7 +132,7 @@ class RayMetrics:
                 metric.observe(value, tags=labels)
 
 
-def representatives(buckets: Sequence[Bucket], total: float) -> list[tuple[float, float]]:
+def representatives(buckets: Sequence[ValueBucket], total: float) -> list[tuple[float, float]]:
     """(value, how often) for values of which only the buckets and the sum are known: same buckets, same sum.
 
     All lie at the same share of the width of their buckets. The last counts as twice its bound.
@@ -141,5 +145,5 @@ def representatives(buckets: Sequence[Bucket], total: float) -> list[tuple[float
     return [(each.lower + max(share, 1e-6) * _width(each), each.count) for each in filled]
 
 
-def _width(bucket: Bucket) -> float:
+def _width(bucket: ValueBucket) -> float:
     return bucket.upper - bucket.lower if bucket.upper != float("inf") else max(bucket.lower, 1.0)

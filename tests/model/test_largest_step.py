@@ -18,8 +18,9 @@ from app.engine.request import ModelFacts
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
 from app.model.cpu.decoder import buffer_bytes
 from app.model.cpu.library import library
-from app.model.cuda.attention import NoKernels, TritonAttention
+from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import decode_size, mixed_sizes
+from app.model.cuda.launching import NoKernels
 from app.model.cuda.sampler import TritonSampler
 from app.model.cuda.weights import join_weights
 from app.model.largest_step import needs_of, needs_of_native, with_one_block
@@ -114,7 +115,9 @@ def test_the_largest_step_of_a_configuration_is_the_one_that_a_cpu_computes(
     loaded = load_model(model, str(tmp_path))
     assert [each.joined is not None for each in (planned, loaded)] == [backend == "auto"] * 2
     for name, kernels in (("attention", NoKernels), ("decoder", NoKernels), ("sampler", FirstTokens)):
-        monkeypatch.setattr(f"app.model.cuda.{name}._kernels", kernels)  # the interpreter allocates for itself
+        monkeypatch.setattr(
+            f"app.model.cuda.{name}.kernels_of", lambda *_, own=kernels: own()
+        )  # the interpreter allocates for itself
     config = config_of(tmp_path)
     on_meta, on_cpu = (needs_of(config, each, batch_for(each)) for each in (planned, loaded))
     assert on_meta.step == pytest.approx(on_cpu.step, rel=0.05)
@@ -134,7 +137,7 @@ def test_the_workspaces_of_experts_are_those_that_a_cpu_takes(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for kernels in ("attention", "decoder", "experts"):  # the interpreter allocates for itself
-        monkeypatch.setattr(f"app.model.cuda.{kernels}._kernels", NoKernels)
+        monkeypatch.setattr(f"app.model.cuda.{kernels}.kernels_of", lambda *_: NoKernels())
     build_tiny_model(architecture).save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path), device="cpu", dtype="float32")
     planned = model_of_config(model, str(tmp_path), dtype=torch.float32)

@@ -533,7 +533,7 @@ void attend_parts(const AttentionShape& shape, const Rows& rows, const Pages<T>&
 }
 
 // Segments of a step that are attended to together: one, or several of one token each that begin with the same blocks.
-struct RankGroup {
+struct Group {
     int32_t first, count;  // in the order of `Groups`
     int32_t num_shared;    // tokens in the blocks that all of them begin with
 };
@@ -557,12 +557,12 @@ class Groups {
         const auto num_long = int32_t(single - order_.begin());
         const int64_t most = most_together(shape, most_rows, num_segments - num_long, num_threads);
         for (int32_t at = 0; at < num_segments; at += groups_.back().count)
-            groups_.push_back(at < num_long ? RankGroup{at, 1, 0} : group_from(at, most, tables, shape.block_size));
+            groups_.push_back(at < num_long ? Group{at, 1, 0} : group_from(at, most, tables, shape.block_size));
     }
 
     int64_t size() const { return int64_t(groups_.size()); }
-    const RankGroup& operator[](int64_t at) const { return groups_[at]; }
-    const Segment* segments(const RankGroup& group) const { return order_.data() + group.first; }
+    const Group& operator[](int64_t at) const { return groups_[at]; }
+    const Segment* segments(const Group& group) const { return order_.data() + group.first; }
 
   private:
     // As many as fill a tile, and two at least; fewer where threads would have nothing to do.
@@ -574,7 +574,7 @@ class Groups {
     }
 
     // As many neighbours as save the most reads for each of them.
-    RankGroup group_from(int32_t first, int64_t most, const int32_t* tables, int64_t block_size) const {
+    Group group_from(int32_t first, int64_t most, const int32_t* tables, int64_t block_size) const {
         const int64_t end = std::min<int64_t>(first + most, order_.size());
         int64_t count = 1, num_shared = 0, common = order_[first].start / block_size;
         for (int64_t at = first + 1; at < end; ++at) {
@@ -592,12 +592,12 @@ class Groups {
     }
 
     std::vector<Segment> order_;
-    std::vector<RankGroup> groups_;
+    std::vector<Group> groups_;
 };
 
 // The output of a group's tokens for the query heads of one KV head. Its keys and values are written already.
 template <typename T>
-void attend(const AttentionShape& shape, const Pages<T>& pages, const Groups& groups, const RankGroup& group,
+void attend(const AttentionShape& shape, const Pages<T>& pages, const Groups& groups, const Group& group,
             const int32_t* tables, int64_t kv_head, Heads<const T> query, Heads<T> output) {
     static thread_local Scratch scratch;
     static thread_local Walk walk;

@@ -187,7 +187,7 @@ class Decoder {
         const Heads<const T> query{projected_.data(), projected_size_, shape_.head_dim};
         const Heads<T> output{attended_.data(), query_size_, shape_.head_dim};
         team_.share(groups_.size() * shape_.num_kv_heads, [&](int64_t task) {
-            const RankGroup& group = groups_[task / shape_.num_kv_heads];
+            const Group& group = groups_[task / shape_.num_kv_heads];
             attend<T>(shape, pages, groups_, group, step.tables, task % shape_.num_kv_heads, query, output);
         });
         watch.spent(&DecoderTimes::attention);

@@ -36,7 +36,7 @@ void attention_step(Team& team, const AttentionShape& shape, const Strides& stri
                 pages.write(slots[token], head, keys.at(token, head), values.at(token, head));
         });
         team.share(groups.size() * shape.num_kv_heads, [&](int64_t task) {
-            const RankGroup& group = groups[task / shape.num_kv_heads];
+            const Group& group = groups[task / shape.num_kv_heads];
             attend<T>(shape, pages, groups, group, tables, task % shape.num_kv_heads, queries, outputs);
         });
     });

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
-from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from app.engine.batch import Batch, ScheduledSequence
 from app.model.attention import AttentionRules
 from app.model.cuda.block_tables import BlockTables
+from app.model.cuda.launching import kernels_of
 from app.model.cuda.tuning import tuning_for
 from app.model.inputs import ModelInputs, to_device
 from app.model.kv_cache import KVCache, LayerShape
@@ -77,7 +77,7 @@ class TritonAttention:
         self.max_splits = min(max_splits, padded(-(-longest // split_tokens), 1))
         self.tuning = tuning_for(device)
         self.num_programs = _num_multiprocessors(device) * _PROGRAMS_PER_SM
-        self.kernels = NoKernels() if device.type == "meta" else _kernels()
+        self.kernels = kernels_of("kernels", device)
 
     @staticmethod
     def fits(device: torch.device) -> bool:
@@ -300,24 +300,6 @@ class _Launch:
             *query.stride()[:2], num_rows=self._prefill_rows, masks_all=attention.batch_invariant,
             num_warps=tuning.prefill_warps, num_stages=tuning.prefill_stages, **self._attend,
         )  # fmt: skip
-
-
-@cache
-def _kernels() -> Any:
-    """The kernels' module, imported on first use: a machine without Triton imports this file too."""
-    from app.model.cuda import kernels
-
-    return kernels
-
-
-class NoKernels:
-    """For a model on the meta device, where tensors have sizes and nothing is computed. Needs no Triton."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self
-
-    def __getitem__(self, grid: object) -> Any:
-        return lambda *arguments, **options: None
 
 
 def _columns(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:

@@ -12,14 +12,15 @@ Torch's own kernels for layer and RMS norms, softmax and elementwise operators a
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.errors import UnsupportedModel
+from app.model.cuda.launching import kernels_of
 
+_KERNELS = "invariant_kernels"
 _MEAN_TILE = 1024
 
 
@@ -89,7 +90,7 @@ def invariant_mean(
         )
     values = values.contiguous()
     means = torch.empty(values.shape[:-1], dtype=dtype or values.dtype, device=values.device)
-    _kernels().mean_kernel[(means.numel(),)](values, means, values.shape[-1], tile=_MEAN_TILE)
+    kernels_of(_KERNELS, values.device).mean_kernel[(means.numel(),)](values, means, values.shape[-1], tile=_MEAN_TILE)
     return means[..., None] if keepdim else means
 
 
@@ -108,20 +109,12 @@ def _product(
     # One configuration for every shape and type: 64 rows are one wgmma, and float32 takes half the depth.
     tiles = {"tile_rows": 64, "tile_columns": 64, "tile_depth": 128 // output.element_size()}
     grid = (-(-num_rows // tiles["tile_rows"]), -(-num_columns // tiles["tile_columns"]), num_batches)
-    _kernels().matmul_kernel[grid](
+    kernels_of(_KERNELS, left.device).matmul_kernel[grid](
         left, right, left if bias is None else bias, *(scales or (left, left)), output, num_rows, num_columns, depth,
         *left.stride(), *right.stride(), **tiles, has_bias=bias is not None, has_scales=scales is not None,
         widen=left.device.type == "cpu", num_warps=4, num_stages=4,
     )  # fmt: skip
     return output
-
-
-@cache
-def _kernels() -> Any:
-    """The kernels' module, imported on first use: a machine without Triton imports this file too."""
-    from app.model.cuda import invariant_kernels
-
-    return invariant_kernels
 
 
 _aten = torch.ops.aten

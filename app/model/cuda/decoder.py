@@ -10,15 +10,15 @@ Nothing here waits for the device or reads from it, so a step can be captured in
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.nn import functional
 
-from app.model.cuda.attention import NoKernels, TritonAttention, TritonStep, padded
+from app.model.cuda.attention import TritonAttention, TritonStep, padded
 from app.model.cuda.experts import ExpertMixture
 from app.model.cuda.fp8 import Fp8Rows, Rows, empty_inputs, linear, plain
+from app.model.cuda.launching import kernels_of
 from app.model.cuda.weights import JoinedLayer, JoinedWeights
 from app.model.forward import Prediction
 from app.model.parallel.split_plan import Exchange
@@ -51,7 +51,7 @@ class CudaDecoder:
         self._group = group
         self._weights, self._settings, self._attention = weights, weights.settings, attention
         self._layers = weights.layers[:num_layers] if num_layers else weights.layers
-        self._kernels = NoKernels() if attention.device.type == "meta" else _kernels()
+        self._kernels = kernels_of("decoder_kernels", attention.device)
         self._mixture = ExpertMixture(weights.settings.experts, attention.device)
         self._num_experts = max((len(each.down) for each in self._layers if each.router is not None), default=0)
 
@@ -190,11 +190,3 @@ def _or_any(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
 
 def _warps(size: int, numbers_per_warp: int) -> int:
     return min(8, max(1, size // numbers_per_warp))
-
-
-@cache
-def _kernels() -> Any:
-    """The kernels' module, imported on first use: a machine without Triton imports this file too."""
-    from app.model.cuda import decoder_kernels
-
-    return decoder_kernels

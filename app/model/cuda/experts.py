@@ -8,13 +8,11 @@ A shared expert, to which every token goes, is cut into pieces of the size of th
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 from torch.nn import functional
 
-from app.model.cuda.attention import NoKernels, padded
+from app.model.cuda.attention import padded
+from app.model.cuda.launching import kernels_of
 from app.model.llama import ExpertSettings
 
 # One size for any number of tokens, because a row's bits follow from it. 64 rows are one wgmma.
@@ -28,7 +26,7 @@ class ExpertMixture:
     def __init__(self, settings: ExpertSettings, device: torch.device) -> None:
         self._settings = settings
         self._widen = device.type == "cpu"
-        self._kernels = NoKernels() if device.type == "meta" else _kernels()
+        self._kernels = kernels_of("expert_kernels", device)
 
     def __call__(
         self, x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, lengths: torch.Tensor
@@ -66,11 +64,3 @@ class ExpertMixture:
             gated, down, lists, lengths, shares, output, num_tokens, size=size, depth=inner, **options
         )
         return output
-
-
-@cache
-def _kernels() -> Any:
-    """The kernels' module, imported on first use: a machine without Triton imports this file too."""
-    from app.model.cuda import expert_kernels
-
-    return expert_kernels

@@ -15,16 +15,14 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
-from functools import cache
 from itertools import chain
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from app.engine.batch import ScheduledSequence
 from app.engine.logit_adjustments import LogitAdjustments
-from app.model.cuda.attention import NoKernels
+from app.model.cuda.launching import kernels_of
 from app.model.inputs import bytes_to_device, to_device
 from app.model.logprobs import Logprobs
 
@@ -43,7 +41,7 @@ class TritonSampler:
 
     def __init__(self, device: torch.device, *, tile: int = _TILE) -> None:
         """tile: tokens of 16 bits that a program looks at together, a power of two."""
-        self._kernels = NoKernels() if device.type == "meta" else _kernels()
+        self._kernels = kernels_of("sampler_kernels", device)
         self._tile = tile
         self._entries: WeakKeyDictionary[LogitAdjustments, DeviceEntries] = WeakKeyDictionary()
 
@@ -119,7 +117,7 @@ class TritonLogprobs:
 
     def __init__(self, device: torch.device, *, tile: int = _TILE) -> None:
         """tile: as of `TritonSampler`."""
-        self._kernels = NoKernels() if device.type == "meta" else _kernels()
+        self._kernels = kernels_of("sampler_kernels", device)
         self._tile = tile
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
@@ -139,7 +137,7 @@ class TritonLogprobs:
 
 
 class DeviceEntries:
-    """The tokens of one sequence whose logits penalties and biases change, on the device: [_, 4], see `draw_kernel`."""
+    """What penalties and biases change of one sequence: its tokens, on the device, [_, 4], see `draw_kernel`."""
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.empty(0, 4, dtype=torch.int32, device=device)
@@ -204,11 +202,3 @@ def _numbers_of(item: ScheduledSequence) -> tuple[float, ...]:
     return (
         sampling.seed, item.end, sampling.top_k, sampling.temperature, sampling.top_p, sampling.min_p, 0.0,
     )  # fmt: skip
-
-
-@cache
-def _kernels() -> Any:
-    """The kernels' module, imported on first use: a machine without Triton imports this file too."""
-    from app.model.cuda import sampler_kernels
-
-    return sampler_kernels

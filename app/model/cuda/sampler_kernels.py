@@ -233,8 +233,8 @@ def draw_kernel(
 ):
     """One token for each row. Grid: (num_rows,).
 
-    An entry is a token whose logit changes: its id, its repetition penalty, what is added first, what is added then. A
-    change is an entry and, before it, its place among those that the device has of the sequence.
+    An entry is a token with a logit that changes: its id, its repetition penalty, what is added first, what is added
+    then. A change is an entry and, before it, its place among those that the device has of the sequence.
     """
     masks, values = facts.to(tl.pointer_type(tl.uint8)), facts.to(tl.pointer_type(tl.int32))
     facts += tl.program_id(0) * 13

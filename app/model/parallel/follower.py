@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class FollowingRunner(Protocol):
-    """A model runner whose steps are those of rank 0."""
+    """A model runner with the steps of rank 0."""
 
     def join(self, group: RankGroup) -> None:
         """Before all else: the ranks with which it computes."""

@@ -46,20 +46,20 @@ _NUM_LOOKS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class VisibleCard:
     """One GPU."""
 
     name: str
     num_bytes: int
 
 
-def cards() -> list[Card]:
+def cards() -> list[VisibleCard]:
     """Those that this process sees."""
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [Card(each.name, each.total_memory) for each in found]
+    return [VisibleCard(each.name, each.total_memory) for each in found]
 
 
-def check_cards(found: Sequence[Card], size: int) -> None:
+def check_cards(found: Sequence[VisibleCard], size: int) -> None:
     """Raises InvalidSetup, with the numbers, if a model cannot be divided among `size` of these."""
     if len(found) < size:
         raise InvalidSetup(

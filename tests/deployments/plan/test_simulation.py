@@ -15,7 +15,7 @@ from app.engine.request import Request, SamplingParams
 from app.engine.trace.entries import Arrival, Entry, StepRecord, to_line
 from app.engine.trace.recorder import StepRecorder
 from deployments.plan.simulation import FleetSimulation, SimulatedClock, SimulatedRun, simulate
-from deployments.plan.step_cost import MeasuredReplica, StepCost, StepSize
+from deployments.plan.step_cost import MeasuredReplica, StepCost, StepShape
 from deployments.plan.traces import Trace, read_trace
 from tests.deployments.plan.measured import measured_replica, step_cost, trace_of
 
@@ -97,7 +97,7 @@ class ClockedModel:
         self._clock = clock
 
     def run(self, batch: Batch) -> StepResult:
-        self._clock.now += self._cost.seconds(StepSize.of(batch))
+        self._clock.now += self._cost.seconds(StepShape.of(batch))
         return self._model.run(batch)
 
 

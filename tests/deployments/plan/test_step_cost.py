@@ -9,21 +9,21 @@ import pytest
 
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.errors import InvalidSetup
-from deployments.plan.step_cost import MeasuredReplica, MeasuredStep, StepCost, StepSize, measure
+from deployments.plan.step_cost import MeasuredReplica, MeasuredStep, StepCost, StepShape, measure
 from tests.deployments.plan.measured import measured_replica, trace_of
 
 
-def true_s(size: StepSize) -> float:
+def true_s(size: StepShape) -> float:
     """Of a machine that reads weights for small steps and computes for large ones."""
     base_s = max(0.004, 0.00005 * size.num_tokens)
     return base_s + 0.0001 * size.num_sequences + 2e-7 * size.num_decode_context + 1e-7 * size.num_prefill_pairs
 
 
-def random_size(rng: random.Random) -> StepSize:
+def random_size(rng: random.Random) -> StepShape:
     num_decoding, chunk = rng.randrange(0, 32), rng.choice((0, 0, rng.randrange(2, 400)))
     num_decoding += not (num_decoding or chunk)
     context = sum(rng.randrange(1, 1000) for _ in range(num_decoding))
-    return StepSize(num_decoding + chunk, num_decoding + bool(chunk), context, chunk * chunk // 2)
+    return StepShape(num_decoding + chunk, num_decoding + bool(chunk), context, chunk * chunk // 2)
 
 
 def test_the_fit_finds_the_times_of_a_machine_with_noise() -> None:
@@ -42,7 +42,7 @@ def test_the_fit_finds_the_times_of_a_machine_with_noise() -> None:
 
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(InvalidSetup, match="2 steps were measured; 100 are needed"):
-        StepCost.fit([MeasuredStep(StepSize(1, 1, 1, 0), 0.1)] * 2)
+        StepCost.fit([MeasuredStep(StepShape(1, 1, 1, 0), 0.1)] * 2)
 
 
 def test_what_was_measured_is_read_back(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_what_was_measured_is_read_back(tmp_path: Path) -> None:
     measured.write(tmp_path / "costs.json")
     read = MeasuredReplica.read(tmp_path / "costs.json")
     assert read.facts == measured.facts
-    size = StepSize(40, 4, 1000, 0)
+    size = StepShape(40, 4, 1000, 0)
     assert read.cost.seconds(size) == measured.cost.seconds(size)
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(InvalidSetup, match="holds no measured step times"):
@@ -65,5 +65,5 @@ def test_the_real_engine_is_measured() -> None:
     measured = measure(config, trace_of((0, 40, 10), (1, 20, 30)), settings, seconds=0.6)
     assert measured.num_blocks == 200
     assert measured.cost.num_steps >= 100
-    assert 0 < measured.cost.seconds(StepSize(8, 8, 200, 0)) < 1
+    assert 0 < measured.cost.seconds(StepShape(8, 8, 200, 0)) < 1
     assert CacheConfig().block_size == measured.block_size

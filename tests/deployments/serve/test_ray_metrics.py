@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,13 @@ import pytest
 
 from app.metrics import RequestMetrics
 from deployments.serve import ray_metrics
-from deployments.serve.ray_metrics import Bucket, RayMetrics, families_of_engine, families_of_requests, representatives
+from deployments.serve.ray_metrics import (
+    RayMetrics,
+    ValueBucket,
+    families_of_engine,
+    families_of_requests,
+    representatives,
+)
 from tests.fakes import FakeClock
 from tests.metrics.test_exposition import report
 
@@ -48,10 +55,10 @@ def test_an_ingress_hands_over_each_request_once(received: Received) -> None:
             call.finished(0, "stop")
 
     answer(0.25)
-    to_ray.hand_over()
+    asyncio.run(to_ray.hand_over())
     answer(4.0)
-    to_ray.hand_over()
-    to_ray.hand_over()
+    asyncio.run(to_ray.hand_over())
+    asyncio.run(to_ray.hand_over())
     assert [value for value, _ in received["vllm_time_to_first_token_seconds"]] == pytest.approx([0.25, 4.0])
     assert received["vllm_request_success"] == [(1.0, {"model_name": "demo", "finished_reason": "stop"})] * 2
     assert [value for value, _ in received["vllm_generation_tokens"]] == [2.0, 2.0]
@@ -59,7 +66,7 @@ def test_an_ingress_hands_over_each_request_once(received: Received) -> None:
 
 
 def test_a_replica_hands_over_its_engine(received: Received) -> None:
-    RayMetrics(lambda: families_of_engine("demo", report("r1", 12))).hand_over()
+    asyncio.run(RayMetrics(lambda: families_of_engine("demo", report("r1", 12))).hand_over())
     [(running, tags)] = received["vllm_num_requests_running"]
     assert (running, tags) == (8.0, {"model_name": "demo"})
     assert received["vllm_num_requests_waiting"][0][0] == 4.0
@@ -68,10 +75,15 @@ def test_a_replica_hands_over_its_engine(received: Received) -> None:
 
 
 def test_values_keep_their_buckets_and_their_sum() -> None:
-    buckets = [Bucket(0.0, 1.0, 3), Bucket(1.0, 2.0, 0), Bucket(2.0, 5.0, 2), Bucket(5.0, float("inf"), 0)]
+    buckets = [
+        ValueBucket(0.0, 1.0, 3),
+        ValueBucket(1.0, 2.0, 0),
+        ValueBucket(2.0, 5.0, 2),
+        ValueBucket(5.0, float("inf"), 0),
+    ]
     values = representatives(buckets, 9.4)
     assert [count for _, count in values] == [3, 2]
     assert sum(value * count for value, count in values) == pytest.approx(9.4)
     assert all(low < value <= high for (value, _), (low, high) in zip(values, [(0, 1), (2, 5)], strict=True))
-    assert representatives([Bucket(5.0, float("inf"), 1)], 7.0) == [(pytest.approx(7.0), 1)]
-    assert representatives([Bucket(0.0, 1.0, 0)], 0.0) == []
+    assert representatives([ValueBucket(5.0, float("inf"), 1)], 7.0) == [(pytest.approx(7.0), 1)]
+    assert representatives([ValueBucket(0.0, 1.0, 0)], 0.0) == []

@@ -103,11 +103,11 @@ def compiling(
     stand_in = type(
         "Kernels", (), {name: CompileOnly(getattr(kernels, name), shape, results, architectures) for name in names}
     )
-    before, launching._kernels = launching._kernels, lambda: stand_in
+    before, launching.kernels_of = launching.kernels_of, lambda *_: stand_in
     try:
         yield
     finally:
-        launching._kernels = before
+        launching.kernels_of = before
 
 
 def used(cubin: bytes) -> tuple[int, int]:

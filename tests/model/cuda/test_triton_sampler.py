@@ -311,7 +311,7 @@ CHANGED: list[dict[str, Any]] = [
 
 def test_a_sampled_step_is_one_launch_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches()
-    monkeypatch.setattr("app.model.cuda.sampler._kernels", lambda: launches)
+    monkeypatch.setattr("app.model.cuda.sampler.kernels_of", lambda *_: launches)
     logits = torch.randn(len(CHANGED), VOCAB_SIZE, dtype=torch.bfloat16)
     ours = TritonSampler(torch.device("cpu"))
     with Operators() as operators:
@@ -323,7 +323,7 @@ def test_a_sampled_step_is_one_launch_and_waits_for_nothing(monkeypatch: pytest.
 
 def test_a_greedy_step_is_no_launch_where_the_likeliest_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches()
-    monkeypatch.setattr("app.model.cuda.sampler._kernels", lambda: launches)
+    monkeypatch.setattr("app.model.cuda.sampler.kernels_of", lambda *_: launches)
     ours, logits, likeliest = triton(), torch.randn(2, VOCAB_SIZE), torch.tensor([4, 9])
     with Operators() as operators:
         taken = ours(logits, [item(temperature=0.0)] * 2, likeliest=likeliest)

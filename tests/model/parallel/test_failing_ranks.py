@@ -20,7 +20,7 @@ from app.config import GIB
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import Batch, DeviceLost, StepResult
 from app.errors import EngineStopped, Failure, InvalidSetup
-from app.model.parallel.ranks import Card, Ranks, check_cards, check_heads
+from app.model.parallel.ranks import Ranks, VisibleCard, check_cards, check_heads
 from tests.fakes import CountingRunner, build_fake_engine, make_request
 from tests.model.parallel.fake_rank import start_child
 from tests.waiting import eventually, stop_child
@@ -148,7 +148,7 @@ def test_no_rank_outlives_its_parent_even_stopped() -> None:
 
 
 def test_cards_that_cannot_share_a_model_are_refused_with_the_numbers() -> None:
-    one, other = Card("NVIDIA H200", 141 * GIB), Card("NVIDIA L4", 22 * GIB)
+    one, other = VisibleCard("NVIDIA H200", 141 * GIB), VisibleCard("NVIDIA L4", 22 * GIB)
     check_cards([one, one, other], 2)
     with pytest.raises(InvalidSetup, match="got 4, but this process sees 2 GPUs"):
         check_cards([one, one], 4)
