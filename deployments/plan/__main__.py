@@ -76,8 +76,8 @@ def _trace(options: argparse.Namespace) -> None:
     if options.plot is not None and find_spec("matplotlib") is None:
         raise InvalidSetup("--plot needs matplotlib: pip install -c constraints.txt -e '.[plots]'")
     level = ServiceLevel.parse(options.slo)
-    trace = read_trace(options.trace).with_lengths(options.lengths)
-    trace = trace.repeated(options.requests or len(trace.requests))
+    once = read_trace(options.trace).with_lengths(options.lengths)
+    trace = once.repeated(options.requests or len(once.requests))
     trace = trace.at_rate(trace.rate * options.speed) if trace.seconds else trace
     model = _model_of(options.config, options.model)
     engine = _with_share_of_cores(model)
@@ -85,11 +85,11 @@ def _trace(options: argparse.Namespace) -> None:
         measured = MeasuredReplica.read(options.costs)
     else:
         print(f"measuring steps of {engine.model.path} for {options.seconds:g} s", file=sys.stderr)
-        measured = measure(engine, trace, limits_to_measure(engine.scheduler), seconds=options.seconds)
+        measured = measure(engine, once, limits_to_measure(engine.scheduler), seconds=options.seconds)
         if options.costs is not None:
             measured.write(options.costs)
     print(report.cost_in_words(measured.cost))
-    trace.check_lengths(measured.facts.max_model_len)
+    once.check_lengths(measured.facts.max_model_len)
     plan = Planner(
         trace, level, measured, engine.scheduler, engine.cache, dispatch=model.replicas.dispatch
     ).plan()  # fmt: skip

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 from pydantic import ValidationError
 
 from app.config import CacheConfig, SchedulerConfig
@@ -84,15 +85,10 @@ class ServiceLevel:
 
     def num_good(self, run: SimulatedRun) -> int:
         """Requests that are within all limits; between tokens the mean of a request counts."""
-        limits = {each.metric: each.limit_s for each in self.targets}
-        never = math.inf
-        return sum(
-            each.ttft_s <= limits.get("ttft", never)
-            and each.mean_itl_s <= limits.get("itl", never)
-            and each.last_token_s - each.arrival_s <= limits.get("latency", never)
-            for each in run.timelines
-            if each.num_tokens
-        )
+        is_good = np.ones(int(run.is_served.sum()), dtype=bool)
+        for target in self.targets:
+            is_good &= run.per_request_s(target.metric) <= target.limit_s
+        return int(is_good.sum())
 
     def good_per_s(self, run: SimulatedRun) -> float:
         """The goodput of the whole fleet."""
@@ -120,7 +116,7 @@ class LoadPoint:
     @property
     def power(self) -> float:
         """Kleinrock's: requests a second by the time that each takes. The knee is where it is the highest."""
-        served = self.run.times_s("latency")
+        served = self.run.per_request_s("latency")
         return self.run.requests_per_s / float(served.mean()) if len(served) else 0.0
 
 
@@ -261,7 +257,7 @@ def full_rate(trace: Trace, measured: MeasuredReplica, scheduler: SchedulerConfi
     """Requests a second of one replica that always has some waiting."""
     patient = scheduler.model_copy(update={"max_waiting": _ALL_WAIT})
     run = simulate(trace.first(_NUM_COMPARED).at_rate(math.inf), measured, patient, cache)
-    return len(run.timelines) / run.seconds
+    return run.num_requests / run.seconds
 
 
 def limits_to_measure(scheduler: SchedulerConfig) -> list[SchedulerConfig]:

@@ -80,9 +80,10 @@ class StepCost:
     total_error: float  # of the sum of those steps' times, relative; below 0: the fit is too fast
     num_steps: int
 
-    def drawn_seconds(self, size: StepShape, rng: random.Random) -> float:
-        """The time of one step of this size, with noise as it was measured."""
-        return self.seconds(size) * rng.choice(self.ratios[bisect_left(NOISE_CLASSES, size.num_tokens)])
+    def drawn_seconds(self, size: StepShape, drawn: float) -> float:
+        """The time of one step of this size with noise as it was measured; `drawn` at random from 0 to below 1."""
+        ratios = self.ratios[bisect_left(NOISE_CLASSES, size.num_tokens)]
+        return self.seconds(size) * ratios[int(drawn * len(ratios))]
 
     def seconds(self, size: StepShape) -> float:
         """The mean time of a step of this size."""
