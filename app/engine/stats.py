@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
+import msgspec
+
 from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram
 from app.engine.request import EngineTimes
 from app.engine.sequence import Sequence
@@ -13,9 +15,8 @@ from app.engine.sequence import Sequence
 SPEED_STEP_TOKENS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Gauges are of this moment; `total_*` count since the engine started."""
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Gauges are of this moment; `total_*` count since the engine started. A struct, as every step makes one."""
 
     strategy: str  # by their names in the config
     policy: str
