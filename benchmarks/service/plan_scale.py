@@ -31,7 +31,7 @@ _NUM_IN_PART = 100_000  # requests, about
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("service.plan_scale", __doc__)
-    parser.add_argument("--costs", type=Path, required=True, metavar="FILE", help="measured step times")
+    parser.add_argument("--costs", required=True, metavar="FILE", help="measured step times")
     parser.add_argument("--replicas", type=positive, default=1000, metavar="N")
     parser.add_argument("--requests", type=positive, default=1_000_000, metavar="N")
     parser.add_argument("--load", type=float, default=0.7, metavar="F", help="of what the replicas can do")
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measured(given: argparse.Namespace) -> dict[str, Any]:
-    replica, scheduler, cache = MeasuredReplica.read(given.costs), SchedulerConfig(), CacheConfig()
+    replica, scheduler, cache = MeasuredReplica.read(Path(given.costs)), SchedulerConfig(), CacheConfig()
     trace = read_trace("azure-conv").with_lengths(given.lengths)
     rate = given.load * given.replicas * full_rate(trace, replica, scheduler, cache)
     trace = trace.repeated(given.requests).at_rate(rate)

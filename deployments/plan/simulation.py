@@ -254,10 +254,15 @@ class SimulatedRun:
     def per_request_s(self, metric: str) -> NDArray[np.float64]:
         """`ttft`, `latency`, or the mean `itl`, of each request that was served."""
         served = self.is_served
-        first, last = (np.asarray(each)[served] for each in (self.first_tokens_s, self.last_tokens_s))
+        first, last, arrivals = (
+            np.array(each, dtype=np.float64)[served]
+            for each in (self.first_tokens_s, self.last_tokens_s, self.arrivals_s)
+        )
         if metric == "itl":
-            return (last - first) / np.maximum(_numbers(self.num_tokens)[served] - 1, 1)
-        return (first if metric == "ttft" else last) - np.asarray(self.arrivals_s)[served]
+            spent: NDArray[np.float64] = (last - first) / np.maximum(_numbers(self.num_tokens)[served] - 1, 1)
+        else:
+            spent = (first if metric == "ttft" else last) - arrivals
+        return spent
 
     def percentile_s(self, metric: str, percent: float) -> float:
         """Of all gaps between tokens (`itl`), of `ttft` or of `latency`.
