@@ -169,10 +169,11 @@ class _Replica:
             self.clock.now += _EMPTY_STEP_S
         return deltas
 
-    def note_in(self, registry: ReplicaRegistry) -> None:
+    def note_in(self, registries: Sequence[ReplicaRegistry]) -> None:
         """Report, as with every frame."""
         report = report_of(self.engine.stats(), group="", max_requests=self._max_requests, step_age_s=0.0)
-        registry.note(self.replica_id, report)
+        for registry in registries:
+            registry.note(self.replica_id, report)
 
 
 class SimulatedRun:
@@ -283,37 +284,46 @@ def _numbers(values: array[int]) -> NDArray[np.int64]:
 
 
 class FleetSimulation:
-    """Replicas behind one ingress. One use."""
+    """Replicas behind ingresses, each request through a random one; reports tell every ingress. One use."""
 
     def __init__(
         self,
-        measured: MeasuredReplica,
+        replicas: Sequence[MeasuredReplica],
         scheduler: SchedulerConfig,
         cache: CacheConfig,
         *,
-        num_replicas: int = 1,
         dispatch: str = "least_loaded",
+        num_ingresses: int = 1,
         seed: int | None = 1,
         recorders: Mapping[int, Recorder] | None = None,
     ) -> None:
         """`seed` of dispatch and of the steps' noise; None: no noise. `recorders` by the number of a replica."""
         self._now = 0.0
-        self._registry = ReplicaRegistry(
-            make_policy(dispatch, random.Random(seed or 0)), GroupChooser(()), block_size=cache.block_size,
-            clock=lambda: self._now,
-        )  # fmt: skip
+        self._registries = [
+            ReplicaRegistry(
+                make_policy(dispatch, random.Random((seed or 0) + number)), GroupChooser(()),
+                block_size=cache.block_size, clock=lambda: self._now,
+            )
+            for number in range(num_ingresses)
+        ]  # fmt: skip
+        self._rng = random.Random(seed or 0)
+        self._registry_of: list[ReplicaRegistry] = []  # by the number of the request
         self._replicas = {
             f"replica-{number:04d}": _Replica(
                 f"replica-{number:04d}", scheduler, cache, measured,
                 noise=None if seed is None else _Noise(f"{seed} {number}"),
                 recorder=(recorders or {}).get(number),
             )
-            for number in range(num_replicas)
+            for number, measured in enumerate(replicas)
         }  # fmt: skip
-        self._registry.set_replicas(list(self._replicas))
+        for registry in self._registries:
+            registry.set_replicas(list(self._replicas))
         for replica in self._replicas.values():
-            replica.note_in(self._registry)
-        self._compares_loads = num_replicas > 1 and dispatch != "round_robin"
+            replica.note_in(self._registries)
+        self._compares_loads = len(replicas) > 1 and dispatch != "round_robin"
+        # The next of the trace, and those that follow others.
+        self._arrivals: list[tuple[float, int, TracedRequest, bool]] = []
+        self._following: dict[int, TracedRequest] = {}  # by the number of the request that they follow
         self._numbers = count()  # of events at the same time: in the order in which they were made
         self._events: list[tuple[float, int, _Replica, list[TokenDelta] | None]] = []
         self._run = SimulatedRun()
@@ -324,29 +334,42 @@ class FleetSimulation:
         return [each.engine for each in self._replicas.values()]
 
     def run(self, trace: Trace) -> SimulatedRun:
-        """All requests to their end."""
-        run, events = self._run, self._events
-        for number, traced in enumerate(trace.requests):
-            while events and events[0][0] <= traced.arrival_s:
+        """All requests to their end, and those that follow them."""
+        run, events, arrivals = self._run, self._events, self._arrivals
+        firsts = iter(trace.requests)
+        self._expect(next(firsts), is_first=True)
+        while events or arrivals:
+            if not arrivals or (events and events[0][0] <= arrivals[0][0]):
                 self._handle(*heapq.heappop(events))
-            run.arrive(traced.arrival_s)
-            self._arrive(traced, traced.request(number))
-        while events:
-            self._handle(*heapq.heappop(events))
+                continue
+            at_s, _, traced, is_first = heapq.heappop(arrivals)
+            self._arrive(traced, at_s)
+            if is_first and (after := next(firsts, None)) is not None:
+                self._expect(after, is_first=True)
         run.seconds = max(run.last_tokens_s, default=0.0)
         stats = [engine.stats() for engine in self.engines]
         run.num_steps = sum(each.total_steps for each in stats)
         run.num_preemptions = sum(each.total_preemptions for each in stats)
         return run
 
-    def _arrive(self, traced: TracedRequest, request: Request) -> None:
+    def _expect(self, traced: TracedRequest, *, is_first: bool, after_s: float = 0.0) -> None:
+        heapq.heappush(self._arrivals, (after_s + traced.arrival_s, next(self._numbers), traced, is_first))
+
+    def _arrive(self, traced: TracedRequest, at_s: float) -> None:
         if self._compares_loads:
             for each in self._replicas.values():
-                if each.coming is not None and each.coming.ends_at[0] <= traced.arrival_s:
-                    self._catch_up(each, traced.arrival_s)
-        self._now = traced.arrival_s
+                if each.coming is not None and each.coming.ends_at[0] <= at_s:
+                    self._catch_up(each, at_s)
+        self._now = at_s
+        number = self._run.num_requests
+        request = traced.request(number)
+        self._run.arrive(at_s)
+        registry = self._rng.choice(self._registries) if len(self._registries) > 1 else self._registries[0]
+        self._registry_of.append(registry)
+        if traced.next_turn is not None:
+            self._following[number] = traced.next_turn
         try:
-            replica = self._replicas[self._registry.place(request, self._registry.replica_ids)]
+            replica = self._replicas[registry.place(request, registry.replica_ids)]
         except Overloaded:
             self._run.num_refused += 1
             return
@@ -370,7 +393,7 @@ class FleetSimulation:
         if deltas is not None:
             for delta in deltas:
                 self._deliver(replica, delta)
-            replica.note_in(self._registry)
+            replica.note_in(self._registries)
         replica.is_computing = False
         self._go_on(replica)
 
@@ -381,11 +404,12 @@ class FleetSimulation:
         if steps is None or not ended_at:
             return
         self._run.computing_s += ended_at[-1] - began_at
-        self._run.note_steps([int(request_id) for request_id in steps.request_ids], ended_at)
-        for request_id in steps.request_ids:
-            self._registry.progress(request_id, len(ended_at))
+        numbers = [int(request_id) for request_id in steps.request_ids]
+        self._run.note_steps(numbers, ended_at)
+        for number, request_id in zip(numbers, steps.request_ids, strict=True):
+            self._registry_of[number].progress(request_id, len(ended_at))
         self._now = ended_at[-1]
-        replica.note_in(self._registry)
+        replica.note_in(self._registries)
 
     def _stop_after_this_step(self, replica: _Replica) -> None:
         """A request waits: the next step after the current one decides again."""
@@ -398,12 +422,15 @@ class FleetSimulation:
         number = int(delta.request_id)
         if delta.token_ids:
             self._run.note(number, len(delta.token_ids), at_s=self._now)
-            self._registry.progress(delta.request_id, len(delta.token_ids))
+            self._registry_of[number].progress(delta.request_id, len(delta.token_ids))
         if delta.finish_reason is not None:
             num_generated = self._run.num_tokens[number]
             self._run.num_failed += delta.error is not None
             replica.runner.end_positions.pop(delta.request_id, None)
-            self._registry.end(delta.request_id, num_generated=num_generated if delta.error is None else None)
+            registry = self._registry_of[number]
+            registry.end(delta.request_id, num_generated=num_generated if delta.error is None else None)
+            if (following := self._following.pop(number, None)) is not None:
+                self._expect(following, is_first=False, after_s=self._now)
 
     def _go_on(self, replica: _Replica) -> None:
         """Begin the next step, or wait for the strategy's timer or a request."""
@@ -438,7 +465,7 @@ def simulate(
     """The trace through a new fleet. Of one with more than `max_replicas`, so many and their share of the requests."""
     num_simulated = min(num_replicas, max_replicas or num_replicas)
     share = num_simulated / num_replicas
-    fleet = FleetSimulation(measured, scheduler, cache, num_replicas=num_simulated, dispatch=dispatch, seed=seed)
+    fleet = FleetSimulation([measured] * num_simulated, scheduler, cache, dispatch=dispatch, seed=seed)
     run = fleet.run(trace if share == 1.0 else trace.dealt(0.0, share))
     run.share = share
     return run

@@ -44,6 +44,7 @@ class TracedRequest:
     priority: int = 0
     deadline_s: float | None = None
     session: str = ""
+    next_turn: TracedRequest | None = None  # comes its `arrival_s` after the end of this one
 
     def request(self, number: int) -> Request:
         """The engine's request; `number` is its id, and makes its prompt another than all others."""

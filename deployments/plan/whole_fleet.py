@@ -48,8 +48,7 @@ class WholeFleet:
         """One part, with its share of the requests, chosen at random."""
         first, last = (number * self.num_replicas // self.num_parts, (number + 1) * self.num_replicas // self.num_parts)
         fleet = FleetSimulation(
-            self.measured, self.scheduler, self.cache, num_replicas=last - first, dispatch=self.dispatch,
-            seed=number + 1,
+            [self.measured] * (last - first), self.scheduler, self.cache, dispatch=self.dispatch, seed=number + 1
         )  # fmt: skip
         run = fleet.run(self.trace.dealt(first / self.num_replicas, last / self.num_replicas))
         run.share = (last - first) / self.num_replicas

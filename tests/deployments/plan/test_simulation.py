@@ -67,6 +67,14 @@ def test_a_part_of_a_large_fleet_stands_for_all_of_it() -> None:
     assert part.percentile_s("itl", 50) == pytest.approx(whole.percentile_s("itl", 50), rel=0.1)
 
 
+def test_the_next_turn_of_a_conversation_comes_after_the_end_of_the_one_before() -> None:
+    [second] = trace_of((0.5, 100, 2)).requests
+    [first] = trace_of((0.0, 100, 5)).requests
+    run = simulated(Trace("turns", (replace(first, next_turn=second), first.at(3.0))))
+    assert list(run.arrivals_s) == pytest.approx([0.0, 0.020 + 4 * 0.0101 + 0.5, 3.0])
+    assert list(run.num_tokens) == [5, 2, 5]
+
+
 def test_what_finds_no_room_is_refused_and_counts_above_the_percentile() -> None:
     run = simulated(trace_of(*((0.0, 10, 3) for _ in range(10))), max_running=2, max_waiting=3)
     assert run.num_refused == 5
@@ -110,7 +118,7 @@ def test_many_decode_steps_at_once_are_the_same_as_one_after_the_other(
     fleets, entries = [], []
     for recorder in (None, StepRecorder(lambda entry: entries.append(entry) is None, stopwatch_ns=lambda: 0)):
         fleet = FleetSimulation(
-            measured_replica(noisy, num_blocks=24), scheduler, CACHE, num_replicas=num_replicas, dispatch=dispatch,
+            [measured_replica(noisy, num_blocks=24)] * num_replicas, scheduler, CACHE, dispatch=dispatch,
             recorders={} if recorder is None else dict.fromkeys(range(num_replicas), recorder),
         )  # fmt: skip
         fleets.append((fleet, fleet.run(trace)))
@@ -201,7 +209,7 @@ def test_the_same_is_decided_as_by_a_real_engine(strategy: str, tmp_path: Path) 
         model="models/demo", num_threads=1, num_blocks=60, block_size=16, facts=loaded.facts, cost=cost
     )
     fleet = FleetSimulation(
-        measured, config.scheduler, config.cache, seed=None,
+        [measured], config.scheduler, config.cache, seed=None,
         recorders={0: StepRecorder(lambda entry: simulation.append(entry) is None, stopwatch_ns=lambda: 0)},
     )  # fmt: skip
     fleet.run(trace)
