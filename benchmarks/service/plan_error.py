@@ -51,7 +51,7 @@ _COSTS = {"step_ms": 10.0, "per_token_ms": 0.1}  # of a simulated replica
 _FIRST_TOKEN = 5  # of the vocabulary after the special ones
 _LIMITS = {"tokens_per_s": 0.05, "ttft_p50": 0.10, "ttft_p99": 0.20, "itl_p50": 0.10, "itl_p99": 0.20}
 _TIMEOUT_S = 120.0
-_NUM_ALONE = 30  # requests by which the service's own time is measured
+_NUM_ALONE, _ALONE_S = 30, 0.2  # requests by which the service's own time is measured, and the time between them
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,8 +352,17 @@ def _live(row: Row, config: EngineConfig) -> Iterator[Service]:
 def _own_time_s(
     serve: Callable[[Trace], SimulatedRun], trace: Trace, replica: MeasuredReplica, config: EngineConfig
 ) -> float:
-    """What the way of a request adds to a first token when there is no other: sockets, threads that wake up."""
-    alone = Trace(trace.name, tuple(each.at(0.1 * number) for number, each in enumerate(trace.requests[:_NUM_ALONE])))
+    """What the way of a request adds to a first token when there is no other: sockets, threads that wake up.
+
+    Each request has one output token, so that it has ended before the next comes, on any number of replicas.
+    """
+    alone = Trace(
+        trace.name,
+        tuple(
+            replace(each.at(_ALONE_S * number), num_output_tokens=1, max_tokens=1)
+            for number, each in enumerate(trace.requests[:_NUM_ALONE])
+        ),
+    )
     found = serve(alone)
     run = simulate(alone, replica, config.scheduler, config.cache)
     return max(0.0, found.percentile_s("ttft", 50) - run.percentile_s("ttft", 50))
