@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from app.config import CacheConfig, SchedulerConfig
@@ -21,7 +23,8 @@ def test_all_requests_are_simulated_in_parts_as_in_the_whole() -> None:
     run = SimulatedRun()
     run.share = 0.0
     for number in range(fleet.num_parts):
-        run.add(fleet.part(number))
+        sent = pickle.loads(pickle.dumps(fleet))  # to another process, and what it gives back
+        run.add(pickle.loads(pickle.dumps(sent.part(number))))
     whole = simulate(TRACE, measured_replica(), SchedulerConfig(), CacheConfig(), num_replicas=NUM_REPLICAS)
     assert (fleet.num_parts, run.share) == (3, pytest.approx(1.0))
     assert (run.num_requests, run.num_output_tokens) == (2000, 20_000)
