@@ -205,6 +205,11 @@ class BatchRunner:
         """Why a batch that has not ended waits for the storage; None when it does not."""
         return self._pauses.get(job_id)
 
+    @property
+    def num_paused(self) -> int:
+        """Batches that wait for the storage."""
+        return len(self._pauses)
+
     def num_in_flight(self, owner: str) -> int:
         """Items of this owner that are computed."""
         return self._execution.num_in_flight(owner)

@@ -236,9 +236,8 @@ def _batch_families(batches: Sequence[BatchCounts]) -> Iterable[Metric]:
     """None where there are no batches."""
     for name, text, count in _BATCH_COUNTERS if batches else ():
         yield counter(f"carousel_{name}", text, (), [((), sum(map(count, batches)))])
-    if batches:
-        pending = sum(each.num_webhooks_pending for each in batches)
-        yield gauge("carousel_webhooks_pending", "Messages that have still to arrive.", (), [((), pending)])
+    for name, text, count in _BATCH_GAUGES if batches else ():
+        yield gauge(f"carousel_{name}", text, (), [((), sum(map(count, batches)))])
 
 
 _BATCH_COUNTERS: Sequence[tuple[str, str, Callable[[BatchCounts], int]]] = (
@@ -247,4 +246,8 @@ _BATCH_COUNTERS: Sequence[tuple[str, str, Callable[[BatchCounts], int]]] = (
     ("webhook_attempts", "Messages sent to receivers, again too.", lambda each: each.num_webhook_attempts),
     ("webhooks_delivered", "Messages that have arrived.", lambda each: each.num_webhooks_delivered),
     ("webhooks_given_up", "Messages that are not sent again.", lambda each: each.num_webhooks_given_up),
+)
+_BATCH_GAUGES: Sequence[tuple[str, str, Callable[[BatchCounts], int]]] = (
+    ("webhooks_pending", "Messages that have still to arrive.", lambda each: each.num_webhooks_pending),
+    ("batches_paused", "Batches that wait for their storage.", lambda each: each.num_paused),
 )

@@ -50,7 +50,7 @@ class KnownReplicas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCounts:
-    """What the process of batches has counted since it opened its folder; `num_webhooks_pending` is of this moment."""
+    """What the process of batches has counted since it opened its folder; the last two are of this moment."""
 
     num_lines_completed: int
     num_lines_failed: int
@@ -58,3 +58,4 @@ class BatchCounts:
     num_webhooks_delivered: int
     num_webhooks_given_up: int
     num_webhooks_pending: int
+    num_paused: int  # batches that wait for their storage

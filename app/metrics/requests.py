@@ -14,7 +14,7 @@ from typing import Any
 
 from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram, sum_distributions
 from app.engine.request import FinishReason
-from app.errors import CarouselError
+from app.errors import CarouselError, Failure, Overloaded
 
 Clock = Callable[[], float]
 
@@ -30,6 +30,8 @@ BOUNDS = {
 }
 
 
+# What happened to the replica of a request that goes on at another (`ReplicaLost` of app/fleet).
+LOSSES = ("broken", "ended", "engine_failed", "gap", "silent", "stuck")
 Kind = tuple[str, str]  # of a request: the group of its replica, and "foreground" or "background"
 
 
@@ -142,10 +144,11 @@ class ModelMetrics:
         self._latencies: dict[Kind, _LatencyHistograms] = {}
         self.latencies("", is_background=False)
         self.histograms = {name: Histogram(bounds) for name, bounds in BOUNDS.items()}
-        self._refused: dict[str, int] = {}
-        self._failed: dict[str, int] = {}
+        # What alerts ask for is 0 from the start: Prometheus sees no rise in a counter that begins with 1.
+        self._refused = dict.fromkeys(_SERVICE_REASONS, 0)
+        self._failed = dict.fromkeys(_SERVICE_REASONS, 0)
         self._dispatched: dict[str, int] = {}
-        self._resumed: dict[str, int] = {}
+        self._resumed = dict.fromkeys(LOSSES, 0)
 
     def call(self, prompt_tokens: Sequence[int], *, arrived_at: float, is_background: bool = False) -> CallMetrics:
         """The record of one call; `prompt_tokens` has the length of the prompt of each of its requests."""
@@ -326,8 +329,21 @@ class _RequestTimes:
 def reason_of(error: Exception) -> str:
     """An error as the value of a label: the name of its class for what is in our tree, `internal` for all else."""
     if not isinstance(error, CarouselError):
-        return "internal"
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).lower()
+        return _INTERNAL
+    return _name_of(type(error))
+
+
+def _name_of(kind: type[CarouselError]) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def _with_subclasses(kind: type[CarouselError]) -> list[type[CarouselError]]:
+    return [kind, *(below for each in kind.__subclasses__() for below in _with_subclasses(each))]
+
+
+_INTERNAL = "internal"
+# Overload and our failures; a caller's mistakes come up with the first.
+_SERVICE_REASONS = (*map(_name_of, _with_subclasses(Overloaded) + _with_subclasses(Failure)), _INTERNAL)
 
 
 def _count(counts: dict[str, int], reason: str) -> None:

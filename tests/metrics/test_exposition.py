@@ -160,11 +160,12 @@ def test_batches_and_webhooks_are_told_of_where_there_are_any() -> None:
         num_webhooks_delivered=2,
         num_webhooks_given_up=1,
         num_webhooks_pending=3,
+        num_paused=2,
     )
     text = exposition(replace(scrape, batches=[counts]))
     names = ("batch_lines_completed_total", "batch_lines_failed_total", "webhook_attempts_total")
-    names += ("webhooks_delivered_total", "webhooks_given_up_total", "webhooks_pending")
-    assert [value(text, f"carousel_{name}") for name in names] == [5, 1, 4, 2, 1, 3]
+    names += ("webhooks_delivered_total", "webhooks_given_up_total", "webhooks_pending", "batches_paused")
+    assert [value(text, f"carousel_{name}") for name in names] == [5, 1, 4, 2, 1, 3, 2]
 
 
 def test_each_event_loop_has_its_delays_and_its_queue() -> None:

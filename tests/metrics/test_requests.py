@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Sequence
 
 import pytest
 
 from app.errors import DeadlineMissed, Overloaded, StepFailed
 from app.metrics import CallMetrics, RequestMetrics
-from app.metrics.requests import ModelSnapshot, merge, reason_of
+from app.metrics.requests import LOSSES, ModelSnapshot, merge, reason_of
+from tests.doc_pages import PROJECT
 from tests.fakes import FakeClock
 
 
@@ -162,3 +164,13 @@ def test_times_are_told_apart_by_the_group_of_the_replica_and_the_class_of_the_r
     assert ingress.demo.first_token_s.num_values == 3
     both = ingress.demo + ingress.demo
     assert both.latencies["bold", "foreground"].request_s.num_values == 2
+
+
+def test_what_alerts_ask_for_is_zero_before_it_happens() -> None:
+    demo = Ingress().demo
+    assert {"overloaded", "unavailable", "replicas_lost", "step_failed", "internal"} < demo.refused.keys()
+    assert demo.failed.keys() == demo.refused.keys()
+    assert not any((*demo.refused.values(), *demo.failed.values(), *demo.resumed.values()))
+    sources = [path.read_text() for path in (PROJECT / "app/fleet").glob("*.py")]
+    reasons = {reason for source in sources for reason in re.findall(r'ReplicaLost\(.*reason="(\w+)"', source)}
+    assert reasons == set(demo.resumed) == set(LOSSES)
