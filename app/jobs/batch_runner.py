@@ -100,7 +100,7 @@ class FleetExecution(Execution):
         job = work.job
         run = JobRun[Item](
             work.results,
-            BatchFormat(),
+            BatchFormat(job.id),
             on_results=work.on_results,
             on_tokens=work.on_tokens,
             turn=self._turn,
@@ -108,7 +108,7 @@ class FleetExecution(Execution):
         )
         executor = RequestExecutor(
             run,
-            FleetClient(self._answer, job.owner),
+            FleetClient(self._answer, job.owner, job.id),
             window=Window(self._max_in_flight, limit=self._max_in_flight),
             slots=self._slots,
             owner=job.owner,

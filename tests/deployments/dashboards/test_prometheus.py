@@ -199,7 +199,7 @@ def test_an_alert_fires_when_the_service_is_overloaded(scraped: Prometheus, url:
     with httpx.Client(base_url=url, timeout=30) as client:
 
         def too_many() -> None:
-            assert complete(client) == 200
+            complete(client)  # 429 as long as some of those that were too many are on their way out
             assert complete(client, prompt=["Hi"] * 12) == 429
 
         soon(lambda: "CarouselOverloaded" not in scraped.firing(), too_many)
