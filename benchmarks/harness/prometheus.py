@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -70,6 +71,10 @@ class Prometheus:
                 return found
         except urllib.error.HTTPError as error:
             raise BenchmarkError(f"{expr}: {error.read().decode()}") from error
+
+    def has_number(self, expr: str) -> bool:
+        """Whether a query finds a value; a quantile of no observations is none."""
+        return any(not math.isnan(float(series["value"][1])) for series in self.query(expr))
 
     def firing(self) -> set[str]:
         """The names of the alerts that fire now."""

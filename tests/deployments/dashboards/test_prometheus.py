@@ -5,7 +5,6 @@ Skipped where `prometheus` and `promtool` are not installed: `apt-get install pr
 
 from __future__ import annotations
 
-import math
 import re
 import subprocess
 import threading
@@ -170,16 +169,11 @@ def test_every_query_of_every_panel_and_rule_has_data(scraped: Prometheus, url: 
     asked = [(place, for_now(measured(expr) if place in alerts else expr)) for place, expr in queries()]
 
     def missing() -> list[str]:
-        return [place for place, expr in asked if not has_numbers(scraped, expr)]
+        return [place for place, expr in asked if not scraped.has_number(expr)]
 
     with load(url):
         soon(missing)
         assert scraped.firing() == set(), "nothing is wrong"
-
-
-def has_numbers(server: Prometheus, expr: str) -> bool:
-    """Whether a query finds a value; a quantile of no observations is none."""
-    return any(not math.isnan(float(series["value"][1])) for series in server.query(expr))
 
 
 def for_now(expr: str) -> str:
