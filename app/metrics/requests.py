@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import Any
 
@@ -97,6 +97,20 @@ def _sum(mine: Any, theirs: Any) -> Any:
 
 
 Snapshot = Mapping[str, ModelSnapshot]  # by the model's name
+
+
+def num_counted(snapshot: Snapshot) -> int:
+    """How much an ingress has counted, which only ever grows: of two of its snapshots the later has more."""
+    return sum(
+        each.num_generated_tokens
+        + sum(sum(counts.values()) for counts in (each.finished, each.refused, each.failed, each.dispatched))
+        for each in snapshot.values()
+    )
+
+
+def without_requests(snapshot: Snapshot) -> Snapshot:
+    """What an ingress that is gone has counted: it answers nothing any more."""
+    return {name: replace(each, num_in_flight=0) for name, each in snapshot.items()}
 
 
 def merge(snapshots: Iterable[Snapshot]) -> dict[str, ModelSnapshot]:

@@ -133,6 +133,19 @@ def test_what_a_replica_has_counted_stays_in_the_sum_when_it_goes() -> None:
     assert b'replica="b"' not in one
 
 
+def test_what_an_ingress_has_counted_stays_in_the_sum_when_it_goes() -> None:
+    here, gone = (RequestMetrics(["demo"]) for _ in range(2))
+    for each in (here, gone):
+        each.model("demo").resumed("silent")
+        each.model("demo").call([3], arrived_at=0.0).__enter__()
+    snapshots = [each.snapshot() for each in (here, gone)]
+    both = exposition(Scrape(requests=snapshots, replicas={}))
+    one = exposition(Scrape(requests=snapshots[:1], gone_requests=snapshots[1:], replicas={}))
+    assert (value(both, "carousel_requests_in_flight"), value(one, "carousel_requests_in_flight")) == (2, 1)
+    assert value(both, "carousel_resumes_total", reason="silent") == 2
+    assert value(one, "carousel_resumes_total", reason="silent") == 2
+
+
 def test_a_histogram_counts_upwards_to_all_of_its_values() -> None:
     text = exposition(after_one_request())
     counts = [

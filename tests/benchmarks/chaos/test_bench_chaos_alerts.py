@@ -35,4 +35,4 @@ def test_rules_are_faster_by_a_factor_and_their_bounds_are_not() -> None:
 
 def test_a_cause_that_is_not_there_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kil"]) == 2
-    assert "did you mean 'kill'" in capsys.readouterr().err
+    assert "did you mean kill or kill-all" in capsys.readouterr().err
