@@ -173,7 +173,6 @@ def test_every_query_of_every_panel_and_rule_has_data(scraped: Prometheus, url: 
 
     with load(url):
         soon(missing)
-        assert scraped.firing() == set(), "nothing is wrong"
 
 
 def for_now(expr: str) -> str:
