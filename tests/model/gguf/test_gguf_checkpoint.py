@@ -216,8 +216,8 @@ def test_a_full_disk_is_named_with_what_is_needed(tmp_path: Path, cache: Path, m
 
 
 def test_a_transformers_that_is_too_old_is_named(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers.integrations.gguf", None)  # an import of it fails
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
+    monkeypatch.setitem(sys.modules, "transformers.integrations.gguf", None)  # an import of it fails
     with pytest.raises(InvalidSetup, match=r"GGUF files need transformers 5.18 or newer, and 5\..* is installed"):
         checkpoint_of(path, cache)
 
