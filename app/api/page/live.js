@@ -231,7 +231,7 @@ const SHORT_REASONS = { slots: "slots", blocks: "memory", budget: "budget", stra
 function updateQueue(queue, seen) {
   const waiting = seen?.waiting || [];
   const list = element("ol");
-  waiting.slice(0, 14).forEach((each, index) => {
+  waiting.forEach((each, index) => {
     const row = element("li");
     const dot = element("span", "dot");
     dot.style.background = `hsl(${history.hue($("colour").value, each)} 55% 55%)`;
@@ -245,7 +245,7 @@ function updateQueue(queue, seen) {
   });
   const parts = seen ? [element("h3", "", seen.num_waiting ? `Queue: ${seen.num_waiting}` : "Queue: empty")] : [];
   if (seen?.num_waiting) parts.push(element("div", "decision", `the first waits: ${REASONS[seen.wait_reason] || "for the next step"}`));
-  if (seen && seen.num_waiting > 14) list.append(element("li", "", `and ${seen.num_waiting - 14} more`));
+  if (seen && seen.num_waiting > waiting.length) list.append(element("li", "", `and ${seen.num_waiting - waiting.length} more`));
   queue.replaceChildren(...parts, list);
 }
 
