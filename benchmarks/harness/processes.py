@@ -48,7 +48,7 @@ def cpu_between(before: Mapping[int, Process], after: Mapping[int, Process]) -> 
 
 
 def exact_cpu_s(pid: int) -> float:
-    """CPU seconds of the threads that a process has now, to the nanosecond; what ended threads have used is left out."""
+    """CPU seconds of the threads that a process has now, to the nanosecond; those of ended threads are left out."""
     total_ns = 0
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         with suppress(OSError):  # ended in this moment

@@ -1,9 +1,8 @@
-"""The page in a real Chromium: `apt-get install chromium` and `pip install carousel[browser]`; skipped without them."""
+"""The page in a real Chromium, on a stage without Ray."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,72 +10,18 @@ from typing import Any
 import pytest
 
 from tests.api.keys import ADMIN_KEY, KEY, entry
+from tests.page.conftest import Picture
+from tests.page.sight import colours, seen, stays
 from tests.page.stage import Stage
 from tests.waiting import eventually
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-if CHROMIUM is None:
-    pytest.skip("there is no Chromium: apt-get install chromium", allow_module_level=True)
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not there: pip install carousel[browser]")
-
-PATIENCE_MS = 30_000
 ENGINE: dict[str, Any] = {"scheduler": {"max_running": 8, "max_waiting": 256}, "cache": {"num_blocks": 400}}
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        yield started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-
-
-@pytest.fixture(scope="module")
-def stage(demo_path: Path) -> Iterator[Stage]:
+def stage(browser: Any, demo_path: Path) -> Iterator[Stage]:
     with Stage(demo_path, **ENGINE) as started:
         yield started
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    """A new tab. An error of a script or of the Content-Security-Policy fails the test."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    errors: list[str] = []
-    tab = context.new_page()
-    tab.set_default_timeout(PATIENCE_MS)
-    tab.on("pageerror", lambda error: errors.append(str(error)))
-    tab.on("console", lambda message: errors.append(message.text) if "Content Security" in message.text else None)
-    yield tab
-    context.close()
-    assert errors == []
-
-
-def seen(page: Any) -> dict[str, Any]:
-    """What the page knows: for each replica the requests that had a slot, and why they left."""
-    return dict(
-        json.loads(
-            page.evaluate("""async () => {
-                const { history } = await import("/page/live.js");
-                return JSON.stringify(Object.fromEntries(history.replicas().map((replica) => [replica.id, {
-                    state: replica.state,
-                    stays: replica.stays.map((stay) => [stay.id, stay.why, stay.isResumed, stay.left !== null]),
-                }])));
-            }""")
-        )
-    )
-
-
-def stays(page: Any) -> list[list[Any]]:
-    return [stay for replica in seen(page).values() for stay in replica["stays"]]
-
-
-def colours(page: Any) -> int:
-    """How many different colours the picture of the first replica has."""
-    return int(
-        page.evaluate("""() => {
-            const canvas = document.querySelector(".replica canvas");
-            const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
-            return new Set(new Uint32Array(data.buffer)).size;
-        }""")
-    )
 
 
 def test_the_page_shows_all_replicas(page: Any, stage: Stage) -> None:
@@ -262,11 +207,68 @@ def test_a_service_without_batches_says_so(page: Any, stage: Stage) -> None:
     page.wait_for_selector("#batches-notice:has-text('no batches: its configuration')")
 
 
-def test_a_phone_shows_everything_in_one_column(browser: Any, stage: Stage) -> None:
-    context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark")
+def test_tabs_are_switched_by_keys_and_the_focus_is_seen(page: Any, stage: Stage) -> None:
+    page.goto(stage.url)
+    page.wait_for_selector(".switch button")
+    page.keyboard.press("Tab")
+    for key, tab in (
+        ("ArrowRight", "playground"), ("ArrowRight", "batches"), ("ArrowRight", "live"), ("ArrowLeft", "batches"),
+        ("Home", "live"), ("End", "batches"),
+    ):  # fmt: skip
+        page.keyboard.press(key)
+        focused = page.evaluate("""() => {
+            const { id, tabIndex, ariaSelected } = document.activeElement;
+            return [id, tabIndex, ariaSelected, getComputedStyle(document.activeElement).outlineStyle];
+        }""")
+        assert focused == [f"tab-{tab}", 0, "true", "solid"]
+        assert page.locator("[role=tabpanel]:visible").get_attribute("id") == tab
+        assert page.locator("[role=tab][tabindex='0']").count() == 1
+    page.keyboard.press("Home")
+    found = set()
+    for _ in range(12):  # key, theme, and the view's own controls
+        page.keyboard.press("Tab")
+        found.add(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
+    assert {"key", "theme", "demo", "pause", "window", "colour", "back", "SELECT", "CANVAS"} <= found
+
+
+def test_a_request_is_cancelled_from_its_panel(page: Any, stage: Stage) -> None:
+    page.goto(stage.url)
+    page.wait_for_selector(".replica >> nth=1")
+    page.evaluate("""() => {
+        const body = JSON.stringify({ model: "demo", prompt: "Hello", max_tokens: 800, ignore_eos: true });
+        fetch("/v1/completions", { method: "POST", headers: { "content-type": "application/json" }, body });
+    }""")
+    eventually(lambda: stays(page), bool)
+    page.focus(".replica canvas >> nth=0" if seen(page)["replica1"]["stays"] else ".replica canvas >> nth=1")
+    eventually(lambda: page.keyboard.press("ArrowDown") or page.is_visible("#request-cancel"))
+    cancelled = page.inner_text("#request-rows .mono")
+    page.focus("#request-cancel")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#request-told:has-text('cancelled')")
+    eventually(lambda: stays(page), lambda found: any(stay[0] == cancelled and stay[1] == "abort" for stay in found))
+    page.wait_for_selector("#request-cancel", state="hidden")
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#request")
+    eventually(lambda: page.inner_text(".queue >> nth=0"), lambda text: "Queue: empty" in text)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_everything_in_one_column_light_or_dark(
+    browser: Any, stage: Stage, scheme: str, picture: Picture
+) -> None:
+    context = browser.new_context(viewport={"width": 360, "height": 740}, color_scheme=scheme)
     tab = context.new_page()
     tab.goto(stage.url)
     tab.wait_for_selector(".replica >> nth=1")
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
-    assert tab.evaluate("document.documentElement.classList.contains('dark')")
+    tab.click("#demo")
+    eventually(lambda: colours(tab), lambda found: found > 8)
+    for name in ("live", "playground", "batches"):
+        tab.click(f"#tab-{name}")
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 360
+        picture(tab, f"phone-{scheme}-{name}")
+    brightness = tab.evaluate(
+        "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((a, b) => +a + +b)"
+    )
+    assert (brightness < 3 * 128) == (scheme == "dark")
     context.close()
