@@ -160,7 +160,8 @@ class Viewer(Recorder):
     def view(self, scheduler: Scheduler, *, now: float, is_full: bool) -> EngineView:
         """The engine now, and what happened since the last view."""
         stats = scheduler.stats()
-        shown, grown = [*self._left], []
+        shown = [*self._left]
+        grown: list[int] = []
         for stay in self._stays.values():
             if is_full or not stay.is_shown:
                 shown.append(stay)
