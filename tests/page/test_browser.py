@@ -30,6 +30,9 @@ def test_the_page_shows_all_replicas(page: Any, stage: Stage) -> None:
     page.wait_for_selector("#connection.on")
     page.wait_for_selector(".queue:has-text('Queue: empty')")
     assert "0 of 8 running" in page.inner_text(".head >> nth=0")
+    page.wait_for_selector("#demo:text('Send 40 demo requests')")
+    sizes = page.evaluate("import('/page/demo.js').then(({ demoSize }) => [0, 16, 64, 5000].map(demoSize))")
+    assert sizes == [40, 40, 160, 400], "more than there are slots"
 
 
 def test_forty_demo_requests_turn_through_the_slots(page: Any, stage: Stage) -> None:

@@ -2,7 +2,7 @@
 
 import { key } from "/page/api.js";
 import * as batches from "/page/batches.js";
-import { sendDemo } from "/page/demo.js";
+import { demoSize, sendDemo } from "/page/demo.js";
 import * as live from "/page/live.js";
 import * as playground from "/page/playground.js";
 import * as request from "/page/request.js";
@@ -71,7 +71,7 @@ function fail(error) {
 $("demo").addEventListener("click", async () => {
   $("demo").disabled = true;
   const model = $("model").value;
-  await sendDemo(model, fail);
+  await sendDemo(model, demoSize(live.numSlots(model)), fail);
   $("demo").disabled = false;
 });
 
