@@ -35,19 +35,23 @@ def test_the_page_shows_all_replicas(page: Any, stage: Stage) -> None:
     assert sizes == [40, 40, 160, 400], "more than there are slots"
 
 
-def test_forty_demo_requests_turn_through_the_slots(page: Any, stage: Stage) -> None:
+def test_forty_demo_requests_turn_through_the_slots(page: Any, stage: Stage, picture: Picture) -> None:
     page.goto(stage.url)
+    page.select_option("#window", "15")
     page.wait_for_selector(".replica >> nth=1")
     num_colours = colours(page)
     page.click("#demo")
     page.wait_for_selector(".queue li >> nth=3")  # more than there are slots
     eventually(lambda: colours(page), lambda found: found > num_colours + 8)
     eventually(lambda: {stay[0] for stay in stays(page)}, lambda ids: len(ids) == 40)
+    picture(page, "live")
     eventually(lambda: [stay for stay in stays(page) if stay[1] == "length"], lambda ended: len(ended) == 40)
     eventually(lambda: page.inner_text(".queue >> nth=0"), lambda text: "Queue: empty" in text)
 
 
-def test_a_switch_to_static_batching_leaves_slots_empty_while_requests_wait(page: Any, demo_path: Path) -> None:
+def test_a_switch_to_static_batching_leaves_slots_empty_while_requests_wait(
+    page: Any, demo_path: Path, picture: Picture
+) -> None:
     with Stage(demo_path, num_replicas=1, **ENGINE) as stage:
         page.goto(stage.url)
         page.wait_for_selector(".replica")
@@ -60,9 +64,10 @@ def test_a_switch_to_static_batching_leaves_slots_empty_while_requests_wait(page
         page.wait_for_selector(".head:has-text('static, fcfs')")
         bubbles = lambda: int(page.inner_text(".head .bubbles").split()[1])  # noqa: E731
         eventually(bubbles, lambda share: share >= 10)
+        picture(page, "static")
 
 
-def test_a_request_has_a_timeline(page: Any, stage: Stage) -> None:
+def test_a_request_has_a_timeline(page: Any, stage: Stage, picture: Picture) -> None:
     page.goto(stage.url)
     page.wait_for_selector(".replica >> nth=1")
     page.click("#demo")
@@ -80,6 +85,7 @@ def test_a_request_has_a_timeline(page: Any, stage: Stage) -> None:
     }""")
     assert all(len(times) == number and times == sorted(times) for times, number in counts)
     assert "replica1, slot " in text
+    picture(page, "request")
     page.keyboard.press("Escape")
     assert page.is_hidden("#request")
     page.keyboard.press(" ")
@@ -144,7 +150,9 @@ def test_an_answer_has_the_form_of_a_schema_and_calls_a_tool(page: Any, stage: S
     page.click("#as-curl")
 
 
-def test_a_killed_replica_is_lost_gone_and_replaced_and_its_requests_go_on(page: Any, demo_path: Path) -> None:
+def test_a_killed_replica_is_lost_gone_and_replaced_and_its_requests_go_on(
+    page: Any, demo_path: Path, picture: Picture
+) -> None:
     with Stage(demo_path, **ENGINE) as stage:
         page.goto(stage.url)
         page.wait_for_selector(".replica >> nth=1")
@@ -153,6 +161,7 @@ def test_a_killed_replica_is_lost_gone_and_replaced_and_its_requests_go_on(page:
         stage.kill("replica1")
         page.wait_for_selector(".replica.lost", timeout=5000)
         assert "lost" in page.inner_text(".replica.lost .state")
+        picture(page, "lost")
         stage.replace("replica1")
         page.wait_for_selector(".replica.gone")
         page.wait_for_selector(".replica:has-text('replica3')")
