@@ -29,7 +29,7 @@ _ROOM = 0.75  # of the GPU's memory is for weights and KV here; the rest is for 
 def measure(bench: Bench) -> None:
     contexts = bench.sized((512, 1024, 2048, 8192), (20, 33))
     _measure_weights(bench, "none", bench.sized((1, 8, 32, 64, 128, 256, 512), (1, 2)), contexts)
-    reason = why_no_fp8(bench.device)
+    reason = why_no_fp8(bench.device, on_a_cpu="int8")
     bench.put(fp8=reason or "measured")
     if reason is None:
         _measure_weights(bench, "fp8", bench.sized((1, 8, 64, 256), (2,)), contexts[1:2])
