@@ -9,7 +9,6 @@ import torch
 from app.config import GIB, CacheConfig
 from app.errors import InvalidSetup
 
-
 # By `cache.dtype`; each has a float32 scale for each token and KV head, of its key and of its value.
 _SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 

@@ -1,10 +1,10 @@
 """Triton kernels of paged attention; `attention.py` says when which of them runs. Imported only there, on first
 use, because importing it needs Triton.
 
-A layer's keys and values lie as [num_blocks, block_size, num_kv_heads, dim], contiguous; in FP8 with a float32 scale for
-each, [num_blocks, num_kv_heads, 2, block_size]. FP8 is converted to the type of the queries, which is exact; scores are
-multiplied by the scale of the key, weights by that of the value. What a program works on is a *segment*: consecutive
-new tokens of one sequence, a column of an integer matrix with four rows,
+A layer's keys and values lie as [num_blocks, block_size, num_kv_heads, dim], contiguous; in FP8 with a float32 scale
+for each, [num_blocks, num_kv_heads, 2, block_size]. FP8 is converted to the type of the queries, which is exact;
+scores are multiplied by the scale of the key, weights by that of the value. What a program works on is a *segment*:
+consecutive new tokens of one sequence, a column of an integer matrix with four rows,
 
     [first token in the packed row, number of tokens, position of the first, row of its block table]
 
