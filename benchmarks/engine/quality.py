@@ -8,9 +8,10 @@ log-likelihood and the perplexities' ratio over the sampled texts, how often bot
 and the share of the greedy tokens that the quantised model finds likeliest too. The standard error of the ratio takes
 the texts as independent, the tokens of one not. `divergence` is half the mean square of a token's difference: it
 estimates the Kullback-Leibler divergence in nats, and so the ratio's logarithm, with less noise. `floor`: the same of
-the model as it is in the other number type, which rounds as well. `--kv int8` or `fp8` adds keys and values in that type,
-alone and with each kind of weights that goes with it. `fp8` rounds weights and inputs of the layers' products, or keys
-and values, as on a GPU, and computes in transformers' code; no GPU is needed. The last line of stdout is one JSON object.
+the model as it is in the other number type, which rounds as well. `--kv int8` or `fp8` adds keys and values in that
+type, alone and with each kind of weights that goes with it. `fp8` rounds weights and inputs of the layers' products, or
+keys and values, as on a GPU, and computes in transformers' code; no GPU is needed. The last line of stdout is one JSON
+object.
 """
 
 from __future__ import annotations

@@ -81,7 +81,8 @@ def test_decode_steps_are_replayed(measured: Measured) -> None:
     assert figures["graphs"] >= 2
     steps = tables["decode steps"]
     assert [(row["weights"], row["kv"], row["sequences"], row["context"]) for row in steps] == [
-        *(("none", "auto", *size) for size in product((1, 2), (20, 33))), ("fp8", "auto", 2, 33), ("none", "fp8", 2, 33),
+        *(("none", "auto", *size) for size in product((1, 2), (20, 33))),
+        ("fp8", "auto", 2, 33), ("none", "fp8", 2, 33),
     ]  # fmt: skip
     prompts = [(row["weights"], row["kv"], row["tokens"]) for row in tables["prompts"]]
     assert prompts == [("none", "auto", 5), ("fp8", "auto", 5), ("none", "fp8", 5)]
