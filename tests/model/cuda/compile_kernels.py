@@ -315,11 +315,13 @@ def as_markdown(results: list[Compiled]) -> str:
         "| Kernel | Shape | " + " | ".join(f"sm_{each}" for each in ARCHITECTURES) + " |",
         "|---|---" + "|---" * len(ARCHITECTURES) + "|",
     ]
-    cells: dict[tuple[str, str], list[str]] = {}
+    cells: dict[tuple[str, str], dict[int, str]] = {}
     for each in results:
         cell = f"{each.registers}, {each.spilled}, {each.shared / 1024:.0f}"
-        cells.setdefault((each.kernel, each.shape), []).append(cell)
-    return "\n".join([*lines, *(f"| {' | '.join([*names, *found])} |" for names, found in cells.items())])
+        cells.setdefault((each.kernel, each.shape), {})[each.architecture] = cell
+    for names, found in cells.items():
+        lines.append(f"| {' | '.join([*names, *(found.get(each, '') for each in ARCHITECTURES)])} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
