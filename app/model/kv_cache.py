@@ -51,11 +51,12 @@ class KVCache:
             shape = (num_blocks, block_size, layer.num_kv_heads)
             self._keys[index] = torch.zeros(*shape, layer.key_dim, dtype=dtype, device=device)
             self._values[index] = torch.zeros(*shape, layer.value_dim, dtype=dtype, device=device)
-            if dtype in _SCALED.values():
+            if dtype is _SCALED["fp8"]:
                 self.scales[index] = torch.zeros(num_blocks, layer.num_kv_heads, 2, block_size, device=device)
 
     @property
     def in_fp8(self) -> bool:
+        """Whether keys and values are."""
         return bool(self.scales)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
