@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks import groups
 from tests.deployments.conftest import Service
 
 MODEL = "trial"
@@ -42,6 +48,27 @@ def test_each_group_has_its_settings_and_is_reported_apart(service: Service) -> 
     # The same model and the same seed say the same under either group's strategy and policy.
     texts = {ask(service, **{"x-carousel-group": group}).json()["choices"][0]["text"] for group in ("steady", "bold")}
     assert len(texts) == 1
+
+
+def test_the_report_says_which_arm_is_better(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of `bold`, a static batch of one request waits 50 ms for others; of `steady` it starts at once."""
+    is_over = threading.Event()
+
+    def keep_asking(group: str) -> None:
+        while not is_over.is_set():
+            ask(service, **{"x-carousel-group": group})
+
+    with ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(keep_asking, group) for group in ("steady", "bold")]
+        try:
+            arguments = ["--base-url", service.url, "--model", MODEL, "--reference", "steady"]
+            assert groups.main([*arguments, "--seconds", "3", "--parts", "12", "--slo-ttft-ms", "50"]) == 0
+        finally:
+            is_over.set()
+    assert [each.exception() for each in asking] == [None, None]
+    found = {each["figure"]: each for each in json.loads(capsys.readouterr().out.splitlines()[-1])["findings"]}
+    assert (found["TTFT mean s"]["verdict"], found["goodput, share"]["verdict"]) == ("worse", "worse")
+    assert found["TTFT mean s"]["low"] > 0.02
 
 
 def requests_by_group(service: Service) -> dict[str, float]:
