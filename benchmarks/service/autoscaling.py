@@ -42,11 +42,14 @@ TICK_S = 2.0  # between two decisions, as replicas report
 _UPSCALE_DELAY_S, _DOWNSCALE_DELAY_S = 10.0, 120.0  # as served: deployments/serve/autoscaling.py, app/config.py
 _HOUR_S, _DAY_S = 3600.0, 86_400.0
 _PROMPT_TOKEN_S, _OUTPUT_TOKEN_S = 0.0002, 0.03  # that a request holds its slot
+_COPIES_WITHIN_S = 30.0
 _BIN_S = 10.0  # of the history of arrivals
 _NIGHT = 0.2  # of noon's arrivals
 _LEVEL_SPREAD = 0.15  # of the logarithm of a day's level
-_FILLS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2)  # of `target_tokens`
-_UTILISATIONS = (0.6, 0.75, 0.9)  # of slots by forecast work
+_FILLS = tuple(number / 20 for number in range(6, 33))  # of `target_tokens`, where there is no forecast
+_FILLS_BESIDE = (0.6, 0.8, 1.0, 1.2, 1.5, 2.0)  # where there is one: as many trials with the next line
+_WARM_UP_S, _WARM_UP_UTILISATION = 300.0, 0.6
+_UTILISATIONS = (0.6, 0.7, 0.8, 0.9)  # of slots by forecast work
 
 FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 Forecast = Callable[[float], float]  # the slots that will be held by work that arrives, at a time in seconds
@@ -91,13 +94,14 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         BenchmarkError: no setting of a rule keeps the promise.
     """
     trace, fleet = read_trace(given.trace), Fleet(given.slots, given.start_s, given.ttft_s)
-    load = hour(trace) if given.shape == "hour" else day(trace, given.seed)
+    rng = np.random.default_rng(given.seed)
+    load = hour(trace, given.copies, rng) if given.shape == "hour" else day(trace, given.copies, rng)
     rows = []
     for name, forecast in forecasts(load, horizon_s=given.start_s + _UPSCALE_DELAY_S).items():
         if forecast is None or given.shape == "day" or name != "seasonal":
             found = [
                 (fill, utilisation, outcome(load, fleet, fill=fill, forecast=forecast, utilisation=utilisation))
-                for fill in _FILLS
+                for fill in (_FILLS if forecast is None else _FILLS_BESIDE)
                 for utilisation in ([1.0] if forecast is None else _UTILISATIONS)
             ]
             rows.append(_cheapest(name, found, given.late))
@@ -124,14 +128,14 @@ def _cheapest(name: str, found: Sequence[tuple[float, float, Outcome]], late: fl
 # ---------------------------------------------------------------------- load
 
 
-def hour(trace: Trace) -> Load:
-    """The trace as it is."""
-    return _load(np.arange(len(trace.requests)), np.array([each.arrival_s for each in trace.requests]), trace)
+def hour(trace: Trace, num_copies: int, rng: np.random.Generator) -> Load:
+    """The trace as it is, or each of its requests several times within half a minute."""
+    at_s = np.array([each.arrival_s for each in trace.requests])
+    return _load(np.arange(len(at_s)), at_s, trace, num_copies, rng)
 
 
-def day(trace: Trace, seed: int) -> Load:
+def day(trace: Trace, num_copies: int, rng: np.random.Generator) -> Load:
     """A day, and the day before it as history."""
-    rng = np.random.default_rng(seed)
     arrivals = np.array([each.arrival_s for each in trace.requests])
     levels = np.exp(rng.normal(0, _LEVEL_SPREAD, 2))
     levels /= levels.max()
@@ -144,11 +148,19 @@ def day(trace: Trace, seed: int) -> Load:
         kept = rng.random(len(at_s)) < share * levels[number // 24]
         places.append(order[kept])
         times.append(at_s[kept] - _DAY_S)
-    return _load(np.concatenate(places), np.concatenate(times), trace)
+    return _load(np.concatenate(places), np.concatenate(times), trace, num_copies, rng)
 
 
-def _load(places: np.ndarray[tuple[int], np.dtype[np.int64]], at_s: FloatArray, trace: Trace) -> Load:
-    """Requests of the trace by their places in it, at these times."""
+def _load(
+    places: np.ndarray[tuple[int], np.dtype[np.int64]], at_s: FloatArray, trace: Trace, num_copies: int,
+    rng: np.random.Generator,
+) -> Load:  # fmt: skip
+    """Requests of the trace by their places in it, each so many times from its time on."""
+    if num_copies > 1:
+        places, at_s = np.repeat(places, num_copies), np.repeat(at_s, num_copies)
+        at_s = at_s + rng.uniform(0, _COPIES_WITHIN_S, len(at_s))
+        order = np.argsort(at_s)
+        places, at_s = places[order], at_s[order]
     prompts = np.array([each.num_prompt_tokens for each in trace.requests], dtype=np.float64)[places]
     outputs = np.array([each.num_output_tokens for each in trace.requests], dtype=np.float64)[places]
     prompt_s = prompts * _PROMPT_TOKEN_S
@@ -193,7 +205,7 @@ def outcome(load: Load, fleet: Fleet, *, fill: float, forecast: Forecast | None,
     """The fleet over all requests from 0 s on."""
     target_tokens = max(1, round(fill * fleet.num_slots * float(load.num_tokens.mean()) / 2))
     config = AutoscalingConfig(min_replicas=1, max_replicas=1024, target_tokens=target_tokens)
-    queue, scaler = _Queue(load, fleet), _Scaler(fleet, config)
+    queue, scaler = _Queue(load, fleet), _Scaler(fleet, num_replicas=_at_first(load, fleet))
     replica_s = 0.0
     for now_s in _ticks(load):
         queue.advance(now_s, scaler.num_ready(now_s) * fleet.num_slots)
@@ -205,6 +217,12 @@ def outcome(load: Load, fleet: Fleet, *, fill: float, forecast: Forecast | None,
     return Outcome(replica_s, (queue.num_late + queue.num_waiting) / max(1, queue.num_arrived))
 
 
+def _at_first(load: Load, fleet: Fleet) -> int:
+    """Replicas that are there from the start: enough for the first five minutes, so that no rule begins behind."""
+    soon = (load.at_s >= 0) & (load.at_s < _WARM_UP_S)
+    return math.ceil(float(load.held_s[soon].sum()) / _WARM_UP_S / fleet.num_slots / _WARM_UP_UTILISATION)
+
+
 def _ticks(load: Load) -> Iterator[float]:
     return (number * TICK_S for number in range(1, math.ceil(load.seconds / TICK_S) + 1))
 
@@ -212,10 +230,9 @@ def _ticks(load: Load) -> Iterator[float]:
 class _Scaler:
     """How many replicas there are: Serve's delays, and the time that a replica takes to start."""
 
-    def __init__(self, fleet: Fleet, config: AutoscalingConfig) -> None:
+    def __init__(self, fleet: Fleet, *, num_replicas: int) -> None:
         self._fleet = fleet
-        self._config = config
-        self._ready_at = [0.0]  # of each replica, rising
+        self._ready_at = [0.0] * num_replicas  # of each, rising
         self._asked_since: tuple[int, float] | None = None  # for more (1) or fewer (-1), and since when
 
     @property
@@ -328,7 +345,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--start-s", type=_seconds, default=60.0, metavar="S", help="a new replica takes to start (60)")
     parser.add_argument("--ttft-s", type=_seconds, default=2.0, metavar="S", help="a later first token is late (2)")
     parser.add_argument("--late", type=_share, default=0.01, metavar="SHARE", help="requests that may be late (0.01)")
-    parser.add_argument("--seed", type=int, default=0, help="of the day")
+    parser.add_argument("--copies", type=positive, default=1, metavar="N", help="of each request, within 30 s (1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the day and the copies")
     return parser
 
 
