@@ -38,7 +38,7 @@ def test_little_work_keeps_one_replica_and_none_is_late() -> None:
 
 
 def test_steady_work_gets_the_replicas_that_littles_law_asks_for() -> None:
-    # 10 requests a second for 2 s each fill 20 slots: 5 replicas, of which the forecast may fill 0.8, so 6.25, rounded up.
+    # 10 requests a second for 2 s each fill 20 slots: 5 replicas; filled to 0.8 they are 6.25, rounded up.
     load = steady(10, seconds=3600)
     found = outcome(load, FLEET, fill=1.0, forecast=lambda _: 20.0, utilisation=0.8)
     assert found.replica_s / 3600 == pytest.approx(7, abs=0.2)
