@@ -9,7 +9,8 @@ number of replicas follows the rule with Serve's delays, every two seconds; a ne
 --start-s.
 
 * reactive: `desired_replicas`, as served
-* trend: at least the replicas for the work that a line through the last ten minutes predicts
+* naive: at least the replicas for the work that arrived in the last minute: no forecast, to tell apart what that adds
+* trend: the same for the work that a line through the last ten minutes predicts
 * seasonal: the same for yesterday's work at that time, scaled by today's last 15 minutes to yesterday's; a day only
 * perfect: the same for the work that will come, known in advance: no forecast can be better
 
@@ -182,6 +183,9 @@ def forecasts(load: Load, *, horizon_s: float) -> dict[str, Forecast | None]:
         begin, end = (min(num_bins, max(0, round((each - first_s) / _BIN_S))) for each in (from_s, to_s))
         return float(sums[end] - sums[begin]) / (end - begin) if end > begin else 0.0
 
+    def naive(now_s: float) -> float:
+        return mean(now_s - 60.0, now_s)
+
     def trend(now_s: float) -> float:
         ages = np.arange(10, 0, -1) * 60.0
         slope, level = np.polyfit(30.0 - ages, [mean(now_s - age, now_s - age + 60.0) for age in ages], 1)
@@ -195,7 +199,7 @@ def forecasts(load: Load, *, horizon_s: float) -> dict[str, Forecast | None]:
     def perfect(now_s: float) -> float:
         return mean(now_s + horizon_s - 30.0, now_s + horizon_s + 30.0)
 
-    return {"reactive": None, "trend": trend, "seasonal": seasonal, "perfect": perfect}
+    return {"reactive": None, "naive": naive, "trend": trend, "seasonal": seasonal, "perfect": perfect}
 
 
 # ---------------------------------------------------------------------- simulation

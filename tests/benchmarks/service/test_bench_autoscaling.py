@@ -91,7 +91,7 @@ def test_the_command_compares_the_rules(tmp_path: Path, capsys: pytest.CaptureFi
     write_trace(tmp_path / "t.csv", num_requests=100)
     assert run(tmp_path / "t.csv", "--shape", "hour") == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [row["rule"] for row in found["rows"]] == ["reactive", "trend", "perfect"]
+    assert [row["rule"] for row in found["rows"]] == ["reactive", "naive", "trend", "perfect"]
     assert {row["late_share"] for row in found["rows"]} == {0.0}
     assert found["num_requests"] == 100
 
