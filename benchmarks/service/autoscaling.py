@@ -99,9 +99,10 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     load = hour(trace, given.copies, rng) if given.shape == "hour" else day(trace, given.copies, rng)
     rows = []
     for name, forecast in forecasts(load, horizon_s=given.start_s + _UPSCALE_DELAY_S).items():
-        if forecast is None or given.shape == "day" or name != "seasonal":
+        if given.shape == "day" or name != "seasonal":
+            predicted = None if forecast is None else [forecast(now_s) for now_s in _ticks(load)]
             found = [
-                (fill, utilisation, outcome(load, fleet, fill=fill, forecast=forecast, utilisation=utilisation))
+                (fill, utilisation, outcome(load, fleet, fill=fill, predicted=predicted, utilisation=utilisation))
                 for fill in (_FILLS if forecast is None else _FILLS_BESIDE)
                 for utilisation in ([1.0] if forecast is None else _UTILISATIONS)
             ]
@@ -205,18 +206,20 @@ def forecasts(load: Load, *, horizon_s: float) -> dict[str, Forecast | None]:
 # ---------------------------------------------------------------------- simulation
 
 
-def outcome(load: Load, fleet: Fleet, *, fill: float, forecast: Forecast | None, utilisation: float) -> Outcome:
-    """The fleet over all requests from 0 s on."""
+def outcome(
+    load: Load, fleet: Fleet, *, fill: float, predicted: Sequence[float] | None, utilisation: float
+) -> Outcome:  # fmt: skip
+    """The fleet over all requests from 0 s on. `predicted`: slots, by a forecast at each tick."""
     target_tokens = max(1, round(fill * fleet.num_slots * float(load.num_tokens.mean()) / 2))
     config = AutoscalingConfig(min_replicas=1, max_replicas=1024, target_tokens=target_tokens)
     queue, scaler = _Queue(load, fleet), _Scaler(fleet, num_replicas=_at_first(load, fleet))
     replica_s = 0.0
-    for now_s in _ticks(load):
+    for tick, now_s in enumerate(_ticks(load)):
         queue.advance(now_s, scaler.num_ready(now_s) * fleet.num_slots)
         replica_s += TICK_S * max(scaler.target, math.ceil(queue.num_running / fleet.num_slots))
         wanted = desired_replicas(queue.seen_by(scaler, now_s), config)
-        if forecast is not None:
-            wanted = max(wanted, math.ceil(forecast(now_s) / (utilisation * fleet.num_slots)))
+        if predicted is not None:
+            wanted = max(wanted, math.ceil(predicted[tick] / (utilisation * fleet.num_slots)))
         scaler.decide(wanted, now_s)
     return Outcome(replica_s, (queue.num_late + queue.num_waiting) / max(1, queue.num_arrived))
 

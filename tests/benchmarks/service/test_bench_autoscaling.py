@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.service import autoscaling
-from benchmarks.service.autoscaling import Fleet, Load, forecasts, outcome
+from benchmarks.service.autoscaling import TICK_S, Fleet, Load, forecasts, outcome
 
 FLEET = Fleet(num_slots=4, start_s=20.0, ttft_s=1.0)
 
@@ -33,24 +33,24 @@ def step() -> Load:
 
 
 def test_little_work_keeps_one_replica_and_none_is_late() -> None:
-    found = outcome(steady(1, seconds=600), FLEET, fill=1.0, forecast=None, utilisation=1.0)
+    found = outcome(steady(1, seconds=600), FLEET, fill=1.0, predicted=None, utilisation=1.0)
     assert (found.replica_s, found.late_share) == (600, 0)
 
 
 def test_steady_work_gets_the_replicas_that_littles_law_asks_for() -> None:
     # 10 requests a second for 2 s each fill 20 slots: 5 replicas; filled to 0.8 they are 6.25, rounded up.
     load = steady(10, seconds=3600)
-    found = outcome(load, FLEET, fill=1.0, forecast=lambda _: 20.0, utilisation=0.8)
+    found = outcome(load, FLEET, fill=1.0, predicted=[20.0] * 1800, utilisation=0.8)
     assert found.replica_s / 3600 == pytest.approx(7, abs=0.2)
     assert found.late_share == 0
 
 
 def test_what_is_known_in_advance_makes_fewer_late() -> None:
     load = step()
-    both = forecasts(load, horizon_s=30.0)
-    reactive, perfect = (
-        outcome(load, FLEET, fill=0.8, forecast=both[name], utilisation=0.8) for name in ("reactive", "perfect")
-    )
+    forecast = forecasts(load, horizon_s=30.0)["perfect"]
+    assert forecast is not None
+    predicted = [forecast(TICK_S * (number + 1)) for number in range(1800)]
+    reactive, perfect = (outcome(load, FLEET, fill=0.8, predicted=each, utilisation=0.8) for each in (None, predicted))
     assert perfect.late_share < 0.3 * reactive.late_share
 
 
