@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -54,7 +54,7 @@ class Trial:
         replicas = [
             EngineReport(
                 replica_id=f"of-{name}", group=name, measurements=self._measurements,
-                stats=replace(self._stats, total_failed=self.failed[name]),
+                stats=msgspec.structs.replace(self._stats, total_failed=self.failed[name]),
             )
             for name in self.names
         ]  # fmt: skip
