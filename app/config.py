@@ -246,10 +246,10 @@ Preset = Literal["latency", "throughput", "mixed", "batch"]
 # What each preset sets where the config says nothing; for the rest there are the defaults. Measured on two cores of a
 # CPU: docs/results/strategies.md.
 PRESETS: dict[str, dict[str, Any]] = {
-    "latency": {"max_running": 8, "max_waiting": 32, "max_step_tokens": 128, "prefill_chunk_tokens": 64},
-    "throughput": {"max_running": 64, "max_waiting": 224, "prefill_chunk_tokens": 512},
+    "latency": {"max_running": 16, "max_waiting": 32, "max_step_tokens": 128, "prefill_chunk_tokens": 64},
+    "throughput": {"max_running": 64, "max_waiting": 224},
     "mixed": {},
-    "batch": {"max_running": 128, "max_waiting": 160, "max_step_tokens": 1024, "prefill_chunk_tokens": 1024},
+    "batch": {"max_running": 128, "max_waiting": 160, "max_step_tokens": 1024, "prefill_chunk_tokens": 512},
 }
 
 
