@@ -2,10 +2,9 @@
 
 import { key } from "/page/api.js";
 import * as batches from "/page/batches.js";
-import { demoSize, sendDemo } from "/page/demo.js";
+import { sendDemo } from "/page/demo.js";
 import * as live from "/page/live.js";
 import * as playground from "/page/playground.js";
-import * as request from "/page/request.js";
 
 const $ = (id) => document.getElementById(id);
 const TABS = ["live", "playground", "batches"];
@@ -22,11 +21,10 @@ function open(name) {
 
 for (const name of TABS) $(`tab-${name}`).addEventListener("click", () => open(name));
 document.querySelector("nav").addEventListener("keydown", (event) => {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!step) return;
   const now = TABS.findIndex((each) => $(`tab-${each}`).getAttribute("aria-selected") === "true");
-  const place = { ArrowRight: now + 1, ArrowLeft: now - 1, Home: 0, End: -1 }[event.key];
-  if (place === undefined) return;
-  event.preventDefault();
-  const next = TABS.at(place % TABS.length);
+  const next = TABS.at((now + step) % TABS.length);
   open(next);
   $(`tab-${next}`).focus();
 });
@@ -71,7 +69,7 @@ function fail(error) {
 $("demo").addEventListener("click", async () => {
   $("demo").disabled = true;
   const model = $("model").value;
-  await sendDemo(model, demoSize(live.numSlots(model)), fail);
+  await sendDemo(model, fail);
   $("demo").disabled = false;
 });
 
@@ -79,5 +77,4 @@ open(TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "live");
 playground.begin();
 batches.begin();
 models();
-request.begin();
 live.begin();
