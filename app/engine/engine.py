@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Several
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -15,6 +16,7 @@ from app.engine.matcher import Matcher, TokenSet
 from app.engine.request import ModelFacts, Request, TokenDelta
 from app.engine.request_checks import check_request
 from app.engine.scheduler import Scheduler
+from app.engine.sequence import Sequence
 from app.engine.stats import EngineMeasurements, EngineStats
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
@@ -195,6 +197,19 @@ class Engine:
         deltas = self._scheduler.update(batch, result, now=ended_at)
         self._recorder.step_ended(deltas, at=ended_at)
         return deltas
+
+    @property
+    def running(self) -> list[Sequence]:
+        """By rank; for reading."""
+        return self._scheduler.running
+
+    def num_decode_steps(self) -> int:
+        """See `Scheduler.num_decode_steps`; 0 where each step is recorded."""
+        return self._scheduler.num_decode_steps() if type(self._recorder) is Recorder else 0
+
+    def decode(self, ends_at: Several[float], *, token_id: int) -> None:
+        """See `Scheduler.decode`. No model runs."""
+        self._scheduler.decode(ends_at, token_id=token_id)
 
     def _run(self, batch: Batch) -> StepResult:
         result = tried(self.runner.run, batch)

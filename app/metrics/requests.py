@@ -239,6 +239,11 @@ class CallMetrics:
         """From there to the end of the last request; None before, and without any token."""
         return None if self._first_at is None or self._ended_at is None else self._ended_at - self._first_at
 
+    @property
+    def elapsed_s(self) -> float:
+        """From the call's arrival until now."""
+        return self._clock() - self._arrived_at
+
     def __enter__(self) -> CallMetrics:
         self._model.num_in_flight += len(self._requests)
         return self
