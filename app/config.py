@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 GIB = 1024**3
-KvType = Literal["auto", "int8"]  # of keys and values
+KvType = Literal["auto", "int8", "fp8"]  # of keys and values
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
 
 
@@ -115,8 +115,8 @@ class CacheConfig(Settings):
     )
     dtype: KvType = Field(
         "auto",
-        description="type of keys and values. auto: the model's. int8: with a scale for each token and KV head; "
-        "by native attention on a CPU, refused elsewhere",
+        description="type of keys and values. auto: the model's. int8, fp8: with a scale for each token and KV head; "
+        "int8 by native attention on a CPU, fp8 on a GPU of compute capability 8.9 or more, refused elsewhere",
     )
     num_blocks: int | None = Field(None, ge=1, description="exact number of blocks, instead of the memory settings")
     prefix_caching: bool = Field(True, description="share the KV of equal prompt prefixes between requests")
