@@ -11,7 +11,7 @@ import pytest
 
 from tests.api.keys import ADMIN_KEY, KEY, entry
 from tests.page.conftest import Picture
-from tests.page.sight import colours, stays
+from tests.page.sight import colours, seen, stays
 from tests.page.stage import Stage
 from tests.waiting import eventually
 
@@ -30,6 +30,9 @@ def test_the_page_shows_all_replicas(page: Any, stage: Stage) -> None:
     page.wait_for_selector("#connection.on")
     page.wait_for_selector(".queue:has-text('Queue: empty')")
     assert "0 of 8 running" in page.inner_text(".head >> nth=0")
+    page.wait_for_selector("#demo:text('Send 40 demo requests')")
+    sizes = page.evaluate("import('/page/demo.js').then(({ demoSize }) => [0, 16, 64, 5000].map(demoSize))")
+    assert sizes == [40, 40, 160, 400], "more than there are slots"
 
 
 def test_forty_demo_requests_turn_through_the_slots(page: Any, stage: Stage, picture: Picture) -> None:
@@ -214,6 +217,52 @@ def test_a_batch_is_uploaded_and_its_results_come_back(page: Any, demo_path: Pat
 def test_a_service_without_batches_says_so(page: Any, stage: Stage) -> None:
     page.goto(f"{stage.url}/#batches")
     page.wait_for_selector("#batches-notice:has-text('no batches: its configuration')")
+
+
+def test_tabs_are_switched_by_keys_and_the_focus_is_seen(page: Any, stage: Stage) -> None:
+    page.goto(stage.url)
+    page.wait_for_selector(".switch button")
+    page.keyboard.press("Tab")
+    for key, tab in (
+        ("ArrowRight", "playground"), ("ArrowRight", "batches"), ("ArrowRight", "live"), ("ArrowLeft", "batches"),
+        ("Home", "live"), ("End", "batches"),
+    ):  # fmt: skip
+        page.keyboard.press(key)
+        focused = page.evaluate("""() => {
+            const { id, tabIndex, ariaSelected } = document.activeElement;
+            return [id, tabIndex, ariaSelected, getComputedStyle(document.activeElement).outlineStyle];
+        }""")
+        assert focused == [f"tab-{tab}", 0, "true", "solid"]
+        assert page.locator("[role=tabpanel]:visible").get_attribute("id") == tab
+        assert page.locator("[role=tab][tabindex='0']").count() == 1
+    page.keyboard.press("Home")
+    found = set()
+    for _ in range(12):  # key, theme, and the view's own controls
+        page.keyboard.press("Tab")
+        found.add(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
+    assert {"key", "theme", "demo", "pause", "window", "colour", "back", "SELECT", "CANVAS"} <= found
+
+
+def test_a_request_is_cancelled_from_its_panel(page: Any, stage: Stage) -> None:
+    page.goto(stage.url)
+    page.wait_for_selector(".replica >> nth=1")
+    page.evaluate("""() => {
+        const body = JSON.stringify({ model: "demo", prompt: "Hello", max_tokens: 800, ignore_eos: true });
+        fetch("/v1/completions", { method: "POST", headers: { "content-type": "application/json" }, body });
+    }""")
+    eventually(lambda: stays(page), bool)
+    page.focus(".replica canvas >> nth=0" if seen(page)["replica1"]["stays"] else ".replica canvas >> nth=1")
+    eventually(lambda: page.keyboard.press("ArrowDown") or page.is_visible("#request-cancel"))
+    cancelled = page.inner_text("#request-rows .mono")
+    page.focus("#request-cancel")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#request-told:has-text('cancelled')")
+    eventually(lambda: stays(page), lambda found: any(stay[0] == cancelled and stay[1] == "abort" for stay in found))
+    page.wait_for_selector("#request-cancel", state="hidden")
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#request")
+    eventually(lambda: page.inner_text(".queue >> nth=0"), lambda text: "Queue: empty" in text)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -2,9 +2,10 @@
 
 import { key } from "/page/api.js";
 import * as batches from "/page/batches.js";
-import { sendDemo } from "/page/demo.js";
+import { demoSize, sendDemo } from "/page/demo.js";
 import * as live from "/page/live.js";
 import * as playground from "/page/playground.js";
+import * as request from "/page/request.js";
 
 const $ = (id) => document.getElementById(id);
 const TABS = ["live", "playground", "batches"];
@@ -21,10 +22,11 @@ function open(name) {
 
 for (const name of TABS) $(`tab-${name}`).addEventListener("click", () => open(name));
 document.querySelector("nav").addEventListener("keydown", (event) => {
-  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-  if (!step) return;
   const now = TABS.findIndex((each) => $(`tab-${each}`).getAttribute("aria-selected") === "true");
-  const next = TABS.at((now + step) % TABS.length);
+  const place = { ArrowRight: now + 1, ArrowLeft: now - 1, Home: 0, End: -1 }[event.key];
+  if (place === undefined) return;
+  event.preventDefault();
+  const next = TABS.at(place % TABS.length);
   open(next);
   $(`tab-${next}`).focus();
 });
@@ -69,7 +71,7 @@ function fail(error) {
 $("demo").addEventListener("click", async () => {
   $("demo").disabled = true;
   const model = $("model").value;
-  await sendDemo(model, fail);
+  await sendDemo(model, demoSize(live.numSlots(model)), fail);
   $("demo").disabled = false;
 });
 
@@ -77,4 +79,5 @@ open(TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "live");
 playground.begin();
 batches.begin();
 models();
+request.begin();
 live.begin();
