@@ -21,8 +21,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pictures", metavar="FOLDER", help="write what the page shows into this folder")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """For one file: while playwright runs, no test of its process can start an event loop."""
     program = next(filter(None, map(shutil.which, _PROGRAMS)), None)
     if program is None:
         pytest.skip("there is no Chromium: apt-get install chromium")

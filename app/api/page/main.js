@@ -17,7 +17,9 @@ function open(name) {
     $(`tab-${each}`).tabIndex = each === name ? 0 : -1;
   }
   if (name === "batches") batches.show();
-  if (location.hash !== `#${name}`) history.replaceState(null, "", `#${name}`);
+  // The first view has no fragment: with one, the first press of Tab would go past the tabs to what it names.
+  const address = name === TABS[0] ? location.pathname : `#${name}`;
+  if (location.hash !== new URL(address, location).hash) history.replaceState(null, "", address);
 }
 
 for (const name of TABS) $(`tab-${name}`).addEventListener("click", () => open(name));
