@@ -100,14 +100,16 @@ def test_times_of_tokens_never_go_back_where_a_view_came_late(page: Any, stage: 
         const { History } = await import("/page/history.js");
         const history = new History();
         const use = {
-            request_id: "one", slot: 0, arrived_ms: 300, joined_ms: 200, first_token_ms: 150, left_ms: null, why_left: "",
-            num_given_tokens: 0, num_generated_tokens: 3,
+            request_id: "one", slot: 0, arrived_ms: 300, joined_ms: 200, first_token_ms: 150, left_ms: null,
+            why_left: "", num_given_tokens: 0, num_generated_tokens: 3,
         };
         const fields = {
-            view: ["slots", "waiting", "steps", "grown"], slots: Object.keys(use), waiting: [], steps: ["num_steps", "ended_ms"],
+            view: ["slots", "waiting", "steps", "grown"], slots: Object.keys(use), waiting: [],
+            steps: ["num_steps", "ended_ms"],
         };
         const replicas = [{ replica: "r", state: "serving" }];
-        const take = (at, view) => history.take({ at, models: { demo: { replicas, views: [["r", at, view]] } } }, fields);
+        const take = (at, view) =>
+            history.take({ at, models: { demo: { replicas, views: [["r", at, view]] } } }, fields);
         take(1100, [[Object.values(use)], [], [3, [150, 80, 10]], []]);
         take(1150, [[], [], [2, [70, 10]], [0, 5, 1]]);
         return history.tokenTimes(history.staysOf("one")[0]);
