@@ -6,15 +6,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import pytest
 
 PATIENCE_MS = 30_000
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
-Picture = Callable[[Any, str], None]
+
+class Picture(Protocol):
+    """Writes a picture of a tab, `after_s` later, where `--pictures` asks for them."""
+
+    def __call__(self, tab: Any, name: str, *, after_s: float = 0.0) -> None: ...
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,11 +53,11 @@ def page(browser: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def picture(request: pytest.FixtureRequest) -> Picture:
-    """Writes a picture of a tab where `--pictures` asks for them."""
     folder = request.config.getoption("--pictures", default=None)
 
-    def take(tab: Any, name: str) -> None:
+    def take(tab: Any, name: str, *, after_s: float = 0.0) -> None:
         if folder is not None:
+            tab.wait_for_timeout(1000 * after_s)
             tab.screenshot(path=f"{folder}/page-{name}.png")
 
     return take

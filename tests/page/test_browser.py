@@ -44,7 +44,7 @@ def test_forty_demo_requests_turn_through_the_slots(page: Any, stage: Stage, pic
     page.wait_for_selector(".queue li >> nth=3")  # more than there are slots
     eventually(lambda: colours(page), lambda found: found > num_colours + 8)
     eventually(lambda: {stay[0] for stay in stays(page)}, lambda ids: len(ids) == 40)
-    picture(page, "live")
+    picture(page, "live", after_s=2)
     eventually(lambda: [stay for stay in stays(page) if stay[1] == "length"], lambda ended: len(ended) == 40)
     eventually(lambda: page.inner_text(".queue >> nth=0"), lambda text: "Queue: empty" in text)
 
@@ -54,6 +54,7 @@ def test_a_switch_to_static_batching_leaves_slots_empty_while_requests_wait(
 ) -> None:
     with Stage(demo_path, num_replicas=1, **ENGINE) as stage:
         page.goto(stage.url)
+        page.select_option("#window", "15")
         page.wait_for_selector(".replica")
         page.click("#demo")
         eventually(lambda: stays(page), lambda found: len(found) >= 8)
@@ -64,7 +65,7 @@ def test_a_switch_to_static_batching_leaves_slots_empty_while_requests_wait(
         page.wait_for_selector(".head:has-text('static, fcfs')")
         bubbles = lambda: int(page.inner_text(".head .bubbles").split()[1])  # noqa: E731
         eventually(bubbles, lambda share: share >= 10)
-        picture(page, "static")
+        picture(page, "static", after_s=8)
 
 
 def test_a_request_has_a_timeline(page: Any, stage: Stage, picture: Picture) -> None:
@@ -85,7 +86,7 @@ def test_a_request_has_a_timeline(page: Any, stage: Stage, picture: Picture) -> 
     }""")
     assert all(len(times) == number and times == sorted(times) for times, number in counts)
     assert "replica1, slot " in text
-    picture(page, "request")
+    picture(page, "request", after_s=0.7)
     page.keyboard.press("Escape")
     assert page.is_hidden("#request")
     page.keyboard.press(" ")
@@ -178,13 +179,14 @@ def test_a_killed_replica_is_lost_gone_and_replaced_and_its_requests_go_on(
 ) -> None:
     with Stage(demo_path, **ENGINE) as stage:
         page.goto(stage.url)
+        page.select_option("#window", "15")
         page.wait_for_selector(".replica >> nth=1")
         page.click("#demo")
         eventually(lambda: stays(page), lambda found: len(found) >= 16)
         stage.kill("replica1")
         page.wait_for_selector(".replica.lost", timeout=5000)
         assert "lost" in page.inner_text(".replica.lost .state")
-        picture(page, "lost")
+        picture(page, "lost", after_s=2)
         stage.replace("replica1")
         page.wait_for_selector(".replica.gone")
         page.wait_for_selector(".replica:has-text('replica3')")

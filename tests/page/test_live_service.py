@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.service import Service, service
+from tests.page.conftest import Picture
 from tests.page.sight import seen, stays
 from tests.waiting import eventually
 
@@ -65,7 +66,7 @@ def switch(page: Any, strategy: str) -> None:
     page.wait_for_selector(".told:has-text('in force on 2 replicas')")
 
 
-def test_a_chat_streams(watched: Any) -> None:
+def test_a_chat_streams(watched: Any, picture: Picture) -> None:
     watched.click("#tab-playground")
     watched.select_option("#model", CHATTY)
     watched.fill("#prompt", "Count from 3 to 40.")
@@ -76,6 +77,7 @@ def test_a_chat_streams(watched: Any) -> None:
     assert len(lengths) > 2, "it grows piece by piece"
     assert "3 4 5 6" in watched.inner_text(answer).replace(",", "")
     assert "first token after" in watched.inner_text(".cost")
+    picture(watched, "chat")
 
 
 def test_forty_requests_turn_and_under_static_batching_slots_stay_empty(watched: Any) -> None:
@@ -83,13 +85,13 @@ def test_forty_requests_turn_and_under_static_batching_slots_stay_empty(watched:
     eventually(lambda: {stay[0] for stay in stays(watched)}, lambda ids: len(ids) >= 40)
     watched.wait_for_selector("#demo:enabled")
     text = watched.inner_text(".head >> nth=0")
-    assert "settings continuous-fcfs-" in text
+    assert "settings mixed-continuous-fcfs-" in text
     assert "bubbles 0 %" in text
     switch(watched, "static")
     send_forty(watched)
     bubbles = lambda: int(watched.inner_text(".head .bubbles >> nth=0").split()[1])  # noqa: E731
     eventually(bubbles, lambda share: share >= 20)
-    assert "settings static-fcfs-" in watched.inner_text(".head >> nth=0")
+    assert "settings mixed-static-fcfs-" in watched.inner_text(".head >> nth=0")
     switch(watched, "continuous")
 
 
