@@ -75,7 +75,7 @@ def test_a_request_has_a_timeline(page: Any, stage: Stage, picture: Picture) -> 
     eventually(lambda: stays(page), lambda found: len(found) > 8)
     page.focus(".replica canvas >> nth=0")
     # What is drawn is a moment behind what has come.
-    eventually(lambda: page.keyboard.press("ArrowDown") or page.is_visible("#request table"))
+    eventually(lambda: page.keyboard.press("ArrowDown") or page.is_visible("#request-cancel"))
     text = page.inner_text("#request")
     assert "queue" in text
     eventually(lambda: "gaps between tokens" in page.inner_text("#request"))
@@ -86,7 +86,7 @@ def test_a_request_has_a_timeline(page: Any, stage: Stage, picture: Picture) -> 
     }""")
     assert all(len(times) == number and times == sorted(times) for times, number in counts)
     assert "replica1, slot " in text
-    picture(page, "request", after_s=0.7)
+    picture(page, "request")
     page.keyboard.press("Escape")
     assert page.is_hidden("#request")
     page.keyboard.press(" ")
@@ -186,7 +186,7 @@ def test_a_killed_replica_is_lost_gone_and_replaced_and_its_requests_go_on(
         stage.kill("replica1")
         page.wait_for_selector(".replica.lost", timeout=5000)
         assert "lost" in page.inner_text(".replica.lost .state")
-        picture(page, "lost", after_s=2)
+        picture(page, "lost", after_s=9)
         stage.replace("replica1")
         page.wait_for_selector(".replica.gone")
         page.wait_for_selector(".replica:has-text('replica3')")
