@@ -60,12 +60,6 @@ def send_forty(page: Any) -> None:
     eventually(lambda: {stay[0] for stay in stays(page)} - before, lambda ids: len(ids) >= 16)
 
 
-def switch(page: Any, strategy: str) -> None:
-    page.select_option(".switch [name=strategy] >> nth=0", strategy)
-    page.click(".switch button >> nth=0")
-    page.wait_for_selector(".told:has-text('in force on 2 replicas')")
-
-
 def test_a_chat_streams(watched: Any, picture: Picture) -> None:
     watched.click("#tab-playground")
     watched.select_option("#model", CHATTY)
@@ -78,21 +72,6 @@ def test_a_chat_streams(watched: Any, picture: Picture) -> None:
     assert "3 4 5 6" in watched.inner_text(answer).replace(",", "")
     assert "first token after" in watched.inner_text(".cost")
     picture(watched, "chat")
-
-
-def test_forty_requests_turn_and_under_static_batching_slots_stay_empty(watched: Any) -> None:
-    send_forty(watched)
-    eventually(lambda: {stay[0] for stay in stays(watched)}, lambda ids: len(ids) >= 40)
-    watched.wait_for_selector("#demo:enabled")
-    text = watched.inner_text(".head >> nth=0")
-    assert "settings mixed-continuous-fcfs-" in text
-    assert "bubbles 0 %" in text
-    switch(watched, "static")
-    send_forty(watched)
-    bubbles = lambda: int(watched.inner_text(".head .bubbles >> nth=0").split()[1])  # noqa: E731
-    eventually(bubbles, lambda share: share >= 20)
-    assert "settings mixed-static-fcfs-" in watched.inner_text(".head >> nth=0")
-    switch(watched, "continuous")
 
 
 def test_a_killed_replica_is_seen_at_once_and_another_comes(watched: Any, live: Service) -> None:
