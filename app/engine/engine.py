@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Several
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -15,6 +16,7 @@ from app.engine.matcher import Matcher, TokenSet
 from app.engine.request import ModelFacts, Request, TokenDelta
 from app.engine.request_checks import check_request
 from app.engine.scheduler import Scheduler
+from app.engine.sequence import Sequence
 from app.engine.stats import EngineMeasurements, EngineStats
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
@@ -196,6 +198,19 @@ class Engine:
         self._recorder.step_ended(deltas, at=ended_at)
         return deltas
 
+    @property
+    def running(self) -> list[Sequence]:
+        """By rank; for reading."""
+        return self._scheduler.running
+
+    def num_decode_steps(self) -> int:
+        """See `Scheduler.num_decode_steps`; 0 where each step is recorded."""
+        return self._scheduler.num_decode_steps() if type(self._recorder) is Recorder else 0
+
+    def decode(self, ends_at: Several[float], *, token_id: int) -> None:
+        """See `Scheduler.decode`. No model runs."""
+        self._scheduler.decode(ends_at, token_id=token_id)
+
     def _run(self, batch: Batch) -> StepResult:
         result = tried(self.runner.run, batch)
         return self._run_in_parts(batch, result) if isinstance(result, Exception) else result
@@ -266,12 +281,15 @@ class Engine:
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
 
-    def view(self) -> EngineView:
-        """What runs and waits, and what happened since the last view. From the first on, events are noted for it."""
+    def view(self, *, is_full: bool = True) -> EngineView:
+        """What runs and waits, and what happened since the last view. From the first on, events are noted for it.
+
+        Not full: what has only grown since the last view is told in `EngineView.grown`.
+        """
         now = self._clock()
         if self._viewer is None:
             self._recorder = self._viewer = Viewer(self._recorder, self._scheduler.running, now=now)
-        return self._viewer.view(self._scheduler, now=now)
+        return self._viewer.view(self._scheduler, now=now, is_full=is_full)
 
     def end_views(self) -> None:
         """Note nothing for views any more."""

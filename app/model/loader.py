@@ -188,7 +188,7 @@ def load_model(
             return _part_of_rank(device, config, found, location, dtype, group)[0]
         return _with_weights(device, config, found, location, dtype, quantised)
 
-    return _with_joined_weights(config, loaded, read_again, block_size=block_size, mapped=mapped)
+    return _with_joined_weights(config, loaded, read_again, block_size=block_size, mapped=mapped, ranks=group)
 
 
 def _facts_of(module: PreTrainedModel, probe: Probe, max_model_len: int) -> ModelFacts:
@@ -453,7 +453,8 @@ def _check_quantization(config: ModelConfig, device: torch.device, *, num_ranks:
     if config.quantization == "none":
         return
     if config.quantization == "fp8":
-        reason = why_no_fp8(device) or (_RANKS_WITHOUT_FP8 if num_ranks > 1 else None)
+        reason = why_no_fp8(device, on_a_cpu="model.quantization: int8 and int4")
+        reason = reason or (_RANKS_WITHOUT_FP8 if num_ranks > 1 else None)
         if reason is not None:
             raise _not_quantised(config, reason)
         return
@@ -722,6 +723,8 @@ def check_attention(config: ModelConfig, model: LoadedModel, attention: PagedAtt
     token_ids = model.probe.token_ids[0, : max_blocks * attention.block_size].tolist()
     third = max(1, len(token_ids) // 3)
     block_ids = list(range(-(-len(token_ids) // attention.block_size)))
+    kv_in_fp8 = isinstance(attention, TritonAttention) and attention.cache.in_fp8
+    quantization = "fp8" if kv_in_fp8 else config.quantization
 
     def computed(start: int, end: int) -> _Output:
         piece = ScheduledSequence("check", tuple(token_ids[start:end]), start, block_ids, True, _GREEDY)
@@ -736,7 +739,7 @@ def check_attention(config: ModelConfig, model: LoadedModel, attention: PagedAtt
             continue
         ours = _joined([computed(start, start + size) for start in range(first, end, size)])
         own = model.probe.own.part(first, end)
-        _compare(config, f"with {type(attention).__name__}, of {what},", ours, own, config.quantization)
+        _compare(config, f"with {type(attention).__name__}, of {what},", ours, own, quantization)
 
 
 def _computed(model: LoadedModel, attention: PagedAttention, piece: ScheduledSequence) -> _Output:
@@ -773,7 +776,7 @@ def _compare(config: ModelConfig, how: str, ours: _Output, own: _Output, quantiz
 
 
 def _difference(ours: _Output, own: _Output, quantization: str = "none") -> str | None:
-    """The difference in words, if it is more than rounding. quantization: of the weights of `ours`, as configured."""
+    """The difference in words, if it is more than rounding. quantization: of the weights of `ours`, or of its KV."""
     # Rounding errors grow from layer to layer, a wrong attention shows in the first: hence a tight and a wide limit.
     kind = own.logits.dtype if quantization == "none" else quantization
     for what, mine, theirs, limit in zip(
@@ -872,7 +875,8 @@ def load_native_rank(
     Raises as `load_model` does, and InvalidSetup if quantised weights cannot be divided.
     """
     folder, dtype, num_ranks = _folder_of(config, location), dtype_of(config, location).dtype, group.size
-    if folder is None or library() is None:
+    has_all = folder is not None and library() is not None
+    if not group.minimum(int(has_all)) or folder is None:
         return None
     check, checked, whole = None, None, None
     if group.rank == 0:
@@ -945,11 +949,13 @@ def _with_joined_weights(
     *,
     block_size: int,
     mapped: MappedModel | None,
+    ranks: RankGroup | None,
 ) -> LoadedModel:
     """The model for the decoder for CUDA, if that computes what the model computes; else as it is.
 
     read_again: reads the module, which loses its weights here.
     mapped: has them, where the module does not hold them.
+    ranks: all call it; where one finds a difference, none has the decoder for CUDA.
     """
     module, probe = model.module, model.probe
     assert module is not None, "it is joined from transformers' weights"
@@ -968,6 +974,8 @@ def _with_joined_weights(
     )
     joined = replace(model, module=None, joined=weights, probe=probe)
     difference = _difference(_computed_at_load(joined, probe, block_size), probe.own, config.quantization)
+    if ranks is not None and not ranks.minimum(int(difference is None)):
+        difference = difference or "the output differs on another rank"
     if difference is None:
         return joined
     if config.quantization != "none":

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import logging
+import re
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
@@ -356,7 +357,7 @@ def test_a_server_that_reports_a_disconnect_after_the_last_message_cancels_nothi
 
     with caplog.at_level(logging.INFO):
         asyncio.run(main())
-    assert "finished: model" in caplog.text
+    assert re.search(r"finished after \d+\.\d{3} s: model", caplog.text)
     assert "went away" not in caplog.text
 
 
@@ -470,9 +471,11 @@ def test_why_a_request_went_where_it_did_is_told_when_asked(tokenizer: Tokenizer
 def test_groups_and_sessions_come_from_their_headers(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, say(tokenizer, "3"))
     body = {"prompt": "x", "n": 2}
-    headers = {"x-carousel-group": "new", "x-carousel-session": "s" * 256}
+    headers = {"x-carousel-group": "new", "x-carousel-preset": "batch", "x-carousel-session": "s" * 256}
     assert service.call("POST", "/v1/completions", body, headers).status == 200
-    assert {(request.group, request.session) for request in service.generate.requests} == {("new", "s" * 256)}
+    assert {(each.group, each.preset, each.session) for each in service.generate.requests} == {
+        ("new", "batch", "s" * 256)
+    }
     headers["x-carousel-session"] += "s"
     refused = service.call("POST", "/v1/completions", body, headers)
     assert (refused.status, refused.error["param"]) == (400, "x-carousel-session")

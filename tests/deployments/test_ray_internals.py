@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
-from deployments.ray_internals import headers_as_utf8
+import pytest
+from ray.serve._private import http_util
+
+from deployments.ray_internals import headers_as_utf8, leave_request_ids_alone
 from tests.api.odd_requests import exchange
 from tests.deployments.conftest import Service
 
@@ -37,3 +42,20 @@ def test_private_names_of_ray_are_in_one_file() -> None:
     sources = (PROJECT / "deployments").rglob("*.py")
     found = {path.relative_to(PROJECT).as_posix() for path in sources if PRIVATE.search(path.read_text())}
     assert found == {"deployments/ray_internals.py"}
+
+
+def test_serve_gives_no_id_beside_the_apis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its own middlewares around an application that gives one itself."""
+    monkeypatch.setattr(http_util.RequestIdMiddleware, "__call__", http_util.RequestIdMiddleware.__call__)  # put back
+    seen, sent = [], []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend(scope["headers"])
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-request-id", b"mine")]})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    leave_request_ids_alone()
+    asyncio.run(http_util._apply_middlewares(app, [])({"type": "http", "headers": []}, None, send))
+    assert (seen, sent[0]["headers"]) == ([], [(b"x-request-id", b"mine")])
