@@ -19,6 +19,7 @@ from app.engine.stats import EngineMeasurements, EngineStats
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
 from app.engine.trace.viewer import Viewer
+from app.engine.tuner import Limits, Tuner, Tuning
 from app.engine.view import EngineView
 from app.errors import InvalidRequest, InvalidSetup, Quarantined, StepFailed, described, traceback_of
 
@@ -112,6 +113,7 @@ class Engine:
         self._recorder = recorder or Recorder()
         self._viewer: Viewer | None = None  # while there are views; then it is the recorder, too
         self._quarantine = Quarantine()
+        self._tuner = _tuner_of(scheduler.config)
 
     def prepare(self) -> None:
         """Do before the first step what would make it slow. The thread that calls `step` may call it once."""
@@ -194,7 +196,16 @@ class Engine:
         ended_at = self._clock()
         deltas = self._scheduler.update(batch, result, now=ended_at)
         self._recorder.step_ended(deltas, at=ended_at)
+        self._tune(batch, deltas, ended_at)
         return deltas
+
+    def _tune(self, batch: Batch, deltas: list[TokenDelta], at: float) -> None:
+        """Other limits from the next step on, where the targets need them."""
+        if self._tuner is None:
+            return
+        limits = self._tuner.stepped(batch, deltas, at=at, num_running=len(self._scheduler.running))
+        if limits is not None:
+            self.limit(limits)
 
     def _run(self, batch: Batch) -> StepResult:
         result = tried(self.runner.run, batch)
@@ -245,7 +256,13 @@ class Engine:
                     f"{getattr(largest, name):,} when it started: change it in the application's args"
                 )
         self._scheduler.reconfigure(config)
+        self._tuner = _tuner_of(config)
         self._recorder.reconfigured(config)
+
+    def limit(self, limits: Limits) -> None:
+        """Use other limits from the next step on, none above those of the settings, until `reconfigure`."""
+        self._scheduler.limit(limits)
+        self._recorder.limited(limits)
 
     def clear_prefix_cache(self) -> None:
         """Forget every shared prefix: later prompts are computed from their start."""
@@ -278,12 +295,21 @@ class Engine:
         if self._viewer is not None:
             self._recorder, self._viewer = self._viewer.recorder, None
 
+    @property
+    def tuning(self) -> Tuning | None:
+        """What the tuner does, since its last decision; None without targets. Any thread may read it."""
+        return None if self._tuner is None else self._tuner.tuning
+
     def measurements(self) -> EngineMeasurements:
         """All measurements since the start. Any thread may call."""
         measured, runner = self._scheduler.measurements(), self.runner
         if isinstance(runner, PaddingRunner):
             measured = replace(measured, num_padding_tokens=runner.num_padding_tokens)
         return measured
+
+
+def _tuner_of(config: SchedulerConfig) -> Tuner | None:
+    return None if config.targets is None else Tuner(config)
 
 
 class StepError(Exception):

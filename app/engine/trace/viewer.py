@@ -17,6 +17,7 @@ from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
+from app.engine.tuner import Limits
 from app.engine.view import EngineView, QueueEntry, SlotUse, StepSums
 
 # A screen shows no more lines. They bound a view, about 40 kB, and the time that it takes from the engine's thread.
@@ -77,6 +78,9 @@ class Viewer(Recorder):
 
     def reconfigured(self, config: SchedulerConfig) -> None:
         self.recorder.reconfigured(config)
+
+    def limited(self, limits: Limits) -> None:
+        self.recorder.limited(limits)
 
     def cache_cleared(self) -> None:
         self.recorder.cache_cleared()
@@ -170,7 +174,7 @@ class Viewer(Recorder):
             strategy=stats.strategy,
             policy=stats.policy,
             max_running=stats.max_running,
-            max_step_tokens=scheduler.max_step_tokens,
+            max_step_tokens=scheduler.limits.max_step_tokens,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             wait_reason=self._wait_reason if stats.num_waiting else "",
