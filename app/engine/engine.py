@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Protocol, runtime_checkable
 
 from app.config import SchedulerConfig
@@ -19,11 +20,13 @@ from app.engine.stats import EngineMeasurements, EngineStats
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
 from app.engine.trace.viewer import Viewer
-from app.engine.tuner import Limits, Tuner, Tuning
+from app.engine.tuner import WINDOW_S, Limits, Tuner, Tuning, TuningReason
 from app.engine.view import EngineView
 from app.errors import InvalidRequest, InvalidSetup, Quarantined, StepFailed, described, traceback_of
 
 logger = logging.getLogger(__name__)
+
+_TELL_EVERY_S = 10.0  # of changed limits, at most
 
 
 class ModelRunner(Protocol):
@@ -114,6 +117,8 @@ class Engine:
         self._viewer: Viewer | None = None  # while there are views; then it is the recorder, too
         self._quarantine = Quarantine()
         self._tuner = _tuner_of(scheduler.config)
+        self._has_told_of_reach = False
+        self._num_changes_told, self._tells_at = 0, -inf
 
     def prepare(self) -> None:
         """Do before the first step what would make it slow. The thread that calls `step` may call it once."""
@@ -206,6 +211,23 @@ class Engine:
         limits = self._tuner.stepped(batch, deltas, at=at, num_running=len(self._scheduler.running))
         if limits is not None:
             self.limit(limits)
+        self._tell(self._tuner.tuning, at)
+
+    def _tell(self, tuning: Tuning, at: float) -> None:
+        """Log other limits, from time to time, and once that the targets are out of reach."""
+        if tuning.reason is TuningReason.UNREACHABLE and not self._has_told_of_reach:
+            self._has_told_of_reach = True
+            logger.warning(
+                "%s cannot be held: even the smallest steps take longer; steps of up to %.3g ms are planned instead",
+                self._scheduler.config.targets, 1000 * tuning.step_s,
+            )  # fmt: skip
+        if tuning.num_changes > self._num_changes_told and at >= self._tells_at:
+            self._num_changes_told, self._tells_at = tuning.num_changes, at + _TELL_EVERY_S
+            logger.info(
+                "limits are now %s, because of %s (change %d); p99 in the last %.0f s: TTFT %.3g s, ITL %.3g ms",
+                tuning.limits._asdict(), tuning.reason, tuning.num_changes, WINDOW_S, tuning.ttft_p99_s,
+                1000 * tuning.itl_p99_s,
+            )  # fmt: skip
 
     def _run(self, batch: Batch) -> StepResult:
         result = tried(self.runner.run, batch)
@@ -256,7 +278,7 @@ class Engine:
                     f"{getattr(largest, name):,} when it started: change it in the application's args"
                 )
         self._scheduler.reconfigure(config)
-        self._tuner = _tuner_of(config)
+        self._tuner, self._has_told_of_reach, self._num_changes_told = _tuner_of(config), False, 0
         self._recorder.reconfigured(config)
 
     def limit(self, limits: Limits) -> None:
@@ -288,7 +310,7 @@ class Engine:
         now = self._clock()
         if self._viewer is None:
             self._recorder = self._viewer = Viewer(self._recorder, self._scheduler.running, now=now)
-        return self._viewer.view(self._scheduler, now=now)
+        return self._viewer.view(self._scheduler, self.tuning, now=now)
 
     def end_views(self) -> None:
         """Note nothing for views any more."""
@@ -302,7 +324,7 @@ class Engine:
 
     def measurements(self) -> EngineMeasurements:
         """All measurements since the start. Any thread may call."""
-        measured, runner = self._scheduler.measurements(), self.runner
+        measured, runner = replace(self._scheduler.measurements(), tuning=self.tuning), self.runner
         if isinstance(runner, PaddingRunner):
             measured = replace(measured, num_padding_tokens=runner.num_padding_tokens)
         return measured

@@ -73,6 +73,11 @@ class Tuning:
     num_changes: int = 0
     is_missed: bool = False  # a target was missed in that time, and other limits would not help
 
+    @property
+    def needs_replicas(self) -> bool:
+        """Whether less load on this engine would help."""
+        return self.is_missed and self.reason is not TuningReason.UNREACHABLE
+
 
 class Tuner:
     """One engine's controller. What it decides depends on the steps and times that it gets, and on nothing else."""

@@ -17,8 +17,8 @@ from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
-from app.engine.tuner import Limits
-from app.engine.view import EngineView, QueueEntry, SlotUse, StepSums
+from app.engine.tuner import Limits, Tuning
+from app.engine.view import EngineView, QueueEntry, SlotUse, StepSums, TuningView
 
 # A screen shows no more lines. They bound a view, about 40 kB, and the time that it takes from the engine's thread.
 MAX_SLOTS = 256
@@ -154,7 +154,7 @@ class Viewer(Recorder):
 
     # ------------------------------------------------------------------ views
 
-    def view(self, scheduler: Scheduler, *, now: float) -> EngineView:
+    def view(self, scheduler: Scheduler, tuning: Tuning | None = None, *, now: float) -> EngineView:
         """The engine now, and what happened since the last view."""
         stats = scheduler.stats()
         slots = tuple([_slot_use(each, now) for each in (*self._left, *self._stays.values()) if each.slot < MAX_SLOTS])
@@ -185,7 +185,19 @@ class Viewer(Recorder):
             slots=slots,
             waiting=tuple(_waiting_requests(scheduler, now)),
             settings=stats.settings,
+            prefill_chunk_tokens=scheduler.limits.prefill_chunk_tokens,
+            tuning=None if tuning is None else _tuning_view(tuning),
         )
+
+
+def _tuning_view(tuning: Tuning) -> TuningView:
+    return TuningView(
+        reason=str(tuning.reason),
+        num_changes=tuning.num_changes,
+        ttft_p99_ms=round(1000 * tuning.ttft_p99_s, 2),
+        itl_p99_ms=round(1000 * tuning.itl_p99_s, 2),
+        is_missed=tuning.is_missed,
+    )
 
 
 def _slot_use(stay: _Stay, now: float) -> SlotUse:
