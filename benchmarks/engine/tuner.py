@@ -1,13 +1,13 @@
 """The tuner against each fixed setting of a sweep, on traffic that changes: goodput after a change and later.
 
-    python -m benchmarks.engine.tuner --costs costs.json --itl-ms 60 --ttft-s 1 [--data FOLDER] [--load 0.6] [--real]
+    python -m benchmarks.engine.tuner --costs FILE [--data FOLDER] [--ttft-s 0.5] [--itl-ms 20] [--load 0.4] [--real]
 
 In simulated time: the real engine and scheduler, with step times that were measured on this machine (the file of
 --costs is written if it is not there). The traffic has phases: conversations, code completions with longer prompts,
 conversations with a load twice as high, and longer conversations. A request is good if its first token came within
 --ttft-s and at most a hundredth of its gaps were longer than --itl-ms. Each phase has two windows, by the arrival of
-requests: the first 30 s and the rest. --real serves the same in real time on one engine, with the tuner, with the
-configured limits and with the best of the sweep. Prints a table and one JSON object.
+requests: the first 30 s and the rest. --real serves the same in real time on one engine, with the tuner
+and with the best of the sweep. Prints a table and one JSON object.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from deployments.threads import keep_waits_for_the_interpreter_short
 _MODEL = "models/demo"
 HIGHEST = SchedulerConfig(max_running=128, max_step_tokens=2048, prefill_chunk_tokens=2048)
 WINDOW_S = 30.0
-_BUDGETS = (64, 96, 128, 192, 256, 384, 512, 1024, 2048)
-_RUNNING = (16, 32, 128)
+_BUDGETS = (64, 128, 192, 256, 384, 512, 1024, 2048)
+_RUNNING = (32, 128)
 _CHUNK_PARTS = (1, 4)  # of the budget
 
 
@@ -138,16 +138,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("engine.tuner", __doc__)
     parser.add_argument("--costs", required=True, type=Path, metavar="FILE", help="step times are kept here")
     parser.add_argument("--data", metavar="FOLDER", help="of Azure's traces, conv.csv and code.csv")
-    parser.add_argument("--ttft-s", type=float, default=1.0, metavar="S", help="target for first tokens (1)")
-    parser.add_argument("--itl-ms", type=float, default=60.0, metavar="MS", help="target between tokens (60)")
-    parser.add_argument("--load", type=float, default=0.5, metavar="L", help="of what the engine can do (0.5)")
+    parser.add_argument("--ttft-s", type=float, default=0.5, metavar="S", help="target for first tokens (0.5)")
+    parser.add_argument("--itl-ms", type=float, default=20.0, metavar="MS", help="target between tokens (20)")
+    parser.add_argument("--load", type=float, default=0.4, metavar="L", help="of what the engine can do (0.4)")
     parser.add_argument("--phase-s", type=float, default=90.0, metavar="S", help="seconds of each phase (90)")
     parser.add_argument("--real", action="store_true", help="serve it in real time too")
     return run_command(parser, measured, arguments)
 
 
 def measured(given: argparse.Namespace) -> dict[str, Any]:
-    """The tuner, then each fixed setting; with --real three of them once more."""
+    """The tuner, then each fixed setting; with --real the tuner and the best of them once more."""
     replica = _measured_replica(given)
     traffic = _traffic(given, replica)
     targets = TargetsConfig(ttft_p99_s=given.ttft_s, itl_p99_ms=given.itl_ms)
