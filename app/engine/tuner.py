@@ -21,10 +21,11 @@ from app.engine.request import TokenDelta
 
 PERIOD_S = 1.0  # between two decisions
 WINDOW_S = 30.0  # of the percentiles that are compared with the targets
-# The lower bounds, where the configured limits are not below them: in every step prompts go on by so many tokens, and
-# an eighth of the configured requests may run. So no target stops an engine.
+# The lower bounds, where the configured limits are not below them: a step has so many tokens, and an eighth of the
+# configured requests may run. So no target stops an engine.
 MIN_PREFILL_TOKENS = 16
 MIN_SHARE_RUNNING = 1 / 8
+_SHARE_FOR_PROMPTS = 1 / 4  # of a step beside those that decode, up to MIN_PREFILL_TOKENS
 # A limit moves when the one that is wanted is below or above it by more. As estimates vary by less, it stays where it
 # is while the traffic stays the same; it is lowered sooner, because a target is missed otherwise.
 _TOO_HIGH, _TOO_LOW = 0.95, 1.2
@@ -174,8 +175,10 @@ class Tuner:
         highest = self._highest
         num_tokens = self._mixed.largest_within(step_s)
         # A step in which all of them decode leaves room for a prompt.
-        by_time = min(self._decoding.largest_within(step_s), num_tokens - MIN_PREFILL_TOKENS)
-        max_step_tokens = int(min(max(num_tokens, num_running + MIN_PREFILL_TOKENS), highest.max_step_tokens))
+        for_prompts = min(MIN_PREFILL_TOKENS, _SHARE_FOR_PROMPTS * num_tokens)
+        by_time = min(self._decoding.largest_within(step_s), num_tokens - for_prompts)
+        num_tokens = max(num_tokens, num_running + for_prompts, MIN_PREFILL_TOKENS)
+        max_step_tokens = int(min(num_tokens, highest.max_step_tokens))
         by_memory = self._memory.max_running(at)
         max_running = int(min(max(min(by_time, by_memory), self._min_running), highest.max_running, max_step_tokens))
         chunk_tokens = min(highest.prefill_chunk_tokens, max_step_tokens)

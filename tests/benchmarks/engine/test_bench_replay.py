@@ -199,8 +199,8 @@ def test_limits_that_the_tuner_chose_are_entries_and_a_replay_takes_them_from_th
     runner = SlowRunner(clock)
     given = SETTINGS | {"max_step_tokens": 32, "targets": {"itl_p99_ms": 250}}
     engine = build_fake_engine(num_blocks=200, runner=runner, clock=clock, recorder=recorded.recorder, **given)
-    for _ in range(40):
-        engine.add(make_request((5,) * 30, max_tokens=3))
+    for number in range(40):
+        engine.add(make_request((5 + number, *(5,) * 30), max_tokens=3))
     run_to_end(engine)
     limited = [entry for entry in recorded.entries if isinstance(entry, Limited)]
     assert limited
