@@ -53,9 +53,8 @@ def _follow(channel: Channel) -> None:
         torch.cuda.set_device(device)
     channel.send(Kind.SYNC)
     group = RankGroup(rank, settings["size"], store=Path(settings["store"]), device=device, timeout_s=MEET_TIMEOUT_S)
-    group.set_timeout(settings["load_timeout_s"])
+    group.set_timeout(settings["timeout_s"])
     loaded = load_runner(config, group=group)
-    group.set_timeout(settings["step_timeout_s"])
     follow(channel, loaded.runner, group)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 from ray._private import parameter
+from ray.serve._private import http_util
 from ray.serve._private import replica as serve_replica
 from ray.serve._private.api import _create_controller_and_proxy_refs
 from ray.serve._private.client import ServeControllerClient
@@ -82,6 +83,24 @@ def accept_odd_headers() -> None:
 
     answer_any.accepts_odd_headers = True  # type: ignore[attr-defined]
     serve_replica.Replica._direct_ingress_asgi = answer_any
+
+
+def leave_request_ids_alone() -> None:
+    """Keep Serve from giving ids to requests in this process. Call it in the constructor of the HTTP deployment.
+
+    Serve's middleware adds an `x-request-id` to requests without one, and to every answer. Our API has an id for each
+    request itself: the header would come twice, and the field `request_id` of a body would never count. There is no
+    setting for it. No upstream issue is known.
+    """
+    middleware = getattr(http_util, "RequestIdMiddleware", None)
+    if middleware is None:
+        logger.warning("this version of Ray gives ids to requests in another way; answers may have two of them")
+        return
+
+    async def pass_on(self: Any, scope: Any, receive: Any, send: Any) -> None:
+        await self._app(scope, receive, send)
+
+    middleware.__call__ = pass_on
 
 
 def headers_as_utf8(headers: Headers) -> Headers:

@@ -32,7 +32,7 @@ from app.api.threads import MAX_SMALL_SIZE, BodyThreads
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
 from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequest, NotFound, Overloaded, Unavailable
-from app.jobs import LOWEST_CLASS, Answered, Json
+from app.jobs import LOWEST_CLASS, Answered, ItemOrigin, Json
 from app.metrics import NO_MODEL, RequestMetrics, task_name
 
 ParsedT = TypeVar("ParsedT", bound=ModelRequest)
@@ -107,7 +107,7 @@ class RequestHandler:
     ) -> None:
         """`authenticator` knows the keys; by default, those of the config. `cascades` are of these models.
 
-        `tracer` gets a trace of each HTTP request.
+        `tracer` gets a trace of each HTTP request and of each attempt at an item.
         """
         self.models = by_any_name(models)
         self.cascades = {cascade.name: cascade for cascade in cascades}
@@ -226,7 +226,9 @@ class RequestHandler:
             call = with_headers(call.for_request(client.request_id), client.headers)
             return apply_key(reservation, call, parsed, share_prefixes=self.config.share_prefixes)
 
-    async def handle_item(self, owner: str, path: str, body: Mapping[str, Any]) -> Answered:
+    async def handle_item(
+        self, owner: str, path: str, body: Mapping[str, Any], origin: ItemOrigin | None = None
+    ) -> Answered:
         """The response that an HTTP client would have got for this batch item at the endpoint with this path.
 
         An owner with a name is the tenant, whatever the body says of its `user`, and what it uses counts for its key.
@@ -234,17 +236,40 @@ class RequestHandler:
         Raises Overloaded (LimitReached when it is the key's), Unavailable or EngineStopped when the item may be served
         at another time.
         """
-        request_id = uuid.uuid4().hex
+        request_id = uuid.uuid4().hex if origin is None else origin.request_id
         tenant = {"user": owner} if owner else {}
+        with self._item_traced(path, origin) as trace:
+            try:
+                with self.authenticator.account_named(owner).reserve_item() as reservation:
+                    client = Client(reservation=reservation, request_id=request_id, trace=trace)
+                    pending = await self.handle(ENDPOINTS[path], {**body, **_ITEM_FIELDS, **tenant}, client)
+                    content = await pending.full_response()
+                    if trace is not None:
+                        trace.attributes |= pending.progress.trace_attributes()
+                    return Answered(200, content, is_large=pending.progress.call.is_large)
+            except Exception as error:
+                if _may_pass(error):
+                    raise
+                if trace is not None:
+                    trace.error = error
+                return _refusal(error, request_id)
+
+    @contextmanager
+    def _item_traced(self, path: str, origin: ItemOrigin | None) -> Iterator[RequestTrace | None]:
+        """An item that found no room has no trace: a full service is asked again and again."""
+        if self.tracer is None or origin is None:
+            yield None
+            return
+        trace, error = RequestTrace.of_item(path, origin), None
         try:
-            with self.authenticator.account_named(owner).reserve_item() as reservation:
-                client = Client(reservation=reservation, request_id=request_id)
-                pending = await self.handle(ENDPOINTS[path], {**body, **_ITEM_FIELDS, **tenant}, client)
-                return Answered(200, await pending.full_response(), is_large=pending.progress.call.is_large)
-        except Exception as error:
-            if _may_pass(error):
-                raise
-            return _refusal(error, request_id)
+            yield trace
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            trace.end(error)
+            if error is None or trace.has_replica:
+                self.tracer.record(trace)
 
     async def handle_items(self, common: SharedBody, prompts: Sequence[Json], client: Client) -> list[Answered]:
         """The responses to several prompts of one client, in their order, computed side by side.

@@ -1,16 +1,19 @@
-"""What happened to one request, and when, as spans. They are made at its end, of times that are known anyway.
+"""What happened to one request or item, and when, as spans. They are made at its end, of times that are known anyway.
 
 No OpenTelemetry here: a `Tracer` sends them, see `deployments/serve/tracing.py`. Without one nothing is noted.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 from app.engine.request import EngineTimes
+from app.jobs import ItemOrigin
 
 Attributes = Mapping[str, str | int | float]
 _PROPAGATED = ("traceparent", "tracestate")
@@ -55,11 +58,22 @@ class _Attempt:
 
 
 class RequestTrace:
-    """The times of one HTTP request, with those that replicas report. Belongs to one event loop."""
+    """The times of one HTTP request or item, with those that replicas report. Belongs to one event loop."""
 
-    def __init__(self, name: str, headers: Mapping[str, str], clock_ns: Callable[[], int] = time.time_ns) -> None:
-        """`headers` in lower case; those of W3C's Trace Context say which trace it belongs to."""
+    def __init__(
+        self,
+        name: str,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        clock_ns: Callable[[], int] = time.time_ns,
+        *,
+        trace_id: int | None = None,
+    ) -> None:
+        """`headers` in lower case; those of W3C's Trace Context say which trace it belongs to.
+
+        `trace_id` does where no client said so, as of an item.
+        """
         self.name = name
+        self.trace_id = trace_id
         self.parent = {each: headers[each] for each in _PROPAGATED if each in headers}
         self.attributes: dict[str, str | int | float] = {}
         self.error: BaseException | None = None
@@ -67,6 +81,19 @@ class RequestTrace:
         self.began_ns = self.ended_ns = clock_ns()
         self._checked_ns: int | None = None
         self._attempts: list[_Attempt] = []
+
+    @classmethod
+    def of_item(cls, path: str, origin: ItemOrigin) -> RequestTrace:
+        """Of one attempt at an item. Its trace follows from its request id, so all its attempts are in one."""
+        digest = hashlib.sha256(origin.request_id.encode()).digest()
+        trace = cls(f"item {path}", trace_id=int.from_bytes(digest[:16]))
+        trace.attributes |= {"carousel.request_id": origin.request_id, "carousel.batch_id": origin.job_id}
+        return trace
+
+    @property
+    def has_replica(self) -> bool:
+        """Whether a replica has queued any of it."""
+        return bool(self._attempts)
 
     def checked(self) -> None:
         """The request is checked, and its generation begins."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Several
 from dataclasses import replace
 from math import inf
 from typing import Protocol, runtime_checkable
@@ -16,6 +17,7 @@ from app.engine.matcher import Matcher, TokenSet
 from app.engine.request import ModelFacts, Request, TokenDelta
 from app.engine.request_checks import check_request
 from app.engine.scheduler import Scheduler
+from app.engine.sequence import Sequence
 from app.engine.stats import EngineMeasurements, EngineStats
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
@@ -228,6 +230,20 @@ class Engine:
                 tuning.limits._asdict(), tuning.reason, tuning.num_changes, WINDOW_S, tuning.ttft_p99_s,
                 1000 * tuning.itl_p99_s,
             )  # fmt: skip
+
+    @property
+    def running(self) -> list[Sequence]:
+        """By rank; for reading."""
+        return self._scheduler.running
+
+    def num_decode_steps(self) -> int:
+        """See `Scheduler.num_decode_steps`; 0 where each step is recorded or may change the limits."""
+        may_skip = type(self._recorder) is Recorder and self._tuner is None
+        return self._scheduler.num_decode_steps() if may_skip else 0
+
+    def decode(self, ends_at: Several[float], *, token_id: int) -> None:
+        """See `Scheduler.decode`. No model runs."""
+        self._scheduler.decode(ends_at, token_id=token_id)
 
     def _run(self, batch: Batch) -> StepResult:
         result = tried(self.runner.run, batch)

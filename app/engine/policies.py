@@ -83,6 +83,7 @@ class SchedulingPolicy(ABC):
     """
 
     preempts = False  # whether a waiting sequence may take the place of a running one
+    counts_steps = False  # whether `computed` does anything
 
     @abstractmethod
     def rank(self, sequence: Sequence) -> Rank:
@@ -187,6 +188,8 @@ class FairShare(SchedulingPolicy):
     tenant with no waiting request is idle. When it returns, its counter is lifted to the smallest of the tenants that
     wait (or waited last), so that idling earns no credit.
     """
+
+    counts_steps = True
 
     def __init__(self) -> None:
         self._counters: dict[str, float] = {}  # by tenant; the longest idle first
@@ -367,6 +370,7 @@ class BackgroundLast(SchedulingPolicy):
     def __init__(self, inner: SchedulingPolicy) -> None:
         self._inner = inner
         self.preempts = inner.preempts
+        self.counts_steps = inner.counts_steps
 
     def rank(self, sequence: Sequence) -> Rank:
         if sequence.request.is_background:

@@ -33,7 +33,7 @@ class ResultProcessor:
                 continue  # aborted, expired or failed while the step ran
             sequence.num_computed_tokens = end = item.start + len(item.token_ids)  # `item.end`, sooner
             if end >= (len(sequence.prefix_ids) + 1) * block_size:
-                self._publish_full_blocks(sequence, end)
+                self.publish_full_blocks(sequence, end)
             if batch.has_pooling:
                 _pool(sequence, result)
             if token_id is not None:
@@ -72,7 +72,7 @@ class ResultProcessor:
                 continue
             is_current = item.block_ids is sequence.block_ids  # else it was preempted since, and the blocks are others'
             if is_current:
-                self._publish_full_blocks(sequence, item.end)
+                self.publish_full_blocks(sequence, item.end)
             if batch.has_pooling and is_current:
                 _pool(sequence, result)
             if token_id is not None:
@@ -84,7 +84,8 @@ class ResultProcessor:
                 deltas.append(self._computed(sequence))
         return _with_scores(deltas, scores) if scores else deltas
 
-    def _publish_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
+    def publish_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """Let others share the blocks that are full with so many computed tokens."""
         size = self._pool.block_size
         for index in range(len(sequence.prefix_ids), num_computed_tokens // size):
             parent = sequence.prefix_ids[-1] if sequence.prefix_ids else sequence.request.cache_salt

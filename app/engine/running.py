@@ -87,6 +87,41 @@ class RunningSequences:
     def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         return self._pool.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.blocks)
 
+    def num_decode_steps(self) -> int:
+        """How many steps give each sequence one more token by a plain draw, before one reaches its limit or a block
+        is missing; 0 where any has more than one token to compute.
+        """
+        if not self.by_rank or not all(map(_decodes_plainly, self.by_rank)):
+            return 0
+        number = min(each.request.sampling.max_tokens - each.num_generated_tokens for each in self.by_rank) - 1
+        while number > 0 and not self._pool.can_allocate(
+            sum(max(0, self._num_missing_blocks(each, number)) for each in self.by_rank)
+        ):
+            number //= 2
+        return max(0, number)
+
+    def decode(self, num_steps: int, token_id: int, *, publish: Callable[[Sequence, int], None]) -> None:
+        """Give each sequence so many more computed tokens, and after them the same one: as many as `num_decode_steps`.
+
+        Blocks are taken, and handed to `publish` with the number of computed tokens when they are full, in the order of
+        these steps.
+        """
+        size = self._pool.block_size
+        changes: list[tuple[int, bool, int]] = []  # step, whether it is after the step, the sequence's place
+        for place, sequence in enumerate(self.by_rank):
+            computed = sequence.num_computed_tokens
+            sequence.generated_token_ids.extend([token_id] * num_steps)
+            changes += [(step, False, place) for step in range(-computed % size, num_steps, size)]
+            changes += [(step, True, place) for step in range(-(computed + 1) % size, num_steps, size)]
+        for step, is_full, place in sorted(changes):
+            sequence = self.by_rank[place]
+            if is_full:
+                publish(sequence, sequence.num_computed_tokens + step + 1)
+            elif self._num_missing_blocks(sequence, step + 1) > 0:
+                self.extend(sequence, step + 1)
+        for sequence in self.by_rank:
+            sequence.num_computed_tokens += num_steps
+
     # ------------------------------------------------------------------ preemption
 
     def to_preempt_for(
@@ -107,3 +142,7 @@ class RunningSequences:
                 num_slots += 1
                 num_free += sum(block.num_owners == 1 for block in running.blocks)
         return victims if num_slots > 0 and num_free >= num_blocks else []  # preempting would not help
+
+
+def _decodes_plainly(sequence: Sequence) -> bool:
+    return sequence.is_decoding and sequence.draws_simply and sequence.matcher is None and not sequence.wants_logprobs

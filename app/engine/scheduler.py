@@ -8,6 +8,7 @@ al., 2023), prefix hits, preempted and decoding sequences are one code path.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Several
 from dataclasses import replace
 
 from app.config import SchedulerConfig
@@ -397,15 +398,50 @@ class Scheduler:
 
     def _note_step(self, batch: Batch, now: float, *, num_ended: int) -> dict[str, EngineTimes]:
         """Count a computed step; returns the times of the requests that have their first token by it."""
-        self._totals.steps += 1
-        began_at = max(batch.began_at, self._last_step_at)  # a step ahead begins while the one before it runs
-        self._last_step_at = now
-        self._throughput.note_step(now - began_at, num_tokens=batch.num_scheduled_tokens, num_ended=num_ended)
-        times = self._measurements.stepped(now, batch, step_s=now - began_at, settings=self._settings)
+        times = self._count_step(
+            now, began_at=batch.began_at, num_tokens=batch.num_scheduled_tokens, num_sequences=len(batch.sequences),
+            num_ended=num_ended,
+        )  # fmt: skip
         self._policy.computed(batch)
         if not len(self._running):
             self._strategy.emptied(now)
         return times
+
+    def _count_step(
+        self, now: float, *, began_at: float, num_tokens: int, num_sequences: int, num_ended: int
+    ) -> dict[str, EngineTimes]:
+        self._totals.steps += 1
+        step_s = now - max(began_at, self._last_step_at)  # a step ahead begins while the one before it runs
+        self._last_step_at = now
+        self._throughput.note_step(step_s, num_tokens=num_tokens, num_ended=num_ended)
+        return self._measurements.stepped(
+            now, num_tokens=num_tokens, num_sequences=num_sequences, step_s=step_s, settings=self._settings
+        )
+
+    # ------------------------------------------------------------------ many steps at once
+
+    def num_decode_steps(self) -> int:
+        """How many of the next steps can only give each running sequence one more token, if no drawn token ends it.
+
+        0: the next step may have something to decide, or ends a sequence by its limit.
+        """
+        is_plain = not (len(self._waiting) or self._ended or self._policy.counts_steps)
+        if not is_plain or self._deadlines.next_at is not None:
+            return 0
+        return self._running.num_decode_steps()
+
+    def decode(self, ends_at: Several[float], *, token_id: int) -> None:
+        """Compute as many of these steps, which end at these times: each draws `token_id` for each running sequence.
+
+        Changes what `schedule` and `update` would change step by step, but for `take_decision`; for simulations.
+        """
+        num_sequences = len(self._running)
+        self._running.decode(len(ends_at), token_id, publish=self._results.publish_full_blocks)
+        self._totals.generated_tokens += num_sequences * len(ends_at)
+        for at in ends_at:
+            self._count_step(
+                at, began_at=self._last_step_at, num_tokens=num_sequences, num_sequences=num_sequences, num_ended=0
+            )
 
     # ------------------------------------------------------------------ between two steps
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
-from app.engine.batch import Batch
+import msgspec
+
 from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram
 from app.engine.request import EngineTimes
 from app.engine.sequence import Sequence
@@ -15,9 +16,8 @@ from app.engine.tuner import Tuning
 SPEED_STEP_TOKENS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Gauges are of this moment; `total_*` count since the engine started."""
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Gauges are of this moment; `total_*` count since the engine started. A struct, as every step makes one."""
 
     strategy: str  # by their names in the config
     policy: str
@@ -99,14 +99,16 @@ class MeasurementCollector:
                 self._queue_s.observe(now - sequence.arrived_at)
                 self._prefilling.append((sequence, sequence.num_generated_tokens, now))
 
-    def stepped(self, now: float, batch: Batch, *, step_s: float, settings: str) -> dict[str, EngineTimes]:
+    def stepped(
+        self, now: float, *, num_tokens: int, num_sequences: int, step_s: float, settings: str
+    ) -> dict[str, EngineTimes]:
         """A step has ended under these settings, and its results are processed.
 
         Returns the times of the requests that it gave their first token, or that it ended without one, by their ids.
         """
         self._step_s.observe(step_s)
-        self._step_tokens.observe(batch.num_scheduled_tokens)
-        self._step_requests.observe(len(batch.sequences))
+        self._step_tokens.observe(num_tokens)
+        self._step_requests.observe(num_sequences)
         return self._note_first_tokens(now, settings) if self._prefilling else {}
 
     def _note_first_tokens(self, now: float, settings: str) -> dict[str, EngineTimes]:

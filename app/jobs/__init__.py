@@ -3,7 +3,7 @@
 This is what the API's routes need; request handling is not imported from here, see `preparation.py`.
 """
 
-from app.jobs.job import LOWEST_CLASS, Answer, Answered, Item, ItemError, Job, JobState, Json, StoredFile
+from app.jobs.job import LOWEST_CLASS, Answer, Answered, Item, ItemError, ItemOrigin, Job, JobState, Json, StoredFile
 from app.jobs.service import BatchLimits, BatchService, NewBatch, NewFile, PageOf
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "BatchService",
     "Item",
     "ItemError",
+    "ItemOrigin",
     "Job",
     "JobState",
     "Json",

@@ -100,7 +100,7 @@ class FleetExecution(Execution):
         job = work.job
         run = JobRun[Item](
             work.results,
-            BatchFormat(),
+            BatchFormat(job.id),
             on_results=work.on_results,
             on_tokens=work.on_tokens,
             turn=self._turn,
@@ -108,7 +108,7 @@ class FleetExecution(Execution):
         )
         executor = RequestExecutor(
             run,
-            FleetClient(self._answer, job.owner),
+            FleetClient(self._answer, job.owner, job.id),
             window=Window(self._max_in_flight, limit=self._max_in_flight),
             slots=self._slots,
             owner=job.owner,
@@ -204,6 +204,11 @@ class BatchRunner:
     def pause(self, job_id: str) -> ItemError | None:
         """Why a batch that has not ended waits for the storage; None when it does not."""
         return self._pauses.get(job_id)
+
+    @property
+    def num_paused(self) -> int:
+        """Batches that wait for the storage."""
+        return len(self._pauses)
 
     def num_in_flight(self, owner: str) -> int:
         """Items of this owner that are computed."""

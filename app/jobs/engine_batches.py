@@ -99,7 +99,7 @@ class EngineExecution(Execution):
                     call = await self._call(work, item)
                     if isinstance(call, Call):
                         return call.model.name
-                    work.on_results(work.results.append([BatchFormat().answered(item, call)]))
+                    work.on_results(work.results.append([BatchFormat(work.job.id).answered(item, call)]))
         return None
 
     async def _run_model(self, work: BatchWork, model: str) -> None:
@@ -118,7 +118,7 @@ class EngineExecution(Execution):
 
     async def _run_pool(self, work: BatchWork, model: str) -> None:
         """Raises what the pool raises, for which another pool may be tried."""
-        form = BatchFormat(partial(response_of, work.job.endpoint, model))
+        form = BatchFormat(work.job.id, partial(response_of, work.job.endpoint, model))
         run = JobRun[PreparedItem](work.results, form, on_results=work.on_results, on_tokens=work.on_tokens)
         others = ItemSet(work.results.num_items)
         logger.info("batch %s: engines of %s begin", work.job.id, model)
@@ -154,7 +154,7 @@ class EngineExecution(Execution):
 
     async def _give_up(self, work: BatchWork, model: str) -> None:
         """End the items that engines of a model should have computed."""
-        form = BatchFormat()
+        form = BatchFormat(work.job.id)
         reason = f"the engines for this line have failed {POOL_ATTEMPTS} times; the server's log has the reason"
         async with aclosing(work.pieces()) as pieces:
             async for piece in pieces:

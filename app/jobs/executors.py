@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from app.errors import EngineStopped, Failure, Overloaded, Unavailable
-from app.jobs.job import Answer, Answered, Item
+from app.jobs.job import Answer, Answered, Item, ItemOrigin
 from app.jobs.outputs import ITEM_ATTEMPTS
 from app.jobs.runner import Executor, JobRun
 
@@ -59,13 +59,14 @@ class RequestClient(Protocol):
 class FleetClient(RequestClient):
     """The replicas of this service, by the handler of its requests."""
 
-    def __init__(self, answer: Answer, owner: str) -> None:
+    def __init__(self, answer: Answer, owner: str, job_id: str) -> None:
         self._answer = answer
         self._owner = owner
+        self._job_id = job_id
 
     async def answer(self, item: Item) -> Answered:
         try:
-            return await self._answer(self._owner, item.url, item.body)
+            return await self._answer(self._owner, item.url, item.body, ItemOrigin(self._job_id, item.number))
         except Overloaded as error:
             raise ServiceFull(min(error.retry_after_s, MAX_PAUSE_S)) from error
         except (Unavailable, EngineStopped) as error:

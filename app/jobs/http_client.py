@@ -11,7 +11,7 @@ import json
 import socket
 from collections.abc import Mapping
 from http import HTTPStatus
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,7 +19,7 @@ import aiohttp
 
 from app.errors import Failure, InvalidSetup
 from app.jobs.executors import RequestClient, ServiceFull, ServiceGone
-from app.jobs.job import LOWEST_CLASS, Answered, Item, Json
+from app.jobs.job import LOWEST_CLASS, Answered, Item, ItemOrigin, Json
 from app.jobs.outputs import error_message
 
 CONNECT_S = 10.0
@@ -33,14 +33,18 @@ REPLICAS_LOST = "replicas_lost"  # the code of an error: several replicas were l
 class HttpClient(RequestClient):
     """An OpenAI-compatible service; used as an async context manager, in one event loop."""
 
-    def __init__(self, base_url: str, api_key: str | None, *, model: str | None = None) -> None:
-        """`base_url` with or without /v1; `model` is for items that name none. Raises InvalidSetup for another URL."""
+    def __init__(self, base_url: str, api_key: str | None, *, model: str | None = None, job_id: str = "job") -> None:
+        """`base_url` with or without /v1; `model` is for items that name none; `job_id` begins the ids of requests.
+
+        Raises InvalidSetup for another URL.
+        """
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InvalidSetup(f"--base-url {base_url}: write it as http://HOST:PORT")
         self._root = base_url.rstrip("/").removesuffix("/v1")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._defaults: Json = {} if model is None else {"model": model}
+        self._job_id = job_id
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> HttpClient:
@@ -69,7 +73,9 @@ class HttpClient(RequestClient):
 
     async def answer(self, item: Item) -> Answered:
         """An item that the service refuses as it stands is answered with the refusal."""
-        status, headers, body = await self._exchange("POST", item.url, {**self._defaults, **item.body, **LOWEST_CLASS})
+        content = {**self._defaults, **item.body, **LOWEST_CLASS}
+        origin = ItemOrigin(self._job_id, item.number)
+        status, headers, body = await self._exchange("POST", item.url, content, {"x-request-id": origin.request_id})
         if status == HTTPStatus.TOO_MANY_REQUESTS:
             raise ServiceFull(_retry_after_s(headers))
         if status == HTTPStatus.UNAUTHORIZED:
@@ -80,11 +86,13 @@ class HttpClient(RequestClient):
             raise ServiceGone(f"it answers with {status}: {error_message(body)}")
         return Answered(status, body)
 
-    async def _exchange(self, method: str, url: str, body: Json | None) -> tuple[int, Mapping[str, str], Json]:
+    async def _exchange(
+        self, method: str, url: str, body: Json | None, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[int, Mapping[str, str], Json]:
         """(status, headers, body) of an answer in the API's form. Raises ServiceGone for any other, and for none."""
         assert self._session is not None, "used between entering and leaving"
         try:
-            async with self._session.request(method, self._root + url, json=body) as response:
+            async with self._session.request(method, self._root + url, json=body, headers=headers) as response:
                 content = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ServiceGone(str(error) or type(error).__name__) from error

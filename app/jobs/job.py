@@ -60,9 +60,22 @@ class Answered:
     is_large: bool = False  # it is written in a thread
 
 
+@dataclass(frozen=True, slots=True)
+class ItemOrigin:
+    """Which item of which job a request is."""
+
+    job_id: str
+    number: int
+
+    @property
+    def request_id(self) -> str:
+        """By which the output line, the logs, the step log and traces name it; the same for each attempt."""
+        return f"{self.job_id}-{self.number}"
+
+
 # Answers one body of an owner at an endpoint. Raises Overloaded, Unavailable or EngineStopped when no replica can serve
 # it now: the item is tried again later. Cancelling it aborts the request.
-Answer = Callable[[str, str, Mapping[str, Any]], Awaitable[Answered]]
+Answer = Callable[[str, str, Mapping[str, Any], ItemOrigin], Awaitable[Answered]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,6 +159,7 @@ class LocalBatchService(BatchService):
             "num_webhooks_delivered": dispatcher.num_delivered,
             "num_webhooks_given_up": dispatcher.num_given_up,
             "num_webhooks_pending": await self._thread.run(opened.catalog.outbox.num_pending),
+            "num_paused": runner.num_paused,
         }
 
     async def close(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from app.disk import hidden_name, sync_folder
 from app.jobs.files import FileDraft, FileStore
-from app.jobs.job import Answered, InvalidItem, Item, ItemOutput, ItemResult, Job, JobState, Json
+from app.jobs.job import Answered, InvalidItem, Item, ItemOrigin, ItemOutput, ItemResult, Job, JobState, Json
 from app.jobs.results import ResultStore
 from app.json_pieces import json_pieces
 
@@ -59,12 +59,14 @@ class ResultFormat(Protocol):
 class BatchFormat(ResultFormat):
     """Lines as OpenAI's batches have them. Anything but a 200 belongs into the error file."""
 
-    def __init__(self, as_response: Callable[[ItemOutput], Json] | None = None) -> None:
+    def __init__(self, job_id: str, as_response: Callable[[ItemOutput], Json] | None = None) -> None:
         """`as_response` makes the body of a completion; where no engine of the job's own computes there is none."""
+        self._job_id = job_id
         self._as_response = as_response
 
     def answered(self, item: Item, answered: Answered) -> ItemResult:
-        response = {"status_code": answered.status_code, "request_id": uuid.uuid4().hex, "body": answered.body}
+        request_id = ItemOrigin(self._job_id, item.number).request_id
+        response = {"status_code": answered.status_code, "request_id": request_id, "body": answered.body}
         try:
             line = _batch_line(item.id, response, None)
         except (ValueError, RecursionError) as error:  # NaN, or nested too deeply: the answer of this item alone

@@ -48,7 +48,8 @@ def run_through_service(found: InputRows, folder: RunFolder, rows: RowSettings, 
 async def _run(
     run: JobRun[Item], found: InputRows, folder: RunFolder, rows: RowSettings, settings: ServiceSettings
 ) -> None:
-    async with HttpClient(settings.base_url, settings.api_key, model=settings.model) as client:
+    client = HttpClient(settings.base_url, settings.api_key, model=settings.model, job_id=folder.name)
+    async with client:
         _check_model(await _models(client, settings.patience_s), settings.model)
         executor = RequestExecutor(
             run,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +28,7 @@ from app.jobs.runner import JobRun
 
 MANIFEST, SUMMARY = "run.json", "summary.json"
 OUTPUTS = {"jsonl": "results.jsonl", "parquet": "results.parquet"}
+_MAX_NAME = 64  # characters
 FORMAT_VERSION = 2  # of the files of the store; a change of theirs needs another
 
 
@@ -70,6 +72,7 @@ class RunFolder:
         self._format = output_format
         self._lock = lock
         self.results = ResultStore(path, num_items)
+        self.name = re.sub(r"[^\w.-]", "_", path.resolve().name, flags=re.ASCII)[:_MAX_NAME]  # in requests' ids
 
     def close(self) -> None:
         """Let the folder go; the run in it can be resumed."""

@@ -2,8 +2,8 @@
 
 from app.metrics.event_loop import LoopMonitor, LoopSnapshot, name_task, task_name
 from app.metrics.exposition import CONTENT_TYPE, Scrape, exposition
-from app.metrics.reports import BatchCounts, EngineReport, KnownReplicas
-from app.metrics.requests import NO_MODEL, CallMetrics, ModelMetrics, RequestMetrics, Snapshot
+from app.metrics.reports import BatchCounts, EngineReport, KnownReports
+from app.metrics.requests import NO_MODEL, CallMetrics, ModelMetrics, RequestMetrics, Snapshot, num_counted
 
 __all__ = [
     "CONTENT_TYPE",
@@ -11,7 +11,7 @@ __all__ = [
     "BatchCounts",
     "CallMetrics",
     "EngineReport",
-    "KnownReplicas",
+    "KnownReports",
     "LoopMonitor",
     "LoopSnapshot",
     "ModelMetrics",
@@ -20,5 +20,6 @@ __all__ = [
     "Snapshot",
     "exposition",
     "name_task",
+    "num_counted",
     "task_name",
 ]

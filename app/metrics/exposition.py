@@ -20,7 +20,7 @@ from app.engine.tuner import Tuning
 from app.metrics.event_loop import LoopSnapshot
 from app.metrics.families import by_reason, counter, gauge, histogram
 from app.metrics.reports import BatchCounts, EngineReport
-from app.metrics.requests import Latencies, ModelSnapshot, Snapshot, merge
+from app.metrics.requests import Latencies, ModelSnapshot, Snapshot, merge, without_requests
 from app.metrics.vllm_names import ModelReport, vllm_families
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -32,7 +32,9 @@ class Scrape:
 
     requests: Sequence[Snapshot]  # one for each ingress that answered
     replicas: Mapping[str, Sequence[EngineReport]]  # by the model's name; those that answered
-    gone: Mapping[str, Sequence[EngineReport]] = field(default_factory=dict)  # stopped replicas: their counts remain
+    # Processes that have stopped, or did not answer: their counts remain.
+    gone: Mapping[str, Sequence[EngineReport]] = field(default_factory=dict)
+    gone_requests: Sequence[Snapshot] = ()
     loops: Mapping[tuple[str, str], LoopSnapshot] = field(default_factory=dict)  # by a process's kind and its id
     batches: Sequence[BatchCounts] = ()  # of the one process that runs them, if it answered
     num_missing: int = 0  # ingresses and replicas that did not answer in time
@@ -64,7 +66,7 @@ class _Families(Collector):
 def _models(scrape: Scrape) -> list[ModelReport]:
     return [
         ModelReport(name, requests, scrape.replicas.get(name, ()), scrape.gone.get(name, ()))
-        for name, requests in merge(scrape.requests).items()
+        for name, requests in merge([*scrape.requests, *map(without_requests, scrape.gone_requests)]).items()
     ]
 
 
@@ -126,7 +128,8 @@ def _replica_families(scrape: Scrape) -> Iterable[Metric]:
         (),
         [((), scrape.num_missing)],
     )
-    yield gauge("carousel_ingresses", "Ingresses that answered this scrape.", (), [((), len(scrape.requests))])
+    num_ingresses = sum(process == "ingress" for process, _ in scrape.loops)
+    yield gauge("carousel_ingresses", "Ingresses that answered this scrape.", (), [((), num_ingresses)])
     for name, text, value in _ENGINE_GAUGES:
         yield gauge(f"carousel_{name}", text, _LABELS, [(labels, value(each)) for labels, each in reports])
     yield gauge(
@@ -277,9 +280,8 @@ def _batch_families(batches: Sequence[BatchCounts]) -> Iterable[Metric]:
     """None where there are no batches."""
     for name, text, count in _BATCH_COUNTERS if batches else ():
         yield counter(f"carousel_{name}", text, (), [((), sum(map(count, batches)))])
-    if batches:
-        pending = sum(each.num_webhooks_pending for each in batches)
-        yield gauge("carousel_webhooks_pending", "Messages that have still to arrive.", (), [((), pending)])
+    for name, text, count in _BATCH_GAUGES if batches else ():
+        yield gauge(f"carousel_{name}", text, (), [((), sum(map(count, batches)))])
 
 
 _BATCH_COUNTERS: Sequence[tuple[str, str, Callable[[BatchCounts], int]]] = (
@@ -288,4 +290,8 @@ _BATCH_COUNTERS: Sequence[tuple[str, str, Callable[[BatchCounts], int]]] = (
     ("webhook_attempts", "Messages sent to receivers, again too.", lambda each: each.num_webhook_attempts),
     ("webhooks_delivered", "Messages that have arrived.", lambda each: each.num_webhooks_delivered),
     ("webhooks_given_up", "Messages that are not sent again.", lambda each: each.num_webhooks_given_up),
+)
+_BATCH_GAUGES: Sequence[tuple[str, str, Callable[[BatchCounts], int]]] = (
+    ("webhooks_pending", "Messages that have still to arrive.", lambda each: each.num_webhooks_pending),
+    ("batches_paused", "Batches that wait for their storage.", lambda each: each.num_paused),
 )

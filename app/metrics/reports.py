@@ -1,14 +1,17 @@
-"""What other processes report for /metrics. A replica's last report is kept when it stops, so that no sum falls."""
+"""What other processes report for /metrics. A process's last report is kept when it stops, so that no sum falls."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from app.engine.stats import EngineMeasurements, EngineStats
 from app.metrics.event_loop import LoopSnapshot
 
-# Replicas of one model. Beyond that the oldest report is dropped, which Prometheus takes for a restart.
+ReportT = TypeVar("ReportT")
+
+# Processes of one kind. Beyond that the oldest report is dropped, which Prometheus takes for a restart.
 MAX_KNOWN = 1000
 
 
@@ -23,34 +26,36 @@ class EngineReport:
     loop: LoopSnapshot | None = None  # the replica's, beside the engine's thread
 
 
-class KnownReplicas:
-    """The last report of every replica of one model. Instances that learn from each other end up with the same."""
+class KnownReports(Generic[ReportT]):
+    """The last report of every process of one kind. Instances that learn from each other end up with the same."""
 
-    def __init__(self) -> None:
-        self._last: dict[str, EngineReport] = {}
+    def __init__(self, num_counted: Callable[[ReportT], int]) -> None:
+        """`num_counted` tells the later of two reports of one process: it only ever grows."""
+        self._num_counted = num_counted
+        self._last: dict[str, ReportT] = {}
 
     @property
-    def last(self) -> Mapping[str, EngineReport]:
-        """By the replica's id, for other ingresses to learn."""
+    def last(self) -> Mapping[str, ReportT]:
+        """By the process's id, for others to learn."""
         return self._last
 
-    def learn(self, reports: Iterable[EngineReport]) -> None:
-        """Keep the later of two reports of the same replica: an engine only ever counts upwards."""
-        for report in reports:
-            known = self._last.get(report.replica_id)
-            if known is None or known.stats.total_steps <= report.stats.total_steps:
-                self._last[report.replica_id] = report
+    def learn(self, reports: Mapping[str, ReportT]) -> None:
+        """Keep the later of two reports of the same process."""
+        for name, report in reports.items():
+            known = self._last.get(name)
+            if known is None or self._num_counted(known) <= self._num_counted(report):
+                self._last[name] = report
         while len(self._last) > MAX_KNOWN:
             del self._last[next(iter(self._last))]
 
-    def gone(self, present: Collection[str]) -> list[EngineReport]:
-        """The reports of replicas that are not among these ids."""
-        return [report for replica_id, report in self._last.items() if replica_id not in present]
+    def gone(self, present: Collection[str]) -> list[ReportT]:
+        """The reports of processes that are not among these ids."""
+        return [report for name, report in self._last.items() if name not in present]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCounts:
-    """What the process of batches has counted since it opened its folder; `num_webhooks_pending` is of this moment."""
+    """What the process of batches has counted since it opened its folder; the last two are of this moment."""
 
     num_lines_completed: int
     num_lines_failed: int
@@ -58,3 +63,4 @@ class BatchCounts:
     num_webhooks_delivered: int
     num_webhooks_given_up: int
     num_webhooks_pending: int
+    num_paused: int  # batches that wait for their storage

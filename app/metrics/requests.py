@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import Any
 
 from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram, sum_distributions
 from app.engine.request import FinishReason
-from app.errors import CarouselError
+from app.errors import CarouselError, Failure, Overloaded
 
 Clock = Callable[[], float]
 
@@ -30,6 +30,8 @@ BOUNDS = {
 }
 
 
+# What happened to the replica of a request that goes on at another (`ReplicaLost` of app/fleet).
+LOSSES = ("broken", "ended", "engine_failed", "gap", "silent", "stuck")
 Kind = tuple[str, str]  # of a request: the group of its replica, and "foreground" or "background"
 
 
@@ -97,6 +99,20 @@ def _sum(mine: Any, theirs: Any) -> Any:
 Snapshot = Mapping[str, ModelSnapshot]  # by the model's name
 
 
+def num_counted(snapshot: Snapshot) -> int:
+    """How much an ingress has counted, which only ever grows: of two of its snapshots the later has more."""
+    return sum(
+        each.num_generated_tokens
+        + sum(sum(counts.values()) for counts in (each.finished, each.refused, each.failed, each.dispatched))
+        for each in snapshot.values()
+    )
+
+
+def without_requests(snapshot: Snapshot) -> Snapshot:
+    """What an ingress that is gone has counted: it answers nothing any more."""
+    return {name: replace(each, num_in_flight=0) for name, each in snapshot.items()}
+
+
 def merge(snapshots: Iterable[Snapshot]) -> dict[str, ModelSnapshot]:
     """What several ingresses have measured, as if it had been one."""
     merged: dict[str, ModelSnapshot] = {}
@@ -142,10 +158,11 @@ class ModelMetrics:
         self._latencies: dict[Kind, _LatencyHistograms] = {}
         self.latencies("", is_background=False)
         self.histograms = {name: Histogram(bounds) for name, bounds in BOUNDS.items()}
-        self._refused: dict[str, int] = {}
-        self._failed: dict[str, int] = {}
+        # What alerts ask for is 0 from the start: Prometheus sees no rise in a counter that begins with 1.
+        self._refused = dict.fromkeys(_SERVICE_REASONS, 0)
+        self._failed = dict.fromkeys(_SERVICE_REASONS, 0)
         self._dispatched: dict[str, int] = {}
-        self._resumed: dict[str, int] = {}
+        self._resumed = dict.fromkeys(LOSSES, 0)
 
     def call(self, prompt_tokens: Sequence[int], *, arrived_at: float, is_background: bool = False) -> CallMetrics:
         """The record of one call; `prompt_tokens` has the length of the prompt of each of its requests."""
@@ -221,6 +238,11 @@ class CallMetrics:
     def decode_s(self) -> float | None:
         """From there to the end of the last request; None before, and without any token."""
         return None if self._first_at is None or self._ended_at is None else self._ended_at - self._first_at
+
+    @property
+    def elapsed_s(self) -> float:
+        """From the call's arrival until now."""
+        return self._clock() - self._arrived_at
 
     def __enter__(self) -> CallMetrics:
         self._model.num_in_flight += len(self._requests)
@@ -326,8 +348,21 @@ class _RequestTimes:
 def reason_of(error: Exception) -> str:
     """An error as the value of a label: the name of its class for what is in our tree, `internal` for all else."""
     if not isinstance(error, CarouselError):
-        return "internal"
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).lower()
+        return _INTERNAL
+    return _name_of(type(error))
+
+
+def _name_of(kind: type[CarouselError]) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def _with_subclasses(kind: type[CarouselError]) -> list[type[CarouselError]]:
+    return [kind, *(below for each in kind.__subclasses__() for below in _with_subclasses(each))]
+
+
+_INTERNAL = "internal"
+# Overload and our failures; a caller's mistakes come up with the first.
+_SERVICE_REASONS = (*map(_name_of, _with_subclasses(Overloaded) + _with_subclasses(Failure)), _INTERNAL)
 
 
 def _count(counts: dict[str, int], reason: str) -> None:

@@ -188,7 +188,7 @@ def load_model(
             return _part_of_rank(device, config, found, location, dtype, group)[0]
         return _with_weights(device, config, found, location, dtype, quantised)
 
-    return _with_joined_weights(config, loaded, read_again, block_size=block_size, mapped=mapped)
+    return _with_joined_weights(config, loaded, read_again, block_size=block_size, mapped=mapped, ranks=group)
 
 
 def _facts_of(module: PreTrainedModel, probe: Probe, max_model_len: int) -> ModelFacts:
@@ -872,7 +872,8 @@ def load_native_rank(
     Raises as `load_model` does, and InvalidSetup if quantised weights cannot be divided.
     """
     folder, dtype, num_ranks = _folder_of(config, location), dtype_of(config, location).dtype, group.size
-    if folder is None or library() is None:
+    has_all = folder is not None and library() is not None
+    if not group.minimum(int(has_all)) or folder is None:
         return None
     check, checked, whole = None, None, None
     if group.rank == 0:
@@ -945,11 +946,13 @@ def _with_joined_weights(
     *,
     block_size: int,
     mapped: MappedModel | None,
+    ranks: RankGroup | None,
 ) -> LoadedModel:
     """The model for the decoder for CUDA, if that computes what the model computes; else as it is.
 
     read_again: reads the module, which loses its weights here.
     mapped: has them, where the module does not hold them.
+    ranks: all call it; where one finds a difference, none has the decoder for CUDA.
     """
     module, probe = model.module, model.probe
     assert module is not None, "it is joined from transformers' weights"
@@ -968,6 +971,8 @@ def _with_joined_weights(
     )
     joined = replace(model, module=None, joined=weights, probe=probe)
     difference = _difference(_computed_at_load(joined, probe, block_size), probe.own, config.quantization)
+    if ranks is not None and not ranks.minimum(int(difference is None)):
+        difference = difference or "the output differs on another rank"
     if difference is None:
         return joined
     if config.quantization != "none":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -12,13 +11,12 @@ from app.engine.batch import Batch, StepResult
 from app.model.forward import ForwardPass, Prediction
 from app.model.inputs import build_inputs
 from app.model.logprobs import ComputeLogprobs, Logprobs, WantedLogprobs, compute_logprobs
-from app.model.parallel.group import RankGroup
-from app.model.parallel.ranks import Ranks
+from app.model.parallel.leading import LeadingRunner
 from app.model.pooling import PooledStates
 from app.model.sampler import Adjust, Draw, Sample, adjust, draw, sample
 
 
-class TorchModelRunner:
+class TorchModelRunner(LeadingRunner):
     """Runs batches through one forward pass."""
 
     def __init__(
@@ -30,30 +28,14 @@ class TorchModelRunner:
         adjust: Adjust = adjust,
         compute_logprobs: ComputeLogprobs = compute_logprobs,
     ) -> None:
+        super().__init__()
         self.forward = forward
         self._device = device
         self._sample: Sample = partial(sample, draw=draw, adjust=adjust)
         self._compute_logprobs = compute_logprobs
-        self._ranks: Ranks | None = None
-
-    def lead(self, ranks: Ranks) -> None:
-        """Have other ranks compute each step, too."""
-        self._ranks = ranks
-
-    def close(self) -> None:
-        if self._ranks is not None:
-            self._ranks.close()
-
-    def check(self) -> None:
-        """Raises DeviceLost if another rank has ended."""
-        if self._ranks is not None:
-            self._ranks.check()
 
     def prepare(self) -> None:
         """Nothing: all is ready for the first step."""
-
-    def join(self, group: RankGroup) -> None:
-        """Nothing: the model has what it exchanges."""
 
     @torch.inference_mode()
     def follow(self, batch: Batch) -> None:
@@ -62,7 +44,7 @@ class TorchModelRunner:
 
     def _predict(self, batch: Batch) -> Prediction:
         inputs = build_inputs(batch, block_size=self.forward.block_size, device=self._device)
-        with nullcontext() if self._ranks is None else self._ranks.step(batch):
+        with self._ranks.step(batch):
             return self.forward.predict(batch, inputs)
 
     @torch.inference_mode()

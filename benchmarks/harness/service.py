@@ -89,7 +89,7 @@ def service(
     Raises:
         BenchmarkError: it does not start; its own words are on stderr.
     """
-    port, layout = _free_port(), layout or Layout()
+    port, layout = free_port(), layout or Layout()
     with tempfile.TemporaryDirectory(prefix="carousel-benchmark-") as folder:
         config = Path(folder) / "serve.json"
         config.write_text(json.dumps(serve_file(application, port, layout)), encoding="utf-8")  # JSON is YAML
@@ -179,7 +179,7 @@ def _wait_until_ready(launcher: subprocess.Popen[bytes], port: int) -> None:
     raise BenchmarkError(f"the service was not ready after {START_TIMEOUT_S:.0f} s")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     for port in random.sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe:
             try:

@@ -8,8 +8,8 @@ Three questions, each at a share of what the fleet could do (`--load`, found by 
 
 Lengths are those of `make_workload sharegpt`, arrivals are random (Poisson); pauses between turns outlast the arrivals,
 so conversations stay below the load asked for. A client asks for 256 tokens; how long a reply is, the ingress learns
-from those that have ended. The rules, the ledger and the measured speed are the service's own; replicas and their cost
-are `benchmarks/service/simulated_fleet.py`. One line of JSON; times are simulated seconds.
+from those that have ended. The fleet is that of `deployments/plan/simulation.py`: the service's own dispatch and
+engine, and a model that only counts. One line of JSON; times are simulated seconds.
 """
 
 from __future__ import annotations
@@ -19,13 +19,19 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from statistics import fmean
 from typing import Any
 
-from app.fleet.dispatch import make_policy
+from app.config import CacheConfig, SchedulerConfig
+from app.engine.request import ModelFacts
 from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.figures import percentile
 from benchmarks.make_workload import make_workload
-from benchmarks.service.simulated_fleet import Capability, Job, SimulatedFleet, SimulatedIngress, SimulatedReplica
+from deployments.plan.planner import full_rate
+from deployments.plan.simulation import TOKEN_ID, FleetSimulation
+from deployments.plan.step_cost import MeasuredReplica, StepCost
+from deployments.plan.traces import Trace, TracedRequest
 
 _MAX_TOKENS = 256
 _VOCAB_SIZE = 49152
@@ -36,6 +42,9 @@ _SYSTEM_TOKENS = 256
 _CONTEXT_TOKENS = 4096
 _MEAN_TURNS = 4
 _MEAN_PAUSE_S = 5.0
+_EOS = _VOCAB_SIZE  # ends a reply that is shorter than _MAX_TOKENS
+_MAX_WAITING = 1_000_000  # a replica refuses none
+_CACHE = CacheConfig()
 
 Figures = dict[str, Any]
 
@@ -49,13 +58,38 @@ class Trial:
     num_requests: int
     load: float
     seed: int
-    capability: Capability
+    max_running: int = 32
+    step_s: float = 0.010
+    token_s: float = 0.0001
     num_slow: int = 0
 
     @property
     def speed(self) -> float:
         """Of the whole fleet, in replicas of the usual speed."""
         return self.num_replicas - self.num_slow + self.num_slow / _SLOWDOWN
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        return SchedulerConfig(max_running=self.max_running, max_waiting=_MAX_WAITING)
+
+    def replica(self, *, slowdown: float = 1.0) -> MeasuredReplica:
+        return MeasuredReplica(
+            model="made up",
+            num_threads=None,
+            num_blocks=_KV_TOKENS // _CACHE.block_size,
+            block_size=_CACHE.block_size,
+            facts=ModelFacts(max_model_len=_KV_TOKENS, vocab_size=_VOCAB_SIZE + 1, eos_token_ids=(_EOS,)),
+            cost=StepCost.linear(self.step_s * slowdown, self.token_s * slowdown),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What became of a trial's requests."""
+
+    ttft_s: Sequence[float]
+    slow_share: float  # of the requests, on the first replica
+    hit_rate: float  # of prompt tokens
 
 
 def measure(trial: Trial) -> Figures:
@@ -65,9 +99,9 @@ def measure(trial: Trial) -> Figures:
         "ingresses": trial.num_ingresses,
         "requests": trial.num_requests,
         "load": trial.load,
-        "slots": trial.capability.max_running,
-        "step_ms": round(1000 * trial.capability.base_s, 3),
-        "token_ms": round(1000 * trial.capability.token_s, 3),
+        "slots": trial.max_running,
+        "step_ms": round(1000 * trial.step_s, 3),
+        "token_ms": round(1000 * trial.token_s, 3),
         "seed": trial.seed,
         "equal": _equal(trial),
         "slow": _slow(replace(trial, num_slow=1)),
@@ -80,119 +114,103 @@ def _equal(trial: Trial) -> Figures:
     return {
         "round_robin": _ttft(robin),
         "least_loaded": _ttft(least),
-        "mean_ttft_ratio": round(_mean_ttft(least) / _mean_ttft(robin), 3),
+        "mean_ttft_ratio": round(fmean(least.ttft_s) / fmean(robin.ttft_s), 3),
     }
 
 
 def _slow(trial: Trial) -> Figures:
     figures: Figures = {"fair_share": round(1 / _SLOWDOWN / trial.speed, 4)}
     for policy in ("round_robin", "least_loaded"):
-        jobs = _serve(trial, policy, _sharegpt(trial))
-        share = sum(job.replica_id == _replica_id(0) for job in jobs) / len(jobs)
-        figures[policy] = {"slow_share": round(share, 4), **_ttft(jobs)}
+        served = _serve(trial, policy, _sharegpt(trial))
+        figures[policy] = {"slow_share": round(served.slow_share, 4), **_ttft(served)}
     return figures
 
 
 def _conversations(trial: Trial) -> Figures:
     figures: Figures = {}
-    for name in ("round_robin", "least_loaded", "prefix_affinity"):
-        jobs = _serve(trial, name, _turns(trial))
-        num_cached = sum(job.num_cached for job in jobs)
-        figures[name] = {"hit_rate": round(num_cached / sum(len(job.prompt) for job in jobs), 4), **_ttft(jobs)}
+    for policy in ("round_robin", "least_loaded", "prefix_affinity"):
+        served = _serve(trial, policy, _turns(trial))
+        figures[policy] = {"hit_rate": round(served.hit_rate, 4), **_ttft(served)}
     return figures
 
 
-def _serve(trial: Trial, policy: str, jobs: Sequence[Job]) -> list[Job]:
+def _serve(trial: Trial, policy: str, requests: Sequence[TracedRequest]) -> Served:
     tell(f"{trial.num_replicas} replicas, {trial.num_slow} slow, {policy} …")
-    usual, slow = trial.capability, trial.capability.slowed(_SLOWDOWN)
-    replicas = [
-        SimulatedReplica(_replica_id(number), slow if number < trial.num_slow else usual, kv_tokens=_KV_TOKENS)
-        for number in range(trial.num_replicas)
-    ]
-    replica_ids = [replica.replica_id for replica in replicas]
-    ingresses = [
-        SimulatedIngress(make_policy(policy, random.Random(trial.seed + n)), replica_ids, kv_tokens=_KV_TOKENS)
-        for n in range(trial.num_ingresses)
-    ]
-    return SimulatedFleet(replicas, ingresses, random.Random(trial.seed)).run(jobs)
+    usual, slow = trial.replica(), trial.replica(slowdown=_SLOWDOWN)
+    replicas = [slow if number < trial.num_slow else usual for number in range(trial.num_replicas)]
+    fleet = FleetSimulation(
+        replicas, trial.scheduler, _CACHE, dispatch=policy, num_ingresses=trial.num_ingresses, seed=trial.seed
+    )  # fmt: skip
+    run = fleet.run(Trace("trial", tuple(requests)))
+    stats = [engine.stats() for engine in fleet.engines]
+    return Served(
+        ttft_s=run.per_request_s("ttft").tolist(),
+        slow_share=stats[0].total_finished / run.num_requests,
+        hit_rate=sum(each.total_cached_tokens for each in stats) / sum(each.total_prompt_tokens for each in stats),
+    )
 
 
-def _sharegpt(trial: Trial) -> list[Job]:
+def _sharegpt(trial: Trial) -> list[TracedRequest]:
     """Independent requests at the trial's load."""
-    rng = random.Random(trial.seed)
-    jobs = [
-        _job(line["id"], line["prompt_token_ids"], _tokens(rng, line["max_tokens"]))
-        for line in make_workload("sharegpt", seed=trial.seed, num_requests=trial.num_requests)
-    ]
-    _set_arrivals(jobs, _num_per_s(trial, jobs), rng)
-    return jobs
+    lines = make_workload("sharegpt", seed=trial.seed, num_requests=trial.num_requests)
+    requests = [_request(tuple(line["prompt_token_ids"]), line["max_tokens"]) for line in lines]
+    return _arriving(requests, _num_per_s(trial, requests), random.Random(trial.seed))
 
 
-def _turns(trial: Trial) -> list[Job]:
+def _turns(trial: Trial) -> list[TracedRequest]:
     """The first turns of conversations, each with those that follow; the load is that of all turns, nothing cached."""
     rng = random.Random(trial.seed)
-    systems = [_tokens(rng, _SYSTEM_TOKENS) for _ in range(_NUM_SYSTEM_PROMPTS)]
-    lines = iter(make_workload("sharegpt", seed=trial.seed, num_requests=trial.num_requests))
-    turns: list[Job] = []
-    first: list[Job] = []
-    last: Job | None = None
-    for line in lines:
-        history = (*last.prompt, *last.reply) if last is not None else rng.choice(systems)
-        job = _job(line["id"], (*history, *line["prompt_token_ids"]), _tokens(rng, line["max_tokens"]))
-        job.pause_s = rng.expovariate(1 / _MEAN_PAUSE_S)
-        if last is None:
-            first.append(job)
-        else:
-            last.next_turn = job
-        turns.append(job)
-        is_over = rng.random() < 1 / _MEAN_TURNS or len(job.prompt) + 2 * _MAX_TOKENS > _CONTEXT_TOKENS
-        last = None if is_over else job
-    _set_arrivals(first, _num_per_s(trial, turns) * len(first) / len(turns), rng)
-    return first
+    systems = [tuple(rng.choices(range(1, _VOCAB_SIZE), k=_SYSTEM_TOKENS)) for _ in range(_NUM_SYSTEM_PROMPTS)]
+    conversations: list[list[TracedRequest]] = []
+    history: tuple[int, ...] = ()
+    for line in make_workload("sharegpt", seed=trial.seed, num_requests=trial.num_requests):
+        if not history:
+            conversations.append([])
+        prompt = (*(history or rng.choice(systems)), *line["prompt_token_ids"])
+        turn = _request(prompt, line["max_tokens"]).at(rng.expovariate(1 / _MEAN_PAUSE_S))
+        conversations[-1].append(turn)
+        is_over = rng.random() < 1 / _MEAN_TURNS or len(prompt) + 2 * _MAX_TOKENS > _CONTEXT_TOKENS
+        history = () if is_over else prompt + _reply(turn.num_output_tokens)
+    turns = [turn for conversation in conversations for turn in conversation]
+    firsts = [_linked(conversation) for conversation in conversations]
+    return _arriving(firsts, _num_per_s(trial, turns) * len(firsts) / len(turns), rng)
 
 
-def _num_per_s(trial: Trial, jobs: Sequence[Job]) -> float:
+def _linked(conversation: Sequence[TracedRequest]) -> TracedRequest:
+    """The first turn, with the next in it, and so on."""
+    *before, linked = conversation
+    for turn in reversed(before):
+        linked = replace(turn, next_turn=linked)
+    return linked
+
+
+def _num_per_s(trial: Trial, requests: Sequence[TracedRequest]) -> float:
     """Requests a second that are the trial's load: what one replica does with all at once, times the fleet's speed."""
-    sample = [_job(job.request_id, job.prompt, job.reply) for job in jobs[:500]]
-    for number, job in enumerate(sample):
-        job.prompt = [-number, *job.prompt[1:]]  # nothing is shared: the load is what it is without a cache
-    replica = SimulatedReplica("alone", trial.capability, kv_tokens=_KV_TOKENS)
-    for job in sample:
-        replica.add(job)
-    seconds = 0.0
-    while step_s := replica.start_step():
-        seconds += step_s
-        replica.end_step(seconds)
-    return trial.load * trial.speed * len(sample) / seconds
+    # Nothing is shared: the load is what it is without a cache.
+    trace = Trace("alone", tuple(replace(each, prompt_token_ids=None) for each in requests))
+    return trial.load * trial.speed * full_rate(trace, trial.replica(), trial.scheduler, _CACHE)
 
 
-def _set_arrivals(jobs: Sequence[Job], num_per_s: float, rng: random.Random) -> None:
-    now = 0.0
-    for job in jobs:
-        now += rng.expovariate(num_per_s)
-        job.arrival_s = now
+def _arriving(requests: Sequence[TracedRequest], num_per_s: float, rng: random.Random) -> list[TracedRequest]:
+    times = accumulate(rng.expovariate(num_per_s) for _ in requests)
+    return [each.at(at_s) for each, at_s in zip(requests, times, strict=True)]
 
 
-def _job(request_id: str, prompt: Sequence[int], reply: Sequence[int]) -> Job:
-    return Job(request_id=request_id, prompt=prompt, reply=reply, max_tokens=_MAX_TOKENS, arrival_s=0.0)
+def _request(prompt: tuple[int, ...], num_output_tokens: int) -> TracedRequest:
+    return TracedRequest(
+        arrival_s=0.0, num_prompt_tokens=len(prompt), num_output_tokens=num_output_tokens, max_tokens=_MAX_TOKENS,
+        prompt_token_ids=prompt,
+    )  # fmt: skip
 
 
-def _tokens(rng: random.Random, number: int) -> tuple[int, ...]:
-    return tuple(rng.choices(range(_VOCAB_SIZE), k=number))
+def _reply(num_tokens: int) -> tuple[int, ...]:
+    """As a simulated replica generates it."""
+    return (*(TOKEN_ID,) * (num_tokens - 1), TOKEN_ID if num_tokens == _MAX_TOKENS else _EOS)
 
 
-def _ttft(jobs: Sequence[Job]) -> Figures:
-    times = [job.ttft_s for job in jobs]
-    p50, p99 = percentile(times, 50) or 0.0, percentile(times, 99) or 0.0
-    return {"ttft_mean_s": round(_mean_ttft(jobs), 4), "ttft_p50_s": round(p50, 4), "ttft_p99_s": round(p99, 4)}
-
-
-def _mean_ttft(jobs: Sequence[Job]) -> float:
-    return sum(job.ttft_s for job in jobs) / len(jobs)
-
-
-def _replica_id(number: int) -> str:
-    return f"replica-{number:02d}"
+def _ttft(served: Served) -> Figures:
+    p50, p99 = percentile(served.ttft_s, 50) or 0.0, percentile(served.ttft_s, 99) or 0.0
+    return {"ttft_mean_s": round(fmean(served.ttft_s), 4), "ttft_p50_s": round(p50, 4), "ttft_p99_s": round(p99, 4)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -215,7 +233,9 @@ def trial_of(given: argparse.Namespace) -> Trial:
         num_requests=given.requests,
         load=given.load,
         seed=given.seed,
-        capability=Capability(max_running=given.slots, base_s=given.step_ms / 1000, token_s=given.token_ms / 1000),
+        max_running=given.slots,
+        step_s=given.step_ms / 1000,
+        token_s=given.token_ms / 1000,
     )
 
 

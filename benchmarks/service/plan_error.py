@@ -40,7 +40,7 @@ from benchmarks.harness.figures import table
 from benchmarks.harness.service import Service, service
 from benchmarks.service.open_loop import LEAD_S, completion_request, play
 from deployments.plan.planner import full_rate, limits_to_measure
-from deployments.plan.simulation import SimulatedRun, Timeline, simulate
+from deployments.plan.simulation import SimulatedRun, simulate
 from deployments.plan.step_cost import MeasuredReplica, measure
 from deployments.plan.traces import Trace, read_trace
 from deployments.threads import keep_waits_for_the_interpreter_short
@@ -51,7 +51,7 @@ _COSTS = {"step_ms": 10.0, "per_token_ms": 0.1}  # of a simulated replica
 _FIRST_TOKEN = 5  # of the vocabulary after the special ones
 _LIMITS = {"tokens_per_s": 0.05, "ttft_p50": 0.10, "ttft_p99": 0.20, "itl_p50": 0.10, "itl_p99": 0.20}
 _TIMEOUT_S = 120.0
-_NUM_ALONE = 30  # requests by which the service's own time is measured
+_NUM_ALONE, _ALONE_S = 30, 0.2  # requests by which the service's own time is measured, and the time between them
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ def _figures(run: SimulatedRun) -> dict[str, float]:
     return {
         "tokens_per_s": run.num_output_tokens / run.seconds,
         **{f"{metric}_p{p}": run.percentile_s(metric, p) for metric in ("ttft", "itl") for p in (50, 99)},
-        "latency_mean": float(run.times_s("latency").mean()),
+        "latency_mean": float(run.per_request_s("latency").mean()),
     }
 
 
@@ -280,7 +280,7 @@ class OpenLoop:
     """Sends requests when their time has come, and notes when their tokens do."""
 
     def __init__(self, engine: AsyncEngine, trace: Trace) -> None:
-        self.run = SimulatedRun([])
+        self.run = SimulatedRun()
         self._engine = engine
         self._trace = trace
         self._start = 0.0
@@ -298,10 +298,10 @@ class OpenLoop:
         self._all_sent = True
         if self._num_open:
             await self._ended.wait()
-        self.run.seconds = max(each.last_token_s for each in self.run.timelines)
+        self.run.seconds = max(self.run.last_tokens_s)
 
     def _send(self, request: Request) -> None:
-        self.run.timelines.append(Timeline(time.perf_counter() - self._start))  # a late timer is no wait for the engine
+        self.run.arrive(time.perf_counter() - self._start)  # a late timer is no wait for the engine
         try:
             self._engine.submit(request, self)
             self._num_open += 1
@@ -357,8 +357,17 @@ def _live(row: Row, config: EngineConfig) -> Iterator[Service]:
 def _own_time_s(
     serve: Callable[[Trace], SimulatedRun], trace: Trace, replica: MeasuredReplica, config: EngineConfig
 ) -> float:
-    """What the way of a request adds to a first token when there is no other: sockets, threads that wake up."""
-    alone = Trace(trace.name, tuple(each.at(0.1 * number) for number, each in enumerate(trace.requests[:_NUM_ALONE])))
+    """What the way of a request adds to a first token when there is no other: sockets, threads that wake up.
+
+    Each request has one output token, so that it has ended before the next comes, on any number of replicas.
+    """
+    alone = Trace(
+        trace.name,
+        tuple(
+            replace(each.at(_ALONE_S * number), num_output_tokens=1, max_tokens=1)
+            for number, each in enumerate(trace.requests[:_NUM_ALONE])
+        ),
+    )
     found = serve(alone)
     run = simulate(alone, replica, config.scheduler, config.cache)
     return max(0.0, found.percentile_s("ttft", 50) - run.percentile_s("ttft", 50))
@@ -375,14 +384,15 @@ async def _served_over_http(live: Service, trace: Trace) -> SimulatedRun:
     start_s = time.perf_counter() + LEAD_S
     arrivals_s = [traced.arrival_s for traced in trace.requests]
     sent = await play(live.target, requests, arrivals_s, start_s=start_s, timeout_s=_TIMEOUT_S)
-    run = SimulatedRun([Timeline(one.answer.begun_s - start_s) for one in sent])
+    run = SimulatedRun()
     for number, one in enumerate(sent):
+        run.arrive(one.answer.begun_s - start_s)
         run.num_refused += not one.answer.has_succeeded
         for at_s in one.answer.delivered_s if one.answer.has_succeeded else ():
             run.note(number, 1, at_s=at_s - start_s)
         if one.answer.has_succeeded:
-            run.timelines[number].num_tokens = one.answer.num_tokens
-    run.seconds = max(each.last_token_s for each in run.timelines)
+            run.num_tokens[number] = one.answer.num_tokens
+    run.seconds = max(run.last_tokens_s)
     return run
 
 

@@ -405,6 +405,7 @@ _BATCHES = Board(
             ],
         ),
         Panel(title="Webhooks to deliver", queries=[("carousel_webhooks_pending", "")]),
+        Panel(title="Batches that wait for their storage", queries=[("carousel_batches_paused", "")]),
     ],
 )
 

@@ -146,6 +146,11 @@ ALERTS = (
         summary="More than a tenth of the lines of batches end with an error.",
     ),
     Alert(
+        name="CarouselBatchesPaused",
+        expr="carousel_batches_paused > 0",
+        summary="{{ $value }} batches wait for their storage: it is full, or fails.",
+    ),
+    Alert(
         name="CarouselWebhooksGivenUp",
         expr="increase(carousel_webhooks_given_up_total[1h]) > 0",
         lasts="0m",

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from app.config import EngineConfig, ServedModelConfig
+from app.cores import num_cores
 from app.errors import CarouselError, InvalidSetup
 from deployments.arguments import positive
 from deployments.plan.cards import card_of
@@ -76,8 +77,8 @@ def _trace(options: argparse.Namespace) -> None:
     if options.plot is not None and find_spec("matplotlib") is None:
         raise InvalidSetup("--plot needs matplotlib: pip install -c constraints.txt -e '.[plots]'")
     level = ServiceLevel.parse(options.slo)
-    trace = read_trace(options.trace).with_lengths(options.lengths)
-    trace = trace.repeated(options.requests or len(trace.requests))
+    once = read_trace(options.trace).with_lengths(options.lengths)
+    trace = once.repeated(options.requests or len(once.requests))
     trace = trace.at_rate(trace.rate * options.speed) if trace.seconds else trace
     model = _model_of(options.config, options.model)
     engine = _with_share_of_cores(model)
@@ -85,14 +86,14 @@ def _trace(options: argparse.Namespace) -> None:
         measured = MeasuredReplica.read(options.costs)
     else:
         print(f"measuring steps of {engine.model.path} for {options.seconds:g} s", file=sys.stderr)
-        measured = measure(engine, trace, limits_to_measure(engine.scheduler), seconds=options.seconds)
+        measured = measure(engine, once, limits_to_measure(engine.scheduler), seconds=options.seconds)
         if options.costs is not None:
             measured.write(options.costs)
     print(report.cost_in_words(measured.cost))
-    trace.check_lengths(measured.facts.max_model_len)
+    once.check_lengths(measured.facts.max_model_len)
     plan = Planner(
         trace, level, measured, engine.scheduler, engine.cache, dispatch=model.replicas.dispatch
-    ).plan()  # fmt: skip
+    ).plan(whole_with=num_cores() if options.whole else None)  # fmt: skip
     print(report.plan_in_words(plan, trace, level, cost_per_hour=options.cost_per_hour))
     report.write_config(options.config, model.name, plan, options.out)
     print(f"\nrun it: make serve CONFIG={options.out}")
@@ -136,7 +137,7 @@ def _add_trace(trace: argparse.ArgumentParser) -> None:
     trace.set_defaults(run=_trace)
     trace.add_argument(
         "--trace", required=True, metavar="FILE",
-        help="a workload file, a step log, a CSV with Azure's columns, or azure-conv, azure-code",
+        help="a workload file, a step log, an access log, a CSV with Azure's columns, or azure-conv, azure-code",
     )  # fmt: skip
     trace.add_argument("--slo", required=True, metavar="TARGETS", help="for example ttft_p99=1s,itl_p99=100ms")
     trace.add_argument("--config", type=Path, default=_CONFIG, metavar="FILE", help="default: deployments/serve.yaml")
@@ -146,6 +147,9 @@ def _add_trace(trace: argparse.ArgumentParser) -> None:
         "--lengths", type=_above_zero, default=1.0, metavar="F", help="prompts and outputs F times as long"
     )
     trace.add_argument("--requests", type=positive, metavar="N", help="the first so many, or the trace again and again")
+    trace.add_argument(
+        "--whole", action="store_true", help="simulate all requests on all replicas in the end, not on a part of them"
+    )
     trace.add_argument("--seconds", type=_above_zero, default=60.0, metavar="S", help="for measuring steps (60)")
     trace.add_argument(
         "--costs", type=Path, metavar="FILE", help="step times, as JSON: read if the file is there, else written"

@@ -7,15 +7,17 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
+import numpy as np
 from pydantic import ValidationError
 
-from app.config import CacheConfig, SchedulerConfig
+from app.config import CacheConfig, SchedulerConfig, StrategyConfig
 from app.errors import InvalidSetup
 from deployments.plan.simulation import SimulatedRun, simulate
 from deployments.plan.step_cost import MeasuredReplica
 from deployments.plan.traces import Trace
+from deployments.plan.whole_fleet import WholeFleet
 
 LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3)  # of what the planned fleet can do, in the table of loads
 MAX_REPLICAS = 1024  # as `replicas.num_replicas`
@@ -31,7 +33,7 @@ _PRECISION = 0.03  # of the highest rate that a setting holds
 _MIN_GAIN = 1.02  # a setting that is better by less is not worth a change
 _ALL_WAIT = 1_000_000  # max_waiting where nothing may be refused: for what a replica can do
 _FACTORS = (0.25, 0.5, 2, 4)  # of the configured limits, that are tried
-_STRATEGIES = ("continuous", "hybrid", "static", "dynamic", "bucketed", "adaptive")
+_STRATEGIES = tuple(each.model_fields["name"].default for each in get_args(StrategyConfig))
 # The other policies are not chosen for their speed: a config that has one keeps it.
 _POLICIES = ("fcfs", "sjf")
 _UNITS = {"s": 1.0, "ms": 0.001}
@@ -84,15 +86,10 @@ class ServiceLevel:
 
     def num_good(self, run: SimulatedRun) -> int:
         """Requests that are within all limits; between tokens the mean of a request counts."""
-        limits = {each.metric: each.limit_s for each in self.targets}
-        never = math.inf
-        return sum(
-            each.ttft_s <= limits.get("ttft", never)
-            and each.mean_itl_s <= limits.get("itl", never)
-            and each.last_token_s - each.arrival_s <= limits.get("latency", never)
-            for each in run.timelines
-            if each.num_tokens
-        )
+        is_good = np.ones(int(run.is_served.sum()), dtype=bool)
+        for target in self.targets:
+            is_good &= run.per_request_s(target.metric) <= target.limit_s
+        return int(is_good.sum())
 
     def good_per_s(self, run: SimulatedRun) -> float:
         """The goodput of the whole fleet."""
@@ -120,7 +117,7 @@ class LoadPoint:
     @property
     def power(self) -> float:
         """Kleinrock's: requests a second by the time that each takes. The knee is where it is the highest."""
-        served = self.run.times_s("latency")
+        served = self.run.per_request_s("latency")
         return self.run.requests_per_s / float(served.mean()) if len(served) else 0.0
 
 
@@ -162,9 +159,12 @@ class Planner:
         self._cache = cache
         self._dispatch = dispatch
         self._sample = trace.first(_NUM_COMPARED)
+        self._full_rates: dict[str, float] = {}  # by the version of the settings
 
-    def plan(self) -> Plan:
+    def plan(self, *, whole_with: int | None = None) -> Plan:
         """The best settings found, and the fewest replicas that hold the promise with them.
+
+        With `whole_with` processes all requests are simulated on all replicas in the end, not on a part of them.
 
         Raises:
             InvalidSetup: nothing that was tried holds it; the message has the best that there is.
@@ -172,6 +172,8 @@ class Planner:
         scheduler, rate = self._best_settings()
         num_replicas, run = self._fewest_replicas(scheduler, rate)
         full_rate = self._full_rate(scheduler)
+        if whole_with is not None and run.share < 1:
+            run = self._whole_fleet(scheduler, num_replicas).simulate(num_processes=whole_with)
         curve = [self._at_load(scheduler, num_replicas, load, full_rate * num_replicas) for load in LOADS]
         return Plan(
             scheduler=scheduler, num_replicas=num_replicas, rate_per_replica=rate, full_rate_per_replica=full_rate,
@@ -208,7 +210,10 @@ class Planner:
         return self._level.is_met(self._simulated(self._sample.at_rate(rate), scheduler))
 
     def _full_rate(self, scheduler: SchedulerConfig) -> float:
-        return full_rate(self._trace, self._measured, scheduler, self._cache)
+        if scheduler.version not in self._full_rates:
+            found = full_rate(self._trace, self._measured, scheduler, self._cache)
+            self._full_rates[scheduler.version] = found
+        return self._full_rates[scheduler.version]
 
     def _why_not(self) -> str:
         alone = self._sample.at_rate(self._full_rate(self._configured) * _PRECISION)
@@ -245,6 +250,12 @@ class Planner:
         """The whole trace on so many replicas."""
         return self._simulated(self._trace, scheduler, num_replicas)
 
+    def _whole_fleet(self, scheduler: SchedulerConfig, num_replicas: int) -> WholeFleet:
+        return WholeFleet(
+            trace=self._trace, measured=self._measured, scheduler=scheduler, cache=self._cache,
+            dispatch=self._dispatch, num_replicas=num_replicas,
+        )  # fmt: skip
+
     def _at_load(self, scheduler: SchedulerConfig, num_replicas: int, load: float, full_rate: float) -> LoadPoint:
         trace, rate = self._trace.first(_NUM_IN_CURVE * num_replicas), load * full_rate
         return LoadPoint(load, rate, self._simulated(trace.at_rate(rate), scheduler, num_replicas))
@@ -261,7 +272,7 @@ def full_rate(trace: Trace, measured: MeasuredReplica, scheduler: SchedulerConfi
     """Requests a second of one replica that always has some waiting."""
     patient = scheduler.model_copy(update={"max_waiting": _ALL_WAIT})
     run = simulate(trace.first(_NUM_COMPARED).at_rate(math.inf), measured, patient, cache)
-    return len(run.timelines) / run.seconds
+    return run.num_requests / run.seconds
 
 
 def limits_to_measure(scheduler: SchedulerConfig) -> list[SchedulerConfig]:

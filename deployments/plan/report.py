@@ -36,7 +36,7 @@ def plan_in_words(plan: Plan, trace: Trace, level: ServiceLevel, *, cost_per_hou
     run, knee = plan.run, plan.knee
     lines = [
         f"trace {trace.name}: {len(trace.requests):,} requests, {trace.rate:.3g} a second, "
-        f"{sum(each.num_prompt_tokens for each in trace.requests) / len(trace.requests):,.0f} prompt and "
+        f"{trace.mean_prompt_tokens:,.0f} prompt and "
         f"{trace.mean_output_tokens:,.0f} output tokens each",
         f"promise: {level}",
         "",
@@ -45,7 +45,7 @@ def plan_in_words(plan: Plan, trace: Trace, level: ServiceLevel, *, cost_per_hou
         f"throughput           {plan.output_tokens_per_s:,.0f} output tokens/s, {run.requests_per_s:.3g} requests/s",
         *(f"{metric.upper():<21}{_percentiles(plan, metric)}" for metric in _METRICS),
         f"goodput              {level.good_per_s(run):.3g} requests/s within the promise "
-        f"({level.num_good(run) / len(run.timelines):.1%})",
+        f"({level.num_good(run) / run.num_requests:.1%})",
         f"preemptions          {run.num_preemptions:,} in {run.num_steps:,} steps; {run.num_refused:,} refused",
         f"a replica takes      {plan.rate_per_replica:.3g} requests/s within the promise, "
         f"{plan.full_rate_per_replica:.3g} when it is always full",
@@ -54,7 +54,7 @@ def plan_in_words(plan: Plan, trace: Trace, level: ServiceLevel, *, cost_per_hou
     ]
     if run.share < 1:
         lines.append(
-            f"simulated            {run.share * plan.num_replicas:.0f} of the replicas and {len(run.timelines):,} of "
+            f"simulated            {run.share * plan.num_replicas:.0f} of the replicas and {run.num_requests:,} of "
             "the requests, chosen at random"
         )
     if cost_per_hour is not None:
@@ -92,7 +92,7 @@ def _row(point: LoadPoint, plan: Plan, level: ServiceLevel) -> list[str]:
     notes = [*["knee"] * (point is plan.knee), *["broken"] * (not level.is_met(run))]
     return [
         f"{point.load:g}", f"{point.rate:.3g}", f"{run.output_tokens_per_s:,.0f}", *times,
-        f"{level.num_good(run) / len(run.timelines):.0%}", f"{run.num_refused:,}", ", ".join(notes),
+        f"{level.num_good(run) / run.num_requests:.0%}", f"{run.num_refused:,}", ", ".join(notes),
     ]  # fmt: skip
 
 

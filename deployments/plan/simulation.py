@@ -9,16 +9,20 @@ from __future__ import annotations
 import heapq
 import random
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import count
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.batch import Batch, StepResult
+from app.engine.engine import Engine
 from app.engine.request import Request, TokenDelta
+from app.engine.sequence import Sequence as EngineSequence
 from app.engine.trace.recorder import Recorder
 from app.errors import Overloaded
 from app.fleet import report_of
@@ -27,6 +31,7 @@ from app.fleet.replica_registry import ReplicaRegistry
 from deployments.plan.step_cost import MeasuredReplica, StepCost, StepShape
 from deployments.plan.traces import Trace, TracedRequest
 
+TOKEN_ID = 0  # that each step draws, where it does not end a request
 _EMPTY_STEP_S = 1e-5  # a step that computes nothing takes time, too: the clock must move on
 
 
@@ -40,13 +45,26 @@ class SimulatedClock:
         return self.now
 
 
+class _Noise:
+    """Numbers from 0 to 1, at random. Those that were drawn too early can be given back."""
+
+    def __init__(self, seed: str) -> None:
+        self._rng = random.Random(seed)
+        self._returned: list[float] = []  # the next one last
+
+    def draw(self) -> float:
+        return self._returned.pop() if self._returned else self._rng.random()
+
+    def give_back(self, drawn: Sequence[float]) -> None:
+        """These were the last ones."""
+        self._returned.extend(reversed(drawn))
+
+
 class TimedRunner:
     """A model runner that computes nothing: it moves the clock on by a step's time and ends requests at their end."""
 
-    def __init__(
-        self, cost: StepCost, clock: SimulatedClock, *, eos_token_id: int, noise: random.Random | None
-    ) -> None:
-        """`noise` draws from what the fit has left over; None: every step takes its mean time."""
+    def __init__(self, cost: StepCost, clock: SimulatedClock, *, eos_token_id: int, noise: _Noise | None) -> None:
+        """`noise` chooses of what the fit has left over; None: every step takes its mean time."""
         self._cost = cost
         self._clock = clock
         self._eos_token_id = eos_token_id
@@ -56,9 +74,42 @@ class TimedRunner:
     def run(self, batch: Batch) -> StepResult:
         """The step's tokens: 0, or the end token where a request ends."""
         cost, size = self._cost, StepShape.of(batch)
-        self._clock.now += cost.seconds(size) if self._noise is None else cost.drawn_seconds(size, self._noise)
+        self._clock.now += cost.seconds(size) if self._noise is None else cost.drawn_seconds(size, self._noise.draw())
         ends, eos = self.end_positions, self._eos_token_id
-        return StepResult([eos if item.end == ends.get(item.request_id) else 0 for item in batch.sampled])
+        return StepResult([eos if item.end == ends.get(item.request_id) else TOKEN_ID for item in batch.sampled])
+
+    def decode_steps(self, running: Sequence[EngineSequence], number: int) -> DecodeSteps:
+        """So many next steps of these sequences, or fewer: before a step that draws an end token."""
+        ends = [self.end_positions.get(each.request.request_id) for each in running]
+        left = [end - each.num_tokens for end, each in zip(ends, running, strict=True) if end is not None]
+        number = min([number, *left])
+        context, now = sum(each.num_computed_tokens for each in running), self._clock.now
+        ends_at, drawn = [], []
+        for step in range(number):
+            size = StepShape(len(running), len(running), context + (step + 1) * len(running), 0)
+            if self._noise is None:
+                now += self._cost.seconds(size)
+            else:
+                drawn.append(self._noise.draw())
+                now += self._cost.drawn_seconds(size, drawn[-1])
+            ends_at.append(now)
+        return DecodeSteps([each.request.request_id for each in running], ends_at, drawn)
+
+    def cut(self, steps: DecodeSteps, number: int) -> None:
+        """Keep the first so many of steps that are not computed."""
+        if self._noise is not None:
+            self._noise.give_back(steps.drawn[number:])
+            del steps.drawn[number:]
+        del steps.ends_at[number:]
+
+
+@dataclass(slots=True)
+class DecodeSteps:
+    """Steps to come that give each running sequence another token and decide nothing."""
+
+    request_ids: Sequence[str]
+    ends_at: list[float]
+    drawn: list[float]  # their noise
 
 
 class _Replica:
@@ -66,13 +117,14 @@ class _Replica:
 
     def __init__(
         self, replica_id: str, scheduler: SchedulerConfig, cache: CacheConfig, measured: MeasuredReplica,
-        *, noise: random.Random | None, recorder: Recorder | None,
+        *, noise: _Noise | None, recorder: Recorder | None,
     ) -> None:  # fmt: skip
         self.replica_id = replica_id
         self.clock = SimulatedClock()
         self.is_computing = False
-        self.wakes_at: float | None = None  # when the strategy's timer ends
+        self.awaited = -1  # the number of its next event; others of it are stale
         self.entering: list[tuple[Request, float]] = []
+        self.coming: DecodeSteps | None = None  # that it computes now, one after the other
         self.runner = TimedRunner(
             measured.cost, self.clock, eos_token_id=(*measured.facts.eos_token_ids, -1)[0], noise=noise
         )
@@ -88,6 +140,27 @@ class _Replica:
             self.engine.add_checked(request, arrived_at=arrived_at)
         self.entering.clear()
 
+    def begin_decode_steps(self) -> DecodeSteps | None:
+        """Begin the next steps if none of several has anything to decide."""
+        number = self.engine.num_decode_steps()
+        if number > 1:
+            steps = self.runner.decode_steps(self.engine.running, number)
+            if steps.ends_at:
+                self.coming = steps
+        return self.coming
+
+    def decode_until(self, now: float) -> list[float]:
+        """Compute the steps that have ended by now; when each of them did."""
+        steps = self.coming
+        assert steps is not None, "it has begun such steps"
+        number = bisect_right(steps.ends_at, now)
+        ended_at = steps.ends_at[:number]
+        if number:
+            self.engine.decode(ended_at, token_id=TOKEN_ID)
+            self.clock.now = ended_at[-1]
+            del steps.ends_at[:number], steps.drawn[:number]
+        return ended_at
+
     def step(self) -> list[TokenDelta]:
         """Compute a step; afterwards the clock shows its end."""
         began_at = self.clock.now
@@ -96,59 +169,73 @@ class _Replica:
             self.clock.now += _EMPTY_STEP_S
         return deltas
 
-    def note_in(self, registry: ReplicaRegistry) -> None:
+    def note_in(self, registries: Sequence[ReplicaRegistry]) -> None:
         """Report, as with every frame."""
         report = report_of(self.engine.stats(), group="", max_requests=self._max_requests, step_age_s=0.0)
-        registry.note(self.replica_id, report)
+        for registry in registries:
+            registry.note(self.replica_id, report)
 
 
-@dataclass(slots=True)
-class Timeline:
-    """What a client sees of one request, in seconds of the simulation."""
-
-    arrival_s: float
-    first_token_s: float = -1.0  # below 0: none came
-    last_token_s: float = -1.0
-    num_tokens: int = 0
-
-    @property
-    def ttft_s(self) -> float:
-        return self.first_token_s - self.arrival_s
-
-    @property
-    def mean_itl_s(self) -> float:
-        return (self.last_token_s - self.first_token_s) / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0
-
-
-@dataclass(slots=True)
 class SimulatedRun:
-    """What became of every request."""
+    """What a client sees of every request, in seconds of the simulation, and what the replicas did."""
 
-    timelines: list[Timeline]
-    gaps_s: array[float] = field(default_factory=lambda: array("f"))  # between one token and the next, of all requests
-    num_refused: int = 0
-    num_failed: int = 0  # their deadline was missed
-    num_steps: int = 0
-    num_preemptions: int = 0
-    computing_s: float = 0.0  # of all replicas together
-    seconds: float = 0.0  # from the first arrival to the last token
-    share: float = 1.0  # of the fleet and its requests that was simulated; all counts are of this share
+    def __init__(self) -> None:
+        # One number for each request, in order of arrival. Ten million take 0.3 GB.
+        self.arrivals_s = array("d")
+        self.first_tokens_s = array("d")  # below 0: none came
+        self.last_tokens_s = array("d")
+        self.num_tokens = array("I")
+        self.gaps_s = array("f")  # between one token and the next, of all requests
+        self.num_refused = 0
+        self.num_failed = 0  # their deadline was missed
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.computing_s = 0.0  # of all replicas together
+        self.seconds = 0.0  # from the first arrival to the last token
+        self.share = 1.0  # of the fleet and its requests that was simulated; all counts are of this share
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.arrivals_s)
+
+    def arrive(self, at_s: float) -> None:
+        """The next request has come."""
+        self.arrivals_s.append(at_s)
+        self.first_tokens_s.append(-1.0)
+        self.last_tokens_s.append(-1.0)
+        self.num_tokens.append(0)
 
     def note(self, number: int, num_tokens: int, *, at_s: float) -> None:
         """Tokens of a request have come, or the end of one without."""
         if not num_tokens:
             return
-        timeline = self.timelines[number]
-        if timeline.num_tokens:
-            self.gaps_s.append(at_s - timeline.last_token_s)
+        if self.num_tokens[number]:
+            self.gaps_s.append(at_s - self.last_tokens_s[number])
         else:
-            timeline.first_token_s = at_s
-        timeline.last_token_s = at_s
-        timeline.num_tokens += num_tokens
+            self.first_tokens_s[number] = at_s
+        self.last_tokens_s[number] = at_s
+        self.num_tokens[number] += num_tokens
+
+    def note_steps(self, numbers: Sequence[int], ended_at: Sequence[float]) -> None:
+        """Each of these requests, which have tokens, got one more at each of these times."""
+        later = array("f", [after - before for before, after in pairwise(ended_at)])
+        for number in numbers:
+            self.gaps_s.append(ended_at[0] - self.last_tokens_s[number])
+            self.gaps_s.extend(later)
+            self.last_tokens_s[number] = ended_at[-1]
+            self.num_tokens[number] += len(ended_at)
+
+    def add(self, other: SimulatedRun) -> None:
+        """Another part of the same fleet, with other requests."""
+        for name in ("arrivals_s", "first_tokens_s", "last_tokens_s", "num_tokens", "gaps_s"):
+            getattr(self, name).extend(getattr(other, name))
+        for name in ("num_refused", "num_failed", "num_steps", "num_preemptions", "computing_s", "share"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.seconds = max(self.seconds, other.seconds)
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(each.num_tokens for each in self.timelines)
+        return int(_numbers(self.num_tokens).sum())
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -158,82 +245,131 @@ class SimulatedRun:
     @property
     def requests_per_s(self) -> float:
         """That were served by the whole fleet."""
-        return sum(each.num_tokens > 0 for each in self.timelines) / self.seconds / self.share
+        return int(self.is_served.sum()) / self.seconds / self.share
 
-    def times_s(self, metric: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """All samples of `ttft`, `itl` or `latency`."""
+    @property
+    def is_served(self) -> NDArray[np.bool_]:
+        """Of each request, whether it got any token."""
+        return _numbers(self.num_tokens) > 0
+
+    def per_request_s(self, metric: str) -> NDArray[np.float64]:
+        """`ttft`, `latency`, or the mean `itl`, of each request that was served."""
+        served = self.is_served
+        first, last, arrivals = (
+            np.array(each, dtype=np.float64)[served]
+            for each in (self.first_tokens_s, self.last_tokens_s, self.arrivals_s)
+        )
         if metric == "itl":
-            return np.array(self.gaps_s, dtype=np.float64)
-        served = [each for each in self.timelines if each.num_tokens]
-        times = [each.ttft_s if metric == "ttft" else each.last_token_s - each.arrival_s for each in served]
-        return np.array(times, dtype=np.float64)
+            spent: NDArray[np.float64] = (last - first) / np.maximum(_numbers(self.num_tokens)[served] - 1, 1)
+        else:
+            spent = (first if metric == "ttft" else last) - arrivals
+        return spent
 
     def percentile_s(self, metric: str, percent: float) -> float:
-        """Infinite where no request was served, or one was refused and would lie above this percentile."""
-        times = self.times_s(metric)
+        """Of all gaps between tokens (`itl`), of `ttft` or of `latency`.
+
+        Infinite where no request was served, or one was refused and would lie above this percentile.
+        """
         if metric == "itl":
-            return float(np.percentile(times, percent)) if len(times) else 0.0
+            return float(np.percentile(np.asarray(self.gaps_s), percent)) if self.gaps_s else 0.0
+        times = self.per_request_s(metric)
         num_lost = self.num_refused + self.num_failed
         if not len(times) or num_lost / (num_lost + len(times)) > 1 - percent / 100:
             return float("inf")
         return float(np.percentile(times, percent))
 
 
+def _numbers(values: array[int]) -> NDArray[np.int64]:
+    return np.asarray(values).astype(np.int64)
+
+
 class FleetSimulation:
-    """Replicas behind one ingress. One use."""
+    """Replicas behind ingresses, each request through a random one; reports tell every ingress. One use."""
 
     def __init__(
         self,
-        measured: MeasuredReplica,
+        replicas: Sequence[MeasuredReplica],
         scheduler: SchedulerConfig,
         cache: CacheConfig,
         *,
-        num_replicas: int = 1,
         dispatch: str = "least_loaded",
+        num_ingresses: int = 1,
         seed: int | None = 1,
         recorders: Mapping[int, Recorder] | None = None,
     ) -> None:
         """`seed` of dispatch and of the steps' noise; None: no noise. `recorders` by the number of a replica."""
         self._now = 0.0
-        self._registry = ReplicaRegistry(
-            make_policy(dispatch, random.Random(seed or 0)), GroupChooser(()), block_size=cache.block_size,
-            clock=lambda: self._now,
-        )  # fmt: skip
+        self._registries = [
+            ReplicaRegistry(
+                make_policy(dispatch, random.Random((seed or 0) + number)), GroupChooser(()),
+                block_size=cache.block_size, clock=lambda: self._now,
+            )
+            for number in range(num_ingresses)
+        ]  # fmt: skip
+        self._rng = random.Random(seed or 0)
+        self._registry_of: list[ReplicaRegistry] = []  # by the number of the request
         self._replicas = {
             f"replica-{number:04d}": _Replica(
                 f"replica-{number:04d}", scheduler, cache, measured,
-                noise=None if seed is None else random.Random(f"{seed} {number}"),
+                noise=None if seed is None else _Noise(f"{seed} {number}"),
                 recorder=(recorders or {}).get(number),
             )
-            for number in range(num_replicas)
+            for number, measured in enumerate(replicas)
         }  # fmt: skip
-        self._registry.set_replicas(list(self._replicas))
+        for registry in self._registries:
+            registry.set_replicas(list(self._replicas))
         for replica in self._replicas.values():
-            replica.note_in(self._registry)
+            replica.note_in(self._registries)
+        self._compares_loads = len(replicas) > 1 and dispatch != "round_robin"
+        # The next of the trace, and those that follow others.
+        self._arrivals: list[tuple[float, int, TracedRequest, bool]] = []
+        self._following: dict[int, TracedRequest] = {}  # by the number of the request that they follow
         self._numbers = count()  # of events at the same time: in the order in which they were made
         self._events: list[tuple[float, int, _Replica, list[TokenDelta] | None]] = []
-        self._run = SimulatedRun([])
+        self._run = SimulatedRun()
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Of all replicas; for reading."""
+        return [each.engine for each in self._replicas.values()]
 
     def run(self, trace: Trace) -> SimulatedRun:
-        """All requests to their end."""
-        run, events = self._run, self._events
-        for number, traced in enumerate(trace.requests):
-            while events and events[0][0] <= traced.arrival_s:
+        """All requests to their end, and those that follow them."""
+        run, events, arrivals = self._run, self._events, self._arrivals
+        firsts = iter(trace.requests)
+        self._expect(next(firsts), is_first=True)
+        while events or arrivals:
+            if not arrivals or (events and events[0][0] <= arrivals[0][0]):
                 self._handle(*heapq.heappop(events))
-            self._now = traced.arrival_s
-            run.timelines.append(Timeline(traced.arrival_s))
-            self._arrive(traced, traced.request(number))
-        while events:
-            self._handle(*heapq.heappop(events))
-        run.seconds = max((each.last_token_s for each in run.timelines), default=0.0)
-        stats = [replica.engine.stats() for replica in self._replicas.values()]
+                continue
+            at_s, _, traced, is_first = heapq.heappop(arrivals)
+            self._arrive(traced, at_s)
+            if is_first and (after := next(firsts, None)) is not None:
+                self._expect(after, is_first=True)
+        run.seconds = max(run.last_tokens_s, default=0.0)
+        stats = [engine.stats() for engine in self.engines]
         run.num_steps = sum(each.total_steps for each in stats)
         run.num_preemptions = sum(each.total_preemptions for each in stats)
         return run
 
-    def _arrive(self, traced: TracedRequest, request: Request) -> None:
+    def _expect(self, traced: TracedRequest, *, is_first: bool, after_s: float = 0.0) -> None:
+        heapq.heappush(self._arrivals, (after_s + traced.arrival_s, next(self._numbers), traced, is_first))
+
+    def _arrive(self, traced: TracedRequest, at_s: float) -> None:
+        if self._compares_loads:
+            for each in self._replicas.values():
+                if each.coming is not None and each.coming.ends_at[0] <= at_s:
+                    self._catch_up(each, at_s)
+        self._now = at_s
+        number = self._run.num_requests
+        request = traced.request(number)
+        self._run.arrive(at_s)
+        registry = self._rng.choice(self._registries) if len(self._registries) > 1 else self._registries[0]
+        self._registry_of.append(registry)
+        if traced.next_turn is not None:
+            self._following[number] = traced.next_turn
         try:
-            replica = self._replicas[self._registry.place(request, self._registry.replica_ids)]
+            replica = self._replicas[registry.place(request, registry.replica_ids)]
         except Overloaded:
             self._run.num_refused += 1
             return
@@ -241,31 +377,60 @@ class FleetSimulation:
             end = traced.num_prompt_tokens + traced.num_output_tokens - 1
             replica.runner.end_positions[request.request_id] = end
         replica.entering.append((request, self._now))
-        if not replica.is_computing:
+        if replica.coming is not None:
+            self._stop_after_this_step(replica)
+        elif not replica.is_computing:
             self._go_on(replica)
 
-    def _handle(self, at_s: float, _: int, replica: _Replica, deltas: list[TokenDelta] | None) -> None:
-        """The end of a step with its deltas, or of a strategy's timer."""
+    def _handle(self, at_s: float, number: int, replica: _Replica, deltas: list[TokenDelta] | None) -> None:
+        """The end of a step with its deltas, of several decode steps, or of a strategy's timer."""
+        if replica.awaited != number:
+            return  # a request came before, and with it an earlier step
         self._now = at_s
+        if replica.coming is not None:
+            self._catch_up(replica, at_s)
+            replica.coming = None
         if deltas is not None:
-            replica.is_computing = False
             for delta in deltas:
                 self._deliver(replica, delta)
-            replica.note_in(self._registry)
-        elif replica.is_computing or replica.wakes_at != at_s:
-            return  # a request came before, and with it an earlier step
+            replica.note_in(self._registries)
+        replica.is_computing = False
         self._go_on(replica)
+
+    def _catch_up(self, replica: _Replica, now: float) -> None:
+        """Deliver what decode steps gave that have ended by now, and report the last of them."""
+        steps, began_at = replica.coming, replica.clock.now
+        ended_at = replica.decode_until(now)
+        if steps is None or not ended_at:
+            return
+        self._run.computing_s += ended_at[-1] - began_at
+        numbers = [int(request_id) for request_id in steps.request_ids]
+        self._run.note_steps(numbers, ended_at)
+        for number, request_id in zip(numbers, steps.request_ids, strict=True):
+            self._registry_of[number].progress(request_id, len(ended_at))
+        self._now = ended_at[-1]
+        replica.note_in(self._registries)
+
+    def _stop_after_this_step(self, replica: _Replica) -> None:
+        """A request waits: the next step after the current one decides again."""
+        steps = replica.coming
+        assert steps is not None, "it computes decode steps"
+        replica.runner.cut(steps, bisect_right(steps.ends_at, self._now) + 1)
+        self._await(replica, steps.ends_at[-1], None)
 
     def _deliver(self, replica: _Replica, delta: TokenDelta) -> None:
         number = int(delta.request_id)
         if delta.token_ids:
             self._run.note(number, len(delta.token_ids), at_s=self._now)
-            self._registry.progress(delta.request_id, len(delta.token_ids))
+            self._registry_of[number].progress(delta.request_id, len(delta.token_ids))
         if delta.finish_reason is not None:
-            num_generated = self._run.timelines[number].num_tokens
+            num_generated = self._run.num_tokens[number]
             self._run.num_failed += delta.error is not None
             replica.runner.end_positions.pop(delta.request_id, None)
-            self._registry.end(delta.request_id, num_generated=num_generated if delta.error is None else None)
+            registry = self._registry_of[number]
+            registry.end(delta.request_id, num_generated=num_generated if delta.error is None else None)
+            if (following := self._following.pop(number, None)) is not None:
+                self._expect(following, is_first=False, after_s=self._now)
 
     def _go_on(self, replica: _Replica) -> None:
         """Begin the next step, or wait for the strategy's timer or a request."""
@@ -275,13 +440,21 @@ class FleetSimulation:
         if idle_s is None:
             return
         if idle_s > 0:
-            replica.wakes_at = self._now + idle_s
-            heapq.heappush(self._events, (replica.wakes_at, next(self._numbers), replica, None))
+            self._await(replica, self._now + idle_s, None)
             return
         replica.is_computing = True
+        steps = replica.begin_decode_steps()
+        if steps is not None:
+            self._await(replica, steps.ends_at[-1], None)
+            return
         deltas = replica.step()
         self._run.computing_s += replica.clock.now - self._now
-        heapq.heappush(self._events, (replica.clock.now, next(self._numbers), replica, deltas))
+        self._await(replica, replica.clock.now, deltas)
+
+    def _await(self, replica: _Replica, at_s: float, deltas: list[TokenDelta] | None) -> None:
+        """The replica's next event; one that was awaited before does not come any more."""
+        replica.awaited = next(self._numbers)
+        heapq.heappush(self._events, (at_s, replica.awaited, replica, deltas))
 
 
 def simulate(
@@ -292,7 +465,7 @@ def simulate(
     """The trace through a new fleet. Of one with more than `max_replicas`, so many and their share of the requests."""
     num_simulated = min(num_replicas, max_replicas or num_replicas)
     share = num_simulated / num_replicas
-    fleet = FleetSimulation(measured, scheduler, cache, num_replicas=num_simulated, dispatch=dispatch, seed=seed)
-    run = fleet.run(trace if share == 1.0 else trace.thinned(share))
+    fleet = FleetSimulation([measured] * num_simulated, scheduler, cache, dispatch=dispatch, seed=seed)
+    run = fleet.run(trace if share == 1.0 else trace.dealt(0.0, share))
     run.share = share
     return run

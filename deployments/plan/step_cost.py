@@ -80,9 +80,19 @@ class StepCost:
     total_error: float  # of the sum of those steps' times, relative; below 0: the fit is too fast
     num_steps: int
 
-    def drawn_seconds(self, size: StepShape, rng: random.Random) -> float:
-        """The time of one step of this size, with noise as it was measured."""
-        return self.seconds(size) * rng.choice(self.ratios[bisect_left(NOISE_CLASSES, size.num_tokens)])
+    @classmethod
+    def linear(cls, step_s: float, token_s: float, *, largest: int = 1000) -> StepCost:
+        """Made up: a time for each step, and one for each of its tokens; no noise."""
+        return cls(
+            tokens=(1, largest), token_s=(step_s + token_s, step_s + largest * token_s), sequence_s=0.0,
+            decode_context_s=0.0, prefill_pair_s=0.0, ratios=((1.0,),) * (len(NOISE_CLASSES) + 1), median_error=0.0,
+            p90_error=0.0, total_error=0.0, num_steps=0,
+        )  # fmt: skip
+
+    def drawn_seconds(self, size: StepShape, drawn: float) -> float:
+        """The time of one step of this size with noise as it was measured; `drawn` at random from 0 to below 1."""
+        ratios = self.ratios[bisect_left(NOISE_CLASSES, size.num_tokens)]
+        return self.seconds(size) * ratios[int(drawn * len(ratios))]
 
     def seconds(self, size: StepShape) -> float:
         """The mean time of a step of this size."""

@@ -1,4 +1,6 @@
-"""Traces: when requests came and how long they were. A CSV file as Azure publishes them, a workload file, a step log.
+"""Traces: when requests came and how long they were.
+
+A CSV file as Azure publishes them, a workload file, a step log, or an access log.
 
 `azure-conv` and `azure-code` are the first 1,000 requests of the Azure LLM inference traces of November 2023
 (Azure/AzurePublicDataset, CC-BY 4.0, Microsoft; Patel et al., "Splitwise", ISCA 2024).
@@ -9,16 +11,20 @@ from __future__ import annotations
 import csv
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from app.engine.request import Request, SamplingParams
 from app.engine.trace.entries import NOTHING, Arrival, Header, RedactedArrival, StepRecord, parse
 from app.errors import InvalidSetup
+from deployments.plan.access_log import is_access_log, read_access_log
 
 _FOLDER = Path(__file__).resolve().parent
 BUILT_IN = {"azure-conv": _FOLDER / "azure_conv_2023.csv", "azure-code": _FOLDER / "azure_code_2023.csv"}
@@ -38,6 +44,7 @@ class TracedRequest:
     priority: int = 0
     deadline_s: float | None = None
     session: str = ""
+    next_turn: TracedRequest | None = None  # comes its `arrival_s` after the end of this one
 
     def request(self, number: int) -> Request:
         """The engine's request; `number` is its id, and makes its prompt another than all others."""
@@ -62,12 +69,75 @@ class TracedRequest:
         return replace(self, arrival_s=arrival_s)
 
 
+class RepeatedRequests(Sequence[TracedRequest]):
+    """Requests again and again, or some of these, at another speed: each is made when it is asked for.
+
+    Ten million are as small as the numbers of those that were chosen.
+    """
+
+    def __init__(
+        self, cycle: Sequence[TracedRequest], numbers: range | NDArray[np.int64], *, cycle_s: float, slowness: float
+    ) -> None:
+        """`numbers` grow; the n-th is `cycle[n % len(cycle)]`. A cycle lasts `cycle_s`, times `slowness`."""
+        self._cycle = cycle
+        self._numbers = numbers
+        self._cycle_s = cycle_s
+        self._slowness = slowness
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, place: int) -> TracedRequest: ...
+    @overload
+    def __getitem__(self, place: slice) -> RepeatedRequests: ...
+    def __getitem__(self, place: int | slice) -> TracedRequest | RepeatedRequests:
+        if isinstance(place, slice):
+            return self._with(self._numbers[place])
+        return self._request(int(self._numbers[place]))
+
+    def __iter__(self) -> Iterator[TracedRequest]:
+        return (self._request(int(number)) for number in self._numbers)
+
+    def _request(self, number: int) -> TracedRequest:
+        copy, place = divmod(number, len(self._cycle))
+        traced = self._cycle[place]
+        return traced.at((traced.arrival_s + copy * self._cycle_s) * self._slowness)
+
+    def _with(self, numbers: range | NDArray[np.int64]) -> RepeatedRequests:
+        return RepeatedRequests(self._cycle, numbers, cycle_s=self._cycle_s, slowness=self._slowness)
+
+    def slowed(self, factor: float) -> RepeatedRequests:
+        """The same with gaps so many times as long."""
+        return RepeatedRequests(self._cycle, self._numbers, cycle_s=self._cycle_s, slowness=self._slowness * factor)
+
+    def dealt(self, low: float, high: float) -> RepeatedRequests:
+        """Those that draw a number from `low` to `high`, of 0 to 1; requests of a session draw the same."""
+        numbers = np.asarray(self._numbers)
+        drawn = np.random.default_rng(1).random(len(numbers), dtype=np.float32)
+        if any(each.session for each in self._cycle):
+            of_sessions = np.array([_drawn_by(each.session) for each in self._cycle])[numbers % len(self._cycle)]
+            drawn = np.where(np.isnan(of_sessions), drawn, of_sessions)
+        return self._with(numbers[(drawn >= low) & (drawn < high)])
+
+    def mean(self, value: Callable[[TracedRequest], int]) -> float:
+        """Of a number that each has."""
+        places = np.asarray(self._numbers) % len(self._cycle)
+        counts = np.bincount(places, minlength=len(self._cycle))
+        return float(counts @ np.array([value(each) for each in self._cycle]) / len(places))
+
+
+def _drawn_by(session: str) -> float:
+    """From 0 to 1, by the session's name; not a number without one."""
+    return random.Random(session).random() if session else float("nan")
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """At least one request, in order of arrival. The first comes at 0."""
 
     name: str
-    requests: tuple[TracedRequest, ...]
+    requests: Sequence[TracedRequest]
 
     @property
     def seconds(self) -> float:
@@ -81,8 +151,19 @@ class Trace:
         return len(self.requests) / self.seconds if self.seconds else float("inf")
 
     @property
+    def mean_prompt_tokens(self) -> float:
+        return self._repeated.mean(lambda each: each.num_prompt_tokens)
+
+    @property
     def mean_output_tokens(self) -> float:
-        return sum(each.num_output_tokens for each in self.requests) / len(self.requests)
+        return self._repeated.mean(lambda each: each.num_output_tokens)
+
+    @property
+    def _repeated(self) -> RepeatedRequests:
+        requests = self.requests
+        if isinstance(requests, RepeatedRequests):
+            return requests
+        return RepeatedRequests(requests, range(len(requests)), cycle_s=self.seconds, slowness=1.0)
 
     def first(self, number: int) -> Trace:
         """As many of its requests at most."""
@@ -90,25 +171,21 @@ class Trace:
 
     def repeated(self, number: int) -> Trace:
         """So many requests: the trace again and again."""
-        copies = range(-(-number // len(self.requests)))
-        requests = (each.at(each.arrival_s + copy * self.seconds) for copy in copies for each in self.requests)
-        return Trace(self.name, tuple(requests)[:number])
+        requests = tuple(self.requests)
+        return Trace(self.name, RepeatedRequests(requests, range(number), cycle_s=self.seconds, slowness=1.0))
 
-    def thinned(self, share: float) -> Trace:
-        """About this share of the requests, chosen at random, at their times; a session stays whole."""
-        rng = random.Random(1)
-        drawn = ((rng.random(), each) for each in self.requests)
-        kept = [
-            each for number, each in drawn if (random.Random(each.session).random() if each.session else number) < share
-        ]
-        return Trace(self.name, tuple(kept) or self.requests[:1])
+    def dealt(self, low: float, high: float) -> Trace:
+        """About `high` - `low` of the requests, chosen at random, at their times; a session stays whole.
+
+        Parts that do not overlap share no request.
+        """
+        kept = self._repeated.dealt(low, high)
+        return Trace(self.name, kept if len(kept) else self.requests[:1])
 
     def at_rate(self, rate: float) -> Trace:
         """The same gaps, longer or shorter, so that `rate` requests come in a second; all at once if infinite."""
         factor = self.rate / rate
-        if factor == 1.0 or not self.seconds:
-            return self
-        return Trace(self.name, tuple(each.at(each.arrival_s * factor) for each in self.requests))
+        return self if factor == 1.0 or not self.seconds else Trace(self.name, self._repeated.slowed(factor))
 
     def with_lengths(self, factor: float) -> Trace:
         """Prompts and outputs `factor` times as long, of at least one token each. Prompts have no tokens then."""
@@ -145,7 +222,7 @@ def _with_lengths(request: TracedRequest, factor: float) -> TracedRequest:
 
 
 def read_trace(place: str) -> Trace:
-    """A built-in trace by its name, or a file: a CSV with Azure's columns, a workload file, or a step log.
+    """A built-in trace by its name, or a file: a CSV with Azure's columns, a workload, a step log, or an access log.
 
     Raises:
         InvalidSetup: it cannot be read, has no requests, or its times go backwards; the message names the line.
@@ -177,6 +254,8 @@ def _check_order(place: str, requests: Iterable[TracedRequest]) -> None:
 
 
 def _reader_of(first_line: str) -> Callable[[Iterable[str], str], Iterator[TracedRequest]]:
+    if is_access_log(first_line):
+        return _of_access_log
     if not first_line.lstrip().startswith("{"):
         return _of_csv
     return _of_step_log if '"step_log"' in first_line else _of_workload
@@ -194,6 +273,11 @@ def _of_csv(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
             yield _traced(at_s, num_prompt, num_output)
         except (ValueError, TypeError) as error:
             raise InvalidSetup(f"--trace {place}:{rows.line_num}: {error}") from error
+
+
+def _of_access_log(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
+    for logged in read_access_log(lines, place):
+        yield _traced(logged.arrival_s, logged.num_prompt_tokens, logged.num_output_tokens)
 
 
 def _seconds(text: str) -> float:

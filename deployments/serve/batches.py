@@ -29,6 +29,7 @@ from deployments.serve.memory import return_freed_memory
 from deployments.serve.metrics import IngressReport, MetricsCollector
 from deployments.serve.model_client import ModelClient, cascades_of, served_model
 from deployments.serve.settings import asked_threads
+from deployments.serve.tracing import tracer_of_environment
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +99,9 @@ class Batches:
             models.append(await served_model(model, self._paths[model.name], client))
         cascades = cascades_of(config.cascades, models)
         handler = RequestHandler(
-            models, config.api, self._metrics.requests, self._keys.authenticator, cascades=cascades
-        )
+            models, config.api, self._metrics.requests, self._keys.authenticator, cascades=cascades,
+            tracer=tracer_of_environment(),
+        )  # fmt: skip
         self._metrics.loop.start()
         self._metrics.loop.add_queue("bodies", lambda: handler.threads.num_waiting)
         self._following = asyncio.create_task(self._keys.follow())

@@ -20,7 +20,7 @@ from app.api.endpoints.cancellation import RunningCalls
 from app.api.http.guard import owner_of
 from app.config import ApplicationConfig
 from app.jobs import BatchService
-from deployments.ray_internals import accept_odd_headers, http_host, keep_calls_on_loopback
+from deployments.ray_internals import accept_odd_headers, http_host, keep_calls_on_loopback, leave_request_ids_alone
 from deployments.serve.admin import AdminCollector, FleetSwitch
 from deployments.serve.errors import to_carousel_error
 from deployments.serve.keys_file import Keys
@@ -54,6 +54,7 @@ class Ingress:
         return_freed_memory()
         keep_calls_on_loopback()
         accept_odd_headers()
+        leave_request_ids_alone()
         self._config = config
         self._paths = paths
         self._batches = batches

@@ -16,13 +16,14 @@ from app.errors import described
 from app.metrics import (
     BatchCounts,
     EngineReport,
-    KnownReplicas,
+    KnownReports,
     LoopMonitor,
     LoopSnapshot,
     RequestMetrics,
     Scrape,
     Snapshot,
     exposition,
+    num_counted,
 )
 from deployments.ray_internals import begin_call_on_all_replicas
 
@@ -39,7 +40,9 @@ class IngressReport:
     ingress_id: str
     requests: Snapshot
     loop: LoopSnapshot
-    replicas: Mapping[str, Mapping[str, EngineReport]]  # the last report of each that it has, by model and id
+    # The last report of each that it has: of replicas by model and id, of processes that send requests by id.
+    replicas: Mapping[str, Mapping[str, EngineReport]]
+    senders: Mapping[str, Snapshot]
     batches: BatchCounts | None = None  # where it works batches off
 
 
@@ -56,7 +59,8 @@ class MetricsCollector:
         self.loop = LoopMonitor()  # to be started
         self._handles = handles
         self._senders = [] if batches is None else [batches]
-        self._known = {name: KnownReplicas() for name in handles}
+        self._known = {name: KnownReports(_num_steps) for name in handles}
+        self._known_senders = KnownReports(num_counted)
 
     def report(self) -> IngressReport:
         """What this process has measured."""
@@ -67,6 +71,7 @@ class MetricsCollector:
             requests=self.requests.snapshot(),
             loop=self.loop.snapshot(),
             replicas={name: known.last for name, known in self._known.items()},
+            senders=self._known_senders.last,
         )
 
     async def expose(self) -> bytes:
@@ -86,6 +91,7 @@ class MetricsCollector:
             loops={(report.deployment, ingress_id): report.loop for ingress_id, report in by_id.items()},
             batches=[report.batches for report in ingresses if report.batches is not None],
             replicas=replicas,
+            gone_requests=self._known_senders.gone(by_id),
             gone={
                 name: known.gone({each.replica_id for each in replicas[name]}) for name, known in self._known.items()
             },
@@ -96,8 +102,15 @@ class MetricsCollector:
     def _learn(self, ingresses: Sequence[IngressReport], replicas: Mapping[str, Sequence[EngineReport]]) -> None:
         for name, known in self._known.items():
             for ingress in ingresses:
-                known.learn(ingress.replicas.get(name, {}).values())
-            known.learn(replicas[name])
+                known.learn(ingress.replicas.get(name, {}))
+            known.learn({report.replica_id: report for report in replicas[name]})
+        for ingress in ingresses:
+            self._known_senders.learn(ingress.senders)
+        self._known_senders.learn({ingress.ingress_id: ingress.requests for ingress in ingresses})
+
+
+def _num_steps(report: EngineReport) -> int:
+    return report.stats.total_steps
 
 
 @dataclass(frozen=True, slots=True)

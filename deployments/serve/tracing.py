@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from app.api.request_trace import RequestTrace, Tracer
 from app.errors import described
@@ -54,7 +55,9 @@ class OtlpTracer:
             "OTEL_RESOURCE_ATTRIBUTES", ""
         )
         resource = Resource.create({} if is_named else {"service.name": _SERVICE_NAME})
-        self._provider = TracerProvider(resource=resource)  # not the process's own: Ray may have one
+        self._ids = _Ids()
+        # Not the process's own: Ray may have one.
+        self._provider = TracerProvider(resource=resource, id_generator=cast(Any, self._ids))
         self._provider.add_span_processor(BatchSpanProcessor(_exporter()))
         self._tracer = self._provider.get_tracer("carousel")
         self._parent_of = TraceContextTextMapPropagator().extract
@@ -69,10 +72,11 @@ class OtlpTracer:
 
     def _record(self, trace: RequestTrace) -> None:
         api = self._api
+        self._ids.of_next_trace = trace.trace_id
         root = self._tracer.start_span(
             trace.name,
             context=self._parent_of(trace.parent),
-            kind=api.SpanKind.SERVER,
+            kind=api.SpanKind.SERVER if trace.trace_id is None else api.SpanKind.CONSUMER,
             start_time=trace.began_ns,
             attributes=trace.attributes,
         )
@@ -91,6 +95,22 @@ class OtlpTracer:
     def close(self) -> None:
         """Send what is left."""
         self._provider.shutdown()
+
+
+class _Ids:
+    """The SDK's `IdGenerator`: random ids, but for a trace that has its own."""
+
+    def __init__(self) -> None:
+        self.of_next_trace: int | None = None
+
+    def generate_span_id(self) -> int:
+        return random.randrange(1, 2**64)
+
+    def generate_trace_id(self) -> int:
+        return self.of_next_trace or random.randrange(1, 2**128)
+
+    def is_trace_id_random(self) -> bool:
+        return True  # a hash is as evenly spread as samplers need it
 
 
 def _exporter() -> Any:

@@ -18,7 +18,7 @@ ERROR = {"message": "no", "type": "t", "param": None, "code": None}
 
 def line(custom_id: str, status_code: int, body: dict[str, Any]) -> bytes:
     item = Item(number=0, id=custom_id, url="", body={})
-    return BatchFormat().answered(item, Answered(status_code, body)).line + b"\n"
+    return BatchFormat("batch_1").answered(item, Answered(status_code, body)).line + b"\n"
 
 
 def merged(custom_ids: list[str], output: bytes, errors: bytes) -> Any:
@@ -28,7 +28,7 @@ def merged(custom_ids: list[str], output: bytes, errors: bytes) -> Any:
 
 def test_results_are_as_the_files_have_them_whatever_texts_are_in_them() -> None:
     body = {"text": HOSTILE, HOSTILE: [1, {"error": None}], "body": {"body": {}}}
-    given_up = BatchFormat().invalid(InvalidItem(number=0, id="lost", reason="gone")).line + b"\n"
+    given_up = BatchFormat("batch_1").invalid(InvalidItem(number=0, id="lost", reason="gone")).line + b"\n"
     output = line("one", 200, {"n": 1}) + line(HOSTILE, 200, body)
     results = merged([HOSTILE, "lost", "bad", "one", "none"], output, given_up + line("bad", 400, {"error": ERROR}))
     assert [each["custom_id"] for each in results] == [HOSTILE, "lost", "bad", "one"]

@@ -96,7 +96,8 @@ def test_the_openai_package_drives_a_whole_batch(service: Service, tmp_path: Pat
         output, errors = await lines_of(client, batch.output_file_id), await lines_of(client, batch.error_file_id)
         assert output.keys() == {f"line-{n}" for n in range(20)}
         response = output["line-3"]["response"]
-        assert response["status_code"] == 200
+        assert (response["status_code"], response["request_id"]) == (200, f"{batch.id}-3")
+        assert response["body"]["id"].startswith(f"chatcmpl-{batch.id}-3-")
         assert response["body"]["choices"][0]["message"]["content"] == "3 4 5."
         assert errors.keys() == {"bad"}
         assert errors["bad"]["response"]["status_code"] == 400

@@ -8,7 +8,7 @@ from app.engine.request import FinishReason
 from app.errors import Overloaded, StepFailed
 from app.text import Tokenizer
 from tests.api.fakes import WAIT, Connection, Service, last, say
-from tests.metrics.test_exposition import value
+from tests.metrics.test_exposition import parsed, value
 from tests.waiting import until
 
 
@@ -58,7 +58,9 @@ def test_a_stream_that_breaks_off_is_a_failure_and_no_refusal(tokenizer: Tokeniz
     text = metrics_of(service)
     assert value(text, "carousel_calls_failed_total", reason="step_failed") == 1
     assert value(text, "vllm:request_success_total", finished_reason="error") == 1
-    assert b"carousel_calls_refused_total{" not in text
+    refused = parsed(text)["carousel_calls_refused"].samples
+    assert not any(sample.value for sample in refused)
+    assert {"overloaded", "unavailable", "step_failed"} < {sample.labels["reason"] for sample in refused}
 
 
 def test_a_client_that_hangs_up_aborts_and_is_not_in_flight_any_more(tokenizer: Tokenizer) -> None:

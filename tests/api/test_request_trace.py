@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
+
 from app.api.request_trace import RequestTrace, Span
 from app.engine.request import EngineTimes, FinishReason, Queued, Request, TokenDelta
 from app.errors import Overloaded, StepFailed
+from app.jobs import ItemOrigin
 from app.text import Tokenizer
 from tests.api.fakes import Script, Service, last, say
 
@@ -97,3 +102,32 @@ def test_a_request_that_was_only_queued_has_its_wait(tokenizer: Tokenizer) -> No
     queued = TokenDelta("", (), queued=Queued(3, 1.0, "r1"))
     trace = traced(tokenizer, lambda request: [queued, StepFailed("poison")], BODY)
     assert [span.name for span in trace.spans()] == ["check", "queue"]
+
+
+def traced_item(tokenizer: Tokenizer, script: Script, body: dict[str, object]) -> list[RequestTrace]:
+    service, kept = Service(tokenizer, script), KeptTraces()
+    service.handler.tracer = kept
+    asyncio.run(service.handler.handle_item("", "/v1/completions", body, ItemOrigin("batch_1", 7)))
+    return kept.traces
+
+
+def test_an_item_of_a_batch_has_the_spans_of_a_request_and_one_trace_for_all_its_attempts(tokenizer: Tokenizer) -> None:
+    [trace] = traced_item(tokenizer, resumed, {"prompt": "Hi"})
+    assert (trace.name, trace.error) == ("item /v1/completions", None)
+    assert (trace.attributes["carousel.request_id"], trace.attributes["carousel.batch_id"]) == ("batch_1-7", "batch_1")
+    assert str(trace.attributes["gen_ai.response.id"]).startswith("cmpl-batch_1-7-")
+    assert [span.attributes["carousel.replica"] for span in named(trace, "decode")] == ["r1", "r2"]
+    assert len(named(trace, "resumed")) == 1
+    again = RequestTrace.of_item("/v1/completions", ItemOrigin("batch_1", 7))
+    other = RequestTrace.of_item("/v1/completions", ItemOrigin("batch_1", 8))
+    assert trace.trace_id == again.trace_id != other.trace_id
+
+
+def test_an_item_that_fails_is_traced_and_one_that_finds_no_room_is_not(tokenizer: Tokenizer) -> None:
+    [wrong] = traced_item(tokenizer, served, {"prompt": "Hi", "temperature": 9})
+    assert type(wrong.error).__name__ == "InvalidRequest"
+    full, kept = Service(tokenizer, lambda request: [Overloaded("full")]), KeptTraces()
+    full.handler.tracer = kept
+    with pytest.raises(Overloaded):
+        asyncio.run(full.handler.handle_item("", "/v1/completions", {"prompt": "Hi"}, ItemOrigin("batch_1", 7)))
+    assert not kept.traces

@@ -262,7 +262,7 @@ def test_the_openai_package_sees_a_failed_response(tokenizer: Tokenizer) -> None
 def test_a_line_of_a_batch_may_ask_for_a_response(service: Service) -> None:
     answered = asyncio.run(service.handler.handle_item("", "/v1/responses", {"input": "Hi"}))
     assert (answered.status_code, answered.body["output"][0]["content"][0]["text"]) == (200, "3 4 5.")
-    result = BatchFormat().answered(Item(number=0, id="a", url="/v1/responses", body={}), answered)
+    result = BatchFormat("batch_1").answered(Item(number=0, id="a", url="/v1/responses", body={}), answered)
     usage = answered.body["usage"]
     counted = (result.num_input_tokens, result.num_cached_tokens, result.num_output_tokens)
     assert counted == (usage["input_tokens"], 2, 5)

@@ -17,7 +17,9 @@ EXTRA = {
     "counted": ("deployments",),  # puts a counting engine in the place of a bulk run's own
     "openvino_genai": ("openvino", "openvino_genai"),
     "pictures": ("matplotlib",),
+    "prometheus": ("deployments",),  # has our rules
     "plan_error": ("deployments",),  # compares the planner's word with what is served
+    "ray_boards": ("ray",),  # has the queries of its boards
     "reenacting_runner": ("msgspec",),  # steps of the engine are its structs
     "vllm_cpu": ("vllm",),
     "with_langchain": ("langchain_openai",),

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import httpx
+import pytest
+
 from deployments.ray_internals import headers_as_utf8
 from tests.api.odd_requests import exchange
 from tests.deployments.conftest import Service
@@ -37,3 +40,13 @@ def test_private_names_of_ray_are_in_one_file() -> None:
     sources = (PROJECT / "deployments").rglob("*.py")
     found = {path.relative_to(PROJECT).as_posix() for path in sources if PRIVATE.search(path.read_text())}
     assert found == {"deployments/ray_internals.py"}
+
+
+@pytest.mark.parametrize(("headers", "expected"), [({}, "of-body"), ({"x-request-id": "of-header"}, "of-header")])
+def test_an_answer_has_one_request_id_and_it_is_the_clients(
+    service: Service, headers: dict[str, str], expected: str
+) -> None:
+    body = {"model": "held", "prompt": "Hi", "max_tokens": 1, "request_id": "of-body"}
+    answer = httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, timeout=30)
+    assert answer.headers.get_list("x-request-id") == [expected]
+    assert answer.json()["id"].startswith(f"cmpl-{expected}-")

@@ -188,7 +188,7 @@ def test_a_target_that_nothing_can_meet_stops_no_request(itl_ms: float) -> None:
     assert tuning.is_missed
     assert 0.010 < tuning.step_s < 0.025  # the smallest steps take 11 ms
     assert tuning.itl_p99_s == pytest.approx(tuning.step_s, rel=0.3)
-    assert all(timeline.num_tokens for timeline in run.timelines)
+    assert all(run.num_tokens)
     assert run.seconds < 25
 
 
@@ -254,7 +254,7 @@ def test_limits_stay_within_their_bounds(
         assert min(MIN_PREFILL_TOKENS, max_running + spare) <= limits.max_step_tokens <= max_running + spare
         assert min(MIN_PREFILL_TOKENS, chunk) <= limits.prefill_chunk_tokens <= chunk
         assert limits.max_running <= limits.max_step_tokens
-    assert all(timeline.num_tokens for timeline in run.timelines)
+    assert all(run.num_tokens)
 
 
 # ---------------------------------------------------------------------- settings

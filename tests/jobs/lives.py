@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from app.config import BatchesConfig
-from app.jobs import Answered, NewBatch, NewFile, PageOf
+from app.jobs import Answered, ItemOrigin, NewBatch, NewFile, PageOf
 from app.jobs.batch_runner import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from tests import waiting
@@ -44,7 +44,7 @@ class Echo:
         self.max_open = 0
         self.hold: asyncio.Event | None = None  # answers wait for it where there is one
 
-    async def __call__(self, owner: str, endpoint: str, body: Mapping[str, Any]) -> Answered:
+    async def __call__(self, owner: str, endpoint: str, body: Mapping[str, Any], origin: ItemOrigin) -> Answered:
         name = body["name"]
         self.asked[name] += 1
         self.num_open += 1

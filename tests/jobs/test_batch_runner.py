@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
-from app.jobs import Answered, BatchLimits, NewBatch
+from app.jobs import Answered, BatchLimits, ItemOrigin, NewBatch
 from app.jobs.items import Checked, InputRules, OpenFile, check
 from app.jobs.job import Answer
 from app.jobs.local_service import LocalBatchService
@@ -493,7 +493,7 @@ def test_a_line_with_which_the_process_dies_again_and_again_is_given_up(
     """A process that dies leaves what is in its folder at that moment."""
     monkeypatch.setattr("app.jobs.executors.BEGUN_AFTER_S", 0.0)
 
-    async def answer(owner: str, endpoint: str, body: Mapping[str, Any]) -> Answered:
+    async def answer(owner: str, endpoint: str, body: Mapping[str, Any], origin: ItemOrigin) -> Answered:
         if body["name"] == "line-3":
             await asyncio.Event().wait()
         return ok(body["name"])

@@ -39,16 +39,16 @@ def record(**fields: Any) -> dict[str, Any]:
     return as_record(RecordFormat().generated(ItemOutput(number=4, id="a", **fields)))
 
 
-def asked(response: Response, *, base: str = "", seen: list[tuple[str, Any]] | None = None) -> dict[str, Any]:
+def asked(response: Response, *, base: str = "", seen: list[tuple[str, str, Any]] | None = None) -> dict[str, Any]:
     """The record that comes of a response."""
 
     async def complete(request: Request) -> Response:
         if seen is not None:
-            seen.append((request.headers["authorization"], await request.json()))
+            seen.append((request.headers["authorization"], request.headers["x-request-id"], await request.json()))
         return response
 
     async def ask(url: str) -> dict[str, Any]:
-        async with HttpClient(url + base, "secret", model="small") as client:
+        async with HttpClient(url + base, "secret", model="small", job_id="night") as client:
             return as_record(RecordFormat().answered(ITEM, await client.answer(ITEM)))
 
     with serving(Starlette(routes=[Route("/v1/completions", complete, methods=["POST"])])) as url:
@@ -56,11 +56,11 @@ def asked(response: Response, *, base: str = "", seen: list[tuple[str, Any]] | N
 
 
 @pytest.mark.parametrize("base", ["", "/", "/v1", "/v1/"])
-def test_an_answer_becomes_the_record_and_the_key_goes_along(base: str) -> None:
-    seen: list[tuple[str, Any]] = []
+def test_an_answer_becomes_the_record_and_the_key_and_the_id_of_the_row_go_along(base: str) -> None:
+    seen: list[tuple[str, str, Any]] = []
     found = asked(answer(text="so"), base=base, seen=seen)
     assert found == record(text="so", finish_reason="stop", prompt_tokens=3, completion_tokens=5)
-    assert seen == [("Bearer secret", {"model": "small", "prompt": "x", "service_tier": "flex"})]
+    assert seen == [("Bearer secret", "night-4", {"model": "small", "prompt": "x", "service_tier": "flex"})]
 
 
 def test_a_turn_without_a_text_is_kept_whole() -> None:

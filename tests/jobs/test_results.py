@@ -178,7 +178,10 @@ def test_a_sync_that_comes_after_the_end_does_nothing(tmp_path: Path) -> None:
 
 def test_it_takes_five_thousand_results_a_second(tmp_path: Path) -> None:
     """Ten times as many are usual; CPU time, so that other work on the machine does not count."""
-    form, body = BatchFormat(), {"choices": [{"message": {"content": "word " * 20}}], "usage": {"prompt_tokens": 3}}
+    form, body = (
+        BatchFormat("batch_1"),
+        {"choices": [{"message": {"content": "word " * 20}}], "usage": {"prompt_tokens": 3}},
+    )
     with opened(tmp_path, 10_000) as store:
         began = time.process_time()
         for number in range(10_000):

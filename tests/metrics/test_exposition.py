@@ -133,6 +133,19 @@ def test_what_a_replica_has_counted_stays_in_the_sum_when_it_goes() -> None:
     assert b'replica="b"' not in one
 
 
+def test_what_an_ingress_has_counted_stays_in_the_sum_when_it_goes() -> None:
+    here, gone = (RequestMetrics(["demo"]) for _ in range(2))
+    for each in (here, gone):
+        each.model("demo").resumed("silent")
+        each.model("demo").call([3], arrived_at=0.0).__enter__()
+    snapshots = [each.snapshot() for each in (here, gone)]
+    both = exposition(Scrape(requests=snapshots, replicas={}))
+    one = exposition(Scrape(requests=snapshots[:1], gone_requests=snapshots[1:], replicas={}))
+    assert (value(both, "carousel_requests_in_flight"), value(one, "carousel_requests_in_flight")) == (2, 1)
+    assert value(both, "carousel_resumes_total", reason="silent") == 2
+    assert value(one, "carousel_resumes_total", reason="silent") == 2
+
+
 def test_a_histogram_counts_upwards_to_all_of_its_values() -> None:
     text = exposition(after_one_request())
     counts = [
@@ -160,11 +173,12 @@ def test_batches_and_webhooks_are_told_of_where_there_are_any() -> None:
         num_webhooks_delivered=2,
         num_webhooks_given_up=1,
         num_webhooks_pending=3,
+        num_paused=2,
     )
     text = exposition(replace(scrape, batches=[counts]))
     names = ("batch_lines_completed_total", "batch_lines_failed_total", "webhook_attempts_total")
-    names += ("webhooks_delivered_total", "webhooks_given_up_total", "webhooks_pending")
-    assert [value(text, f"carousel_{name}") for name in names] == [5, 1, 4, 2, 1, 3]
+    names += ("webhooks_delivered_total", "webhooks_given_up_total", "webhooks_pending", "batches_paused")
+    assert [value(text, f"carousel_{name}") for name in names] == [5, 1, 4, 2, 1, 3, 2]
 
 
 def test_each_event_loop_has_its_delays_and_its_queue() -> None:

@@ -1,10 +1,10 @@
-"""What is remembered of replicas that are gone."""
+"""What is remembered of processes that are gone."""
 
 from __future__ import annotations
 
 import pytest
 
-from app.metrics import EngineReport, KnownReplicas
+from app.metrics import EngineReport, KnownReports
 from app.metrics import reports as reports_module
 from tests.fakes import build_fake_engine, make_request
 
@@ -17,9 +17,10 @@ def report(replica_id: str, num_steps: int) -> EngineReport:
     return EngineReport(replica_id=replica_id, stats=engine.stats(), measurements=engine.measurements())
 
 
-def known_of(*reports: EngineReport) -> KnownReplicas:
-    known = KnownReplicas()
-    known.learn(reports)
+def known_of(*reports: EngineReport) -> KnownReports[EngineReport]:
+    known = KnownReports[EngineReport](lambda report: report.stats.total_steps)
+    for each in reports:
+        known.learn({each.replica_id: each})
     return known
 
 
@@ -30,8 +31,8 @@ def test_the_last_report_of_a_replica_counts_in_whatever_order_they_come() -> No
 
 def test_two_that_tell_each_other_know_the_same() -> None:
     mine, other = known_of(report("a", 3), report("b", 1)), known_of(report("b", 4), report("c", 2))
-    mine.learn(other.last.values())
-    other.learn(mine.last.values())
+    mine.learn(other.last)
+    other.learn(mine.last)
     assert mine.last == other.last
     assert {name: each.stats.total_steps for name, each in mine.last.items()} == {"a": 3, "b": 4, "c": 2}
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from app.errors import DeadlineMissed, Overloaded, StepFailed
 from app.metrics import CallMetrics, RequestMetrics
-from app.metrics.requests import ModelSnapshot, merge, reason_of
+from app.metrics.requests import LOSSES, ModelSnapshot, merge, reason_of
+from tests.doc_pages import PROJECT
 from tests.fakes import FakeClock
 
 
@@ -34,6 +36,11 @@ class Ingress:
                 self.clock.advance(0.1)
                 call.tokens(0, 1)
             call.finished(0, "stop")
+
+
+def counted(reasons: Mapping[str, int]) -> dict[str, int]:
+    """Those that have happened."""
+    return {reason: number for reason, number in reasons.items() if number}
 
 
 def test_the_times_of_a_request_are_told_apart() -> None:
@@ -75,7 +82,7 @@ def test_a_refused_call_is_no_request_that_ended() -> None:
     with pytest.raises(Overloaded), ingress.call():
         raise Overloaded("full")
     demo = ingress.demo
-    assert (demo.refused, demo.failed, demo.num_in_flight) == ({"overloaded": 1}, {}, 0)
+    assert (counted(demo.refused), counted(demo.failed), demo.num_in_flight) == ({"overloaded": 1}, {}, 0)
     assert (set(demo.finished.values()), demo.num_choices.num_values) == ({0}, 0)
 
 
@@ -84,7 +91,7 @@ def test_an_error_after_the_first_token_is_a_failure_of_all_open_requests() -> N
     with pytest.raises(StepFailed):
         fail_after_a_token(ingress.call([7, 7]), StepFailed("poison"))
     demo = ingress.demo
-    assert (demo.refused, demo.failed, demo.num_in_flight) == ({}, {"step_failed": 1}, 0)
+    assert (counted(demo.refused), counted(demo.failed), demo.num_in_flight) == ({}, {"step_failed": 1}, 0)
     assert demo.finished["error"] == 2
 
 
@@ -127,7 +134,7 @@ def test_several_ingresses_add_up_to_one_that_had_all_the_requests() -> None:
     merged = merge(pickle.loads(pickle.dumps(ingress.metrics.snapshot())) for ingress in apart)
     assert rounded(merged["demo"]) == rounded(alone.demo)
     assert merged["other"] == alone.metrics.snapshot()["other"]
-    assert merged["demo"].resumed == {"died": 2, "hung": 1}
+    assert counted(merged["demo"].resumed) == {"died": 2, "hung": 1}
 
 
 def rounded(model: ModelSnapshot) -> list[object]:
@@ -162,3 +169,13 @@ def test_times_are_told_apart_by_the_group_of_the_replica_and_the_class_of_the_r
     assert ingress.demo.first_token_s.num_values == 3
     both = ingress.demo + ingress.demo
     assert both.latencies["bold", "foreground"].request_s.num_values == 2
+
+
+def test_what_alerts_ask_for_is_zero_before_it_happens() -> None:
+    demo = Ingress().demo
+    assert {"overloaded", "unavailable", "replicas_lost", "step_failed", "internal"} < demo.refused.keys()
+    assert demo.failed.keys() == demo.refused.keys()
+    assert not any((*demo.refused.values(), *demo.failed.values(), *demo.resumed.values()))
+    sources = [path.read_text() for path in (PROJECT / "app/fleet").glob("*.py")]
+    reasons = {reason for source in sources for reason in re.findall(r'ReplicaLost\(.*reason="(\w+)"', source)}
+    assert reasons == set(demo.resumed) == set(LOSSES)

@@ -202,8 +202,10 @@ class Progress:
         """Log the end of a call."""
         usage = self.usage()
         logger.info(
-            "request %s finished: model %s, %d choices, %d prompt tokens, %d completion tokens, answer %s",
+            # `deployments.plan` reads it.
+            "request %s finished after %.3f s: model %s, %d choices, %d prompt tokens, %d completion tokens, answer %s",
             self.request_id,
+            self.metrics.elapsed_s,
             self.call.model.name,
             len(self.outputs),
             usage["prompt_tokens"],

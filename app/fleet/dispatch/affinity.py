@@ -37,9 +37,8 @@ class PrefixIndex:
         chain = self._chain(token_ids, salt)
         found = {}
         for replica_id, blocks in self._blocks.items():
-            num_blocks = _num_first_in(blocks, chain)
-            if num_blocks:
-                found[replica_id] = num_blocks * self._block_size
+            if chain and chain[0] in blocks:
+                found[replica_id] = _num_first_in(blocks, chain) * self._block_size
         return found
 
     def keep_only(self, replica_ids: Collection[str]) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import msgspec
+
 _MAX_EXPLAINED = 4  # candidates that the line shows; the rest are counted
 
 
@@ -21,9 +23,8 @@ class RequestSize:
         return self.num_prompt_tokens + self.num_expected_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One replica as the decision about one request sees it."""
+class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One replica as the decision about one request sees it. A struct, as each request has one for each replica."""
 
     replica_id: str
     num_requests: int = 0  # sent there and not ended
@@ -68,7 +69,7 @@ class Scoring:
     def score(self, candidate: Candidate) -> float:
         """The work that is there, the queue and this request; the least is best."""
         own = self.num_request_tokens / self.relative_speed(candidate)
-        return self.outstanding(candidate) + self.queue(candidate) + own
+        return self.outstanding(candidate) + (self.queue(candidate) if candidate.num_ahead else 0.0) + own
 
     def explain(self, candidate: Candidate) -> str:
         """The candidate with the parts of its score."""

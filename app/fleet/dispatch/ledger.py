@@ -188,7 +188,9 @@ class ReplicaState:
         holds_session: bool,
     ) -> Candidate:
         """This replica for one request. More than `max_requests` are refused."""
-        work = self.ours + self._others if now - self._reported_at <= REPORT_LIFE_S else self.ours
+        others = self._others
+        is_known = (others.num_requests or others.num_prefill_tokens) and now - self._reported_at <= REPORT_LIFE_S
+        work = self.ours + others if is_known else self.ours
         report = self.report
         knows_speed = report is not None and now - self._worked_at <= SPEED_LIFE_S
         return Candidate(

@@ -39,7 +39,7 @@ from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel
 from app.model.logprobs import ComputeLogprobs, Logprobs, compute_logprobs
 from app.model.memory import is_out_of_memory
-from app.model.parallel.group import RankGroup
+from app.model.parallel.leading import LeadingRunner, NoRanks
 from app.model.parallel.ranks import Ranks
 from app.model.pooling import PooledStates
 from app.model.runner import DrawnTokens, draw_tokens
@@ -54,7 +54,7 @@ Capture = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
 _NUM_WARM_UPS = 2  # they compile kernels and let cuBLAS choose and allocate; a first call cannot be captured
 
 
-class GraphModelRunner:
+class GraphModelRunner(LeadingRunner):
     """Launches batches on one model: by replay what fits into a captured size, the others eagerly."""
 
     def __init__(
@@ -74,6 +74,7 @@ class GraphModelRunner:
         max_tokens: of a step with prompts; 0: none of these is captured.
         synchronize: waits for the device and raises what is wrong with it; None where no device can be lost.
         """
+        super().__init__()
         self._model = model
         self._sample, self._compute_logprobs = sample, compute_logprobs
         self._forward = _forward_of(model, attention)
@@ -89,8 +90,6 @@ class GraphModelRunner:
         self._mixed_sizes = mixed_sizes(max_rows=max_rows, max_tokens=max_tokens)
         self.num_padding_tokens = 0  # that replays have computed for nothing
         self._capture = capture  # None once it has been used
-        self._ranks: Ranks | None = None  # of rank 0, where there are several
-        self._group: RankGroup | None = None
         self._finding_loss = FindingLoss(synchronize) if synchronize is not None else nullcontext()
 
     def prepare(self) -> None:
@@ -101,10 +100,12 @@ class GraphModelRunner:
         """
         if self._capture is None:
             return
-        if self._ranks is not None:
-            self._ranks.prepare()
-        self._capture_all(self._capture)
+        with self._ranks.preparing():
+            self._capture_all(self._capture)
+            self._compare_captured()
         self._capture = None
+
+    def _compare_captured(self) -> None:
         if self._group is not None and self._group.minimum(len(self._graphs)) != self._group.maximum(len(self._graphs)):
             raise InvalidSetup(
                 "the ranks have captured different numbers of CUDA graphs, as memory ended on some of them; lower "
@@ -121,26 +122,8 @@ class GraphModelRunner:
             DeviceLost: as `LaunchedStep.result` does, too.
         """
         self.prepare()
-        with self._finding_loss, nullcontext() if self._ranks is None else self._ranks.watched():
+        with self._finding_loss, self._ranks.watched():
             return self._launch(batch)
-
-    def lead(self, ranks: Ranks) -> None:
-        """Have other ranks compute each step, too."""
-        self._ranks = ranks
-        self.join(ranks.group)
-
-    def join(self, group: RankGroup) -> None:
-        """Compute with other ranks, before anything is captured."""
-        self._group = group
-
-    def close(self) -> None:
-        if self._ranks is not None:
-            self._ranks.close()
-
-    def check(self) -> None:
-        """Raises DeviceLost if another rank has ended."""
-        if self._ranks is not None:
-            self._ranks.check()
 
     @torch.inference_mode()
     def follow(self, batch: Batch) -> None:
@@ -154,10 +137,10 @@ class GraphModelRunner:
 
     @torch.inference_mode()
     def _launch(self, batch: Batch) -> LaunchedStep:
-        with nullcontext() if self._ranks is None else self._ranks.step(batch):
+        with self._ranks.step(batch):
             prediction = self._predict(batch)
         pooled = None if prediction.hidden is None else PooledStates(batch, prediction.hidden)
-        step = LaunchedStep(partial(self._draw, prediction), self._finding_loss, pooled, self._ranks)
+        step = LaunchedStep(partial(self._draw, prediction), self._finding_loss, pooled, ranks=self._ranks)
         if not batch.lacks_history:
             step.draw(batch)
         return step
@@ -327,7 +310,8 @@ class LaunchedStep:
         draw: Callable[[Batch], _Drawn],
         finding_loss: AbstractContextManager[None],
         pooled: PooledStates | None = None,
-        ranks: Ranks | None = None,
+        *,
+        ranks: Ranks | NoRanks,
     ) -> None:
         """draw: queues the draws of a batch after its forward pass. ranks: that compute it, too."""
         self._ranks = ranks
@@ -345,7 +329,7 @@ class LaunchedStep:
         """Wait for this step, not for those launched after it."""
         assert self._drawn is not None, "its tokens were never drawn"
         if self._drawn.copied is not None:
-            with self._finding_loss, nullcontext() if self._ranks is None else self._ranks.watched():
+            with self._finding_loss, self._ranks.watched():
                 self._drawn.copied.synchronize()
         result = self._drawn.result()
         if self._pooled is not None and self._sums is not None:

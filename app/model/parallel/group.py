@@ -6,6 +6,8 @@ raise RuntimeError; where one ends, they raise it at once. The group is of no us
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +17,8 @@ import torch
 from torch._C._distributed_c10d import FileStore
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+_COUNT_BYTES = 8
 
 
 class RankGroup:
@@ -27,9 +31,11 @@ class RankGroup:
         device: of all tensors that are exchanged, this rank's own.
         timeout_s: how long an exchange waits for the other ranks.
 
-        Raises RuntimeError if one does not come in time.
+        Raises RuntimeError if one does not come in time; `ExchangeCounts` say which.
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
+        self._counts = ExchangeCounts(store, size)
+        self._counts.add(rank)
         self.rank = rank
         self.size = size
         self.device = device
@@ -48,6 +54,7 @@ class RankGroup:
 
         The tensor is contiguous and of one shape and type on all ranks.
         """
+        self._counts.add(self.rank)
         if self.size <= 2:  # a + b is b + a
             self._processes.allreduce([tensor]).wait()
             return
@@ -62,16 +69,19 @@ class RankGroup:
 
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """Join the ranks' columns: [..., num_columns] of each, of one shape → [..., size * num_columns] on all."""
+        self._counts.add(self.rank)
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
         self._processes.allgather([parts], [tensor.contiguous()]).wait()
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replace the tensor of every rank by that of rank 0. Contiguous, of one shape and type on all ranks."""
+        self._counts.add(self.rank)
         self._processes.broadcast(tensor, 0).wait()
 
     def minimum(self, number: int) -> int:
         """The least of the ranks' numbers."""
+        self._counts.add(self.rank)
         least = torch.tensor([number], device=self.device)
         self._processes.allreduce([least], ReduceOp.MIN).wait()
         return int(least.item())
@@ -103,6 +113,28 @@ class RankGroup:
         for call in self._also_aborted:
             call()
         self._processes.abort()
+
+
+class ExchangeCounts:
+    """How many exchanges each rank has begun, in a file that all ranks share. Where they hang, it says for which.
+
+    What a device exchanges from a captured graph is not counted.
+    """
+
+    def __init__(self, store: Path, size: int) -> None:
+        """store: that of the group, beside which the file lies. The first rank that comes makes it."""
+        with open(store.with_name(f"{store.name}-counts"), "a+b", buffering=0) as file:
+            os.ftruncate(file.fileno(), size * _COUNT_BYTES)  # zeros, or what it holds already
+            self._counts = memoryview(mmap.mmap(file.fileno(), size * _COUNT_BYTES)).cast("Q")
+
+    def add(self, rank: int) -> None:
+        """Only the rank itself calls it."""
+        self._counts[rank] += 1
+
+    def missing(self) -> list[int]:
+        """The ranks that have not begun the exchange that others have begun."""
+        counts = self._counts.tolist()
+        return [rank for rank, count in enumerate(counts) if count < max(counts)]
 
 
 def _gloo(files: FileStore, rank: int, size: int, timeout: timedelta) -> Any:

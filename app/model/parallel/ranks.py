@@ -29,15 +29,17 @@ from app.config import GIB
 from app.engine.batch import Batch, DeviceLost
 from app.errors import CarouselError, Failure, InvalidSetup, described
 from app.model.parallel.channel import Channel, Kind
-from app.model.parallel.group import RankGroup
+from app.model.parallel.group import ExchangeCounts, RankGroup
 from app.model.parallel.steps import StepWriter
 
 logger = logging.getLogger(__name__)
 
 # From the first of the ranks that come to the last: torch is loaded by then.
 MEET_TIMEOUT_S = 60.0
-# To load a model may take one rank longer than another: it has to read weights and compile kernels.
-_LOAD_TIMEOUT_S = 1800.0
+# To load a model, and to capture its steps: weights have to be read and kernels compiled.
+START_TIMEOUT_S = 1800.0
+# Of exchanges, of the timeout above: the watch ends what hangs, and says what it was.
+_EXCHANGES_WAIT = 2
 # Of the timeout of a step. At the first a hanging step is ended, at the second the process, if that did not help: all
 # within the timeout, for the watch looks eight times in it.
 _HANGS_AFTER = 0.75
@@ -88,6 +90,15 @@ def check_heads(described: Mapping[str, Any], size: int) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What this rank does while it may wait for others."""
+
+    name: str
+    limit_s: float  # then it counts as hung
+    began_at: float  # by time.monotonic
+
+
 class Ranks:
     """The ranks beside this one, which is rank 0. Steps are sent by one thread."""
 
@@ -99,19 +110,25 @@ class Ranks:
         settings: Mapping[str, Any],
         start: Callable[[int], subprocess.Popen[bytes]],
         step_timeout_s: float,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         """Start the other ranks and wait until all have come.
 
         start: starts the process of another rank, which inherits the socket of this number and reads the settings
-        there, as JSON, with its rank, the size, the store of the group, and timeouts; it answers with a SYNC.
+        there, as JSON, with its rank, the size, and the store and the timeout of the group; it answers with a SYNC.
+        start_timeout_s: of each of their start, the load and the capture.
 
         Raises:
-            CarouselError: what a rank has ended with.
+            CarouselError: what a rank has ended with, or which one hangs.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="carousel-ranks-"))
+        store = self._folder / "store"
+        self._counts = ExchangeCounts(store, size)
         self._writer = StepWriter()
         self._step_timeout_s = step_timeout_s
-        self._busy_since: float | None = None  # while this rank is in a step
+        self._start_timeout_s = start_timeout_s
+        self._work: _Work | None = None
+        self._awaited: int | None = None  # the rank for the answer of which this one waits
         self._loss: str | None = None
         self._is_closing = False
         self._lock = threading.Lock()  # held while one thread ends the ranks
@@ -124,29 +141,34 @@ class Ranks:
         )  # fmt: skip
         self._watching.start()
         started.wait()
-        with self._ending_all():
+        with self._starting("the start of the ranks"):
             if len(self.processes) < size - 1:
                 raise Failure("a process for another rank could not be started; the log says more")
-            store = self._folder / "store"
-            timeouts = {"load_timeout_s": _LOAD_TIMEOUT_S, "step_timeout_s": step_timeout_s}
+            own = {**settings, "size": size, "store": str(store), "timeout_s": _EXCHANGES_WAIT * start_timeout_s}
             for rank, channel in enumerate(self._channels, start=1):
-                own = {**settings, **timeouts, "rank": rank, "size": size, "store": str(store)}
-                channel.send(Kind.SETTINGS, json.dumps(own).encode())
-            for channel in self._channels:
-                channel.receive()
+                channel.send(Kind.SETTINGS, json.dumps({**own, "rank": rank}).encode())
+            self._receive_all()
             self.group = RankGroup(0, size, store=store, device=device, timeout_s=MEET_TIMEOUT_S)
-            self.group.set_timeout(_LOAD_TIMEOUT_S)
+            self.group.set_timeout(_EXCHANGES_WAIT * start_timeout_s)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Around what all ranks do before the first step.
+        """Around what all ranks do before the first step, but for `preparing`.
 
-        Raises the error of the rank that failed first, where that is known.
+        Raises the error of the rank that failed first, where that is known, or says which one hangs.
         """
-        with self._ending_all():
+        with self._starting("loading"):
             yield
             self.wait()
-            self.group.set_timeout(self._step_timeout_s)
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Have the other ranks prepare for their first step; inside, this one does. Raises as `loading` does."""
+        with self._starting("preparing for the first step"):
+            for channel in self._channels:
+                channel.send(Kind.PREPARE)
+            yield
+            self.wait()
 
     @contextmanager
     def step(self, batch: Batch) -> Iterator[None]:
@@ -163,35 +185,45 @@ class Ranks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around work that may wait for the other ranks. Raises DeviceLost if one has failed, or it takes too long."""
-        outer = self._busy_since
-        self._busy_since = time.monotonic() if outer is None else outer
+        """Around what is part of a step and may wait for the other ranks.
+
+        Raises DeviceLost if one has failed, or it takes too long.
+        """
         try:
-            yield
+            with self._bounded("a step", _HANGS_AFTER * self._step_timeout_s):
+                yield
         except Exception as error:
             if self._loss is not None:
                 raise DeviceLost(self._loss) from error
             raise
-        finally:
-            self._busy_since = outer
         self.check()
+
+    @contextmanager
+    def _bounded(self, name: str, limit_s: float) -> Iterator[None]:
+        """Around work; where it takes longer, all ranks are ended. Within other work that one's limit holds."""
+        outer = self._work
+        self._work = outer or _Work(name, limit_s, time.monotonic())
+        try:
+            yield
+        finally:
+            self._work = outer
 
     def check(self) -> None:
         """Raises DeviceLost if the ranks have ended."""
         if self._loss is not None:
             raise DeviceLost(self._loss)
 
-    def prepare(self) -> None:
-        """Have the other ranks prepare for their first step, as this one does then."""
-        for channel in self._channels:
-            channel.send(Kind.PREPARE)
-
     def wait(self) -> None:
         """Wait until every rank has done what it was sent. Raises the error of one that failed, or EOFError."""
         for channel in self._channels:
             channel.send(Kind.SYNC)
-        for channel in self._channels:
+        self._receive_all()
+
+    def _receive_all(self) -> None:
+        for rank, channel in enumerate(self._channels, start=1):
+            self._awaited = rank
             channel.receive()
+        self._awaited = None
 
     def close(self) -> None:
         """End the other ranks."""
@@ -208,16 +240,25 @@ class Ranks:
     # ------------------------------------------------------------------ ending
 
     @contextmanager
-    def _ending_all(self) -> Iterator[None]:
+    def _starting(self, name: str) -> Iterator[None]:
+        """Around what must not fail on any rank: all end with it."""
         try:
-            yield
+            with self._bounded(name, self._start_timeout_s):
+                yield
+            self.check()
         except BaseException as error:
             is_own = isinstance(error, CarouselError) or not isinstance(error, Exception)
             told = None if is_own else self._told()
+            reason = self._loss or described(error)
             self.close()
             if is_own:
                 raise
-            raise told or Failure(f"the ranks cannot start: {described(error)}") from error
+            raise told or Failure(f"the ranks cannot start: {reason}") from error
+
+    def _missing(self) -> str | None:
+        """The ranks for which the others wait, in words, where that is known."""
+        ranks = [self._awaited] if self._awaited is not None else self._counts.missing()
+        return " and ".join(f"rank {rank}" for rank in ranks) or None
 
     def _told(self) -> CarouselError | None:
         """The error that another rank has ended with, if it has said one."""
@@ -280,21 +321,21 @@ class Ranks:
             if self._is_closing:
                 return
             dead = [rank for rank, end in enumerate(ends, start=1) if end in ready]
-            since = self._busy_since
+            work = self._work
             if dead:
                 self._lose(f"rank {dead[0]} has ended")
                 return
-            if since is not None and time.monotonic() - since > _HANGS_AFTER * timeout_s:
-                self._lose(f"a step has taken more than {_HANGS_AFTER * timeout_s:g} s; a rank hangs")
+            if work is not None and time.monotonic() - work.began_at > work.limit_s:
+                self._lose(f"{work.name} has taken more than {work.limit_s:g} s; {self._missing() or 'a rank'} hangs")
                 return
 
     def _lose(self, reason: str) -> None:
         self._end(reason)
-        if self._busy_since is None:
+        if self._work is None:
             return
         deadline = time.monotonic() + _EXITS_AFTER * self._step_timeout_s
-        while self._busy_since is not None:
+        while self._work is not None:
             if time.monotonic() > deadline:
-                logger.critical("the step does not end with the ranks; the process ends")
+                logger.critical("this rank does not end what it does with the others; the process ends")
                 os._exit(70)
             time.sleep(0.01)

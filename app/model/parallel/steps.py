@@ -1,8 +1,11 @@
-"""A step as rank 0 sends it to the others: what a forward pass needs of a batch, as 32-bit numbers.
+"""A step as rank 0 sends it to the others: what a forward pass needs of a batch, as 32-bit numbers, column by column.
 
 Of a sequence that the others know only its new block ids are sent. A sequence is identified by its list of block ids,
 as on a GPU (`cuda/block_tables.py`): the scheduler replaces that list when it takes the blocks back, and never shortens
 it.
+
+Every step waits for what is written and read here, so a decode step has no columns that are the same for all of its
+sequences.
 """
 
 from __future__ import annotations
@@ -10,14 +13,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
 
-_HEADER = 3  # number of sequences, of tables to forget, whether log-probabilities are wanted
-_FACTS = 7  # of a sequence: number of its table, new blocks, tokens, start, whether it samples, targets, the first
+# Numbers of sequences, of tables to forget and of tables with new blocks; whether log-probabilities are wanted, and
+# whether each sequence has one token and draws the next.
+_HEADER = 5
 _KEPT_TABLES = 256  # of sequences that are not in a step, beside as many as are
 _UNUSED = SamplingParams(max_tokens=1, temperature=0.0)  # rank 0 draws
+_NO_NAME = ""  # the other ranks know no requests
 
 
 @dataclass(slots=True)
@@ -38,35 +44,48 @@ class StepWriter:
 
     def message(self, batch: Batch) -> bytes:
         """To be read by every other rank, once and in order."""
-        facts, token_ids, block_ids = array("i"), array("i"), array("i")
-        for item in batch.scheduled:
-            table = self._table(item.block_ids)
-            new = item.block_ids[table.num_sent :]
-            table.num_sent += len(new)
-            facts.extend(
-                (table.number, len(new), len(item.token_ids), item.start, item.samples, len(item.targets),
-                 item.first_target)
-            )  # fmt: skip
-            token_ids.extend(item.token_ids)
-            block_ids.extend(new)
-        forgotten = self._forgotten(batch.scheduled)
-        header = array("i", (len(batch.scheduled), len(forgotten), batch.has_logprobs))
-        return (header + forgotten + facts + token_ids + block_ids).tobytes()
+        items, known = batch.scheduled, self._tables
+        tables = [known.get(id(item.block_ids)) or self._added(item.block_ids) for item in items]
+        grown = [table for table in tables if table.num_sent < len(table.block_ids)]
+        new = [table.block_ids[table.num_sent :] for table in grown]
+        for table in grown:
+            table.num_sent = len(table.block_ids)
+        forgotten = self._forgotten(items)
+        token_ids = list(chain.from_iterable([item.token_ids for item in items]))
+        is_decode = len(token_ids) == len(items) == len(batch.sampled) and not batch.has_targets
+        numbers = [
+            len(items), len(forgotten), len(grown), batch.has_logprobs, is_decode,
+            *forgotten,
+            *[table.number for table in grown], *[len(each) for each in new], *chain.from_iterable(new),
+            *[table.number for table in tables],
+            *[item.start for item in items],
+            *([] if is_decode else _other_columns(items)),
+            *token_ids,
+        ]  # fmt: skip
+        return array("i", numbers).tobytes()
 
-    def _table(self, block_ids: list[int]) -> _Table:
-        table = self._tables.get(id(block_ids))
-        if table is None:
-            table = self._tables[id(block_ids)] = _Table(self._next_number, block_ids)
-            self._next_number += 1
+    def _added(self, block_ids: list[int]) -> _Table:
+        table = self._tables[id(block_ids)] = _Table(self._next_number, block_ids)
+        self._next_number += 1
         return table
 
-    def _forgotten(self, items: Sequence[ScheduledSequence]) -> array[int]:
+    def _forgotten(self, items: Sequence[ScheduledSequence]) -> list[int]:
         """The numbers of tables that are not needed any more, as a rule: their sequences come anew if they do."""
         if len(self._tables) <= 2 * len(items) + _KEPT_TABLES:
-            return array("i")
+            return []
         present = {id(item.block_ids) for item in items}
         absent = [key for key in self._tables if key not in present]
-        return array("i", [self._tables.pop(key).number for key in absent])
+        return [self._tables.pop(key).number for key in absent]
+
+
+def _other_columns(items: Sequence[ScheduledSequence]) -> list[int]:
+    """Those that a decode step does without."""
+    return [
+        *[len(item.token_ids) for item in items],
+        *[item.samples for item in items],
+        *[len(item.targets) for item in items],
+        *[item.first_target for item in items],
+    ]
 
 
 class StepReader:
@@ -79,23 +98,28 @@ class StepReader:
         """The step, without what only draws need."""
         numbers = array("i")
         numbers.frombytes(message)
-        num_items, num_forgotten, has_logprobs = numbers[:_HEADER]
-        at = _HEADER + num_forgotten
-        for number in numbers[_HEADER:at]:
+        left = iter(numbers)
+        num_items, num_forgotten, num_grown, has_logprobs, is_decode = islice(left, _HEADER)
+        for number in islice(left, num_forgotten):
             del self._tables[number]
-        facts = [numbers[place : place + _FACTS] for place in range(at, at + num_items * _FACTS, _FACTS)]
-        at += num_items * _FACTS
-        at_blocks = at + sum(each[2] for each in facts)
-        items = []
-        for number, num_blocks, num_tokens, start, samples, num_targets, first_target in facts:
-            block_ids = self._tables.setdefault(number, [])
-            block_ids += numbers[at_blocks : at_blocks + num_blocks]
-            items.append(
+        grown, num_new = list(islice(left, num_grown)), list(islice(left, num_grown))
+        for number, count in zip(grown, num_new, strict=True):
+            self._tables.setdefault(number, []).extend(islice(left, count))
+        tables = [self._tables[number] for number in islice(left, num_items)]
+        starts = list(islice(left, num_items))
+        if is_decode:
+            items = [
+                ScheduledSequence(_NO_NAME, token_ids, start, block_ids, True, _UNUSED)
+                for block_ids, start, token_ids in zip(tables, starts, zip(left, strict=True), strict=True)
+            ]
+        else:
+            columns = [list(islice(left, num_items)) for _ in range(4)]
+            items = [
                 ScheduledSequence(
-                    str(number), tuple(numbers[at : at + num_tokens]), start, block_ids, bool(samples), _UNUSED,
+                    _NO_NAME, tuple(islice(left, num_tokens)), start, block_ids, bool(samples), _UNUSED,
                     targets=(0,) * num_targets, first_target=first_target,
                 )
-            )  # fmt: skip
-            at += num_tokens
-            at_blocks += num_blocks
+                for block_ids, start, num_tokens, samples, num_targets, first_target
+                in zip(tables, starts, *columns, strict=True)
+            ]  # fmt: skip
         return Batch(tuple(items), (), has_logprobs=bool(has_logprobs))

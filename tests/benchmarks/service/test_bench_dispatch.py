@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 
-from app.fleet.dispatch import make_policy
 from benchmarks.service.dispatch import Figures, Trial, main, measure
-from benchmarks.service.simulated_fleet import Capability, Job, SimulatedIngress
 
-TRIAL = Trial(num_replicas=8, num_ingresses=2, num_requests=500, load=0.8, seed=3, capability=Capability(max_running=8))
+TRIAL = Trial(num_replicas=8, num_ingresses=2, num_requests=500, load=0.8, seed=3, max_running=8)
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +31,6 @@ def test_prefix_affinity_finds_more_cached_and_first_tokens_come_no_later(figure
     affinity, least = conversations["prefix_affinity"], conversations["least_loaded"]
     assert affinity["hit_rate"] >= 1.5 * least["hit_rate"]
     assert affinity["ttft_mean_s"] <= least["ttft_mean_s"]
-
-
-def test_an_ingress_counts_on_prompts_that_it_has_sent_and_not_on_what_was_replied() -> None:
-    """As the service's own: `Board` learns of no reply."""
-    ingress = SimulatedIngress(make_policy("least_loaded", random.Random(0)), ["a"], kv_tokens=4096)
-    first = Job(request_id="first", prompt=range(64), reply=range(64, 128), max_tokens=64, arrival_s=0.0)
-    first.replica_id = ingress.place(first, 0.0)
-    ingress.end(first)
-    assert ingress.num_cached(range(200)) == {"a": 64}
 
 
 def test_one_line_of_json_the_same_for_the_same_seed(capsys: pytest.CaptureFixture[str]) -> None:

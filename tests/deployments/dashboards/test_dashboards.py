@@ -53,7 +53,7 @@ def everything() -> dict[str, Metric]:
     )
     batches = BatchCounts(
         num_lines_completed=1, num_lines_failed=0, num_webhook_attempts=0, num_webhooks_delivered=0,
-        num_webhooks_given_up=0, num_webhooks_pending=0,
+        num_webhooks_given_up=0, num_webhooks_pending=0, num_paused=0,
     )  # fmt: skip
     return parsed(
         exposition(

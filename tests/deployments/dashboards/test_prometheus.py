@@ -1,36 +1,32 @@
-"""Debian's Prometheus against a service: every query of every panel and rule has data, and an alert fires.
+"""Debian's Prometheus against a live service: every query of every panel and rule has data, and an alert fires.
 
 Skipped where `prometheus` and `promtool` are not installed: `apt-get install prometheus`.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import socket
 import subprocess
+import threading
 import time
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+import httpx
 import pytest
 import yaml
 
-from app.text import Tokenizer
+from benchmarks.harness.prometheus import Prometheus, faster, prometheus, why_no_prometheus
 from deployments.dashboards.__main__ import FOLDER
 from deployments.dashboards.rules import rules
+from tests.deployments.conftest import Deployed, steps_of
 from tests.deployments.dashboards.test_dashboards import queries
-from tests.deployments.dashboards.watched_service import Watched, served
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("prometheus") is None or shutil.which("promtool") is None,
-    reason="prometheus and promtool are not installed: apt-get install prometheus",
-)
-_WAIT_S = 60.0
+pytestmark = pytest.mark.skipif(why_no_prometheus() is not None, reason=str(why_no_prometheus()))
+NAME = "watched"
+FACTOR = 60  # five minutes are five seconds
+WAIT_S = 60.0
 
 
 def promtool(*arguments: object) -> str:
@@ -78,6 +74,7 @@ CAUSES: dict[str, dict[str, str]] = {
         "carousel_batch_lines_failed_total": "0+10x30",
         "carousel_batch_lines_completed_total": "0+50x30",
     },
+    "CarouselBatchesPaused": {"carousel_batches_paused": "1x30"},
     "CarouselWebhooksGivenUp": {"carousel_webhooks_given_up_total": "0x10 1x20"},
 }
 
@@ -108,106 +105,82 @@ def test_every_alert_fires_from_its_cause(tmp_path: Path) -> None:
     promtool("test", "rules", tmp_path / "tests.yaml")
 
 
-class Prometheus:
-    """A server that scrapes one target every second, with our rules at that pace."""
-
-    def __init__(self, folder: Path, target: str) -> None:
-        folder.mkdir(exist_ok=True)
-        (folder / "rules.yaml").write_text(yaml.safe_dump(_faster(rules())))
-        config = {
-            "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
-            "rule_files": ["rules.yaml"],
-            "scrape_configs": [
-                {"job_name": "carousel", "static_configs": [{"targets": [target.removeprefix("http://")]}]}
-            ],
-        }
-        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-        self.base = f"http://{address}"
-        self.process = subprocess.Popen(
-            [
-                "prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address={address}", "--log.level=error",
-            ],
-        )  # fmt: skip
-
-    def query(self, expr: str) -> list[dict[str, Any]]:
-        """The series of an instant query. Raises what HTTP raises, with what Prometheus says of a wrong query."""
-        try:
-            with urllib.request.urlopen(
-                f"{self.base}/api/v1/query?{urllib.parse.urlencode({'query': expr})}", timeout=10
-            ) as answer:
-                found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
-                return found
-        except urllib.error.HTTPError as error:
-            raise AssertionError(f"{expr}: {error.read().decode()}") from error
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(10)
+@pytest.fixture(scope="module")
+def url(deployed: Deployed, demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An application with batches. Its model is simulated and takes eight requests."""
+    model = {
+        "name": NAME,
+        "engine": {
+            "model": {"path": str(demo_path), **steps_of(5)},
+            "cache": {"num_blocks": 256},
+            "scheduler": {"max_running": 4, "max_waiting": 4},
+        },
+        "replicas": {"num_replicas": 1, "num_cpus": 0.05, "drain_timeout_s": 1},
+    }
+    with deployed(NAME, {"models": [model], "batches": {"path": str(tmp_path_factory.mktemp("batches"))}}) as url:
+        yield url
 
 
-def _faster(of: dict[str, Any]) -> dict[str, Any]:
-    """The rules over seconds in place of minutes, as no test waits for five minutes."""
-    for group in of["groups"]:
-        for rule in group["rules"]:
-            rule["expr"] = re.sub(r"\[\d+[mh]\]", "[10s]", rule["expr"])
-            if "alert" in rule:
-                rule["for"] = "0s"
-    return of
+@pytest.fixture
+def scraped(url: str) -> Iterator[Prometheus]:
+    with prometheus(url, factor=FACTOR, every_s=1) as server:
+        yield server
 
 
-def soon(waits_for: Callable[[], object], work: Callable[[], object]) -> None:
+@contextmanager
+def load(url: str) -> Iterator[None]:
+    """Requests of each class and a batch of one line, again and again until the end of the block."""
+    is_over = threading.Event()
+
+    def work() -> None:
+        with httpx.Client(base_url=url, timeout=30) as client:
+            while not is_over.is_set():
+                for tier in ("auto", "flex"):
+                    complete(client, service_tier=tier)
+                client.post("/v1/batch", json={"model": NAME, "prompts": ["Hi"], "max_tokens": 2, "async": True})
+                is_over.wait(0.2)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def complete(client: httpx.Client, **fields: object) -> int:
+    """The status of a completion."""
+    body = {"model": NAME, "prompt": "Hi", "max_tokens": 4, "ignore_eos": True} | fields
+    return client.post("/v1/completions", json=body).status_code
+
+
+def soon(waits_for: Callable[[], object], work: Callable[[], object] = lambda: time.sleep(0.3)) -> None:
     """Work until nothing is waited for any more."""
-    ends_at = time.monotonic() + _WAIT_S
+    ends_at = time.monotonic() + WAIT_S
     while missing := waits_for():
         assert time.monotonic() < ends_at, f"it never came: {missing}"
         work()
-        time.sleep(0.3)
 
 
-@pytest.fixture(scope="module")
-def scraped(
-    demo_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Prometheus, Callable[[int], None]]]:
-    """Prometheus after some scrapes of a service that works, and a call that makes it work."""
-    watched = Watched(Tokenizer.load(str(demo_path)))
-    with served(watched) as base:
-        prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), base)
-
-        def is_missing() -> bool:
-            try:
-                [found] = prometheus.query("count_over_time(carousel_ingresses[1h])") or [{"value": [0, "0"]}]
-            except OSError:
-                return True
-            return int(found["value"][1]) < 5
-
-        try:
-            soon(is_missing, lambda: watched.work(base))
-            yield prometheus, lambda number: watched.work(base, num_too_many=number)
-        finally:
-            prometheus.stop()
-
-
-def test_every_query_of_every_panel_and_rule_has_data(scraped: tuple[Prometheus, Callable[[int], None]]) -> None:
-    prometheus, work = scraped
+def test_every_query_of_every_panel_and_rule_has_data(scraped: Prometheus, url: str) -> None:
+    """Alerts are asked for what they compare with their bound. Nothing has to go wrong for a number to be there."""
     alerts = {rule["alert"] for group in rules()["groups"] for rule in group["rules"] if "alert" in rule}
-    asked = [(place, _measured(expr) if place in alerts else expr) for place, expr in queries()]
+    asked = [(place, for_now(measured(expr) if place in alerts else expr)) for place, expr in queries()]
 
     def missing() -> list[str]:
-        return [place for place, expr in asked if not prometheus.query(_for_now(expr))]
+        return [place for place, expr in asked if not scraped.has_number(expr)]
 
-    soon(missing, lambda: work(0))
+    with load(url):
+        soon(missing)
 
 
-def _for_now(expr: str) -> str:
+def for_now(expr: str) -> str:
     """A query as Grafana sends it, over some seconds."""
-    return re.sub(r"\[\d+[mh]\]", "[10s]", expr.replace("$__rate_interval", "10s").replace("$model", ".*"))
+    return faster(expr.replace("$__rate_interval", "5m").replace("$model", ".*"), FACTOR)
 
 
-def _measured(expr: str) -> str:
+def measured(expr: str) -> str:
     """What an alert measures, without the bound that makes it fire; of `absent`, what should be there."""
     found = re.fullmatch(r"absent\((.*)\)", expr)
     if found is not None:
@@ -215,12 +188,12 @@ def _measured(expr: str) -> str:
     return re.split(r" (?:>|<|==) (?:[\d.]+$|0\.1 \*)", expr.split(" and ")[0])[0]
 
 
-def test_an_alert_fires_when_the_service_is_overloaded(scraped: tuple[Prometheus, Callable[[int], None]]) -> None:
-    prometheus, work = scraped
+def test_an_alert_fires_when_the_service_is_overloaded(scraped: Prometheus, url: str) -> None:
+    with httpx.Client(base_url=url, timeout=30) as client:
 
-    def fires(name: str) -> bool:
-        return bool(prometheus.query(f'ALERTS{{alertname="{name}", alertstate="firing"}}'))
+        def too_many() -> None:
+            complete(client)  # 429 as long as some of those that were too many are on their way out
+            assert complete(client, prompt=["Hi"] * 12) == 429
 
-    assert not fires("CarouselOverloaded")
-    soon(lambda: not fires("CarouselOverloaded"), lambda: work(3))
-    assert not fires("CarouselAbsent")
+        soon(lambda: "CarouselOverloaded" not in scraped.firing(), too_many)
+    assert "CarouselAbsent" not in scraped.firing()

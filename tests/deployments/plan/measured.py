@@ -10,10 +10,7 @@ EOS = 1
 
 
 def step_cost(step_s: float = 0.010, token_s: float = 0.0001) -> StepCost:
-    return StepCost(
-        tokens=(1, 1001), token_s=(step_s + token_s, step_s + 1001 * token_s), sequence_s=0.0, decode_context_s=0.0,
-        prefill_pair_s=0.0, ratios=((1.0,),) * 4, median_error=0.0, p90_error=0.0, total_error=0.0, num_steps=100,
-    )  # fmt: skip
+    return StepCost.linear(step_s, token_s)
 
 
 def measured_replica(cost: StepCost | None = None, *, num_blocks: int = 1000) -> MeasuredReplica:

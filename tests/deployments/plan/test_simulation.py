@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from app.engine.trace.entries import Arrival, Entry, StepRecord, to_line
 from app.engine.trace.recorder import StepRecorder
 from deployments.plan.simulation import FleetSimulation, SimulatedClock, SimulatedRun, simulate
 from deployments.plan.step_cost import MeasuredReplica, StepCost, StepShape
-from deployments.plan.traces import Trace, read_trace
+from deployments.plan.traces import Trace, TracedRequest, read_trace
 from tests.deployments.plan.measured import measured_replica, step_cost, trace_of
 
 CACHE = CacheConfig()
@@ -29,27 +30,26 @@ def simulated(trace: Trace, *, num_replicas: int = 1, **settings: object) -> Sim
 
 def test_one_request_takes_the_time_of_its_steps() -> None:
     run = simulated(trace_of((0, 100, 5)))
-    [timeline] = run.timelines
-    assert timeline.ttft_s == pytest.approx(0.010 + 100 * 0.0001)
+    assert run.per_request_s("ttft") == pytest.approx([0.010 + 100 * 0.0001])
     assert list(run.gaps_s) == pytest.approx([0.0101] * 4)
-    assert (timeline.num_tokens, run.num_steps) == (5, 5)
+    assert (list(run.num_tokens), run.num_steps) == ([5], 5)
     assert run.seconds == pytest.approx(0.020 + 4 * 0.0101)
 
 
 def test_a_request_that_comes_during_a_step_waits_for_its_end() -> None:
     run = simulated(trace_of((0, 100, 2), (0.001, 100, 1)))
-    assert run.timelines[1].first_token_s == pytest.approx(0.020 + 0.010 + 101 * 0.0001)
+    assert run.first_tokens_s[1] == pytest.approx(0.020 + 0.010 + 101 * 0.0001)
 
 
 def test_a_static_batch_waits_for_its_timer() -> None:
     run = simulated(trace_of((0, 10, 1)), strategy={"name": "static", "batch_size": 8, "max_wait_ms": 50})
-    assert run.timelines[0].ttft_s == pytest.approx(0.050 + 0.011, abs=1e-4)
+    assert run.per_request_s("ttft")[0] == pytest.approx(0.050 + 0.011, abs=1e-4)
 
 
 def test_requests_are_spread_over_replicas_by_the_real_dispatch() -> None:
     trace = trace_of(*((0.0, 200, 10) for _ in range(4)))
     alone, spread = simulated(trace), simulated(trace, num_replicas=4)
-    assert spread.timelines[-1].ttft_s == pytest.approx(0.030)
+    assert spread.per_request_s("ttft")[-1] == pytest.approx(0.030)
     assert spread.seconds < alone.seconds
     assert spread.num_output_tokens == alone.num_output_tokens == 40
 
@@ -62,9 +62,17 @@ def test_a_part_of_a_large_fleet_stands_for_all_of_it() -> None:
         for number in (16, 4)
     )
     assert (whole.share, part.share) == (1.0, 0.25)
-    assert len(part.timelines) < len(trace.requests) / 3
+    assert part.num_requests < len(trace.requests) / 3
     assert part.output_tokens_per_s == pytest.approx(whole.output_tokens_per_s, rel=0.1)
     assert part.percentile_s("itl", 50) == pytest.approx(whole.percentile_s("itl", 50), rel=0.1)
+
+
+def test_the_next_turn_of_a_conversation_comes_after_the_end_of_the_one_before() -> None:
+    [second] = trace_of((0.5, 100, 2)).requests
+    [first] = trace_of((0.0, 100, 5)).requests
+    run = simulated(Trace("turns", (replace(first, next_turn=second), first.at(3.0))))
+    assert list(run.arrivals_s) == pytest.approx([0.0, 0.020 + 4 * 0.0101 + 0.5, 3.0])
+    assert list(run.num_tokens) == [5, 2, 5]
 
 
 def test_what_finds_no_room_is_refused_and_counts_above_the_percentile() -> None:
@@ -83,6 +91,47 @@ def test_a_seed_gives_the_same_run_again() -> None:
         for seed in (1, 1, 2)
     ]
     assert list(runs[0].gaps_s) == list(runs[1].gaps_s) != list(runs[2].gaps_s)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+@pytest.mark.parametrize("dispatch", ["least_loaded", "round_robin"])
+@pytest.mark.parametrize("settings", [{}, {"strategy": "static"}, {"strategy": {"name": "hybrid", "selective": True}}])
+def test_many_decode_steps_at_once_are_the_same_as_one_after_the_other(
+    num_replicas: int, dispatch: str, settings: dict[str, object]
+) -> None:
+    """A recorder makes every step a step of its own."""
+    rng = random.Random(str(settings))
+    at, requests = 0.0, []
+    for _ in range(60):
+        at += rng.expovariate(10.0 * num_replicas)
+        num_output = rng.randrange(1, 80)
+        limit = num_output + rng.choice((0, 0, 30))  # some end at the end token
+        num_prompt = rng.randrange(1, 90)
+        requests.append(
+            TracedRequest(
+                arrival_s=at, num_prompt_tokens=num_prompt, num_output_tokens=num_output, max_tokens=limit
+            )
+        )  # fmt: skip
+    trace = Trace("mixed", tuple(requests))
+    noisy = replace(step_cost(), ratios=((0.5, 0.9, 1.0, 1.6),) * 4, decode_context_s=1e-6, sequence_s=1e-5)
+    scheduler = SchedulerConfig.model_validate({"max_running": 6, **settings})
+    fleets, entries = [], []
+    for recorder in (None, StepRecorder(lambda entry: entries.append(entry) is None, stopwatch_ns=lambda: 0)):
+        fleet = FleetSimulation(
+            [measured_replica(noisy, num_blocks=24)] * num_replicas, scheduler, CACHE, dispatch=dispatch,
+            recorders={} if recorder is None else dict.fromkeys(range(num_replicas), recorder),
+        )  # fmt: skip
+        fleets.append((fleet, fleet.run(trace)))
+    (fast_fleet, fast), (slow_fleet, slow) = fleets
+    assert (fast.first_tokens_s, fast.last_tokens_s, fast.num_tokens) == (
+        slow.first_tokens_s, slow.last_tokens_s, slow.num_tokens
+    )  # fmt: skip
+    assert sorted(fast.gaps_s) == pytest.approx(sorted(slow.gaps_s), rel=1e-6)
+    assert fast.computing_s == pytest.approx(slow.computing_s)
+    for fast_engine, slow_engine in zip(fast_fleet.engines, slow_fleet.engines, strict=True):
+        assert fast_engine.stats() == slow_engine.stats()
+        assert fast_engine.measurements() == slow_engine.measurements()
+    assert slow.num_preemptions > 0
 
 
 # ---------------------------------------------------------------------- the same as a real engine
@@ -160,7 +209,7 @@ def test_the_same_is_decided_as_by_a_real_engine(strategy: str, tmp_path: Path) 
         model="models/demo", num_threads=1, num_blocks=60, block_size=16, facts=loaded.facts, cost=cost
     )
     fleet = FleetSimulation(
-        measured, config.scheduler, config.cache, seed=None,
+        [measured], config.scheduler, config.cache, seed=None,
         recorders={0: StepRecorder(lambda entry: simulation.append(entry) is None, stopwatch_ns=lambda: 0)},
     )  # fmt: skip
     fleet.run(trace)

@@ -71,9 +71,26 @@ def test_a_trace_is_repeated_at_the_same_rate_and_thinned_at_the_same_times() ->
     assert len(repeated.requests) == 2500
     assert repeated.requests[1000].arrival_s == pytest.approx(trace.seconds)
     assert repeated.rate == pytest.approx(trace.rate, rel=0.1)
-    thin = trace.thinned(0.25)
+    thin, rest = trace.dealt(0.0, 0.25), trace.dealt(0.25, 1.0)
     assert 180 < len(thin.requests) < 320
-    assert set(thin.requests) < set(trace.requests)
+    assert {*thin.requests, *rest.requests} == set(trace.requests)
+    assert len(thin.requests) + len(rest.requests) == 1000
+
+
+def test_a_session_goes_to_one_part_as_a_whole(tmp_path: Path) -> None:
+    lines = [{"prompt_token_ids": [5], "max_tokens": 2, "session": f"s{number % 20}"} for number in range(60)]
+    trace = read_trace(file(tmp_path, "\n".join(map(json.dumps, lines)), "work.jsonl")).repeated(240)
+    parts = [{each.session for each in trace.dealt(low, low + 0.5).requests} for low in (0.0, 0.5)]
+    assert not parts[0] & parts[1]
+    assert len(parts[0] | parts[1]) == 20
+
+
+def test_ten_million_requests_are_as_small_as_one_copy() -> None:
+    trace = read_trace("azure-conv").repeated(10_000_000).at_rate(1000.0)
+    assert trace.rate == pytest.approx(1000.0)
+    assert trace.requests[9_999_999].arrival_s == pytest.approx(10_000, rel=0.01)
+    assert [each.num_prompt_tokens for each in trace.first(2).requests] == [374, 396]
+    assert len(trace.first(400).requests) == 400
 
 
 def test_a_bad_trace_is_refused_with_numbers(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import logging
 import subprocess
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from app.jobs import ItemOrigin
 from app.text import Tokenizer
 from deployments.serve.tracing import OtlpTracer, tracer_of_environment
 from tests.api.fakes import Service
@@ -77,6 +80,22 @@ def test_a_trace_goes_on_from_the_clients(demo_path: Path, collector: Collector)
     [refused] = [span for span in spans if span["status"] == 2]
     assert refused["attributes"]["error.type"] == "InvalidRequest"
     assert len(spans) == 1 + len(names) + 2, "what the client does not sample is not sent"
+
+
+def test_the_attempts_at_an_item_of_a_batch_are_one_trace(demo_path: Path, collector: Collector) -> None:
+    tracer = OtlpTracer()
+    handler, item = service(demo_path, tracer).handler, ItemOrigin("batch_1", 7)
+    for _ in range(2):  # as after the death of the batches' process
+        assert asyncio.run(handler.handle_item("", "/v1/completions", {"prompt": "Hi"}, item)).status_code == 200
+    tracer.close()
+    spans = collector.spans()
+    roots = [span for span in spans if not span["parent"]]
+    assert [root["name"] for root in roots] == ["item /v1/completions"] * 2
+    assert {root["attributes"]["carousel.request_id"] for root in roots} == {"batch_1-7"}
+    assert {root["attributes"]["carousel.batch_id"] for root in roots} == {"batch_1"}
+    assert {span["trace"] for span in spans} == {hashlib.sha256(b"batch_1-7").hexdigest()[:32]}
+    for root in roots:
+        assert sum(span["parent"] == root["id"] and span["name"] == "resumed" for span in spans) == 1
 
 
 def test_without_a_collector_there_is_no_tracer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from app.engine.batch import Batch, ScheduledSequence
+from app.model import loader
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel, load_model
+from app.model.loader import _computed_at_load as computed_at_load
 from app.model.parallel.group import RankGroup
 from tests.model.parallel.native_rank import GREEDY, config_of, group_of
 
@@ -48,11 +52,20 @@ def load(path: str, group: RankGroup | None) -> LoadedModel:
     return load_model(config_of(path, "float32", "none"), path, block_size=BLOCK_SIZE, group=group)
 
 
+def wrong(*given: Any) -> Any:
+    """As a card that adds wrongly would compute it."""
+    output = computed_at_load(*given)
+    return replace(output, logits=-output.logits)
+
+
 def main() -> None:
     asked = json.loads(sys.argv[1])
     TritonAttention.fits = staticmethod(lambda device: device.type != "meta")  # type: ignore[method-assign]
     group = group_of(asked["rank"], asked["size"], asked["store"])
-    print(logits_of_tokens(load(asked["path"], group), asked["token_ids"]).tolist())
+    if asked.get("is_wrong", False):
+        loader._computed_at_load = wrong  # type: ignore[assignment]
+    model = load(asked["path"], group)
+    print("null" if model.joined is None else logits_of_tokens(model, asked["token_ids"]).tolist())
 
 
 if __name__ == "__main__":

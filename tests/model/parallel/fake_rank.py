@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,13 +20,19 @@ from app.model.parallel.group import RankGroup
 
 
 class ExchangingFollower:
-    """In each step the ranks exchange a number."""
+    """Before the first step, and in each, the ranks exchange a number."""
+
+    def __init__(self, stopped: int | None = None) -> None:
+        """stopped: the rank that stops before the first step."""
+        self._stopped = stopped
 
     def join(self, group: RankGroup) -> None:
         self._group = group
 
     def prepare(self) -> None:
-        pass
+        if self._group.rank == self._stopped:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        self._group.minimum(0)
 
     def follow(self, _batch: Batch) -> None:
         self._group.all_reduce(torch.ones(4))
@@ -56,7 +63,9 @@ def main(descriptor: int, parent: int, how: str) -> None:
     if how == "refuse":
         channel.send_error(InvalidSetup("the memory of rank 1 is too small"))
         return
-    follow(channel, ExchangingFollower(), group)
+    if how == "stop-at-load":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    follow(channel, ExchangingFollower(group.size - 1 if how == "stop-last" else None), group)
 
 
 if __name__ == "__main__":

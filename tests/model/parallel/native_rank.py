@@ -6,15 +6,19 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from app.config import ModelConfig
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
+from app.errors import UnsupportedModel
+from app.model import loader
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team
+from app.model.cpu.weights import NativeWeights, pack_weights
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel, load_native_rank
 from app.model.parallel.group import RankGroup
@@ -46,11 +50,26 @@ def logits_of_steps(model: LoadedModel, token_ids: Sequence[int], num_prompt: in
     return found
 
 
+def without_output(*given: Any, **options: Any) -> NativeWeights:
+    """Weights with which this rank adds nothing to the first layer's attention."""
+    weights = pack_weights(*given, **options)
+    weights.layers[0].output.zero_()
+    return weights
+
+
 def main() -> None:
     asked = json.loads(sys.argv[1])
     group = group_of(asked["rank"], asked["size"], asked["store"])
     config = config_of(asked["path"], asked["dtype"], asked["quantization"])
-    model = load_native_rank(config, config.path, group, block_size=16, checks=None)
+    if not asked.get("has_library", True):
+        loader.library = lambda: None  # type: ignore[attr-defined]
+    if asked.get("is_wrong", False):
+        loader.pack_weights = without_output  # type: ignore[attr-defined]
+    try:
+        model = load_native_rank(config, config.path, group, block_size=16, checks=None)
+    except UnsupportedModel:
+        print("refused")
+        return
     if model is not None:
         logits_of_steps(model, asked["token_ids"], asked["num_prompt"])
     print("computed" if model is not None else "not native")

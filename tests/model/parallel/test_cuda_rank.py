@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,34 +23,69 @@ from tests.tiny_models import build_tiny_model
 TOKEN_IDS = list(range(3, 10))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks need two GPUs")
-@pytest.mark.parametrize(("architecture", "vocab_size"), [("qwen2", 212), ("qwen3_moe", 211)])
-def test_two_ranks_have_the_logits_of_one_decoder(
-    architecture: str, vocab_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An output layer of 212 tokens is divided, one of 211 is whole on both."""
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks need two GPUs")
+
+
+@pytest.fixture
+def saved_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Saves a tiny model of an architecture, which runs on Triton's interpreter."""
     monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta"))
-    path, store = str(tmp_path / "model"), str(tmp_path / "store")
-    build_tiny_model(architecture, vocab_size=vocab_size, num_hidden_layers=2).save_pretrained(path)
-    expected_model = load(path, None)
-    assert expected_model.joined is not None
-    expected = logits_of_tokens(expected_model, TOKEN_IDS)
-    asked = {"rank": 1, "size": 2, "store": store, "path": path, "token_ids": TOKEN_IDS}
+
+    def save(architecture: str, **changes: Any) -> str:
+        build_tiny_model(architecture, **changes).save_pretrained(tmp_path / "model")
+        return str(tmp_path / "model")
+
+    return save
+
+
+@contextmanager
+def other_rank(store: str, path: str, **more: object) -> Iterator[Callable[[], Any]]:
+    """Yields what waits for the other rank and has what it says."""
+    asked = {"rank": 1, "size": 2, "store": store, "path": path, "token_ids": TOKEN_IDS, **more}
     other = subprocess.Popen(
         [sys.executable, "-m", "tests.model.parallel.cuda_rank", json.dumps(asked)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
+
+    def said() -> Any:
+        output, error = other.communicate(timeout=60)
+        assert other.returncode == 0, error
+        return json.loads(output)
+
     try:
-        model = load(path, group_of(0, 2, store))
-        got = logits_of_tokens(model, TOKEN_IDS)
-        said, error = other.communicate(timeout=60)
+        yield said
     finally:
         other.kill()
         other.communicate()
-    assert other.returncode == 0, error
+
+
+@pytest.mark.parametrize(("architecture", "vocab_size"), [("qwen2", 212), ("qwen3_moe", 211)])
+def test_two_ranks_have_the_logits_of_one_decoder(
+    architecture: str, vocab_size: int, tmp_path: Path, saved_model: Callable[..., str]
+) -> None:
+    """An output layer of 212 tokens is divided, one of 211 is whole on both."""
+    path, store = saved_model(architecture, vocab_size=vocab_size, num_hidden_layers=2), str(tmp_path / "store")
+    expected_model = load(path, None)
+    assert expected_model.joined is not None
+    expected = logits_of_tokens(expected_model, TOKEN_IDS)
+    with other_rank(store, path) as said:
+        model = load(path, group_of(0, 2, store))
+        got = logits_of_tokens(model, TOKEN_IDS)
+        theirs = torch.tensor(said())
     assert model.joined is not None
     assert model.joined.layers[0].down.shape[-1] == expected_model.joined.layers[0].down.shape[-1] // 2
     assert model.joined.head.shape[0] == (vocab_size if vocab_size % 2 else vocab_size // 2)
     assert float((got - expected).abs().max()) < 2e-5
     assert torch.equal(got.argmax(dim=-1), expected.argmax(dim=-1))
-    assert torch.equal(torch.tensor(json.loads(said)), got), "all ranks have the same bits"
+    assert torch.equal(theirs, got), "all ranks have the same bits"
+
+
+def test_all_ranks_run_transformers_code_where_one_computes_something_else(
+    tmp_path: Path, saved_model: Callable[..., str]
+) -> None:
+    path, store = saved_model("llama", num_hidden_layers=1), str(tmp_path / "store")
+    with other_rank(store, path, is_wrong=True) as said:
+        model = load(path, group_of(0, 2, store))
+        assert said() is None
+    assert model.joined is None
+    assert model.module is not None

@@ -29,11 +29,16 @@ STEP_TIMEOUT_S = 4.0
 NUM_TOKENS = 3_000  # a second of steps at least
 
 
-def ranks_of(size: int = 2, how: str = "follow") -> Ranks:
+def started(size: int = 2, how: str = "follow", start_timeout_s: float = 60.0) -> Ranks:
     start = partial(start_child, "tests.model.parallel.fake_rank", how)
-    ranks = Ranks(
-        size=size, device=torch.device("cpu"), settings={}, start=start, step_timeout_s=STEP_TIMEOUT_S
+    return Ranks(
+        size=size, device=torch.device("cpu"), settings={}, start=start, step_timeout_s=STEP_TIMEOUT_S,
+        start_timeout_s=start_timeout_s,
     )  # fmt: skip
+
+
+def ranks_of(size: int = 2, how: str = "follow") -> Ranks:
+    ranks = started(size, how)
     with ranks.loading():
         pass
     return ranks
@@ -130,6 +135,30 @@ def test_the_error_of_a_rank_at_its_start_is_that_of_the_engine() -> None:
 def test_a_rank_that_ends_at_its_start_is_an_error() -> None:
     with pytest.raises(Failure, match="the ranks cannot start"):
         ranks_of(how="exit")
+
+
+def test_a_rank_that_does_not_start_is_named() -> None:
+    with pytest.raises(Failure, match=r"the start of the ranks has taken more than 0.01 s; rank 1 hangs"):
+        started(start_timeout_s=0.01)
+
+
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_a_rank_that_hangs_while_it_loads_is_named(exchanges: bool) -> None:
+    """Rank 0 waits for its answer, or in an exchange."""
+    ranks = started(how="stop-at-load")
+    ranks._start_timeout_s = 0.1
+    with pytest.raises(Failure, match=r"loading has taken more than 0.1 s; rank 1 hangs"), ranks.loading():
+        _ = ranks.group.minimum(0) if exchanges else None
+    assert all(process.poll() is not None for process in ranks.processes)
+
+
+def test_the_rank_that_hangs_before_the_first_step_is_named_among_those_that_wait() -> None:
+    ranks = ranks_of(3, how="stop-last")
+    ranks._start_timeout_s = 0.5
+    hangs = pytest.raises(Failure, match=r"preparing for the first step has taken more than 0.5 s; rank 2 hangs")
+    with hangs, ranks.preparing():
+        ranks.group.minimum(0)
+    assert all(process.poll() is not None for process in ranks.processes)
 
 
 def test_no_rank_outlives_its_parent_even_stopped() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.errors import InvalidSetup
+from app.errors import InvalidSetup, UnsupportedModel
 from app.model.loader import LoadedModel, load_model, load_native_rank
 from app.model.parallel.group import RankGroup
 from tests.model.parallel.native_rank import config_of, group_of, logits_of_steps
@@ -30,9 +30,19 @@ WIDE = {
 
 @contextmanager
 def others(
-    size: int, folder: Path, path: Path, dtype: str, quantization: str = "none", **more: object
+    size: int,
+    folder: Path,
+    path: Path,
+    dtype: str,
+    quantization: str = "none",
+    *,
+    expected: str = "computed\n",
+    **more: object,
 ) -> Iterator[RankGroup]:
-    """This process's place in a group; meanwhile the other ranks load the model and compute the same steps."""
+    """This process's place in a group; meanwhile the other ranks load the model and compute the same steps.
+
+    expected: what each of them says at its end.
+    """
     store = folder / "store"
     asked = {"size": size, "store": str(store), "path": str(path), "dtype": dtype, "quantization": quantization, **more}
     processes = [
@@ -47,7 +57,7 @@ def others(
         for process in processes:
             said, error = process.communicate(timeout=60)
             assert process.returncode == 0, error
-            assert said in ("computed\n", "not native\n")
+            assert said == expected
     finally:
         for process in processes:
             process.kill()
@@ -131,9 +141,29 @@ def test_a_model_that_is_not_native_is_none_on_all_ranks(
     tmp_path: Path, tiny_model_path: Callable[[str], Path]
 ) -> None:
     path = tiny_model_path("gemma2")
-    with others(2, tmp_path, path, "float32") as group:
+    with others(2, tmp_path, path, "float32", expected="not native\n") as group:
         config = config_of(str(path), "float32", "none")
         assert load_native_rank(config, str(path), group, block_size=16, checks=None) is None
+
+
+def test_all_ranks_go_without_native_code_where_one_has_none(
+    tmp_path: Path, tiny_model_path: Callable[[str], Path]
+) -> None:
+    path = tiny_model_path("llama")
+    with others(2, tmp_path, path, "float32", expected="not native\n", has_library=False) as group:
+        config = config_of(str(path), "float32", "none")
+        assert load_native_rank(config, str(path), group, block_size=16, checks=None) is None
+
+
+def test_all_ranks_refuse_a_model_of_which_they_compute_something_else(
+    tmp_path: Path, tiny_model_path: Callable[[str], Path]
+) -> None:
+    path = tiny_model_path("llama")
+    refused = "computes other results on 2 ranks than on one: the first layer's output differs"
+    with others(2, tmp_path, path, "float32", expected="refused\n", is_wrong=True) as group:
+        config = config_of(str(path), "float32", "none")
+        with pytest.raises(UnsupportedModel, match=refused):
+            load_native_rank(config, str(path), group, block_size=16, checks=None)
 
 
 class Alone(RankGroup):
@@ -144,6 +174,9 @@ class Alone(RankGroup):
 
     def send_all(self, content: bytes = b"") -> bytes:
         return content
+
+    def minimum(self, number: int) -> int:
+        return number
 
 
 def test_quantised_groups_that_ranks_would_divide_are_refused(tmp_path: Path) -> None:

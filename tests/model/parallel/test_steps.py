@@ -12,8 +12,9 @@ SAMPLING = SamplingParams(max_tokens=1, temperature=0.7, logprobs=2)
 def item(
     block_ids: list[int], *token_ids: int, start: int = 0, samples: bool = True, targets: tuple[int, ...] = ()
 ) -> ScheduledSequence:
+    first_target = start + 1 if targets else 0
     return ScheduledSequence(
-        "some-request", token_ids, start, block_ids, samples, SAMPLING, targets=targets, first_target=start + 1
+        "some-request", token_ids, start, block_ids, samples, SAMPLING, targets=targets, first_target=first_target
     )
 
 

@@ -1,0 +1,114 @@
+"""Requests of an access log: our own log's lines of requests that finished, or JSON, one request a line.
+
+A line of a log is written when a request ends, so lines are in that order; a request that took 3 s arrived 3 s earlier.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from app.errors import InvalidSetup
+
+# The names by which a field is found; of several that a line has, the first counts.
+_TIMES = ("timestamp", "time", "ts", "asctime")
+_PROMPT_TOKENS = ("prompt_tokens", "input_tokens", "num_prompt_tokens")
+_OUTPUT_TOKENS = ("completion_tokens", "output_tokens", "num_output_tokens")
+
+_LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
+# As `CallProgress.log_end` writes it, behind Serve's level and time.
+_FINISHED = re.compile(
+    r"request \S+ finished after (?P<seconds>\d+\.\d+) s: .* (?P<prompt>\d+) prompt tokens, "
+    r"(?P<output>\d+) completion tokens"
+)
+_AT = re.compile(r"\w+ (?P<at>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,]\d+)")
+
+
+class LoggedRequest(NamedTuple):
+    """One request of a log. Times are in seconds since 1970."""
+
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+def is_access_log(first_line: str) -> bool:
+    """Whether a file with this first line is read by `read_access_log`."""
+    if _LEVEL.match(first_line):
+        return True
+    try:
+        given = json.loads(first_line)
+    except ValueError:
+        return False
+    return isinstance(given, dict) and any(name in given for name in _TIMES)
+
+
+def read_access_log(lines: Iterable[str], place: str) -> Iterator[LoggedRequest]:
+    """The requests by their arrival. Those that generated nothing are left out, and lines about anything else.
+
+    Raises:
+        InvalidSetup: a line of a request lacks a field or a number is none; the message has the line's number.
+    """
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            logged = _of_json(json.loads(line)) if line.startswith("{") else _of_text(line)
+        except (ValueError, TypeError) as error:
+            raise InvalidSetup(f"--trace {place}:{number}: {error}") from error
+        if logged is not None and logged.num_output_tokens:
+            found.append(logged)
+    return iter(sorted(found))
+
+
+def _of_text(line: str) -> LoggedRequest | None:
+    finished, at = _FINISHED.search(line), _AT.match(line)
+    if finished is None and " finished: model " in line:
+        raise ValueError("this line of a request does not say how long it took; older versions wrote none")
+    if finished is None:
+        return None
+    if at is None:
+        raise ValueError(f"got {line[:40]!r}; a request's line begins with its level and time")
+    return _finished(finished, at["at"])
+
+
+def _of_json(given: Mapping[str, Any]) -> LoggedRequest | None:
+    message = given.get("message")
+    if isinstance(message, str):  # our own log where Serve's `encoding` is JSON
+        finished = _FINISHED.search(message)
+        return None if finished is None else _finished(finished, str(_field(given, _TIMES)))
+    at_s = _seconds(_field(given, _TIMES))
+    usage = given.get("usage")
+    counts = usage if isinstance(usage, dict) else given
+    return LoggedRequest(at_s, _count(counts, _PROMPT_TOKENS), _count(counts, _OUTPUT_TOKENS))
+
+
+def _finished(finished: re.Match[str], ended_at: str) -> LoggedRequest:
+    arrival_s = _seconds(ended_at) - float(finished["seconds"])
+    return LoggedRequest(arrival_s, int(finished["prompt"]), int(finished["output"]))
+
+
+def _field(given: Mapping[str, Any], names: Iterable[str]) -> Any:
+    for name in names:
+        if name in given:
+            return given[name]
+    raise ValueError(f"there is none of the fields {', '.join(names)}; it has {', '.join(given) or 'none'}")
+
+
+def _count(given: Mapping[str, Any], names: Iterable[str]) -> int:
+    value = _field(given, names)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"got {value!r} tokens; must be a whole number, 0 or more")
+    return value
+
+
+def _seconds(value: object) -> float:
+    """Since 1970, of a number of seconds, or of a date and time (without a zone: in UTC)."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, str):
+        raise ValueError(f"got the time {value!r}; must be a number of seconds, or a date and time")
+    at = datetime.fromisoformat(value.replace(",", "."))
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
