@@ -250,7 +250,7 @@ def _simulated(
     name: str, scheduler: SchedulerConfig, traffic: Traffic, replica: MeasuredReplica, given: argparse.Namespace
 ) -> Served:
     log = PromiseLog(ttft_s=given.ttft_s, itl_s=given.itl_ms / 1e3)
-    FleetSimulation(replica, scheduler, CacheConfig(), recorders={0: log}).run(traffic.trace)
+    FleetSimulation([replica], scheduler, CacheConfig(), recorders={0: log}).run(traffic.trace)
     return Served(name=name, scheduler=scheduler, goodput=traffic.goodput(log), moves=log.moves)
 
 

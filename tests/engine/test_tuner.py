@@ -115,7 +115,7 @@ def run_tuned(
     config = SchedulerConfig.model_validate(HIGHEST | given)
     seen = Tuned()
     fleet = FleetSimulation(
-        measured_replica(cost, num_blocks=num_blocks), config, CacheConfig(), recorders={0: seen}, seed=seed
+        [measured_replica(cost, num_blocks=num_blocks)], config, CacheConfig(), recorders={0: seen}, seed=seed
     )  # fmt: skip
     run = fleet.run(trace)
     (replica,) = fleet._replicas.values()
