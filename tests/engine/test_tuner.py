@@ -275,7 +275,7 @@ def test_the_version_of_settings_names_the_targets_and_not_what_the_tuner_does()
 def test_changes_are_logged_from_time_to_time_and_an_unreachable_target_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "app.engine.engine")
     seen, _, _ = run_tuned(trace_of(*steady(20, 8, prompt=200, output=20)), targets={"itl_p99_ms": 5})
-    assert len(seen.moves) > 3
-    assert sum(record.message.startswith("limits are now") for record in caplog.records) <= 3
+    assert seen.moves
+    assert 1 <= sum(record.message.startswith("limits are now") for record in caplog.records) <= 3
     [warning] = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert "itl_p99_ms=5.0 cannot be held: even the smallest steps take longer" in warning

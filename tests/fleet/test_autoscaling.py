@@ -138,7 +138,7 @@ def test_full_slots_without_a_queue_are_no_reason_for_more() -> None:
 
 @pytest.mark.parametrize(
     ("num_missing", "num_running", "num_reporting", "expected"),
-    [(0, 2, 2, 1), (1, 2, 2, 3), (2, 2, 2, 3), (1, 3, 3, 1), (2, 1, 1, 2), (2, 2, 1, 2)],
+    [(0, 2, 2, 1), (1, 2, 2, 3), (2, 2, 2, 3), (1, 3, 3, 1), (2, 1, 1, 1), (2, 2, 1, 2)],
 )
 def test_where_half_of_the_replicas_miss_their_targets_there_is_one_more(
     num_missing: int, num_running: int, num_reporting: int, expected: int
