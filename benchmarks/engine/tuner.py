@@ -136,7 +136,7 @@ class Served:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("engine.tuner", __doc__)
-    parser.add_argument("--costs", required=True, type=Path, metavar="FILE", help="step times are kept here")
+    parser.add_argument("--costs", required=True, metavar="FILE", help="step times are kept here")
     parser.add_argument("--data", metavar="FOLDER", help="of Azure's traces, conv.csv and code.csv")
     parser.add_argument("--ttft-s", type=float, default=0.5, metavar="S", help="target for first tokens (0.5)")
     parser.add_argument("--itl-ms", type=float, default=20.0, metavar="MS", help="target between tokens (20)")
@@ -229,8 +229,9 @@ def _traffic(given: argparse.Namespace, replica: MeasuredReplica) -> Traffic:
 
 
 def _measured_replica(given: argparse.Namespace) -> MeasuredReplica:
-    if given.costs.is_file():
-        return MeasuredReplica.read(given.costs)
+    path = Path(given.costs)
+    if path.is_file():
+        return MeasuredReplica.read(path)
     tell("measuring steps for 60 s")
     config = EngineConfig.model_validate(
         {"model": {"path": _MODEL, "num_threads": 1}, "scheduler": HIGHEST.model_dump()}
@@ -242,7 +243,7 @@ def _measured_replica(given: argparse.Namespace) -> MeasuredReplica:
         for running, tokens in shapes
     ]
     replica = measure(config, both, [HIGHEST, *settings], seconds=60.0)
-    replica.write(given.costs)
+    replica.write(path)
     return replica
 
 
