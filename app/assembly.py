@@ -199,14 +199,15 @@ def load_runner(config: EngineConfig, *, gpu_share: float = 1.0, group: RankGrou
     """Load the model, or one rank's part of it, and size its KV memory. All ranks of a group call it."""
     import torch
 
-    from app.model.backends import build_runner
+    from app.model.backends import build_runner, check_kv_device
     from app.model.kv_cache import num_blocks_that_fit
-    from app.model.loader import load_model
+    from app.model.loader import device_of, load_model
     from app.model.memory import refusing_to_run_short
 
     num_ranks = 1 if group is None else group.size
     num_threads = config.model.num_threads or max(1, num_cores() // num_ranks)
     torch.set_num_threads(num_threads)
+    check_kv_device(config, device_of(config.model))
     with refusing_to_run_short("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
         model = load_model(
             config.model,

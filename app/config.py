@@ -10,7 +10,7 @@ import hashlib
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -19,6 +19,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
     StringConstraints,
     ValidationError,
     field_validator,
@@ -27,7 +28,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 GIB = 1024**3
-KvType = Literal["auto", "int8"]  # of keys and values
+KvType = Literal["auto", "int8", "fp8"]  # of keys and values
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
 
 
@@ -114,8 +115,8 @@ class CacheConfig(Settings):
     )
     dtype: KvType = Field(
         "auto",
-        description="type of keys and values. auto: the model's. int8: with a scale for each token and KV head; "
-        "by native attention on a CPU, refused elsewhere",
+        description="type of keys and values. auto: the model's. int8, fp8: with a scale for each token and KV head; "
+        "int8 by native attention on a CPU, fp8 on a GPU of compute capability 8.9 or more, refused elsewhere",
     )
     num_blocks: int | None = Field(None, ge=1, description="exact number of blocks, instead of the memory settings")
     prefix_caching: bool = Field(True, description="share the KV of equal prompt prefixes between requests")
@@ -254,9 +255,21 @@ class TargetsConfig(Settings):
         return self
 
 
+Preset = Literal["latency", "throughput", "mixed", "batch"]
+# What each preset sets where the config says nothing; for the rest there are the defaults. Measured on two cores of a
+# CPU: docs/results/strategies.md.
+PRESETS: dict[str, dict[str, Any]] = {
+    "latency": {"max_running": 16, "max_waiting": 32, "max_step_tokens": 128, "prefill_chunk_tokens": 64},
+    "throughput": {"max_running": 64, "max_waiting": 224},
+    "mixed": {},
+    "batch": {"max_running": 128, "max_waiting": 160, "max_step_tokens": 1024, "prefill_chunk_tokens": 512},
+}
+
+
 class SchedulerConfig(Settings):
     """Limits of a step and of the queue, and their order. A strategy or policy is a name, or a name with parameters."""
 
+    preset: Preset = Field("mixed", description="values for what is not set here, see below")
     strategy: Strategy = Field(ContinuousConfig(), description="when waiting requests may join")
     policy: Policy = Field(FcfsConfig(), description="which waiting request goes first")
     max_running: int = Field(32, ge=1, le=4096, description="requests computed in one step, at most")
@@ -279,9 +292,27 @@ class SchedulerConfig(Settings):
 
     @property
     def version(self) -> str:
-        """The settings in a word: the names of strategy and policy, and a hash of all values."""
-        digest = hashlib.blake2b(self.model_dump_json(exclude_none=True).encode(), digest_size=4).hexdigest()
-        return f"{self.strategy.name}-{self.policy.name}-{digest}"
+        """The settings in a word: the names of preset, strategy and policy, and a hash of all values."""
+        values = self.model_dump_json(exclude={"preset"}, exclude_none=True)  # the preset is only a name of these
+        digest = hashlib.blake2b(values.encode(), digest_size=4).hexdigest()
+        return f"{self.preset}-{self.strategy.name}-{self.policy.name}-{digest}"
+
+    def changed(self, changes: Mapping[str, Any]) -> SchedulerConfig:
+        """With other settings. What was set stays unless it is named; what a preset filled in follows another preset.
+
+        Raises pydantic's ValidationError.
+        """
+        asked = {name: getattr(self, name) for name in self.model_fields_set}
+        return SchedulerConfig.model_validate({**asked, **changes})
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _preset_fills_in(cls, given: Any, validated: ModelWrapValidatorHandler[SchedulerConfig]) -> SchedulerConfig:
+        if not isinstance(given, Mapping):
+            return validated(given)
+        config = validated({**PRESETS.get(str(given.get("preset")), {}), **given})
+        config.model_fields_set.intersection_update(given)  # what was asked, for `changed`
+        return config
 
     @model_validator(mode="after")
     def _every_running_request_gets_a_token(self) -> SchedulerConfig:
@@ -443,7 +474,7 @@ class ServedModelConfig(Settings):
     def scheduler_of(self, group: str) -> SchedulerConfig:
         """The scheduler's settings on the replicas of a group; the engine's for "" and for a group there is not."""
         changes = next((each.scheduler for each in self.replicas.groups if each.name == group), {})
-        return SchedulerConfig.model_validate(self.engine.scheduler.model_dump() | changes)
+        return self.engine.scheduler.changed(changes)
 
     @model_validator(mode="after")
     def _groups_can_be_scheduled(self) -> ServedModelConfig:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from app.config import ApplicationConfig, branches_of
+from app.config import PRESETS, ApplicationConfig, SchedulerConfig, branches_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "configuration.md"
 
@@ -45,6 +45,8 @@ def _section(branch: type[BaseModel], path: str) -> Iterator[str]:
         yield f"## `{path}`\n\n{branch.__doc__}\n"
     if own:
         yield from _table(own)
+    if branch is SchedulerConfig:
+        yield from _presets()
     for name, kinds in inner.items():
         if len(kinds) > 1:
             yield from _choice(name, kinds)
@@ -56,6 +58,16 @@ def _section(branch: type[BaseModel], path: str) -> Iterator[str]:
 def _below(path: str, name: str, field: FieldInfo) -> str:
     mark = "[]" if get_origin(field.annotation) is tuple else ""
     return f"{path}.{name}{mark}" if path else f"{name}{mark}"
+
+
+def _presets() -> Iterator[str]:
+    """What each preset sets."""
+    names = list(dict.fromkeys(name for values in PRESETS.values() for name in values))
+    yield f"| `preset` | {' | '.join(f'`{name}`' for name in names)} |\n|{'---|' * (len(names) + 1)}"
+    for preset in PRESETS:
+        config = SchedulerConfig.model_validate({"preset": preset})
+        yield f"| `{preset}` | {' | '.join(f'`{getattr(config, name)}`' for name in names)} |"
+    yield "\nWhat is set in the config goes before the preset.\n"
 
 
 def _choice(name: str, kinds: Iterable[type[BaseModel]]) -> Iterator[str]:

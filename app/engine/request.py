@@ -141,6 +141,7 @@ class Request:
     tenant: str = ""  # the tenant that is charged for it; at most MAX_TENANT_LENGTH characters
     deadline_s: float | None = None  # it must end within so many seconds of its arrival
     group: str = ""  # of replicas that the client asks for
+    preset: str = ""  # of the settings of the replicas that the client asks for
     is_background: bool = False  # it uses only unused capacity, and is preempted first
     session: str = ""  # requests of one session go to the same replica where possible
 

@@ -433,7 +433,8 @@ class Scheduler:
     def decode(self, ends_at: Several[float], *, token_id: int) -> None:
         """Compute as many of these steps, which end at these times: each draws `token_id` for each running sequence.
 
-        Changes what `schedule` and `update` would change step by step, but for `take_decision`; for simulations.
+        Changes what `schedule` and `update` would change step by step, but for `take_decision`; no batch may be between
+        the two. For simulations.
         """
         num_sequences = len(self._running)
         self._running.decode(len(ends_at), token_id, publish=self._results.publish_full_blocks)

@@ -79,7 +79,7 @@ class ReplicaRegistry:
             Overloaded: every replica is known to be full.
         """
         session, prompt = request.session, request.prompt_token_ids
-        group = self._groups.choose(session or request.request_id, asked=request.group, param="group")
+        group = self._groups.choose(session or request.request_id, asked=request.group, preset=request.preset)
         prefixes = self._prefixes
         cached = {} if prefixes is None else prefixes.match(prompt, salt=request.cache_salt)
         candidates = self._ledger.candidates(

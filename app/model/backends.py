@@ -19,10 +19,11 @@ from app.model.cpu.library import Team
 from app.model.cpu.sampling import NativeAdjust, NativeDraw, NativeLogprobs
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
+from app.model.cuda.fp8 import why_no_fp8
 from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
 from app.model.cuda.sampler import TritonLogprobs, TritonSampler
 from app.model.forward import ForwardPass, TransformersForward
-from app.model.kv_cache import KVCache
+from app.model.kv_cache import KVCache, stored_dtype
 from app.model.loader import LoadedModel, check_attention
 from app.model.runner import TorchModelRunner
 
@@ -56,19 +57,32 @@ def build_runner(
     return TorchModelRunner(TransformersForward(model.module, TorchAttention(cache, model.device)), model.device)
 
 
+def check_kv_device(config: EngineConfig, device: torch.device) -> None:
+    """Raises InvalidSetup if no attention on a device has the KV memory of `cache.dtype`. Needs no weights."""
+    if config.cache.dtype == "fp8":
+        _refuse_kv_dtype(config, why_no_fp8(device, on_a_cpu="cache.dtype: int8"))
+    if config.cache.dtype == "int8" and device.type != "cpu":
+        _refuse_kv_dtype(config, f"it runs on {device.type}")
+
+
 def _check_kv_dtype(config: EngineConfig, model: LoadedModel) -> None:
-    if config.cache.dtype == "auto":
+    check_kv_device(config, model.device)
+    if config.cache.dtype != "int8":
         return
     reason = NativeKVCache.why_not(
         model.layers, block_size=config.cache.block_size, dtype=model.dtype, device=model.device
     )
-    if config.model.backend == "torch":
-        reason = "model.backend is torch"
-    if reason is not None:
-        raise InvalidSetup(
-            f"cache.dtype is {config.cache.dtype}, which only native attention on a CPU has; {config.model.path} does "
-            f"not use that here: {reason}. Change that, or set cache.dtype to auto"
-        )
+    _refuse_kv_dtype(config, "model.backend is torch" if config.model.backend == "torch" else reason)
+
+
+def _refuse_kv_dtype(config: EngineConfig, reason: str | None) -> None:
+    if reason is None:
+        return
+    only = "native attention on a CPU" if config.cache.dtype == "int8" else "Triton's attention on a GPU"
+    raise InvalidSetup(
+        f"cache.dtype is {config.cache.dtype}, which only {only} has; {config.model.path} does not use that here: "
+        f"{reason}. Change that, or set cache.dtype to auto"
+    )
 
 
 def _in_native_code(config: EngineConfig, model: LoadedModel, num_blocks: int, num_threads: int) -> TorchModelRunner:
@@ -105,7 +119,7 @@ def _on_cuda(config: EngineConfig, model: LoadedModel, num_blocks: int) -> Torch
         block_size=block_size,
         max_rows=max_rows,
         max_blocks=min(num_blocks, -(-model.facts.max_model_len // block_size)),
-        dtype=model.dtype,
+        dtype=stored_dtype(config.cache, model.dtype),
         device=model.device,
         batch_invariant=config.model.batch_invariant,
     )

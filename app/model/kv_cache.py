@@ -9,6 +9,9 @@ import torch
 from app.config import GIB, CacheConfig
 from app.errors import InvalidSetup
 
+# By `cache.dtype`; each has a float32 scale for each token and KV head, of its key and of its value.
+_SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
@@ -19,13 +22,16 @@ class LayerShape:
     value_dim: int
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """In int8, with a float32 scale for each head's key and value."""
-        scales = 2 * torch.float32.itemsize if dtype is torch.int8 else 0
+        """In 8 bits with the scales of each head's key and value."""
+        scales = 2 * torch.float32.itemsize if dtype in _SCALED.values() else 0
         return self.num_kv_heads * ((self.key_dim + self.value_dim) * dtype.itemsize + scales)
 
 
 class KVCache:
-    """Paged keys and values of every layer. A token's slot is `block_id * block_size + offset`."""
+    """Paged keys and values of every layer. A token's slot is `block_id * block_size + offset`.
+
+    In FP8 only kernels write and read them, with their scales.
+    """
 
     def __init__(
         self,
@@ -40,10 +46,18 @@ class KVCache:
         self.block_size = block_size
         self._keys: dict[int, torch.Tensor] = {}  # by layer: [num_blocks, block_size, num_kv_heads, key_dim]
         self._values: dict[int, torch.Tensor] = {}  # by layer: [num_blocks, block_size, num_kv_heads, value_dim]
+        self.scales: dict[int, torch.Tensor] = {}  # in FP8: [num_blocks, num_kv_heads, 2, block_size], float32
         for index, layer in layers.items():
             shape = (num_blocks, block_size, layer.num_kv_heads)
             self._keys[index] = torch.zeros(*shape, layer.key_dim, dtype=dtype, device=device)
             self._values[index] = torch.zeros(*shape, layer.value_dim, dtype=dtype, device=device)
+            if dtype is _SCALED["fp8"]:
+                self.scales[index] = torch.zeros(num_blocks, layer.num_kv_heads, 2, block_size, device=device)
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether keys and values are."""
+        return bool(self.scales)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One layer's own keys and values [num_blocks, block_size, num_kv_heads, dim], contiguous, for a kernel."""
@@ -64,9 +78,14 @@ class KVCache:
         return keys.flatten(start, start + 1), values.flatten(start, start + 1)
 
 
+def stored_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
+    """Of keys and values. dtype: of the model."""
+    return _SCALED.get(config.dtype, dtype)
+
+
 def block_bytes(config: CacheConfig, layers: dict[int, LayerShape], *, dtype: torch.dtype) -> int:
     """What one block takes in all layers together. dtype: of the model."""
-    stored = torch.int8 if config.dtype == "int8" else dtype
+    stored = stored_dtype(config, dtype)
     return config.block_size * sum(layer.bytes_per_token(stored) for layer in layers.values())
 
 

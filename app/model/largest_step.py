@@ -20,6 +20,7 @@ from app.model.cuda.captured_inputs import StepSize, decode_size, graph_sizes, m
 from app.model.cuda.decoder import num_kernels_of
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.cuda.sampler import TritonLogprobs, TritonSampler
+from app.model.kv_cache import stored_dtype
 from app.model.loader import LoadedModel
 from app.model.memory import PROCESS_BYTES, WORKSPACE_BYTES, MemoryNeeds, graph_bytes
 
@@ -100,7 +101,7 @@ def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner
         block_size=block_size,
         max_rows=max_rows,
         max_blocks=-(-model.facts.max_model_len // block_size),
-        dtype=model.dtype,
+        dtype=stored_dtype(config.cache, model.dtype),
         device=model.device,
         # On the meta device no kernel runs; those that keep the order of sums take no other memory.
         batch_invariant=config.model.batch_invariant and model.device.type != "meta",

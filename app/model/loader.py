@@ -453,7 +453,8 @@ def _check_quantization(config: ModelConfig, device: torch.device, *, num_ranks:
     if config.quantization == "none":
         return
     if config.quantization == "fp8":
-        reason = why_no_fp8(device) or (_RANKS_WITHOUT_FP8 if num_ranks > 1 else None)
+        reason = why_no_fp8(device, on_a_cpu="model.quantization: int8 and int4")
+        reason = reason or (_RANKS_WITHOUT_FP8 if num_ranks > 1 else None)
         if reason is not None:
             raise _not_quantised(config, reason)
         return
@@ -722,6 +723,8 @@ def check_attention(config: ModelConfig, model: LoadedModel, attention: PagedAtt
     token_ids = model.probe.token_ids[0, : max_blocks * attention.block_size].tolist()
     third = max(1, len(token_ids) // 3)
     block_ids = list(range(-(-len(token_ids) // attention.block_size)))
+    kv_in_fp8 = isinstance(attention, TritonAttention) and attention.cache.in_fp8
+    quantization = "fp8" if kv_in_fp8 else config.quantization
 
     def computed(start: int, end: int) -> _Output:
         piece = ScheduledSequence("check", tuple(token_ids[start:end]), start, block_ids, True, _GREEDY)
@@ -736,7 +739,7 @@ def check_attention(config: ModelConfig, model: LoadedModel, attention: PagedAtt
             continue
         ours = _joined([computed(start, start + size) for start in range(first, end, size)])
         own = model.probe.own.part(first, end)
-        _compare(config, f"with {type(attention).__name__}, of {what},", ours, own, config.quantization)
+        _compare(config, f"with {type(attention).__name__}, of {what},", ours, own, quantization)
 
 
 def _computed(model: LoadedModel, attention: PagedAttention, piece: ScheduledSequence) -> _Output:
@@ -773,7 +776,7 @@ def _compare(config: ModelConfig, how: str, ours: _Output, own: _Output, quantiz
 
 
 def _difference(ours: _Output, own: _Output, quantization: str = "none") -> str | None:
-    """The difference in words, if it is more than rounding. quantization: of the weights of `ours`, as configured."""
+    """The difference in words, if it is more than rounding. quantization: of the weights of `ours`, or of its KV."""
     # Rounding errors grow from layer to layer, a wrong attention shows in the first: hence a tight and a wide limit.
     kind = own.logits.dtype if quantization == "none" else quantization
     for what, mine, theirs, limit in zip(

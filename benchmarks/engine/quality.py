@@ -8,9 +8,10 @@ log-likelihood and the perplexities' ratio over the sampled texts, how often bot
 and the share of the greedy tokens that the quantised model finds likeliest too. The standard error of the ratio takes
 the texts as independent, the tokens of one not. `divergence` is half the mean square of a token's difference: it
 estimates the Kullback-Leibler divergence in nats, and so the ratio's logarithm, with less noise. `floor`: the same of
-the model as it is in the other number type, which rounds as well. `--kv int8` adds keys and values in int8, alone and
-with each kind of weights. `fp8` rounds weights and inputs of the layers' products as the decoder for CUDA does, and
-multiplies them in float32 in transformers' code; no GPU is needed. The last line of stdout is one JSON object.
+the model as it is in the other number type, which rounds as well. `--kv int8` or `fp8` adds keys and values in that
+type, alone and with each kind of weights that goes with it. `fp8` rounds weights and inputs of the layers' products, or
+keys and values, as on a GPU, and computes in transformers' code; no GPU is needed. The last line of stdout is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from app.assembly import assemble, build_sync_engine, resolve_model_path
 from app.config import CacheConfig, EngineConfig, KvType, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.request import Request, SamplingParams, TokenDelta, TokenLogprobs, merge_deltas
-from app.model.backends import build_runner
+from app.model.attention import TorchAttention
 from app.model.cpu.weights import BITS
 from app.model.cuda.fp8 import in_fp8
-from app.model.kv_cache import num_blocks_that_fit
+from app.model.forward import TransformersForward
+from app.model.kv_cache import KVCache, num_blocks_that_fit
 from app.model.loader import load_model
+from app.model.runner import TorchModelRunner
 from app.text.tokenizer import Tokenizer
 from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.options import DTYPES
@@ -78,16 +81,18 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     own = [_read(engine, texts) for texts in (sampled, greedy)]
     engine.close()
     figures: dict[str, Any] = {"num_tokens": sum(map(len, own[0])), "mean_log_likelihood": _mean(own[0])}
-    weights = {kind: model.model_copy(update={"quantization": kind}) for kind in given.quantization if kind != "fp8"}
+    weights = {kind: model.model_copy(update={"quantization": kind}) for kind in given.quantization}
     others: list[tuple[str, ModelConfig, KvType]] = [(kind, other, "auto") for kind, other in weights.items()]
-    if "fp8" in given.quantization:
-        others.append(("fp8", model.model_copy(update={"quantization": "fp8"}), "auto"))
     if given.kv != "auto":
         others += [(f"kv {given.kv}", model, given.kv)]
-        others += [(f"{kind}, kv {given.kv}", other, given.kv) for kind, other in weights.items()]
+        others += [
+            (f"{kind}, kv {given.kv}", other, given.kv)
+            for kind, other in weights.items()
+            if (kind == "fp8") == (given.kv == "fp8")  # on a GPU, or on a CPU
+        ]
     for name, other, kv in (*others, ("floor", model.model_copy(update={"dtype": other_dtype}), "auto")):
         tell(f"{name}: {other.dtype}, weights {other.quantization}, KV memory {kv}")
-        engine = _engine_in_fp8(model) if name == "fp8" else _engine(other, kv)
+        engine = _engine_in_fp8(other, kv) if "fp8" in (other.quantization, kv) else _engine(other, kv)
         figures[name] = compared(own, [_read(engine, texts) for texts in (sampled, greedy)])
         tell(f"{figures[name]}")
         engine.close()
@@ -139,22 +144,44 @@ def _engine(model: ModelConfig, kv: KvType = "auto") -> Engine:
     return build_sync_engine(EngineConfig(model=model, cache=cache, scheduler=SchedulerConfig(max_running=RUNNING)))
 
 
-def _engine_in_fp8(model: ModelConfig) -> Engine:
-    """transformers' code with the products of the layers in FP8."""
+def _engine_in_fp8(model: ModelConfig, kv: KvType) -> Engine:
+    """transformers' code with the products of the layers in FP8, or its keys and values, or both."""
     config = EngineConfig(
-        model=model.model_copy(update={"backend": "torch"}), scheduler=SchedulerConfig(max_running=RUNNING)
+        model=model.model_copy(update={"backend": "torch", "quantization": "none"}),
+        scheduler=SchedulerConfig(max_running=RUNNING),
     )
     torch.set_num_threads(model.num_threads or 1)
     loaded = load_model(config.model, resolve_model_path(model.path))
     assert loaded.module is not None, "native code has weights of its own"
-    for layer in loaded.module.base_model.layers:
+    for layer in loaded.module.base_model.layers if model.quantization == "fp8" else ():
         for parent in [*layer.modules()]:
             for name, child in [*parent.named_children()]:
                 if isinstance(child, nn.Linear):
                     setattr(parent, name, Fp8Linear(child))
     num_blocks = num_blocks_that_fit(CacheConfig(memory_gib=0.5), loaded.layers, dtype=loaded.dtype)
-    runner = build_runner(config, loaded, num_blocks=num_blocks, num_threads=1)
+    cache = (RoundedKVCache if kv == "fp8" else KVCache)(
+        loaded.layers,
+        num_blocks=num_blocks,
+        block_size=config.cache.block_size,
+        dtype=loaded.dtype,
+        device=loaded.device,
+    )
+    forward = TransformersForward(loaded.module, TorchAttention(cache, loaded.device))
+    runner = TorchModelRunner(forward, loaded.device)
     return assemble(config.scheduler, config.cache, num_blocks=num_blocks, runner=runner, facts=loaded.facts)
+
+
+class RoundedKVCache(KVCache):
+    """Keys and values as FP8 holds them, but for one more rounding of each to the model's type."""
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().write(layer, slots, _rounded(keys), _rounded(values))
+
+
+def _rounded(heads: torch.Tensor) -> torch.Tensor:
+    """[num_tokens, num_kv_heads, dim], with a scale for each token and head."""
+    values, scales = in_fp8(heads.reshape(-1, heads.shape[-1]))
+    return (values.float() * scales).to(heads.dtype).view(heads.shape)
 
 
 class Fp8Linear(nn.Module):

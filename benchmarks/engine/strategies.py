@@ -2,6 +2,7 @@
 
     python -m benchmarks.engine.strategies --model DIR --workload FILE --arrival poisson --load 0.5,0.8,1 --plot OUT.png
     python -m benchmarks.engine.strategies --model DIR --workload FILE --strategies static,hybrid --policies fcfs,sjf
+    python -m benchmarks.engine.strategies --model DIR --workload FILE --presets latency,mixed --load 0.8
 
 Prints a table and, as the last line, one JSON object. Each strategy × policy gets a fresh engine around the same
 model, so nothing is cached or learnt from the one before. --load multiplies the rate that --arrival names; where it
@@ -18,11 +19,20 @@ from importlib.util import find_spec
 from typing import Any
 
 from app.assembly import assemble
+from app.config import PRESETS
 from benchmarks.engine.carousel import Carousel, LoggedCarousel
 from benchmarks.engine.engine_setup import LoadedEngine, load_engine
 from benchmarks.engine.service_figures import Promise, Served, service_figures
 from benchmarks.engine.step_trace import StepTrace, logged
-from benchmarks.engine.trial import POLICIES, STRATEGIES, Trial, base_options, trials
+from benchmarks.engine.trial import (
+    POLICIES,
+    STRATEGIES,
+    Trial,
+    base_options,
+    preset_trials,
+    trials,
+    with_largest_limits,
+)
 from benchmarks.harness import machine
 from benchmarks.harness.command import BenchmarkError, command_parser, run_command, tell
 from benchmarks.harness.figures import cell, table
@@ -76,10 +86,10 @@ def check_plot(path: str | None) -> None:
 
 def measure(options: Options, given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
     """Load once, warm up, then every trial at every load."""
-    chosen = trials(options, strategies=given.strategies, policies=given.policies)
+    chosen = _trials(options, given)
     arrivals, loads = Arrivals.parse(given.arrival), _loads(given.load)
     promise = _promise(given)
-    loaded = load_engine(base_options(options))
+    loaded = load_engine(with_largest_limits(base_options(options), chosen))
     workload = _with_deadlines(loaded.workload, given.deadline_s)
     tell("warm-up")
     Carousel(loaded.engine).serve(loaded.workload.warm_up())
@@ -103,6 +113,14 @@ def measure(options: Options, given: argparse.Namespace) -> tuple[list[Outcome],
     }
 
 
+def _trials(options: Options, given: argparse.Namespace) -> list[Trial]:
+    if given.presets is None:
+        return trials(options, strategies=given.strategies, policies=given.policies)
+    if given.strategies or given.policies:
+        raise BenchmarkError("--presets has strategies and policies of its own: leave out --strategies and --policies")
+    return preset_trials(options, given.presets)
+
+
 def serve(loaded: LoadedEngine, trial: Trial, workload: Workload) -> Served:
     """One trial: a fresh engine, with empty memory and without experience, around the loaded model."""
     log = StepTrace(loaded.engine.now)
@@ -117,7 +135,7 @@ def serve(loaded: LoadedEngine, trial: Trial, workload: Workload) -> Served:
     return Served(
         run=run,
         joined_s=log.joined_s(),
-        bubble_share=log.bubble_share(loaded.config.scheduler.max_running),
+        bubble_share=log.bubble_share(trial.scheduler.max_running),
         mean_running=log.mean_running(),
         steps=log.steps,
     )
@@ -171,7 +189,7 @@ def _outcomes(
             figures=figures,
             num_equal_outputs=_num_equal(first, served),
             served=served,
-            num_slots=loaded.config.scheduler.max_running,
+            num_slots=trial.scheduler.max_running,
         )
 
 
@@ -232,6 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the arrival times")
     parser.add_argument("--strategies", metavar="A,B", help=f"of {', '.join(STRATEGIES)}")
     parser.add_argument("--policies", metavar="A,B", help=f"of {', '.join(POLICIES)}")
+    parser.add_argument("--presets", metavar="A,B", help=f"instead of both, of {', '.join(PRESETS)}")
     parser.add_argument("--slo-ttft-s", type=_seconds, metavar="S", help="first token within so many seconds")
     parser.add_argument("--slo-latency-s", type=_seconds, metavar="S", help="last token within so many seconds")
     parser.add_argument("--deadline-s", type=_seconds, metavar="S", help="a deadline for requests that have none")

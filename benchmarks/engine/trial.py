@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from app.config import PolicyConfig, SchedulerConfig, StrategyConfig
+from app.config import PRESETS, PolicyConfig, SchedulerConfig, StrategyConfig
 from benchmarks.engine.engine_setup import configured
 from benchmarks.harness.command import BenchmarkError, did_you_mean
 from benchmarks.harness.options import Options
@@ -59,11 +59,35 @@ def trials(options: Options, *, strategies: str | None, policies: str | None) ->
     return [_trial(options, strategy, policy) for strategy, policy in pairs]
 
 
+def preset_trials(options: Options, presets: str) -> list[Trial]:
+    """Every preset asked for, with what `--set` says in place of its values.
+
+    Raises:
+        BenchmarkError: a name is none; the message says what there is.
+    """
+    chosen = (replace(options, assignments=(Assignment("scheduler.preset", name), *options.assignments))
+              for name in _names_in(presets, "preset", PRESETS))  # fmt: skip
+    return [Trial(config.scheduler.preset, config.scheduler) for config in map(configured, chosen)]
+
+
+def with_largest_limits(options: Options, chosen: Sequence[Trial]) -> Options:
+    """The options of an engine that has room for the steps of all trials."""
+    limits = (
+        Assignment(f"scheduler.{name}", str(max(getattr(trial.scheduler, name) for trial in chosen)))
+        for name in ("max_running", "max_step_tokens")
+    )
+    return replace(options, assignments=(*options.assignments, *limits))
+
+
 def _chosen(text: str, branch: str) -> list[str]:
+    return _names_in(text, branch, _BRANCHES[branch])
+
+
+def _names_in(text: str, kind: str, known: Collection[str]) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in _BRANCHES[branch]:
-            raise BenchmarkError(f"there is no {branch} {name!r}{did_you_mean(name, _BRANCHES[branch])}")
+        if name not in known:
+            raise BenchmarkError(f"there is no {kind} {name!r}{did_you_mean(name, known)}")
     return names
 
 

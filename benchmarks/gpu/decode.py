@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,19 +28,32 @@ _ROOM = 0.75  # of the GPU's memory is for weights and KV here; the rest is for 
 @torch.inference_mode()
 def measure(bench: Bench) -> None:
     contexts = bench.sized((512, 1024, 2048, 8192), (20, 33))
-    _measure_weights(bench, "none", bench.sized((1, 8, 32, 64, 128, 256, 512), (1, 2)), contexts)
-    reason = why_no_fp8(bench.device)
+    _measure_types(bench, _Types(), bench.sized((1, 8, 32, 64, 128, 256, 512), (1, 2)), contexts)
+    reason = why_no_fp8(bench.device, on_a_cpu="int8")
     bench.put(fp8=reason or "measured")
     if reason is None:
-        _measure_weights(bench, "fp8", bench.sized((1, 8, 64, 256), (2,)), contexts[1:2])
+        for types in (_Types(weights="fp8"), _Types(kv="fp8")):
+            _measure_types(bench, types, bench.sized((1, 8, 64, 256), (2,)), contexts[1:2])
 
 
-def _measure_weights(bench: Bench, weights: str, rows: Sequence[int], contexts: Sequence[int]) -> None:
-    """weights: as in model.quantization."""
+class _Types(NamedTuple):
+    """As in the config: `model.quantization` and `cache.dtype`."""
+
+    weights: str = "none"
+    kv: str = "auto"
+
+    @property
+    def suffix(self) -> str:
+        """Of the figures' names."""
+        return ("" if self.weights == "none" else f"_{self.weights}") + ("" if self.kv == "auto" else f"_kv_{self.kv}")
+
+
+def _measure_types(bench: Bench, types: _Types, rows: Sequence[int], contexts: Sequence[int]) -> None:
     config = engine_config(
         bench, max_running=max(rows), max_step_tokens=bench.sized(2048, 2), max_model_len=max(contexts) + BLOCK_SIZE,
-        quantization=weights, device="auto",
+        quantization=types.weights, device="auto",
     )  # fmt: skip
+    config = config.model_copy(update={"cache": config.cache.model_copy(update={"dtype": types.kv})})
     model = made_model(config)
     read = bytes_of_a_step(model)
     of_block = block_bytes(config.cache, model.layers, dtype=model.dtype)
@@ -51,7 +64,7 @@ def _measure_weights(bench: Bench, weights: str, rows: Sequence[int], contexts: 
     assert isinstance(runner, LaunchingRunner), "on a GPU steps are launched"
     runner.prepare()
     rate = (bench.of_earlier("rates", "copy_gb_per_s") or copy_rate(bench) / 1e9) * 1e9
-    suffix = "" if weights == "none" else f"_{weights}"
+    suffix = types.suffix
     bench.put(**{
         f"weights_read_gb{suffix}": round(read / 1e9, 3), f"kv_bytes_of_a_token{suffix}": of_block // BLOCK_SIZE,
         f"graphs{suffix}": replays.num_graphs,
@@ -65,8 +78,8 @@ def _measure_weights(bench: Bench, weights: str, rows: Sequence[int], contexts: 
         floor_ms = (read + number * context * of_block // BLOCK_SIZE) / rate * 1e3
         share = round(floor_ms / cells["step_ms"], 3)
         bench.row(
-            "decode steps", weights=weights, sequences=number, context=context, floor_ms=round(floor_ms, 5), **cells,
-            share_of_floor=share,
+            "decode steps", weights=types.weights, kv=types.kv, sequences=number, context=context,
+            floor_ms=round(floor_ms, 5), **cells, share_of_floor=share,
         )  # fmt: skip
         if context == contexts[min(1, len(contexts) - 1)]:
             bench.put(**{
@@ -74,19 +87,19 @@ def _measure_weights(bench: Bench, weights: str, rows: Sequence[int], contexts: 
             })  # fmt: skip
     for length in bench.sized((512, 2048, 8192), (5,)):
         batch = step_of([(0, length)], num_blocks=num_blocks, block_size=BLOCK_SIZE)
-        _put_prompt(bench, length, weights, bench.seconds_in_a_row(partial(runner.launch, batch), repeat=5))
+        _put_prompt(bench, length, types, bench.seconds_in_a_row(partial(runner.launch, batch), repeat=5))
 
 
-def _put_prompt(bench: Bench, length: int, weights: str, step_s: float) -> None:
+def _put_prompt(bench: Bench, length: int, types: _Types, step_s: float) -> None:
     """A step that computes one prompt from its beginning, against the rate of a large product."""
     reached = prompt_operations(bench, length) / step_s / 1e12
     rate = bench.of_earlier("rates", "bf16_tflop_per_s")
     share = round(reached / rate, 3) if rate else None
     bench.row(
-        "prompts", weights=weights, tokens=length, step_ms=round(step_s * 1e3, 3), tflop_per_s=round(reached, 1),
-        share_of_rate=share,
+        "prompts", weights=types.weights, kv=types.kv, tokens=length, step_ms=round(step_s * 1e3, 3),
+        tflop_per_s=round(reached, 1), share_of_rate=share,
     )  # fmt: skip
-    bench.put(**{f"prompt_share_{length}" + ("" if weights == "none" else f"_{weights}"): share})
+    bench.put(**{f"prompt_share_{length}{types.suffix}": share})
 
 
 def _timed(bench: Bench, runner: LaunchingRunner, replays: Replays, batch: Batch) -> dict[str, Any]:

@@ -24,7 +24,10 @@ STAGES = (
     Stage("kernels", "benchmarks.gpu.kernels", 100, "every kernel against fp64, then the tests of the kernels"),
     Stage("memory", "benchmarks.gpu.memory", 50, "an 8B model's start; memory predicted against used; the worst step"),
     Stage(
-        "decode", "benchmarks.gpu.decode", 85, "decode steps by replay against bytes / rate of copies; weights in FP8"
+        "decode",
+        "benchmarks.gpu.decode",
+        100,
+        "decode steps by replay against bytes / rate of copies; weights or KV in FP8",
     ),
     Stage(
         "profile", "benchmarks.gpu.profiled", 30, "kernels, launches, gaps and waits of a decode step and a mixed one"

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
-from app.config import EngineConfig, ServedModelConfig
+from app.config import EngineConfig, KvType, ServedModelConfig
 from app.cores import num_cores
 from app.errors import CarouselError, InvalidSetup
 from deployments.arguments import positive
@@ -53,7 +54,7 @@ def _memory(options: argparse.Namespace) -> None:
             "quantization": options.quantization,
             "max_model_len": options.context,
         },
-        cache={"gpu_memory_fraction": options.gpu_memory_fraction},
+        cache={"gpu_memory_fraction": options.gpu_memory_fraction, "dtype": options.cache_dtype},
         scheduler={
             "max_running": options.max_running or (256 if on_gpu else None),
             "max_step_tokens": options.max_step_tokens or (8192 if on_gpu else None),
@@ -176,6 +177,9 @@ def _add_memory(memory: argparse.ArgumentParser) -> None:
     )
     memory.add_argument(
         "--quantization", choices=("none", "int8", "int4", "fp8"), default="none", help="model.quantization"
+    )
+    memory.add_argument(
+        "--cache-dtype", choices=get_args(KvType), default="auto", help="cache.dtype: int8 on a CPU, fp8 on a GPU"
     )
     memory.add_argument("--num-gpus", type=_share, default=1.0, help="replicas.num_gpus: 0.5 for two on a card")
     memory.add_argument("--tensor-parallel", type=positive, default=1, help="replicas.tensor_parallel: so many cards")

@@ -21,16 +21,19 @@ class GpuPlan:
     def __init__(self, config: EngineConfig, card: Card, *, share: float, num_ranks: int = 1) -> None:
         """share: of the card, as `replicas.num_gpus`. num_ranks: cards, as `replicas.tensor_parallel`.
 
-        Raises InvalidSetup as `planned_memory` does, and where the card has no products in FP8 that the config needs.
+        Raises InvalidSetup as `planned_memory` does, and where the card has not the types that the config needs.
         """
         self._config = config
         self._card = card
         self._share = share
         self._num_ranks = num_ranks
+        if config.cache.dtype == "int8":
+            raise InvalidSetup("--cache-dtype int8: only a CPU has it; a GPU has fp8")
         if not self._computes_on(card):
             needed = ".".join(map(str, LEAST_CAPABILITY))
             raise InvalidSetup(
-                f"--quantization fp8: {card.name} has no products in FP8; they need compute capability {needed} or more"
+                f"{' and '.join(self._in_fp8)} fp8: {card.name} has no FP8; it needs compute capability {needed} or "
+                f"more"
             )
         self._planned: PlannedMemory = planned_memory(config, num_ranks=num_ranks)
 
@@ -90,9 +93,15 @@ class GpuPlan:
     def _where(self) -> str:
         return self._card.name if self._num_ranks == 1 else f"each of {self._num_ranks} {self._card.name}"
 
+    @property
+    def _in_fp8(self) -> list[str]:
+        """What is asked to be in FP8, by its option."""
+        asked = {"--quantization": self._config.model.quantization, "--cache-dtype": self._config.cache.dtype}
+        return [option for option, kind in asked.items() if kind == "fp8"]
+
     def _computes_on(self, card: Card) -> bool:
         """A card of which only the memory is known is taken to do so."""
-        return self._config.model.quantization != "fp8" or (card.capability or LEAST_CAPABILITY) >= LEAST_CAPABILITY
+        return not self._in_fp8 or (card.capability or LEAST_CAPABILITY) >= LEAST_CAPABILITY
 
     def _on(self, card: Card) -> GpuMemory:
         return GpuMemory(total=card.memory_bytes, fraction=self._config.cache.gpu_memory_fraction, share=self._share)
@@ -106,6 +115,8 @@ class CpuPlan:
 
         Raises InvalidSetup and UnsupportedModel as `planned_cpu_memory` does.
         """
+        if config.cache.dtype == "fp8":
+            raise InvalidSetup("--cache-dtype fp8: only a GPU has it; a CPU has int8")
         num_bytes = bytes_of(memory, option="--cpu") if memory else available_bytes()
         if num_bytes is None:
             raise InvalidSetup("--cpu: this system does not say how much memory it has; name it, such as --cpu 16GiB")

@@ -32,12 +32,12 @@ class WholeFleet:
     def simulate(self, *, num_processes: int) -> SimulatedRun:
         """Every request to its end."""
         whole = SimulatedRun()
-        whole.share = 0.0
         numbers = range(self.num_parts)
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(min(num_processes, self.num_parts), mp_context=context) as processes:
             for part in processes.map(self.part, numbers):
                 whole.add(part)
+        whole.share = 1.0  # the sum of the parts', without its rounding
         return whole
 
     @property

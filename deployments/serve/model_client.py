@@ -16,13 +16,13 @@ from app.config import CascadeConfig, ServedModelConfig
 from app.engine.request import Generate, ModelFacts, Pooling
 from app.errors import Overloaded
 from app.fleet import FailoverLimits, Fleet, FleetMetrics, LivenessTimeouts, ReplicaRegistry
-from app.fleet.dispatch import Group, GroupChooser, make_policy
+from app.fleet.dispatch import GroupChooser, make_policy
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS, ToolFormat, format_of
 from deployments.ray_internals import route_in_this_loop
 from deployments.serve.errors import to_carousel_error
 from deployments.serve.registries import register
-from deployments.serve.settings import deployment_name
+from deployments.serve.settings import deployment_name, groups_of
 from deployments.serve.transport import ServeTransport
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class ModelClient:
         replicas = model.replicas
         registry = ReplicaRegistry(
             make_policy(replicas.dispatch, random.Random()),
-            GroupChooser([Group(group.name, group.share) for group in replicas.groups]),
+            GroupChooser(groups_of(model)),
             block_size=model.engine.cache.block_size,
             clock=time.monotonic,
         )

@@ -18,14 +18,14 @@ from app.config import SchedulerConfig, ServedModelConfig
 from app.engine.request import ModelFacts
 from app.engine.stats import EngineStats
 from app.fleet import Address, FrameServer, report_of
-from app.fleet.dispatch import Group, ReplicaReport, group_of_rank
+from app.fleet.dispatch import ReplicaReport, group_of_rank
 from app.metrics import EngineReport, LoopMonitor
 from deployments.ray_internals import keep_calls_on_loopback
 from deployments.serve.autoscaling import use_of
 from deployments.serve.logs import log_where_serve_does
 from deployments.serve.memory import freeze_loaded
 from deployments.serve.ray_metrics import RayMetrics, families_of_engine
-from deployments.serve.settings import retuned
+from deployments.serve.settings import groups_of, retuned
 from deployments.serve.transport import FramesFrom, Scheduling, Switch
 from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads
 
@@ -41,8 +41,7 @@ class Replica:
         """
         log_where_serve_does()
         keep_calls_on_loopback()
-        groups = [Group(group.name, group.share) for group in model.replicas.groups]
-        self._group = group_of_rank(serve.get_replica_context().rank.rank, groups)
+        self._group = group_of_rank(serve.get_replica_context().rank.rank, groups_of(model))
         self._deployed = self._tuned = model.scheduler_of(self._group)
         self._user_config: object = {}
         self._switch: Switch | None = None

@@ -25,6 +25,7 @@ from app.config import (
     names_of,
 )
 from app.errors import InvalidSetup
+from app.fleet.dispatch import Group
 from app.jobs.files import filesystem_at
 from app.model.simulated import SimulatedCosts
 from app.webhooks.receiver import check_default
@@ -201,7 +202,7 @@ def retuned(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:
     if not isinstance(changes, dict):
         raise InvalidSetup(f"user_config.scheduler: got {_shown(changes)}; must be settings by name")
     try:
-        config = SchedulerConfig.model_validate(deployed.model_dump() | changes)
+        config = deployed.changed(changes)
     except ValidationError as error:
         place = ("models", 0, "engine", "scheduler")
         mistakes = [_mistake({**detail, "loc": (*place, *detail["loc"])}) for detail in _causes(error)]
@@ -212,6 +213,11 @@ def retuned(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:
             f"for {deployed.max_requests:,}: change it in the application's args"
         )
     return config
+
+
+def groups_of(model: ServedModelConfig) -> list[Group]:
+    """The arms of a model's trial, as dispatch knows them."""
+    return [Group(group.name, group.share, model.scheduler_of(group.name).preset) for group in model.replicas.groups]
 
 
 def deployment_name(model: ServedModelConfig) -> str:

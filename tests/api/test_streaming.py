@@ -471,9 +471,11 @@ def test_why_a_request_went_where_it_did_is_told_when_asked(tokenizer: Tokenizer
 def test_groups_and_sessions_come_from_their_headers(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, say(tokenizer, "3"))
     body = {"prompt": "x", "n": 2}
-    headers = {"x-carousel-group": "new", "x-carousel-session": "s" * 256}
+    headers = {"x-carousel-group": "new", "x-carousel-preset": "batch", "x-carousel-session": "s" * 256}
     assert service.call("POST", "/v1/completions", body, headers).status == 200
-    assert {(request.group, request.session) for request in service.generate.requests} == {("new", "s" * 256)}
+    assert {(each.group, each.preset, each.session) for each in service.generate.requests} == {
+        ("new", "batch", "s" * 256)
+    }
     headers["x-carousel-session"] += "s"
     refused = service.call("POST", "/v1/completions", body, headers)
     assert (refused.status, refused.error["param"]) == (400, "x-carousel-session")

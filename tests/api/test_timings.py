@@ -134,7 +134,7 @@ def test_a_request_that_generates_nothing_has_the_times_of_its_prompt(tokenizer:
 def test_equal_settings_have_equal_versions() -> None:
     versions = {SchedulerConfig().version, SchedulerConfig().version, SchedulerConfig(max_running=8).version}
     assert len(versions) == 2
-    assert SchedulerConfig.model_validate({"policy": "sjf"}).version.startswith("continuous-sjf-")
+    assert SchedulerConfig.model_validate({"policy": "sjf"}).version.startswith("mixed-continuous-sjf-")
 
 
 def test_the_version_changes_with_the_settings_of_a_running_engine() -> None:

@@ -19,7 +19,6 @@ EXTRA = {
     "pictures": ("matplotlib",),
     "prometheus": ("deployments",),  # has our rules
     "plan_error": ("deployments",),  # compares the planner's word with what is served
-    "ray_boards": ("ray",),  # has the queries of its boards
     "reenacting_runner": ("msgspec",),  # steps of the engine are its structs
     "vllm_cpu": ("vllm",),
     "with_langchain": ("langchain_openai",),

@@ -125,6 +125,21 @@ def test_weights_in_fp8_are_planned_with_their_scales(model: Path, capsys: pytes
     assert f"weights       {expected / 2**30:>9.2f} GiB" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        ("--gpu", "fp8"),
+        pytest.param("--cpu", "int8", marks=pytest.mark.skipif(library() is None, reason="there is no C++ compiler")),
+    ],
+)
+def test_kv_memory_in_eight_bits_is_planned_with_its_scales(
+    where: str, kind: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(model, where, "80GiB", "--context", "8192", "--dtype", "bfloat16", "--cache-dtype", kind) == 0
+    of_token = 2 * 8 * (2 * 128 + 2 * 4)  # layers, heads, numbers of 8 bits, scales
+    assert f"{of_token:,} bytes of KV a token" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_a_machine_with_cpus_holds_packed_weights(
@@ -157,7 +172,10 @@ def test_a_machine_with_cpus_holds_packed_weights(
         (("--cpu", "--tensor-parallel", "2"), "--tensor-parallel is planned for GPUs only"),
         (("--cpu", "--quantization", "fp8"), "only the decoder for CUDA computes, and device is cpu"),
         (("--gpu", "H200", "--quantization", "int4"), "only the native decoder on a CPU computes, and device is cuda"),
-        (("--gpu", "A100", "--quantization", "fp8"), r"A100-80GB has no products in FP8; they need .* 8\.9 or more"),
+        (("--gpu", "A100", "--quantization", "fp8"), r"--quantization fp8: A100-80GB has no FP8; .* 8\.9 or more"),
+        (("--gpu", "A100", "--cache-dtype", "fp8"), r"--cache-dtype fp8: A100-80GB has no FP8; .* 8\.9 or more"),
+        (("--gpu", "H200", "--cache-dtype", "int8"), "--cache-dtype int8: only a CPU has it; a GPU has fp8"),
+        (("--cpu", "--cache-dtype", "fp8"), "--cache-dtype fp8: only a GPU has it; a CPU has int8"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_the_reason(

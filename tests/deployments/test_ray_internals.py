@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
+from ray.serve._private import http_util
 
-from deployments.ray_internals import headers_as_utf8
+from deployments.ray_internals import headers_as_utf8, leave_request_ids_alone
 from tests.api.odd_requests import exchange
 from tests.deployments.conftest import Service
 
@@ -42,11 +44,18 @@ def test_private_names_of_ray_are_in_one_file() -> None:
     assert found == {"deployments/ray_internals.py"}
 
 
-@pytest.mark.parametrize(("headers", "expected"), [({}, "of-body"), ({"x-request-id": "of-header"}, "of-header")])
-def test_an_answer_has_one_request_id_and_it_is_the_clients(
-    service: Service, headers: dict[str, str], expected: str
-) -> None:
-    body = {"model": "held", "prompt": "Hi", "max_tokens": 1, "request_id": "of-body"}
-    answer = httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, timeout=30)
-    assert answer.headers.get_list("x-request-id") == [expected]
-    assert answer.json()["id"].startswith(f"cmpl-{expected}-")
+def test_serve_gives_no_id_beside_the_apis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its own middlewares around an application that gives one itself."""
+    monkeypatch.setattr(http_util.RequestIdMiddleware, "__call__", http_util.RequestIdMiddleware.__call__)  # put back
+    seen, sent = [], []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend(scope["headers"])
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-request-id", b"mine")]})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    leave_request_ids_alone()
+    asyncio.run(http_util._apply_middlewares(app, [])({"type": "http", "headers": []}, None, send))
+    assert (seen, sent[0]["headers"]) == ([], [(b"x-request-id", b"mine")])

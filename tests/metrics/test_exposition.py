@@ -191,6 +191,7 @@ def test_each_event_loop_has_its_delays_and_its_queue() -> None:
     of_replica = replace(report("r1", 1), loop=replace(loop, queued={"default": 0}))
     text = exposition(Scrape(requests=[], replicas={"demo": [of_replica]}, loops={("ingress", "i1"): loop}))
     assert value(text, "carousel_thread_queue", process="ingress", id="i1", threads="bodies") == 2
+    assert value(text, "carousel_ingresses") == 1
     for process, name, num_queued in (("ingress", "i1", 7), ("replica", "r1", 0)):
         labels = {"process": process, "id": name}
         assert value(text, "carousel_loop_stalls_total", **labels) == 1

@@ -3,7 +3,7 @@ import torch
 
 from app.config import CacheConfig
 from app.errors import InvalidSetup
-from app.model.kv_cache import KVCache, LayerShape, num_blocks_that_fit
+from app.model.kv_cache import KVCache, LayerShape, block_bytes, num_blocks_that_fit, stored_dtype
 
 CPU = torch.device("cpu")
 
@@ -12,6 +12,15 @@ def test_kv_bytes_of_a_7b_llama_are_half_a_megabyte_per_token() -> None:
     """32 layers × 32 heads × 128 × 2 bytes × (key and value)."""
     layer = LayerShape(num_kv_heads=32, key_dim=128, value_dim=128)
     assert 32 * layer.bytes_per_token(torch.float16) == 524_288
+
+
+def test_fp8_takes_the_bytes_that_are_counted() -> None:
+    layer = LayerShape(num_kv_heads=2, key_dim=16, value_dim=8)
+    kind = stored_dtype(CacheConfig(dtype="fp8"), torch.bfloat16)
+    cache = KVCache({0: layer}, num_blocks=3, block_size=4, dtype=kind, device=torch.device("cpu"))
+    counted = 3 * block_bytes(CacheConfig(dtype="fp8", block_size=4), {0: layer}, dtype=torch.bfloat16)
+    assert sum(tensor.nbytes for tensor in (*cache.layer(0), cache.scales[0])) == counted
+    assert stored_dtype(CacheConfig(), torch.bfloat16) is torch.bfloat16
 
 
 def test_int8_counts_its_scales() -> None:

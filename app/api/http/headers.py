@@ -15,6 +15,7 @@ from app.errors import InvalidRequest
 
 DEADLINE_HEADER = "x-carousel-deadline-s"
 GROUP_HEADER = "x-carousel-group"
+PRESET_HEADER = "x-carousel-preset"
 SESSION_HEADER = "x-carousel-session"
 EXPLAIN_HEADER = "x-carousel-explain"
 TIMINGS_HEADER = "x-carousel-timings"
@@ -30,21 +31,25 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
 
 
 def with_headers(call: Call, headers: Mapping[str, str]) -> Call:
-    """The call with what its headers ask for: a group, a session, timings in `usage`, which a stream has then too.
+    """The call with what its headers ask for: group, preset, session, timings in `usage`, which a stream has then too.
 
-    Raises InvalidRequest for a session that is too long. Whether the group exists is checked where groups are known.
+    Raises InvalidRequest for a session that is too long. Whether there is such a group, or one with such a preset, is
+    checked where groups are known.
     """
     if _is_true(headers.get(TIMINGS_HEADER, "")):
         call = replace(call, include_usage=True, wants_timings=True)
-    group, session = headers.get(GROUP_HEADER, ""), headers.get(SESSION_HEADER, "")
+    group, preset, session = (headers.get(name, "") for name in (GROUP_HEADER, PRESET_HEADER, SESSION_HEADER))
     if len(session) > MAX_SESSION_LENGTH:
         raise InvalidRequest(
             f"the header {SESSION_HEADER} has {len(session):,} characters; at most {MAX_SESSION_LENGTH} are accepted",
             param=SESSION_HEADER,
         )
-    if not group and not session:
+    if not (group or preset or session):
         return call
-    return replace(call, requests=tuple(replace(each, group=group, session=session) for each in call.requests))
+    return replace(
+        call,
+        requests=tuple(replace(each, group=group, preset=preset, session=session) for each in call.requests),
+    )
 
 
 def with_deadline(body: dict[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:

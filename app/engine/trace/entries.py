@@ -7,7 +7,7 @@ arrival. Fields that are empty, zero or false are left out.
     {"step_log": 2, "run": ..., "part": 1, ...}                    the header, first in every file
     {"arrival": 7, "at": 3.1, "request": {"request_id": ..., "prompt_token_ids": [...], "sampling": {...}, ...}}
     {"abort": 7}
-    {"reconfigured": {"strategy": {...}, ...}, "settings": "continuous-fcfs-0a1b2c3d"}
+    {"reconfigured": {"strategy": {...}, ...}, "settings": "mixed-continuous-fcfs-0a1b2c3d"}
     {"limits": {"max_step_tokens": 176, "prefill_chunk_tokens": 176, "max_running": 32}}
     {"cache_cleared": true}
     {"step": 12, "began_at": 3.2, "ended_at": 3.3, "scheduled": {...}, "token_ids": [...], "joined": [7], ...}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
@@ -17,34 +17,60 @@ class Group:
 
     name: str
     share: float
+    preset: str = ""  # of the settings of its replicas
 
 
 class GroupChooser:
-    """The group of each request: the one that it names, or by share."""
+    """The group of each request: the one that it names, or by share, of all or of those with a preset."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._names = [group.name for group in groups]
-        total = sum(group.share for group in groups)
-        self._upper_ends = [end / total for end in accumulate(group.share for group in groups)]
+        self._all = _Shares(groups)
+        self._of_preset = {
+            preset: _Shares([group for group in groups if group.preset == preset])
+            for preset in dict.fromkeys(group.preset for group in groups if group.preset)
+        }
 
-    def choose(self, key: str, *, asked: str = "", param: str | None = None) -> str:
+    def choose(self, key: str, *, asked: str = "", preset: str = "") -> str:
         """The group for `key`, a session or request id; "" when there are no groups.
 
         A function of the key and the groups alone: a session stays in its group, on every ingress and after a restart.
-        `asked`: the group that the caller names, in the header or field `param`.
+        `asked`: the group that the caller names, which goes before the `preset` that it names.
 
         Raises:
-            InvalidRequest: the caller names a group that there is not.
+            InvalidRequest: the caller names a group, or a preset of one, that there is not; the parameter is `group`
+                or `preset`.
         """
-        if asked and asked not in self._names:
-            groups = f"there are {', '.join(self._names)}" if self._names else "this model has no groups"
-            raise InvalidRequest(f"there is no group {asked!r}; {groups}", param=param)
-        if asked or not self._names:
+        if asked:
+            _check(asked, self._names, param="group")
             return asked
+        if preset:
+            _check(preset, self._of_preset, param="preset", what="with the preset ")
+        shares = self._of_preset[preset] if preset else self._all
+        return shares.choose(key) if self._names else ""
+
+
+class _Shares:
+    """Several groups and the part of the keys that each has."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        total = sum(group.share for group in groups)
+        self._upper_ends = [end / total for end in accumulate(group.share for group in groups)]
+        self._names = [group.name for group in groups]
+
+    def choose(self, key: str) -> str:
+        """The name of one. There must be one."""
         place = int.from_bytes(blake2b(key.encode(), digest_size=8).digest()) / 2**64
         return next(
             (name for name, end in zip(self._names, self._upper_ends, strict=True) if place < end), self._names[-1]
         )
+
+
+def _check(asked: str, names: Collection[str], *, param: str, what: str = "") -> None:
+    """Raise InvalidRequest where what is asked for is not there."""
+    if asked not in names:
+        there_are = f"there are {', '.join(names)}" if names else "this model has no groups"
+        raise InvalidRequest(f"there is no group {what}{asked!r}; {there_are}", param=param)
 
 
 def group_of_rank(rank: int, groups: Sequence[Group]) -> str:

@@ -59,6 +59,7 @@ class TritonAttention:
         """KV memory of `num_blocks` blocks for at most `max_rows` sequences a step, of up to `max_blocks` blocks each.
 
         A split has `split_tokens` keys, more where that would make over `max_splits` of them; both are powers of two.
+        dtype: of keys and values: the model's, or FP8.
         """
         assert split_tokens >= _MIN_DOT, f"a split of {split_tokens} keys is smaller than a tile"
         assert split_tokens == padded(split_tokens, 1), f"{split_tokens} is no power of two"
@@ -213,6 +214,7 @@ class _Launch:
         self._attention = attention
         self._query = query
         self._keys, self._values = attention.cache.layer(layer)
+        self._scales = attention.cache.scales.get(layer, query)  # any pointer where there are none
         self._sinks = query if rules.sinks is None else rules.sinks  # any pointer where there are none
         self._window = rules.sliding_window or 0
         key_dim, value_dim = self._keys.shape[-1], self._values.shape[-1]
@@ -249,6 +251,7 @@ class _Launch:
             "has_cap": rules.softcap is not None,
             "has_sinks": rules.sinks is not None,
             "widen": attention.device.type == "cpu",
+            "in_fp8": attention.cache.in_fp8,
         }
 
     @property
@@ -260,7 +263,8 @@ class _Launch:
     def _prefill_rows(self) -> int:
         shape = self._shape
         is_padded = (shape["key_dim"], shape["value_dim"]) != (shape["key_padded"], shape["value_padded"])
-        rows = self._attention.tuning.rows(shape["value_padded"], is_padded=is_padded)
+        in_fp8 = self._attention.cache.in_fp8
+        rows = self._attention.tuning.rows(shape["value_padded"], is_padded=is_padded, in_fp8=in_fp8)
         if self._query.element_size() == torch.float32.itemsize:
             rows = _ROWS_OF_FLOAT32
         elif self._attention.batch_invariant:
@@ -269,8 +273,9 @@ class _Launch:
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         self._attention.kernels.write_kernel[(key.shape[0],)](
-            key, value, slots, self._keys, self._values, *key.stride()[:2], *value.stride()[:2],
-            heads_padded=padded(self.num_kv_heads, 1), **self._shape,
+            key, value, slots, self._keys, self._values, self._scales, *key.stride()[:2], *value.stride()[:2],
+            heads_padded=padded(self.num_kv_heads, 1), block_size=self._attention.block_size,
+            in_fp8=self._attention.cache.in_fp8, **self._shape,
         )  # fmt: skip
 
     def decode(self, segments: torch.Tensor) -> None:
@@ -282,7 +287,7 @@ class _Launch:
         weighted = torch.empty(*parts, self._shape["value_dim"], dtype=torch.float32, device=query.device)
         num_lanes = min(max_splits, -(-attention.num_programs // (num_segments * self.num_kv_heads)))
         attention.kernels.decode_kernel[(num_segments, self.num_kv_heads, num_lanes)](
-            query, self._keys, self._values, attention.tables.tensor, segments, self._sinks, self.output,
+            query, self._keys, self._values, self._scales, attention.tables.tensor, segments, self._sinks, self.output,
             highest, total, weighted, *query.stride()[:2], num_rows=padded(self.group, _MIN_DOT),
             num_warps=tuning.decode_warps, num_stages=tuning.decode_stages, **(self._attend | splits),
         )  # fmt: skip
@@ -296,7 +301,7 @@ class _Launch:
     def prefill(self, segments: torch.Tensor) -> None:
         attention, query, tuning = self._attention, self._query, self._attention.tuning
         attention.kernels.prefill_kernel[(segments.shape[1], self.num_kv_heads)](
-            query, self._keys, self._values, attention.tables.tensor, segments, self._sinks, self.output,
+            query, self._keys, self._values, self._scales, attention.tables.tensor, segments, self._sinks, self.output,
             *query.stride()[:2], num_rows=self._prefill_rows, masks_all=attention.batch_invariant,
             num_warps=tuning.prefill_warps, num_stages=tuning.prefill_stages, **self._attend,
         )  # fmt: skip

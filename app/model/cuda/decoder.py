@@ -146,14 +146,16 @@ class CudaDecoder:
     ) -> None:
         """Turn queries in place, write keys and values. heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]."""
         settings = self._settings
-        keys, values = self._attention.cache.layer(index)
+        cache = self._attention.cache
+        keys, values = cache.layer(index)
         group, half = settings.num_heads // settings.num_kv_heads, settings.head_dim // 2
         group_padded, half_padded = padded(group, 1), padded(half, 1)
         self._kernels.rotate_write_kernel[(heads.shape[0], settings.num_kv_heads)](
             heads, _or_any(layer.query_norm, heads), _or_any(layer.key_norm, heads), self._weights.rotary, positions,
-            slots, keys, values, settings.epsilon,
+            slots, keys, values, _or_any(cache.scales.get(index), heads), settings.epsilon,
             num_kv_heads=settings.num_kv_heads, group=group, half=half, group_padded=group_padded,
-            half_padded=half_padded, has_norm=layer.query_norm is not None,
+            half_padded=half_padded, block_size=cache.block_size, has_norm=layer.query_norm is not None,
+            in_fp8=cache.in_fp8,
             num_warps=_warps(group_padded * half_padded, _NUMBERS_PER_WARP),
         )  # fmt: skip
 

@@ -13,9 +13,7 @@ No `from __future__ import annotations` here: Triton reads the annotations.
 import triton
 import triton.language as tl
 
-from app.model.cuda.fp8 import LARGEST, SMALLEST_SCALE
-
-_LARGEST, _SMALLEST_SCALE = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_SCALE)
+from app.model.cuda.fp8_kernels import key_scales, scale_of, scaled
 
 
 @triton.jit
@@ -31,9 +29,9 @@ def _store_row(
 ):
     """Store a row as it is, or in FP8 with its scale, as `in_fp8` of `fp8.py` has it. What is not inside is 0."""
     if in_fp8:
-        scale = tl.maximum(tl.max(tl.abs(x), 0) / _LARGEST, _SMALLEST_SCALE)
+        scale = scale_of(tl.max(tl.abs(x), 0))
         tl.store(scales + row, scale)
-        x = tl.minimum(tl.maximum(x / scale, -_LARGEST), _LARGEST)
+        x = scaled(x, scale)
     tl.store(values + row * size + at, x.to(values.dtype.element_ty), mask=inside)
 
 
@@ -127,13 +125,16 @@ def rotate_write_kernel(
     slots,  # [num_tokens]
     keys,  # [num_blocks, block_size, num_kv_heads, head_dim]
     values,
+    scales,  # [num_blocks, num_kv_heads, 2, block_size]; written where keys and values are in FP8
     epsilon,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
     half: tl.constexpr,
     group_padded: tl.constexpr,
     half_padded: tl.constexpr,
+    block_size: tl.constexpr,
     has_norm: tl.constexpr,
+    in_fp8: tl.constexpr,
 ):
     """Queries and keys normed and turned by their positions; keys and values stored at their slots.
 
@@ -160,12 +161,34 @@ def rotate_write_kernel(
     key = row + (group * num_kv_heads + kv_head) * head_dim + at[None, :]
     first, second = _turned(key, is_half, key_norm, cosine, sine, epsilon, half, half_padded, has_norm)
     out = slot * (num_kv_heads * head_dim) + kv_head * head_dim + at[None, :]
-    tl.store(keys + out, first.to(dtype), mask=is_half)
-    tl.store(keys + out + half, second.to(dtype), mask=is_half)
+    scale = key_scales(scales, slot // block_size, slot % block_size, kv_head, num_kv_heads, block_size)
+    _store_head(first.to(dtype), second.to(dtype), is_half, half, keys + out, scale, in_fp8)
 
     value = key + num_kv_heads * head_dim
-    tl.store(values + out, tl.load(value, mask=is_half, other=0.0), mask=is_half)
-    tl.store(values + out + half, tl.load(value + half, mask=is_half, other=0.0), mask=is_half)
+    first = tl.load(value, mask=is_half, other=0.0)
+    second = tl.load(value + half, mask=is_half, other=0.0)
+    _store_head(first, second, is_half, half, values + out, scale + block_size, in_fp8)
+
+
+@triton.jit
+def _store_head(
+    first,  # half of a head, of the model's type: [1, half_padded]
+    second,
+    is_half,
+    half: tl.constexpr,
+    numbers,  # pointers to the first half
+    scale,  # pointer; written where the numbers are in FP8
+    in_fp8: tl.constexpr,
+):
+    """Store a key or a value as it is, or in FP8 with its scale."""
+    if in_fp8:
+        first, second = first.to(tl.float32), second.to(tl.float32)
+        own = scale_of(tl.maximum(tl.max(tl.abs(first)), tl.max(tl.abs(second))))
+        tl.store(scale, own)
+        first = scaled(first, own).to(numbers.dtype.element_ty)
+        second = scaled(second, own).to(numbers.dtype.element_ty)
+    tl.store(numbers, first, mask=is_half)
+    tl.store(numbers + half, second, mask=is_half)
 
 
 @triton.jit

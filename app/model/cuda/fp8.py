@@ -84,19 +84,17 @@ def linear(inputs: Rows, weight: Rows, bias: torch.Tensor | None = None) -> torc
     )  # fmt: skip
 
 
-def why_no_fp8(device: torch.device) -> str | None:
-    """Why a device has no products in FP8, and what to do; None where it has."""
+def why_no_fp8(device: torch.device, *, on_a_cpu: str) -> str | None:
+    """Why a device has no FP8, and what to do; None where it has. on_a_cpu: the settings that a CPU has instead."""
     if not TritonAttention.fits(device):
-        return f"it runs on {device.type}; a CPU has model.quantization: int8 and int4"
+        return f"it runs on {device.type}; a CPU has {on_a_cpu}"
     if device.type != "cuda":
         return None  # Triton's interpreter
     found = torch.cuda.get_device_capability(device)
     if found >= LEAST_CAPABILITY:
         return None
     least, own = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, found))
-    return (
-        f"{torch.cuda.get_device_name(device)} has compute capability {own}, and products in FP8 need {least} or more"
-    )
+    return f"{torch.cuda.get_device_name(device)} has compute capability {own}, and FP8 needs {least} or more"
 
 
 def why_not_in_fp8(module: PreTrainedModel) -> str | None:

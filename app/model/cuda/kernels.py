@@ -1,8 +1,10 @@
 """Triton kernels of paged attention; `attention.py` says when which of them runs. Imported only there, on first
 use, because importing it needs Triton.
 
-A layer's keys and values lie as [num_blocks, block_size, num_kv_heads, dim], contiguous. What a program works on is a
-*segment*: consecutive new tokens of one sequence, a column of an integer matrix with four rows,
+A layer's keys and values lie as [num_blocks, block_size, num_kv_heads, dim], contiguous; in FP8 with a float32 scale
+for each, [num_blocks, num_kv_heads, 2, block_size]. FP8 is converted to the type of the queries, which is exact;
+scores are multiplied by the scale of the key, weights by that of the value. What a program works on is a *segment*:
+consecutive new tokens of one sequence, a column of an integer matrix with four rows,
 
     [first token in the packed row, number of tokens, position of the first, row of its block table]
 
@@ -21,6 +23,8 @@ which cannot multiply matrices of bfloat16.
 import triton
 import triton.language as tl
 
+from app.model.cuda.fp8_kernels import key_scales, scale_of, scaled
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -31,6 +35,7 @@ def write_kernel(
     slots,  # [num_tokens]
     keys,  # [num_blocks, block_size, num_kv_heads, key_dim]
     values,  # [num_blocks, block_size, num_kv_heads, value_dim]
+    scales,  # [num_blocks, num_kv_heads, 2, block_size]; written where keys and values are in FP8
     key_token_stride,
     key_head_stride,
     value_token_stride,
@@ -41,19 +46,36 @@ def write_kernel(
     heads_padded: tl.constexpr,
     key_padded: tl.constexpr,
     value_padded: tl.constexpr,
+    block_size: tl.constexpr,
+    in_fp8: tl.constexpr,
 ):
     """Store a new token's keys and values at its slot. Grid: (num_tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     heads = tl.arange(0, heads_padded)[:, None]
+    is_head = heads < num_kv_heads
     key_at = tl.arange(0, key_padded)[None, :]
-    mask = (heads < num_kv_heads) & (key_at < key_dim)
-    new = tl.load(new_keys + token * key_token_stride + heads * key_head_stride + key_at, mask=mask)
-    tl.store(keys + slot * (num_kv_heads * key_dim) + heads * key_dim + key_at, new, mask=mask)
     value_at = tl.arange(0, value_padded)[None, :]
-    mask = (heads < num_kv_heads) & (value_at < value_dim)
-    new = tl.load(new_values + token * value_token_stride + heads * value_head_stride + value_at, mask=mask)
-    tl.store(values + slot * (num_kv_heads * value_dim) + heads * value_dim + value_at, new, mask=mask)
+    is_key, is_value = is_head & (key_at < key_dim), is_head & (value_at < value_dim)
+    key = tl.load(new_keys + token * key_token_stride + heads * key_head_stride + key_at, mask=is_key, other=0.0)
+    value = tl.load(
+        new_values + token * value_token_stride + heads * value_head_stride + value_at, mask=is_value, other=0.0
+    )
+    if in_fp8:
+        places = key_scales(scales, slot // block_size, slot % block_size, heads, num_kv_heads, block_size)
+        key = _heads_in_fp8(key, places, is_head).to(keys.dtype.element_ty)
+        value = _heads_in_fp8(value, places + block_size, is_head).to(values.dtype.element_ty)
+    tl.store(keys + slot * (num_kv_heads * key_dim) + heads * key_dim + key_at, key, mask=is_key)
+    tl.store(values + slot * (num_kv_heads * value_dim) + heads * value_dim + value_at, value, mask=is_value)
+
+
+@triton.jit
+def _heads_in_fp8(x, scales, is_head):
+    """Heads, [num_heads, dim], as they are rounded to FP8; their scales are stored."""
+    x = x.to(tl.float32)
+    scale = scale_of(tl.max(tl.abs(x), 1))[:, None]
+    tl.store(scales, scale, mask=is_head)
+    return scaled(x, scale)
 
 
 @triton.jit
@@ -80,6 +102,7 @@ def _attend(
     weighted,  # [num_rows, value_padded], weighted sum of the values so far
     keys,  # of this KV head, at slot 0
     values,
+    scales,  # of this KV head, at block 0; read where keys and values are in FP8
     table,  # of this sequence
     first,  # keys at positions first, …, last - 1 are looked at; first is a multiple of tile
     last,  # if not masked a multiple of tile, too
@@ -96,17 +119,20 @@ def _attend(
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
     widen: tl.constexpr,
+    in_fp8: tl.constexpr,
     masked: tl.constexpr,
 ):
     """Softmax-weighted values over one more range of keys. Without `masked` every row sees all of them."""
     key_at = tl.arange(0, key_padded)
     value_at = tl.arange(0, value_padded)
     in_tile = tl.arange(0, tile)
+    dtype = query.dtype
     blocks = _blocks(table, first, last, block_size, tile)
     for start in range(first, last, tile):
         at = start + in_tile
         is_own = at < last
         slots = blocks.to(tl.int64) * block_size + at % block_size
+        scale_places = key_scales(scales, blocks, at % block_size, 0, num_kv_heads, block_size)
         # Those of the next tile, a whole tile ahead: its keys are read from an address that has arrived.
         blocks = _blocks(table, start + tile, last, block_size, tile)
         key_places = keys + slots[None, :] * (num_kv_heads * key_dim) + key_at[:, None]
@@ -123,7 +149,14 @@ def _attend(
         if widen:
             scores = tl.dot(query.to(tl.float32), key.to(tl.float32), input_precision="ieee") * scale
         else:
-            scores = tl.dot(query, key, input_precision="ieee") * scale
+            scores = tl.dot(query, key.to(dtype), input_precision="ieee") * scale
+        if in_fp8:
+            if masked:
+                key_scale = tl.load(scale_places, mask=is_own, other=0.0)
+                value_scale = tl.load(scale_places + block_size, mask=is_own, other=0.0)
+            else:
+                key_scale, value_scale = tl.load(scale_places), tl.load(scale_places + block_size)
+            scores *= key_scale[None, :]
         if has_cap:
             scores = (2.0 * tl.sigmoid(2.0 * scores) - 1.0) * cap  # tanh
         if masked:
@@ -140,10 +173,12 @@ def _attend(
         shrink = tl.exp2(highest - subtract)
         total = total * shrink + tl.sum(weights, 1)
         weighted = weighted * shrink[:, None]
+        if in_fp8:
+            weights *= value_scale[None, :]
         if widen:
-            weighted += tl.dot(weights.to(value.dtype).to(tl.float32), value.to(tl.float32), input_precision="ieee")
+            weighted += tl.dot(weights.to(dtype).to(tl.float32), value.to(tl.float32), input_precision="ieee")
         else:
-            weighted = tl.dot(weights.to(value.dtype), value, weighted, input_precision="ieee")
+            weighted = tl.dot(weights.to(dtype), value.to(dtype), weighted, input_precision="ieee")
         highest = higher
     return highest, total, weighted
 
@@ -160,6 +195,7 @@ def decode_kernel(
     query,  # [num_tokens, num_heads, key_dim]
     keys,
     values,
+    scales,  # [num_blocks, num_kv_heads, 2, block_size]; read where keys and values are in FP8
     tables,  # [num_table_rows, table_stride]
     segments,  # [4, num_segments], one token each
     sinks,  # [num_heads]
@@ -188,6 +224,7 @@ def decode_kernel(
     has_cap: tl.constexpr,
     has_sinks: tl.constexpr,
     widen: tl.constexpr,
+    in_fp8: tl.constexpr,
 ):
     """Single tokens, their keys in splits side by side; the query heads of one KV head are the rows of a tile.
 
@@ -223,10 +260,10 @@ def decode_kernel(
         highest, total, weighted = _attend(
             queries, positions, tl.full([num_rows], float("-inf"), tl.float32), tl.zeros([num_rows], tl.float32),
             tl.zeros([num_rows, value_padded], tl.float32),
-            keys + kv_head * key_dim, values + kv_head * value_dim, table,
+            keys + kv_head * key_dim, values + kv_head * value_dim, scales + kv_head * (2 * block_size), table,
             start, tl.minimum(start + split, position + 1), scale, cap, window,
             num_kv_heads, key_dim, value_dim, key_padded, value_padded, block_size, tile,
-            has_window, has_cap, widen, True,
+            has_window, has_cap, widen, in_fp8, True,
         )  # fmt: skip
         if num_splits == 1:
             if has_sinks:
@@ -302,6 +339,7 @@ def prefill_kernel(
     query,  # [num_tokens, num_heads, key_dim]
     keys,
     values,
+    scales,  # [num_blocks, num_kv_heads, 2, block_size]; read where keys and values are in FP8
     tables,  # [num_table_rows, table_stride]
     segments,  # [4, num_segments], at most num_rows // group tokens each
     sinks,  # [num_heads]
@@ -325,6 +363,7 @@ def prefill_kernel(
     has_cap: tl.constexpr,
     has_sinks: tl.constexpr,
     widen: tl.constexpr,
+    in_fp8: tl.constexpr,
     masks_all: tl.constexpr,
 ):
     """Several tokens of one sequence after what is in its blocks already. Grid: (num_segments, num_kv_heads).
@@ -367,25 +406,25 @@ def prefill_kernel(
             seen_first = tl.minimum(tl.cdiv(tl.maximum(last - window, 0), tile) * tile, last)
             highest, total, weighted = _attend(
                 queries, positions, highest, total, weighted,
-                keys + kv_head * key_dim, values + kv_head * value_dim, table,
+                keys + kv_head * key_dim, values + kv_head * value_dim, scales + kv_head * (2 * block_size), table,
                 first, seen_first, scale, cap, window,
                 num_kv_heads, key_dim, value_dim, key_padded, value_padded, block_size, tile,
-                has_window, has_cap, widen, True,
+                has_window, has_cap, widen, in_fp8, True,
             )  # fmt: skip
         first = tl.maximum((start + 1) // tile * tile, seen_first)
         highest, total, weighted = _attend(
             queries, positions, highest, total, weighted,
-            keys + kv_head * key_dim, values + kv_head * value_dim, table,
+            keys + kv_head * key_dim, values + kv_head * value_dim, scales + kv_head * (2 * block_size), table,
             seen_first, first, scale, cap, window,
             num_kv_heads, key_dim, value_dim, key_padded, value_padded, block_size, tile,
-            has_window, has_cap, widen, False,
+            has_window, has_cap, widen, in_fp8, False,
         )  # fmt: skip
     highest, total, weighted = _attend(
         queries, positions, highest, total, weighted,
-        keys + kv_head * key_dim, values + kv_head * value_dim, table,
+        keys + kv_head * key_dim, values + kv_head * value_dim, scales + kv_head * (2 * block_size), table,
         first, last, scale, cap, window,
         num_kv_heads, key_dim, value_dim, key_padded, value_padded, block_size, tile,
-        has_window, has_cap, widen, True,
+        has_window, has_cap, widen, in_fp8, True,
     )  # fmt: skip
     if has_sinks:
         total, weighted = _with_sink(sinks + heads, is_row, highest, total, weighted)

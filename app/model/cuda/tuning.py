@@ -25,9 +25,11 @@ class Tuning:
     max_outputs: int  # rows times value_dim of a tile: they stay in registers, and more would be spilled
     tile_bytes: int = 32 * _KIB  # keys and values of one tile: 64 keys at a head size of 128
 
-    def rows(self, value_dim: int, *, is_padded: bool = False) -> int:
-        """Of a prefill tile. is_padded: head sizes are no powers of two, and their masks take registers, too."""
-        return min(self.prefill_rows, self.max_outputs // (value_dim << is_padded))
+    def rows(self, value_dim: int, *, is_padded: bool = False, in_fp8: bool = False) -> int:
+        """Of a prefill tile. is_padded: head sizes are no powers of two, and their masks take registers, too; so do
+        keys and values in FP8, which are converted there.
+        """
+        return min(self.prefill_rows, self.max_outputs // (value_dim << is_padded << in_fp8))
 
 
 # Hopper (sm_90): 227 KiB of shared memory. Two warpgroups multiply 64 rows each; their products read queries and keys

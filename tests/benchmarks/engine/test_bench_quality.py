@@ -18,8 +18,8 @@ def figures_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str,
 
 def test_the_bundled_model_keeps_its_answers(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--texts", "12", "--tokens", "16", "--dtype", "fp32")
-    figures = figures_of(capsys, "--model", "models/demo", "--quantization", *quality.KINDS, *options)
-    for kind, cost in (("int8", 0.01), ("int4", 0.1), ("fp8", 0.1)):
+    figures = figures_of(capsys, "--model", "models/demo", "--quantization", *quality.KINDS, "--kv", "fp8", *options)
+    for kind, cost in (("int8", 0.01), ("int4", 0.1), ("fp8", 0.1), ("kv fp8", 0.1), ("fp8, kv fp8", 0.1)):
         quantised = figures[kind]
         assert abs(quantised["perplexity_ratio"] - 1) < cost
         assert quantised["same_top_token"] > 1 - 3 * cost

@@ -6,8 +6,16 @@ import argparse
 
 import pytest
 
-from app.config import BucketedConfig, PriorityConfig
-from benchmarks.engine.trial import POLICIES, STRATEGIES, Trial, base_options, trials
+from app.config import PRESETS, BucketedConfig, PriorityConfig
+from benchmarks.engine.trial import (
+    POLICIES,
+    STRATEGIES,
+    Trial,
+    base_options,
+    preset_trials,
+    trials,
+    with_largest_limits,
+)
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.options import Options
 
@@ -29,6 +37,21 @@ def test_by_default_all_strategies_go_with_fcfs_and_continuous_with_all_policies
         *(f"{name} fcfs" for name in STRATEGIES),
         *(f"continuous {name}" for name in POLICIES if name != "fcfs"),
     ]
+
+
+def test_presets_are_trials_and_the_engine_has_room_for_all_of_them() -> None:
+    given = options("scheduler.max_running=16")
+    chosen = preset_trials(given, "latency,batch")
+    assert [(trial.name, trial.scheduler.preset, trial.scheduler.max_running) for trial in chosen] == [
+        ("latency", "latency", 16), ("batch", "batch", 16),
+    ]  # fmt: skip
+    limits = with_largest_limits(options(), preset_trials(options(), "latency,batch")).assignments
+    largest = PRESETS["batch"]
+    assert [(each.path, each.value) for each in limits] == [
+        (f"scheduler.{name}", str(largest[name])) for name in ("max_running", "max_step_tokens")
+    ]
+    with pytest.raises(BenchmarkError, match="there is no preset 'fast'; there are latency, throughput, mixed, batch"):
+        preset_trials(options(), "fast")
 
 
 def test_those_asked_for_are_combined() -> None:

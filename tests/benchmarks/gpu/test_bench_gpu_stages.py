@@ -80,11 +80,15 @@ def test_decode_steps_are_replayed(measured: Measured) -> None:
     figures, tables = measured("decode")
     assert figures["graphs"] >= 2
     steps = tables["decode steps"]
-    assert [(row["weights"], row["sequences"], row["context"]) for row in steps] == [
-        ("none", 1, 20), ("none", 1, 33), ("none", 2, 20), ("none", 2, 33), ("fp8", 2, 33),
+    assert [(row["weights"], row["kv"], row["sequences"], row["context"]) for row in steps] == [
+        *(("none", "auto", *size) for size in product((1, 2), (20, 33))),
+        ("fp8", "auto", 2, 33), ("none", "fp8", 2, 33),
     ]  # fmt: skip
-    assert [(row["weights"], row["tokens"]) for row in tables["prompts"]] == [("none", 5), ("fp8", 5)]
+    prompts = [(row["weights"], row["kv"], row["tokens"]) for row in tables["prompts"]]
+    assert prompts == [("none", "auto", 5), ("fp8", "auto", 5), ("none", "fp8", 5)]
     assert figures["weights_read_gb_fp8"] <= figures["weights_read_gb"]
+    assert figures["kv_bytes_of_a_token"] == 2 * 16 * 2  # one layer, key and value of one head of 16 in bfloat16
+    assert figures["kv_bytes_of_a_token_kv_fp8"] == 2 * (16 + 4)
     assert all(row["replay_ms"] > 0 and row["floor_ms"] > 0 for row in steps)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from ray.dashboard.modules.metrics.dashboards.serve_llm_dashboard_panels import serve_llm_dashboard_config
 
 from app.metrics import RequestMetrics
 from deployments.serve import ray_metrics
@@ -87,3 +89,20 @@ def test_values_keep_their_buckets_and_their_sum() -> None:
     assert all(low < value <= high for (value, _), (low, high) in zip(values, [(0, 1), (2, 5)], strict=True))
     assert representatives([ValueBucket(5.0, float("inf"), 1)], 7.0) == [(pytest.approx(7.0), 1)]
     assert representatives([ValueBucket(0.0, 1.0, 0)], 0.0) == []
+
+
+def test_the_panels_of_rays_board_ask_for_what_is_handed_over_or_for_what_there_is_not() -> None:
+    requests = families_of_requests(RequestMetrics(["demo"]).snapshot())
+    handed = {
+        f"ray_{family.name.replace(':', '_')}" for family in (*requests, *families_of_engine("demo", report("r1", 1)))
+    }
+    panels = [panel for row in serve_llm_dashboard_config.rows for panel in row.panels]
+    empty = [panel.title for panel in panels if asked(panel) - handed]
+    assert len(panels) > 2 * len(empty)
+    assert all(title.startswith(("NIXL: ", "KV Offload: ")) or title == "Scheduler: Swapped" for title in empty), empty
+
+
+def asked(panel: Any) -> set[str]:
+    """The metrics under vLLM's names that a panel needs."""
+    names = {name for target in panel.targets for name in re.findall(r"\bray_vllm_\w+", target.expr)}
+    return {re.sub("_(bucket|count|sum|total)$", "", name) for name in names}

@@ -268,7 +268,7 @@ def test_a_mistake_in_groups_is_named(groups: list[dict[str, Any]], message: str
     [
         ({"policy": "magic"}, "policy: got 'magic'; must be one of"),
         ({"max_step_tokens": 8}, "max_step_tokens=8 is below max_running=32"),
-        ({"speed": 8}, "speed: no such setting; there are strategy"),
+        ({"speed": 8}, "speed: no such setting; there are preset, strategy"),
         ({"max_running": 0}, "max_running: got 0; "),
         ({"max_waiting": 9999}, "max_running + max_waiting is 10,031; the model's replicas take 288"),
     ],

@@ -37,8 +37,25 @@ def test_a_caller_may_name_a_group() -> None:
 
 def test_an_unknown_group_is_refused_with_those_there_are() -> None:
     with pytest.raises(InvalidRequest, match=r"no group 'B'; there are control, trial") as caught:
-        GroupChooser(GROUPS).choose("request-1", asked="B", param="x-carousel-group")
-    assert caught.value.param == "x-carousel-group"
+        GroupChooser(GROUPS).choose("request-1", asked="B")
+    assert caught.value.param == "group"
+
+
+def test_a_caller_may_name_a_preset_and_gets_a_group_that_has_it() -> None:
+    chooser = GroupChooser([Group("a", 1, "mixed"), Group("b", 1, "batch"), Group("c", 3, "batch")])
+    counts = Counter(chooser.choose(f"request-{number}", preset="batch") for number in range(2000))
+    assert counts.keys() == {"b", "c"}
+    assert counts["c"] / 2000 == pytest.approx(0.75, abs=0.05)
+    assert chooser.choose("request-1", asked="a", preset="batch") == "a", "a group is the more exact wish"
+
+
+def test_a_preset_that_no_group_has_is_refused_with_those_there_are() -> None:
+    chooser = GroupChooser([Group("a", 1, "mixed"), Group("b", 1, "batch"), Group("c", 3, "batch")])
+    with pytest.raises(InvalidRequest, match=r"no group with the preset 'latency'; there are mixed, batch") as caught:
+        chooser.choose("request-1", preset="latency")
+    assert caught.value.param == "preset"
+    with pytest.raises(InvalidRequest, match="no group with the preset 'mixed'; this model has no groups"):
+        GroupChooser(()).choose("request-1", preset="mixed")
 
 
 def test_without_groups_no_replica_is_in_one_and_none_can_be_named() -> None:

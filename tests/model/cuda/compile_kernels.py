@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ from app.model.cuda import experts as triton_experts
 from app.model.cuda import kernels as attention_kernels
 from app.model.cuda.tuning import tuning_of
 from app.model.inputs import build_inputs
-from app.model.kv_cache import LayerShape
+from app.model.kv_cache import KVCache, LayerShape
 from app.model.llama import ExpertSettings
 
 ARCHITECTURES = (80, 89, 90, 100)  # A100; L4, L40, RTX 4090; H100 and H200; B200
@@ -141,11 +142,20 @@ def aligned(parameters: list[Any], arguments: dict[str, Any]) -> dict[tuple[int]
 
 
 def launch_attention(
-    architecture: int, *, num_heads: int, layer: LayerShape, dtype: torch.dtype, block_size: int, rules: AttentionRules
+    architecture: int,
+    *,
+    num_heads: int,
+    layer: LayerShape,
+    dtype: torch.dtype,
+    block_size: int,
+    rules: AttentionRules,
+    kv_dtype: torch.dtype | None = None,
 ) -> None:
+    """kv_dtype: of keys and values; None: as of all else."""
     attention = triton_attention.TritonAttention(
-        {0: layer}, num_blocks=16, block_size=block_size, max_rows=4, max_blocks=2048, dtype=dtype, device=CPU
-    )
+        {0: layer}, num_blocks=16, block_size=block_size, max_rows=4, max_blocks=2048, dtype=kv_dtype or dtype,
+        device=CPU,
+    )  # fmt: skip
     attention.tuning = tuning_of(divmod(architecture, 10))
     attention.device = torch.device("meta")  # so that nothing is widened for the interpreter
     items = [piece(0, 40, [1, 2, 3]), piece(20, 1, [4, 5])]
@@ -173,7 +183,7 @@ def launch_invariant(dtype: torch.dtype) -> None:
 def launch_decoder(
     *, hidden_size: int, num_heads: int, num_kv_heads: int, inner_size: int, has_norm: bool, in_fp8: bool = False
 ) -> None:
-    """The kernels between the products and the attention of one layer."""
+    """The kernels between the products and the attention of one layer. in_fp8: inputs of products, keys and values."""
 
     def zeros(*size: int) -> torch.Tensor:
         return torch.zeros(*size, dtype=torch.bfloat16, device="meta")
@@ -184,7 +194,10 @@ def launch_decoder(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, epsilon=1e-6, experts=ExpertSettings()
     )  # fmt: skip
     weights = SimpleNamespace(settings=settings, layers=(), rotary=zeros(4096, head_dim))
-    cache = SimpleNamespace(layer=lambda index: (zeros(8, 16, num_kv_heads, head_dim),) * 2)
+    cache = KVCache(
+        {0: LayerShape(num_kv_heads=num_kv_heads, key_dim=head_dim, value_dim=head_dim)}, num_blocks=8, block_size=16,
+        dtype=fp8.FP8 if in_fp8 else torch.bfloat16, device=torch.device("meta"),
+    )  # fmt: skip
     decoder = triton_decoder.CudaDecoder(weights, SimpleNamespace(device=CPU, cache=cache))  # type: ignore[arg-type]
     states, numbers = zeros(4, hidden_size), torch.zeros(4, dtype=torch.long)
 
@@ -242,6 +255,12 @@ CASES = {
     },
 }  # fmt: skip
 
+IN_FP8 = {  # keys and values
+    "llama8b-fp8": CASES["llama8b"] | {"kv_dtype": fp8.FP8},
+    "gemma9b-fp8": CASES["wide"] | {"dtype": torch.bfloat16, "kv_dtype": fp8.FP8},
+    "odd-fp8": CASES["odd"] | {"kv_dtype": fp8.FP8},
+}
+
 DECODERS = {
     "llama8b": {
         "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "inner_size": 14336, "has_norm": False,
@@ -282,8 +301,8 @@ def compile_all() -> list[Compiled]:
             launch_invariant(dtype)
         with compiling(sampler, sampler_kernels, str(dtype).removeprefix("torch."), results):
             launch_sampler(dtype)
-    for shape_name, case in CASES.items():
-        for architecture in ARCHITECTURES:
+    for cases, architectures in ((CASES, ARCHITECTURES), (IN_FP8, FP8_ARCHITECTURES)):
+        for (shape_name, case), architecture in product(cases.items(), architectures):
             with compiling(triton_attention, attention_kernels, shape_name, results, (architecture,)):
                 launch_attention(architecture, **case)  # type: ignore[arg-type]
     return results
@@ -296,11 +315,13 @@ def as_markdown(results: list[Compiled]) -> str:
         "| Kernel | Shape | " + " | ".join(f"sm_{each}" for each in ARCHITECTURES) + " |",
         "|---|---" + "|---" * len(ARCHITECTURES) + "|",
     ]
-    cells: dict[tuple[str, str], list[str]] = {}
+    cells: dict[tuple[str, str], dict[int, str]] = {}
     for each in results:
         cell = f"{each.registers}, {each.spilled}, {each.shared / 1024:.0f}"
-        cells.setdefault((each.kernel, each.shape), []).append(cell)
-    return "\n".join([*lines, *(f"| {' | '.join([*names, *found])} |" for names, found in cells.items())])
+        cells.setdefault((each.kernel, each.shape), {})[each.architecture] = cell
+    for names, found in cells.items():
+        lines.append(f"| {' | '.join([*names, *(found.get(each, '') for each in ARCHITECTURES)])} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ class Shape:
         return torch.randn(*size).to(DEVICE, self.dtype)
 
 
-def decoder_of(shape: Shape) -> CudaDecoder:
-    """With one layer, of which only what the kernels read is there."""
+def decoder_of(shape: Shape, *, kv_dtype: torch.dtype | None = None) -> CudaDecoder:
+    """With one layer, of which only what the kernels read is there. kv_dtype: None as all else."""
     torch.manual_seed(0)
     settings = DecoderSettings(
         hidden_size=8, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
@@ -60,8 +60,9 @@ def decoder_of(shape: Shape) -> CudaDecoder:
     )  # fmt: skip
     layers = {0: LayerShape(num_kv_heads=shape.num_kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)}
     attention = TritonAttention(
-        layers, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_rows=2, max_blocks=4, dtype=shape.dtype, device=DEVICE
-    )
+        layers, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_rows=2, max_blocks=4, dtype=kv_dtype or shape.dtype,
+        device=DEVICE,
+    )  # fmt: skip
     for tensor in attention.cache.layer(0):
         tensor.zero_()
     return CudaDecoder(weights, attention)

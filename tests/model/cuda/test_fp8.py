@@ -295,7 +295,7 @@ class TestRefused:
         monkeypatch.setattr("app.model.loader.device_of", lambda config: torch.device("cuda"))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-        reason = r"NVIDIA A100 has compute capability 8\.0, and products in FP8 need 8\.9 or more\. Set .* to none"
+        reason = r"NVIDIA A100 has compute capability 8\.0, and FP8 needs 8\.9 or more\. Set .* to none"
         with pytest.raises(InvalidSetup, match=f"only the decoder for CUDA computes; .*{reason}"):
             load(tiny_model_path("llama"))
 

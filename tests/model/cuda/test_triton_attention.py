@@ -55,11 +55,14 @@ def plain_torch(shape: Shape) -> PagedAttention:
     return TorchAttention(cache, DEVICE)
 
 
-def triton(shape: Shape, *, batch_invariant: bool = False, max_splits: int = 2) -> TritonAttention:
-    """With splits so short that few tokens make several, and more tokens longer ones."""
+def triton(
+    shape: Shape, *, batch_invariant: bool = False, max_splits: int = 2, kv_dtype: torch.dtype | None = None
+) -> TritonAttention:
+    """With splits so short that few tokens make several, and more tokens longer ones. kv_dtype: None as all else."""
     return TritonAttention(
         shape.layers, num_blocks=NUM_BLOCKS, block_size=shape.block_size, max_rows=4, max_blocks=NUM_BLOCKS,
-        dtype=shape.dtype, device=DEVICE, batch_invariant=batch_invariant, split_tokens=16, max_splits=max_splits,
+        dtype=kv_dtype or shape.dtype, device=DEVICE, batch_invariant=batch_invariant, split_tokens=16,
+        max_splits=max_splits,
     )  # fmt: skip
 
 

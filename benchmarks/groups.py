@@ -1,0 +1,410 @@
+"""Which arm of an A/B trial is better in TTFT, ITL and goodput, by the live service's own metrics.
+
+    python -m benchmarks.groups --base-url http://127.0.0.1:8000 --model demo --seconds 300 --slo-ttft-ms 1000
+
+Sends no request: reads /metrics while the service has its own traffic. The time is cut into parts, and /metrics is read
+at the end of each; the intervals come from how the parts differ, as requests of one moment are not independent of each
+other. A verdict is about one figure: of twenty figures without any difference, one is called better or worse at 95%.
+
+What the metrics say, and what they do not:
+
+* Means of TTFT and ITL are exact: a histogram has the sum and the count.
+* A share within a limit is exact only where a bucket ends, so limits are such ends. Percentiles are not compared.
+* Goodput is the share of requests with their first token within --slo-ttft-ms, of all that had one and all that failed
+  or missed their deadline. The share of tokens within --slo-itl-ms stands beside it: which tokens are of which request
+  is not in a histogram. A request that fails after its first token counts as both.
+* Requests count for the group that computed them. Those of `class="background"` are left out, except in failures.
+
+Prints a table for each arm against the reference and one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.engine.histogram import SECONDS
+from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
+from benchmarks.harness.figures import table
+from benchmarks.harness.http_call import Target
+from benchmarks.harness.intervals import Interval, Parts, difference_of_means, difference_of_shares
+
+MIN_PARTS = 10  # in which both arms had requests; fewer say too little about how parts differ
+_POWER = 0.8  # with which as many requests as are asked for show a difference that there is
+_TIMEOUT_S = 10.0
+_TTFT, _ITL = "carousel_first_token_seconds", "carousel_inter_token_seconds"
+# Heads of the rows, the parts of an arm that they are about, and whether it is a share (else a time).
+_FIGURES = (
+    ("TTFT mean s", "ttft", False), ("ITL mean s", "itl", False), ("goodput, share", "good", True),
+    ("tokens in time, share", "itl_in_time", True),
+)  # fmt: skip
+_LOST = ("carousel_engine_failed_total", "carousel_engine_missed_total")
+_NEEDED = (_TTFT, _ITL, *_LOST, "carousel_slots", "carousel_scrape_missing")  # other lines are not parsed
+
+
+@dataclass(slots=True)
+class Tally:
+    """A histogram as far as it is needed."""
+
+    num_values: float = 0.0
+    total_s: float = 0.0
+    num_in_time: float = 0.0
+
+
+@dataclass(slots=True)
+class ArmReading:
+    """What one scrape says of a group, counted since the service started."""
+
+    ttft: Tally = field(default_factory=Tally)
+    itl: Tally = field(default_factory=Tally)
+    lost: dict[str, float] = field(default_factory=dict)  # requests that failed or came too late, by replica
+
+
+Reading = Mapping[str, ArmReading]  # by group
+
+
+class Limits(NamedTuple):
+    """What is in time, in seconds; each the end of a bucket."""
+
+    ttft_s: float
+    itl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """What happened to the requests of a group, part by part."""
+
+    ttft: Parts
+    itl: Parts
+    good: Parts  # first tokens in time, of these and the lost ones
+    itl_in_time: Parts
+
+    @property
+    def num_requests(self) -> float:
+        return self.ttft.num_values
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One figure of an arm beside that of the reference."""
+
+    arm: str
+    figure: str
+    value: float
+    reference_value: float
+    difference: Interval
+    verdict: str
+    num_more_requests: int  # of both arms together, to show a difference of the size asked for; 0: no more needed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(_parser(), measure, arguments)
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Watches the service for the time asked for, then compares.
+
+    Raises:
+        BenchmarkError: /metrics cannot be read, there is no such model or reference, or there are too few requests.
+    """
+    limits = Limits(_limit("--slo-ttft-ms", given.slo_ttft_ms), _limit("--slo-itl-ms", given.slo_itl_ms))
+    source = MetricsSource(given.base_url, given.key_file)
+    readings = watched(source, given.model, limits, seconds=given.seconds, num_parts=given.parts)
+    names = sorted(readings[0])
+    reference = names[0] if given.reference is None else given.reference
+    if reference not in names:
+        raise BenchmarkError(f"--reference {reference}: there is no such group; there are {', '.join(names)}")
+    arms = {name: arm_of(name, readings) for name in names}
+    findings = [
+        finding
+        for name in names
+        if name != reference
+        for finding in compared(
+            name, arms[name], arms[reference], confidence=given.confidence / 100, smallest=given.smallest / 100
+        )
+    ]
+    print(in_words(findings, reference))
+    return {
+        "reference": reference,
+        "seconds": given.seconds,
+        "num_requests": {name: arm.num_requests for name, arm in arms.items()},
+        "findings": [_as_json(finding) for finding in findings],
+    }
+
+
+# ---------------------------------------------------------------------- reading
+
+
+class MetricsSource:
+    """The text of a service's /metrics."""
+
+    def __init__(self, base_url: str, key_file: str | None) -> None:
+        """Raises BenchmarkError when the address is none, or the key cannot be read."""
+        target = Target.parse(base_url)
+        scheme = "https" if target.is_encrypted else "http"
+        self.url = f"{scheme}://{target.host}:{target.port}{target.path.removesuffix('/v1')}/metrics"
+        self._headers = {}
+        if key_file is not None:
+            try:
+                self._headers["Authorization"] = f"Bearer {Path(key_file).read_text(encoding='utf-8').strip()}"
+            except (OSError, UnicodeDecodeError) as error:
+                raise BenchmarkError(f"--key-file {key_file} cannot be read: {error}") from error
+
+    def __call__(self) -> str:
+        """Raises BenchmarkError when there is no answer, or a refusal."""
+        request = urllib.request.Request(self.url, headers=self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+                text: str = response.read().decode()
+                return text
+        except urllib.error.HTTPError as error:
+            hint = "; give a key that may read it: --key-file FILE" if error.code in (401, 403) else ""
+            raise BenchmarkError(f"{self.url} answers with status {error.code}{hint}") from error
+        except OSError as error:
+            raise BenchmarkError(f"{self.url} does not answer: {error}") from error
+
+
+def watched(source: MetricsSource, model: str, limits: Limits, *, seconds: float, num_parts: int) -> list[Reading]:
+    """A reading at the start and one at the end of each part.
+
+    One that lacks a process is left out: its part and the next are one.
+    """
+    start = time.monotonic()
+    readings: list[Reading] = []
+    for number in range(num_parts + 1):
+        time.sleep(max(0.0, start + number * seconds / num_parts - time.monotonic()))
+        reading = read(source(), model, limits)
+        if reading is None:
+            tell(f"part {number} of {num_parts}: a process did not answer in time; this reading is left out")
+            continue
+        if readings and reading.keys() != readings[0].keys():
+            raise BenchmarkError("the groups have changed meanwhile: compare while the config stays as it is")
+        if readings:
+            since = {name: arm.ttft.num_values - readings[0][name].ttft.num_values for name, arm in reading.items()}
+            tell(
+                f"part {number} of {num_parts}: " + ", ".join(f"{name} {n:,.0f} requests" for name, n in since.items())
+            )
+        readings.append(reading)
+    if len(readings) <= MIN_PARTS:
+        raise BenchmarkError(
+            f"{len(readings)} of {num_parts + 1} scrapes were whole; at least {MIN_PARTS + 1} are needed"
+        )
+    return readings
+
+
+def read(text: str, model: str, limits: Limits) -> Reading | None:
+    """The groups of a model in the text of /metrics; None if a process is missing in it.
+
+    Raises:
+        BenchmarkError: there is no such model, or it has fewer than two groups.
+    """
+    needed = "\n".join(line for line in text.splitlines() if line.startswith(_NEEDED))
+    samples = [sample for family in text_string_to_metric_families(needed) for sample in family.samples]
+    if any(sample.name == "carousel_scrape_missing" and sample.value for sample in samples):
+        return None
+    of_model = [(each.name, each.labels, each.value) for each in samples if each.labels.get("model_name") == model]
+    groups = {labels["group"] for _, labels, _ in of_model if "group" in labels} - {""}
+    if len(groups) < 2:
+        models = sorted({each.labels["model_name"] for each in samples if each.name == "carousel_slots"})
+        if model not in models:
+            raise BenchmarkError(
+                f"--model {model}: /metrics has no replicas of it; it has {', '.join(models) or 'none'}"
+            )
+        raise BenchmarkError(
+            f"--model {model} has {'only the group ' + min(groups) if groups else 'no groups'}; a trial needs at least "
+            f"two in replicas.groups, each with a replica"
+        )
+    reading = {name: ArmReading() for name in groups}
+    for name, labels, value in of_model:
+        if labels.get("group") in groups:
+            _count(reading[labels["group"]], name, labels, value, limits)
+    return reading
+
+
+def _count(arm: ArmReading, name: str, labels: Mapping[str, str], value: float, limits: Limits) -> None:
+    if name in _LOST:
+        arm.lost[labels["replica"]] = arm.lost.get(labels["replica"], 0.0) + value
+    elif labels.get("class") == "foreground":
+        for histogram, tally, limit_s in ((_TTFT, arm.ttft, limits.ttft_s), (_ITL, arm.itl, limits.itl_s)):
+            if name == f"{histogram}_count":
+                tally.num_values = value
+            elif name == f"{histogram}_sum":
+                tally.total_s = value
+            elif name == f"{histogram}_bucket" and float(labels["le"]) == limit_s:
+                tally.num_in_time = value
+
+
+def arm_of(name: str, readings: Sequence[Reading]) -> Arm:
+    """A group's counts in each part.
+
+    Raises:
+        BenchmarkError: it had requests in too few parts, or its counts fell.
+    """
+    arms = [reading[name] for reading in readings]
+    num_first, ttft_s, in_time = _between(name, [arm.ttft for arm in arms])
+    num_gaps, itl_s, gaps_in_time = _between(name, [arm.itl for arm in arms])
+    lost = np.array([_newly_lost(before.lost, after.lost) for before, after in pairwise(arms)])
+    for what, counts in (("requests", num_first), ("requests with more than one token", num_gaps)):
+        num_used = int((counts > 0).sum())
+        if num_used < MIN_PARTS:
+            raise BenchmarkError(
+                f"the group {name} had {what} in {num_used} of {len(counts)} parts; at least {MIN_PARTS} are needed: "
+                f"watch for longer (--seconds), or send it a larger share"
+            )
+    return Arm(
+        ttft=Parts(ttft_s, num_first),
+        itl=Parts(itl_s, num_gaps),
+        good=Parts(in_time, num_first + lost),
+        itl_in_time=Parts(gaps_in_time, num_gaps),
+    )
+
+
+def _between(name: str, tallies: Iterable[Tally]) -> Iterable[np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    """What each part added: values, their sum, those in time."""
+    added = np.diff([[each.num_values, each.total_s, each.num_in_time] for each in tallies], axis=0).T
+    if (added[0] < 0).any():
+        raise BenchmarkError(f"the counts of the group {name} fell: an ingress has ended or restarted; start again")
+    return tuple(added)
+
+
+def _newly_lost(before: Mapping[str, float], after: Mapping[str, float]) -> float:
+    """Of replicas that ended or restarted, what they counted last is not known."""
+    return sum(max(0.0, value - before.get(replica, 0.0)) for replica, value in after.items())
+
+
+# ---------------------------------------------------------------------- comparing
+
+
+def compared(name: str, arm: Arm, reference: Arm, *, confidence: float, smallest: float) -> list[Finding]:
+    """All figures of an arm beside the reference's.
+
+    `smallest`: the difference that is worth showing, relative for times, in points for shares (0.05: 5%).
+    """
+    num_requests = arm.num_requests + reference.num_requests
+    findings = []
+    for figure, attribute, is_share in _FIGURES:
+        ours, theirs = getattr(arm, attribute), getattr(reference, attribute)
+        if is_share:
+            limits = (arm.num_requests, reference.num_requests)
+            difference, worth_showing = difference_of_shares(ours, theirs, confidence, limits=limits), smallest
+        else:
+            difference, worth_showing = difference_of_means(ours, theirs, confidence), smallest * theirs.ratio
+        num_more = num_more_requests(difference, num_requests, worth_showing, confidence)
+        findings.append(
+            Finding(
+                arm=name, figure=figure, value=ours.ratio, reference_value=theirs.ratio, difference=difference,
+                verdict=_verdict(difference, num_more, more_is_better=is_share), num_more_requests=num_more,
+            )
+        )  # fmt: skip
+    return findings
+
+
+def num_more_requests(difference: Interval, num_requests: float, worth_showing: float, confidence: float) -> int:
+    """As many as are needed on top to show a difference of this size in four of five trials; 0 when one is shown.
+
+    The width of an interval falls with the root of the number of requests.
+    """
+    if difference.low > 0 or difference.high < 0 or not worth_showing:
+        return 0
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    reach = (1 + NormalDist().inv_cdf(_POWER) / z) * difference.half_width / worth_showing
+    return max(0, math.ceil(num_requests * (reach**2 - 1)))
+
+
+def _verdict(difference: Interval, num_more: int, *, more_is_better: bool) -> str:
+    if difference.low > 0 or difference.high < 0:
+        return "better" if (difference.value > 0) == more_is_better else "worse"
+    return f"no difference shown, {num_more:,} more requests needed" if num_more else "no difference worth showing"
+
+
+def in_words(findings: Sequence[Finding], reference: str) -> str:
+    """A line for each figure of each arm."""
+    rows = [
+        [each.arm, each.figure, *(f"{number:.4g}" for number in (each.value, each.reference_value)),
+         f"{each.difference.value:+.3g}", f"{each.difference.low:+.3g} … {each.difference.high:+.3g}", each.verdict]
+        for each in findings
+    ]  # fmt: skip
+    return table(["arm", "figure", "its", f"{reference}'s", "difference", "interval", "verdict"], rows)
+
+
+def _as_json(finding: Finding) -> dict[str, Any]:
+    return {
+        "arm": finding.arm, "figure": finding.figure, "value": finding.value,
+        "reference_value": finding.reference_value, "difference": finding.difference.value,
+        "low": finding.difference.low, "high": finding.difference.high, "verdict": finding.verdict,
+        "num_more_requests": finding.num_more_requests,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------- options
+
+
+def _limit(option: str, milliseconds: float) -> float:
+    """In seconds. Raises BenchmarkError when no bucket ends there."""
+    seconds = milliseconds / 1000
+    found = next((bound for bound in SECONDS if math.isclose(bound, seconds)), None)
+    if found is None:
+        near = sorted(sorted(SECONDS, key=lambda bound: abs(math.log(bound / seconds)))[:4])
+        raise BenchmarkError(
+            f"{option} {milliseconds:g}: no bucket of the metrics ends there, so what is within it is not known; near "
+            f"it are {', '.join(f'{bound * 1000:g}' for bound in near)}"
+        )
+    return found
+
+
+def _above_zero(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return number
+
+
+def _percent(text: str) -> float:
+    number = float(text)
+    if not 50 <= number <= 99.99:
+        raise argparse.ArgumentTypeError(f"{text} is not from 50 to 99.99")
+    return number
+
+
+def _num_parts(text: str) -> int:
+    number = positive(text)
+    if number < MIN_PARTS:
+        raise argparse.ArgumentTypeError(f"{number} is below {MIN_PARTS}")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser("groups", __doc__)
+    parser.add_argument("--base-url", required=True, metavar="URL", help="http://HOST:PORT, with or without /v1")
+    parser.add_argument("--model", required=True, metavar="NAME", help="as the service calls it, no alias")
+    parser.add_argument("--seconds", type=_above_zero, default=300.0, metavar="S", help="to watch (300)")
+    parser.add_argument("--parts", type=_num_parts, default=30, metavar="N", help="into which the time is cut (30)")
+    parser.add_argument(
+        "--slo-ttft-ms", type=_above_zero, default=1000.0, metavar="MS", help="first token within (1000)"
+    )
+    parser.add_argument("--slo-itl-ms", type=_above_zero, default=100.0, metavar="MS", help="each further one (100)")
+    parser.add_argument("--reference", metavar="GROUP", help="the others are compared with it; default: first by name")
+    parser.add_argument("--confidence", type=_percent, default=95.0, metavar="PERCENT", help="of each interval (95)")
+    parser.add_argument(
+        "--smallest", type=_above_zero, default=5.0, metavar="PERCENT",
+        help="difference worth showing: of a time, or points of a share (5); says how many more requests it needs",
+    )  # fmt: skip
+    parser.add_argument("--key-file", metavar="FILE", help="holds an API key that may read /metrics")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

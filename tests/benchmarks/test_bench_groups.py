@@ -1,0 +1,183 @@
+"""The report about an A/B trial on metrics with known answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from app.metrics import EngineReport, RequestMetrics, Scrape, exposition
+from benchmarks import groups
+from benchmarks.groups import Limits, arm_of, compared, num_more_requests, read
+from benchmarks.harness.command import BenchmarkError
+from benchmarks.harness.intervals import Interval
+from tests.benchmarks.servers import serving
+from tests.fakes import build_fake_engine
+
+LIMITS = Limits(0.1, 0.02)
+NUM_PARTS = 12
+
+
+class Trial:
+    """A service with arms of one replica each, the requests of which take as long as it is told."""
+
+    def __init__(self, *names: str) -> None:
+        self.now = 0.0
+        self.names = names
+        self.num_missing = 0
+        self.failed = dict.fromkeys(names, 0)
+        self._metrics = RequestMetrics(["demo"], clock=lambda: self.now)
+        fake = build_fake_engine()
+        self._stats, self._measurements = fake.stats(), fake.measurements()
+
+    def serve(self, group: str, *, ttft_s: float, itl_s: float) -> None:
+        """One request of five tokens."""
+        with self._metrics.model("demo").call([3], arrived_at=self.now) as call:
+            call.placed(0, group)
+            self.now += ttft_s
+            call.tokens(0, 1)
+            for _ in range(4):
+                self.now += itl_s
+                call.tokens(0, 1)
+            call.finished(0, "length")
+
+    def text(self) -> str:
+        """Of /metrics."""
+        replicas = [
+            EngineReport(
+                replica_id=f"of-{name}", group=name, measurements=self._measurements,
+                stats=msgspec.structs.replace(self._stats, total_failed=self.failed[name]),
+            )
+            for name in self.names
+        ]  # fmt: skip
+        return exposition(
+            Scrape(
+                requests=[self._metrics.snapshot()], loops={}, batches=[], replicas={"demo": replicas},
+                gone={"demo": []}, num_missing=self.num_missing,
+            )
+        ).decode()  # fmt: skip
+
+
+@cache
+def recorded() -> tuple[str, ...]:
+    """12 parts of 20 requests an arm: `fast` is at half the time of `slow`, and its first tokens are all in 0.1 s.
+
+    Of those of `slow` half are; ITL is 10 ms in both.
+    """
+    trial = Trial("fast", "slow")
+    trial.serve("slow", ttft_s=5.0, itl_s=1.0)  # before the first reading: counts for nothing
+    texts = [trial.text()]
+    for part in range(NUM_PARTS):
+        for number in range(20):
+            factor = 1 + 0.1 * (part % 3 - 1) + 0.01 * number
+            for name, ttft_s in (("fast", 0.05), ("slow", 0.1)):
+                trial.serve(name, ttft_s=ttft_s * factor / 1.095, itl_s=0.01 - 0.0002 * (number % 2))
+        texts.append(trial.text())
+    return tuple(texts)
+
+
+def test_the_answer_is_the_known_one() -> None:
+    readings = [read(text, "demo", LIMITS) for text in recorded()]
+    assert None not in readings
+    arms = {name: arm_of(name, [each for each in readings if each is not None]) for name in ("fast", "slow")}
+    assert {name: arm.num_requests for name, arm in arms.items()} == {"fast": 240, "slow": 240}
+    ttft, itl, goodput, in_time = compared("fast", arms["fast"], arms["slow"], confidence=0.95, smallest=0.05)
+    assert (ttft.value, ttft.reference_value) == (pytest.approx(0.05), pytest.approx(0.1))
+    assert (ttft.difference.value, ttft.verdict) == (pytest.approx(-0.05), "better")
+    assert (itl.value, itl.verdict) == (pytest.approx(0.0099), "no difference worth showing")
+    assert (goodput.value, goodput.reference_value, goodput.verdict) == (1.0, pytest.approx(0.5, abs=0.05), "better")
+    assert (in_time.value, in_time.difference.value, in_time.verdict[:19]) == (1.0, 0.0, "no difference worth")
+    assert compared("slow", arms["slow"], arms["fast"], confidence=0.95, smallest=0.05)[0].verdict == "worse"
+
+
+def test_lost_requests_lower_the_goodput_alone() -> None:
+    trial = Trial("a", "b")
+    readings = []
+    for part in range(NUM_PARTS + 1):
+        trial.failed["b"] = part * 2
+        reading = read(trial.text(), "demo", LIMITS)
+        assert reading is not None
+        readings.append(reading)
+        for name in trial.names:
+            for _ in range(8):
+                trial.serve(name, ttft_s=0.05, itl_s=0.01)
+    ttft, _, goodput, _ = compared("b", arm_of("b", readings), arm_of("a", readings), confidence=0.95, smallest=0.05)
+    assert ttft.difference.value == pytest.approx(0)
+    assert (goodput.value, goodput.reference_value, goodput.verdict) == (pytest.approx(0.8), 1.0, "worse")
+
+
+def test_an_interval_half_as_wide_takes_four_times_the_requests() -> None:
+    shown_at_once = num_more_requests(Interval(0.0, -0.02, 0.02), 100, 0.02 * (1 + 0.8416 / 1.96), 0.95)
+    assert shown_at_once in (0, 1)
+    assert num_more_requests(Interval(0.0, -0.04, 0.04), 100, 0.02 * (1 + 0.8416 / 1.96), 0.95) == pytest.approx(300, 1)
+    assert num_more_requests(Interval(0.03, 0.01, 0.05), 100, 0.001, 0.95) == 0
+
+
+def served(texts: Sequence[str]) -> Starlette:
+    """One text after the other, then the last again."""
+    left = iter(texts)
+    last: list[str] = [texts[0]]
+
+    async def metrics(_: Request) -> Response:
+        last[0] = next(left, last[0])
+        return PlainTextResponse(last[0])
+
+    return Starlette(routes=[Route("/metrics", metrics)])
+
+
+def run(texts: Sequence[str], *options: str) -> int:
+    with serving(served(texts)) as url:
+        arguments = ["--base-url", url, "--model", "demo", "--seconds", "0.01", "--slo-ttft-ms", "100"]
+        return groups.main([*arguments, "--parts", "12", "--slo-itl-ms", "20", *options])
+
+
+def test_the_command_reads_a_service_and_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = list(recorded())
+    without_a_process = Trial("fast", "slow")
+    without_a_process.num_missing = 1
+    texts[5] = without_a_process.text()
+    assert run(texts, "--reference", "slow") == 0
+    out, err = capsys.readouterr()
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    first = found["findings"][0]
+    assert (first["arm"], first["figure"], first["verdict"]) == ("fast", "TTFT mean s", "better")
+    assert found["num_requests"] == {"fast": 240, "slow": 240}
+    assert "part 5 of 12: a process did not answer" in err
+    assert "part 12 of 12: fast 240 requests, slow 240 requests" in err
+
+
+def refusals() -> Iterator[tuple[Sequence[str], Sequence[str], str]]:
+    yield [Trial().text()], (), "/metrics has no replicas of it; it has none"
+    yield [Trial("").text()], (), "has no groups; a trial needs at least two"
+    yield [Trial("a").text()], (), "has only the group a;"
+    yield [Trial("a", "b").text()], (), "the group a had requests in 0 of 12 parts; at least 10 are needed"
+    yield recorded(), ("--reference", "c"), "--reference c: there is no such group; there are fast, slow"
+    yield recorded(), ("--slo-ttft-ms", "700"), "near it are 500, 750, 1000, 1500"
+    yield [*recorded()[1:], Trial("fast", "slow").text()], (), "the counts of the group fast fell"
+    yield [*recorded()[:5], Trial("fast", "new").text()], (), "the groups have changed meanwhile"
+
+
+@pytest.mark.parametrize(("texts", "options", "message"), list(refusals()))
+def test_what_cannot_be_compared_is_an_error(
+    texts: Sequence[str], options: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(texts, *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_refused_or_missing_service_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(Starlette()) as url:
+        assert groups.main(["--base-url", url, "--model", "demo"]) == 2
+    assert "/metrics answers with status 404" in capsys.readouterr().err
+    assert groups.main(["--base-url", url, "--model", "demo"]) == 2
+    assert "does not answer" in capsys.readouterr().err
+    with pytest.raises(BenchmarkError, match="cannot be read"):
+        groups.MetricsSource(url, "/nowhere/key")

@@ -1,0 +1,50 @@
+"""Settings that stand for others."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from pydantic import ValidationError
+
+from app.config import PRESETS, EngineConfig, GroupConfig, ReplicasConfig, SchedulerConfig, ServedModelConfig
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_what_the_config_does_not(name: str) -> None:
+    plain, preset = SchedulerConfig().model_dump(), SchedulerConfig.model_validate({"preset": name})
+    assert preset.model_dump() == {**plain, **PRESETS[name], "preset": name}
+    assert SchedulerConfig.model_validate({"preset": name, "max_running": 7}).model_dump() == {
+        **plain, **PRESETS[name], "preset": name, "max_running": 7,
+    }  # fmt: skip
+
+
+def test_every_preset_fits_a_model_that_is_deployed_with_the_defaults() -> None:
+    groups = tuple(GroupConfig(name=name, scheduler={"preset": name}) for name in PRESETS)
+    model = ServedModelConfig(replicas=ReplicasConfig(num_replicas=len(groups), groups=groups))
+    assert [model.scheduler_of(name).preset for name in PRESETS] == list(PRESETS)
+
+
+def test_the_preset_of_a_group_replaces_that_of_the_model_and_what_was_set_stays() -> None:
+    group = GroupConfig(name="other", scheduler={"preset": "latency", "max_waiting": 5})
+    model = ServedModelConfig(
+        engine=EngineConfig.model_validate({"scheduler": {"preset": "throughput", "policy": "fair", "max_waiting": 9}}),
+        replicas=ReplicasConfig(num_replicas=2, groups=(group,)),
+    )
+    found = pickle.loads(pickle.dumps(model)).scheduler_of("other")
+    assert found.model_dump() == SchedulerConfig.model_validate(
+        {"preset": "latency", "policy": "fair", "max_waiting": 5}
+    ).model_dump()  # fmt: skip
+
+
+def test_the_version_names_the_preset_and_hashes_the_values() -> None:
+    names = {name: SchedulerConfig.model_validate({"preset": name}).version for name in PRESETS}
+    assert {name: version.partition("-")[0] for name, version in names.items()} == {name: name for name in PRESETS}
+    assert len({version.rpartition("-")[2] for version in names.values()}) == len(PRESETS)
+    same = SchedulerConfig.model_validate(PRESETS["latency"]).version
+    assert same == names["latency"].replace("latency", "mixed"), "the values are the same"
+
+
+def test_an_unknown_preset_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValidationError, match="'latency', 'throughput', 'mixed' or 'batch'"):
+        SchedulerConfig.model_validate({"preset": "fast"})
