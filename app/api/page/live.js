@@ -2,6 +2,7 @@
 
 import { ApiError, call, events } from "/page/api.js";
 import { draw, stayAt } from "/page/carousel.js";
+import { demoSize } from "/page/demo.js";
 import { element, palette, seconds } from "/page/elements.js";
 import { History } from "/page/history.js";
 import { showTimeline } from "/page/request.js";
@@ -178,6 +179,7 @@ function updateWords() {
     if (shown) model.line.switch.show(shown.view);
   }
   showTimeline(history, view.selected);
+  setText($("demo"), `Send ${demoSize(numSlots($("model").value))} demo requests`);
 }
 
 function updateHead({ root, head, queue, dispatch, canvas, replica }) {
@@ -285,6 +287,12 @@ function frame(at) {
     if (bottom < 0 || top > window.innerHeight) continue;
     draw(canvas, replica, { history, ...times, kind, selected: view.selected, colours });
   }
+}
+
+// Of all replicas of a model that take requests.
+export function numSlots(model) {
+  const serving = history.replicas().filter((replica) => replica.model === model && replica.state === "serving");
+  return serving.reduce((sum, replica) => sum + (replica.facts.max_running || 0), 0);
 }
 
 export function begin() {
