@@ -284,9 +284,10 @@ async def _made(name: str, scene: Scene, server: Prometheus, *, patience_s: floa
     began = time.time()
     await cause.make(scene)
     ended = time.time()
+    fires_by = began + scene.lasts_s  # also what is over in a moment
     while time.time() < ended + patience_s:
         await asyncio.sleep(2 * _EVERY_S)
-        if not server.firing():
+        if time.time() > fires_by and not server.firing():
             break
     series = server.query(f'ALERTS{{alertstate="firing"}}[{round(time.time() - began) + 1}s]')
     fired = told(series, server.firing(), began, ended)
