@@ -621,3 +621,13 @@ def test_replicas_are_described_with_their_state() -> None:
             await until(lambda: {each["replica"] for each in local.fleet.describe()} == {"r0", "r2"})
 
     asyncio.run(main())
+
+
+def test_a_fleet_that_is_closed_is_still_described() -> None:
+    async def main() -> None:
+        async with LocalFleet(2) as local:
+            await collect(local, make_request())
+            local.fleet.close()  # with the service, while viewers of the page are connected
+            assert [each["state"] for each in local.fleet.describe()] == ["lost", "lost"]
+
+    asyncio.run(main())
