@@ -60,18 +60,39 @@ def send_forty(page: Any) -> None:
     eventually(lambda: {stay[0] for stay in stays(page)} - before, lambda ids: len(ids) >= 16)
 
 
-def test_a_chat_streams(watched: Any, picture: Picture) -> None:
-    watched.click("#tab-playground")
-    watched.select_option("#model", CHATTY)
-    watched.fill("#prompt", "Count from 3 to 40.")
-    watched.click("#send")
-    lengths = set()
-    answer = ".message.assistant"
-    eventually(lambda: lengths.add(len(watched.inner_text(answer))) or watched.query_selector(".cost"), every_s=0.005)
-    assert len(lengths) > 2, "it grows piece by piece"
-    assert "3 4 5 6" in watched.inner_text(answer).replace(",", "")
-    assert "first token after" in watched.inner_text(".cost")
+def switch(page: Any, strategy: str) -> None:
+    page.select_option(".switch [name=strategy] >> nth=0", strategy)
+    page.click(".switch button >> nth=0")
+    page.wait_for_selector(".told:has-text('in force on 2 replicas')")
+
+
+def ask(page: Any, model: str, prompt: str) -> None:
+    page.click("#tab-playground")
+    page.select_option("#model", model)
+    page.fill("#prompt", prompt)
+    page.click("#send")
+
+
+def test_a_chat_is_answered(watched: Any, picture: Picture) -> None:
+    ask(watched, CHATTY, "Count from 3 to 40.")
+    watched.wait_for_selector(".cost:has-text('first token after')")
+    assert "3 4 5 6" in watched.inner_text(".message.assistant").replace(",", "")
     picture(watched, "chat")
+
+
+def test_forty_requests_turn_and_under_static_batching_slots_stay_empty(watched: Any) -> None:
+    send_forty(watched)
+    eventually(lambda: {stay[0] for stay in stays(watched)}, lambda ids: len(ids) >= 40)
+    watched.wait_for_selector("#demo:enabled")
+    text = watched.inner_text(".head >> nth=0")
+    assert "settings mixed-continuous-fcfs-" in text
+    assert "bubbles 0 %" in text
+    switch(watched, "static")
+    send_forty(watched)
+    bubbles = lambda: int(watched.inner_text(".head .bubbles >> nth=0").split()[1])  # noqa: E731
+    eventually(bubbles, lambda share: share >= 20)
+    assert "settings mixed-static-fcfs-" in watched.inner_text(".head >> nth=0")
+    switch(watched, "continuous")
 
 
 def test_a_killed_replica_is_seen_at_once_and_another_comes(watched: Any, live: Service) -> None:
