@@ -191,6 +191,7 @@ export const classOf = (use) => (use.is_background ? "background" : `priority ${
 function named(values, fields) {
   const view = asObject(values, fields.view);
   view.steps = asObject(view.steps, fields.steps);
+  view.tuning &&= asObject(view.tuning, fields.tuning);
   view.slots = view.slots.map((each) => asObject(each, fields.slots));
   view.waiting = view.waiting.map((each) => asObject(each, fields.waiting));
   return view;

@@ -56,6 +56,7 @@ CAUSES: dict[str, dict[str, str]] = {
     "CarouselReplicasLost": {'carousel_resumes_total{model_name="demo", reason="lost"}': "0x10 1x20"},
     "CarouselFirstTokenSlow": {
         'carousel_first_token_seconds_bucket{model_name="demo", class="foreground", le="1"}': "0+50x30",
+        'carousel_first_token_seconds_bucket{model_name="demo", class="foreground", le="120"}': "0+60x30",
         'carousel_first_token_seconds_count{model_name="demo", class="foreground"}': "0+60x30",
     },
     "CarouselTokensSlow": {
