@@ -190,13 +190,13 @@ class AsyncEngine:
         """What the engine has measured since it started."""
         return self._engine.measurements()
 
-    async def view(self) -> EngineView:
-        """What runs and waits, and what happened since the last view; begins to note it. Waits for the current step.
+    async def view(self, *, is_full: bool = True) -> EngineView:
+        """`Engine.view`, after the current step.
 
         Raises EngineStopped.
         """
         views: list[EngineView] = []
-        await asyncio.wrap_future(self._call(lambda: views.append(self._engine.view())))
+        await asyncio.wrap_future(self._call(lambda: views.append(self._engine.view(is_full=is_full))))
         return views[0]
 
     def end_views(self) -> None:

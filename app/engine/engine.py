@@ -281,12 +281,15 @@ class Engine:
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
 
-    def view(self) -> EngineView:
-        """What runs and waits, and what happened since the last view. From the first on, events are noted for it."""
+    def view(self, *, is_full: bool = True) -> EngineView:
+        """What runs and waits, and what happened since the last view. From the first on, events are noted for it.
+
+        Not full: what has only grown since the last view is told in `EngineView.grown`.
+        """
         now = self._clock()
         if self._viewer is None:
             self._recorder = self._viewer = Viewer(self._recorder, self._scheduler.running, now=now)
-        return self._viewer.view(self._scheduler, now=now)
+        return self._viewer.view(self._scheduler, now=now, is_full=is_full)
 
     def end_views(self) -> None:
         """Note nothing for views any more."""

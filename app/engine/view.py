@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 
-class SlotUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class SlotUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
     """One request in one slot, from when it joined until it left. A preempted request has several of these."""
 
     request_id: str
@@ -31,7 +31,7 @@ class SlotUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_preemptions: int
 
 
-class QueueEntry(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class QueueEntry(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
     """One request that waits, with what it will probably wait still."""
 
     request_id: str
@@ -59,7 +59,11 @@ class StepSums(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class EngineView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """An engine at one moment, and the slots that were left since the view before."""
+    """An engine at one moment, and the slots that were left since the view before.
+
+    A full view says everything about every slot in use. Of what has only grown since the view before, any other has
+    three numbers.
+    """
 
     strategy: str
     policy: str
@@ -72,6 +76,7 @@ class EngineView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_cached_blocks: int  # free, with content that can be shared
     num_free_blocks: int  # with nothing in them
     steps: StepSums
-    slots: tuple[SlotUse, ...]  # those in use, and those that were left
+    slots: tuple[SlotUse, ...]  # those in use that `grown` does not have, and those that were left
     waiting: tuple[QueueEntry, ...]  # the first, in the order in which they would join now
     settings: str = ""  # `SchedulerConfig.version` of all settings of scheduling
+    grown: tuple[int, ...] = ()  # slot, num_generated_tokens, num_blocks; the same of the next slot, and so on

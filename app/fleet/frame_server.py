@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 MAX_HELLO_BYTES = 1024
 VIEW_PERIOD_S = 0.2  # five a second: an eye sees no more of a line that moves
+FULL_VIEW_PERIOD_S = 2.0  # for a page that has missed some, and in what an ingress keeps for a page that is opened
 _HELLO_TIMEOUT_S = 5.0
 _MAX_UNIDENTIFIED = 64  # connections that have not said the secret yet; more are closed at once
 
@@ -64,6 +65,7 @@ class FrameServer:
         self._draining: asyncio.Future[None] | None = None
         self._watching: set[_Connection] = set()
         self._showing: asyncio.Task[None] | None = None  # while any watches
+        self._full_view_at = 0.0  # when the next full view is due, by the event loop's clock
 
     async def open(self) -> Address:
         """Listen, if it does not yet. Raises OSError when this machine does not have that address."""
@@ -132,14 +134,19 @@ class FrameServer:
             self._watching.discard(connection)
             return
         self._watching.add(connection)
+        self._full_view_at = 0.0
         if self._showing is None or self._showing.done():
             self._showing = asyncio.get_running_loop().create_task(self._show())
 
     async def _show(self) -> None:
         """Send views until none watches."""
+        clock = asyncio.get_running_loop().time
         with suppress(EngineStopped):
             while self._watching:
-                view = await self._engine.view()
+                is_full = clock() >= self._full_view_at
+                if is_full:
+                    self._full_view_at = clock() + FULL_VIEW_PERIOD_S
+                view = await self._engine.view(is_full=is_full)
                 for connection in self._watching:
                     if connection.outbox is not None:
                         connection.outbox.show(view)

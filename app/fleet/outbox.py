@@ -49,7 +49,7 @@ class ServingEngine(Protocol):
         """End a request; its receiver gets no more deltas."""
         ...
 
-    async def view(self) -> EngineView:
+    async def view(self, *, is_full: bool) -> EngineView:
         """What runs and waits, and what happened since the last view. Raises EngineStopped."""
         ...
 

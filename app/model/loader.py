@@ -137,30 +137,15 @@ def load_model(
         return _load_checked(config, location, checked, dtype)
     found = _check_architecture(config, location)
     quantised = Quantised.of(read_config(config, location))
-    may_be_packed = may_be_native and library() is not None
-    if config.quantization == "fp8":  # the device need not hold the weights before they are in FP8
-        mapped = _mapped(found, _folder_of(config, location), dtype, quantised, device)
-    else:
-        mapped = _mapped(found, Path(location), dtype, quantised) if may_be_packed else None
-    whole = None
-    if group is not None:
-        _check_ranks(config, found, quantised, group.size)
-        module, whole = _part_of_rank(device, config, found, location, dtype, group)
-    elif mapped is None:
-        module = _with_weights(device, config, found, location, dtype, quantised)
-    else:
-        module = mapped.module
-        mapped.compute_from_files()
-        if known := config.max_model_len or _limit_of(module):
-            fix_positions(module, known)
-    limit = _limit_of(module)
+    is_packed = may_be_native and library() is not None
+    read = _read(device, config, found, location, dtype, quantised, group, is_packed=is_packed)
+    module, mapped = read.module, read.mapped
     probe = _probe(config, module, device)
-    if whole is not None:
-        _compare(config, "divided among ranks", probe.own, whole)
-    longest = max_model_len(config, limit)
+    if read.whole is not None:
+        _compare(config, "divided among ranks", probe.own, read.whole)
+    facts, limit = _facts_of(config, module, probe), _limit_of(module)
     if mapped is None:
-        _check_positions(config, module, probe, longest)
-    facts = _facts_of(module, probe, longest)
+        _check_positions(config, module, probe, facts.max_model_len)
     native = _native_weights(config, module, mapped, probe, block_size) if may_be_native else None
     if native is None and mapped is not None and may_be_native:
         module = _with_weights(device, config, found, location, dtype, quantised)
@@ -181,7 +166,7 @@ def load_model(
     )
     if not uses_triton or config.backend != "auto":
         return loaded
-    del module, probe  # their memory is needed
+    del module, probe, read  # their memory is needed
 
     def read_again() -> PreTrainedModel:
         if group is not None:
@@ -191,9 +176,46 @@ def load_model(
     return _with_joined_weights(config, loaded, read_again, block_size=block_size, mapped=mapped, ranks=group)
 
 
-def _facts_of(module: PreTrainedModel, probe: Probe, max_model_len: int) -> ModelFacts:
+@dataclass(frozen=True, slots=True)
+class _ReadModel:
+    """A model, or one rank's part, as transformers' code computes it."""
+
+    module: PreTrainedModel
+    whole: _Output | None = None  # where the module is a part: what the whole model gives on the tokens of `_probe`
+    mapped: MappedModel | None = None  # has the weights, where the module does not hold them
+
+
+def _read(
+    device: torch.device,
+    config: ModelConfig,
+    found: PreTrainedConfig,
+    location: str,
+    dtype: torch.dtype,
+    quantised: Quantised | None,
+    group: RankGroup | None,
+    *,
+    is_packed: bool,
+) -> _ReadModel:
+    """is_packed: its weights are to be packed for the C++ decoder."""
+    if group is not None:
+        _check_ranks(config, found, quantised, group.size)
+        return _ReadModel(*_part_of_rank(device, config, found, location, dtype, group))
+    mapped = None
+    if config.quantization == "fp8":  # the device need not hold the weights before they are in FP8
+        mapped = _mapped(found, _folder_of(config, location), dtype, quantised, device)
+    elif is_packed:
+        mapped = _mapped(found, Path(location), dtype, quantised)
+    if mapped is None:
+        return _ReadModel(_with_weights(device, config, found, location, dtype, quantised))
+    mapped.compute_from_files()
+    if known := config.max_model_len or _limit_of(mapped.module):
+        fix_positions(mapped.module, known)
+    return _ReadModel(mapped.module, mapped=mapped)
+
+
+def _facts_of(config: ModelConfig, module: PreTrainedModel, probe: Probe) -> ModelFacts:
     return ModelFacts(
-        max_model_len=max_model_len,
+        max_model_len=max_model_len(config, _limit_of(module)),
         vocab_size=probe.vocab_size,
         eos_token_ids=eos_token_ids(module),
         embedding_size=None if module.base_model is module else probe.own.first_layer.shape[-1],
@@ -350,13 +372,7 @@ def model_of_config(
     """
     found = _check_architecture(config, location)
     quantised = Quantised.of(read_config(config, location))
-    # The weights that are multiplied out take as much as those of any other checkpoint.
-    if quantised is not None and not (
-        quantised.has_scales and ARCHITECTURES.issuperset(found.architectures or ["none"])
-    ):
-        raise UnsupportedModel(
-            f"{config.path} is a quantised checkpoint: its size does not follow from its config.json"
-        )
+    _check_sizes_are_known(config, found, quantised)
     limit = getattr(found.get_text_config(), "max_position_embeddings", None)
     longest = max_model_len(config, limit)
     module = _without_weights(found, location, dtype)
@@ -368,14 +384,8 @@ def model_of_config(
         fix_positions(each, longest)
         if num_ranks > 1:
             SplitPlan(each, SizesOfRank(num_ranks), path=config.path).split("", each)
-    token_ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta")
     step = ProbeStep()
-    try:
-        output = _run(tried, token_ids, token_ids, step)
-    except (UnknownAttention, TypeError) as error:
-        raise UnsupportedModel(f"{config.path} cannot run on paged attention: {first_line(error)}") from error
-    except RuntimeError as error:  # an operator with a result of a size that follows from numbers
-        raise UnsupportedModel(f"{config.path} cannot be planned without its weights: {first_line(error)}") from error
+    output = _run_without_numbers(config, tried, step)
     num_embeddings = module.get_input_embeddings().weight.shape[0]
     loaded = LoadedModel(
         module=module,
@@ -394,6 +404,27 @@ def model_of_config(
     if native_block_size is not None:
         return _packed_without_numbers(config, loaded, module, step.rules, native_block_size)
     return _joined_without_numbers(config, loaded, module, step.rules, output)
+
+
+def _check_sizes_are_known(config: ModelConfig, found: PreTrainedConfig, quantised: Quantised | None) -> None:
+    # The weights that are multiplied out take as much as those of any other checkpoint.
+    if quantised is not None and not (
+        quantised.has_scales and ARCHITECTURES.issuperset(found.architectures or ["none"])
+    ):
+        raise UnsupportedModel(
+            f"{config.path} is a quantised checkpoint: its size does not follow from its config.json"
+        )
+
+
+def _run_without_numbers(config: ModelConfig, module: PreTrainedModel, step: ProbeStep) -> _Output:
+    """A few tokens on the meta device. Raises UnsupportedModel where sizes follow from numbers, or nothing is paged."""
+    token_ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta")
+    try:
+        return _run(module, token_ids, token_ids, step)
+    except (UnknownAttention, TypeError) as error:
+        raise UnsupportedModel(f"{config.path} cannot run on paged attention: {first_line(error)}") from error
+    except RuntimeError as error:  # an operator with a result of a size that follows from numbers
+        raise UnsupportedModel(f"{config.path} cannot be planned without its weights: {first_line(error)}") from error
 
 
 def _joined_without_numbers(

@@ -225,16 +225,21 @@ def imbalance(answers: Sequence[Answer], num_replicas: int) -> float | None:
     return None if None in placed else round(max(placed.values()) * num_replicas / len(answers), 3)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("service.fleet", __doc__)
-    parser.add_argument("--replicas", type=positive, default=4, metavar="N")
+def add_load_options(parser: argparse.ArgumentParser, *, replicas: int, tokens: int, rounds: int) -> None:
+    """What `application` and a Load are made of; the numbers are defaults."""
+    parser.add_argument("--replicas", type=positive, default=replicas, metavar="N")
     parser.add_argument("--ingresses", type=positive, default=1, metavar="N", help="processes of the HTTP side")
     parser.add_argument("--streams", type=positive, default=64, metavar="N", help="at once")
-    parser.add_argument("--tokens", type=positive, default=128, metavar="N", help="of each stream")
+    parser.add_argument("--tokens", type=positive, default=tokens, metavar="N", help="of each stream")
     parser.add_argument("--prompt-tokens", type=positive, default=32, metavar="N", help="of each stream")
     parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS", help="of a simulated step")
-    parser.add_argument("--rounds", type=positive, default=3, metavar="N")
+    parser.add_argument("--rounds", type=positive, default=rounds, metavar="N")
     parser.add_argument("--model", default="models/demo", metavar="DIR", help="its tokenizer is used")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser("service.fleet", __doc__)
+    add_load_options(parser, replicas=4, tokens=128, rounds=3)
     return parser
 
 

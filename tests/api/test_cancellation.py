@@ -58,7 +58,8 @@ def test_a_request_is_cancelled_by_its_own_key_or_an_admin(tokenizer: Tokenizer,
     asyncio.run(main())
 
 
-def test_the_id_of_the_response_names_the_request_too(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("suffix", ["-0", ""])
+def test_the_ids_of_the_response_and_of_the_engine_name_the_request_too(tokenizer: Tokenizer, suffix: str) -> None:
     async def main() -> None:
         async with LocalFleet(1) as local:
             service = Service(tokenizer, generate=local.fleet.generate)
@@ -68,8 +69,8 @@ def test_the_id_of_the_response_names_the_request_too(tokenizer: Tokenizer) -> N
             async with Connection(app, "POST", "/v1/completions", BODY, {}) as connection:
                 await local.held(replica)
                 [served] = replica.served
-                call_id = served.request_id.removesuffix("-0")
-                assert (await posted(app, f"/v1/requests/{call_id}/cancel", KEY)).status == 200
+                known_id = served.request_id.removesuffix(suffix)
+                assert (await posted(app, f"/v1/requests/{known_id}/cancel", KEY)).status == 200
                 await connection.finished()
                 assert connection.answer().error["code"] == "request_cancelled"
             local.go()

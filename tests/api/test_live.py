@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import tracemalloc
 from collections.abc import Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, ExitStack, aclosing
 from typing import Any
 
+import httpx
 import pytest
 
 from app.api import build_app
@@ -16,14 +19,16 @@ from app.api.endpoints.live import MAX_VIEWERS, LiveFeed
 from app.engine.view import EngineView
 from app.errors import Overloaded
 from tests.api.fakes import Connection, Service
+from tests.benchmarks.servers import serving
 from tests.fakes import build_fake_engine, make_request
-from tests.waiting import until
+from tests.waiting import eventually, until
 
 
 class Fleet:
     """One replica, which shows its engine when it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, facts: str = "") -> None:
+        self._facts = facts
         self.on_view: Callable[[str, EngineView], None] | None = None
         self.last_decision = None
         self.num_described = 0
@@ -37,7 +42,7 @@ class Fleet:
 
     def describe(self) -> list[dict[str, Any]]:
         self.num_described += 1
-        return [{"replica": "r0", "state": "serving"}]
+        return [{"replica": "r0", "state": "serving", "facts": self._facts}]
 
     def show(self) -> None:
         assert self.on_view is not None
@@ -138,11 +143,34 @@ def test_a_viewer_that_reads_late_gets_the_newest_and_memory_stays_bounded() -> 
             for _ in range(60):
                 last = parsed(await anext(quick))[-1]["at"]
             assert len(feed._recent) <= live._NUM_KEPT
-            events = parsed(await anext(slow))
-            assert len(events) <= live._NUM_KEPT
-            assert events[-1]["at"] >= last
+            events = [parsed(await anext(slow))[0]["at"] for _ in range(live._NUM_KEPT)]
+            assert events == sorted(events)
+            assert events[-1] >= last
 
     asyncio.run(main())
+
+
+def test_viewers_that_never_read_hold_little_and_make_room_after_a_while(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event_bytes, buffer_bytes, slack_bytes = 200_000, 65_536, 2_000_000
+    monkeypatch.setattr(live, "STREAM_S", 2.0)
+    monkeypatch.setattr(live, "_SLOWNESS_S", 0.0)
+    fleet = Fleet(facts="x" * event_bytes)
+    app = build_app(service.handler, service._is_ready, fleets={"demo": fleet})
+    tracemalloc.start()
+    with ExitStack() as stack:
+        stack.callback(tracemalloc.stop)
+        url = httpx.URL(stack.enter_context(serving(app)))
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(MAX_VIEWERS):
+            viewer = stack.enter_context(socket.create_connection((url.host, url.port)))
+            viewer.sendall(b"GET /admin/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        eventually(lambda: fleet.num_described > 100)
+        assert httpx.get(url.join("/admin/live")).status_code == 429
+        held = tracemalloc.get_traced_memory()[0] - before
+        assert held < live._NUM_KEPT * event_bytes + MAX_VIEWERS * (event_bytes + buffer_bytes) + slack_bytes
+        eventually(lambda: fleet.on_view is None)
 
 
 def test_a_stream_ends_by_itself_so_that_an_ingress_can_stop(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ class Replica:
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
-    async def view(self) -> EngineView:
+    async def view(self, *, is_full: bool) -> EngineView:
         self.num_views += 1
         return build_fake_engine().view()
 

@@ -1,9 +1,8 @@
-"""The page in a real Chromium: `apt-get install chromium` and `pip install carousel[browser]`; skipped without them."""
+"""The page in a real Chromium, on a stage without Ray."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,72 +10,18 @@ from typing import Any
 import pytest
 
 from tests.api.keys import ADMIN_KEY, KEY, entry
+from tests.page.conftest import Picture
+from tests.page.sight import colours, stays
 from tests.page.stage import Stage
 from tests.waiting import eventually
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-if CHROMIUM is None:
-    pytest.skip("there is no Chromium: apt-get install chromium", allow_module_level=True)
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not there: pip install carousel[browser]")
-
-PATIENCE_MS = 30_000
 ENGINE: dict[str, Any] = {"scheduler": {"max_running": 8, "max_waiting": 256}, "cache": {"num_blocks": 400}}
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        yield started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-
-
-@pytest.fixture(scope="module")
-def stage(demo_path: Path) -> Iterator[Stage]:
+def stage(browser: Any, demo_path: Path) -> Iterator[Stage]:
     with Stage(demo_path, **ENGINE) as started:
         yield started
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    """A new tab. An error of a script or of the Content-Security-Policy fails the test."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    errors: list[str] = []
-    tab = context.new_page()
-    tab.set_default_timeout(PATIENCE_MS)
-    tab.on("pageerror", lambda error: errors.append(str(error)))
-    tab.on("console", lambda message: errors.append(message.text) if "Content Security" in message.text else None)
-    yield tab
-    context.close()
-    assert errors == []
-
-
-def seen(page: Any) -> dict[str, Any]:
-    """What the page knows: for each replica the requests that had a slot, and why they left."""
-    return dict(
-        json.loads(
-            page.evaluate("""async () => {
-                const { history } = await import("/page/live.js");
-                return JSON.stringify(Object.fromEntries(history.replicas().map((replica) => [replica.id, {
-                    state: replica.state,
-                    stays: replica.stays.map((stay) => [stay.id, stay.why, stay.isResumed, stay.left !== null]),
-                }])));
-            }""")
-        )
-    )
-
-
-def stays(page: Any) -> list[list[Any]]:
-    return [stay for replica in seen(page).values() for stay in replica["stays"]]
-
-
-def colours(page: Any) -> int:
-    """How many different colours the picture of the first replica has."""
-    return int(
-        page.evaluate("""() => {
-            const canvas = document.querySelector(".replica canvas");
-            const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
-            return new Set(new Uint32Array(data.buffer)).size;
-        }""")
-    )
 
 
 def test_the_page_shows_all_replicas(page: Any, stage: Stage) -> None:
@@ -87,19 +32,23 @@ def test_the_page_shows_all_replicas(page: Any, stage: Stage) -> None:
     assert "0 of 8 running" in page.inner_text(".head >> nth=0")
 
 
-def test_forty_demo_requests_turn_through_the_slots(page: Any, stage: Stage) -> None:
+def test_forty_demo_requests_turn_through_the_slots(page: Any, stage: Stage, picture: Picture) -> None:
     page.goto(stage.url)
+    page.select_option("#window", "15")
     page.wait_for_selector(".replica >> nth=1")
     num_colours = colours(page)
     page.click("#demo")
     page.wait_for_selector(".queue li >> nth=3")  # more than there are slots
     eventually(lambda: colours(page), lambda found: found > num_colours + 8)
     eventually(lambda: {stay[0] for stay in stays(page)}, lambda ids: len(ids) == 40)
+    picture(page, "live")
     eventually(lambda: [stay for stay in stays(page) if stay[1] == "length"], lambda ended: len(ended) == 40)
     eventually(lambda: page.inner_text(".queue >> nth=0"), lambda text: "Queue: empty" in text)
 
 
-def test_a_switch_to_static_batching_leaves_slots_empty_while_requests_wait(page: Any, demo_path: Path) -> None:
+def test_a_switch_to_static_batching_leaves_slots_empty_while_requests_wait(
+    page: Any, demo_path: Path, picture: Picture
+) -> None:
     with Stage(demo_path, num_replicas=1, **ENGINE) as stage:
         page.goto(stage.url)
         page.wait_for_selector(".replica")
@@ -112,9 +61,10 @@ def test_a_switch_to_static_batching_leaves_slots_empty_while_requests_wait(page
         page.wait_for_selector(".head:has-text('static, fcfs')")
         bubbles = lambda: int(page.inner_text(".head .bubbles").split()[1])  # noqa: E731
         eventually(bubbles, lambda share: share >= 10)
+        picture(page, "static")
 
 
-def test_a_request_has_a_timeline(page: Any, stage: Stage) -> None:
+def test_a_request_has_a_timeline(page: Any, stage: Stage, picture: Picture) -> None:
     page.goto(stage.url)
     page.wait_for_selector(".replica >> nth=1")
     page.click("#demo")
@@ -132,6 +82,7 @@ def test_a_request_has_a_timeline(page: Any, stage: Stage) -> None:
     }""")
     assert all(len(times) == number and times == sorted(times) for times, number in counts)
     assert "replica1, slot " in text
+    picture(page, "request")
     page.keyboard.press("Escape")
     assert page.is_hidden("#request")
     page.keyboard.press(" ")
@@ -196,7 +147,9 @@ def test_an_answer_has_the_form_of_a_schema_and_calls_a_tool(page: Any, stage: S
     page.click("#as-curl")
 
 
-def test_a_killed_replica_is_lost_gone_and_replaced_and_its_requests_go_on(page: Any, demo_path: Path) -> None:
+def test_a_killed_replica_is_lost_gone_and_replaced_and_its_requests_go_on(
+    page: Any, demo_path: Path, picture: Picture
+) -> None:
     with Stage(demo_path, **ENGINE) as stage:
         page.goto(stage.url)
         page.wait_for_selector(".replica >> nth=1")
@@ -205,6 +158,7 @@ def test_a_killed_replica_is_lost_gone_and_replaced_and_its_requests_go_on(page:
         stage.kill("replica1")
         page.wait_for_selector(".replica.lost", timeout=5000)
         assert "lost" in page.inner_text(".replica.lost .state")
+        picture(page, "lost")
         stage.replace("replica1")
         page.wait_for_selector(".replica.gone")
         page.wait_for_selector(".replica:has-text('replica3')")
@@ -262,11 +216,22 @@ def test_a_service_without_batches_says_so(page: Any, stage: Stage) -> None:
     page.wait_for_selector("#batches-notice:has-text('no batches: its configuration')")
 
 
-def test_a_phone_shows_everything_in_one_column(browser: Any, stage: Stage) -> None:
-    context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_everything_in_one_column_light_or_dark(
+    browser: Any, stage: Stage, scheme: str, picture: Picture
+) -> None:
+    context = browser.new_context(viewport={"width": 360, "height": 740}, color_scheme=scheme)
     tab = context.new_page()
     tab.goto(stage.url)
     tab.wait_for_selector(".replica >> nth=1")
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
-    assert tab.evaluate("document.documentElement.classList.contains('dark')")
+    tab.click("#demo")
+    eventually(lambda: colours(tab), lambda found: found > 8)
+    for name in ("live", "playground", "batches"):
+        tab.click(f"#tab-{name}")
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 360
+        picture(tab, f"phone-{scheme}-{name}")
+    brightness = tab.evaluate(
+        "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((a, b) => +a + +b)"
+    )
+    assert (brightness < 3 * 128) == (scheme == "dark")
     context.close()

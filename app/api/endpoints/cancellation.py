@@ -20,7 +20,10 @@ Cancel = Callable[[str, str | None], Awaitable[bool]]
 
 
 class RunningCalls:
-    """The calls that clients of this process wait for, by the id of the request and by that of the response."""
+    """The calls that clients of this process wait for.
+
+    By the id of the request, by that of the response, and by the ids that engines know: the live view has those.
+    """
 
     def __init__(self, fleets: Mapping[str, WatchedFleet]) -> None:
         """`fleets` by the model's name."""
@@ -31,7 +34,7 @@ class RunningCalls:
     def noted(self, request_id: str, account: Account, call: Call) -> Iterator[None]:
         """While it runs."""
         entry = (account.name, call)
-        ids = {request_id, call.call_id}
+        ids = {request_id, call.call_id, *(each.request_id for each in call.requests)}
         for each in ids:
             self._calls.setdefault(each, []).append(entry)
         try:

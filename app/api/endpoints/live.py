@@ -13,16 +13,20 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from app.api.http.errors import ClientGone
 from app.api.http.sse import EventStream, WhileConnected
 from app.engine.view import EngineView, QueueEntry, SlotUse, StepSums
 from app.errors import InvalidRequest, Overloaded
 
 PERIOD_S = 0.2  # as often as replicas send views
 MAX_VIEWERS = 20  # of one process
-# A viewer that reads late gets these and misses what was before: memory does not grow with its delay.
+# A viewer that reads late gets these and misses what was before: memory does not grow with its delay. They go back
+# for longer than replicas take between two full views.
 _NUM_KEPT = 15
 # A stream ends after this, and the viewer asks for the next: an ingress that stops waits for its streams.
 STREAM_S = 10.0
+# A viewer that has not taken what was sent to it so long after that makes room for another.
+_SLOWNESS_S = 10.0
 # Views go on for so long without a viewer: one that comes back at once has missed nothing.
 _LINGER_S = 2.0
 
@@ -86,12 +90,12 @@ class LiveFeed:
                 self._begin()
             yield _FIELDS
             while loop.time() < ends_at:
-                newer = [(at, data) for at, data in self._recent if at > after]
-                if newer:
-                    after = newer[-1][0]
-                    yield b"".join([data for _, data in newer])
-                else:
+                newer = next((event for event in self._recent if event[0] > after), None)
+                if newer is None:
                     await self._ticked.wait()
+                else:
+                    after, data = newer
+                    yield data  # one at a time: a viewer that reads slowly holds one, and the others are shared
         finally:
             self._num_viewers -= 1
 
@@ -157,7 +161,11 @@ class LiveRoute:
         events = self._feed.events(_after(request.query_params.get("after", "0")))
         async with WhileConnected(receive):
             stream = EventStream(events, headers=dict, heartbeat_s=self._heartbeat_s, may_begin=lambda: True)
-            await stream.send_to(send)
+            try:
+                async with asyncio.timeout(STREAM_S + _SLOWNESS_S):
+                    await stream.send_to(send)
+            except TimeoutError:
+                raise ClientGone from None
 
 
 def _after(given: str) -> int:

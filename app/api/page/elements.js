@@ -5,3 +5,14 @@ export function element(tag, kind = "", text = "") {
   if (text) made.textContent = text;
   return made;
 }
+
+// Milliseconds in words.
+export const seconds = (ms) => (ms < 950 ? `${Math.max(0, Math.round(ms))} ms` : `${(ms / 1000).toFixed(1)} s`);
+
+// The colours of page.css, for canvases.
+export function palette() {
+  const style = getComputedStyle(document.documentElement);
+  const names = ["faint", "panel", "soft", "text", "line", "bad", "warn", "owned", "cached"];
+  const colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+  return { ...colours, isDark: document.documentElement.classList.contains("dark") };
+}

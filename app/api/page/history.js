@@ -71,6 +71,7 @@ export class History {
       seen.add(stay);
       if (use.left_ms !== null) this.#close(replica, stay, at - use.left_ms, use.why_left);
     }
+    for (const stay of this.#grow(replica, at, view.grown ?? [])) seen.add(stay);
     for (const stay of [...replica.open.values()]) if (!seen.has(stay)) this.#close(replica, stay, at, "");
   }
 
@@ -87,9 +88,28 @@ export class History {
     stay.id = baseId(use.request_id);
     stay.isResumed = use.num_given_tokens > 0 || (stay.id !== use.request_id && this.#isKnown(stay.id, stay));
     if (use.first_token_ms !== null && stay.first === null) stay.first = at - use.first_token_ms;
-    // Pairs in one flat list, which takes a tenth of the memory: when it was seen, its tokens then.
-    if (stay.counts.at(-1) !== use.num_generated_tokens) stay.counts.push(at, use.num_generated_tokens);
+    this.#count(stay, at);
     return stay;
+  }
+
+  // `grown` is flat: slot, tokens, blocks. A stay that is not known comes with the next full view.
+  #grow(replica, at, grown) {
+    const found = [];
+    const inSlots = new Map([...replica.open.values()].map((stay) => [stay.slot, stay]));
+    for (let each = 0; each < grown.length; each += 3) {
+      const stay = inSlots.get(grown[each]);
+      if (!stay) continue;
+      stay.use.num_generated_tokens = grown[each + 1];
+      stay.use.num_blocks = grown[each + 2];
+      this.#count(stay, at);
+      found.push(stay);
+    }
+    return found;
+  }
+
+  // Pairs in one flat list, which takes a tenth of the memory: when it was seen, its tokens then.
+  #count(stay, at) {
+    if (stay.counts.at(-1) !== stay.use.num_generated_tokens) stay.counts.push(at, stay.use.num_generated_tokens);
   }
 
   #isKnown(id, but) {

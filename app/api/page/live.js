@@ -2,8 +2,9 @@
 
 import { ApiError, call, events } from "/page/api.js";
 import { draw, stayAt } from "/page/carousel.js";
-import { element } from "/page/elements.js";
-import { History, classOf } from "/page/history.js";
+import { element, palette, seconds } from "/page/elements.js";
+import { History } from "/page/history.js";
+import { showTimeline } from "/page/request.js";
 import { newSwitch } from "/page/scheduler.js";
 
 const DELAY_MS = 350; // drawn so late, so that what is drawn has arrived
@@ -129,8 +130,7 @@ function move(event, replica) {
     const now = shown.findIndex((stay) => stay.id === view.selected);
     const next = shown.at((now + (event.key === "ArrowDown" ? 1 : -1)) % shown.length);
     if (next) select(next.id);
-  } else if (event.key === "Escape") select(null);
-  else if (event.key === " ") pause(!view.isPaused);
+  } else if (event.key === " ") pause(!view.isPaused);
   else return;
   event.preventDefault();
 }
@@ -177,7 +177,7 @@ function updateWords() {
     const shown = [...model.replicas.values()].find((replica) => replica.state === "serving" && replica.view);
     if (shown) model.line.switch.show(shown.view);
   }
-  if (view.selected) showRequest();
+  showTimeline(history, view.selected);
 }
 
 function updateHead({ root, head, queue, dispatch, canvas, replica }) {
@@ -231,7 +231,7 @@ const SHORT_REASONS = { slots: "slots", blocks: "memory", budget: "budget", stra
 function updateQueue(queue, seen) {
   const waiting = seen?.waiting || [];
   const list = element("ol");
-  waiting.slice(0, 14).forEach((each, index) => {
+  waiting.forEach((each, index) => {
     const row = element("li");
     const dot = element("span", "dot");
     dot.style.background = `hsl(${history.hue($("colour").value, each)} 55% 55%)`;
@@ -245,104 +245,24 @@ function updateQueue(queue, seen) {
   });
   const parts = seen ? [element("h3", "", seen.num_waiting ? `Queue: ${seen.num_waiting}` : "Queue: empty")] : [];
   if (seen?.num_waiting) parts.push(element("div", "decision", `the first waits: ${REASONS[seen.wait_reason] || "for the next step"}`));
-  if (seen && seen.num_waiting > 14) list.append(element("li", "", `and ${seen.num_waiting - 14} more`));
+  if (seen && seen.num_waiting > waiting.length) list.append(element("li", "", `and ${seen.num_waiting - waiting.length} more`));
   queue.replaceChildren(...parts, list);
 }
 
 // ---------------------------------------------------------------- one request
 
-export function select(id) {
+function select(id) {
   view.selected = id;
   $("request").hidden = !id;
-  if (id) showRequest();
+  showTimeline(history, id);
 }
 
-function showRequest() {
-  const stays = history.staysOf(view.selected);
-  if (!stays.length) return;
-  const last = stays[stays.length - 1];
-  const rows = [
-    ["id", view.selected], ["tenant, class", `${last.use.tenant || "–"}, ${classOf(last.use)}`],
-    ["prompt", `${last.use.num_prompt_tokens} tokens, ${last.use.num_cached_tokens} of them cached`],
-    ["output", `${last.use.num_generated_tokens} tokens`], ["memory", last.left === null ? `${last.use.num_blocks} blocks` : "given back"],
-    ["queue", seconds(stays[0].joined - stays[0].arrived)],
-  ];
-  stays.forEach((stay, index) => {
-    const first = stay.first ?? stay.left ?? history.at;
-    const end = stay.left ?? history.at;
-    if (index) rows.push(["then", stay.isResumed ? "went on at another replica" : `preempted, waited ${seconds(stay.joined - stays[index - 1].left)}`]);
-    rows.push([`${stay.replica.id}, slot ${stay.slot + 1}`, `prompt ${seconds(first - stay.joined)}, output ${seconds(end - first)}${ended(stay)}`]);
-  });
-  const tokens = stays.map((stay) => history.tokenTimes(stay));
-  const gaps = tokens.flatMap((times) => times.slice(1).map((at, each) => at - times[each])).sort((one, other) => one - other);
-  if (gaps.length) {
-    const of = (share) => seconds(gaps[Math.min(gaps.length - 1, Math.floor(gaps.length * share))]);
-    rows.push(["gaps between tokens", `median ${of(0.5)}, 99 % below ${of(0.99)}, longest ${of(1)}`]);
-  }
-  const table = element("table");
-  for (const [name, value] of rows) {
-    const row = element("tr");
-    row.append(element("th", "", name), element("td", name === "id" ? "mono" : "", value));
-    table.append(row);
-  }
-  const close = element("button", "close", "Close");
-  close.addEventListener("click", () => select(null));
-  const canvas = element("canvas");
-  $("request").replaceChildren(close, element("b", "", "Request"), table, canvas);
-  drawTokens(canvas, stays, tokens);
+function close() {
+  if ($("request").contains(document.activeElement)) document.querySelector(".replica canvas")?.focus();
+  select(null);
 }
-
-const ended = (stay) => (stay.left === null ? ", runs" : stay.why ? `, ended: ${stay.why}` : "");
-
-// Its tokens over time, and below them the gap before each.
-function drawTokens(canvas, stays, tokens) {
-  const colours = palette();
-  const ratio = window.devicePixelRatio || 1;
-  const [width, height, curve] = [canvas.clientWidth, 110, 60];
-  canvas.width = width * ratio;
-  canvas.height = height * ratio;
-  const pen = canvas.getContext("2d");
-  pen.scale(ratio, ratio);
-  const begin = stays[0].arrived;
-  const end = Math.max(stays[stays.length - 1].left ?? history.at, begin + 1);
-  const most = Math.max(1, ...stays.map((stay) => stay.use.num_generated_tokens));
-  const x = (at) => ((at - begin) / (end - begin)) * width;
-  pen.fillStyle = colours.faint;
-  pen.fillRect(0, 0, width, curve);
-  pen.fillRect(0, curve + 4, width, height - curve - 4);
-  pen.strokeStyle = colours.owned;
-  pen.lineWidth = 2;
-  pen.beginPath();
-  pen.moveTo(0, curve - 2);
-  stays.forEach((stay, index) => tokens[index].forEach((at, each) => {
-    pen.lineTo(x(at), curve - 2 - ((stay.use.num_given_tokens + each + 1) / most) * (curve - 16));
-  }));
-  pen.stroke();
-  const longest = tokens.flatMap((times) => times.slice(1).map((at, each) => at - times[each])).reduce((one, other) => Math.max(one, other), 1);
-  pen.fillStyle = colours.owned;
-  for (const times of tokens) {
-    for (let each = 1; each < times.length; each += 1) {
-      const tall = ((times[each] - times[each - 1]) / longest) * (height - curve - 18);
-      const left = x(times[each - 1]);
-      pen.fillRect(left, height - tall, Math.max(x(times[each]) - left - 0.5, 0.5), tall);
-    }
-  }
-  pen.fillStyle = colours.soft;
-  pen.font = "11px system-ui, sans-serif";
-  pen.fillText(`${most} tokens in ${seconds(end - begin)}`, 4, 12);
-  pen.fillText(`gap before each token, at most ${seconds(longest)}`, 4, curve + 15);
-}
-
-const seconds = (ms) => (ms < 950 ? `${Math.max(0, Math.round(ms))} ms` : `${(ms / 1000).toFixed(1)} s`);
 
 // ---------------------------------------------------------------- drawing
-
-function palette() {
-  const style = getComputedStyle(document.documentElement);
-  const names = ["faint", "panel", "soft", "text", "line", "bad", "warn", "owned", "cached"];
-  const colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
-  return { ...colours, isDark: document.documentElement.classList.contains("dark") };
-}
 
 let drawnAt = 0;
 function frame(at) {
@@ -362,6 +282,8 @@ function frame(at) {
 
 export function begin() {
   $("pause").addEventListener("click", () => pause(!view.isPaused));
+  $("request-close").addEventListener("click", close);
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape" && view.selected) close(); });
   $("back").addEventListener("input", () => goBack(Number($("back").value)));
   setInterval(() => { if (!$("live").hidden && !document.hidden) updateWords(); }, 200);
   requestAnimationFrame(frame);

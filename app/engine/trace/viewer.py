@@ -21,7 +21,7 @@ from app.engine.view import EngineView, QueueEntry, SlotUse, StepSums
 
 # A screen shows no more lines. They bound a view, about 40 kB, and the time that it takes from the engine's thread.
 MAX_SLOTS = 256
-MAX_WAITING = 50
+MAX_WAITING = 14
 # Requests that left between two views. Beyond, the oldest are not shown.
 _MAX_LEFT = 512
 # Of this many steps the ends are told: with five views a second, of all steps that take 3 ms.
@@ -38,6 +38,7 @@ class _Stay:
     first_token_at: float | None = None
     left_at: float | None = None
     why_left: str = ""
+    is_shown: bool = False  # as it is, but for what grows
 
 
 class Viewer(Recorder):
@@ -94,6 +95,7 @@ class Viewer(Recorder):
 
     def sampled(self, batch: Batch, token_ids: list[int]) -> None:
         self._sampled = batch
+        self._num_drawn += len(token_ids)
         self.recorder.sampled(batch, token_ids)
 
     def failed(self, how: FailureKind, sequences: Iterable[Sequence] = ()) -> None:
@@ -107,9 +109,9 @@ class Viewer(Recorder):
         batch, self._sampled = self._sampled, None
         if batch:
             self._note_step(batch, at)
+        if self._prefilling:
+            self._note_first_tokens(deltas, at)
         for delta in deltas:
-            if self._prefilling and delta.token_ids and delta.request_id in self._prefilling:
-                self._prefilling.pop(delta.request_id).first_token_at = at
             if delta.finish_reason is not None:
                 self._leave(delta.request_id, at, str(delta.finish_reason))
         self.recorder.step_ended(deltas, at=at)
@@ -123,11 +125,16 @@ class Viewer(Recorder):
         self._num_steps += 1
         self._ends.append(at)
         self._num_tokens += batch.num_scheduled_tokens
-        self._num_drawn += len(batch.sampled)
         self._num_sequences += len(batch.sequences)
         self._busy_s += step_s
         self._longest_s = max(self._longest_s, step_s)
         self._most_tokens = max(self._most_tokens, batch.num_scheduled_tokens)
+
+    def _note_first_tokens(self, deltas: list[TokenDelta], at: float) -> None:
+        for delta in deltas:
+            if delta.token_ids and delta.request_id in self._prefilling:
+                stay = self._prefilling.pop(delta.request_id)
+                stay.first_token_at, stay.is_shown = at, False
 
     def _enter(self, sequence: Sequence, at: float) -> _Stay:
         request_id = sequence.request.request_id
@@ -150,10 +157,19 @@ class Viewer(Recorder):
 
     # ------------------------------------------------------------------ views
 
-    def view(self, scheduler: Scheduler, *, now: float) -> EngineView:
+    def view(self, scheduler: Scheduler, *, now: float, is_full: bool) -> EngineView:
         """The engine now, and what happened since the last view."""
         stats = scheduler.stats()
-        slots = tuple([_slot_use(each, now) for each in (*self._left, *self._stays.values()) if each.slot < MAX_SLOTS])
+        shown = [*self._left]
+        grown: list[int] = []
+        for stay in self._stays.values():
+            if is_full or not stay.is_shown:
+                shown.append(stay)
+                stay.is_shown = True
+            elif stay.slot < MAX_SLOTS:
+                sequence = stay.sequence
+                grown += (stay.slot, len(sequence.generated_token_ids), len(sequence.blocks))
+        slots = tuple([_slot_use(stay, now) for stay in shown if stay.slot < MAX_SLOTS])
         steps = StepSums(
             num_steps=self._num_steps,
             num_tokens=self._num_tokens,
@@ -181,6 +197,7 @@ class Viewer(Recorder):
             slots=slots,
             waiting=tuple(_waiting_requests(scheduler, now)),
             settings=stats.settings,
+            grown=tuple(grown),
         )
 
 

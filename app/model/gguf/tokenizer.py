@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from app.errors import UnsupportedModel
+from app.errors import InvalidSetup, UnsupportedModel
 from app.model.gguf.reader import GgufFile
 
 logger = logging.getLogger(__name__)
@@ -19,9 +19,20 @@ _DIGITS_APART = frozenset(("smollm",))
 
 
 def save_tokenizer(file: GgufFile, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and the chat template. Raises UnsupportedModel."""
-    from transformers import PreTrainedTokenizerFast
-    from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+    """Write tokenizer.json, tokenizer_config.json and the chat template.
+
+    Raises:
+        InvalidSetup: transformers is too old for it.
+        UnsupportedModel: the file's tokenizer cannot be read.
+    """
+    from transformers import PreTrainedTokenizerFast, __version__
+
+    try:
+        from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+    except ImportError as error:
+        raise InvalidSetup(
+            f"GGUF files need transformers 5.18 or newer, and {__version__} is installed: pip install -U transformers"
+        ) from error
 
     given = {key.removeprefix("tokenizer."): value for key, value in file.metadata.items()}
     described = {name: given[key] for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items() if key in given}

@@ -47,6 +47,33 @@ def test_a_request_takes_the_lowest_free_slot_and_leaves_it() -> None:
     assert (seen["c"].arrived_ms, seen["c"].joined_ms) == (20, 10)
 
 
+def test_what_has_only_grown_is_told_in_three_numbers() -> None:
+    engine = watched(max_running=2)
+    for name in ("a", "b", "c"):
+        engine.add(make_request((5, 6), request_id=name, max_tokens=3))
+    engine.step()
+    first = engine.view(is_full=False)
+    assert (set(uses(first)), first.grown) == ({"a", "b"}, ()), "what is new is told in full"
+    engine.step()
+    second = engine.view(is_full=False)
+    assert (second.slots, second.grown) == ((), (0, 2, 1, 1, 2, 1))
+    assert set(uses(engine.view())) == {"a", "b"}
+    engine.step()
+    engine.step()
+    last = engine.view(is_full=False)
+    assert {name: use.why_left for name, use in uses(last).items()} == {"a": "length", "b": "length", "c": ""}
+    assert last.grown == ()
+
+
+def test_a_first_token_is_told_in_full() -> None:
+    engine = watched(max_running=1, max_step_tokens=4, prefill_chunk_tokens=4)
+    engine.add(make_request(tuple(range(5, 11)), request_id="long", max_tokens=3))
+    engine.step()
+    assert uses(engine.view(is_full=False))["long"].first_token_ms is None
+    engine.step()
+    assert uses(engine.view(is_full=False))["long"].first_token_ms == 0
+
+
 def test_a_prompt_that_is_computed_in_parts_has_no_first_token_until_its_end() -> None:
     engine = watched(max_running=1, max_step_tokens=4, prefill_chunk_tokens=4)
     engine.add(make_request(tuple(range(5, 14)), request_id="long"))

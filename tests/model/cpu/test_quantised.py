@@ -22,6 +22,7 @@ from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.library import Team
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel, load_model
+from tests.model.cpu.builds import QUICK, built_with
 from tests.model.cpu.test_decoder import BLOCKS, PROMPT, check_same_bits_in_any_step, chunk, decoder_of, step
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
@@ -121,19 +122,11 @@ def test_logits_have_the_same_bits_in_any_step(dtype: str, quantization: str, ti
 
 
 @torch.inference_mode()
-def test_plain_vectors_give_the_same_bits_as_the_cpus_instruction(
-    tiny_model_path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # type: ignore[no-untyped-def]
+def test_plain_vectors_give_the_same_bits_as_the_cpus_instruction(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
     models = [load(tiny_model_path("llama"), quantization=quantization) for quantization in QUANTISED]
     expected = [logits_of(model) for model in models]
-    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-DCAROUSEL_PLAIN_INT8"))
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    native.library.cache_clear()
-    try:
+    with built_with("-DCAROUSEL_PLAIN_INT8", *QUICK):
         plain = [logits_of(model) for model in models]
-    finally:
-        native.library.cache_clear()
-    assert list((tmp_path / ".cache" / "carousel").glob("native-*.so"))
     assert all(map(torch.equal, plain, expected))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -211,6 +212,13 @@ def test_a_full_disk_is_named_with_what_is_needed(tmp_path: Path, cache: Path, m
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 1000))
     with pytest.raises(InvalidSetup, match=r"take 3,\d\d\d,\d\d\d bytes in .*, of which 1,000 are free; .*XDG_CACHE"):
+        checkpoint_of(path, cache)
+
+
+def test_a_transformers_that_is_too_old_is_named(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
+    monkeypatch.setitem(sys.modules, "transformers.integrations.gguf", None)  # an import of it fails
+    with pytest.raises(InvalidSetup, match=r"GGUF files need transformers 5.18 or newer, and 5\..* is installed"):
         checkpoint_of(path, cache)
 
 

@@ -118,7 +118,7 @@ def test_two_ranks_score_and_embed_prompts_as_one_process_does(pair: tuple[Engin
 def test_four_ranks_give_the_tokens_of_one_process(backend: str, model_of_four_kv_heads: Path) -> None:
     config = config_of(model_of_four_kv_heads, backend)
     with closing(engine_on(1, config)) as alone, closing(engine_on(4, config)) as ranks:
-        asked = requests()
+        asked = requests()[::3]
         assert run_to_end(ranks, *asked).token_ids == run_to_end(alone, *asked).token_ids
 
 

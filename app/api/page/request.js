@@ -1,0 +1,82 @@
+// The panel of one request: its timeline, and its tokens over time.
+
+import { element, palette, seconds } from "/page/elements.js";
+import { classOf } from "/page/history.js";
+
+const $ = (id) => document.getElementById(id);
+
+// None of it is built anew while it is shown but the rows: a button that is replaced loses its click and its focus.
+export function showTimeline(history, id) {
+  const stays = id ? history.staysOf(id) : [];
+  if (!stays.length) return;
+  const tokens = stays.map((stay) => history.tokenTimes(stay));
+  $("request-rows").replaceChildren(...rowsOf(history, id, stays, tokens).map(([name, value]) => {
+    const row = element("tr");
+    row.append(element("th", "", name), element("td", name === "id" ? "mono" : "", value));
+    return row;
+  }));
+  drawTokens($("request-tokens"), history, stays, tokens);
+}
+
+function rowsOf(history, id, stays, tokens) {
+  const { use, left } = stays[stays.length - 1];
+  const rows = [
+    ["id", id], ["tenant, class", `${use.tenant || "–"}, ${classOf(use)}`],
+    ["prompt", `${use.num_prompt_tokens} tokens, ${use.num_cached_tokens} of them cached`],
+    ["output", `${use.num_generated_tokens} tokens`], ["memory", left === null ? `${use.num_blocks} blocks` : "given back"],
+    ["queue", seconds(stays[0].joined - stays[0].arrived)],
+  ];
+  stays.forEach((stay, index) => {
+    const first = stay.first ?? stay.left ?? history.at;
+    const end = stay.left ?? history.at;
+    if (index) rows.push(["then", stay.isResumed ? "went on at another replica" : `preempted, waited ${seconds(stay.joined - stays[index - 1].left)}`]);
+    rows.push([`${stay.replica.id}, slot ${stay.slot + 1}`, `prompt ${seconds(first - stay.joined)}, output ${seconds(end - first)}${ended(stay)}`]);
+  });
+  const gaps = tokens.flatMap((times) => times.slice(1).map((at, each) => at - times[each])).sort((one, other) => one - other);
+  if (gaps.length) {
+    const of = (share) => seconds(gaps[Math.min(gaps.length - 1, Math.floor(gaps.length * share))]);
+    rows.push(["gaps between tokens", `median ${of(0.5)}, 99 % below ${of(0.99)}, longest ${of(1)}`]);
+  }
+  return rows;
+}
+
+const ended = (stay) => (stay.left === null ? ", runs" : stay.why ? `, ended: ${stay.why}` : "");
+
+// Its tokens over time, and below them the gap before each.
+function drawTokens(canvas, history, stays, tokens) {
+  const colours = palette();
+  const ratio = window.devicePixelRatio || 1;
+  const [width, height, curve] = [canvas.clientWidth, 110, 60];
+  canvas.width = width * ratio;
+  canvas.height = height * ratio;
+  const pen = canvas.getContext("2d");
+  pen.scale(ratio, ratio);
+  const begin = stays[0].arrived;
+  const end = Math.max(stays[stays.length - 1].left ?? history.at, begin + 1);
+  const most = Math.max(1, ...stays.map((stay) => stay.use.num_generated_tokens));
+  const x = (at) => ((at - begin) / (end - begin)) * width;
+  pen.fillStyle = colours.faint;
+  pen.fillRect(0, 0, width, curve);
+  pen.fillRect(0, curve + 4, width, height - curve - 4);
+  pen.strokeStyle = colours.owned;
+  pen.lineWidth = 2;
+  pen.beginPath();
+  pen.moveTo(0, curve - 2);
+  stays.forEach((stay, index) => tokens[index].forEach((at, each) => {
+    pen.lineTo(x(at), curve - 2 - ((stay.use.num_given_tokens + each + 1) / most) * (curve - 16));
+  }));
+  pen.stroke();
+  const longest = tokens.flatMap((times) => times.slice(1).map((at, each) => at - times[each])).reduce((one, other) => Math.max(one, other), 1);
+  pen.fillStyle = colours.owned;
+  for (const times of tokens) {
+    for (let each = 1; each < times.length; each += 1) {
+      const tall = ((times[each] - times[each - 1]) / longest) * (height - curve - 18);
+      const left = x(times[each - 1]);
+      pen.fillRect(left, height - tall, Math.max(x(times[each]) - left - 0.5, 0.5), tall);
+    }
+  }
+  pen.fillStyle = colours.soft;
+  pen.font = "11px system-ui, sans-serif";
+  pen.fillText(`${most} tokens in ${seconds(end - begin)}`, 4, 12);
+  pen.fillText(`gap before each token, at most ${seconds(longest)}`, 4, curve + 15);
+}
