@@ -66,7 +66,7 @@ def test_the_report_says_which_arm_is_better(service: Service, capsys: pytest.Ca
         asking = [pool.submit(keep_asking, group) for group in ("steady", "bold") * 3]
         try:
             arguments = ["--base-url", service.url, "--model", MODEL, "--reference", "steady"]
-            assert groups.main([*arguments, "--seconds", "5", "--parts", "12"]) == 0
+            assert groups.main([*arguments, "--seconds", "8", "--parts", "12"]) == 0
         finally:
             is_over.set()
     assert [each.exception() for each in asking] == [None] * 6
