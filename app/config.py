@@ -242,6 +242,19 @@ Policy = Annotated[
 ]
 
 
+class TargetsConfig(Settings):
+    """What an engine holds by moving its limits while it serves. At least one of them."""
+
+    ttft_p99_s: float | None = Field(None, gt=0, le=3600, description="seconds to the first token, at most")
+    itl_p99_ms: float | None = Field(None, gt=0, le=60_000, description="ms between two tokens of a request, at most")
+
+    @model_validator(mode="after")
+    def _there_is_one(self) -> TargetsConfig:
+        if self.ttft_p99_s is None and self.itl_p99_ms is None:
+            raise ValueError("there is no target: set ttft_p99_s, itl_p99_ms or both, or leave out targets")
+        return self
+
+
 Preset = Literal["latency", "throughput", "mixed", "batch"]
 # What each preset sets where the config says nothing; for the rest there are the defaults. Measured on two cores of a
 # CPU: docs/results/strategies.md.
@@ -263,6 +276,11 @@ class SchedulerConfig(Settings):
     max_waiting: int = Field(256, ge=0, le=1_000_000, description="requests queued on one replica, at most")
     max_step_tokens: int = Field(512, ge=1, le=1_000_000, description="token budget of one step")
     prefill_chunk_tokens: int = Field(256, ge=1, le=1_000_000, description="tokens of one prompt in one step, at most")
+    targets: TargetsConfig | None = Field(
+        None,
+        description="99th percentiles that each engine holds by lowering max_step_tokens, prefill_chunk_tokens and "
+        "max_running as far as needed; default: these stay as they are",
+    )
 
     @property
     def max_requests(self) -> int:
@@ -275,7 +293,7 @@ class SchedulerConfig(Settings):
     @property
     def version(self) -> str:
         """The settings in a word: the names of preset, strategy and policy, and a hash of all values."""
-        values = self.model_dump_json(exclude={"preset"})  # which say all: the preset is only their name
+        values = self.model_dump_json(exclude={"preset"}, exclude_none=True)  # the preset is only a name of these
         digest = hashlib.blake2b(values.encode(), digest_size=4).hexdigest()
         return f"{self.preset}-{self.strategy.name}-{self.policy.name}-{digest}"
 

@@ -227,7 +227,7 @@ def read(text: str, model: str, limits: Limits) -> Reading | None:
             f"--model {model} has {'only the group ' + min(groups) if groups else 'no groups'}; a trial needs at least "
             f"two in replicas.groups, each with a replica"
         )
-    reading = {name: ArmReading() for name in groups}
+    reading = {name: ArmReading() for name in sorted(groups)}
     for name, labels, value in of_model:
         if labels.get("group") in groups:
             _count(reading[labels["group"]], name, labels, value, limits)

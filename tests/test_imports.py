@@ -38,7 +38,8 @@ ALLOWED = {
     "app.model.simulated": {"app.config", "app.engine.batch", "app.engine.request", "pydantic"},
     "app.text": {"app.config", "app.errors", "app.engine.request", "tokenizers", "transformers", "jinja2"},
     "app.metrics": {
-        "app.errors", "app.engine.histogram", "app.engine.stats", "app.engine.request", "prometheus_client",
+        "app.errors", "app.engine.histogram", "app.engine.stats", "app.engine.tuner", "app.engine.request",
+        "prometheus_client",
     },
     "app.webhooks": {"app.config", "app.disk", "app.errors", "aiohttp", "yarl"},
     # What the API needs of it sends nothing.

@@ -85,6 +85,11 @@ class AsyncEngine:
         return self._engine.facts
 
     @property
+    def num_requests(self) -> int:
+        """Submitted, and not ended or aborted yet. The snapshot of `stats` is as old as the last step."""
+        return len(self._receivers)
+
+    @property
     def max_requests(self) -> int:
         """Limit of running and waiting requests, without background that can be preempted; more are refused."""
         return self._max_requests

@@ -98,6 +98,7 @@ class Batch:
     num_scheduled_tokens: int = 0  # `num_tokens`, counted by the builder: adding up a thousand takes time
     has_logprobs: bool = False  # any sequence wants log-probabilities, of the tokens that are drawn or of its prompt
     has_pooling: bool = False  # any sequence wants hidden states
+    has_preempted: bool = False  # sequences were preempted so that these have the blocks that they need
 
     @cached_property
     def num_tokens(self) -> int:

@@ -111,6 +111,7 @@ class BatchBuilder:
             num_scheduled_tokens=self._budget - self.num_tokens_left,
             has_logprobs=self._has_logprobs,
             has_pooling=self._has_pooling,
+            has_preempted=self.has_preempted,
         )
 
     def _scheduled_sequence(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import replace
+from math import inf
 from typing import Protocol, runtime_checkable
 
 from app.config import SchedulerConfig
@@ -21,10 +22,13 @@ from app.engine.stats import EngineMeasurements, EngineStats
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
 from app.engine.trace.viewer import Viewer
+from app.engine.tuner import WINDOW_S, Limits, Tuner, Tuning, TuningReason
 from app.engine.view import EngineView
 from app.errors import InvalidRequest, InvalidSetup, Quarantined, StepFailed, described, traceback_of
 
 logger = logging.getLogger(__name__)
+
+_TELL_EVERY_S = 10.0  # of changed limits, at most
 
 
 class ModelRunner(Protocol):
@@ -114,6 +118,9 @@ class Engine:
         self._recorder = recorder or Recorder()
         self._viewer: Viewer | None = None  # while there are views; then it is the recorder, too
         self._quarantine = Quarantine()
+        self._tuner = _tuner_of(scheduler.config)
+        self._has_told_of_reach = False
+        self._num_changes_told, self._tells_at = 0, -inf
 
     def prepare(self) -> None:
         """Do before the first step what would make it slow. The thread that calls `step` may call it once."""
@@ -196,7 +203,33 @@ class Engine:
         ended_at = self._clock()
         deltas = self._scheduler.update(batch, result, now=ended_at)
         self._recorder.step_ended(deltas, at=ended_at)
+        self._tune(batch, deltas, ended_at)
         return deltas
+
+    def _tune(self, batch: Batch, deltas: list[TokenDelta], at: float) -> None:
+        """Other limits from the next step on, where the targets need them."""
+        if self._tuner is None:
+            return
+        limits = self._tuner.stepped(batch, deltas, at=at, num_running=len(self._scheduler.running))
+        if limits is not None:
+            self.limit(limits)
+        self._tell(self._tuner.tuning, at)
+
+    def _tell(self, tuning: Tuning, at: float) -> None:
+        """Log other limits, from time to time, and once that the targets are out of reach."""
+        if tuning.reason is TuningReason.UNREACHABLE and not self._has_told_of_reach:
+            self._has_told_of_reach = True
+            logger.warning(
+                "%s cannot be held: even the smallest steps take longer; steps of up to %.3g ms are planned instead",
+                self._scheduler.config.targets, 1000 * tuning.step_s,
+            )  # fmt: skip
+        if tuning.num_changes > self._num_changes_told and at >= self._tells_at:
+            self._num_changes_told, self._tells_at = tuning.num_changes, at + _TELL_EVERY_S
+            logger.info(
+                "limits are now %s, because of %s (change %d); p99 in the last %.0f s: TTFT %.3g s, ITL %.3g ms",
+                tuning.limits._asdict(), tuning.reason, tuning.num_changes, WINDOW_S, tuning.ttft_p99_s,
+                1000 * tuning.itl_p99_s,
+            )  # fmt: skip
 
     @property
     def running(self) -> list[Sequence]:
@@ -204,8 +237,9 @@ class Engine:
         return self._scheduler.running
 
     def num_decode_steps(self) -> int:
-        """See `Scheduler.num_decode_steps`; 0 where each step is recorded."""
-        return self._scheduler.num_decode_steps() if type(self._recorder) is Recorder else 0
+        """See `Scheduler.num_decode_steps`; 0 where each step is recorded or may change the limits."""
+        may_skip = type(self._recorder) is Recorder and self._tuner is None
+        return self._scheduler.num_decode_steps() if may_skip else 0
 
     def decode(self, ends_at: Several[float], *, token_id: int) -> None:
         """See `Scheduler.decode`. No model runs."""
@@ -260,7 +294,13 @@ class Engine:
                     f"{getattr(largest, name):,} when it started: change it in the application's args"
                 )
         self._scheduler.reconfigure(config)
+        self._tuner, self._has_told_of_reach, self._num_changes_told = _tuner_of(config), False, 0
         self._recorder.reconfigured(config)
+
+    def limit(self, limits: Limits) -> None:
+        """Use other limits from the next step on, none above those of the settings, until `reconfigure`."""
+        self._scheduler.limit(limits)
+        self._recorder.limited(limits)
 
     def clear_prefix_cache(self) -> None:
         """Forget every shared prefix: later prompts are computed from their start."""
@@ -289,19 +329,28 @@ class Engine:
         now = self._clock()
         if self._viewer is None:
             self._recorder = self._viewer = Viewer(self._recorder, self._scheduler.running, now=now)
-        return self._viewer.view(self._scheduler, now=now, is_full=is_full)
+        return self._viewer.view(self._scheduler, self.tuning, now=now, is_full=is_full)
 
     def end_views(self) -> None:
         """Note nothing for views any more."""
         if self._viewer is not None:
             self._recorder, self._viewer = self._viewer.recorder, None
 
+    @property
+    def tuning(self) -> Tuning | None:
+        """What the tuner does, since its last decision; None without targets. Any thread may read it."""
+        return None if self._tuner is None else self._tuner.tuning
+
     def measurements(self) -> EngineMeasurements:
         """All measurements since the start. Any thread may call."""
-        measured, runner = self._scheduler.measurements(), self.runner
+        measured, runner = replace(self._scheduler.measurements(), tuning=self.tuning), self.runner
         if isinstance(runner, PaddingRunner):
             measured = replace(measured, num_padding_tokens=runner.num_padding_tokens)
         return measured
+
+
+def _tuner_of(config: SchedulerConfig) -> Tuner | None:
+    return None if config.targets is None else Tuner(config)
 
 
 class StepError(Exception):

@@ -124,6 +124,7 @@ class OverlappedEngine(Engine):
         if ahead is not None and ahead.batch.lacks_history:
             self._launched = self._draw(ahead)
         self._recorder.step_ended(deltas, at=ended_at)
+        self._tune(launched.batch, deltas, ended_at)
         return deltas
 
     def _take_back(self, failed: _Launched) -> None:

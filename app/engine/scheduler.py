@@ -26,6 +26,7 @@ from app.engine.sequence import Sequence, SequenceStatus
 from app.engine.stats import SPEED_STEP_TOKENS, EngineMeasurements, EngineStats, MeasurementCollector, Totals
 from app.engine.strategies import SchedulerView, StepPlan, make_strategy
 from app.engine.throughput import Throughput
+from app.engine.tuner import Limits
 from app.engine.waiting_queue import WaitingQueue
 from app.errors import CarouselError
 
@@ -53,6 +54,7 @@ class Scheduler:
     ) -> None:
         """`policy` is that of the config, unless another is given."""
         self._config = config
+        self._limits = Limits.of(config)
         self._settings = config.version
         self._pool = pool
         self._strategy = make_strategy(config.strategy)
@@ -72,6 +74,11 @@ class Scheduler:
         self._totals = Totals()
         self._last_step_at = 0.0  # when the last step's results were processed
         self._decision = SchedulingDecision()  # of the last `schedule`, until `take_decision`
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """The settings, with the limits as configured."""
+        return self._config
 
     @property
     def has_work(self) -> bool:
@@ -99,7 +106,7 @@ class Scheduler:
         assert request.request_id not in self._sequences, f"request {request.request_id} was added twice"
         sequence = self._new_sequence(request, now, matcher)
         if sequence.deadline_at is not None:
-            chunk_tokens = self._config.prefill_chunk_tokens
+            chunk_tokens = self._limits.prefill_chunk_tokens
             self._deadlines.watch(sequence, self._policy, chunk_tokens=chunk_tokens, is_idle=not self._sequences)
         self._sequences[request.request_id] = sequence
         self._waiting.push(sequence)
@@ -201,19 +208,19 @@ class Scheduler:
     def _view(self, now: float) -> SchedulerView:
         return SchedulerView(
             now=now,
-            max_running=self._config.max_running,
-            max_step_tokens=self._config.max_step_tokens,
+            max_running=self._limits.max_running,
+            max_step_tokens=self._limits.max_step_tokens,
             running=self._running.by_rank,
             waiting=self._waiting,
         )
 
     def _new_builder(self, plan: StepPlan) -> BatchBuilder:
-        config = self._config
+        limits = self._limits
         return BatchBuilder(
-            budget=config.max_step_tokens,
+            budget=limits.max_step_tokens,
             max_prefill_tokens=plan.max_prefill_tokens,
             max_background_tokens=BACKGROUND_PREFILL_TOKENS if self._has_foreground(plan) else None,
-            chunk_tokens=config.prefill_chunk_tokens,
+            chunk_tokens=limits.prefill_chunk_tokens,
             eos_token_ids=self._eos_token_ids,
         )
 
@@ -292,7 +299,7 @@ class Scheduler:
             num_tokens = builder.chunk(sequence)
             self._running.extend(sequence, num_tokens)
             builder.add_prefill(sequence, num_tokens)
-        return WaitReason.SLOTS if len(self._running) >= self._config.max_running else WaitReason.STRATEGY
+        return WaitReason.SLOTS if len(self._running) >= self._limits.max_running else WaitReason.STRATEGY
 
     def _try_join(self, sequence: Sequence, bucket: int) -> bool:
         """Start the first waiting sequence if all of its known tokens find room, using cached prefixes."""
@@ -320,13 +327,13 @@ class Scheduler:
             return []
         first = self._waiting.peek()
         victims = self._running.to_preempt_for(
-            first, may_preempt=self._policy.may_preempt, max_running=self._config.max_running
+            first, may_preempt=self._policy.may_preempt, max_running=self._limits.max_running
         )
         return victims if first.request.is_background else victims + self._more_background_to_preempt(victims)
 
     def _more_background_to_preempt(self, victims: list[Sequence]) -> list[Sequence]:
         """Background sequences, beside the victims, for the other foreground requests: a burst joins in one step."""
-        num_slots = self._config.max_running - len(self._running) + len(victims)
+        num_slots = self._limits.max_running - len(self._running) + len(victims)
         num_missing = self._waiting.num_foreground - num_slots
         if num_slots <= 0 or num_missing <= 0:
             return []
@@ -451,6 +458,7 @@ class Scheduler:
         """
         is_new_policy, is_new_strategy = config.policy != self._config.policy, config.strategy != self._config.strategy
         self._config, self._settings = config, config.version
+        self._limits = Limits.of(config)
         if is_new_policy or is_new_strategy:
             waiting = self._waiting.take_all()
             self._policy = make_policy(config.policy) if is_new_policy else self._policy
@@ -462,6 +470,10 @@ class Scheduler:
                 self._waiting.push(sequence)
         while len(self._running) > config.max_running:
             self._preempt(self._running.last)
+
+    def limit(self, limits: Limits) -> None:
+        """Use other limits from the next step on, until `reconfigure`. No running sequence is preempted for them."""
+        self._limits = limits
 
     def stats(self) -> EngineStats:
         totals = self._totals
@@ -482,7 +494,7 @@ class Scheduler:
             num_free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
             block_size=self._pool.block_size,
-            max_running=self._config.max_running,
+            max_running=self._limits.max_running,
             speed=self._throughput.tokens_per_s_at(SPEED_STEP_TOKENS),
             total_steps=totals.steps,
             total_prompt_tokens=totals.prompt_tokens,
@@ -498,14 +510,14 @@ class Scheduler:
     def measurements(self) -> EngineMeasurements:
         """All measurements so far. Any thread may call: each value read here is replaced or counted as a whole."""
         return self._measurements.snapshot(
-            max_running=self._config.max_running,
+            max_running=self._limits.max_running,
             block_size=self._pool.block_size,
             num_outstanding_tokens=self._waiting.work + sum([each.remaining_work for each in list(self._running)]),
         )
 
     def _estimated_wait_s(self) -> float:
         """How long a request that arrives now waits before it joins."""
-        if not len(self._waiting) and len(self._running) < self._config.max_running:
+        if not len(self._waiting) and len(self._running) < self._limits.max_running:
             return 0.0
         return self.expected_wait_s(self._waiting.work)
 
@@ -517,8 +529,9 @@ class Scheduler:
         return self._running.by_rank
 
     @property
-    def max_step_tokens(self) -> int:
-        return self._config.max_step_tokens
+    def limits(self) -> Limits:
+        """Those in force."""
+        return self._limits
 
     @property
     def num_cached_blocks(self) -> int:

@@ -10,6 +10,7 @@ import msgspec
 from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram
 from app.engine.request import EngineTimes
 from app.engine.sequence import Sequence
+from app.engine.tuner import Tuning
 
 # Engines are compared by their speed in steps of this size: the speed of usual steps depends on how full they were.
 SPEED_STEP_TOKENS = 64
@@ -77,6 +78,7 @@ class EngineMeasurements:
     step_tokens: Distribution  # computed in one step, prompt chunks and single tokens together
     step_requests: Distribution  # in one step
     num_padding_tokens: int = 0  # computed for nothing, as steps run from graphs of a few sizes
+    tuning: Tuning | None = None  # what the tuner does; None without targets
 
 
 class MeasurementCollector:

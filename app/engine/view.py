@@ -58,6 +58,16 @@ class StepSums(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     ended_ms: tuple[int, ...] = ()  # when each step ended, the last of them where they are many
 
 
+class TuningView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Why the limits are as they are, and how the targets were held in the last half minute."""
+
+    reason: str  # of `TuningReason`
+    num_changes: int
+    ttft_p99_ms: float  # 0 without first tokens
+    itl_p99_ms: float
+    is_missed: bool  # a target, and other limits would not help
+
+
 class EngineView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """An engine at one moment, and the slots that were left since the view before.
 
@@ -80,3 +90,5 @@ class EngineView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     waiting: tuple[QueueEntry, ...]  # the first, in the order in which they would join now
     settings: str = ""  # `SchedulerConfig.version` of all settings of scheduling
     grown: tuple[int, ...] = ()  # slot, num_generated_tokens, num_blocks; the same of the next slot, and so on
+    prefill_chunk_tokens: int = 0  # these three limits are those in force
+    tuning: TuningView | None = None  # None without targets

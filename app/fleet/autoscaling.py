@@ -30,6 +30,7 @@ class AutoscalingLoad:
     kv_use: float  # the sum of each replica's share of blocks that requests own, 0 to 1
     num_queued: float  # requests that no replica has taken yet
     num_slots: int  # requests that one replica can compute in one step
+    num_missing: int = 0  # of those that have reported, busy ones that miss their targets at the best limits
 
     @property
     def num_requests(self) -> float:
@@ -40,7 +41,8 @@ def desired_replicas(load: AutoscalingLoad, config: AutoscalingConfig) -> int:
     """The number of replicas that brings each to its targets, within the limits.
 
     It rises with the load. For any load there is a number with which it agrees, and around that number the load may
-    vary by a fifth before it asks for another. It is 0 only when there is no request anywhere.
+    vary by a fifth before it asks for another. It is 0 only when there is no request anywhere. Where half of the
+    replicas miss their targets, it is one more than before.
     """
     need = needed(load, config)
     wanted = _whole(need)
@@ -48,6 +50,8 @@ def desired_replicas(load: AutoscalingLoad, config: AutoscalingConfig) -> int:
         # A replica that has not reported yet may be full.
         knows_all = load.num_reporting >= load.num_running
         wanted = min(load.target, _whole(need / SHRINK_TO)) if knows_all else load.target
+    if _misses_targets(load):
+        wanted = max(wanted, load.target + 1)
     lowest = config.min_replicas if _may_sleep(load) else max(1, config.min_replicas)
     return min(max(wanted, lowest), config.max_replicas)
 
@@ -56,6 +60,12 @@ def _may_sleep(load: AutoscalingLoad) -> bool:
     """Whether there is no request. A replica that is still starting was started for one: it is let come up first."""
     is_starting = load.target > 0 and load.num_running == 0
     return load.num_requests == 0 and not is_starting
+
+
+def _misses_targets(load: AutoscalingLoad) -> bool:
+    """Once all replicas are there: what a new one changes shows only then."""
+    are_all_there = load.num_reporting >= load.num_running >= load.target > 0
+    return are_all_there and load.num_missing > 0 and 2 * load.num_missing >= load.num_reporting
 
 
 def needed(load: AutoscalingLoad, config: AutoscalingConfig) -> float:

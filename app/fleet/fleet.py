@@ -169,7 +169,7 @@ class Fleet:
         """All replicas, for people: those that take requests, and those that leave and still have some."""
         described = self._registry.describe()
         for each in described:
-            each["state"] = "serving" if self._connections[each["replica"]].is_open else "lost"
+            each["state"] = "serving" if self._is_open(each["replica"]) else "lost"
         leaving = [each for each in self._connections if each not in self._registry.replica_ids]
         return described + [{"replica": each, "state": "leaving"} for each in leaving]
 
@@ -280,10 +280,13 @@ class Fleet:
 
     def _open_replica_ids(self, weights: int) -> list[str]:
         """The replicas that take requests now, for tokens of these weights; 0: for any."""
-        connections, registry = self._connections, self._registry
-        return [
-            each for each in registry.replica_ids if connections[each].is_open and registry.has_weights(each, weights)
-        ]
+        registry = self._registry
+        return [each for each in registry.replica_ids if self._is_open(each) and registry.has_weights(each, weights)]
+
+    def _is_open(self, replica_id: str) -> bool:
+        """Whether a replica takes messages now. Once the fleet is closed, none does."""
+        connection = self._connections.get(replica_id)
+        return connection is not None and connection.is_open
 
     async def _wait_for_replicas(self, weights: int) -> list[str]:
         """Wait until a replica takes requests, as for `_open_replica_ids`; returns all that do.
@@ -360,9 +363,8 @@ class Fleet:
         self._note_change()
 
     def _tell_watching(self, replica_id: str) -> None:
-        connection = self._connections[replica_id]
-        if connection.is_open and self._registry.sends_views(replica_id):
-            connection.send(WatchEngine(self._on_view is not None))
+        if self._is_open(replica_id) and self._registry.sends_views(replica_id):
+            self._connections[replica_id].send(WatchEngine(self._on_view is not None))
 
     def _view_came(self, replica_id: str, view: EngineView) -> None:
         if self._on_view is not None:

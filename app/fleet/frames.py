@@ -63,12 +63,12 @@ ReceivedT = TypeVar("ReceivedT", Frame, Message)
 
 
 def report_of(
-    stats: EngineStats, *, group: str, max_requests: int, step_age_s: float, weights: int = 0
+    stats: EngineStats, *, num_requests: int, group: str, max_requests: int, step_age_s: float, weights: int = 0
 ) -> ReplicaReport:
     """A replica's report: its engine's snapshot, and what the snapshot does not have."""
     return ReplicaReport(
         group=group,
-        num_requests=stats.num_running + stats.num_waiting,
+        num_requests=num_requests,
         num_background=stats.num_background,
         num_staying_background=stats.num_staying_background,
         max_requests=max_requests,

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from msgspec import structs
+
 from app.engine.request import FinishReason, Queued, Request, TokenDelta, merge_deltas
 from app.engine.view import EngineView
 from app.errors import CarouselError, Failure, traceback_of
@@ -147,7 +149,7 @@ class Outbox:
         self._check_idle()
 
     def _report_soon(self) -> None:
-        """A frame that was under way counts an aborted request, and its ingress takes that for another ingress's."""
+        """A frame that was under way counts the aborted request's prompt, and its ingress takes that for another's."""
         if self._aborted_timer is not None:
             self._aborted_timer.cancel()
         self._aborted_timer = asyncio.get_running_loop().call_later(
@@ -210,7 +212,8 @@ class Outbox:
     def _send_frame(self) -> None:
         deltas, self._deltas = self._deltas, {}
         merged = tuple([merge_deltas(of_request) for of_request in deltas.values()])
-        frame = Frame(self._next_number, self._report(), merged, self._view)
+        report = structs.replace(self._report(), num_own=len(self._open))
+        frame = Frame(self._next_number, report, merged, self._view)
         self._view = None
         self._next_number += 1
         self._sent_at = asyncio.get_running_loop().time()

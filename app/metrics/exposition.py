@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from app.engine.histogram import Distribution
 from app.engine.stats import EngineMeasurements, EngineStats
+from app.engine.tuner import Tuning
 from app.metrics.event_loop import LoopSnapshot
 from app.metrics.families import by_reason, counter, gauge, histogram
 from app.metrics.reports import BatchCounts, EngineReport
@@ -137,6 +138,7 @@ def _replica_families(scrape: Scrape) -> Iterable[Metric]:
         (*_LABELS, "settings"),
         [((*labels, each.stats.settings), 1) for labels, each in reports],
     )
+    yield from _tuning_families([(labels, each.measurements.tuning) for labels, each in reports])
     for name, text, count in _ENGINE_COUNTERS:
         yield counter(f"carousel_{name}", text, _LABELS, [(labels, count(each.stats)) for labels, each in reports])
     yield counter(
@@ -148,6 +150,45 @@ def _replica_families(scrape: Scrape) -> Iterable[Metric]:
     for name, text, spread in _ENGINE_HISTOGRAMS:
         rows = [(labels, spread(each.measurements)) for labels, each in reports]
         yield histogram(f"carousel_{name}", text, _LABELS, rows)
+
+
+def _tuning_families(rows: Iterable[tuple[tuple[str, ...], Tuning | None]]) -> Iterable[Metric]:
+    """Of the replicas that have targets."""
+    tuned = [(labels, tuning) for labels, tuning in rows if tuning is not None]
+    yield gauge(
+        "carousel_limit",
+        "Limits in force, which the tuner moves to hold the targets.",
+        (*_LABELS, "limit"),
+        [((*labels, name), value) for labels, tuning in tuned for name, value in tuning.limits._asdict().items()],
+    )
+    yield gauge(
+        "carousel_limits_info",
+        "What holds the limits where they are.",
+        (*_LABELS, "reason"),
+        [((*labels, str(tuning.reason)), 1) for labels, tuning in tuned],
+    )
+    yield gauge(
+        "carousel_target_p99_seconds",
+        "99th percentiles that the targets are for, in the last half minute.",
+        (*_LABELS, "target"),
+        [
+            ((*labels, name), seconds)
+            for labels, tuning in tuned
+            for name, seconds in (("ttft_p99", tuning.ttft_p99_s), ("itl_p99", tuning.itl_p99_s))
+        ],
+    )
+    yield gauge(
+        "carousel_targets_missed",
+        "1 while a target is missed that other limits would not help.",
+        _LABELS,
+        [(labels, tuning.is_missed) for labels, tuning in tuned],
+    )
+    yield counter(
+        "carousel_limit_changes",
+        "Changes of limits since the settings were last set.",
+        _LABELS,
+        [(labels, tuning.num_changes) for labels, tuning in tuned],
+    )
 
 
 _ENGINE_GAUGES: Sequence[tuple[str, str, Callable[[EngineReport], float]]] = (

@@ -21,10 +21,8 @@ import urllib.request
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from itertools import groupby
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -49,7 +47,6 @@ _TOTAL_BYTES = 8 * 2**20  # of files
 _WINDOW_S = 300.0  # of most rules, and what most alerts wait
 _LONGEST_WINDOW_S = 3600.0
 
-Settings = Mapping[str, Any]
 Fired = dict[str, dict[str, float | None]]
 
 
@@ -60,7 +57,6 @@ class Cause:
     text: str
     fires: frozenset[str] = frozenset()
     make: Callable[[Scene], Awaitable[None]]  # returns when the cause is over
-    settings: Settings = field(default_factory=dict)  # of `application`, beside those of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +147,9 @@ async def _hold_ingress(scene: Scene) -> None:
         await asyncio.sleep(0.7)
 
 
-async def _crowd(scene: Scene, *, num_tokens: int = 120, number: int = _CROWD) -> None:
-    async with Traffic(scene.running.target, alike(number, num_tokens=num_tokens), {}).flowing():
+async def _crowd(scene: Scene) -> None:
+    async with Traffic(scene.running.target, alike(_CROWD, num_tokens=120), {}).flowing():
         await asyncio.sleep(scene.lasts_s)
-
-
-async def _wait(scene: Scene) -> None:
-    await asyncio.sleep(scene.lasts_s)
 
 
 async def _fill_disk(scene: Scene) -> None:
@@ -198,7 +190,6 @@ async def _refuse_webhooks(scene: Scene) -> None:
         thread.join()
 
 
-_ONE: Settings = {"num_replicas": 1, "end_probability": 0}
 CAUSES: Mapping[str, Cause] = {
     "none": Cause(text="nothing", make=_nothing),
     "kill": Cause(text="R1: kill -9 one of 3 replicas", fires=frozenset({"CarouselReplicasLost"}), make=_kill_one),
@@ -214,8 +205,8 @@ CAUSES: Mapping[str, Cause] = {
         text="R6: kill -9 the ingress, every second", fires=frozenset({"CarouselAbsent"}), make=_kill_ingress
     ),
     "hold-ingress": Cause(
-        text="SIGSTOP the ingress for 0.3 s of each second", fires=frozenset({"CarouselLoopStalls"}),
-        make=_hold_ingress,
+        text="SIGSTOP the ingress for 0.3 s of each second",
+        fires=frozenset({"CarouselLoopStalls", "CarouselTokensSlow"}), make=_hold_ingress,
     ),
     "overload": Cause(
         text=f"C6: {_CROWD} clients, more than slots and queues have places",
@@ -233,39 +224,23 @@ CAUSES: Mapping[str, Cause] = {
         text="the receiver of a batch's webhook answers 410", fires=frozenset({"CarouselWebhooksGivenUp"}),
         make=_refuse_webhooks,
     ),
-    "memory": Cause(
-        text="KV memory for 2 of 4 running requests", fires=frozenset({"CarouselMemoryShort"}),
-        make=partial(_crowd, num_tokens=400, number=8), settings={**_ONE, "num_blocks": 64, "step_ms": 5.0},
-    ),
-    "slow-steps": Cause(
-        text="each step takes 150 ms", fires=frozenset({"CarouselTokensSlow"}), make=_wait,
-        settings={"step_ms": 150.0},
-    ),
-    "hang": Cause(
-        text="a step takes a minute", fires=frozenset({"CarouselEngineStuck"}), make=_wait,
-        settings={**_ONE, "step_ms": 60_000.0},
-    ),
 }  # fmt: skip
 
 
 @contextmanager
-def _service(settings: Settings) -> Iterator[Stage]:
+def _service() -> Iterator[Stage]:
     """Three replicas of four slots and a queue for sixteen, and batches."""
-    given = {"max_running": 4, "max_waiting": 16, "place_timeout_s": 1.0, **settings}
-    num_blocks = given.pop("num_blocks", None)
+    config = application(max_running=4, max_waiting=16, place_timeout_s=1.0)
     with TemporaryDirectory(prefix="carousel-benchmark-") as folder:
-        config = application(**given)
-        if num_blocks is not None:
-            config["models"][0]["engine"]["cache"]["num_blocks"] = num_blocks
         batches = {"path": folder, "max_total_bytes": _TOTAL_BYTES, "webhooks": {"allowed_networks": ["127.0.0.1/32"]}}
         with stage(config | {"batches": batches}) as running:
             yield running
 
 
-async def _watched(causes: Sequence[str], factor: float) -> list[dict[str, Any]]:
-    """The lines of causes that have their settings in common, made one after the other in one service."""
-    rows = []
-    with _service(CAUSES[causes[0]].settings) as running:
+async def _watched(causes: Iterable[str], factor: float, setup: dict[str, Any]) -> list[str]:
+    """The lines of causes, made one after the other in one service; each is printed at once."""
+    lines = []
+    with _service() as running:
         target = running.target
         # Time for a window to fill and for `for` to pass, and some scrapes more.
         scene = Scene(running, 2 * _WINDOW_S / factor + 4 * _EVERY_S)
@@ -273,8 +248,10 @@ async def _watched(causes: Sequence[str], factor: float) -> list[dict[str, Any]]
         with prometheus(f"http://{target.host}:{target.port}", factor=factor, every_s=_EVERY_S) as server:
             async with traffic.flowing():
                 for name in causes:
-                    rows.append(await _made(name, scene, server, patience_s=_LONGEST_WINDOW_S / factor + 20))
-    return rows
+                    row = await _made(name, scene, server, patience_s=_LONGEST_WINDOW_S / factor + 20)
+                    lines.append(json.dumps(row | setup))
+                    print(lines[-1], flush=True)
+    return lines
 
 
 async def _made(name: str, scene: Scene, server: Prometheus, *, patience_s: float) -> dict[str, Any]:
@@ -284,9 +261,10 @@ async def _made(name: str, scene: Scene, server: Prometheus, *, patience_s: floa
     began = time.time()
     await cause.make(scene)
     ended = time.time()
+    fires_by = began + scene.lasts_s  # also what is over in a moment
     while time.time() < ended + patience_s:
         await asyncio.sleep(2 * _EVERY_S)
-        if not server.firing():
+        if time.time() > fires_by and not server.firing():
             break
     series = server.query(f'ALERTS{{alertstate="firing"}}[{round(time.time() - began) + 1}s]')
     fired = told(series, server.firing(), began, ended)
@@ -318,15 +296,11 @@ def told(series: Iterable[Mapping[str, Any]], firing: Collection[str], began: fl
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     setup = where() | {"factor": given.factor, "scrape_s": _EVERY_S}
-    lines = []
     try:
         for name in given.causes:
             if name not in CAUSES:
                 raise BenchmarkError(f"there is no cause {name!r}{did_you_mean(name, CAUSES)}")
-        for _, causes in groupby(given.causes or CAUSES, lambda name: CAUSES[name].settings):
-            for row in asyncio.run(_watched(list(causes), given.factor)):
-                lines.append(json.dumps(row | setup))
-                print(lines[-1], flush=True)
+        lines = asyncio.run(_watched(given.causes or CAUSES, given.factor, setup))
         if given.json is not None:
             write_json(given.json, "\n".join(lines))
     except BenchmarkError as error:

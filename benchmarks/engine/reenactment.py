@@ -17,6 +17,7 @@ from app.engine.trace.entries import (
     CacheCleared,
     Entry,
     Header,
+    Limited,
     Reconfigured,
     RedactedArrival,
     StepRecord,
@@ -69,7 +70,7 @@ class Reenactment:
         self._shares = Shares()
         self.request_ids: dict[int, str] = {}  # by number
         self._engine = assemble(
-            scheduler,
+            _without_tuner(scheduler),
             cache,
             num_blocks=cache.num_blocks or header.num_blocks,
             runner=self._runner,
@@ -104,13 +105,20 @@ class Reenactment:
             case Abort():
                 self._engine.abort(self.request_ids.get(entry.number, ""))
             case Reconfigured():
-                self._engine.reconfigure(entry.config)
+                self._engine.reconfigure(_without_tuner(entry.config))
+            case Limited():
+                self._engine.limit(entry.limits)
             case CacheCleared():
                 self._engine.clear_prefix_cache()
 
     def _take(self, entry: Entry) -> bool:
         self._entries.append(entry)
         return True
+
+
+def _without_tuner(config: SchedulerConfig) -> SchedulerConfig:
+    """The limits that it chose are entries of the log."""
+    return config.model_copy(update={"targets": None})
 
 
 def facts_of(header: Header) -> ModelFacts:

@@ -12,7 +12,7 @@ number of replicas follows the rule with Serve's delays, every two seconds; a ne
 * naive: at least the replicas for the work that arrived in the last minute: no forecast, to tell apart what that adds
 * trend: the same for the work that a line through the last ten minutes predicts
 * seasonal: the same for yesterday's work at that time, scaled by today's last 15 minutes to yesterday's; a day only
-* perfect: the same for the work that will come, known in advance: no forecast can be better
+* perfect: the same for the work that will come, known in advance: about what a forecast could save
 
 Forecasts know the length of every request when it arrives, which a service does not. Each rule has levers:
 `target_tokens`, as a share of what a full replica has to do; the share of slots that forecast work may fill. Printed

@@ -9,6 +9,8 @@ The last line of stdout is one JSON object; for replicas, ingress, and both toge
 
     without, with    microseconds of CPU for each token: median, mean, and the standard error of the mean
     change           of the means, and the standard error of it, from the differences within each round
+
+`event_bytes` is the mean size of an event as a viewer gets it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
 from benchmarks.harness.http_call import Target, call
-from benchmarks.harness.processes import cpu_between
+from benchmarks.harness.processes import exact_cpu_s
 from benchmarks.harness.service import Service, service
 from benchmarks.harness.turns import turns
 from benchmarks.service.fleet import WARM_UP_TOKENS, Load, Requests, add_load_options, application, play, uncollected
@@ -101,27 +103,33 @@ async def drive(running: Service, load: Load, *, num_viewers: int, num_rounds: i
     for _ in range(2):
         await play(running.target, requests, load, tokens=min(load.tokens, WARM_UP_TOKENS))
     costs: dict[str, list[Costs]] = {WITHOUT: [], WITH: []}
+    num_events = num_bytes = 0
     for number, name in turns([WITHOUT, WITH], rounds=num_rounds):
         async with watching(running.target, num_viewers if name == WITH else 0) as viewers:
-            seen = sum(viewer.num_events for viewer in viewers)
             costs[name].append(await _cost(running, requests, load))
-            seen = sum(viewer.num_events for viewer in viewers) - seen
-        if name == WITH and not seen:
-            raise BenchmarkError("the viewers got no events")
+        num_events += sum(viewer.num_events for viewer in viewers)
+        num_bytes += sum(viewer.num_bytes for viewer in viewers)
         shown = ", ".join(f"{part} {us:.1f}" for part, us in costs[name][-1].items())
-        tell(f"round {number} of {num_rounds}, {name}: {shown} µs of CPU a token, {seen} events")
-    return figures_of(costs)
+        tell(f"round {number} of {num_rounds}, {name}: {shown} µs of CPU a token")
+    if not num_events:
+        raise BenchmarkError("the viewers got no events")
+    return figures_of(costs) | {"event_bytes": round(num_bytes / num_events)}
 
 
 async def _cost(running: Service, requests: Requests, load: Load) -> Costs:
-    before = running.processes()
+    before = _cpu_s(running)
     done = await play(running.target, requests, load, tokens=load.tokens)
-    spent = cpu_between(before, running.processes())
-    of_parts = {
-        part: sum(seconds for title, seconds in spent.items() if sign in title) * 1e6 / done.num_tokens
+    after = _cpu_s(running)
+    of_parts = {part: (after[part] - before[part]) * 1e6 / done.num_tokens for part in PARTS}
+    return of_parts | {"both": sum(of_parts.values())}
+
+
+def _cpu_s(running: Service) -> dict[str, float]:
+    processes = running.processes().values()
+    return {
+        part: sum(exact_cpu_s(process.pid) for process in processes if sign in process.title)
         for part, sign in PARTS.items()
     }
-    return of_parts | {"both": sum(of_parts.values())}
 
 
 def figures_of(costs: Mapping[str, Sequence[Costs]]) -> dict[str, Any]:

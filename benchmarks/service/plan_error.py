@@ -172,8 +172,13 @@ def _requests(given: argparse.Namespace, row: Row, replica: MeasuredReplica, con
     trace = _trace(given, row.trace)
     rate = row.load * row.num_replicas * full_rate(trace, replica, config.scheduler, config.cache)
     trace = trace.repeated(max(20, round(rate * given.seconds))).at_rate(rate)
+    return trace_with_prompts(trace, vocab_size=replica.facts.vocab_size)
+
+
+def trace_with_prompts(trace: Trace, *, vocab_size: int) -> Trace:
+    """The same requests with prompts of random tokens that share no prefix."""
     rng = random.Random(1)
-    tokens = rng.choices(range(_FIRST_TOKEN, replica.facts.vocab_size), k=110_000)
+    tokens = rng.choices(range(_FIRST_TOKEN, vocab_size), k=110_000)
     requests = []
     for traced in trace.requests:
         start = rng.randrange(100_000)
@@ -263,7 +268,7 @@ async def _play(runner: ModelRunner, replica: MeasuredReplica, config: EngineCon
         ),
         max_requests=config.scheduler.max_requests,
     )  # fmt: skip
-    client = _OpenLoop(engine, trace)
+    client = OpenLoop(engine, trace)
     try:
         await client.play()
     finally:
@@ -271,7 +276,7 @@ async def _play(runner: ModelRunner, replica: MeasuredReplica, config: EngineCon
     return client.run
 
 
-class _OpenLoop:
+class OpenLoop:
     """Sends requests when their time has come, and notes when their tokens do."""
 
     def __init__(self, engine: AsyncEngine, trace: Trace) -> None:

@@ -171,7 +171,9 @@ class _Replica:
 
     def note_in(self, registries: Sequence[ReplicaRegistry]) -> None:
         """Report, as with every frame."""
-        report = report_of(self.engine.stats(), group="", max_requests=self._max_requests, step_age_s=0.0)
+        stats = self.engine.stats()
+        num_requests = stats.num_running + stats.num_waiting
+        report = report_of(stats, num_requests=num_requests, group="", max_requests=self._max_requests, step_age_s=0.0)
         for registry in registries:
             registry.note(self.replica_id, report)
 

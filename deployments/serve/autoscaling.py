@@ -25,6 +25,7 @@ UPSCALE_DELAY_S = 10.0
 TOKENS = "num_outstanding_tokens"  # still to compute, of prompts and of outputs as far as they are predicted
 REQUESTS = "num_requests"  # running and waiting
 KV_USE = "kv_use"  # share of its blocks that requests own, 0 to 1
+MISSES = "misses_targets"  # 1 while it is busy and misses its targets at the best limits
 
 
 class TokenPolicy:
@@ -47,6 +48,7 @@ class TokenPolicy:
             kv_use=sum(use[KV_USE] for use in uses),
             num_queued=context.total_queued_requests,
             num_slots=self._num_slots,
+            num_missing=sum(use[MISSES] > 0 for use in uses),
         )
         return desired_replicas(load, self._config), {}
 
@@ -82,16 +84,18 @@ def number_of_replicas(model: ServedModelConfig) -> dict[str, Any]:
 
 def use_of(stats: EngineStats, measurements: EngineMeasurements) -> dict[str, float]:
     """What a replica reports to Serve."""
+    num_requests, tuning = stats.num_running + stats.num_waiting, measurements.tuning
     return {
         TOKENS: measurements.num_outstanding_tokens,
-        REQUESTS: stats.num_running + stats.num_waiting,
+        REQUESTS: num_requests,
         KV_USE: 1.0 - stats.num_free_blocks / stats.num_blocks,
+        MISSES: float(num_requests > 0 and tuning is not None and tuning.needs_replicas),
     }
 
 
 def _last_uses(metrics: Mapping[str, Mapping[Any, Any]]) -> list[dict[str, float]]:
     """The last report of each replica that has reported. `metrics` are time series by our names, then by replica."""
-    series = {name: metrics.get(name, {}) for name in (TOKENS, REQUESTS, KV_USE)}
+    series = {name: metrics.get(name, {}) for name in (TOKENS, REQUESTS, KV_USE, MISSES)}
     replicas = set.intersection(*(set(by_replica) for by_replica in series.values()))
     return [
         {name: by_replica[replica][-1].value for name, by_replica in series.items()}

@@ -121,6 +121,7 @@ class Replica:
         engine = self._engine
         return report_of(
             engine.stats(),
+            num_requests=engine.num_requests,
             group=self._group,
             max_requests=engine.max_requests,
             step_age_s=engine.step_age_s,

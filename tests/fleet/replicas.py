@@ -91,6 +91,7 @@ class LocalReplica:
         engine = self.engine
         report = report_of(
             engine.stats(),
+            num_requests=engine.num_requests,
             group=self.group,
             max_requests=engine.max_requests,
             step_age_s=engine.step_age_s,

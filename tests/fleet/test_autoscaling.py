@@ -134,3 +134,17 @@ def test_full_slots_without_a_queue_are_no_reason_for_more() -> None:
     config = AutoscalingConfig(target_tokens=100_000)
     assert desired_replicas(load(100, target=1, requests=SLOTS), config) == 1
     assert desired_replicas(load(100, target=1, requests=SLOTS + 1), config) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_missing", "num_running", "num_reporting", "expected"),
+    [(0, 2, 2, 1), (1, 2, 2, 3), (2, 2, 2, 3), (1, 3, 3, 1), (2, 1, 1, 1), (2, 2, 1, 2)],
+)
+def test_where_half_of_the_replicas_miss_their_targets_there_is_one_more(
+    num_missing: int, num_running: int, num_reporting: int, expected: int
+) -> None:
+    config = AutoscalingConfig(max_replicas=4, target_tokens=1000)
+    missing = replace(
+        load(100, target=2, num_running=num_running), num_reporting=num_reporting, num_missing=num_missing
+    )  # fmt: skip
+    assert desired_replicas(missing, config) == expected

@@ -441,6 +441,24 @@ def test_closing_a_stream_aborts_the_request_where_it_runs() -> None:
     asyncio.run(main())
 
 
+def test_the_place_of_a_request_that_was_given_up_is_free_at_once() -> None:
+    async def main() -> None:
+        async with LocalFleet(1, max_requests=1) as local:
+            [replica] = local.replicas
+            local.hold(replica)
+            [given_up] = start(local, [make_request(max_tokens=50)])
+            await local.held(replica)
+            given_up.cancel()
+            await until(lambda: [each.num_requests for each in local.registry.reports.values()] == [0])
+            request = make_request(request_id="next")
+            [answer] = start(local, [request])
+            await until(lambda: len(replica.served) == 2)  # though the step with the first has not ended
+            local.go()
+            assert (await answer)[0] == expected(request)
+
+    asyncio.run(main())
+
+
 def test_a_deadline_goes_on_counting_while_replicas_are_lost() -> None:
     async def main() -> None:
         clock = FakeClock()
@@ -601,5 +619,15 @@ def test_replicas_are_described_with_their_state() -> None:
             local.go()
             await asyncio.gather(*answers)
             await until(lambda: {each["replica"] for each in local.fleet.describe()} == {"r0", "r2"})
+
+    asyncio.run(main())
+
+
+def test_a_fleet_that_is_closed_is_still_described() -> None:
+    async def main() -> None:
+        async with LocalFleet(2) as local:
+            await collect(local, make_request())
+            local.fleet.close()  # with the service, while viewers of the page are connected
+            assert [each["state"] for each in local.fleet.describe()] == ["lost", "lost"]
 
     asyncio.run(main())

@@ -11,7 +11,7 @@ def test_a_report_says_what_the_engines_snapshot_says() -> None:
     for prompt in ((5,) * 8, (6,) * 9):
         engine.add(make_request(prompt))
     engine.step()
-    report = report_of(engine.stats(), group="blue", max_requests=10, step_age_s=0.5)
+    report = report_of(engine.stats(), num_requests=2, group="blue", max_requests=10, step_age_s=0.5)
     assert (report.num_requests, report.max_running, report.num_waiting_tokens) == (2, 1, 9)
     assert report.num_kv_tokens == 256
     assert (report.group, report.max_requests, report.step_age_s) == ("blue", 10, 0.5)

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.engine.histogram import SECONDS, Histogram
 from app.metrics import BatchCounts, EngineReport, LoopSnapshot, RequestMetrics, Scrape, exposition
-from tests.fakes import build_fake_engine, make_request
+from tests.fakes import FakeClock, TimedRunner, build_fake_engine, make_request
 
 # What tools outside look for, by family: the type, and the labels beside `model_name`.
 VLLM_NAMES: dict[str, tuple[str, set[str]]] = {
@@ -200,3 +200,14 @@ def test_each_event_loop_has_its_delays_and_its_queue() -> None:
         assert value(text, "carousel_thread_queue", threads="default", **labels) == num_queued
         assert value(text, "carousel_loop_delay_seconds_bucket", le="0.05", **labels) == 1
         assert value(text, "carousel_loop_delay_seconds_count", **labels) == 2
+
+
+def test_the_limits_that_a_tuner_moves_are_there_with_the_reason_and_only_where_there_are_targets() -> None:
+    clock = FakeClock()
+    tuned = report("a", 1, runner=TimedRunner(clock, step_s=1.5), clock=clock, targets={"itl_p99_ms": 100})
+    text = exposition(Scrape(requests=[], replicas={"demo": [tuned, report("b", 1)]}))
+    assert value(text, "carousel_limit", replica="a", limit="prefill_chunk_tokens") == 16
+    assert value(text, "carousel_limits_info", replica="a") == 1
+    assert value(text, "carousel_target_p99_seconds", replica="a", target="itl_p99") == pytest.approx(1.5, rel=0.03)
+    assert value(text, "carousel_targets_missed", replica="a") == 0
+    assert {sample.labels["replica"] for sample in parsed(text)["carousel_limit_changes"].samples} == {"a"}

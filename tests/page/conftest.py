@@ -6,23 +6,28 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import pytest
 
 PATIENCE_MS = 30_000
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
-Picture = Callable[[Any, str], None]
+
+class Picture(Protocol):
+    """Writes a picture of a tab, `after_s` later, where `--pictures` asks for them."""
+
+    def __call__(self, tab: Any, name: str, *, after_s: float = 0.0) -> None: ...
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pictures", metavar="FOLDER", help="write what the page shows into this folder")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """For one file: while playwright runs, no test of its process can start an event loop."""
     program = next(filter(None, map(shutil.which, _PROGRAMS)), None)
     if program is None:
         pytest.skip("there is no Chromium: apt-get install chromium")
@@ -48,11 +53,11 @@ def page(browser: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def picture(request: pytest.FixtureRequest) -> Picture:
-    """Writes a picture of a tab where `--pictures` asks for them."""
     folder = request.config.getoption("--pictures", default=None)
 
-    def take(tab: Any, name: str) -> None:
+    def take(tab: Any, name: str, *, after_s: float = 0.0) -> None:
         if folder is not None:
+            tab.wait_for_timeout(1000 * after_s)
             tab.screenshot(path=f"{folder}/page-{name}.png")
 
     return take

@@ -51,7 +51,13 @@ class StagedReplica:
 
     def report(self) -> ReplicaReport:
         engine = self.engine
-        return report_of(engine.stats(), group="", max_requests=engine.max_requests, step_age_s=engine.step_age_s)
+        return report_of(
+            engine.stats(),
+            num_requests=engine.num_requests,
+            group="",
+            max_requests=engine.max_requests,
+            step_age_s=engine.step_age_s,
+        )
 
     async def close(self) -> None:
         """As when its process dies: its connections break."""

@@ -11,7 +11,7 @@ import pytest
 
 from tests.api.keys import ADMIN_KEY, KEY, entry
 from tests.page.conftest import Picture
-from tests.page.sight import colours, stays
+from tests.page.sight import colours, seen, stays
 from tests.page.stage import Stage
 from tests.waiting import eventually
 
@@ -30,6 +30,9 @@ def test_the_page_shows_all_replicas(page: Any, stage: Stage) -> None:
     page.wait_for_selector("#connection.on")
     page.wait_for_selector(".queue:has-text('Queue: empty')")
     assert "0 of 8 running" in page.inner_text(".head >> nth=0")
+    page.wait_for_selector("#demo:text('Send 40 demo requests')")
+    sizes = page.evaluate("import('/page/demo.js').then(({ demoSize }) => [0, 16, 64, 5000].map(demoSize))")
+    assert sizes == [40, 40, 160, 400], "more than there are slots"
 
 
 def test_forty_demo_requests_turn_through_the_slots(page: Any, stage: Stage, picture: Picture) -> None:
@@ -41,7 +44,7 @@ def test_forty_demo_requests_turn_through_the_slots(page: Any, stage: Stage, pic
     page.wait_for_selector(".queue li >> nth=3")  # more than there are slots
     eventually(lambda: colours(page), lambda found: found > num_colours + 8)
     eventually(lambda: {stay[0] for stay in stays(page)}, lambda ids: len(ids) == 40)
-    picture(page, "live")
+    picture(page, "live", after_s=2)
     eventually(lambda: [stay for stay in stays(page) if stay[1] == "length"], lambda ended: len(ended) == 40)
     eventually(lambda: page.inner_text(".queue >> nth=0"), lambda text: "Queue: empty" in text)
 
@@ -51,6 +54,7 @@ def test_a_switch_to_static_batching_leaves_slots_empty_while_requests_wait(
 ) -> None:
     with Stage(demo_path, num_replicas=1, **ENGINE) as stage:
         page.goto(stage.url)
+        page.select_option("#window", "15")
         page.wait_for_selector(".replica")
         page.click("#demo")
         eventually(lambda: stays(page), lambda found: len(found) >= 8)
@@ -61,7 +65,7 @@ def test_a_switch_to_static_batching_leaves_slots_empty_while_requests_wait(
         page.wait_for_selector(".head:has-text('static, fcfs')")
         bubbles = lambda: int(page.inner_text(".head .bubbles").split()[1])  # noqa: E731
         eventually(bubbles, lambda share: share >= 10)
-        picture(page, "static")
+        picture(page, "static", after_s=8)
 
 
 def test_a_request_has_a_timeline(page: Any, stage: Stage, picture: Picture) -> None:
@@ -71,7 +75,7 @@ def test_a_request_has_a_timeline(page: Any, stage: Stage, picture: Picture) -> 
     eventually(lambda: stays(page), lambda found: len(found) > 8)
     page.focus(".replica canvas >> nth=0")
     # What is drawn is a moment behind what has come.
-    eventually(lambda: page.keyboard.press("ArrowDown") or page.is_visible("#request table"))
+    eventually(lambda: page.keyboard.press("ArrowDown") or page.is_visible("#request-cancel"))
     text = page.inner_text("#request")
     assert "queue" in text
     eventually(lambda: "gaps between tokens" in page.inner_text("#request"))
@@ -89,6 +93,29 @@ def test_a_request_has_a_timeline(page: Any, stage: Stage, picture: Picture) -> 
     assert page.get_attribute("#pause", "aria-pressed") == "true"
     page.keyboard.press("ArrowLeft")
     assert page.inner_text("#back-s") == "3 s"
+
+
+def test_times_of_tokens_never_go_back_where_a_view_came_late(page: Any, stage: Stage) -> None:
+    page.goto(stage.url)
+    times = page.evaluate("""async () => {
+        const { History } = await import("/page/history.js");
+        const history = new History();
+        const use = {
+            request_id: "one", slot: 0, arrived_ms: 300, joined_ms: 200, first_token_ms: 150, left_ms: null,
+            why_left: "", num_given_tokens: 0, num_generated_tokens: 3,
+        };
+        const fields = {
+            view: ["slots", "waiting", "steps", "grown"], slots: Object.keys(use), waiting: [],
+            steps: ["num_steps", "ended_ms"],
+        };
+        const replicas = [{ replica: "r", state: "serving" }];
+        const take = (at, view) =>
+            history.take({ at, models: { demo: { replicas, views: [["r", at, view]] } } }, fields);
+        take(1100, [[Object.values(use)], [], [3, [150, 80, 10]], []]);
+        take(1150, [[], [], [2, [70, 10]], [0, 5, 1]]);
+        return history.tokenTimes(history.staysOf("one")[0]);
+    }""")
+    assert times == [950, 1020, 1090, 1090, 1140]
 
 
 def test_a_chat_streams(page: Any, stage: Stage) -> None:
@@ -152,13 +179,14 @@ def test_a_killed_replica_is_lost_gone_and_replaced_and_its_requests_go_on(
 ) -> None:
     with Stage(demo_path, **ENGINE) as stage:
         page.goto(stage.url)
+        page.select_option("#window", "15")
         page.wait_for_selector(".replica >> nth=1")
         page.click("#demo")
         eventually(lambda: stays(page), lambda found: len(found) >= 16)
         stage.kill("replica1")
         page.wait_for_selector(".replica.lost", timeout=5000)
         assert "lost" in page.inner_text(".replica.lost .state")
-        picture(page, "lost")
+        picture(page, "lost", after_s=9)
         stage.replace("replica1")
         page.wait_for_selector(".replica.gone")
         page.wait_for_selector(".replica:has-text('replica3')")
@@ -214,6 +242,52 @@ def test_a_batch_is_uploaded_and_its_results_come_back(page: Any, demo_path: Pat
 def test_a_service_without_batches_says_so(page: Any, stage: Stage) -> None:
     page.goto(f"{stage.url}/#batches")
     page.wait_for_selector("#batches-notice:has-text('no batches: its configuration')")
+
+
+def test_tabs_are_switched_by_keys_and_the_focus_is_seen(page: Any, stage: Stage) -> None:
+    page.goto(stage.url)
+    page.wait_for_selector(".switch button")
+    page.keyboard.press("Tab")
+    for key, tab in (
+        ("ArrowRight", "playground"), ("ArrowRight", "batches"), ("ArrowRight", "live"), ("ArrowLeft", "batches"),
+        ("Home", "live"), ("End", "batches"),
+    ):  # fmt: skip
+        page.keyboard.press(key)
+        focused = page.evaluate("""() => {
+            const { id, tabIndex, ariaSelected } = document.activeElement;
+            return [id, tabIndex, ariaSelected, getComputedStyle(document.activeElement).outlineStyle];
+        }""")
+        assert focused == [f"tab-{tab}", 0, "true", "solid"]
+        assert page.locator("[role=tabpanel]:visible").get_attribute("id") == tab
+        assert page.locator("[role=tab][tabindex='0']").count() == 1
+    page.keyboard.press("Home")
+    found = set()
+    for _ in range(12):  # key, theme, and the view's own controls
+        page.keyboard.press("Tab")
+        found.add(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
+    assert {"key", "theme", "demo", "pause", "window", "colour", "back", "SELECT", "CANVAS"} <= found
+
+
+def test_a_request_is_cancelled_from_its_panel(page: Any, stage: Stage) -> None:
+    page.goto(stage.url)
+    page.wait_for_selector(".replica >> nth=1")
+    page.evaluate("""() => {
+        const body = JSON.stringify({ model: "demo", prompt: "Hello", max_tokens: 800, ignore_eos: true });
+        fetch("/v1/completions", { method: "POST", headers: { "content-type": "application/json" }, body });
+    }""")
+    eventually(lambda: stays(page), bool)
+    page.focus(".replica canvas >> nth=0" if seen(page)["replica1"]["stays"] else ".replica canvas >> nth=1")
+    eventually(lambda: page.keyboard.press("ArrowDown") or page.is_visible("#request-cancel"))
+    cancelled = page.inner_text("#request-rows .mono")
+    page.focus("#request-cancel")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#request-told:has-text('cancelled')")
+    eventually(lambda: stays(page), lambda found: any(stay[0] == cancelled and stay[1] == "abort" for stay in found))
+    page.wait_for_selector("#request-cancel", state="hidden")
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#request")
+    eventually(lambda: page.inner_text(".queue >> nth=0"), lambda text: "Queue: empty" in text)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.api.http.errors import ClientGone
 from app.api.http.sse import EventStream, WhileConnected
-from app.engine.view import EngineView, QueueEntry, SlotUse, StepSums
+from app.engine.view import EngineView, QueueEntry, SlotUse, StepSums, TuningView
 from app.errors import InvalidRequest, Overloaded
 
 PERIOD_S = 0.2  # as often as replicas send views
@@ -188,5 +188,6 @@ _FIELDS = b"event: fields\ndata: %b\n\n" % msgspec.json.encode(
         "slots": _names(SlotUse),
         "waiting": _names(QueueEntry),
         "steps": _names(StepSums),
+        "tuning": _names(TuningView),
     }
 )

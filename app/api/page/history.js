@@ -149,7 +149,8 @@ export class History {
       .sort((one, other) => one.joined - other.joined);
   }
 
-  // When each token of a stay came: at the ends of steps that were told, between them evenly.
+  // When each token of a stay came: at the ends of steps that were told, between them evenly. A view that comes late
+  // has its steps late: none is before those of the view before.
   tokenTimes(stay) {
     const times = [];
     const { samples } = stay.replica;
@@ -162,8 +163,8 @@ export class History {
       if (number <= 0) continue;
       while (index < samples.length && samples[index].at < at) index += 1;
       const steps = (samples[index]?.at === at && samples[index].ended_ms) || [];
-      const ends = steps.map((ms) => at - ms).filter((end) => end <= (stay.left ?? at) + 1).slice(-number);
-      const until = ends[0] ?? stay.left ?? at;
+      const ends = steps.map((ms) => Math.max(at - ms, last)).filter((end) => end <= (stay.left ?? at) + 1).slice(-number);
+      const until = Math.max(ends[0] ?? stay.left ?? at, last);
       for (let more = 1; more <= number - ends.length; more += 1) times.push(last + ((until - last) * more) / (number - ends.length + 1));
       times.push(...ends);
       before = tokens;
@@ -190,6 +191,7 @@ export const classOf = (use) => (use.is_background ? "background" : `priority ${
 function named(values, fields) {
   const view = asObject(values, fields.view);
   view.steps = asObject(view.steps, fields.steps);
+  view.tuning &&= asObject(view.tuning, fields.tuning);
   view.slots = view.slots.map((each) => asObject(each, fields.slots));
   view.waiting = view.waiting.map((each) => asObject(each, fields.waiting));
   return view;

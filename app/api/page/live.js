@@ -2,6 +2,7 @@
 
 import { ApiError, call, events } from "/page/api.js";
 import { draw, stayAt } from "/page/carousel.js";
+import { demoSize } from "/page/demo.js";
 import { element, palette, seconds } from "/page/elements.js";
 import { History } from "/page/history.js";
 import { showTimeline } from "/page/request.js";
@@ -178,6 +179,7 @@ function updateWords() {
     if (shown) model.line.switch.show(shown.view);
   }
   showTimeline(history, view.selected);
+  setText($("demo"), `Send ${demoSize(numSlots($("model").value))} demo requests`);
 }
 
 function updateHead({ root, head, queue, dispatch, canvas, replica }) {
@@ -197,6 +199,7 @@ function updateHead({ root, head, queue, dispatch, canvas, replica }) {
     ["n", seen && facts.tokens_per_s ? `speed ${Math.round(facts.tokens_per_s)}` : ""],
     ["n", seen && facts.last_dispatch !== undefined ? `load ${facts.prefill_tokens + facts.decode_tokens} tokens` : ""],
     ["i", seen?.settings ? `settings ${seen.settings}` : ""],
+    ["n", seen?.tuning ? tuned(seen) : ""],
     [bubbles ? "why bubbles" : "n bubbles", seen ? `bubbles ${bubbles} %${bubbles ? ": slots empty while requests wait for the batch" : ""}` : ""],
   ].filter(([, text]) => text);
   const text = parts.map((each) => each.join()).join("|");
@@ -207,6 +210,12 @@ function updateHead({ root, head, queue, dispatch, canvas, replica }) {
   }
   setText(dispatch, facts.last_dispatch ? `last request here: ${facts.last_dispatch}` : "no request of this ingress yet");
   updateQueue(queue, seen);
+}
+
+// The limits that the tuner chose, and how the targets are held.
+function tuned({ tuning, max_step_tokens: tokens, prefill_chunk_tokens: chunk, max_running: running }) {
+  const held = `first token p99 ${seconds(tuning.ttft_p99_ms)}, gaps p99 ${Math.round(tuning.itl_p99_ms)} ms`;
+  return `tuned by ${tuning.reason}: ${tokens} tokens a step, chunk ${chunk}, ${running} running; ${held}${tuning.is_missed ? ", missed" : ""}`;
 }
 
 // The share of slots that no request used in steps of the last ten seconds, while the strategy let none join.
@@ -278,6 +287,12 @@ function frame(at) {
     if (bottom < 0 || top > window.innerHeight) continue;
     draw(canvas, replica, { history, ...times, kind, selected: view.selected, colours });
   }
+}
+
+// Of all replicas of a model that take requests.
+export function numSlots(model) {
+  const serving = history.replicas().filter((replica) => replica.model === model && replica.state === "serving");
+  return serving.reduce((sum, replica) => sum + (replica.facts.max_running || 0), 0);
 }
 
 export function begin() {

@@ -2,9 +2,10 @@
 
 import { key } from "/page/api.js";
 import * as batches from "/page/batches.js";
-import { sendDemo } from "/page/demo.js";
+import { demoSize, sendDemo } from "/page/demo.js";
 import * as live from "/page/live.js";
 import * as playground from "/page/playground.js";
+import * as request from "/page/request.js";
 
 const $ = (id) => document.getElementById(id);
 const TABS = ["live", "playground", "batches"];
@@ -16,15 +17,18 @@ function open(name) {
     $(`tab-${each}`).tabIndex = each === name ? 0 : -1;
   }
   if (name === "batches") batches.show();
-  if (location.hash !== `#${name}`) history.replaceState(null, "", `#${name}`);
+  // The first view has no fragment: with one, the first press of Tab would go past the tabs to what it names.
+  const address = name === TABS[0] ? location.pathname : `#${name}`;
+  if (location.hash !== new URL(address, location).hash) history.replaceState(null, "", address);
 }
 
 for (const name of TABS) $(`tab-${name}`).addEventListener("click", () => open(name));
 document.querySelector("nav").addEventListener("keydown", (event) => {
-  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-  if (!step) return;
   const now = TABS.findIndex((each) => $(`tab-${each}`).getAttribute("aria-selected") === "true");
-  const next = TABS.at((now + step) % TABS.length);
+  const place = { ArrowRight: now + 1, ArrowLeft: now - 1, Home: 0, End: -1 }[event.key];
+  if (place === undefined) return;
+  event.preventDefault();
+  const next = TABS.at(place % TABS.length);
   open(next);
   $(`tab-${next}`).focus();
 });
@@ -69,7 +73,7 @@ function fail(error) {
 $("demo").addEventListener("click", async () => {
   $("demo").disabled = true;
   const model = $("model").value;
-  await sendDemo(model, fail);
+  await sendDemo(model, demoSize(live.numSlots(model)), fail);
   $("demo").disabled = false;
 });
 
@@ -77,4 +81,5 @@ open(TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "live");
 playground.begin();
 batches.begin();
 models();
+request.begin();
 live.begin();

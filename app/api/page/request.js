@@ -1,14 +1,21 @@
-// The panel of one request: its timeline, and its tokens over time.
+// The panel of one request: its timeline, its tokens over time, and a button that cancels it.
 
+import { call } from "/page/api.js";
 import { element, palette, seconds } from "/page/elements.js";
 import { classOf } from "/page/history.js";
 
 const $ = (id) => document.getElementById(id);
+let shown = null; // the id of the request
 
 // None of it is built anew while it is shown but the rows: a button that is replaced loses its click and its focus.
 export function showTimeline(history, id) {
+  if (shown !== id) $("request-told").textContent = "";
+  shown = id;
   const stays = id ? history.staysOf(id) : [];
   if (!stays.length) return;
+  const last = stays[stays.length - 1];
+  // Items of batches run in the background; a batch is cancelled as a whole, in its own view.
+  $("request-cancel").hidden = last.left !== null || last.use.is_background;
   const tokens = stays.map((stay) => history.tokenTimes(stay));
   $("request-rows").replaceChildren(...rowsOf(history, id, stays, tokens).map(([name, value]) => {
     const row = element("tr");
@@ -38,6 +45,21 @@ function rowsOf(history, id, stays, tokens) {
     rows.push(["gaps between tokens", `median ${of(0.5)}, 99 % below ${of(0.99)}, longest ${of(1)}`]);
   }
   return rows;
+}
+
+async function cancel() {
+  const id = shown;
+  let told = "cancelled";
+  try {
+    await call(`/v1/requests/${encodeURIComponent(id)}/cancel`, { body: {} });
+  } catch (error) {
+    told = error.message;
+  }
+  if (shown === id) $("request-told").textContent = told;
+}
+
+export function begin() {
+  $("request-cancel").addEventListener("click", cancel);
 }
 
 const ended = (stay) => (stay.left === null ? ", runs" : stay.why ? `, ended: ${stay.why}` : "");

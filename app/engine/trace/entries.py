@@ -1,13 +1,14 @@
 """What a step log holds, entry by entry, and how each is written as a line of JSON. No files here.
 
-The events from outside (arrivals, aborts, new settings, clock readings, drawn tokens, failures) suffice to run the
-engine again; the decisions suffice to check that it decides the same. Requests are numbered by their arrival. Fields
-that are empty, zero or false are left out.
+The events from outside (arrivals, aborts, new settings, clock readings, drawn tokens, failures) and the tuner's limits
+suffice to run the engine again; the decisions suffice to check that it decides the same. Requests are numbered by their
+arrival. Fields that are empty, zero or false are left out.
 
     {"step_log": 2, "run": ..., "part": 1, ...}                    the header, first in every file
     {"arrival": 7, "at": 3.1, "request": {"request_id": ..., "prompt_token_ids": [...], "sampling": {...}, ...}}
     {"abort": 7}
     {"reconfigured": {"strategy": {...}, ...}, "settings": "mixed-continuous-fcfs-0a1b2c3d"}
+    {"limits": {"max_step_tokens": 176, "prefill_chunk_tokens": 176, "max_running": 32}}
     {"cache_cleared": true}
     {"step": 12, "began_at": 3.2, "ended_at": 3.3, "scheduled": {...}, "token_ids": [...], "joined": [7], ...}
     {"lost": 40}                                                   so many entries were dropped here
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 from app.config import SchedulerConfig
 from app.engine.batch import WaitReason
 from app.engine.request import Grammar, GrammarKind, Request, SamplingParams
+from app.engine.tuner import Limits
 
 FORMAT = 2
 UNKNOWN = -1  # in place of the number of a request that is no longer known
@@ -122,6 +124,10 @@ class Reconfigured(NamedTuple):
     config: SchedulerConfig
 
 
+class Limited(NamedTuple):
+    limits: Limits
+
+
 class CacheCleared(NamedTuple):
     pass
 
@@ -130,7 +136,10 @@ class DroppedEntries(NamedTuple):
     num_entries: int
 
 
-Entry = StepRecord | Arrival | RedactedArrival | OutputHashes | Abort | Reconfigured | CacheCleared | DroppedEntries
+Entry = (
+    StepRecord | Arrival | RedactedArrival | OutputHashes | Abort | Reconfigured | Limited | CacheCleared
+    | DroppedEntries
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +194,8 @@ def to_line(entry: Entry) -> str:
         case Reconfigured():
             config = entry.config
             return _dumps({"reconfigured": config.model_dump(mode="json"), "settings": config.version})
+        case Limited():
+            return _dumps({"limits": entry.limits._asdict()})
         case CacheCleared():
             return _dumps({"cache_cleared": True})
         case DroppedEntries():
@@ -207,6 +218,8 @@ def parse(line: str) -> Entry:
             return Abort(number)
         case {"reconfigured": config}:
             return Reconfigured(SchedulerConfig.model_validate(config))
+        case {"limits": limits}:
+            return Limited(Limits(**limits))
         case {"cache_cleared": True}:
             return CacheCleared()
         case {"lost": num_entries}:

@@ -21,11 +21,13 @@ from app.engine.trace.entries import (
     CacheCleared,
     Entry,
     FailureKind,
+    Limited,
     Reconfigured,
     ScheduledTokens,
     StepFailure,
     StepRecord,
 )
+from app.engine.tuner import Limits
 
 
 class Recorder:
@@ -39,6 +41,9 @@ class Recorder:
 
     def reconfigured(self, config: SchedulerConfig) -> None:
         """Other settings hold from the next step on."""
+
+    def limited(self, limits: Limits) -> None:
+        """The tuner has other limits used from the next step on."""
 
     def cache_cleared(self) -> None:
         """The prefix cache was cleared."""
@@ -92,6 +97,9 @@ class StepRecorder(Recorder):
 
     def reconfigured(self, config: SchedulerConfig) -> None:
         self._put(Reconfigured(config))
+
+    def limited(self, limits: Limits) -> None:
+        self._put(Limited(limits))
 
     def cache_cleared(self) -> None:
         self._put(CacheCleared())

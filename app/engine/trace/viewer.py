@@ -17,7 +17,8 @@ from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
-from app.engine.view import EngineView, QueueEntry, SlotUse, StepSums
+from app.engine.tuner import Limits, Tuning
+from app.engine.view import EngineView, QueueEntry, SlotUse, StepSums, TuningView
 
 # A screen shows no more lines. They bound a view, about 40 kB, and the time that it takes from the engine's thread.
 MAX_SLOTS = 256
@@ -78,6 +79,9 @@ class Viewer(Recorder):
 
     def reconfigured(self, config: SchedulerConfig) -> None:
         self.recorder.reconfigured(config)
+
+    def limited(self, limits: Limits) -> None:
+        self.recorder.limited(limits)
 
     def cache_cleared(self) -> None:
         self.recorder.cache_cleared()
@@ -157,7 +161,7 @@ class Viewer(Recorder):
 
     # ------------------------------------------------------------------ views
 
-    def view(self, scheduler: Scheduler, *, now: float, is_full: bool) -> EngineView:
+    def view(self, scheduler: Scheduler, tuning: Tuning | None, *, now: float, is_full: bool) -> EngineView:
         """The engine now, and what happened since the last view."""
         stats = scheduler.stats()
         shown = [*self._left]
@@ -186,7 +190,7 @@ class Viewer(Recorder):
             strategy=stats.strategy,
             policy=stats.policy,
             max_running=stats.max_running,
-            max_step_tokens=scheduler.max_step_tokens,
+            max_step_tokens=scheduler.limits.max_step_tokens,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             wait_reason=self._wait_reason if stats.num_waiting else "",
@@ -198,7 +202,19 @@ class Viewer(Recorder):
             waiting=tuple(_waiting_requests(scheduler, now)),
             settings=stats.settings,
             grown=tuple(grown),
+            prefill_chunk_tokens=scheduler.limits.prefill_chunk_tokens,
+            tuning=None if tuning is None else _tuning_view(tuning),
         )
+
+
+def _tuning_view(tuning: Tuning) -> TuningView:
+    return TuningView(
+        reason=str(tuning.reason),
+        num_changes=tuning.num_changes,
+        ttft_p99_ms=round(1000 * tuning.ttft_p99_s, 2),
+        itl_p99_ms=round(1000 * tuning.itl_p99_s, 2),
+        is_missed=tuning.is_missed,
+    )
 
 
 def _slot_use(stay: _Stay, now: float) -> SlotUse:

@@ -164,7 +164,9 @@ class ReplicaState:
     def note(self, report: ReplicaReport, *, now: float, usual_decode_tokens: float) -> None:
         """Take in a report. `usual_decode_tokens`: left to generate of a request of which nothing is known."""
         ours = self.ours
-        num_requests = max(0, report.num_requests - ours.num_requests)
+        # As the replica counts them: some of ours may have ended since, or be on their way there.
+        num_own = ours.num_requests if report.num_own is None else report.num_own
+        num_requests = max(0, report.num_requests - num_own)
         num_background = min(num_requests, max(0, report.num_background - ours.num_background))
         num_prefill_tokens = max(0, report.num_waiting_tokens - ours.num_prefill_tokens)
         # A replica does not know either how long its outputs will be.

@@ -24,3 +24,4 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     step_age_s: float  # how long the current step has been running
     weights: int = 0  # a digest of the model's files; 0 while not known
     sends_views: bool = False  # it understands WatchEngine
+    num_own: int | None = None  # of num_requests, those of the ingress that gets this report; None: not known

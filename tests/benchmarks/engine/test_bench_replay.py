@@ -16,9 +16,10 @@ from hypothesis.stateful import rule
 
 from app.assembly import build_matchers, build_sync_engine
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
+from app.engine.batch import Batch, StepResult
 from app.engine.engine import LaunchingRunner, ModelRunner
 from app.engine.request import Grammar, GrammarKind, ModelFacts
-from app.engine.trace.entries import Entry, Header, StepRecord, parse, to_line
+from app.engine.trace.entries import Entry, Header, Limited, StepRecord, parse, to_line
 from app.engine.trace.recorder import Recorder, StepRecorder
 from app.engine.trace.redaction import Redactor
 from benchmarks.engine.divergence import Circumstances, Comparison
@@ -32,6 +33,7 @@ from tests.engine.test_overlapped_engine import LateRunner, OverlappedMachine
 from tests.fakes import (
     EOS,
     VOCAB_SIZE,
+    CountingRunner,
     FakeClock,
     MadeMatchers,
     MatchedRunner,
@@ -178,6 +180,39 @@ def recorded_run(
     assert engine.stats().total_preemptions > 0
     assert engine.stats().total_aborted > 0
     return header_of(runner, num_blocks=14, cache=CacheConfig(block_size=4), scheduler=scheduler), recorded
+
+
+class SlowRunner(CountingRunner):
+    """Each token of a step takes 10 ms of a clock."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def run(self, batch: Batch) -> StepResult:
+        self._clock.advance(0.01 * batch.num_tokens)
+        return super().run(batch)
+
+
+def test_limits_that_the_tuner_chose_are_entries_and_a_replay_takes_them_from_there() -> None:
+    recorded, clock = Recorded(), FakeClock()
+    runner = SlowRunner(clock)
+    given = SETTINGS | {"max_step_tokens": 32, "targets": {"itl_p99_ms": 250}}
+    engine = build_fake_engine(num_blocks=200, runner=runner, clock=clock, recorder=recorded.recorder, **given)
+    for number in range(40):
+        engine.add(make_request((5 + number, *(5,) * 30), max_tokens=3))
+    run_to_end(engine)
+    limited = [entry for entry in recorded.entries if isinstance(entry, Limited)]
+    assert limited
+    assert limited[-1].limits.max_step_tokens < 28
+    header = header_of(
+        runner, num_blocks=200, cache=CacheConfig(block_size=4), scheduler=SchedulerConfig.model_validate(given)
+    )  # fmt: skip
+    num_steps = sum(isinstance(entry, StepRecord) for entry in recorded.entries)
+    for replay in (Replay(header, recorded.lines), Replay(header, recorded.redacted_lines(4), hides=True)):
+        assert replay.found == Found(num_steps), str(replay.found.divergence)
+    without = [line for line in recorded.lines if not line.startswith('{"limits"')]
+    assert Replay(header, without).found.divergence is not None
 
 
 @pytest.mark.parametrize("runner_class", [MatchedRunner, LateMatchedRunner])

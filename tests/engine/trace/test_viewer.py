@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from app.engine.async_engine import AsyncEngine
@@ -15,7 +16,7 @@ from app.engine.view import EngineView, SlotUse
 from app.errors import EngineStopped
 from tests.engine.test_invariants import FailingOnDemand
 from tests.engine.test_overlapped_engine import LateRunner
-from tests.fakes import FakeClock, build_fake_engine, make_request, run_to_end
+from tests.fakes import FakeClock, TimedRunner, build_fake_engine, make_request, run_to_end
 
 
 def watched(**settings: Any) -> Engine:
@@ -223,3 +224,18 @@ def test_an_engine_in_its_thread_gives_views_until_it_stops() -> None:
         engine.end_views()
 
     asyncio.run(run())
+
+
+def test_the_limits_in_force_are_seen_with_what_the_tuner_says_of_them() -> None:
+    clock = FakeClock()
+    engine = watched(runner=TimedRunner(clock, step_s=1.5), clock=clock, targets={"itl_p99_ms": 100})
+    engine.add(make_request(max_tokens=8))
+    run_to_end(engine)
+    view = engine.view()
+    assert view.tuning is not None
+    assert view.tuning.reason == "unreachable"
+    assert view.tuning.itl_p99_ms == pytest.approx(1500, rel=0.03)
+    assert view.tuning.num_changes > 0
+    assert (view.max_step_tokens, view.prefill_chunk_tokens, view.max_running) == engine._scheduler.limits
+    assert msgspec.json.decode(msgspec.json.encode(view), type=EngineView) == view
+    assert watched().view().tuning is None

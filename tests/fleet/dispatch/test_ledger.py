@@ -95,6 +95,20 @@ def test_a_report_from_before_our_last_placements_takes_nothing_of_ours_away() -
     assert work(ledger, "a") == (2, 200, 80)
 
 
+def test_ours_that_have_ended_since_a_report_are_not_taken_for_those_of_others() -> None:
+    ledger = ledger_with("one", "two")
+    ledger.end("one")
+    ledger.end("two")
+    ledger.note("a", report(num_requests=3, num_own=2), now=0.0)
+    assert load_of(ledger, "a").num_requests == 1
+
+
+def test_ours_that_are_on_their_way_there_are_not_taken_for_those_of_others() -> None:
+    ledger = ledger_with("one", "two")
+    ledger.note("a", report(num_requests=2, num_own=0), now=0.0)
+    assert load_of(ledger, "a").num_requests == 4
+
+
 def test_what_others_still_generate_is_estimated_from_our_own() -> None:
     ledger = Ledger()
     for number in range(500):

@@ -27,7 +27,8 @@ GREEDY = SamplingParams(max_tokens=1)
 
 
 def group_of(rank: int, size: int, store: str) -> RankGroup:
-    return RankGroup(rank, size, store=Path(store), device=torch.device("cpu"), timeout_s=60)
+    timeout_s = 240  # of a hang: the machine may be busy
+    return RankGroup(rank, size, store=Path(store), device=torch.device("cpu"), timeout_s=timeout_s)
 
 
 def config_of(path: str, dtype: str, quantization: str) -> ModelConfig:

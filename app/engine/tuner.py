@@ -1,0 +1,353 @@
+"""Moves an engine's limits so that it holds its targets: a controller fed with every step. No clock, no torch.
+
+The time between two tokens is that of the step between them, so the tuner learns how long steps take by their size and
+sets the limits to the largest step within the target. That is the token budget of Sarathi-Serve (Agrawal et al., 2024),
+found while serving and not by a sweep. The largest step is also the best for first tokens: a prompt needs the fewest
+steps. As steps are estimated, not tried, a change of traffic needs no search.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import ceil, exp, inf, log
+from typing import NamedTuple
+
+from app.config import SchedulerConfig
+from app.engine.batch import Batch
+from app.engine.request import TokenDelta
+
+PERIOD_S = 1.0  # between two decisions
+WINDOW_S = 30.0  # of the percentiles that are compared with the targets
+# The lower bounds, where the configured limits are not below them: a step has so many tokens, and an eighth of the
+# configured requests may run. So no target stops an engine.
+MIN_PREFILL_TOKENS = 16
+MIN_SHARE_RUNNING = 1 / 8
+_SHARE_FOR_PROMPTS = 1 / 4  # of a step beside those that decode, up to MIN_PREFILL_TOKENS
+# A limit moves when the one that is wanted is below or above it by more. As estimates vary by less, it stays where it
+# is while the traffic stays the same; it is lowered sooner, because a target is missed otherwise.
+_TOO_HIGH, _TOO_LOW = 0.95, 1.2
+_HEADROOM = 0.95  # the part of a target that steps are planned for
+_STEPS_TO_FIRST_TOKEN = 2  # a request waits for the step that it finds, and for its own
+# Where even the smallest steps are too slow, steps may be so many times as long, so that requests go on.
+_SLACK_WHEN_UNREACHABLE = 1.5
+_MIN_MISSES = 3  # in a window, beyond which a target is missed: one slow request is no trend
+# Seconds without a preemption for memory until more requests may run again, and how many times as many.
+_MEMORY_PATIENCE_S, _MAX_MEMORY_PATIENCE_S = 10.0, 300.0
+_MEMORY_GROWTH = 1.2
+
+
+class Limits(NamedTuple):
+    """What the tuner moves. `max_running` is at most `max_step_tokens`."""
+
+    max_step_tokens: int
+    prefill_chunk_tokens: int
+    max_running: int
+
+    @classmethod
+    def of(cls, config: SchedulerConfig) -> Limits:
+        """The configured limits, which are the upper bounds: memory, graphs and workspaces were sized by them."""
+        return cls(config.max_step_tokens, config.prefill_chunk_tokens, config.max_running)
+
+
+class TuningReason(StrEnum):
+    """What holds the limits where they are."""
+
+    CONFIGURED = "configured"  # they are the upper bounds
+    ITL = "itl"  # larger steps would take longer than a gap between tokens may
+    TTFT = "ttft"  # larger steps would take longer than a first token may wait for them
+    MEMORY = "memory"  # more requests would not fit into the KV memory
+    UNREACHABLE = "unreachable"  # even the smallest steps are too slow for the targets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """The limits in force, why they are, and how the targets were held in the last `WINDOW_S`."""
+
+    limits: Limits
+    reason: TuningReason = TuningReason.CONFIGURED
+    step_s: float  # the longest that steps are planned to take
+    ttft_p99_s: float = 0.0  # 0 without first tokens
+    itl_p99_s: float = 0.0
+    num_changes: int = 0
+    is_missed: bool = False  # a target was missed in that time, and other limits would not help
+
+    @property
+    def needs_replicas(self) -> bool:
+        """Whether less load on this engine would help."""
+        return self.is_missed and self.reason is not TuningReason.UNREACHABLE
+
+
+class Tuner:
+    """One engine's controller. What it decides depends on the steps and times that it gets, and on nothing else."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        """The settings must have targets."""
+        targets = config.targets
+        assert targets is not None, "without targets there is nothing to hold"
+        self._itl_s = inf if targets.itl_p99_ms is None else targets.itl_p99_ms / 1e3
+        self._ttft_s = inf if targets.ttft_p99_s is None else targets.ttft_p99_s
+        self._highest = Limits.of(config)
+        self._min_running = max(1, int(config.max_running * MIN_SHARE_RUNNING))
+        self._mixed = StepTimes()  # of steps with prompts, by their tokens
+        self._decoding = StepTimes()  # of other steps, by their requests
+        self._gaps_s = RecentTimes()
+        self._first_tokens_s = RecentTimes()
+        self._memory = _MemoryLimit(self._highest.max_running)
+        self._last_end: float | None = None  # of a step after which requests went on
+        self._due_at: float | None = None
+        self._is_unreachable = False
+        self.tuning = Tuning(limits=self._highest, step_s=self._planned_s()[0])
+
+    def stepped(self, batch: Batch, deltas: Sequence[TokenDelta], *, at: float, num_running: int) -> Limits | None:
+        """A step has ended with these deltas, `at` the time of the engine's clock; returns other limits, if any.
+
+        `num_running` requests go on.
+        """
+        if batch:
+            self._note(batch, deltas, at)
+        self._last_end = at if num_running else None
+        if self._due_at is not None and at < self._due_at:
+            return None
+        is_first, self._due_at = self._due_at is None, at + PERIOD_S
+        return None if is_first else self._update(at, num_running)
+
+    def _note(self, batch: Batch, deltas: Sequence[TokenDelta], at: float) -> None:
+        seconds = at - (batch.began_at if self._last_end is None else self._last_end)
+        num_tokens, num_sequences = batch.num_scheduled_tokens, len(batch.sequences)
+        num_gaps = len(batch.sampled)
+        if num_tokens == num_sequences:
+            self._decoding.note(num_sequences, seconds)
+        else:
+            self._mixed.note(num_tokens, seconds)
+            num_gaps -= self._note_first_tokens(batch, deltas, at)
+        if num_gaps > 0:
+            self._gaps_s.note(at, seconds, num_gaps)
+        if batch.has_preempted:
+            self._memory.preempted(num_sequences, at)
+
+    def _note_first_tokens(self, batch: Batch, deltas: Sequence[TokenDelta], at: float) -> int:
+        """How many there are. Those of background requests have no target."""
+        times = {delta.request_id: delta.times for delta in deltas if delta.times is not None}
+        if times:
+            background = {each.request.request_id for each in batch.sequences if each.request.is_background}
+            for request_id in times.keys() - background:
+                self._first_tokens_s.note(at, times[request_id].queue_s + times[request_id].prefill_s)
+        return len(times)
+
+    # ------------------------------------------------------------------ deciding
+
+    def _update(self, at: float, num_running: int) -> Limits | None:
+        before = self.tuning
+        step_s, why = self._planned_s()
+        wanted, reason = self._wanted(step_s, why, at, num_running)
+        limits = _settled(before.limits, wanted, self._highest)
+        is_moved = limits != before.limits
+        has_missed = self._first_tokens_s.has_missed(self._ttft_s, at) or self._gaps_s.has_missed(self._itl_s, at)
+        self.tuning = Tuning(
+            limits=limits,
+            reason=reason if limits != self._highest else TuningReason.CONFIGURED,
+            step_s=step_s,
+            ttft_p99_s=self._first_tokens_s.p99(at),
+            itl_p99_s=self._gaps_s.p99(at),
+            num_changes=before.num_changes + is_moved,
+            is_missed=has_missed and not is_moved,
+        )
+        return limits if is_moved else None
+
+    def _planned_s(self) -> tuple[float, TuningReason]:
+        """The longest that a step may take, and why not longer."""
+        by_ttft = self._ttft_s / _STEPS_TO_FIRST_TOKEN
+        target_s, reason = min((self._itl_s, TuningReason.ITL), (by_ttft, TuningReason.TTFT))
+        step_s = _HEADROOM * target_s
+        smallest_s = max(
+            self._decoding.seconds(self._min_running), self._mixed.seconds(self._min_running + MIN_PREFILL_TOKENS)
+        )
+        # Once it is out of reach, the same measure of doubt as for a limit: else it would come and go.
+        self._is_unreachable = smallest_s > (step_s / _TOO_LOW if self._is_unreachable else step_s)
+        if self._is_unreachable:
+            return max(step_s, _SLACK_WHEN_UNREACHABLE * smallest_s), TuningReason.UNREACHABLE
+        return step_s, reason
+
+    def _wanted(self, step_s: float, why: TuningReason, at: float, num_running: int) -> tuple[Limits, TuningReason]:
+        highest = self._highest
+        num_tokens = self._mixed.largest_within(step_s)
+        # A step in which all of them decode leaves room for a prompt.
+        for_prompts = min(MIN_PREFILL_TOKENS, _SHARE_FOR_PROMPTS * num_tokens)
+        by_time = min(self._decoding.largest_within(step_s), num_tokens - for_prompts)
+        num_tokens = max(num_tokens, num_running + for_prompts, MIN_PREFILL_TOKENS)
+        max_step_tokens = int(min(num_tokens, highest.max_step_tokens))
+        by_memory = self._memory.max_running(at)
+        max_running = int(min(max(min(by_time, by_memory), self._min_running), highest.max_running, max_step_tokens))
+        chunk_tokens = min(highest.prefill_chunk_tokens, max_step_tokens)
+        is_by_memory = by_memory < by_time and max_step_tokens == highest.max_step_tokens
+        reason = TuningReason.MEMORY if is_by_memory else why
+        return Limits(max_step_tokens, chunk_tokens, max_running), reason
+
+
+def _settled(current: Limits, wanted: Limits, highest: Limits) -> Limits:
+    """The wanted limits where they are far enough from the current ones."""
+    tokens, chunk, running = (
+        new if new < _TOO_HIGH * old or new > _TOO_LOW * old or new == top else old
+        for old, new, top in zip(current, wanted, highest, strict=True)
+    )
+    return Limits(tokens, min(chunk, tokens), min(running, tokens))
+
+
+class _MemoryLimit:
+    """How many requests may run so that none is preempted for memory: as many as fitted, and from time to time more."""
+
+    def __init__(self, highest: int) -> None:
+        self._highest = float(highest)
+        self._limit = self._highest
+        self._patience_s = _MEMORY_PATIENCE_S / 2
+        self._moved_at = -inf
+
+    def preempted(self, num_running: int, at: float) -> None:
+        """So many requests were left when others were preempted."""
+        if at - self._moved_at >= PERIOD_S:  # else it is the same shortage
+            self._patience_s = min(2 * self._patience_s, _MAX_MEMORY_PATIENCE_S)
+        self._limit, self._moved_at = min(self._limit, num_running), at
+
+    def max_running(self, at: float) -> float:
+        """After each preemption it takes twice as long until more are tried."""
+        if self._limit < self._highest and at - self._moved_at >= self._patience_s:
+            self._limit, self._moved_at = min(self._highest, _MEMORY_GROWTH * self._limit), at
+        return self._limit
+
+
+# ---------------------------------------------------------------------- measuring
+
+_CLASSES_PER_DOUBLING = 2
+_NEWEST_SHARE = 1 / 64  # of a class's averages: steps of full size are some ten to a hundred a second
+_MIN_STEPS = 8  # of a class, before a step counts as held up
+_HELD_UP = 3.0  # times the expected time: what a system's pause takes is no step's time
+# Mean deviations above the mean that a limit leaves room for, as in Jacobson's timer (1988): about the 99th percentile.
+_DEVIATIONS = 3.0
+_MIN_RISE = 0.25  # of the times beyond the known sizes, as a part of the mean time for each token of the largest
+
+
+@dataclass(slots=True)
+class _SizeClass:
+    """Averages of the steps of about one size."""
+
+    size: float
+    seconds: float
+    slope: float = 0.0  # seconds for one more
+    deviation: float = 0.0
+    num_steps: int = 0
+
+    def note(self, size: int, seconds: float) -> None:
+        expected = self.seconds + self.slope * (size - self.size)
+        if self.num_steps >= _MIN_STEPS:
+            seconds = min(seconds, _HELD_UP * expected)
+        self.num_steps += 1
+        share = max(1 / self.num_steps, _NEWEST_SHARE)
+        self.size += share * (size - self.size)
+        self.seconds += share * (seconds - self.seconds)
+        self.deviation += share * (abs(seconds - expected) - self.deviation)
+
+
+class StepTimes:
+    """How long steps take by their size: recent averages for classes of sizes, straight lines between them."""
+
+    def __init__(self) -> None:
+        self._classes: dict[int, _SizeClass] = {}
+
+    def note(self, size: int, seconds: float) -> None:
+        """A step of this size, at least 1, took so long."""
+        number = _class_of(size)
+        if number not in self._classes:
+            self._classes[number] = _SizeClass(size, seconds)
+        self._classes[number].note(size, seconds)
+
+    def largest_within(self, limit_s: float) -> float:
+        """The largest size of which nearly all steps take at most `limit_s`; infinite while nothing is known.
+
+        Beyond the sizes that there were, times are expected to go on as they rose.
+        """
+        knots = self._knots()
+        if not knots or limit_s == inf:
+            return inf
+        before_size, before_s = 0.0, 0.0
+        for size, bound_s in knots:
+            if bound_s > limit_s:
+                return before_size + (size - before_size) * (limit_s - before_s) / (bound_s - before_s)
+            before_size, before_s = size, bound_s
+        first_size, first_s = knots[0]
+        rise = mean_rise = before_s / before_size
+        if len(knots) > 1:
+            rise = max((before_s - first_s) / (before_size - first_size), _MIN_RISE * mean_rise)
+        return before_size + (limit_s - before_s) / rise if rise else inf
+
+    def seconds(self, size: int) -> float:
+        """Of nearly all steps of this size, at most; 0 while nothing is known."""
+        before_size, before_s = 0.0, 0.0
+        for knot_size, bound_s in self._knots():
+            if knot_size >= size:
+                return before_s + (size - before_size) * (bound_s - before_s) / (knot_size - before_size)
+            before_size, before_s = knot_size, bound_s
+        return before_s
+
+    def _knots(self) -> list[tuple[float, float]]:
+        """Sizes and the times that nearly all steps keep, both rising."""
+        knots: list[tuple[float, float]] = []
+        before = _SizeClass(0.0, 0.0)
+        for _, each in sorted(self._classes.items()):
+            each.slope = max(0.0, (each.seconds - before.seconds) / (each.size - before.size))
+            bound_s = each.seconds + _DEVIATIONS * each.deviation
+            knots.append((each.size, max(bound_s, knots[-1][1] if knots else 0.0)))
+            before = each
+        return knots
+
+
+def _class_of(size: int) -> int:
+    """1, 2, 3, 4 to 5, 6 to 7, 8 to 11, …: each class ends at one and a half or at 1.33 times its first."""
+    length = size.bit_length()
+    return _CLASSES_PER_DOUBLING * length + (size >> max(0, length - 2) & 1)
+
+
+_CLASS_WIDTH = log(1.05)
+
+
+class RecentTimes:
+    """The times of the last `WINDOW_S`, counted in classes of 5%, by the second."""
+
+    def __init__(self) -> None:
+        self._parts: deque[tuple[float, Counter[int]]] = deque()
+
+    def note(self, at: float, seconds: float, number: int = 1) -> None:
+        """So many times of `seconds`, `at` a time that is not before the last."""
+        if not self._parts or at >= self._parts[-1][0] + PERIOD_S:
+            self._parts.append((at, Counter()))
+            self._forget(at)
+        self._parts[-1][1][ceil(log(max(seconds, 1e-6)) / _CLASS_WIDTH)] += number
+
+    def p99(self, at: float) -> float:
+        """Of the window that ends `at`; 0 where there is none."""
+        counts = self._counts(at)
+        left = counts.total() // 100
+        for number in sorted(counts, reverse=True):
+            left -= counts[number]
+            if left < 0:
+                return exp((number - 0.5) * _CLASS_WIDTH)
+        return 0.0
+
+    def has_missed(self, target_s: float, at: float) -> bool:
+        """Whether more than a hundredth were longer, and more than a few."""
+        counts = self._counts(at)
+        if target_s == inf:
+            return False
+        last = ceil(log(target_s) / _CLASS_WIDTH)
+        num_missed = sum(number for each, number in counts.items() if each > last)
+        return num_missed > max(_MIN_MISSES, counts.total() / 100)
+
+    def _counts(self, at: float) -> Counter[int]:
+        self._forget(at)
+        return sum((counts for _, counts in self._parts), Counter())
+
+    def _forget(self, at: float) -> None:
+        while self._parts and self._parts[0][0] < at - WINDOW_S:
+            self._parts.popleft()
