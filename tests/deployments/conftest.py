@@ -30,7 +30,7 @@ NATIVE: Mapping[str, Any] = {}
 PLAIN = {"backend": "torch"}
 TRIAL = (
     {"name": "steady", "share": 3},
-    {"name": "bold", "share": 1, "scheduler": {"strategy": "static", "policy": "sjf"}},
+    {"name": "bold", "share": 1, "scheduler": {"preset": "latency", "strategy": "static", "policy": "sjf"}},
 )
 PLAIN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
 

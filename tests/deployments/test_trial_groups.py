@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks import groups
 from tests.deployments.conftest import Service
 
 MODEL = "trial"
@@ -27,6 +33,10 @@ def test_a_header_chooses_the_group_and_shares_do_for_the_rest(service: Service)
     refused = ask(service, **{"x-carousel-group": "none"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "group")
     assert "there are steady, bold" in refused.json()["error"]["message"]
+    assert ask(service, **{"x-carousel-preset": "latency"}).headers["x-carousel-replica"] == replicas["bold"]
+    refused = ask(service, **{"x-carousel-preset": "batch"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "preset")
+    assert "there are mixed, latency" in refused.json()["error"]["message"]
     shares = [ask(service).headers["x-carousel-replica"] for _ in range(48)]
     # A quarter of 48, by a hash of the request's id; outside these bounds once in 50,000 runs.
     assert 2 <= shares.count(replicas["bold"]) <= 28
@@ -42,6 +52,28 @@ def test_each_group_has_its_settings_and_is_reported_apart(service: Service) -> 
     # The same model and the same seed say the same under either group's strategy and policy.
     texts = {ask(service, **{"x-carousel-group": group}).json()["choices"][0]["text"] for group in ("steady", "bold")}
     assert len(texts) == 1
+
+
+def test_the_report_says_which_arm_is_better(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of `bold`, a static batch of one request waits 50 ms for others; of `steady` it starts at once."""
+    is_over = threading.Event()
+
+    def keep_asking(group: str) -> None:
+        while not is_over.is_set():
+            ask(service, **{"x-carousel-group": group})
+
+    with ThreadPoolExecutor(6) as pool:
+        asking = [pool.submit(keep_asking, group) for group in ("steady", "bold") * 3]
+        try:
+            arguments = ["--base-url", service.url, "--model", MODEL, "--reference", "steady"]
+            assert groups.main([*arguments, "--seconds", "8", "--parts", "12"]) == 0
+        finally:
+            is_over.set()
+    assert [each.exception() for each in asking] == [None] * 6
+    findings = json.loads(capsys.readouterr().out.splitlines()[-1])["findings"]
+    ttft = next(each for each in findings if each["figure"] == "TTFT mean s")
+    assert (ttft["arm"], ttft["verdict"]) == ("bold", "worse")
+    assert ttft["value"] > 0.05
 
 
 def requests_by_group(service: Service) -> dict[str, float]:
