@@ -56,8 +56,19 @@ def test_layers_that_cannot_be_joined_are_packed_alone() -> None:
 
 
 @torch.inference_mode()
-def test_without_the_operators_a_model_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.model.packed_linear._operators_work", lambda: False)
-    module = Attention()
+def test_without_the_operators_for_its_type_a_model_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+
+    def of_a_cpu_without_bfloat16(weight: torch.Tensor, hint: int) -> torch.Tensor:
+        if weight.dtype is torch.bfloat16:
+            raise RuntimeError("the bf16 path needs avx512bw")
+        return reorder(weight, hint)
+
+    monkeypatch.setattr("app.model.packed_linear.torch.ops.mkldnn._reorder_linear_weight", of_a_cpu_without_bfloat16)
+    assert pack_linear_layers(Attention()) == 3
+    module = Attention().to(torch.bfloat16)
     assert pack_linear_layers(module) == 0
     assert type(module.q_proj) is nn.Linear
+    assert "no packed linear operators for torch.bfloat16 on this CPU" in caplog.text
