@@ -198,7 +198,8 @@ def test_rows_go_through_the_live_service_in_its_lowest_class(start: Start, tmp_
     process = start(*arguments, "--max-tokens", 12)
     wait_for_rows(tmp_path / "out", 5, process)
     body = {"model": "narrow", "prompt": "Count", "max_tokens": 4}
-    for _ in range(3):
+    # A row takes milliseconds, and between two rows the slot is free: not every request comes while one runs.
+    while service.stats("narrow")[0].total_preemptions == 0 and process.poll() is None:
         assert httpx.post(f"{service.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200
     printed, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, printed
