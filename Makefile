@@ -31,7 +31,7 @@ bulk: .venv/runtime.done
 # Tests that need no cluster share the cores; live ones look at clocks and come one after the other.
 test: .venv/dev.done
 	$(BIN)/python -m pytest -m "not serve" -n $(TEST_PROCESSES) --dist loadfile
-	$(BIN)/python -m pytest -m serve
+	$(BIN)/python -m pytest -m "serve and not browser"
 
 browser: .venv/dev.done
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'

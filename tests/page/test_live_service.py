@@ -16,7 +16,7 @@ from tests.page.conftest import Picture
 from tests.page.sight import seen, stays
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.browser]
 
 SLOW, CHATTY = "simulated", "demo"
 SEEN_WITHIN_S = 2.0  # that a replica is killed
