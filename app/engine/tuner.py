@@ -337,9 +337,9 @@ class RecentTimes:
 
     def has_missed(self, target_s: float, at: float) -> bool:
         """Whether more than a hundredth were longer, and more than a few."""
-        counts = self._counts(at)
         if target_s == inf:
             return False
+        counts = self._counts(at)
         last = ceil(log(target_s) / _CLASS_WIDTH)
         num_missed = sum(number for each, number in counts.items() if each > last)
         return num_missed > max(_MIN_MISSES, counts.total() / 100)

@@ -39,7 +39,7 @@ function rowsOf(history, id, stays, tokens) {
     if (index) rows.push(["then", stay.isResumed ? "went on at another replica" : `preempted, waited ${seconds(stay.joined - stays[index - 1].left)}`]);
     rows.push([`${stay.replica.id}, slot ${stay.slot + 1}`, `prompt ${seconds(first - stay.joined)}, output ${seconds(end - first)}${ended(stay)}`]);
   });
-  const gaps = tokens.flatMap((times) => times.slice(1).map((at, each) => at - times[each])).sort((one, other) => one - other);
+  const gaps = tokens.flatMap(gapsOf).sort((one, other) => one - other);
   if (gaps.length) {
     const of = (share) => seconds(gaps[Math.min(gaps.length - 1, Math.floor(gaps.length * share))]);
     rows.push(["gaps between tokens", `median ${of(0.5)}, 99 % below ${of(0.99)}, longest ${of(1)}`]);
@@ -62,6 +62,7 @@ export function begin() {
   $("request-cancel").addEventListener("click", cancel);
 }
 
+const gapsOf = (times) => times.slice(1).map((at, each) => at - times[each]);
 const ended = (stay) => (stay.left === null ? ", runs" : stay.why ? `, ended: ${stay.why}` : "");
 
 // Its tokens over time, and below them the gap before each.
@@ -88,7 +89,7 @@ function drawTokens(canvas, history, stays, tokens) {
     pen.lineTo(x(at), curve - 2 - ((stay.use.num_given_tokens + each + 1) / most) * (curve - 16));
   }));
   pen.stroke();
-  const longest = tokens.flatMap((times) => times.slice(1).map((at, each) => at - times[each])).reduce((one, other) => Math.max(one, other), 1);
+  const longest = tokens.flatMap(gapsOf).reduce((one, other) => Math.max(one, other), 1);
   pen.fillStyle = colours.owned;
   for (const times of tokens) {
     for (let each = 1; each < times.length; each += 1) {

@@ -14,7 +14,7 @@ _KIB = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
+class KernelTuning:
     """How the attention kernels are compiled."""
 
     decode_warps: int = 4  # 16 rows of queries: one matrix instruction high, a warp for each 16 keys
@@ -34,7 +34,7 @@ class Tuning:
 
 # Hopper (sm_90): 227 KiB of shared memory. Two warpgroups multiply 64 rows each; their products read queries and keys
 # from shared memory, which leaves registers for 128 rows of 256 outputs.
-_SM_90 = Tuning(max_outputs=128 * 256)
+_SM_90 = KernelTuning(max_outputs=128 * 256)
 # Ampere (sm_80): 163 KiB. Products read their operands from registers, so that half as many outputs fit.
 _SM_80 = replace(_SM_90, max_outputs=128 * 128)
 # Ampere and Ada of workstations (sm_86, sm_89), Blackwell of workstations (sm_120): 99 KiB. Products as on sm_80. One
@@ -46,11 +46,11 @@ _SM_100 = _SM_90
 _TUNING = {(8, 0): _SM_80, (9, 0): _SM_90, (10, 0): _SM_100, (10, 3): _SM_100}
 
 
-def tuning_for(device: torch.device) -> Tuning:
+def tuning_for(device: torch.device) -> KernelTuning:
     """For a CUDA device; for others as for an H100, so that what is planned there is what most replicas have."""
     return tuning_of(torch.cuda.get_device_capability(device)) if device.type == "cuda" else _SM_90
 
 
-def tuning_of(capability: tuple[int, int]) -> Tuning:
+def tuning_of(capability: tuple[int, int]) -> KernelTuning:
     """An architecture that is not known gets what takes the least shared memory."""
     return _TUNING.get(capability, _SMALL)

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+
+from app.model.cuda.attention import TritonAttention
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,3 +38,11 @@ def _short_probe() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("app.model.loader._PROBE_TOKENS", 6)
         yield
+
+
+@pytest.fixture
+def triton_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine takes our kernels on this machine, and captures only where there is a GPU."""
+    monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta"))
+    if not torch.cuda.is_available():
+        monkeypatch.setattr("app.model.backends.CudaCapture", lambda device: lambda function: function)

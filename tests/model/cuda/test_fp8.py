@@ -46,13 +46,6 @@ pytestmark = pytest.mark.skipif(
 def _rounded(rounded_fp8: None) -> None: ...
 
 
-@pytest.fixture
-def triton_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta"))
-    if DEVICE.type != "cuda":
-        monkeypatch.setattr("app.model.backends.CudaCapture", lambda device: lambda function: function)
-
-
 def config_of(path: Path, **changes: object) -> ModelConfig:
     return ModelConfig.model_validate({"path": str(path), "dtype": "bfloat16", "quantization": "fp8"} | changes)
 

@@ -50,13 +50,6 @@ PLAIN = AttentionRules(scaling=0.25)
 def _rounded(rounded_fp8: None) -> None: ...
 
 
-@pytest.fixture
-def triton_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta"))
-    if DEVICE.type != "cuda":
-        monkeypatch.setattr("app.model.backends.CudaCapture", lambda device: lambda function: function)
-
-
 def rounded(heads: torch.Tensor) -> torch.Tensor:
     """[num_tokens, num_heads, dim], as FP8 holds them."""
     values, scales = in_fp8(heads.reshape(-1, heads.shape[-1]))
