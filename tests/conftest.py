@@ -22,6 +22,22 @@ PROJECT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session")
+def num_threads() -> int:
+    """Of torch, in every test."""
+    import torch
+
+    return torch.get_num_threads()
+
+
+@pytest.fixture(autouse=True)
+def same_number_of_threads(num_threads: int) -> None:
+    """Loading a model sets it, and the bits of a product depend on it."""
+    import torch
+
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="session")
 def demo_path() -> Path:
     """The bundled model."""
     return PROJECT / "models" / "demo"
