@@ -42,16 +42,17 @@ def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLim
             raise InvalidRequest(
                 f"{param} is {num_top:,}; this server accepts at most {limits.max_logprobs:,}", param=param
             )
+    param = body.stop_param
     if len(body.stop) > limits.max_stop_strings:
         raise InvalidRequest(
-            f"stop has {len(body.stop):,} strings; this server accepts at most {limits.max_stop_strings:,}",
-            param="stop",
+            f"{param} has {len(body.stop):,} strings; this server accepts at most {limits.max_stop_strings:,}",
+            param=param,
         )
     longest = max(map(len, body.stop), default=0)
     if longest > limits.max_stop_length:
         raise InvalidRequest(
-            f"stop has a string of {longest:,} characters; this server accepts at most {limits.max_stop_length:,}",
-            param="stop",
+            f"{param} has a string of {longest:,} characters; this server accepts at most {limits.max_stop_length:,}",
+            param=param,
         )
     check_token_ids(body.stop_token_ids, model, "stop_token_ids")
     check_token_ids(tuple(body.logit_bias), model, "logit_bias")

@@ -10,9 +10,12 @@ from app.api.call import Call, RequestLimits, ServedModel
 from app.api.endpoints.chat import prepare_chat
 from app.api.endpoints.completions import prepare_completion
 from app.api.endpoints.embeddings import EmbeddingsWriter, prepare_embeddings
+from app.api.endpoints.messages import MessagesWriter, prepare_message
 from app.api.endpoints.responses import ResponsesWriter, prepare_response
 from app.api.generation import SharedFields
+from app.api.http.errors import MESSAGES_PATH
 from app.api.output.completion_writers import ChatFormat, ChoiceWriter, CompletionFormat, Writer
+from app.api.schemas.messages import MessagesRequest
 from app.api.schemas.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, QueuedRequest
 from app.api.schemas.responses import ResponsesRequest
 
@@ -64,6 +67,14 @@ ENDPOINTS = {
             ResponsesWriter,
             summary="Generate a response",
             response="Response",
+        ),
+        Endpoint(
+            MESSAGES_PATH,
+            MessagesRequest,
+            prepare_message,
+            lambda _: MessagesWriter(),
+            summary="Generate a message",
+            response="CreatedMessage",
         ),
     )
 }
