@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -352,7 +353,7 @@ def test_however_the_text_is_cut_the_message_is_the_same(tools_tokenizer: Tokeni
     def script(request: Request) -> Iterable[Step]:
         ids = tools_tokenizer.encode(text, add_special_tokens=False)
         borders = [0, *sorted(cut for cut in cuts if cut < len(ids)), len(ids)]
-        yield from (ids[start:end] for start, end in zip(borders, borders[1:], strict=False))
+        yield from (ids[start:end] for start, end in pairwise(borders))
         yield last(request, (4,), FinishReason.STOP, stop_token_id=4)
 
     def comparable(message: dict[str, Any]) -> Any:
