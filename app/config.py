@@ -468,6 +468,13 @@ class ServedModelConfig(Settings):
     pooling: Literal["last", "mean", "none"] = Field(
         "last", description="embeddings: the last token's hidden state, the mean of all tokens', or none are given"
     )
+    deadline_s: float | None = Field(
+        None,
+        gt=0,
+        le=86_400,
+        description="seconds that a request may take which names no `deadline_s`, waiting included; not of background "
+        "requests; default: any number",
+    )
     engine: EngineConfig = EngineConfig()
     replicas: ReplicasConfig = ReplicasConfig()
 

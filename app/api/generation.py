@@ -163,14 +163,19 @@ def _check_text(text: str, model: ServedModel, param: str, *, may_be_longer: boo
         )
 
 
-def scheduling_of(body: QueuedRequest) -> dict[str, Any]:
-    """The fields of an engine's request that say for which tenant it is, and when it runs."""
+def scheduling_of(body: QueuedRequest, model: ServedModel) -> dict[str, Any]:
+    """The fields of an engine's request that say for which tenant it is, and when it runs.
+
+    A request that names no deadline has the model's; a background request has all the time there is.
+    """
+    is_background = body.service_tier == "flex"
+    default_s = None if is_background else model.deadline_s
     return {
         "cache_salt": body.cache_salt,
         "priority": body.priority,
         "tenant": body.user,
-        "deadline_s": body.deadline_s,
-        "is_background": body.service_tier == "flex",
+        "deadline_s": default_s if body.deadline_s is None else body.deadline_s,
+        "is_background": is_background,
     }
 
 
@@ -187,7 +192,7 @@ def call_of(
     """The call of a checked body. Raises InvalidRequest for what depends on the lengths of its prompts."""
     call_id = f"{prefix}-{uuid.uuid4().hex}"
     requests: list[Request] = []
-    scheduling = scheduling_of(body)
+    scheduling = scheduling_of(body, model)
     for prompt in prompts:
         prompt = _truncated(prompt, body, model.facts.max_model_len)
         max_tokens = _max_tokens(body, len(prompt), model.facts.max_model_len, default_max_tokens)
