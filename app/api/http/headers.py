@@ -32,8 +32,9 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
 
 
 def with_headers(call: Call, headers: Mapping[str, str]) -> Call:
-    """The call with what its headers ask for: group, preset, session, no waiting, timings in `usage`, which a stream has
-    then too.
+    """The call with what its headers ask for: group, preset, session, whether it waits, timings in `usage`.
+
+    A stream has `usage` then too.
 
     Raises InvalidRequest for a session that is too long. Whether there is such a group, or one with such a preset, is
     checked where groups are known.
@@ -49,8 +50,12 @@ def with_headers(call: Call, headers: Mapping[str, str]) -> Call:
     no_queue = _is_true(headers.get(NO_QUEUE_HEADER, ""))
     if not (group or preset or session or no_queue):
         return call
-    asked = {"group": group, "preset": preset, "session": session, "no_queue": no_queue}
-    return replace(call, requests=tuple(replace(each, **asked) for each in call.requests))
+    return replace(
+        call,
+        requests=tuple(
+            replace(each, group=group, preset=preset, session=session, no_queue=no_queue) for each in call.requests
+        ),
+    )
 
 
 def with_deadline(body: dict[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
