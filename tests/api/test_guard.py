@@ -30,6 +30,7 @@ WHO_MAY = {
     "all": {"GET /health", "GET /ready", "GET /", "GET /page/{name}"},
     "keys": {
         "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST /v1/embeddings",
+        "POST /v1/rerank", "POST /v2/rerank", "POST /v1/score",
         "GET /v1/models", "GET /v1/models/{model_id:path}", "POST /tokenize", "POST /detokenize", "GET /tokenizer_info",
         "GET /version", "GET /openapi.json", "GET /metrics",
         "POST /v1/requests/{request_id}/cancel",
