@@ -470,6 +470,13 @@ class ServedModelConfig(Settings):
         description="embeddings: the last token's hidden state, the mean of all tokens', an encoder's first, or none "
         "are given; auto: as 1_Pooling/config.json says, else last, and mean of an encoder",
     )
+    deadline_s: float | None = Field(
+        None,
+        gt=0,
+        le=86_400,
+        description="seconds that a request may take which names no `deadline_s`, waiting included; not of background "
+        "requests; default: any number",
+    )
     engine: EngineConfig = EngineConfig()
     replicas: ReplicasConfig = ReplicasConfig()
 

@@ -48,16 +48,17 @@ def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLim
             raise InvalidRequest(
                 f"{param} is {num_top:,}; this server accepts at most {limits.max_logprobs:,}", param=param
             )
+    param = body.stop_param
     if len(body.stop) > limits.max_stop_strings:
         raise InvalidRequest(
-            f"stop has {len(body.stop):,} strings; this server accepts at most {limits.max_stop_strings:,}",
-            param="stop",
+            f"{param} has {len(body.stop):,} strings; this server accepts at most {limits.max_stop_strings:,}",
+            param=param,
         )
     longest = max(map(len, body.stop), default=0)
     if longest > limits.max_stop_length:
         raise InvalidRequest(
-            f"stop has a string of {longest:,} characters; this server accepts at most {limits.max_stop_length:,}",
-            param="stop",
+            f"{param} has a string of {longest:,} characters; this server accepts at most {limits.max_stop_length:,}",
+            param=param,
         )
     check_token_ids(body.stop_token_ids, model, "stop_token_ids")
     check_token_ids(tuple(body.logit_bias), model, "logit_bias")
@@ -173,14 +174,19 @@ def _check_text(text: str, model: ServedModel, param: str, *, may_be_longer: boo
         )
 
 
-def scheduling_of(body: QueuedRequest) -> dict[str, Any]:
-    """The fields of an engine's request that say for which tenant it is, and when it runs."""
+def scheduling_of(body: QueuedRequest, model: ServedModel) -> dict[str, Any]:
+    """The fields of an engine's request that say for which tenant it is, and when it runs.
+
+    A request that names no deadline has the model's; a background request has all the time there is.
+    """
+    is_background = body.service_tier == "flex"
+    default_s = None if is_background else model.deadline_s
     return {
         "cache_salt": body.cache_salt,
         "priority": body.priority,
         "tenant": body.user,
-        "deadline_s": body.deadline_s,
-        "is_background": body.service_tier == "flex",
+        "deadline_s": default_s if body.deadline_s is None else body.deadline_s,
+        "is_background": is_background,
     }
 
 
@@ -197,7 +203,7 @@ def call_of(
     """The call of a checked body. Raises InvalidRequest for what depends on the lengths of its prompts."""
     call_id = f"{prefix}-{uuid.uuid4().hex}"
     requests: list[Request] = []
-    scheduling = scheduling_of(body)
+    scheduling = scheduling_of(body, model)
     for prompt in prompts:
         prompt = _truncated(prompt, body, model.facts.max_model_len)
         max_tokens = _max_tokens(body, len(prompt), model.facts.max_model_len, default_max_tokens)

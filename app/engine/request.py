@@ -150,6 +150,7 @@ class Request:
     preset: str = ""  # of the settings of the replicas that the client asks for
     is_background: bool = False  # it uses only unused capacity, and is preempted first
     session: str = ""  # requests of one session go to the same replica where possible
+    no_queue: bool = False  # it is refused where it would wait for a slot
 
 
 class Queued(NamedTuple):

@@ -265,6 +265,7 @@ class Scheduler:
             builder.has_preempted = True
             victim = self._running.last
             self._preempt(victim)
+            self._totals.memory_preemptions += 1
             if victim is sequence:
                 return False
         self._running.extend(sequence, num_tokens)
@@ -504,6 +505,7 @@ class Scheduler:
             total_cached_tokens=totals.cached_tokens,
             total_generated_tokens=totals.generated_tokens,
             total_preemptions=totals.preemptions,
+            total_memory_preemptions=totals.memory_preemptions,
             total_finished=totals.finished,
             total_aborted=totals.aborted,
             total_failed=totals.failed,

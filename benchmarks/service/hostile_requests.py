@@ -31,6 +31,12 @@ VALID: dict[str, dict[str, Any]] = {
         "input": [{"role": "user", "content": "Hi"}], "instructions": "Be short.", "max_output_tokens": 2,
         "text": {"format": {"type": "text"}}, "metadata": {"a": "b"}, "store": False,
     },
+    "/v1/messages": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "system": "Be short.",
+        "max_tokens": 2, "stop_sequences": ["x"], "metadata": {"user_id": "a"}, "tool_choice": {"type": "none"},
+        "tools": [{"name": "look", "input_schema": {"type": "object"}}], "stream": True,
+    },
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}], "system": "Be short."},
     "/v1/embeddings": {"input": ["one", "two"], "encoding_format": "base64", "dimensions": 4},
     "/v1/rerank": {
         "query": "one", "documents": ["one two", {"text": "three"}], "top_n": 1, "return_documents": True,

@@ -83,6 +83,7 @@ async def served_model(model: ServedModelConfig, path: str, client: ModelClient)
         aliases=model.aliases,
         tool_format=form,
         pooling=pooling_of(model, facts),
+        deadline_s=model.deadline_s,
     )
 
 

@@ -48,7 +48,7 @@ def prepare_embeddings(
             prompt_token_ids=prompt,
             sampling=SamplingParams(max_tokens=0),
             pooling=model.pooling,
-            **scheduling_of(body),
+            **scheduling_of(body, model),
         )
         requests.append(request)
     return Call(

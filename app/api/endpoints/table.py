@@ -11,10 +11,13 @@ from app.api.endpoints.chat import prepare_chat
 from app.api.endpoints.completions import prepare_completion
 from app.api.endpoints.embeddings import EmbeddingsWriter, prepare_embeddings
 from app.api.endpoints.ranking import RerankWriter, ScoreWriter, prepare_rerank, prepare_score
+from app.api.endpoints.messages import MessagesWriter, prepare_message
 from app.api.endpoints.responses import ResponsesWriter, prepare_response
 from app.api.generation import SharedFields
+from app.api.http.errors import MESSAGES_PATH
 from app.api.output.completion_writers import ChatFormat, ChoiceWriter, CompletionFormat, Writer
 from app.api.schemas.ranking import RerankRequest, ScoreRequest
+from app.api.schemas.messages import MessagesRequest
 from app.api.schemas.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, QueuedRequest
 from app.api.schemas.responses import ResponsesRequest
 
@@ -84,6 +87,14 @@ ENDPOINTS = {
             ScoreWriter,
             summary="How well texts fit another text",
             response="Scores",
+        ),
+        Endpoint(
+            MESSAGES_PATH,
+            MessagesRequest,
+            prepare_message,
+            lambda _: MessagesWriter(),
+            summary="Generate a message",
+            response="CreatedMessage",
         ),
     )
 }
