@@ -120,7 +120,7 @@ def _call_of(comparison: _Comparison, prefix: str, limits: RequestLimits) -> Cal
     comparison.check_lengths(prompts)
     model, call_id = comparison.model, f"{prefix}-{uuid.uuid4().hex}"
     pooling = Pooling.SCORE if model.facts.scores_pairs else model.pooling
-    scheduling = scheduling_of(comparison.body)
+    scheduling = scheduling_of(comparison.body, model)
     requests = [
         Request(
             request_id=f"{call_id}-{index}",

@@ -10,14 +10,14 @@ from app.api.call import Call, RequestLimits, ServedModel
 from app.api.endpoints.chat import prepare_chat
 from app.api.endpoints.completions import prepare_completion
 from app.api.endpoints.embeddings import EmbeddingsWriter, prepare_embeddings
-from app.api.endpoints.ranking import RerankWriter, ScoreWriter, prepare_rerank, prepare_score
 from app.api.endpoints.messages import MessagesWriter, prepare_message
+from app.api.endpoints.ranking import RerankWriter, ScoreWriter, prepare_rerank, prepare_score
 from app.api.endpoints.responses import ResponsesWriter, prepare_response
 from app.api.generation import SharedFields
 from app.api.http.errors import MESSAGES_PATH
 from app.api.output.completion_writers import ChatFormat, ChoiceWriter, CompletionFormat, Writer
-from app.api.schemas.ranking import RerankRequest, ScoreRequest
 from app.api.schemas.messages import MessagesRequest
+from app.api.schemas.ranking import RerankRequest, ScoreRequest
 from app.api.schemas.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, QueuedRequest
 from app.api.schemas.responses import ResponsesRequest
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from app.api.schemas.ranking import RerankRequest, ScoreRequest
 from app.api.schemas.messages import MessagesRequest
+from app.api.schemas.ranking import RerankRequest, ScoreRequest
 from app.api.schemas.requests import (
     ChatRequest,
     CompletionRequest,
