@@ -30,7 +30,13 @@ MAX_LONGER_TEXT = 1_000_000
 
 
 def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLimits) -> None:
-    """What needs only the body, the limits and the size of the vocabulary."""
+    """What needs only the body, the limits and the facts of the model."""
+    if not model.facts.generates:
+        raise InvalidRequest(
+            f"the model {model.name!r} is an encoder and generates no text; ask another, or ask it at /v1/embeddings, "
+            f"/v1/rerank or /v1/score",
+            param="model",
+        )
     if body.n > limits.max_choices:
         raise InvalidRequest(f"n is {body.n:,}; this server accepts at most {limits.max_choices:,}", param="n")
     if body.num_samples > limits.max_choices:
@@ -92,10 +98,9 @@ def encode_prompts(
     Raises InvalidRequest for ids that do not exist and for texts that the context cannot hold; `may_be_longer`: that is
     no mistake of a text.
     """
+    check_texts([each for each in prompts if isinstance(each, str)], model, param, may_be_longer=may_be_longer)
     for prompt in prompts:
-        if isinstance(prompt, str):
-            _check_text(prompt, model, param, may_be_longer=may_be_longer)
-        else:
+        if not isinstance(prompt, str):
             check_token_ids(prompt, model, param)
     most = _max_encoded(model)
     return [
@@ -104,6 +109,12 @@ def encode_prompts(
         else tuple(prompt)
         for prompt in prompts
     ]
+
+
+def check_texts(texts: Sequence[str], model: ServedModel, param: str, *, may_be_longer: bool = False) -> None:
+    """Raise InvalidRequest for texts that the context cannot hold, as far as that is known without their tokens."""
+    for text in texts:
+        _check_text(text, model, param, may_be_longer=may_be_longer)
 
 
 def encode_chat(

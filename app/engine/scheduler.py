@@ -51,8 +51,9 @@ class Scheduler:
         pool: BlockPool,
         eos_token_ids: Iterable[int],
         policy: SchedulingPolicy | None = None,
+        takes_whole_prompts: bool = False,
     ) -> None:
-        """`policy` is that of the config, unless another is given."""
+        """`policy` is that of the config, unless another is given. Whole prompts are computed in one step each."""
         self._config = config
         self._limits = Limits.of(config)
         self._settings = config.version
@@ -60,6 +61,7 @@ class Scheduler:
         self._strategy = make_strategy(config.strategy)
         self._policy = policy or make_policy(config.policy)
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._takes_whole_prompts = takes_whole_prompts
         self._num_arrived = 0
         self._sequences: dict[str, Sequence] = {}  # waiting and running, by request id
         self._waiting = WaitingQueue(self._policy, self._strategy.bucket_of)
@@ -222,6 +224,7 @@ class Scheduler:
             max_background_tokens=BACKGROUND_PREFILL_TOKENS if self._has_foreground(plan) else None,
             chunk_tokens=limits.prefill_chunk_tokens,
             eos_token_ids=self._eos_token_ids,
+            takes_whole_prompts=self._takes_whole_prompts,
         )
 
     def _has_foreground(self, plan: StepPlan) -> bool:

@@ -81,7 +81,7 @@ def _computed_paths() -> Json:
     """Those of the table of endpoints."""
     events = {"text/event-stream": {"schema": _object(data=str)}}  # of each event
     return {
-        endpoint.path: {
+        path: {
             "post": _operation(
                 endpoint.summary,
                 endpoint.response,
@@ -92,6 +92,7 @@ def _computed_paths() -> Json:
             )
         }
         for endpoint in ENDPOINTS.values()
+        for path in (endpoint.path, *endpoint.aliases)
     }
 
 
@@ -307,6 +308,7 @@ def _restrict(field: Json, kind: str, **limits: int) -> None:
 def _answers() -> Json:
     """The schemas of responses, with the fields that clients may rely on."""
     usage = _object(prompt_tokens=int, completion_tokens=int, total_tokens=int)
+    of_prompts = _object(prompt_tokens=int, total_tokens=int)
     reason = {"enum": ["stop", "length", "tool_calls"]}
     message = _object(role={"const": "assistant"}, content=_TEXT_OR_NULL)
     call = _object(id=str, type={"const": "function"}, function=_object(name=str, arguments=str))
@@ -332,6 +334,11 @@ def _answers() -> Json:
             output=_list(item),
             usage=_object(input_tokens=int, output_tokens=int, total_tokens=int),
         ),
+        "Embeddings": _page(embedding, model=str, usage=of_prompts),
+        "Rerank": _object(
+            id=str, model=str, results=_list(_object(index=int, relevance_score=float)), meta=dict, usage=of_prompts
+        ),
+        "Scores": _page(_object(index=int, score=float), id=str, model=str, usage=of_prompts),
         "CreatedMessage": _object(
             id=str,
             type={"const": "message"},
@@ -344,7 +351,6 @@ def _answers() -> Json:
         ),
         "AnthropicError": _object(type={"const": "error"}, error=_object(type=str, message=str), request_id=str),
         "TokenCount": _object(input_tokens=int),
-        "Embeddings": _page(embedding, model=str, usage=_object(prompt_tokens=int, total_tokens=int)),
         "Model": _object(id=str, object={"const": "model"}, created=int, max_model_len=int),
         "ModelList": _page(_reference("Model")),
         "Tokens": _object(count=int, max_model_len=int, tokens=_list({"type": "integer"})),

@@ -65,8 +65,9 @@ def build_app(
     running = running or RunningCalls(fleets)
     for_keys = [
         *(
-            Route(endpoint.path, _Computed(endpoint, handler, running), methods=["POST"])
+            Route(path, _Computed(endpoint, handler, running), methods=["POST"])
             for endpoint in ENDPOINTS.values()
+            for path in (endpoint.path, *endpoint.aliases)
         ),
         *TokenizationRoutes(handler).routes(),
         *service.routes(),

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from app.api.schemas.messages import MessagesRequest
+from app.api.schemas.ranking import RerankRequest, ScoreRequest
 from app.api.schemas.requests import (
     ChatRequest,
     CompletionRequest,
@@ -88,6 +89,8 @@ _UNAVAILABLE: dict[type[ModelRequest], dict[str, tuple[Any, ...]]] = {
         "context_management": (),
     },
     EmbeddingsRequest: {"truncate_prompt_tokens": (), "messages": ([],)},
+    RerankRequest: {"truncate_prompt_tokens": (), "rank_fields": (["text"],), "max_chunks_per_doc": ()},
+    ScoreRequest: {"truncate_prompt_tokens": ()},
 }
 
 # What to send in place of some of them.
@@ -96,6 +99,7 @@ _INSTEAD = {
     "guided_regex": 'structured_outputs: {"regex": ...}',
     "guided_choice": 'structured_outputs: {"choice": [...]}',
     "guided_grammar": 'structured_outputs: {"grammar": ...}',
+    "max_chunks_per_doc": "max_tokens_per_doc",
     "stop": "stop_sequences",
 }
 
