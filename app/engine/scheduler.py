@@ -427,9 +427,7 @@ class Scheduler:
             deltas += [with_times(each, times) for each in processed] if times else processed
         return deltas
 
-    def _note_step(
-        self, batch: Batch, result: StepResult, now: float, *, num_ended: int
-    ) -> dict[str, EngineTimes]:
+    def _note_step(self, batch: Batch, result: StepResult, now: float, *, num_ended: int) -> dict[str, EngineTimes]:
         """Count a computed step; returns the times of the requests that have their first token by it."""
         times = self._count_step(
             now, began_at=batch.began_at, num_tokens=batch.num_scheduled_tokens, num_sequences=len(batch.sequences),

@@ -35,9 +35,9 @@ _TEXTS = (
     "the second gate every forty minutes, and the last one returns at half past ten.",
     "def total(orders):\n    result = 0\n    for order in orders:\n        if order.cancelled:\n            continue\n"
     "        price = order.price * order.count\n        if order.customer.is_member:\n            price = price * 0.9\n"
-    "        result = result + price\n    return result\n\n\ndef largest(orders):\n    best = None\n    for order in orders:\n"
-    "        if order.cancelled:\n            continue\n        if best is None or order.price > best.price:\n"
-    "            best = order\n    return best\n",
+    "        result = result + price\n    return result\n\n\ndef largest(orders):\n    best = None\n"
+    "    for order in orders:\n        if order.cancelled:\n            continue\n"
+    "        if best is None or order.price > best.price:\n            best = order\n    return best\n",
     "Name: Anna Berg, Town: Oslo, Age: 34, Team: north\nName: Tom Hall, Town: Leeds, Age: 51, Team: west\n"
     "Name: Mia Costa, Town: Porto, Age: 28, Team: south\nName: Jan Novak, Town: Brno, Age: 45, Team: east\n"
     "Name: Lea Roth, Town: Basel, Age: 39, Team: north\nName: Omar Said, Town: Cairo, Age: 42, Team: south\n",
