@@ -66,6 +66,7 @@ class ServedModel:
     aliases: tuple[str, ...] = ()  # other names that clients may send
     tool_format: ToolFormat | None = None  # how it writes tool calls; None: unknown
     pooling: Pooling | None = None  # what its embeddings are; None: it gives none
+    deadline_s: float | None = None  # of requests that name none
 
     def entry(self, name: str) -> dict[str, Any]:
         """What /v1/models says of it, under its name or an alias."""

@@ -45,6 +45,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
     first_target: int = 0
     # Which hidden states are wanted: the last token's, or the sum of all.
     pooling: Pooling | None = None
+    second_text_at: int = 0  # as the request has it
 
     @property
     def wants_logprobs(self) -> bool:

@@ -52,9 +52,13 @@ class Scheduler:
         pool: BlockPool,
         eos_token_ids: Iterable[int],
         policy: SchedulingPolicy | None = None,
+        takes_whole_prompts: bool = False,
         drafter: Drafter | None = None,
     ) -> None:
-        """`policy` is that of the config, unless another is given. Without a drafter nothing is speculated."""
+        """`policy` is that of the config, unless another is given. Whole prompts are computed in one step each.
+
+        Without a drafter nothing is speculated.
+        """
         self._config = config
         self._limits = Limits.of(config)
         self._settings = config.version
@@ -63,6 +67,7 @@ class Scheduler:
         self._policy = policy or make_policy(config.policy)
         self._drafter = drafter
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._takes_whole_prompts = takes_whole_prompts
         self._num_arrived = 0
         self._sequences: dict[str, Sequence] = {}  # waiting and running, by request id
         self._waiting = WaitingQueue(self._policy, self._strategy.bucket_of)
@@ -227,6 +232,7 @@ class Scheduler:
             max_background_tokens=BACKGROUND_PREFILL_TOKENS if self._has_foreground(plan) else None,
             chunk_tokens=limits.prefill_chunk_tokens,
             eos_token_ids=self._eos_token_ids,
+            takes_whole_prompts=self._takes_whole_prompts,
         )
 
     def _has_foreground(self, plan: StepPlan) -> bool:
@@ -267,6 +273,7 @@ class Scheduler:
             builder.has_preempted = True
             victim = self._running.last
             self._preempt(victim)
+            self._totals.memory_preemptions += 1
             if victim is sequence:
                 return False
         self._running.extend(sequence, num_tokens)
@@ -537,6 +544,7 @@ class Scheduler:
             total_cached_tokens=totals.cached_tokens,
             total_generated_tokens=totals.generated_tokens,
             total_preemptions=totals.preemptions,
+            total_memory_preemptions=totals.memory_preemptions,
             total_drafted_tokens=totals.drafted_tokens,
             total_accepted_tokens=totals.accepted_tokens,
             total_finished=totals.finished,
