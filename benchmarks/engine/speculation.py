@@ -80,7 +80,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     plain = build_sync_engine(config)
     speculating = assemble(
         config.scheduler, config.cache, num_blocks=plain.stats().num_blocks, runner=plain.runner, facts=plain.facts,
-        drafter=drafter_of(SpeculationConfig(max_drafts=given.max_drafts)),
+        drafter=drafter_of(SpeculationConfig(method="lookup", max_drafts=given.max_drafts)),
     )  # fmt: skip
     tokenizer = Tokenizer.load(given.model)
     engines = {WITHOUT: plain, WITH: speculating}

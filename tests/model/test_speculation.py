@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from app.assembly import assemble
-from app.config import CacheConfig, SchedulerConfig
+from app.assembly import assemble, drafter_of
+from app.config import CacheConfig, SchedulerConfig, SpeculationConfig
 from app.engine.batch import Batch, StepResult
 from app.engine.engine import Engine
 from app.engine.request import Request
@@ -96,7 +96,11 @@ def test_all_that_callers_hear_is_the_same(architecture: str, way: str, tiny_mod
 
 def test_an_engine_of_the_settings_looks_drafts_up(tiny_model_path: Callable[[str], Path]) -> None:
     prompt = tuple(range(20, 60)) * 4
-    engine = build(tiny_model_path("llama"), way="torch")
+    plain = build(tiny_model_path("llama"), way="torch")
+    engine = assemble(
+        SchedulerConfig(), CacheConfig(block_size=4), num_blocks=100, runner=plain.runner, facts=plain.facts,
+        drafter=drafter_of(SpeculationConfig(method="lookup")),
+    )  # fmt: skip
     bias = tuple((token, 80.0) for token in (30, 31))  # so the output repeats
     outcome = run_to_end(engine, make_request(prompt, max_tokens=60, request_id="one", logit_bias=bias))
     assert len(outcome.token_ids["one"]) == 60
