@@ -348,12 +348,22 @@ class StepLogConfig(Settings):
     )
 
 
+class SpeculationConfig(Settings):
+    """Drafts of the next tokens, computed in one step and kept where they are what would be drawn."""
+
+    method: Literal["lookup", "off"] = Field(
+        "off", description="lookup: what followed the same tokens in prompt or output before; on CPUs only"
+    )
+    max_drafts: int = Field(8, ge=1, le=64, description="drafts for one request in one step, at most")
+
+
 class EngineConfig(Settings):
     """Everything one engine needs."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     step_log: StepLogConfig = StepLogConfig()
 
 
