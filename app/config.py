@@ -156,6 +156,14 @@ class BucketedConfig(Settings):
     max_wait_ms: MaxWaitMs = 50.0
 
 
+class SortedConfig(Settings):
+    """The request that has waited longest, with those of the nearest prompt lengths."""
+
+    name: Literal["sorted"] = "sorted"
+    batch_size: BatchSize = 8
+    max_wait_ms: MaxWaitMs = 50.0
+
+
 class AdaptiveConfig(Settings):
     """Dynamic, with a batch size that follows the latency of the batches before."""
 
@@ -180,7 +188,9 @@ class HybridConfig(Settings):
     prefill_share: float = Field(0.5, gt=0, le=1, description="share of a step's budget for prefill beside decoding")
 
 
-StrategyConfig = StaticConfig | DynamicConfig | BucketedConfig | AdaptiveConfig | ContinuousConfig | HybridConfig
+StrategyConfig = (
+    StaticConfig | DynamicConfig | BucketedConfig | SortedConfig | AdaptiveConfig | ContinuousConfig | HybridConfig
+)
 
 
 class FcfsConfig(Settings):

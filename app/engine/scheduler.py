@@ -239,7 +239,7 @@ class Scheduler:
         """Whether the step may compute anything for a foreground request; under any order background is last."""
         first = self._running.by_rank[:1]
         if plan.num_admissible:
-            first = [*first, self._waiting.peek(plan.bucket)]
+            first = [*first, self._waiting.peek(plan.bucket(0))]
         return any(not sequence.request.is_background for sequence in first)
 
     def _note_decision(self, joined: list[Sequence], wait_reason: WaitReason) -> None:
@@ -296,8 +296,9 @@ class Scheduler:
 
         No sequence overtakes the first in order, which waits until all of its known tokens find room.
         """
-        for _ in range(plan.num_admissible):
-            sequence = self._waiting.peek(plan.bucket)
+        for number in range(plan.num_admissible):
+            bucket = plan.bucket(number)
+            sequence = self._waiting.peek(bucket)
             if not builder.has_room_for_prefill(sequence):
                 return WaitReason.BUDGET
             if not self._strategy.admits(sequence):
@@ -306,7 +307,7 @@ class Scheduler:
                 return WaitReason.RESULT
             if sequence.is_scoring and not builder.has_room_for_scores:
                 return WaitReason.BUDGET
-            if not self._try_join(sequence, plan.bucket):
+            if not self._try_join(sequence, bucket):
                 return WaitReason.BLOCKS
             num_tokens = builder.chunk(sequence)
             self._running.extend(sequence, num_tokens)

@@ -38,6 +38,7 @@ STRATEGIES: list[Any] = [
     {"name": "static", "batch_size": 3, "max_wait_ms": 40},
     {"name": "dynamic", "batch_size": 4, "max_batch_tokens": 12, "max_wait_ms": 40},
     {"name": "bucketed", "batch_size": 2, "max_wait_ms": 40},
+    {"name": "sorted", "batch_size": 3, "max_wait_ms": 40},
     {"name": "adaptive", "target_latency_ms": 60, "max_wait_ms": 40},
 ]
 POLICIES = ["fcfs", "sjf", "priority", "fair", "deadline"]
