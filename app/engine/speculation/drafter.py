@@ -15,8 +15,8 @@ from app.engine.speculation.prompt_lookup import PromptLookup
 _NEWEST_SHARE = 1 / 8  # of a draft in a sequence's acceptance
 _NEWEST_SHARE_OF_ALL = 1 / 64  # in that of all sequences
 _FIRST_ACCEPTANCE = 0.7
-# So many equal tokens in a row are tried whatever became of drafts before: a text is copied. A match grows without drafts
-# too, token by token.
+# So many equal tokens in a row are tried whatever became of drafts before: a text is copied. Without drafts, too, a
+# match grows token by token.
 _LONG_MATCH = 8
 
 
