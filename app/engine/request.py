@@ -47,12 +47,23 @@ class GrammarKind(StrEnum):
     REGEX = "regex"  # of the whole output; Rust's syntax, without back-references and look-around
     CHOICE = "choice"  # a JSON list of strings, one of which is the output
     GRAMMAR = "grammar"  # context-free: Lark as llguidance writes it, or llama.cpp's GBNF
+    TEXT = "text"  # any text, behind a thought
     TAGS = "tags"  # free text with marked pieces that keep to a form: JSON, described in `app/grammar/tags.py`
 
     @property
     def in_words(self) -> str:
         words = {"json_schema": "JSON schema", "regex": "regular expression", "choice": "list of choices"}
         return (words | {"tags": "form of what is marked"}).get(self.value, "grammar")
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Free text before an output that has a form, between two marks. The model may leave it out unless it is open."""
+
+    begin: str
+    end: str
+    is_open: bool  # the prompt ends within it
+    max_tokens: int | None = None  # after so many the mark at its end is the only thing that may follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +74,7 @@ class Grammar:
     text: str
     is_lenient: bool = False  # unsupported keywords of a schema are ignored, not refused
     param: str = "structured_outputs"  # the request's field, for error messages
+    thought: Thought | None = None  # before the output
 
 
 class Pooling(StrEnum):

@@ -60,8 +60,8 @@ def lark_of(kind: GrammarKind, text: str, *, is_lenient: bool) -> str:
             return f"start: {' | '.join(map(json.dumps, json.loads(text)))}{_OPTIONS}"
         case GrammarKind.GRAMMAR:
             return _lark(text) + _OPTIONS
-        case GrammarKind.TAGS:
-            raise AssertionError("each tag has its own grammar")
+        case GrammarKind.TAGS | GrammarKind.TEXT:
+            raise AssertionError("each tag has its own grammar, and any text has none")
 
 
 def _json_rule(schema: dict[str, Any], is_lenient: bool) -> str:

@@ -6,10 +6,11 @@ Everything here works on bytes, so that free text is as free as without a gramma
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -41,6 +42,21 @@ class TokenTable:
         self._of_one_byte: dict[bytes, array[int]] = {}
         self._by_text = sorted(range(len(self.texts)), key=self.texts.__getitem__)
         self._sorted = [self.texts[token_id] for token_id in self._by_text]
+
+    @cached_property
+    def blanks(self) -> bytes:
+        """The tokens of white space."""
+        return with_tokens(bytes(len(self.all)), [at for at, text in enumerate(self.texts) if text.isspace()])
+
+    def beginning(self, text: bytes) -> list[int]:
+        """The tokens with which this text may begin: its own, or those of its beginnings."""
+        found = [self.special[text.decode()]] if text.decode(errors="replace") in self.special else []
+        for length in range(len(text), 0, -1):
+            at = bisect_left(self._sorted, text[:length])
+            while at < len(self._sorted) and self._sorted[at] == text[:length]:
+                found.append(self._by_text[at])
+                at += 1
+        return found
 
     def longer_than(self, beginning: bytes) -> Iterator[int]:
         """The tokens that begin with this text and are longer."""

@@ -23,6 +23,7 @@ from app.grammar.compiling import Unusable, new_matcher, tags_of
 from app.grammar.free_text import FreeText, TokenTable, Trigger
 from app.grammar.matchers import GrammarMatcher, MatchingTime, TagContent, TaggedMatcher
 from app.grammar.sandbox import Sandbox, WorkerKilled
+from app.grammar.thoughts import ThoughtMatcher, ThoughtText
 from app.grammar.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ MAX_CACHED_S = 5.0
 _NUM_THREADS = 2
 _NICENESS = 10
 
-Key = tuple[str, GrammarKind, str, bool]  # the first is the cache salt: where prefixes are not shared, grammars are not
+# The first is the cache salt: where prefixes are not shared, grammars are not. The last is the mark of a thought's end.
+Key = tuple[str, GrammarKind, str, bool, str]
 
 
 Begin = Callable[[LLMatcher], GrammarMatcher]  # of one request
@@ -68,9 +70,18 @@ class _Tagged:
         return TaggedMatcher(self._text, [piece(matcher, is_last) for matcher, is_last in self._pieces])
 
 
+class _AnyText:
+    """No form at all."""
+
+    def begun(self, begin: Begin) -> None:
+        return None
+
+
 @dataclass(slots=True)
 class _Compiled:
-    grammar: _Plain | _Tagged
+    grammar: _Plain | _Tagged | _AnyText
+    end_token_ids: tuple[int, ...]  # the model's
+    thought: ThoughtText | None = None
     matched: MatchingTime = field(default_factory=MatchingTime)
 
 
@@ -264,16 +275,23 @@ class Grammars:
             tools = self._tools = self._tools or self._make_tools()
         if tools is None:
             raise InvalidRequest("no grammar can be matched by this model's tokenizer", param=grammar.param)
+        compiled = _Compiled(self._form(tools, grammar), tools.vocabulary.eos_token_ids)
+        if grammar.thought is not None:
+            with self._making_tools:
+                compiled.thought = ThoughtText(tools.table, grammar.thought)
+        with self._lock:
+            self._remember(key, compiled)
+        return compiled
+
+    def _form(self, tools: _Tools, grammar: Grammar) -> _Plain | _Tagged | _AnyText:
+        if grammar.kind is GrammarKind.TEXT:
+            return _AnyText()
         with tools.sandbox() as sandbox:
             larks = sandbox.compile(grammar)
         matchers = [new_matcher(tools.tokenizer, lark) for lark in larks]
         for matcher in matchers:
             matcher.compute_bitmask()  # the first takes longest, and would else be waited for in a step
-        has_tags = grammar.kind is GrammarKind.TAGS
-        compiled = _Compiled(self._tagged(tools, grammar.text, matchers) if has_tags else _Plain(matchers[0]))
-        with self._lock:
-            self._remember(key, compiled)
-        return compiled
+        return self._tagged(tools, grammar.text, matchers) if grammar.kind is GrammarKind.TAGS else _Plain(matchers[0])
 
     def _make_tools(self) -> _Tools | None:
         """What grammars are compiled with; None where the tokenizer cannot be used."""
@@ -315,7 +333,12 @@ class Grammars:
                 on_failure=partial(self._drop, key),
             )
 
-        begun = compiled.grammar.begun(begin)
+        begun: GrammarMatcher | TaggedMatcher | ThoughtMatcher | None = compiled.grammar.begun(begin)
+        thought = request.sampling.grammar.thought if request.sampling.grammar is not None else None
+        if compiled.thought is not None and thought is not None:
+            ends = {*compiled.end_token_ids, *request.sampling.stop_token_ids}
+            begun = ThoughtMatcher(compiled.thought, thought, begun, end_token_ids=ends)
+        assert begun is not None, "only behind a thought may be any text"
         for token_id in request.generated_token_ids:
             begun.advance(token_id)
         begun.catch_up()
@@ -328,7 +351,8 @@ class Grammars:
 
 
 def _key(request: Request, grammar: Grammar) -> Key:
-    return (request.cache_salt, grammar.kind, grammar.text, grammar.is_lenient)
+    end_of_thought = "" if grammar.thought is None else grammar.thought.end
+    return (request.cache_salt, grammar.kind, grammar.text, grammar.is_lenient, end_of_thought)
 
 
 def _refusal(grammar: Grammar, reason: str) -> InvalidRequest:

@@ -161,7 +161,7 @@ class TaggedMatcher(LazyMatcher):
         if self._inside is None:
             return self._text.allowed(self._place)
         allowed = self._inside.allowed()
-        return _either(allowed, self._text.allowed(self._text.middle)) if self._may_leave() else allowed
+        return either(allowed, self._text.allowed(self._text.middle)) if self._may_leave() else allowed
 
     def _consume(self, token_id: int) -> None:
         if self._inside is not None and self._may_leave() and not self._inside.accepts(token_id):
@@ -188,5 +188,6 @@ class TaggedMatcher(LazyMatcher):
         self._inside, self._place = None, self._text.middle
 
 
-def _either(one: bytes, other: bytes) -> bytes:
+def either(one: bytes, other: bytes) -> bytes:
+    """The tokens that one of them allows."""
     return (int.from_bytes(one) | int.from_bytes(other)).to_bytes(len(one))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from app.engine.async_engine import AsyncEngine
+from app.engine.request import FinishReason, Request, Thought, TokenDelta, TokenLogprobs
 from app.text import Tokenizer
 from app.text.reasoning import MARKS
 from app.text.tool_calls import FORMATS
@@ -184,3 +186,62 @@ def test_however_the_tokens_come_the_answer_is_the_same(tokenizer: Tokenizer, cu
     assert (message["reasoning"], message["content"]) == ("a <b> é", None)
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
     assert streamed(service.chat(tools=[TOOL], stream=True)) == ("a <b> é", "")
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+THOUGHT = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>Well"}]
+
+
+@pytest.fixture(scope="module")
+def computing(engine: AsyncEngine, demo_path: Path) -> Service:
+    return Service(Tokenizer.load(str(demo_path)), generate=engine.generate, reasoning_marks=THINK, max_model_len=2000)
+
+
+@pytest.mark.parametrize("budget", [1, 7])
+def test_reasoning_ends_after_its_budget_and_an_answer_in_its_form_follows(computing: Service, budget: int) -> None:
+    fields = {
+        "messages": THOUGHT, "continue_final_message": True, "max_tokens": 60, "seed": 1, "temperature": 1.0,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "o", "schema": SCHEMA, "strict": True}},
+    }  # fmt: skip
+    answer = computing.chat(thinking_token_budget=budget, **fields)
+    message = message_of(answer)
+    assert json.loads(message["content"]).keys() == {"a"}
+    num_marks = len(computing.tokenizer.encode("</think>", add_special_tokens=False))
+    reasoning_tokens = answer.json["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert reasoning_tokens <= budget + 8
+    assert reasoning_tokens >= min(budget, num_marks)
+    assert streamed(computing.chat(thinking_token_budget=budget, stream=True, **fields)) == (
+        message.get("reasoning", ""), message["content"],
+    )  # fmt: skip
+
+
+def test_a_budget_without_a_form_leaves_the_answer_free(computing: Service) -> None:
+    fields = {"messages": THOUGHT, "continue_final_message": True, "max_tokens": 40, "seed": 1}
+    free, bounded = computing.chat(**fields), computing.chat(thinking_token_budget=5, **fields)
+    assert message_of(free)["content"] == "", "this model does not end its reasoning by itself"
+    assert "</think>" not in message_of(bounded)["reasoning"]
+    details = bounded.json["usage"]["completion_tokens_details"]
+    assert 5 <= details["reasoning_tokens"] <= 5 + 8
+
+
+def test_a_form_without_reasoning_begins_at_once(computing: Service) -> None:
+    fields = {"response_format": {"type": "json_schema", "json_schema": {"name": "o", "schema": SCHEMA}}}
+    message = message_of(computing.chat(max_tokens=60, seed=1, thinking_token_budget=5, **fields))
+    assert json.loads(message["content"]).keys() == {"a"}
+
+
+def test_a_budget_is_refused_where_nothing_marks_reasoning(service: Service) -> None:
+    answer = service.chat(thinking_token_budget=5)
+    assert (answer.status, answer.error["param"]) == (400, "thinking_token_budget")
+
+
+def test_thinking_of_a_message_is_a_variable_of_the_template_and_a_budget(tokenizer: Tokenizer) -> None:
+    service, body = thinking(tokenizer), {"messages": [{"role": "user", "content": "?"}], "max_tokens": 99}
+    for asked in ({"type": "disabled"}, {"type": "enabled", "budget_tokens": 7}, {"type": "adaptive"}):
+        assert service.call("POST", "/v1/messages", body | {"thinking": asked}).status == 200
+    off, bounded, free = service.generate.requests
+    assert tokenizer.decode(off.prompt_token_ids).endswith("</think>\n\n")
+    assert bounded.prompt_token_ids == free.prompt_token_ids
+    assert bounded.sampling.grammar is not None
+    assert bounded.sampling.grammar.thought == Thought("<think>", "</think>", is_open=False, max_tokens=7)
+    assert off.sampling.grammar is free.sampling.grammar is None

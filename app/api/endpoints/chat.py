@@ -7,6 +7,8 @@ from dataclasses import replace
 from app.api.call import Call, RequestLimits, ServedModel
 from app.api.generation import SharedFields, call_of, encode_chat, shared_fields
 from app.api.schemas.requests import ChatRequest
+from app.engine.request import Grammar, GrammarKind, Thought
+from app.errors import InvalidRequest
 from app.text import Reasoning
 
 _MAX_MARK_TOKENS = 16  # of a mark and the line end behind it
@@ -25,17 +27,40 @@ def prepare_chat(
         may_be_longer=body.truncate_prompt_tokens is not None,
     )
     call = call_of("chatcmpl", body, model, limits, [prompt], shared, default_max_tokens=None)
-    return replace(call, reasoning=_reasoning(body, model, prompt, has_grammar=shared.sampling.grammar is not None))
+    reasoning = _reasoning(body, model, prompt)
+    if reasoning is None:
+        return call
+    return _with_thought(replace(call, reasoning=reasoning), body, prompt)
 
 
-def _reasoning(
-    body: ChatRequest, model: ServedModel, prompt: tuple[int, ...], *, has_grammar: bool
-) -> Reasoning | None:
+def _with_thought(call: Call, body: ChatRequest, prompt: tuple[int, ...]) -> Call:
+    """The call with room for reasoning before an output that has a form, and with the limit of reasoning."""
+    reasoning, budget = call.reasoning, body.thinking_token_budget
+    form = call.requests[0].sampling.grammar
+    if reasoning is None or (form is None and budget is None) or _ends_with(prompt, call.model, reasoning.marks.end):
+        return call
+    thought = Thought(reasoning.marks.begin, reasoning.marks.end, reasoning.is_open, budget)
+    grammar = replace(form or Grammar(GrammarKind.TEXT, "", param="thinking_token_budget"), thought=thought)
+    return replace(
+        call,
+        requests=tuple(replace(each, sampling=replace(each.sampling, grammar=grammar)) for each in call.requests),
+    )
+
+
+def _reasoning(body: ChatRequest, model: ServedModel, prompt: tuple[int, ...]) -> Reasoning | None:
     """How reasoning is found in the output: some templates begin it at the end of the prompt, a last message may."""
     marks = model.reasoning_marks
-    if marks is None or has_grammar:
+    if marks is None:
+        if body.thinking_token_budget is not None:
+            raise InvalidRequest(
+                "thinking_token_budget is for models that mark their reasoning, which this one does not; leave it out",
+                param="thinking_token_budget",
+            )
         return None
     if body.continue_final_message:
         return Reasoning(marks=marks, is_open=marks.are_open(body.messages[-1].content or ""))
-    end = model.tokenizer.decode(prompt[-_MAX_MARK_TOKENS:], skip_special_tokens=False)
-    return Reasoning(marks=marks, is_open=end.rstrip().endswith(marks.begin))
+    return Reasoning(marks=marks, is_open=_ends_with(prompt, model, marks.begin))
+
+
+def _ends_with(prompt: tuple[int, ...], model: ServedModel, mark: str) -> bool:
+    return model.tokenizer.decode(prompt[-_MAX_MARK_TOKENS:], skip_special_tokens=False).rstrip().endswith(mark)

@@ -199,6 +199,13 @@ class OutputConfig(Schema):
         return {"type": "json_schema", "json_schema": {"name": "output", "schema": self.format.schema_, "strict": True}}
 
 
+class Thinking(Schema):
+    """Whether the model reasons, where its chat template has `enable_thinking`, and for how many tokens."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: NumTokens | None = None
+
+
 class AnthropicPrompt(Schema):
     """What a prompt is made of."""
 
@@ -209,14 +216,20 @@ class AnthropicPrompt(Schema):
     )
     tool_choice: AnthropicToolChoice = AnthropicToolChoice(type="auto")
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+    thinking: Thinking | None = None
 
     def chat_fields(self) -> dict[str, Any]:
         """The fields of the chat with the same prompt."""
         return {
             "messages": self._chat_messages(),
             "tools": [tool.for_chat() for tool in self.tools],
-            "chat_template_kwargs": self.chat_template_kwargs,
+            "chat_template_kwargs": self._template_variables(),
         }
+
+    def _template_variables(self) -> dict[str, Any]:
+        """Those of the body go before what `thinking` says."""
+        asked = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        return asked | self.chat_template_kwargs
 
     @property
     def offers_tools(self) -> bool:
@@ -282,6 +295,7 @@ class MessagesRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
             "continue_final_message": self.is_continued,
             "response_format": self.output_config.for_chat(),
+            "thinking_token_budget": None if self.thinking is None else self.thinking.budget_tokens,
             "user": self.user or self.metadata.user_id,
         }
         return _checked(_MessagesChat, given)

@@ -83,7 +83,6 @@ _UNAVAILABLE: dict[type[ModelRequest], dict[str, tuple[Any, ...]]] = {
         "stream_options": (),
         "response_format": (),
         "max_completion_tokens": (),
-        "thinking": ({"type": "disabled"},),
         "mcp_servers": ([],),
         "container": (),
         "context_management": (),

@@ -535,6 +535,7 @@ class ChatRequest(Conversation, GenerationRequest):
     logprobs: bool = False
     top_logprobs: Natural | None = None
     continue_final_message: bool = False
+    thinking_token_budget: NumTokens | None = None  # tokens of reasoning, after which its end is forced
 
     @model_validator(mode="after")
     def _choice_is_among_tools(self) -> ChatRequest:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from app.config import SchedulerConfig
 from app.engine.batch import WaitReason
-from app.engine.request import Grammar, GrammarKind, Request, SamplingParams
+from app.engine.request import Grammar, GrammarKind, Request, SamplingParams, Thought
 from app.engine.tuner import Limits
 
 FORMAT = 2
@@ -245,7 +245,9 @@ def sampling_of(given: dict[str, Any]) -> SamplingParams:
     """The sampling parameters that `request_fields` wrote."""
     values = {name: _frozen(value) for name, value in given.items()}
     if "grammar" in values:
-        values["grammar"] = Grammar(**values["grammar"] | {"kind": GrammarKind(values["grammar"]["kind"])})
+        grammar = values["grammar"]
+        thought = grammar.get("thought") and Thought(**grammar["thought"])
+        values["grammar"] = Grammar(**grammar | {"kind": GrammarKind(grammar["kind"]), "thought": thought})
     return SamplingParams(**values)
 
 

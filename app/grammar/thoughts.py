@@ -1,0 +1,129 @@
+"""Matchers of outputs that begin with a thought: free text between two marks, before what has a form."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import Enum, auto
+
+from app.engine.matcher import with_tokens, without_tokens
+from app.engine.request import Thought
+from app.grammar.free_text import FreePlace, FreeText, TokenTable, Trigger
+from app.grammar.matchers import LazyMatcher, either
+
+_MAX_BLANKS = 4  # tokens of white space between a thought and the output
+
+
+class _Phase(Enum):
+    BEFORE = auto()  # nothing, or a part of the mark
+    INSIDE = auto()
+    BEHIND = auto()  # white space at most since its end
+    OUTPUT = auto()
+
+
+class ThoughtText:
+    """What all matchers of thoughts with the same marks share."""
+
+    def __init__(self, table: TokenTable, thought: Thought) -> None:
+        self.table = table
+        self.free = FreeText(table, [Trigger(thought.end.encode(), is_opening=False)])
+
+
+class ThoughtMatcher(LazyMatcher):
+    """A thought, then what the matcher of the output allows; without one, any text."""
+
+    def __init__(
+        self, text: ThoughtText, thought: Thought, output: LazyMatcher | None, *, end_token_ids: Collection[int]
+    ) -> None:
+        """`end_token_ids` may not end the output within its thought, where it has a form."""
+        super().__init__()
+        self._table, self._free = text.table, text.free
+        self._thought = thought
+        self._output = output
+        self._end_token_ids = end_token_ids
+        self._phase = _Phase.INSIDE if thought.is_open else _Phase.BEFORE
+        self._begun = b""  # of the mark at the beginning
+        self._place = self._free.middle
+        self._num_tokens = self._num_blanks = 0
+
+    @property
+    def failure(self) -> str | None:
+        failure: str | None = None if self._output is None else self._output.failure  # type: ignore[attr-defined]
+        return failure
+
+    def _compute_allowed(self) -> bytes:
+        """See `LazyMatcher`."""
+        nothing = bytes(len(self._table.all))
+        match self._phase:
+            case _Phase.BEFORE:
+                rest = with_tokens(nothing, self._table.beginning(self._begin[len(self._begun) :]))
+                return rest if self._begun and self._output is not None else either(rest, self._allowed_in_output())
+            case _Phase.INSIDE if self._is_spent:
+                return with_tokens(nothing, self._ending())
+            case _Phase.INSIDE:
+                allowed = self._free.allowed(self._place)
+                return allowed if self._output is None else without_tokens(allowed, self._end_token_ids)
+            case _Phase.BEHIND if self._num_blanks < _MAX_BLANKS:
+                return either(self._allowed_in_output(), self._table.blanks)
+            case _:
+                return self._allowed_in_output()
+
+    def _consume(self, token_id: int) -> None:
+        """See `LazyMatcher`."""
+        match self._phase:
+            case _Phase.BEFORE:
+                self._consume_before(token_id)
+            case _Phase.INSIDE:
+                self._consume_inside(token_id)
+            case _Phase.BEHIND if self._is_blank_between(token_id):
+                self._num_blanks += 1
+            case _:
+                self._consume_output(token_id)
+
+    def _consume_before(self, token_id: int) -> None:
+        whole = self._begun + self._text_of(token_id)
+        if whole == self._begin:
+            self._phase = _Phase.INSIDE
+        elif len(whole) > len(self._begun) and self._begin.startswith(whole):
+            self._begun = whole
+        else:
+            self._consume_output(token_id)
+
+    def _consume_inside(self, token_id: int) -> None:
+        self._num_tokens += 1
+        reached = self._free.after(self._place, token_id)
+        if isinstance(reached, FreePlace):
+            self._place = reached
+        else:
+            self._phase = _Phase.BEHIND
+
+    def _consume_output(self, token_id: int) -> None:
+        self._phase = _Phase.OUTPUT
+        if self._output is not None:
+            self._output.advance(token_id)
+
+    def _is_blank_between(self, token_id: int) -> bool:
+        """Whether a token of white space belongs to neither the thought nor the output."""
+        return (
+            self._num_blanks < _MAX_BLANKS
+            and self._table.texts[token_id].isspace()
+            and not self._allowed_in_output()[token_id >> 3] & 1 << (token_id & 7)
+        )
+
+    def _allowed_in_output(self) -> bytes:
+        return self._table.all if self._output is None else self._output.allowed()
+
+    @property
+    def _begin(self) -> bytes:
+        return self._thought.begin.encode()
+
+    @property
+    def _is_spent(self) -> bool:
+        return self._thought.max_tokens is not None and self._num_tokens >= self._thought.max_tokens
+
+    def _ending(self) -> list[int]:
+        """The tokens that write the rest of the mark: the longest that do."""
+        return self._table.beginning(self._thought.end.encode()[len(self._place.tail) :])[:1]
+
+    def _text_of(self, token_id: int) -> bytes:
+        begin = self._thought.begin
+        return begin.encode() if self._table.special.get(begin) == token_id else self._table.texts[token_id]
