@@ -22,19 +22,20 @@ from app.child_process import PROJECT, child_command, child_environment
 from app.config import GIB, CacheConfig, EngineConfig, ModelConfig, ReplicasConfig, SchedulerConfig
 from app.cores import num_cores
 from app.disk import cache_folder
+from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
 from app.engine.block_pool import BlockPool
-from app.engine.engine import Engine, LaunchingRunner, ModelRunner
+from app.engine.engine import AdaptingRunner, Engine, LaunchingRunner, ModelRunner
 from app.engine.largest_batch import largest_batch
 from app.engine.matcher import Matchers
 from app.engine.overlapped_engine import OverlappedEngine
-from app.engine.request import ModelFacts
+from app.engine.request import Adapter, ModelFacts
 from app.engine.scheduler import Scheduler
 from app.engine.trace.entries import Header
 from app.engine.trace.recorder import Recorder, StepRecorder
 from app.engine.trace.redaction import Redactor
 from app.engine.trace.step_log import LogFiles, StepLog
-from app.errors import InvalidSetup, UnsupportedModel, described
+from app.errors import InvalidSetup, UnsupportedAdapter, UnsupportedModel, described
 from app.versions import commit, versions
 
 if TYPE_CHECKING:
@@ -155,9 +156,29 @@ def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
         num_blocks=loaded.num_blocks,
         runner=loaded.runner,
         facts=loaded.model.facts,
+        adapters=_adapters_of(config, loaded.runner) if devices.tensor_parallel == 1 else None,
         # On a GPU the KV memory was sized by what such a step leaves of it.
         largest_step=config.scheduler if loaded.model.device.type == "cuda" else None,
     )
+
+
+def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | None:
+    """None where the runner computes with no adapters: on a GPU."""
+    if not isinstance(runner, AdaptingRunner):
+        return None
+    from app.model.adapter_files import adapter_digest, adapter_folder
+
+    def load(adapter: Adapter) -> object:
+        folder = adapter_folder(adapter.path)
+        digest = adapter_digest(folder)
+        if digest != adapter.digest:
+            raise UnsupportedAdapter(
+                f"the adapter {adapter.name} in {folder} is {digest} here and {adapter.digest} where it was named: "
+                f"copy the same files to every machine, and load it again under /admin/adapters"
+            )
+        return runner.load_adapter(folder)
+
+    return AdapterStore(load, max_loaded=config.model.max_loaded_adapters)
 
 
 def _start_ranks(config: EngineConfig, devices: Devices) -> Ranks:
@@ -353,6 +374,7 @@ def assemble_recorded(
     runner: ModelRunner,
     facts: ModelFacts,
     largest_step: SchedulerConfig | None = None,
+    adapters: AdapterStore | None = None,
 ) -> Engine:
     """As `assemble`, with the step log that the config asks for. Raises InvalidSetup when it cannot be written."""
     return assemble(
@@ -363,6 +385,7 @@ def assemble_recorded(
         facts=facts,
         recorder=recorder_of(config, runner=runner, facts=facts, num_blocks=num_blocks),
         largest_step=largest_step,
+        adapters=adapters,
     )
 
 
@@ -376,6 +399,7 @@ def assemble(
     clock: Callable[[], float] = time.monotonic,
     largest_step: SchedulerConfig | None = None,
     recorder: Recorder | None = None,
+    adapters: AdapterStore | None = None,
 ) -> Engine:
     """An engine around any model runner. Requests are limited to what fits into the pool alone.
 
@@ -389,7 +413,13 @@ def assemble(
             scheduler=deciding, runner=runner, facts=facts, clock=clock, largest_step=largest_step, recorder=recorder
         )
     return Engine(
-        scheduler=deciding, runner=runner, facts=facts, clock=clock, largest_step=largest_step, recorder=recorder
+        scheduler=deciding,
+        runner=runner,
+        facts=facts,
+        clock=clock,
+        largest_step=largest_step,
+        recorder=recorder,
+        adapters=adapters,
     )
 
 

@@ -71,6 +71,9 @@ class ModelConfig(Settings):
     max_model_len: int | None = Field(
         None, ge=2, description="tokens of prompt + output; default: the model's own limit"
     )
+    max_loaded_adapters: int = Field(
+        8, ge=1, le=1024, description="LoRA adapters in memory at once; the least recently used goes first"
+    )
     simulated: dict[str, Any] | None = Field(
         None,
         description="for tests and benchmarks: the parameters of a cost model, `SimulatedCosts` in "

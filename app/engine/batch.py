@@ -44,6 +44,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
     first_target: int = 0
     # Which hidden states are wanted: the last token's, or the sum of all.
     pooling: Pooling | None = None
+    adapter: object = None  # as the model runner has loaded it
 
     @property
     def wants_logprobs(self) -> bool:
@@ -113,6 +114,11 @@ class Batch:
     def sampled(self) -> tuple[ScheduledSequence, ...]:
         """The items for which a token is drawn: the step's result has one token id for each, in this order."""
         return tuple([item for item in self.scheduled if item.samples])
+
+    @cached_property
+    def has_adapters(self) -> bool:
+        """Whether any sequence is computed with an adapter."""
+        return any(item.adapter is not None for item in self.scheduled)
 
     @cached_property
     def matchers(self) -> tuple[Matcher, ...]:

@@ -85,6 +85,10 @@ class BatchBuilder:
                 None,
                 sequence.matcher,
                 sequence.lacks_history,
+                (),
+                0,
+                None,
+                None if sequence.adapter is None else sequence.adapter.weights,
             )
         else:
             scheduled = self._scheduled_sequence(sequence, 1)
@@ -134,6 +138,7 @@ class BatchBuilder:
             pooling=_pooling(sequence, start + num_tokens),
             matcher=sequence.matcher if samples else None,
             lacks_history=samples and sequence.lacks_history,
+            adapter=None if sequence.adapter is None else sequence.adapter.weights,
         )
         if scheduled.wants_logprobs:
             self._has_logprobs = True

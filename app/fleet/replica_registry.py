@@ -81,7 +81,7 @@ class ReplicaRegistry:
         session, prompt = request.session, request.prompt_token_ids
         group = self._groups.choose(session or request.request_id, asked=request.group, preset=request.preset)
         prefixes = self._prefixes
-        cached = {} if prefixes is None else prefixes.match(prompt, salt=request.cache_salt)
+        cached = {} if prefixes is None else prefixes.match(prompt, salt=request.prefix_salt)
         candidates = self._ledger.candidates(
             replica_ids,
             now=self._clock(),
@@ -114,7 +114,7 @@ class ReplicaRegistry:
         if session:
             self._sessions.place(session, replica_id)
         if prefixes is not None:
-            prefixes.add(replica_id, prompt, salt=request.cache_salt)
+            prefixes.add(replica_id, prompt, salt=request.prefix_salt)
         return replica_id
 
     def decision(self, request_id: str) -> Decision | None:
