@@ -93,6 +93,13 @@ def build_engine(config: EngineConfig, devices: Devices = ONE_DEVICE) -> AsyncEn
     )
 
 
+def adapter_at(name: str, path: str) -> Adapter:
+    """The adapter that lies there. Of a hub id the files are downloaded. Raises UnsupportedAdapter."""
+    from app.model.adapter_files import adapter_digest, adapter_folder
+
+    return Adapter(name=name, path=path, digest=adapter_digest(adapter_folder(path)))
+
+
 def digest_of_weights(config: EngineConfig) -> int:
     """A number that is equal on machines with the same weights; 0 where there are none or they cannot be read again."""
     from app.model.weights_digest import weights_digest

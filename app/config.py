@@ -471,6 +471,9 @@ class ServedModelConfig(Settings):
     pooling: Literal["last", "mean", "none"] = Field(
         "last", description="embeddings: the last token's hidden state, the mean of all tokens', or none are given"
     )
+    adapters: dict[Name, str] = Field(
+        {}, max_length=1024, description="LoRA adapters by the name that clients send as `model`: a folder or a hub id"
+    )
     engine: EngineConfig = EngineConfig()
     replicas: ReplicasConfig = ReplicasConfig()
 
@@ -668,10 +671,10 @@ class ApplicationConfig(Settings):
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> ApplicationConfig:
-        names = [name for model in self.models for name in (model.name, *model.aliases)]
+        names = [name for model in self.models for name in (model.name, *model.aliases, *model.adapters)]
         twice = _twice([*names, *(cascade.name for cascade in self.cascades)])
         if twice:
-            raise ValueError(f"models have the same name: {', '.join(twice)}; give each its own")
+            raise ValueError(f"models and adapters have the same name: {', '.join(twice)}; give each its own")
         return self
 
     @model_validator(mode="after")

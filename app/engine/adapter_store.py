@@ -47,9 +47,9 @@ class AdapterStore:
         self._lock = threading.Lock()  # of the fields
         self._loading = threading.Lock()  # one at a time: each may need the place that another would free
 
-    def holds_at_once(self, adapter: Adapter) -> bool:
+    def has(self, digest: str) -> bool:
         """Whether `hold` would not have to load it."""
-        return adapter.digest in self._loaded
+        return digest in self._loaded
 
     def hold(self, adapter: Adapter) -> HeldAdapter:
         """An adapter for one request, loaded if it is not there.

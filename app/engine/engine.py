@@ -30,6 +30,10 @@ from app.errors import InvalidRequest, InvalidSetup, Quarantined, StepFailed, de
 
 logger = logging.getLogger(__name__)
 
+NO_ADAPTERS = (
+    "this replica computes with no adapters: they need a CPU (model.device: cpu) and replicas.tensor_parallel: 1, and "
+    "no model that is simulated"
+)
 _TELL_EVERY_S = 10.0  # of changed limits, at most
 
 
@@ -157,7 +161,7 @@ class Engine:
         """Raise InvalidRequest if the engine could never serve the request. Changes nothing; any thread may call."""
         check_request(request, self.facts)
         if request.adapter is not None and self.adapters is None:
-            raise InvalidRequest("this engine computes with no adapters", param="model")
+            raise InvalidRequest(NO_ADAPTERS, param="model")
         if self._quarantine.holds(request):
             raise Quarantined(
                 "this prompt with these sampling parameters has made the model fail before; it is not tried again",
@@ -374,6 +378,8 @@ class Engine:
     def measurements(self) -> EngineMeasurements:
         """All measurements since the start. Any thread may call."""
         measured, runner = replace(self._scheduler.measurements(), tuning=self.tuning), self.runner
+        if self.adapters is not None:
+            measured = replace(measured, adapters=self.adapters.stats())
         if isinstance(runner, PaddingRunner):
             measured = replace(measured, num_padding_tokens=runner.num_padding_tokens)
         return measured
