@@ -97,7 +97,7 @@ def adapter_at(name: str, path: str) -> Adapter:
     """The adapter that lies there. Of a hub id the files are downloaded. Raises UnsupportedAdapter."""
     from app.model.adapter_files import adapter_digest, adapter_folder
 
-    return Adapter(name=name, path=path, digest=adapter_digest(adapter_folder(path)))
+    return Adapter(name=name, path=path, digest=adapter_digest(adapter_folder(_folder_seen_from_here(path))))
 
 
 def digest_of_weights(config: EngineConfig) -> int:
@@ -176,7 +176,7 @@ def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | No
     from app.model.adapter_files import adapter_digest, adapter_folder
 
     def load(adapter: Adapter) -> object:
-        folder = adapter_folder(adapter.path)
+        folder = adapter_folder(_folder_seen_from_here(adapter.path))
         digest = adapter_digest(folder)
         if digest != adapter.digest:
             raise UnsupportedAdapter(
@@ -467,6 +467,16 @@ def log_header(config: EngineConfig, *, runner: ModelRunner, facts: ModelFacts, 
     )
 
 
+def _places(path: str) -> tuple[Path, Path]:
+    """What a path of the settings may mean: seen from the working directory, or from the project."""
+    return Path(path).expanduser(), PROJECT / path
+
+
+def _folder_seen_from_here(path: str) -> str:
+    """The folder of that path; else the path itself, a hub id."""
+    return next((str(place) for place in _places(path) if place.is_dir()), path)
+
+
 def resolve_model_path(path: str) -> str:
     """Where a model lies: a folder seen from the working directory or from the project; else `path`, a hub id.
 
@@ -476,7 +486,7 @@ def resolve_model_path(path: str) -> str:
         InvalidSetup: there is no such file, or it cannot be read.
         UnsupportedModel: something in the file cannot be read; the message names it.
     """
-    for place in (Path(path).expanduser(), PROJECT / path):
+    for place in _places(path):
         if place.is_dir():
             return str(place.resolve())
         if place.is_file():

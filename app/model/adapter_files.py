@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from app.child_process import PROJECT
 from app.errors import UnsupportedAdapter, first_line
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -13,13 +12,13 @@ _DIGEST_BYTES = 8
 
 
 def adapter_folder(path: str) -> Path:
-    """A folder seen from the working directory or from the project; else what is downloaded of a hub id.
+    """A folder; else what is downloaded of a hub id.
 
     Raises UnsupportedAdapter: there is neither.
     """
-    for place in (Path(path).expanduser(), PROJECT / path):
-        if place.is_dir():
-            return place.resolve()
+    folder = Path(path)
+    if folder.is_dir():
+        return folder.resolve()
     from transformers.utils.hub import snapshot_download
 
     try:

@@ -11,7 +11,7 @@ from app.api.endpoints.adapters import AdapterFindings, LoadedAdapters
 from app.engine.request import Adapter
 from app.errors import UnsupportedAdapter
 from app.text import Tokenizer
-from tests.api.fakes import Answer, Service
+from tests.api.fakes import Answer, Service, say
 from tests.api.keys import ADMIN_KEY, KEY, OTHER_KEY, bearer, entry
 
 
@@ -43,7 +43,7 @@ class Adapted:
     """A service of two models, of which the first can have adapters."""
 
     def __init__(self, tokenizer: Tokenizer, **settings: Any) -> None:
-        self.service = Service(tokenizer, lambda request: [(5,)], names=("demo", "other"), **settings)
+        self.service = Service(tokenizer, say(tokenizer, "3 4 5."), names=("demo", "other"), **settings)
         self.replicas = Replicas(self.service)
         self.service.app = build_app(self.service.handler, self._is_ready, adapters={"demo": self.replicas})
 

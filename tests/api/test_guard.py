@@ -24,7 +24,7 @@ from tests.api.odd_requests import answered, exchange
 from tests.benchmarks.servers import serving
 
 OPEN = {"/health", "/ready", "/", "/page/page.css"}
-ADMIN = {"/admin/keys", "/admin/fleet", "/admin/live", "/admin/scheduler"}
+ADMIN = {"/admin/keys", "/admin/fleet", "/admin/live", "/admin/scheduler", "/admin/adapters"}
 # A new route is listed here with the callers that may use it.
 WHO_MAY = {
     "all": {"GET /health", "GET /ready", "GET /", "GET /page/{name}"},
@@ -39,6 +39,7 @@ WHO_MAY = {
     },
     "admins": {
         "GET /admin/keys", "GET /admin/fleet", "GET /admin/live", "GET /admin/scheduler", "POST /admin/scheduler",
+        "GET /admin/adapters", "POST /admin/adapters", "DELETE /admin/adapters/{name:path}",
     },
 }  # fmt: skip
 CANCEL = "/v1/requests/demo/cancel"

@@ -138,7 +138,7 @@ def _paths(config: ApiConfig) -> Json:
         "/admin/fleet": {"get": _operation("The replicas as each process sees them", "AdminFleet", _OF_AN_ADMIN)},
         "/admin/adapters": {
             "get": _operation("The LoRA adapters, and which replicas have them", "AdapterList", _OF_AN_ADMIN),
-            "post": _operation("Load an adapter", "Adapter", (*_OF_A_BODY, "503"), body=_body(AdapterToLoad)),
+            "post": _operation("Load an adapter", "Adapter", (*_OF_A_BODY, "503"), body=_adapter_to_load()),
         },
         "/admin/adapters/{name}": {
             "delete": _operation(
@@ -155,6 +155,13 @@ def _paths(config: ApiConfig) -> Json:
             ),
         },
     }
+
+
+def _adapter_to_load() -> Json:
+    """The body of POST /admin/adapters."""
+    schema = _object(name=str, path=str, model=_TEXT_OR_NULL)
+    required = [name for name, field in AdapterToLoad.model_fields.items() if field.is_required()]
+    return {"required": True, "content": {"application/json": {"schema": schema | {"required": required}}}}
 
 
 def _scheduler_change() -> Json:
