@@ -24,7 +24,7 @@ from app.cores import num_cores
 from app.disk import cache_folder
 from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
-from app.engine.block_pool import BlockPool
+from app.engine.block_pool import BlockPool, NoBlocks
 from app.engine.engine import AdaptingRunner, Engine, LaunchingRunner, ModelRunner
 from app.engine.largest_batch import largest_batch
 from app.engine.matcher import Matchers
@@ -151,6 +151,11 @@ def build_sync_engine(config: EngineConfig, devices: Devices = ONE_DEVICE) -> En
 
 
 def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
+    from app.model.description import sentence_settings
+    from app.model.encoder_loader import is_encoder
+
+    if is_encoder(config.model, resolve_model_path(config.model.path)):
+        return _build_encoder(config, devices)
     if devices.tensor_parallel == 1:
         loaded = load_runner(config, gpu_share=devices.gpu_share)
     else:
@@ -158,11 +163,12 @@ def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
         with ranks.loading():
             loaded = load_runner(config, group=ranks.group)
         loaded.runner.lead(ranks)
+    sentences = sentence_settings(config.model, resolve_model_path(config.model.path))
     return assemble_recorded(
         config,
         num_blocks=loaded.num_blocks,
         runner=loaded.runner,
-        facts=loaded.model.facts,
+        facts=replace(loaded.model.facts, pooling=sentences.pooling),
         adapters=_adapters_of(config, loaded.runner) if devices.tensor_parallel == 1 else None,
         # On a GPU the KV memory was sized by what such a step leaves of it.
         largest_step=config.scheduler if loaded.model.device.type == "cuda" else None,
@@ -186,6 +192,26 @@ def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | No
         return runner.load_adapter(folder)
 
     return AdapterStore(load, max_loaded=config.model.max_loaded_adapters)
+
+
+def _build_encoder(config: EngineConfig, devices: Devices) -> Engine:
+    import torch
+
+    from app.model.encoder_loader import load_encoder
+    from app.model.memory import refusing_to_run_short
+
+    if devices.tensor_parallel > 1:
+        raise InvalidSetup(
+            f"replicas.tensor_parallel is {devices.tensor_parallel}; {config.model.path} is an encoder, which is not "
+            f"divided: set it to 1"
+        )
+    num_threads = config.model.num_threads or num_cores()
+    torch.set_num_threads(num_threads)
+    with refusing_to_run_short("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
+        model = load_encoder(config.model, resolve_model_path(config.model.path))
+    logger.info("%s on %s in %s, threads: %d; an encoder, without KV memory",
+                config.model.path, model.device, model.dtype, num_threads)  # fmt: skip
+    return assemble_recorded(config, num_blocks=0, runner=model.runner, facts=model.facts)
 
 
 def _start_ranks(config: EngineConfig, devices: Devices) -> Ranks:
@@ -408,13 +434,18 @@ def assemble(
     recorder: Recorder | None = None,
     adapters: AdapterStore | None = None,
 ) -> Engine:
-    """An engine around any model runner. Requests are limited to what fits into the pool alone.
+    """An engine around any model runner. Requests are limited to what fits into the pool alone, if it has KV memory.
 
     Where the runner can launch steps, the engine prepares each while the one before it is computed.
     """
-    pool = BlockPool(num_blocks=num_blocks, block_size=cache.block_size, prefix_caching=cache.prefix_caching)
-    facts = replace(facts, max_model_len=min(facts.max_model_len, num_blocks * cache.block_size))
-    deciding = Scheduler(config=scheduler, pool=pool, eos_token_ids=facts.eos_token_ids)
+    if facts.generates:
+        pool = BlockPool(num_blocks=num_blocks, block_size=cache.block_size, prefix_caching=cache.prefix_caching)
+        facts = replace(facts, max_model_len=min(facts.max_model_len, num_blocks * cache.block_size))
+    else:
+        pool = NoBlocks(max_model_len=facts.max_model_len)
+    deciding = Scheduler(
+        config=scheduler, pool=pool, eos_token_ids=facts.eos_token_ids, takes_whole_prompts=not facts.generates
+    )
     if isinstance(runner, LaunchingRunner):
         return OverlappedEngine(
             scheduler=deciding, runner=runner, facts=facts, clock=clock, largest_step=largest_step, recorder=recorder

@@ -468,8 +468,17 @@ class ServedModelConfig(Settings):
     tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral"] = Field(
         "auto", description="how the model writes tool calls; auto: as its chat template does, if that is one of these"
     )
-    pooling: Literal["last", "mean", "none"] = Field(
-        "last", description="embeddings: the last token's hidden state, the mean of all tokens', or none are given"
+    pooling: Literal["auto", "last", "mean", "cls", "none"] = Field(
+        "auto",
+        description="embeddings: the last token's hidden state, the mean of all tokens', an encoder's first, or none "
+        "are given; auto: as 1_Pooling/config.json says, else last, and mean of an encoder",
+    )
+    deadline_s: float | None = Field(
+        None,
+        gt=0,
+        le=86_400,
+        description="seconds that a request may take which names no `deadline_s`, waiting included; not of background "
+        "requests; default: any number",
     )
     adapters: dict[Name, str] = Field(
         {}, max_length=1024, description="LoRA adapters by the name that clients send as `model`: a folder or a hub id"

@@ -118,6 +118,9 @@ def hidden_state(token_ids: list[int]) -> list[float]:
     return [float(next_token(token_ids)), float(len(token_ids))]
 
 
+POOLINGS_OF_DECODERS = (Pooling.LAST, Pooling.MEAN)
+
+
 def expected_embedding(prompt: tuple[int, ...], pooling: Pooling) -> bytes:
     """What stands for a prompt, computed the plain way."""
     states = [hidden_state(list(prompt[:end])) for end in range(1, len(prompt) + 1)]

@@ -69,6 +69,7 @@ class ServedModel:
     pooling: Pooling | None = None  # what its embeddings are; None: it gives none
     adapter: Adapter | None = None  # with which its replicas compute
     parent: str = ""  # of an adapter: the model that it adapts
+    deadline_s: float | None = None  # of requests that name none
 
     @property
     def base(self) -> str:

@@ -30,7 +30,13 @@ MAX_LONGER_TEXT = 1_000_000
 
 
 def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLimits) -> None:
-    """What needs only the body, the limits and the size of the vocabulary."""
+    """What needs only the body, the limits and the facts of the model."""
+    if not model.facts.generates:
+        raise InvalidRequest(
+            f"the model {model.name!r} is an encoder and generates no text; ask another, or ask it at /v1/embeddings, "
+            f"/v1/rerank or /v1/score",
+            param="model",
+        )
     if body.n > limits.max_choices:
         raise InvalidRequest(f"n is {body.n:,}; this server accepts at most {limits.max_choices:,}", param="n")
     if body.num_samples > limits.max_choices:
@@ -42,16 +48,17 @@ def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLim
             raise InvalidRequest(
                 f"{param} is {num_top:,}; this server accepts at most {limits.max_logprobs:,}", param=param
             )
+    param = body.stop_param
     if len(body.stop) > limits.max_stop_strings:
         raise InvalidRequest(
-            f"stop has {len(body.stop):,} strings; this server accepts at most {limits.max_stop_strings:,}",
-            param="stop",
+            f"{param} has {len(body.stop):,} strings; this server accepts at most {limits.max_stop_strings:,}",
+            param=param,
         )
     longest = max(map(len, body.stop), default=0)
     if longest > limits.max_stop_length:
         raise InvalidRequest(
-            f"stop has a string of {longest:,} characters; this server accepts at most {limits.max_stop_length:,}",
-            param="stop",
+            f"{param} has a string of {longest:,} characters; this server accepts at most {limits.max_stop_length:,}",
+            param=param,
         )
     check_token_ids(body.stop_token_ids, model, "stop_token_ids")
     check_token_ids(tuple(body.logit_bias), model, "logit_bias")
@@ -91,10 +98,9 @@ def encode_prompts(
     Raises InvalidRequest for ids that do not exist and for texts that the context cannot hold; `may_be_longer`: that is
     no mistake of a text.
     """
+    check_texts([each for each in prompts if isinstance(each, str)], model, param, may_be_longer=may_be_longer)
     for prompt in prompts:
-        if isinstance(prompt, str):
-            _check_text(prompt, model, param, may_be_longer=may_be_longer)
-        else:
+        if not isinstance(prompt, str):
             check_token_ids(prompt, model, param)
     most = _max_encoded(model)
     return [
@@ -103,6 +109,12 @@ def encode_prompts(
         else tuple(prompt)
         for prompt in prompts
     ]
+
+
+def check_texts(texts: Sequence[str], model: ServedModel, param: str, *, may_be_longer: bool = False) -> None:
+    """Raise InvalidRequest for texts that the context cannot hold, as far as that is known without their tokens."""
+    for text in texts:
+        _check_text(text, model, param, may_be_longer=may_be_longer)
 
 
 def encode_chat(
@@ -162,14 +174,19 @@ def _check_text(text: str, model: ServedModel, param: str, *, may_be_longer: boo
         )
 
 
-def scheduling_of(body: QueuedRequest) -> dict[str, Any]:
-    """The fields of an engine's request that say for which tenant it is, and when it runs."""
+def scheduling_of(body: QueuedRequest, model: ServedModel) -> dict[str, Any]:
+    """The fields of an engine's request that say for which tenant it is, and when it runs.
+
+    A request that names no deadline has the model's; a background request has all the time there is.
+    """
+    is_background = body.service_tier == "flex"
+    default_s = None if is_background else model.deadline_s
     return {
         "cache_salt": body.cache_salt,
         "priority": body.priority,
         "tenant": body.user,
-        "deadline_s": body.deadline_s,
-        "is_background": body.service_tier == "flex",
+        "deadline_s": default_s if body.deadline_s is None else body.deadline_s,
+        "is_background": is_background,
     }
 
 
@@ -186,7 +203,7 @@ def call_of(
     """The call of a checked body. Raises InvalidRequest for what depends on the lengths of its prompts."""
     call_id = f"{prefix}-{uuid.uuid4().hex}"
     requests: list[Request] = []
-    scheduling = scheduling_of(body)
+    scheduling = scheduling_of(body, model)
     for prompt in prompts:
         prompt = _truncated(prompt, body, model.facts.max_model_len)
         max_tokens = _max_tokens(body, len(prompt), model.facts.max_model_len, default_max_tokens)

@@ -267,7 +267,7 @@ class RequestHandler:
                     raise
                 if trace is not None:
                     trace.error = error
-                return _refusal(error, request_id)
+                return _refusal(error, request_id, path)
 
     @contextmanager
     def _item_traced(self, path: str, origin: ItemOrigin | None) -> Iterator[RequestTrace | None]:
@@ -304,7 +304,9 @@ class RequestHandler:
         if len(errors) == len(outcomes) and all(map(_may_pass, errors)):
             raise errors[0]
         return [
-            _refusal(outcome, each.request_id) if isinstance(outcome, Exception) else Answered(200, outcome)
+            _refusal(outcome, each.request_id, common.endpoint.path)
+            if isinstance(outcome, Exception)
+            else Answered(200, outcome)
             for outcome, each in zip(outcomes, clients, strict=True)
         ]
 
@@ -386,7 +388,7 @@ class RequestHandler:
             call = await self.threads.encode(owner, size, lambda: endpoint.prepare(parsed, model, self.limits, None))
             return bounded_call(account, call, parsed)
         except Exception as error:
-            return _refusal(error, request_id)
+            return _refusal(error, request_id, path)
 
 
 def _may_pass(error: Exception) -> bool:
@@ -394,6 +396,6 @@ def _may_pass(error: Exception) -> bool:
     return isinstance(error, Overloaded | Unavailable | EngineStopped) and not isinstance(error, DeadlineMissed)
 
 
-def _refusal(error: Exception, request_id: str) -> Answered:
+def _refusal(error: Exception, request_id: str, path: str) -> Answered:
     log_error(error, request_id)
-    return Answered(error_status(error), error_body(error, request_id))
+    return Answered(error_status(error), error_body(error, request_id, path))

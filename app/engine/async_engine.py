@@ -317,12 +317,21 @@ class AsyncEngine:
             problem = f"{num_requests:,} requests are being served"
         elif self._max_waiting_tokens is not None and 0 < num_waiting_tokens > self._max_waiting_tokens - num_tokens:
             problem = f"prompts of {num_waiting_tokens:,} tokens are waiting"
+        elif request.no_queue and not self._can_start(request, num_requests):
+            problem = f"{num_requests:,} requests are before this one, which is not to wait"
         else:
             return
         raise Overloaded(
             f"the engine is full: {problem}; try again shortly",
             retry_after_s=self._retry_times.next_after(now, ended_per_s=stats.ended_per_s),
         )
+
+    def _can_start(self, request: Request, num_before: int) -> bool:
+        """Whether a request has a slot and KV memory at once; where whole batches run, only on an idle engine."""
+        stats = self._stats
+        if num_before >= (1 if stats.batch_size else stats.max_running):
+            return False
+        return len(request.prompt_token_ids) < stats.num_free_blocks * stats.block_size
 
     def _command(self, command: Callable[[], None]) -> None:
         """Queue a command for the engine's thread, which runs it between two steps."""

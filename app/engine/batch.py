@@ -45,6 +45,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
     # Which hidden states are wanted: the last token's, or the sum of all.
     pooling: Pooling | None = None
     adapter: object = None  # as the model runner has loaded it
+    second_text_at: int = 0  # as the request has it
 
     @property
     def wants_logprobs(self) -> bool:

@@ -24,15 +24,17 @@ class BatchBuilder:
         max_background_tokens: int | None,
         chunk_tokens: int,
         eos_token_ids: frozenset[int],
+        takes_whole_prompts: bool = False,
     ) -> None:
         """`max_prefill_tokens` of the budget may go to prompts, `chunk_tokens` to one of them, `max_background_tokens`
-        to those of background requests.
+        to those of background requests. Whole prompts are not divided: one above a limit has a step of its own.
         """
         self._budget = budget
         self.num_tokens_left = budget
         self._num_prefill_tokens_left = budget if max_prefill_tokens is None else max_prefill_tokens
         self._num_background_tokens_left = budget if max_background_tokens is None else max_background_tokens
         self._chunk_tokens = chunk_tokens
+        self._takes_whole_prompts = takes_whole_prompts
         self._num_scored_tokens_left = MAX_SCORED_TOKENS
         self._has_logprobs = False
         self._has_pooling = False
@@ -42,7 +44,9 @@ class BatchBuilder:
         self.sequences: list[Sequence] = []  # one for each of `scheduled`
 
     def has_room_for_prefill(self, sequence: Sequence) -> bool:
-        """Whether the step may take any token of a prompt."""
+        """Whether the step may take any token of a prompt, or all of a whole one."""
+        if self._takes_whole_prompts:
+            return self._has_room_for_all(sequence)
         return self.num_tokens_left > 0 and self._num_prompt_tokens_left(sequence) > 0
 
     @property
@@ -51,6 +55,8 @@ class BatchBuilder:
 
     def chunk(self, sequence: Sequence, *, num_reserved: int = 0) -> int:
         """How many tokens of a prompt the step takes, with `num_reserved` of the budget kept for others."""
+        if self._takes_whole_prompts:
+            return sequence.num_uncomputed_tokens if self._has_room_for_all(sequence) else 0
         num_tokens = min(
             sequence.num_uncomputed_tokens,
             self._chunk_tokens,
@@ -58,6 +64,10 @@ class BatchBuilder:
             self._num_prompt_tokens_left(sequence),
         )
         return min(num_tokens, self._num_scorable(sequence)) if sequence.is_scoring else num_tokens
+
+    def _has_room_for_all(self, sequence: Sequence) -> bool:
+        num_left = min(self.num_tokens_left, self._num_prompt_tokens_left(sequence))
+        return sequence.num_uncomputed_tokens <= num_left or not self.scheduled
 
     def _num_scorable(self, sequence: Sequence) -> int:
         """How many tokens the step may compute: up to the prompt token that it may no longer score."""
@@ -136,6 +146,7 @@ class BatchBuilder:
             targets=targets,
             first_target=first_target,
             pooling=_pooling(sequence, start + num_tokens),
+            second_text_at=sequence.request.second_text_at,
             matcher=sequence.matcher if samples else None,
             lacks_history=samples and sequence.lacks_history,
             adapter=None if sequence.adapter is None else sequence.adapter.weights,

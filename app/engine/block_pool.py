@@ -34,7 +34,7 @@ class BlockPool:
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
-        assert num_blocks > 0, "a pool needs at least one block"
+        assert num_blocks >= 0, "a pool has blocks or none"
         assert block_size > 0, "a block needs at least one slot"
         self.block_size = block_size
         self.num_blocks = num_blocks
@@ -141,3 +141,14 @@ class BlockPool:
             block.prefix_id = block.prefix_key = None
         block.num_owners = 1
         return block
+
+
+class NoBlocks(BlockPool):
+    """The pool of a model without KV memory: no number of tokens takes a block, and nothing is shared."""
+
+    def __init__(self, *, max_model_len: int) -> None:
+        # No sequence fills a block of this size.
+        super().__init__(num_blocks=0, block_size=max_model_len + 1, prefix_caching=False)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return 0

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 NO_ADAPTERS = (
     "this replica computes with no adapters: they need a CPU (model.device: cpu) and replicas.tensor_parallel: 1, and "
-    "no model that is simulated"
+    "no encoder and no model that is simulated"
 )
 _TELL_EVERY_S = 10.0  # of changed limits, at most
 

@@ -26,6 +26,9 @@ class ModelFacts:
     vocab_size: int  # token ids are 0 <= id < vocab_size
     eos_token_ids: tuple[int, ...]  # generation ends at any of these
     embedding_size: int | None = None  # numbers in an embedding; None: the model gives none
+    generates: bool = True  # else it reads a prompt as a whole, in one step without KV memory: an encoder
+    scores_pairs: bool = False  # it gives a score for a pair of texts, a cross-encoder
+    pooling: str | None = None  # of its embeddings, a `Pooling`, as its files have it
 
 
 class FinishReason(StrEnum):
@@ -67,6 +70,8 @@ class Pooling(StrEnum):
 
     LAST = "last"  # the last token's
     MEAN = "mean"  # the mean of all tokens'
+    CLS = "cls"  # the first token's; only of encoders
+    SCORE = "score"  # no embedding: the one number that a cross-encoder makes of its prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +149,7 @@ class Request:
     sampling: SamplingParams
     generated_token_ids: tuple[int, ...] = ()  # fewer than max_tokens
     pooling: Pooling | None = None  # set for an embedding; max_tokens is 0
+    second_text_at: int = 0  # in a pair of texts, the first token of the second; 0: there is one text
     num_scored_tokens: int = 0  # prompt tokens, after the first, that the client has log-probabilities of
     cache_salt: str = ""
     priority: int = 0  # lower goes first, where the scheduling policy looks at it; -MAX_PRIORITY to MAX_PRIORITY
@@ -153,6 +159,7 @@ class Request:
     preset: str = ""  # of the settings of the replicas that the client asks for
     is_background: bool = False  # it uses only unused capacity, and is preempted first
     session: str = ""  # requests of one session go to the same replica where possible
+    no_queue: bool = False  # it is refused where it would wait for a slot
     adapter: Adapter | None = None  # what the model computes with beside its own weights
 
     @property

@@ -12,6 +12,7 @@ from app.engine.request import (
     MAX_TENANT_LENGTH,
     Grammar,
     ModelFacts,
+    Pooling,
     Request,
     SamplingParams,
 )
@@ -56,14 +57,26 @@ def _check_logprobs(sampling: SamplingParams, facts: ModelFacts) -> None:
 
 
 def _check_pooling(request: Request, facts: ModelFacts) -> None:
-    if request.pooling is None:
+    pooling = request.pooling
+    if pooling is None:
+        if not facts.generates:
+            raise InvalidRequest("this model is an encoder and generates no text; ask another", param="model")
         return
-    if facts.embedding_size is None:
+    if pooling == Pooling.SCORE and not facts.scores_pairs:
+        raise InvalidRequest("this model gives no scores of pairs; ask another", param="model")
+    if pooling != Pooling.SCORE and facts.embedding_size is None:
         raise InvalidRequest("this model gives no embeddings; ask another", param="model")
+    if pooling == Pooling.CLS and facts.generates:
+        raise InvalidRequest("the first token of this model has seen no other; only encoders pool it", param="model")
     if request.sampling.max_tokens:
         raise InvalidRequest(
             f"max_tokens is {request.sampling.max_tokens}; a request for an embedding generates nothing",
             param="max_tokens",
+        )
+    if request.second_text_at and not 0 < request.second_text_at < len(request.prompt_token_ids):
+        raise InvalidRequest(
+            f"second_text_at is {request.second_text_at}; the prompt has {len(request.prompt_token_ids):,} tokens",
+            param="prompt",
         )
 
 

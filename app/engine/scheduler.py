@@ -52,8 +52,9 @@ class Scheduler:
         pool: BlockPool,
         eos_token_ids: Iterable[int],
         policy: SchedulingPolicy | None = None,
+        takes_whole_prompts: bool = False,
     ) -> None:
-        """`policy` is that of the config, unless another is given."""
+        """`policy` is that of the config, unless another is given. Whole prompts are computed in one step each."""
         self._config = config
         self._limits = Limits.of(config)
         self._settings = config.version
@@ -61,6 +62,7 @@ class Scheduler:
         self._strategy = make_strategy(config.strategy)
         self._policy = policy or make_policy(config.policy)
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._takes_whole_prompts = takes_whole_prompts
         self._num_arrived = 0
         self._sequences: dict[str, Sequence] = {}  # waiting and running, by request id
         self._waiting = WaitingQueue(self._policy, self._strategy.bucket_of)
@@ -230,6 +232,7 @@ class Scheduler:
             max_background_tokens=BACKGROUND_PREFILL_TOKENS if self._has_foreground(plan) else None,
             chunk_tokens=limits.prefill_chunk_tokens,
             eos_token_ids=self._eos_token_ids,
+            takes_whole_prompts=self._takes_whole_prompts,
         )
 
     def _has_foreground(self, plan: StepPlan) -> bool:
@@ -270,6 +273,7 @@ class Scheduler:
             builder.has_preempted = True
             victim = self._running.last
             self._preempt(victim)
+            self._totals.memory_preemptions += 1
             if victim is sequence:
                 return False
         self._running.extend(sequence, num_tokens)
@@ -509,6 +513,7 @@ class Scheduler:
             total_cached_tokens=totals.cached_tokens,
             total_generated_tokens=totals.generated_tokens,
             total_preemptions=totals.preemptions,
+            total_memory_preemptions=totals.memory_preemptions,
             total_finished=totals.finished,
             total_aborted=totals.aborted,
             total_failed=totals.failed,

@@ -43,6 +43,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     total_cached_tokens: int  # of these, found in the prefix cache
     total_generated_tokens: int
     total_preemptions: int
+    total_memory_preemptions: int  # of these, because blocks were short for a sequence that ran
     total_finished: int  # ended by stop or length
     total_aborted: int
     total_failed: int
@@ -58,6 +59,7 @@ class Totals:
     cached_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    memory_preemptions: int = 0
     finished: int = 0
     aborted: int = 0
     failed: int = 0

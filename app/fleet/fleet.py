@@ -191,7 +191,10 @@ class Fleet:
         while True:
             in_flight.seconds_left(self._clock())  # raises where none is left
             weights = in_flight.needs_weights
-            replica_ids = self._open_replica_ids(weights) or await self._wait_for_replicas(weights)
+            replica_ids = self._open_replica_ids(weights)
+            if not replica_ids and in_flight.request.no_queue and in_flight.lost_at is None:
+                raise Overloaded("no replica is there now, and this request is not to wait; try again shortly")
+            replica_ids = replica_ids or await self._wait_for_replicas(weights)
             sent = in_flight.begin_attempt(self._clock())
             try:
                 replica_id = self._registry.place(sent, replica_ids, avoid=avoid)

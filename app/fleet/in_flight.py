@@ -109,6 +109,7 @@ class InFlightRequest:
                 generated_token_ids=tuple(self._token_ids),
                 num_scored_tokens=self._num_scored_tokens,
                 deadline_s=deadline_s,
+                no_queue=self.request.no_queue and self.lost_at is None,  # what has begun is not refused
             )
         self.num_attempts += 1
         self._num_sent = self._num_known

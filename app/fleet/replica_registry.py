@@ -78,7 +78,7 @@ class ReplicaRegistry:
 
         Raises:
             InvalidRequest: there is no such group.
-            Overloaded: every replica is known to be full.
+            Overloaded: every replica is known to be full, or has no slot for a request that does not wait for one.
             Unavailable: no replica computes with adapters, and the request has one.
         """
         if request.adapter is not None:
@@ -96,9 +96,14 @@ class ReplicaRegistry:
         )
         sound = {each.replica_id: each for each in candidates if not self.is_suspect(each.replica_id)}
         if sound and all(each.is_full for each in sound.values()):
-            raise self._full(sum(each.num_requests for each in sound.values()))
+            num_requests = sum(each.num_requests for each in sound.values())
+            raise self._overloaded(f"all {len(self._replica_ids)} replicas are full ({num_requests:,} requests)")
         of_its_group = of_group(candidates, group)
         trusted = [each for each in of_its_group if each.replica_id in sound and each.replica_id not in avoid]
+        if request.no_queue:
+            of_its_group = trusted = [each for each in trusted if each.has_slot]
+            if not trusted:
+                raise self._overloaded(f"none of {len(candidates)} replicas has a free slot, and this is not to wait")
         num_generated = len(request.generated_token_ids)
         size = RequestSize(
             num_prompt_tokens=len(prompt) + num_generated,
@@ -156,10 +161,10 @@ class ReplicaRegistry:
         if num_generated is not None and placed is not None:
             self._lengths.learn(placed.request.sampling.max_tokens, num_generated)
 
-    def _full(self, num_requests: int) -> Overloaded:
-        """The error for a caller when no replica can take its request: how many are served, and when to come back."""
+    def _overloaded(self, problem: str) -> Overloaded:
+        """The error for a caller when no replica can take its request: why, and when to come back."""
         return Overloaded(
-            f"all {len(self._replica_ids)} replicas are full ({num_requests:,} requests); try again shortly",
+            f"{problem}; try again shortly",
             retry_after_s=self._retry_times.next_after(
                 self._clock(), ended_per_s=sum(report.ended_per_s for report in self.reports.values())
             ),

@@ -74,13 +74,14 @@ class BatchFormat(ResultFormat):
             return ItemResult(number=item.number, is_error=True, line=line)
         usage = answered.body.get("usage") or {}
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        num_read_from_cache = usage.get("cache_read_input_tokens", 0)
         return ItemResult(
             number=item.number,
             is_error=answered.status_code != 200,
             line=line,
-            # Of /v1/responses they have other names than of completions.
-            num_input_tokens=usage.get("prompt_tokens", usage.get("input_tokens", 0)),
-            num_cached_tokens=details.get("cached_tokens", 0),
+            # Of /v1/responses they have other names than of completions. Of /v1/messages cached ones are beside others.
+            num_input_tokens=usage.get("prompt_tokens", usage.get("input_tokens", 0)) + num_read_from_cache,
+            num_cached_tokens=details.get("cached_tokens", num_read_from_cache),
             num_output_tokens=usage.get("completion_tokens", usage.get("output_tokens", 0)),
         )
 

@@ -234,6 +234,11 @@ _ENGINE_COUNTERS: Sequence[tuple[str, str, Callable[[EngineStats], float]]] = (
     ("engine_cached_tokens", "Of these, found in the prefix cache.", lambda stats: stats.total_cached_tokens),
     ("engine_generated_tokens", "Tokens generated.", lambda stats: stats.total_generated_tokens),
     ("engine_preemptions", "Times that a request's memory was taken back.", lambda stats: stats.total_preemptions),
+    (
+        "engine_memory_preemptions",
+        "Of these, because memory was short for requests that ran.",
+        lambda stats: stats.total_memory_preemptions,
+    ),
     ("engine_finished", "Requests ended by stop or length.", lambda stats: stats.total_finished),
     ("engine_aborted", "Requests ended by their callers.", lambda stats: stats.total_aborted),
     ("engine_failed", "Requests ended by a failed step.", lambda stats: stats.total_failed),

@@ -18,6 +18,7 @@ from app.errors import CarouselError, Failure, Overloaded
 
 Clock = Callable[[], float]
 
+NO_IDLE_SLOT = "no_idle_slot"  # why a background call is refused, a line of a batch for instance, until one is free
 NO_MODEL = ""  # under which calls are counted that were refused before it was clear which model they meant
 BOUNDS = {
     "token_s": SECONDS,
@@ -175,9 +176,10 @@ class ModelMetrics:
             self._latencies[kind] = _LatencyHistograms()
         return self._latencies[kind]
 
-    def refused(self, error: Exception) -> None:
-        """A call was answered with an error before anything else."""
-        _count(self._refused, reason_of(error))
+    def refused(self, error: Exception, *, is_background: bool = False) -> None:
+        """A call was answered with an error before anything else. A background call only asks for an idle slot."""
+        finds_no_slot = is_background and isinstance(error, Overloaded)
+        _count(self._refused, NO_IDLE_SLOT if finds_no_slot else reason_of(error))
 
     def failed(self, error: Exception) -> None:
         """A call ended with an error after it had begun to be answered."""
@@ -307,7 +309,7 @@ class CallMetrics:
             self._model.failed(error)
             self._left(open_requests, FinishReason.ERROR)
         else:
-            self._model.refused(error)
+            self._model.refused(error, is_background=self._is_background)
             self._model.num_in_flight -= len(open_requests)
 
     def _left(self, open_requests: Sequence[_RequestTimes], reason: FinishReason) -> None:
@@ -362,7 +364,7 @@ def _with_subclasses(kind: type[CarouselError]) -> list[type[CarouselError]]:
 
 _INTERNAL = "internal"
 # Overload and our failures; a caller's mistakes come up with the first.
-_SERVICE_REASONS = (*map(_name_of, _with_subclasses(Overloaded) + _with_subclasses(Failure)), _INTERNAL)
+_SERVICE_REASONS = (NO_IDLE_SLOT, *map(_name_of, _with_subclasses(Overloaded) + _with_subclasses(Failure)), _INTERNAL)
 
 
 def _count(counts: dict[str, int], reason: str) -> None:

@@ -19,7 +19,7 @@ from app.model.kv_cache import KVCache, LayerShape
 ATTENTION_NAME = "carousel_paged"
 
 # Keyword arguments of transformers' attention functions that do not change the result here.
-_HARMLESS = frozenset(
+HARMLESS_ARGUMENTS = frozenset(
     {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "is_causal", "return_dict",
      "cache_position", "position_embeddings", "output_router_logits", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
      "max_length_k", "head_mask", "layer_past", "encoder_hidden_states", "encoder_attention_mask", "num_items_in_batch"}
@@ -83,7 +83,7 @@ def paged_attention(
         raise UnknownAttention("the model puts an attention mask of its own on top of the causal one")
     if not getattr(module, "is_causal", True):
         raise UnknownAttention("an attention layer is not causal")
-    unknown = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
+    unknown = [name for name, given in others.items() if given is not None and name not in HARMLESS_ARGUMENTS]
     if unknown:
         raise UnknownAttention(f"attention asks for {', '.join(sorted(unknown))}, which is not implemented")
     layer = getattr(module, "layer_idx", None)

@@ -12,10 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from app.config import ModelConfig
-from app.engine.request import ModelFacts
+from app.engine.request import ModelFacts, Pooling
 from app.errors import InvalidSetup, first_line
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions")
+_POOLING_MODES = {  # of sentence-transformers, in both of its forms
+    "pooling_mode_cls_token": Pooling.CLS,
+    "pooling_mode_mean_tokens": Pooling.MEAN,
+    "pooling_mode_lasttoken": Pooling.LAST,
+    "pooling_mode_cls": Pooling.CLS,
+    "pooling_mode_mean": Pooling.MEAN,
+}
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # an incomplete character decodes to this
 
 
@@ -51,10 +58,39 @@ def read_description(config: ModelConfig, location: str) -> ModelDescription:
 
 def read_config(config: ModelConfig, location: str) -> dict[str, Any]:
     """The config.json of a folder or hub id. Raises InvalidSetup when there is none that can be read."""
-    found = _read_json(config, location, "config.json")
+    found: dict[str, Any] = _read_json(config, location, "config.json")
     if not found:
         raise InvalidSetup(f"model.path {config.path!r}: there is no config.json at {location!r}")
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceSettings:
+    """What the files of sentence-transformers in a model's folder say; nothing where there are none."""
+
+    pooling: Pooling | None = None
+    max_length: int | None = None  # tokens of one text
+    why_not: str | None = None  # its vectors are made in a way that is not known here
+
+
+def sentence_settings(config: ModelConfig, location: str) -> SentenceSettings:
+    """Read modules.json and what it names. Raises InvalidSetup for a file that cannot be read."""
+    modules: list[dict[str, Any]] = _read_json(config, location, "modules.json") or []
+    kinds = [str(each.get("type", "")).rpartition(".")[2] for each in modules]
+    unknown = sorted(set(kinds) - {"Transformer", "Pooling", "Normalize"})
+    if unknown:
+        return SentenceSettings(why_not=f"modules.json has a module that is not computed here: {', '.join(unknown)}")
+    length = _read_json(config, location, "sentence_bert_config.json").get("max_seq_length")
+    if "Pooling" not in kinds:
+        return SentenceSettings(max_length=length)
+    folder = modules[kinds.index("Pooling")].get("path", "")
+    pooling = _read_json(config, location, f"{folder}/config.json")
+    wanted = [name for name, chosen in pooling.items() if name.startswith("pooling_mode_") and chosen]
+    wanted = wanted or [f"pooling_mode_{pooling.get('pooling_mode')}"]
+    if len(wanted) > 1 or wanted[0] not in _POOLING_MODES:
+        names = ", ".join(name.removeprefix("pooling_mode_") for name in wanted)
+        return SentenceSettings(why_not=f"{folder}/config.json pools by {names}; only cls, mean and last are known")
+    return SentenceSettings(_POOLING_MODES[wanted[0]], length)
 
 
 def max_model_len(config: ModelConfig, limit: int | None) -> int:
@@ -99,11 +135,11 @@ def _is_text(shown: str) -> bool:
     return bool(shown) and _INCOMPLETE not in shown
 
 
-def _read_json(config: ModelConfig, location: str, name: str) -> dict[str, Any]:
-    """One of the folder's JSON files; empty without such a file."""
+def _read_json(config: ModelConfig, location: str, name: str) -> Any:
+    """One of the folder's JSON files; an empty object without such a file."""
     try:
         file = Path(location) / name if Path(location).is_dir() else _downloaded(config, location, name)
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {}
+        found = json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {}
     except (OSError, ValueError) as error:
         raise InvalidSetup(f"model.path {config.path!r}: {name} cannot be read: {first_line(error)}") from error
     return found

@@ -84,7 +84,7 @@ def build_inputs(batch: Batch, *, block_size: int, device: torch.device) -> Mode
         positions=positions[None],
         slots=slots,
         logits_indices=logits_indices,
-        hidden_indices=to_device(_pooled(batch.scheduled), device) if batch.has_pooling else None,
+        hidden_indices=to_device(pooled_places(batch.scheduled), device) if batch.has_pooling else None,
     )
 
 
@@ -129,13 +129,15 @@ def _wanted(item: ScheduledSequence, end: int) -> list[int]:
     return [*wanted, end - 1] if item.samples else wanted
 
 
-def _pooled(scheduled: Sequence[ScheduledSequence]) -> list[int]:
+def pooled_places(scheduled: Sequence[ScheduledSequence]) -> list[int]:
     """The tokens for which hidden states are wanted, as places in the packed row; `pooling.py` relies on the order."""
     places: list[int] = []
     end = 0
     for item in scheduled:
         begin, end = end, end + len(item.token_ids)
-        if item.pooling is not None:
+        if item.pooling == Pooling.CLS:
+            places.append(begin)
+        elif item.pooling is not None:
             places += range(begin if item.pooling == Pooling.MEAN else end - 1, end)
     return places
 

@@ -15,6 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from app.errors import ContextTooLong, InvalidRequest, InvalidSetup
+from app.text.text_pairs import EncodedText, TextPairs, encode_texts
 from app.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
@@ -93,6 +94,27 @@ class Tokenizer:
     def encode_all(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Token ids of each of several short texts, without begin and end tokens."""
         return [tuple(each.ids) for each in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_up_to(
+        self, texts: Sequence[str], max_tokens: int | None = None, *, longest: int = 0
+    ) -> list[EncodedText]:
+        """Each text with the model's begin and end tokens; see `encode_texts`."""
+        return encode_texts(self._backend, texts, max_tokens=max_tokens, longest=longest)
+
+    def pairs(
+        self, firsts: Sequence[str], seconds: Sequence[str], *, max_second: int | None = None, longest: int = 0
+    ) -> TextPairs:
+        """Pairs for a model that reads two texts at once; see `TextPairs`."""
+        # The class of a model's own tokenizer may have other names by default; it is not loaded here.
+        names = self._pretrained.init_kwargs.get("model_input_names") or ["token_type_ids"]
+        return TextPairs(
+            self._backend,
+            firsts,
+            seconds,
+            max_second=max_second,
+            longest=longest,
+            has_types="token_type_ids" in names,
+        )
 
     def count_up_to(self, text: str, max_tokens: int) -> int:
         """The number of tokens of a text; where there are more than `max_tokens`, some number above it.

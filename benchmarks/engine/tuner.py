@@ -39,7 +39,7 @@ from deployments.threads import keep_waits_for_the_interpreter_short
 _MODEL = "models/demo"
 HIGHEST = SchedulerConfig(max_running=128, max_step_tokens=2048, prefill_chunk_tokens=2048)
 WINDOW_S = 30.0
-_BUDGETS = (64, 128, 192, 256, 384, 512, 1024, 2048)
+_BUDGETS = (16, 32, 64, 128, 192, 256, 512, 1024, 2048)
 _RUNNING = (32, 128)
 _CHUNK_PARTS = (1, 4)  # of the budget
 

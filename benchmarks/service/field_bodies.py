@@ -16,7 +16,7 @@ Json = dict[str, Any]
 DEPTH = 180  # the service's parser of JSON accepts some 200
 _LENGTH_FIELDS = {
     "/v1/chat/completions": "max_tokens", "/v1/completions": "max_tokens", "/v1/batch": "max_tokens",
-    "/v1/responses": "max_output_tokens",
+    "/v1/responses": "max_output_tokens", "/v1/messages": "max_tokens",
 }  # fmt: skip
 _NUM_PROMPTS = 128  # of a list where another field is filled
 _REPEATED = 128  # items that are all filled

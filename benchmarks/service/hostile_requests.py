@@ -31,7 +31,18 @@ VALID: dict[str, dict[str, Any]] = {
         "input": [{"role": "user", "content": "Hi"}], "instructions": "Be short.", "max_output_tokens": 2,
         "text": {"format": {"type": "text"}}, "metadata": {"a": "b"}, "store": False,
     },
+    "/v1/messages": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "system": "Be short.",
+        "max_tokens": 2, "stop_sequences": ["x"], "metadata": {"user_id": "a"}, "tool_choice": {"type": "none"},
+        "tools": [{"name": "look", "input_schema": {"type": "object"}}], "stream": True,
+    },
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}], "system": "Be short."},
     "/v1/embeddings": {"input": ["one", "two"], "encoding_format": "base64", "dimensions": 4},
+    "/v1/rerank": {
+        "query": "one", "documents": ["one two", {"text": "three"}], "top_n": 1, "return_documents": True,
+        "max_tokens_per_doc": 5,
+    },
+    "/v1/score": {"text_1": "one", "text_2": ["one two", "three"]},
     "/tokenize": {"prompt": "one two", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"tokens": [5, 6, 7]},
 }  # fmt: skip

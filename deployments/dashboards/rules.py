@@ -47,7 +47,7 @@ _RECORDED = {
     "carousel:inter_token_good:ratio_rate5m": _good_ratio("carousel_inter_token_seconds", ITL_GOOD_LE),
     "carousel:calls:rate5m": (
         "sum by (model_name) (rate(carousel_requests_finished_total[5m]))"
-        " + (sum by (model_name) (rate(carousel_calls_refused_total[5m]))"
+        ' + (sum by (model_name) (rate(carousel_calls_refused_total{reason!="no_idle_slot"}[5m]))'
         " or 0 * sum by (model_name) (rate(carousel_requests_finished_total[5m])))"
     ),
     "carousel:slots_used:ratio": "sum by (model_name) (carousel_slots_used) / sum by (model_name) (carousel_slots)",
@@ -117,7 +117,7 @@ ALERTS = (
     ),
     Alert(
         name="CarouselMemoryShort",
-        expr="sum by (model_name, replica) (rate(carousel_engine_preemptions_total[5m])) > 0.5",
+        expr="sum by (model_name, replica) (rate(carousel_engine_memory_preemptions_total[5m])) > 0.5",
         summary="{{ $labels.replica }} takes memory back from {{ $value | humanize }} requests a second.",
     ),
     Alert(

@@ -88,7 +88,7 @@ def use_of(stats: EngineStats, measurements: EngineMeasurements) -> dict[str, fl
     return {
         TOKENS: measurements.num_outstanding_tokens,
         REQUESTS: num_requests,
-        KV_USE: 1.0 - stats.num_free_blocks / stats.num_blocks,
+        KV_USE: 1.0 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0,
         MISSES: float(num_requests > 0 and tuning is not None and tuning.needs_replicas),
     }
 

@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from app.api import Cascade, ServedModel
 from app.config import CascadeConfig, ServedModelConfig
 from app.engine.request import Generate, ModelFacts, Pooling
-from app.errors import Overloaded
+from app.errors import InvalidSetup, Overloaded
 from app.fleet import FailoverLimits, Fleet, FleetMetrics, LivenessTimeouts, ReplicaRegistry
 from app.fleet.dispatch import GroupChooser, make_policy
 from app.text import Tokenizer
@@ -82,8 +82,20 @@ async def served_model(model: ServedModelConfig, path: str, client: ModelClient)
         created=int(time.time()),
         aliases=model.aliases,
         tool_format=form,
-        pooling=None if model.pooling == "none" else Pooling(model.pooling),
+        pooling=pooling_of(model, facts),
+        deadline_s=model.deadline_s,
     )
+
+
+def pooling_of(model: ServedModelConfig, facts: ModelFacts) -> Pooling | None:
+    """What the embeddings of a model are; None: it gives none. Raises InvalidSetup for what it cannot give."""
+    if model.pooling == "none" or facts.embedding_size is None:
+        return None
+    if model.pooling == "auto":
+        return Pooling(facts.pooling or Pooling.LAST)
+    if model.pooling == "cls" and facts.generates:
+        raise InvalidSetup(f"pooling of {model.name}: got cls, the first token, which only an encoder has; use last")
+    return Pooling(model.pooling)
 
 
 def cascades_of(configs: Iterable[CascadeConfig], models: Iterable[ServedModel]) -> list[Cascade]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -68,17 +70,18 @@ class Service:
         max_model_len: int = MAX_MODEL_LEN,
         pooling: Pooling | None = None,
         cascade: float | None = None,
+        facts: Mapping[str, Any] = MappingProxyType({}),
         **settings: Any,
     ) -> None:
         self.tokenizer = tokenizer
         self.generate = ScriptedGenerate(script)
         self.is_ready = True
-        facts = ModelFacts(max_model_len=max_model_len, vocab_size=763, eos_token_ids=(4,), embedding_size=4)
+        usual = ModelFacts(max_model_len=max_model_len, vocab_size=763, eos_token_ids=(4,), embedding_size=4)
         self.models = [
             ServedModel(
                 name=name,
                 tokenizer=tokenizer,
-                facts=facts,
+                facts=replace(usual, **facts),
                 generate=generate or self.generate,
                 created=1_700_000_000,
                 aliases=aliases,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -136,6 +137,14 @@ def test_a_request_may_name_its_user_its_priority_and_its_deadline(service: Serv
     service.complete(user="me", priority=-7, deadline_s=2.5)
     request = service.generate.requests[-1]
     assert (request.tenant, request.priority, request.deadline_s) == ("me", -7, 2.5)
+
+
+def test_a_request_that_names_no_deadline_has_the_models(service: Service) -> None:
+    [model] = service.models
+    service.handler.models["demo"] = replace(model, deadline_s=30.0)
+    for fields in ({}, {"deadline_s": 2}, {"service_tier": "flex"}, {"service_tier": "flex", "deadline_s": 3}):
+        service.complete(**fields)
+    assert [request.deadline_s for request in service.generate.requests] == [30.0, 2, None, 3]
 
 
 def test_the_deadline_may_come_in_a_header(service: Service) -> None:

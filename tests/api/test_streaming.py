@@ -476,6 +476,9 @@ def test_groups_and_sessions_come_from_their_headers(tokenizer: Tokenizer) -> No
     assert {(each.group, each.preset, each.session) for each in service.generate.requests} == {
         ("new", "batch", "s" * 256)
     }
+    assert not any(each.no_queue for each in service.generate.requests)
+    service.call("POST", "/v1/completions", {"prompt": "x"}, {"x-carousel-no-queue": "1"})
+    assert service.generate.requests[-1].no_queue
     headers["x-carousel-session"] += "s"
     refused = service.call("POST", "/v1/completions", body, headers)
     assert (refused.status, refused.error["param"]) == (400, "x-carousel-session")

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -345,6 +346,43 @@ def test_a_refused_client_gets_the_time_when_a_place_should_be_free() -> None:
         await task
 
     with async_engine(runner, max_requests=1, clock=clock) as engine:
+        asyncio.run(main(engine))
+
+
+@pytest.mark.parametrize("strategy", ["continuous", "static"])
+def test_a_request_that_is_not_to_wait_is_refused_where_it_would(strategy: str) -> None:
+    runner, urgent = GatedRunner(), replace(make_request(), no_queue=True)
+    num_slots = 2 if strategy == "continuous" else 1
+
+    async def main(engine: AsyncEngine) -> None:
+        await engine.reconfigure(SchedulerConfig.model_validate({"strategy": strategy, "max_running": 2}))
+        tasks = [asyncio.create_task(collect(engine, make_request())) for _ in range(num_slots)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="which is not to wait"):
+            await collect(engine, urgent)
+        tasks.append(asyncio.create_task(collect(engine, make_request())))  # this one waits
+        runner.gate.release(100)
+        await asyncio.gather(*tasks)
+        assert len(await collect(engine, urgent)) == 4
+
+    with async_engine(runner) as engine:
+        asyncio.run(main(engine))
+
+
+def test_a_request_that_is_not_to_wait_is_refused_where_its_prompt_has_no_memory() -> None:
+    runner = GatedRunner()
+
+    async def main(engine: AsyncEngine) -> None:
+        task = asyncio.create_task(collect(engine, make_request(tuple(range(5, 14)))))
+        await asyncio.sleep(0)
+        runner.gate.release(1)
+        await until(lambda: engine.stats().num_free_blocks == 1)
+        with pytest.raises(Overloaded, match="which is not to wait"):
+            await collect(engine, replace(make_request(tuple(range(5, 12))), no_queue=True))
+        runner.gate.release(100)
+        await task
+
+    with async_engine(runner, num_blocks=4) as engine:
         asyncio.run(main(engine))
 
 

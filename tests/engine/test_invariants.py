@@ -13,10 +13,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from app.config import SchedulerConfig
 from app.engine.batch import Batch, StepResult
 from app.engine.engine import StepError
-from app.engine.request import FinishReason, Pooling, Request
+from app.engine.request import FinishReason, Request
 from app.engine.trace.recorder import Recorder
 from app.errors import DeadlineMissed, Quarantined, StepFailed
 from tests.fakes import (
+    POOLINGS_OF_DECODERS,
     FakeClock,
     Outcome,
     TimedRunner,
@@ -130,7 +131,7 @@ class EngineMachine(RuleBasedStateMachine):
         logprobs=st.sampled_from([None, None, 0, 2]),
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
         is_background=st.sampled_from([False, False, True]),
-        pooling=st.sampled_from([None, None, None, *Pooling]),
+        pooling=st.sampled_from([None, None, None, *POOLINGS_OF_DECODERS]),
     )
     def add(
         self,

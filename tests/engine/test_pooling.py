@@ -8,12 +8,20 @@ from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.request import FinishReason, ModelFacts, Pooling
 from app.errors import InvalidRequest
-from tests.fakes import CountingRunner, build_fake_engine, expected_embedding, expected_tokens, make_request, run_to_end
+from tests.fakes import (
+    POOLINGS_OF_DECODERS,
+    CountingRunner,
+    build_fake_engine,
+    expected_embedding,
+    expected_tokens,
+    make_request,
+    run_to_end,
+)
 
 PROMPT = tuple(range(5, 30))
 
 
-@pytest.mark.parametrize("pooling", Pooling)
+@pytest.mark.parametrize("pooling", POOLINGS_OF_DECODERS)
 def test_an_embedding_is_the_end_of_its_request(pooling: Pooling) -> None:
     engine = build_fake_engine()
     asking = make_request(PROMPT, pooling=pooling, max_tokens=0)

@@ -122,7 +122,7 @@ def test_when_memory_runs_short_the_last_arrived_is_preempted_and_all_tokens_sta
     for prefix_caching in (True, False):
         engine = build_fake_engine(num_blocks=8, prefix_caching=prefix_caching)  # 32 slots for 80 tokens
         outcome = run_to_end(engine, *requests)
-        assert engine.stats().total_preemptions > 0
+        assert engine.stats().total_memory_preemptions == engine.stats().total_preemptions > 0
         for request in requests:
             assert outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 14)
         order = list(outcome.reasons)

@@ -87,6 +87,22 @@ def test_when_all_are_full_the_request_is_refused_before_it_is_sent() -> None:
     registry.place(make_request(), REPLICAS)
 
 
+def test_a_request_that_is_not_to_wait_goes_where_a_slot_is_free_or_is_refused() -> None:
+    registry = make_registry("round_robin")
+    registry.note("a", make_report(num_requests=8))
+    request = replace(make_request(), no_queue=True)
+    assert registry.place(request, REPLICAS) == "b"
+    registry.note("b", make_report(num_requests=8))
+    with pytest.raises(Overloaded, match="none of 2 replicas has a free slot") as refused:
+        registry.place(replace(make_request(), no_queue=True), REPLICAS)
+    assert refused.value.retry_after_s > 0
+    registry.place(make_request(), REPLICAS)
+    registry.note("a", make_report(num_requests=8, num_background=8))
+    assert registry.place(replace(make_request(), no_queue=True), REPLICAS) == "a", "background work gives way"
+    with pytest.raises(Overloaded):
+        registry.place(replace(make_request(), no_queue=True), REPLICAS, avoid={"a"})
+
+
 def test_a_request_goes_to_its_group_and_to_any_replica_when_that_is_gone() -> None:
     registry = make_registry(groups=(Group("old", 1.0), Group("new", 1.0)))
     registry.note("a", make_report(group="old", max_requests=100))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import pytest
 
@@ -119,6 +120,17 @@ def test_a_caller_that_goes_away_aborts(leaving: type[BaseException]) -> None:
 )
 def test_every_error_has_a_reason_of_a_few(error: Exception, reason: str) -> None:
     assert reason_of(error) == reason
+
+
+@pytest.mark.parametrize(("is_background", "reason"), [(True, "no_idle_slot"), (False, "overloaded")])
+def test_background_calls_that_find_no_idle_slot_are_no_overload(is_background: bool, reason: str) -> None:
+    metrics = RequestMetrics()
+    with (
+        suppress(Overloaded),
+        metrics.model("demo").call([1], arrived_at=metrics.arrived(), is_background=is_background),
+    ):
+        raise Overloaded("full")
+    assert counted(metrics.snapshot()["demo"].refused) == {reason: 1}
 
 
 def test_several_ingresses_add_up_to_one_that_had_all_the_requests() -> None:

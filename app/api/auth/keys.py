@@ -55,8 +55,8 @@ class KeyRing:
         self._accounts = accounts
 
     def account_of(self, headers: Headers) -> Account:
-        """The account of the key in `Authorization: Bearer`. Raises Unauthenticated, never with what was sent."""
-        digest = hashlib.sha256(_bearer(headers)).digest()
+        """The account of the key that was sent. Raises Unauthenticated, never with what was sent."""
+        digest = hashlib.sha256(_key_of(headers)).digest()
         found: Account | None = None
         # Hashes, all of them, each in constant time: how long it takes says nothing about any key.
         for known, account in self._accounts.items():
@@ -116,13 +116,15 @@ def authenticator_of(config: ApiConfig, pools: SharedPools | None = None) -> Key
     return NoAuthentication(pools, may_administer=not config.allow_unauthenticated)
 
 
-def _bearer(headers: Headers) -> bytes:
-    given = [value for name, value in headers if name == b"authorization"]
+def _key_of(headers: Headers) -> bytes:
+    """The key in `Authorization: Bearer`, or in `x-api-key` as Anthropic's clients send it."""
+    given = [(name, value.strip()) for name, value in headers if name in (b"authorization", b"x-api-key")]
     if not given:
         raise Unauthenticated("an API key is required; send it in the header `Authorization: Bearer <key>`")
     if len(given) > 1:
-        raise Unauthenticated(f"there are {len(given)} Authorization headers; send one")
-    scheme, _, key = given[0].strip().partition(b" ")
+        raise Unauthenticated(f"there are {len(given)} Authorization and x-api-key headers; send one")
+    [(name, value)] = given
+    scheme, _, key = (b"bearer", b"", value) if name == b"x-api-key" else value.partition(b" ")
     if scheme.lower() != b"bearer" or not key.strip():
         raise Unauthenticated("the Authorization header should be `Bearer <key>`")
     return key.strip()

@@ -48,7 +48,7 @@ def prepare_embeddings(
             prompt_token_ids=prompt,
             sampling=SamplingParams(max_tokens=0),
             pooling=model.pooling,
-            **scheduling_of(body),
+            **scheduling_of(body, model),
         )
         requests.append(request)
     return Call(
@@ -82,7 +82,7 @@ class EmbeddingsWriter(Writer):
 
         def keep(piece: ChoiceDelta) -> None:
             if piece.finish_reason is not None:
-                vectors[piece.index] = normalised(array("f", _vector_of(piece))[: self.body.dimensions])
+                vectors[piece.index] = normalised(array("f", vector_of(piece))[: self.body.dimensions])
 
         await progress.read(pieces, keep)
         progress.log_end()
@@ -106,7 +106,8 @@ class EmbeddingsWriter(Writer):
         return base64.b64encode(little_endian.tobytes()).decode()
 
 
-def _vector_of(piece: ChoiceDelta) -> bytes:
+def vector_of(piece: ChoiceDelta) -> bytes:
+    """The last delta's. Raises Failure when it has none."""
     if piece.embedding is None:
         raise Failure(f"the request of text {piece.index} ended without a vector")
     return piece.embedding

@@ -10,9 +10,14 @@ from app.api.call import Call, RequestLimits, ServedModel
 from app.api.endpoints.chat import prepare_chat
 from app.api.endpoints.completions import prepare_completion
 from app.api.endpoints.embeddings import EmbeddingsWriter, prepare_embeddings
+from app.api.endpoints.messages import MessagesWriter, prepare_message
+from app.api.endpoints.ranking import RerankWriter, ScoreWriter, prepare_rerank, prepare_score
 from app.api.endpoints.responses import ResponsesWriter, prepare_response
 from app.api.generation import SharedFields
+from app.api.http.errors import MESSAGES_PATH
 from app.api.output.completion_writers import ChatFormat, ChoiceWriter, CompletionFormat, Writer
+from app.api.schemas.messages import MessagesRequest
+from app.api.schemas.ranking import RerankRequest, ScoreRequest
 from app.api.schemas.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, QueuedRequest
 from app.api.schemas.responses import ResponsesRequest
 
@@ -28,6 +33,7 @@ class Endpoint:
     writer: Callable[[Any], Writer]  # writes the response to a body of the schema
     summary: str  # what it does, in the OpenAPI document
     response: str  # the schema of its response there
+    aliases: tuple[str, ...] = ()  # other paths over HTTP
 
 
 ENDPOINTS = {
@@ -64,6 +70,31 @@ ENDPOINTS = {
             ResponsesWriter,
             summary="Generate a response",
             response="Response",
+        ),
+        Endpoint(
+            "/v1/rerank",
+            RerankRequest,
+            prepare_rerank,
+            RerankWriter,
+            summary="Documents in the order in which they fit a query",
+            response="Rerank",
+            aliases=("/v2/rerank",),  # where Cohere's own client asks
+        ),
+        Endpoint(
+            "/v1/score",
+            ScoreRequest,
+            prepare_score,
+            ScoreWriter,
+            summary="How well texts fit another text",
+            response="Scores",
+        ),
+        Endpoint(
+            MESSAGES_PATH,
+            MessagesRequest,
+            prepare_message,
+            lambda _: MessagesWriter(),
+            summary="Generate a message",
+            response="CreatedMessage",
         ),
     )
 }

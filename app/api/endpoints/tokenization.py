@@ -1,4 +1,7 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info, as vLLM has them: for clients that count or score tokens."""
+"""For clients that count or score tokens: POST /tokenize and /detokenize, GET /tokenizer_info, as vLLM has them.
+
+And POST /v1/messages/count_tokens, as Anthropic has it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ from app.api.generation import encode_chat, encode_prompts
 from app.api.handler import ParsedT, RequestHandler
 from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
+from app.api.http.errors import MESSAGES_PATH
 from app.api.http.guard import reservation_of
 from app.api.http.headers import is_strict
 from app.api.json_structure import size_of
+from app.api.schemas.messages import CountTokensRequest
 from app.api.schemas.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from app.api.threads import MAX_SMALL_SIZE
 from app.jobs import Json
@@ -33,6 +38,7 @@ class TokenizationRoutes:
         return [
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route(f"{MESSAGES_PATH}/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
         ]
 
@@ -55,6 +61,24 @@ class TokenizationRoutes:
             return {"prompt": model.tokenizer.decode(token_ids, skip_special_tokens=False)}
 
         return await self._answer(request, len(token_ids), detokenized)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """POST /v1/messages/count_tokens: how many tokens the prompt of a message has."""
+        body = await read_json_object(request, self._handler.limits, self._handler.threads)
+        parsed = await self._parsed(request, body, CountTokensRequest)
+        model = self._model(request, parsed.model)
+
+        def counted() -> Json:
+            token_ids = encode_chat(
+                parsed.as_conversation(),
+                model,
+                with_tools=parsed.offers_tools,
+                continue_final_message=parsed.is_continued,
+                may_be_longer=True,
+            )
+            return {"input_tokens": len(token_ids)}
+
+        return await self._answer(request, size_of(body, MAX_SMALL_SIZE), counted)
 
     async def tokenizer_info(self, request: Request) -> Response:
         """GET /tokenizer_info, for clients that apply the chat template themselves. `?model=` names the model."""

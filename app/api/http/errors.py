@@ -1,4 +1,4 @@
-"""Errors as HTTP responses. The status, type and code of each error are only here."""
+"""Errors as HTTP responses, in OpenAI's shape and Anthropic's. The status, type and code of each are only here."""
 
 from __future__ import annotations
 
@@ -37,6 +37,17 @@ logger = logging.getLogger(__name__)
 CLIENT_GONE_STATUS = 499  # for the log only: the client is gone
 MAX_RETRY_AFTER_S = 120.0  # the openai package does not retry when the value is larger
 UNAVAILABLE_RETRY_AFTER_S = 2.0
+MESSAGES_PATH = "/v1/messages"  # it, and what is below it, are Anthropic's API
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
 
 
 class ClientGone(Exception):
@@ -73,13 +84,24 @@ _KINDS: tuple[tuple[type[CarouselError], _Kind], ...] = (
 )
 
 
-def error_body(error: Exception, request_id: str) -> dict[str, Any]:
-    """The OpenAI error object. The message of an internal error is replaced by the id of its log line."""
+def is_anthropic(path: str) -> bool:
+    """Whether a route belongs to Anthropic's API."""
+    return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
+
+
+def error_body(error: Exception, request_id: str, path: str = "") -> dict[str, Any]:
+    """The error object of the API that the route at `path` belongs to; without a path, OpenAI's.
+
+    The message of an internal error is replaced by the id of its log line.
+    """
     kind = _kind_of(error)
     message = str(error)
     param = code = None
     if kind is _FAILURE:
         message = f"the server failed on this request; its log has the reason under request id {request_id}"
+    if is_anthropic(path):
+        type_ = _ANTHROPIC_TYPES.get(kind.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": type_, "message": message}, "request_id": request_id}
     if isinstance(error, InvalidRequest):
         param, code = error.param, error.code
     return {"error": {"message": message, "type": kind.type, "param": param, "code": code or kind.code}}
@@ -90,11 +112,13 @@ def error_status(error: Exception) -> int:
     return _kind_of(error).status
 
 
-def error_response(error: Exception, request_id: str) -> Response:
-    """The response to a request that failed before its first byte."""
+def error_response(error: Exception, request_id: str, path: str) -> Response:
+    """The response to a request at `path` that failed before its first byte."""
     if isinstance(error, ClientGone):
         return Response(status_code=CLIENT_GONE_STATUS)
-    return JSONResponse(error_body(error, request_id), status_code=_kind_of(error).status, headers=_headers(error))
+    return JSONResponse(
+        error_body(error, request_id, path), status_code=_kind_of(error).status, headers=_headers(error)
+    )
 
 
 def log_error(error: Exception, request_id: str) -> None:

@@ -19,6 +19,7 @@ PRESET_HEADER = "x-carousel-preset"
 SESSION_HEADER = "x-carousel-session"
 EXPLAIN_HEADER = "x-carousel-explain"
 TIMINGS_HEADER = "x-carousel-timings"
+NO_QUEUE_HEADER = "x-carousel-no-queue"
 
 
 def headers_of(scope: Scope) -> Mapping[str, str]:
@@ -31,7 +32,9 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
 
 
 def with_headers(call: Call, headers: Mapping[str, str]) -> Call:
-    """The call with what its headers ask for: group, preset, session, timings in `usage`, which a stream has then too.
+    """The call with what its headers ask for: group, preset, session, whether it waits, timings in `usage`.
+
+    A stream has `usage` then too.
 
     Raises InvalidRequest for a session that is too long. Whether there is such a group, or one with such a preset, is
     checked where groups are known.
@@ -44,11 +47,14 @@ def with_headers(call: Call, headers: Mapping[str, str]) -> Call:
             f"the header {SESSION_HEADER} has {len(session):,} characters; at most {MAX_SESSION_LENGTH} are accepted",
             param=SESSION_HEADER,
         )
-    if not (group or preset or session):
+    no_queue = _is_true(headers.get(NO_QUEUE_HEADER, ""))
+    if not (group or preset or session or no_queue):
         return call
     return replace(
         call,
-        requests=tuple(replace(each, group=group, preset=preset, session=session) for each in call.requests),
+        requests=tuple(
+            replace(each, group=group, preset=preset, session=session, no_queue=no_queue) for each in call.requests
+        ),
     )
 
 

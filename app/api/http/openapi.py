@@ -15,6 +15,8 @@ from app.api.endpoints.files import MAX_FILES_OF_PAGE
 from app.api.endpoints.prompt_list import PromptListRequest
 from app.api.endpoints.scheduler import CHOICES
 from app.api.endpoints.table import ENDPOINTS
+from app.api.http.errors import MESSAGES_PATH, is_anthropic
+from app.api.schemas.messages import CountTokensRequest
 from app.api.schemas.parameters import unavailable
 from app.api.schemas.requests import (
     DetokenizeRequest,
@@ -35,6 +37,7 @@ BODIES: tuple[type[ModelRequest], ...] = (
     TokenizeTextRequest,
     TokenizeChatRequest,
     DetokenizeRequest,
+    CountTokensRequest,
 )
 BATCH_BODIES: tuple[type[Schema], ...] = (BatchRequest, PromptListRequest)
 
@@ -79,16 +82,18 @@ def _computed_paths() -> Json:
     """Those of the table of endpoints."""
     events = {"text/event-stream": {"schema": _object(data=str)}}  # of each event
     return {
-        endpoint.path: {
+        path: {
             "post": _operation(
                 endpoint.summary,
                 endpoint.response,
                 _OF_GENERATION,
                 body=_body(endpoint.schema),
                 content=events if issubclass(endpoint.schema, GenerationRequest) else {},
+                error="AnthropicError" if is_anthropic(endpoint.path) else "Error",
             )
         }
         for endpoint in ENDPOINTS.values()
+        for path in (endpoint.path, *endpoint.aliases)
     }
 
 
@@ -114,6 +119,15 @@ def _paths(config: ApiConfig) -> Json:
         "/v1/models/{model_id}": {"get": _operation("One model", "Model", _OF_A_MODEL, parameters=[model_id])},
         "/tokenize": {"post": _operation("Words to token ids", "Tokens", _OF_A_BODY, body=tokenized)},
         "/detokenize": {"post": _operation("Token ids to words", "Text", _OF_A_BODY, body=detokenized)},
+        f"{MESSAGES_PATH}/count_tokens": {
+            "post": _operation(
+                "The number of tokens of a prompt",
+                "TokenCount",
+                _OF_A_BODY,
+                body=_body(CountTokensRequest),
+                error="AnthropicError",
+            )
+        },
         "/tokenizer_info": {
             "get": _operation("Special tokens, chat template", "TokenizerInfo", _OF_A_MODEL, parameters=[model])
         },
@@ -228,10 +242,14 @@ def _operation(
     content: Json | None = None,
     parameters: Sequence[Json] = (),
     is_open: bool = False,
+    error: str = "Error",
 ) -> Json:
-    """`response` names the schema of a JSON response, `content` has other types of it, `refusals` other statuses."""
+    """`response` names the schema of a JSON response, `content` has other types of it, `refusals` other statuses.
+
+    `error` names the schema of these.
+    """
     as_json = {} if response is None else {"application/json": {"schema": _reference(response)}}
-    errors = {"application/json": {"schema": _reference("Error")}}
+    errors = {"application/json": {"schema": _reference(error)}}
     operation: Json = {
         "summary": summary,
         "responses": {
@@ -308,6 +326,7 @@ def _restrict(field: Json, kind: str, **limits: int) -> None:
 def _answers() -> Json:
     """The schemas of responses, with the fields that clients may rely on."""
     usage = _object(prompt_tokens=int, completion_tokens=int, total_tokens=int)
+    of_prompts = _object(prompt_tokens=int, total_tokens=int)
     reason = {"enum": ["stop", "length", "tool_calls"]}
     message = _object(role={"const": "assistant"}, content=_TEXT_OR_NULL)
     call = _object(id=str, type={"const": "function"}, function=_object(name=str, arguments=str))
@@ -334,7 +353,23 @@ def _answers() -> Json:
             output=_list(item),
             usage=_object(input_tokens=int, output_tokens=int, total_tokens=int),
         ),
-        "Embeddings": _page(embedding, model=str, usage=_object(prompt_tokens=int, total_tokens=int)),
+        "Embeddings": _page(embedding, model=str, usage=of_prompts),
+        "Rerank": _object(
+            id=str, model=str, results=_list(_object(index=int, relevance_score=float)), meta=dict, usage=of_prompts
+        ),
+        "Scores": _page(_object(index=int, score=float), id=str, model=str, usage=of_prompts),
+        "CreatedMessage": _object(
+            id=str,
+            type={"const": "message"},
+            role={"const": "assistant"},
+            model=str,
+            content=_list(_object(type={"enum": ["text", "tool_use"]})),
+            stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+            stop_sequence=_TEXT_OR_NULL,
+            usage=_object(input_tokens=int, output_tokens=int),
+        ),
+        "AnthropicError": _object(type={"const": "error"}, error=_object(type=str, message=str), request_id=str),
+        "TokenCount": _object(input_tokens=int),
         "Model": _object(id=str, object={"const": "model"}, created=int, max_model_len=int),
         "ModelList": _page(_reference("Model")),
         "Tokens": _object(count=int, max_model_len=int, tokens=_list({"type": "integer"})),

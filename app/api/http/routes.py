@@ -28,7 +28,7 @@ from app.api.endpoints.tokenization import TokenizationRoutes
 from app.api.handler import Client, RequestHandler
 from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
-from app.api.http.errors import ClientGone, error_response, from_http_exception, log_error
+from app.api.http.errors import ClientGone, error_response, from_http_exception, is_anthropic, log_error
 from app.api.http.guard import Routes
 from app.api.http.headers import headers_of, is_strict, wants_explanation, with_deadline
 from app.api.http.openapi import openapi_document
@@ -67,8 +67,9 @@ def build_app(
     running = running or RunningCalls(fleets)
     for_keys = [
         *(
-            Route(endpoint.path, _Computed(endpoint, handler, running), methods=["POST"])
+            Route(path, _Computed(endpoint, handler, running), methods=["POST"])
             for endpoint in ENDPOINTS.values()
+            for path in (endpoint.path, *endpoint.aliases)
         ),
         *TokenizationRoutes(handler).routes(),
         *service.routes(),
@@ -178,6 +179,8 @@ class Application:
             if message["type"] == "http.response.start":
                 has_started = True
                 added = {"x-request-id": state["request_id"]} | rate_limit_headers(state) | for_pages
+                if is_anthropic(scope["path"]):
+                    added["request-id"] = state["request_id"]  # as the anthropic package reads it
                 message["headers"] += [(name.encode(), value.encode()) for name, value in added.items()]
             await send(message)
 
@@ -190,13 +193,13 @@ class Application:
         except Exception as error:
             log_error(error, state["request_id"])
             if not has_started:
-                await error_response(error, state["request_id"])(scope, receive, send_with_id)
+                await error_response(error, state["request_id"], scope["path"])(scope, receive, send_with_id)
             elif not isinstance(error, ClientGone):  # the server closes the connection, and logs what it gets
                 raise Failure("this response broke off; the log above has the reason") from None
 
     def _routing_error(self, error: HTTPException, scope: Scope) -> Response:
         """The router's own 404 and 405 as errors of this API; `Allow` names all methods of the path."""
-        response = error_response(from_http_exception(error), scope["state"]["request_id"])
+        response = error_response(from_http_exception(error), scope["state"]["request_id"], scope["path"])
         response.headers.update(error.headers or {})
         if error.status_code == 405:  # the router itself names those of the first route with that path
             response.headers["Allow"] = self._allow[scope["endpoint"]]

@@ -9,6 +9,8 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
+from app.api.schemas.messages import MessagesRequest
+from app.api.schemas.ranking import RerankRequest, ScoreRequest
 from app.api.schemas.requests import (
     ChatRequest,
     CompletionRequest,
@@ -70,7 +72,25 @@ _UNAVAILABLE: dict[type[ModelRequest], dict[str, tuple[Any, ...]]] = {
         "max_completion_tokens": (),
         "response_format": (),
     },
+    MessagesRequest: _UNAVAILABLE_EVERYWHERE
+    | {
+        "prompt_logprobs": (),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "n": (1,),
+        "best_of": (1,),
+        "stop": ([],),
+        "stream_options": (),
+        "response_format": (),
+        "max_completion_tokens": (),
+        "thinking": ({"type": "disabled"},),
+        "mcp_servers": ([],),
+        "container": (),
+        "context_management": (),
+    },
     EmbeddingsRequest: {"truncate_prompt_tokens": (), "messages": ([],)},
+    RerankRequest: {"truncate_prompt_tokens": (), "rank_fields": (["text"],), "max_chunks_per_doc": ()},
+    ScoreRequest: {"truncate_prompt_tokens": ()},
 }
 
 # What to send in place of some of them.
@@ -79,6 +99,8 @@ _INSTEAD = {
     "guided_regex": 'structured_outputs: {"regex": ...}',
     "guided_choice": 'structured_outputs: {"choice": [...]}',
     "guided_grammar": 'structured_outputs: {"grammar": ...}',
+    "max_chunks_per_doc": "max_tokens_per_doc",
+    "stop": "stop_sequences",
 }
 
 # These change no text at OpenAI, and none here.

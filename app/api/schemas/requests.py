@@ -397,6 +397,7 @@ class GenerationRequest(QueuedRequest):
 
     prompt_param: ClassVar[str] = "prompt"  # the field that the prompt comes from
     format_param: ClassVar[str] = "response_format"  # the field for the form of the output
+    stop_param: ClassVar[str] = "stop"  # the field for the texts that end the output
 
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -470,6 +471,11 @@ class GenerationRequest(QueuedRequest):
                 param="truncate_prompt_tokens",
             )
         return self
+
+    def generation_fields(self) -> dict[str, Any]:
+        """The fields of all endpoints that generate, as they were given."""
+        given = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
+        return given | {"logit_bias": {str(token_id): bias for token_id, bias in self.logit_bias.items()}}
 
     @property
     def wants_stream(self) -> bool:

@@ -205,10 +205,8 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
 
     def as_chat(self) -> ChatRequest:
         """The chat with the same response. Raises InvalidRequest when fields or items disagree."""
-        shared = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
         choice = self.tool_choice
-        given = shared | {
-            "logit_bias": {str(token_id): bias for token_id, bias in self.logit_bias.items()},
+        given = self.generation_fields() | {
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
             "tools": [tool.for_chat() for tool in self.tools],

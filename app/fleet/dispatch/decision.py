@@ -36,6 +36,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     holds_session: bool = False  # the previous request of the same session went there
     group: str = ""  # of an A/B trial; "": none
     is_full: bool = False  # it would refuse this request
+    has_slot: bool = True  # it would compute this request at once, as far as is known
 
 
 @dataclass(frozen=True, slots=True)

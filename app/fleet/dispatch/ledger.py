@@ -206,14 +206,18 @@ class ReplicaState:
             holds_session=holds_session,
             group="" if report is None else report.group,
             is_full=max_requests is not None and self._is_full(work, max_requests, is_background=is_background),
+            has_slot=report is None or self._num_in_the_way(work, is_background=is_background) < report.max_running,
         )
 
     def _is_full(self, work: _Work, max_requests: int, *, is_background: bool) -> bool:
-        """A background request needs a free slot; for another, only background work counts that is not preempted."""
-        max_running, num_staying = max_requests, 0
-        if self.report is not None:
-            max_running, num_staying = self.report.max_running, self.report.num_staying_background
+        """A background request needs a free slot."""
+        if is_background and self.report is not None:
+            max_requests = min(max_requests, self.report.max_running)
+        return self._num_in_the_way(work, is_background=is_background) >= max_requests
+
+    def _num_in_the_way(self, work: _Work, *, is_background: bool) -> int:
+        """Requests that are computed before a new one; before a foreground one, no background work that gives way."""
         if is_background:
-            return work.num_requests >= min(max_requests, max_running)
-        num_in_the_way = work.num_requests - work.num_background + min(work.num_background, num_staying)
-        return num_in_the_way >= max_requests
+            return work.num_requests
+        num_staying = 0 if self.report is None else self.report.num_staying_background
+        return work.num_requests - work.num_background + min(work.num_background, num_staying)

@@ -64,7 +64,7 @@ CAUSES: dict[str, dict[str, str]] = {
         'carousel_inter_token_seconds_count{model_name="demo", class="foreground"}': "0+60x30",
     },
     "CarouselQueueLong": {'carousel_queue_wait_seconds{replica="r1"}': "11x30"},
-    "CarouselMemoryShort": {'carousel_engine_preemptions_total{model_name="demo", replica="r1"}': "0+60x30"},
+    "CarouselMemoryShort": {'carousel_engine_memory_preemptions_total{model_name="demo", replica="r1"}': "0+60x30"},
     "CarouselEngineStuck": {
         'carousel_slots_used{model_name="demo", replica="r1"}': "3x30",
         'carousel_engine_steps_total{model_name="demo", replica="r1"}': "50x30",

@@ -58,6 +58,7 @@ def test_background_work_gives_its_slots_back_at_the_next_step(policy: str) -> N
         tokens = outcome.token_ids.get(name, []) + rest.token_ids.get(name, [])
         assert tokens == expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
     assert engine.stats().total_preemptions == 2
+    assert engine.stats().total_memory_preemptions == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)

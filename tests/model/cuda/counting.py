@@ -58,13 +58,15 @@ class Counts:
 
 
 @contextmanager
-def counting() -> Iterator[Counts]:
+def counting(*, computes: bool = True) -> Iterator[Counts]:
     """Around some work on a CPU, with Triton's interpreter. Tensors of the host and of the device are not told apart:
     whatever is read from a tensor counts as a wait.
+
+    computes: whether our kernels are run. Without it they are launched only, and no bytes are counted.
     """
     counts = Counts()
     with pytest.MonkeyPatch.context() as patch, _Operators(counts), _Methods(counts):
-        _count_launches(patch, counts)
+        _count_launches(patch, counts, computes=computes)
         yield counts
 
 
@@ -106,13 +108,15 @@ class _Methods(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _count_launches(patch: pytest.MonkeyPatch, counts: Counts) -> None:
+def _count_launches(patch: pytest.MonkeyPatch, counts: Counts, *, computes: bool) -> None:
     run = InterpretedFunction.run
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
     def counted_run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         traffic = Traffic(kernel.fn.__name__)
         counts.kernels.append(traffic)
+        if not computes:
+            return None
         loads, stores = _Bytes(), _Bytes()
         with _disable_current_modes(), torch._C.DisableTorchFunction(), pytest.MonkeyPatch.context() as inside:
 

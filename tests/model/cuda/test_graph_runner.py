@@ -23,13 +23,13 @@ from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import Batch, DeviceLost, ScheduledSequence
 from app.engine.engine import Engine
 from app.engine.overlapped_engine import OverlappedEngine
-from app.engine.request import Pooling, Request, SamplingParams
+from app.engine.request import Request, SamplingParams
 from app.errors import InvalidSetup
 from app.model.cuda.captured_inputs import graph_sizes
 from app.model.cuda.graph_runner import GraphModelRunner, LaunchedStep
 from app.model.loader import LoadedModel, load_model
 from app.model.sampler import sample
-from tests.fakes import make_request, run_to_end
+from tests.fakes import POOLINGS_OF_DECODERS, make_request, run_to_end
 from tests.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
@@ -222,7 +222,11 @@ def test_embeddings_beside_replayed_steps(small_path: Path) -> None:
     prompts = ((5, 6, 7, 8, 9, 10, 11, 12, 13), (14, 5))
     requests = [
         *some_requests(),
-        *(make_request(prompt, pooling=pooling, max_tokens=0) for prompt in prompts for pooling in Pooling),
+        *(
+            make_request(prompt, pooling=pooling, max_tokens=0)
+            for prompt in prompts
+            for pooling in POOLINGS_OF_DECODERS
+        ),
     ]
     engine, plain = engine_with(load(small_path), RunAgain()), plain_engine(small_path)
     outcome, expected = run_to_end(engine, *requests), run_to_end(plain, *requests)

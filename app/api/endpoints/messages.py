@@ -1,0 +1,192 @@
+"""POST /v1/messages, Anthropic's API: the answer is one message, or a stream of events that build it up."""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic_core import from_json
+
+from app.api.call import Call, RequestLimits, ServedModel
+from app.api.endpoints.chat import prepare_chat
+from app.api.generation import SharedFields
+from app.api.http.errors import MESSAGES_PATH, error_body
+from app.api.http.sse import named_event
+from app.api.output.choices import ChoiceDelta
+from app.api.output.completion_writers import Writer
+from app.api.output.progress import GrowingText, Json, Progress
+from app.api.output.tool_calls import ToolCallDelta
+from app.api.schemas.messages import MessagesRequest
+
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def prepare_message(
+    body: MessagesRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
+) -> Call:
+    """Check the body and tokenize its chat. Raises InvalidRequest."""
+    call = prepare_chat(body.as_chat(), model, limits, shared)
+    return replace(call, call_id=f"msg_{uuid.uuid4().hex}")
+
+
+class MessagesWriter(Writer):
+    """The answers of one call on /v1/messages."""
+
+    async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
+        """Wait for the end and write the message."""
+        message = MessageBuilder(progress)
+        await progress.read(pieces, lambda piece: deque(message.add(piece), maxlen=0))  # no events are sent
+        progress.log_end()
+        return message.as_json()
+
+    def event_writer(self, progress: Progress) -> MessageBuilder:
+        return MessageBuilder(progress)
+
+
+class MessageBuilder:
+    """A message under construction: its blocks one after the other, and the events about them.
+
+    message_start, ping,
+        for each block: content_block_start, content_block_delta …, content_block_stop
+    message_delta, message_stop, or error
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._content: list[_Text | _ToolUse] = []
+        self._stop_reason: str | None = None
+        self._stop_sequence: str | None = None
+        self.has_begun = False
+
+    def write(self, piece: ChoiceDelta) -> Iterable[bytes]:
+        """Add a delta and write its events."""
+        written = b"".join(map(named_event, self.add(piece)))
+        return (written,) if written else ()
+
+    def end(self) -> Iterable[bytes]:
+        """No events: the last delta has ended the message."""
+        return ()
+
+    def fail(self, error: Exception) -> Iterable[bytes]:
+        """The event after an error."""
+        return (named_event(error_body(error, self._progress.request_id, MESSAGES_PATH)),)
+
+    def add(self, piece: ChoiceDelta) -> Iterator[Json]:
+        """Add a delta and yield its events."""
+        if not piece.num_tokens and piece.finish_reason is None:
+            return  # the request is queued; nothing is sent before the first token
+        if not self.has_begun:
+            self.has_begun = True
+            yield {"type": "message_start", "message": self.as_json()}
+            yield {"type": "ping"}
+        if piece.text:
+            if not self._content or not isinstance(self._content[-1], _Text):
+                yield from self._open(_Text())
+            yield self._delta(piece.text)
+        for call in piece.calls:
+            yield from self._call(call)
+        if piece.finish_reason is not None:
+            yield from self._end(piece.finish_reason, piece.stop_reason)
+
+    def as_json(self) -> Json:
+        """The message by now."""
+        call = self._progress.call
+        return {
+            "id": call.call_id,
+            "type": "message",
+            "role": "assistant",
+            "model": call.model.name,
+            "content": [block.as_json() for block in self._content],
+            "stop_reason": self._stop_reason,
+            "stop_sequence": self._stop_sequence,
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> Json:
+        """As Anthropic counts: tokens of the prompt that were read from the cache are not input tokens."""
+        usage = self._progress.usage()
+        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - num_cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached,
+            "output_tokens": usage["completion_tokens"],
+            **self._progress.more_usage(),
+        }
+
+    def _call(self, piece: ToolCallDelta) -> Iterator[Json]:
+        if piece.name is not None:
+            yield from self._open(_ToolUse(piece.call_id, piece.name))
+        if piece.arguments:
+            yield self._delta(piece.arguments)
+
+    def _open(self, block: _Text | _ToolUse) -> Iterator[Json]:
+        yield from self._close()
+        self._content.append(block)
+        yield {"type": "content_block_start", "index": self._index, "content_block": block.as_json()}
+
+    def _delta(self, text: str) -> Json:
+        """The event about more of the last block."""
+        block = self._content[-1]
+        block.text.add(text)
+        return {"type": "content_block_delta", "index": self._index, "delta": block.delta(text)}
+
+    def _close(self) -> Iterator[Json]:
+        if self._content:
+            yield {"type": "content_block_stop", "index": self._index}
+
+    @property
+    def _index(self) -> int:
+        return len(self._content) - 1
+
+    def _end(self, finish_reason: str, stop_reason: str | int | None) -> Iterator[Json]:
+        yield from self._close()
+        if isinstance(stop_reason, str) and finish_reason == "stop":
+            self._stop_reason, self._stop_sequence = "stop_sequence", stop_reason
+        else:
+            self._stop_reason = _STOP_REASONS.get(finish_reason, "end_turn")
+        ending = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
+        yield {"type": "message_delta", "delta": ending, "usage": self._usage()}
+        yield {"type": "message_stop"}
+
+
+@dataclass(slots=True)
+class _Text:
+    """What the model says."""
+
+    text: GrowingText = field(default_factory=GrowingText)
+
+    def as_json(self) -> Json:
+        return {"type": "text", "text": str(self.text)}
+
+    @staticmethod
+    def delta(text: str) -> Json:
+        return {"type": "text_delta", "text": text}
+
+
+@dataclass(slots=True)
+class _ToolUse:
+    """A call of a tool; the text is that of its arguments."""
+
+    call_id: str
+    name: str
+    text: GrowingText = field(default_factory=GrowingText)
+
+    def as_json(self) -> Json:
+        return {"type": "tool_use", "id": self.call_id, "name": self.name, "input": _object_of(str(self.text))}
+
+    @staticmethod
+    def delta(text: str) -> Json:
+        return {"type": "input_json_delta", "partial_json": text}
+
+
+def _object_of(arguments: str) -> dict[str, Any]:
+    """The arguments as an object: of those that break off, as far as they go; of those that are no object, none."""
+    try:
+        value = from_json(arguments, allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

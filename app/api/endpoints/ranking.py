@@ -1,0 +1,238 @@
+"""POST /v1/rerank and /v1/score: how well texts fit another text.
+
+A cross-encoder reads each pair as one request. Of any other model each text becomes a request for an embedding, and
+the score of a pair is the cosine of its two vectors.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from array import array
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import mul
+
+from app.api.call import Call, RequestLimits, ServedModel
+from app.api.endpoints.embeddings import normalised, vector_of
+from app.api.generation import SharedFields, check_texts, scheduling_of
+from app.api.output.choices import ChoiceDelta
+from app.api.output.completion_writers import Writer
+from app.api.output.progress import Json, Progress
+from app.api.schemas.ranking import RankingRequest, RerankRequest, ScoreRequest
+from app.engine.request import Pooling, Request, SamplingParams
+from app.errors import ContextTooLong, Failure, InvalidRequest
+from app.json_pieces import Rows
+from app.text.text_pairs import EncodedText
+
+# Prompt tokens of one call: a query is part of every pair, so a small body could ask for gigabytes of them.
+MAX_CALL_TOKENS = 1_000_000
+
+
+def prepare_rerank(
+    body: RerankRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
+) -> Call:
+    """Check and tokenize a query and its documents. Raises InvalidRequest."""
+    return _call_of(_Comparison(body, model, ("query", "documents"), [body.query], body.documents), "rerank", limits)
+
+
+def prepare_score(
+    body: ScoreRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
+) -> Call:
+    """Check and tokenize the texts on both sides. Raises InvalidRequest."""
+    if len(body.text_1) not in (1, len(body.text_2)):
+        raise InvalidRequest(
+            f"text_1 has {len(body.text_1):,} texts and text_2 {len(body.text_2):,}; send one text_1 for all, or as "
+            f"many as text_2 has",
+            param="text_1",
+        )
+    return _call_of(_Comparison(body, model, ("text_1", "text_2"), body.text_1, body.text_2), "score", limits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Texts that are compared, each of `firsts`, or the only one, with one of `seconds`."""
+
+    body: RankingRequest
+    model: ServedModel
+    params: tuple[str, str]  # the names of both sides
+    firsts: Sequence[str]
+    seconds: Sequence[str]
+
+    def check(self, limits: RequestLimits) -> None:
+        """Raise InvalidRequest for what needs no tokens."""
+        facts, (_, param) = self.model.facts, self.params
+        if not facts.scores_pairs and (self.model.pooling is None or facts.embedding_size is None):
+            raise InvalidRequest(f"the model {self.model.name!r} gives no scores; ask another", param="model")
+        if len(self.seconds) > limits.max_inputs:
+            raise InvalidRequest(
+                f"{param} holds {len(self.seconds):,} texts; this server accepts {limits.max_inputs:,} in one call",
+                param=param,
+            )
+        for texts, name in ((self.firsts, self.params[0]), (self.seconds, param)):
+            check_texts(texts, self.model, name, may_be_longer=name == param and self._may_cut)
+
+    @property
+    def _may_cut(self) -> bool:
+        return self.body.max_tokens_per_doc is not None
+
+    def prompts(self) -> list[EncodedText]:
+        """The tokens of each request. Raises InvalidRequest."""
+        tokenizer, most = self.model.tokenizer, self.body.max_tokens_per_doc
+        longest = self.model.facts.max_model_len
+        if not self.model.facts.scores_pairs:
+            return [
+                *tokenizer.encode_up_to(self.firsts),
+                *tokenizer.encode_up_to(self.seconds, most, longest=longest),
+            ]
+        pairs = tokenizer.pairs(self.firsts, self.seconds, max_second=most, longest=longest)
+        if pairs.num_tokens > MAX_CALL_TOKENS:
+            raise InvalidRequest(
+                f"the pairs of {self.params[0]} and {self.params[1]} have {pairs.num_tokens:,} tokens; at most "
+                f"{MAX_CALL_TOKENS:,} are accepted in one call; send fewer {self.params[1]} at once",
+                param=self.params[1],
+            )
+        return pairs.encoded()
+
+    def check_lengths(self, prompts: Sequence[EncodedText]) -> None:
+        """Raise InvalidRequest for a prompt that the model cannot read."""
+        longest = self.model.facts.max_model_len
+        for index, prompt in enumerate(prompts):
+            is_first = not self.model.facts.scores_pairs and index < len(self.firsts)
+            param = self.params[0] if is_first else self.params[1]
+            if not prompt.token_ids:
+                raise InvalidRequest(f"{param} has a text without tokens; give each at least one", param=param)
+            if len(prompt.token_ids) > longest:
+                what = (
+                    f"a pair of {' and '.join(self.params)}" if self.model.facts.scores_pairs else f"a text of {param}"
+                )
+                raise ContextTooLong(
+                    f"{what} has {len(prompt.token_ids):,} tokens; this model accepts {longest:,}; shorten it"
+                    + ("" if is_first or self._may_cut else ", or send max_tokens_per_doc to have it cut"),
+                    param=param,
+                )
+
+
+def _call_of(comparison: _Comparison, prefix: str, limits: RequestLimits) -> Call:
+    comparison.check(limits)
+    prompts = comparison.prompts()
+    comparison.check_lengths(prompts)
+    model, call_id = comparison.model, f"{prefix}-{uuid.uuid4().hex}"
+    pooling = Pooling.SCORE if model.facts.scores_pairs else model.pooling
+    scheduling = scheduling_of(comparison.body, model)
+    requests = [
+        Request(
+            request_id=f"{call_id}-{index}",
+            prompt_token_ids=prompt.token_ids,
+            sampling=SamplingParams(max_tokens=0),
+            pooling=pooling,
+            second_text_at=prompt.second_at,
+            **scheduling,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    return Call(
+        call_id=call_id,
+        created=int(time.time()),
+        model=model,
+        requests=tuple(requests),
+        max_at_once=limits.max_prompts,
+    )
+
+
+@dataclass(slots=True)
+class _Scores:
+    """The scores of pairs, each computed when its last vector comes."""
+
+    num_firsts: int
+    num_pairs: int
+    are_direct: bool  # a vector is the score of a pair
+    values: list[float] = field(init=False)
+    _vectors: dict[int, array[float]] = field(default_factory=dict)  # of length 1, by the number of the request
+
+    def __post_init__(self) -> None:
+        self.values = [math.nan] * self.num_pairs
+
+    def add(self, piece: ChoiceDelta) -> None:
+        """Take the result of one request. Raises Failure when it is none."""
+        if piece.finish_reason is None:
+            return
+        vector = array("f", vector_of(piece))
+        if self.are_direct:
+            [score] = vector
+            if not math.isfinite(score):
+                raise Failure(f"the model gave pair {piece.index} the score {score}")
+            self.values[piece.index] = score
+            return
+        self._vectors[piece.index] = normalised(vector)
+        for pair in self._pairs_of(piece.index):
+            one = self._vectors.get(0 if self.num_firsts == 1 else pair)
+            other = self._vectors.get(self.num_firsts + pair)
+            if one is not None and other is not None:
+                self.values[pair] = sum(map(mul, one, other))
+
+    def _pairs_of(self, request: int) -> Iterable[int]:
+        """The pairs that may have become complete with a request's vector."""
+        if request >= self.num_firsts:
+            return (request - self.num_firsts,)
+        if self.num_firsts > 1:
+            return (request,)
+        return [each - 1 for each in self._vectors if each > 0]
+
+
+async def _scores(
+    progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None], *, num_firsts: int, num_pairs: int
+) -> list[float]:
+    """Wait for all requests of a call."""
+    scores = _Scores(num_firsts, num_pairs, progress.call.model.facts.scores_pairs)
+    await progress.read(pieces, scores.add)
+    progress.log_end()
+    return scores.values
+
+
+@dataclass(frozen=True, slots=True)
+class RerankWriter(Writer):
+    """Writes documents in the order of their scores: what Cohere's v2, Jina's and vLLM's clients read."""
+
+    body: RerankRequest
+
+    async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
+        scores = await _scores(progress, pieces, num_firsts=1, num_pairs=len(self.body.documents))
+        best = sorted(range(len(scores)), key=lambda index: -scores[index])[: self.body.top_n]
+        num_tokens = progress.call.num_prompt_tokens
+        return {
+            "id": progress.call.call_id,
+            "object": "list",
+            "model": progress.call.model.name,
+            "results": Rows(lambda: ([self._row(index, scores[index])] for index in best)),
+            "meta": {
+                "api_version": {"version": "2"},
+                "billed_units": {"search_units": 1},
+                "tokens": {"input_tokens": num_tokens},
+            },
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+
+    def _row(self, index: int, score: float) -> Json:
+        row: Json = {"index": index, "relevance_score": score}
+        return row | {"document": {"text": self.body.documents[index]}} if self.body.return_documents else row
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreWriter(Writer):
+    """Writes the score of each pair, as vLLM does."""
+
+    body: ScoreRequest
+
+    async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
+        scores = await _scores(progress, pieces, num_firsts=len(self.body.text_1), num_pairs=len(self.body.text_2))
+        num_tokens = progress.call.num_prompt_tokens
+        return {
+            "id": progress.call.call_id,
+            "object": "list",
+            "created": progress.call.created,
+            "model": progress.call.model.name,
+            "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }

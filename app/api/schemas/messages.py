@@ -1,0 +1,304 @@
+"""The bodies of POST /v1/messages and /v1/messages/count_tokens, Anthropic's API, and the chat that they ask for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+
+from app.api.schemas.requests import (
+    MAX_ID_LENGTH,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    MAX_TOOLS_SIZE,
+    ChatRequest,
+    Conversation,
+    FunctionName,
+    GenerationRequest,
+    ListOf,
+    ModelRequest,
+    NonEmpty,
+    NumTokens,
+    Schema,
+    TemplateVariables,
+    TextPart,
+    from_validation_error,
+    joined_text,
+    not_larger,
+)
+from app.engine.request import MAX_TENANT_LENGTH
+from app.errors import InvalidRequest
+
+SchemaT = TypeVar("SchemaT", bound=Schema)
+
+_ROLES: Mapping[str, tuple[str, ...]] = {  # of the messages that may have a block of each type
+    "text": ("user", "assistant"),
+    "tool_use": ("assistant",),
+    "tool_result": ("user",),
+    "thinking": ("assistant",),
+    "redacted_thinking": ("assistant",),
+}
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+JoinedText = Annotated[str, BeforeValidator(joined_text({"text": "text"}), json_schema_input_type=str | list[TextPart])]
+
+
+class CacheControl(Schema):
+    """A mark, which has no effect: all prefixes are cached."""
+
+    type: str = Field("ephemeral", max_length=MAX_ID_LENGTH)
+    ttl: str | None = Field(None, max_length=MAX_ID_LENGTH)
+
+
+class ContentBlock(Schema):
+    """Base of the blocks of a message."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(ContentBlock):
+    type: Literal["text"]
+    text: str
+
+
+class ToolUseBlock(ContentBlock):
+    """A call that the model made in an earlier turn."""
+
+    type: Literal["tool_use"]
+    id: str = Field(max_length=MAX_ID_LENGTH)
+    name: str = Field(max_length=MAX_ID_LENGTH)
+    input: dict[str, Any]
+
+    def for_chat(self) -> dict[str, Any]:
+        """One call of a message of the assistant."""
+        function = {"name": self.name, "arguments": json.dumps(self.input, ensure_ascii=False)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class ToolResultBlock(ContentBlock):
+    """The result of such a call. Chat templates have no place for `is_error`."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(max_length=MAX_ID_LENGTH)
+    content: JoinedText = ""
+    is_error: bool = False
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": self.content}
+
+
+class ThinkingBlock(Schema):
+    """The reasoning of an earlier turn. It is not signed here, so the signature is not read."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinkingBlock(Schema):
+    """Reasoning that only Anthropic can read. It is left out of the prompt."""
+
+    type: Literal["redacted_thinking"]
+    data: str = ""
+
+
+AnyBlock = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+MessageBlock = Annotated[
+    Annotated[TextBlock, Tag("#text")]
+    | Annotated[ToolUseBlock, Tag("#tool_use")]
+    | Annotated[ToolResultBlock, Tag("#tool_result")]
+    | Annotated[ThinkingBlock, Tag("#thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("#redacted_thinking")],
+    Discriminator(lambda block: f"#{block['type'] if isinstance(block, dict) else block.type}"),
+]
+
+
+def _blocks(value: Any) -> Any:
+    """The content of a message: a text stands for a block."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise ValueError("should be a string or a list of blocks")
+    if len(value) > MAX_PARTS:
+        raise ValueError(f"has {len(value):,} blocks; at most {MAX_PARTS:,} are accepted")
+    for number, block in enumerate(value):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(kind, str) or kind not in _ROLES:
+            shown = f"a block of type {kind[:60]!r}" if isinstance(kind, str) else "no block with a type"
+            raise ValueError(f"has {shown} at {number}; this server takes {', '.join(_ROLES)}")
+    return value
+
+
+class AnthropicMessage(Schema):
+    """One turn of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: Annotated[ListOf[MessageBlock], BeforeValidator(_blocks, json_schema_input_type=str | list[MessageBlock])]
+
+    @model_validator(mode="after")
+    def _blocks_are_of_role(self) -> AnthropicMessage:
+        for block in self.content:
+            if self.role not in _ROLES[block.type]:
+                raise ValueError(f"has the role {self.role}, which has no {block.type} blocks")
+        return self
+
+
+class AnthropicTool(Schema):
+    """A function that the model may call. There are no tools that the server runs itself."""
+
+    type: Literal["custom"] = "custom"
+    name: FunctionName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": function | {"strict": self.strict}}
+
+
+class AnthropicToolChoice(Schema):
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _tool_has_a_name(self) -> AnthropicToolChoice:
+        if self.type == "tool" and self.name is None:
+            raise InvalidRequest("tool_choice of type tool needs a name; send it too", param="tool_choice.name")
+        return self
+
+    def for_chat(self) -> Any:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return _TOOL_CHOICES[self.type]
+
+
+class AnthropicMetadata(Schema):
+    user_id: str | None = Field(None, max_length=MAX_TENANT_LENGTH)
+
+
+class AnthropicFormat(Schema):
+    """The form of the text: a JSON document of a schema."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Schema):
+    format: AnthropicFormat | None = None
+
+    def for_chat(self) -> dict[str, Any] | None:
+        if self.format is None:
+            return None
+        return {"type": "json_schema", "json_schema": {"name": "output", "schema": self.format.schema_, "strict": True}}
+
+
+class AnthropicPrompt(Schema):
+    """What a prompt is made of."""
+
+    messages: ListOf[AnthropicMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: JoinedText = ""
+    tools: Annotated[ListOf[AnthropicTool], not_larger(MAX_TOOLS_SIZE)] = Field(
+        default_factory=list, max_length=MAX_TOOLS
+    )
+    tool_choice: AnthropicToolChoice = AnthropicToolChoice(type="auto")
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+
+    def chat_fields(self) -> dict[str, Any]:
+        """The fields of the chat with the same prompt."""
+        return {
+            "messages": self._chat_messages(),
+            "tools": [tool.for_chat() for tool in self.tools],
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+
+    @property
+    def offers_tools(self) -> bool:
+        """Whether the prompt lists the tools."""
+        return bool(self.tools) and self.tool_choice.type != "none"
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether the answer goes on with the last message, which is the assistant's."""
+        return self.messages[-1].role == "assistant"
+
+    def _chat_messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
+        # Messages of one role after another are one turn, as at Anthropic: many templates refuse them.
+        for role, turn in groupby(self.messages, key=lambda message: message.role):
+            blocks = [block for message in turn for block in message.content]
+            messages += [_answer(blocks)] if role == "assistant" else _results_and_question(blocks)
+        return messages
+
+
+def _text_of(blocks: Sequence[AnyBlock]) -> str | None:
+    """The texts, joined as the parts of a chat message are; None where there are none."""
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    return "\n".join(texts) if texts else None
+
+
+def _results_and_question(blocks: Sequence[AnyBlock]) -> list[dict[str, Any]]:
+    results = [block.for_chat() for block in blocks if isinstance(block, ToolResultBlock)]
+    question = _text_of(blocks)
+    return results if results and question is None else [*results, {"role": "user", "content": question or ""}]
+
+
+def _answer(blocks: Sequence[AnyBlock]) -> dict[str, Any]:
+    calls = [block.for_chat() for block in blocks if isinstance(block, ToolUseBlock)]
+    return {"role": "assistant", "content": _text_of(blocks)} | ({"tool_calls": calls} if calls else {})
+
+
+class _MessageFields:
+    """The names of this endpoint's fields in errors of `GenerationRequest` and `ChatRequest`."""
+
+    prompt_param: ClassVar[str] = "messages"
+    format_param: ClassVar[str] = "output_config.format"
+    stop_param: ClassVar[str] = "stop_sequences"
+
+
+class MessagesRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
+    """The body of POST /v1/messages."""
+
+    max_tokens: NumTokens
+    stop_sequences: ListOf[NonEmpty] = Field(default_factory=list)
+    metadata: AnthropicMetadata = AnthropicMetadata()
+    output_config: OutputConfig = OutputConfig()
+
+    def as_chat(self) -> ChatRequest:
+        """The chat with the same answer. Raises InvalidRequest when fields or messages disagree."""
+        given = self.generation_fields() | {
+            **self.chat_fields(),
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "tool_choice": self.tool_choice.for_chat(),
+            "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
+            "continue_final_message": self.is_continued,
+            "response_format": self.output_config.for_chat(),
+            "user": self.user or self.metadata.user_id,
+        }
+        return _checked(_MessagesChat, given)
+
+
+class CountTokensRequest(AnthropicPrompt, ModelRequest):
+    """The body of POST /v1/messages/count_tokens."""
+
+    def as_conversation(self) -> Conversation:
+        """The conversation with the same prompt. Raises InvalidRequest as `as_chat`."""
+        return _checked(Conversation, self.chat_fields())
+
+
+def _checked(schema: type[SchemaT], given: dict[str, Any]) -> SchemaT:
+    try:
+        return schema.model_validate(given)
+    except ValidationError as error:  # of what only the blocks of a turn have together, such as too many calls
+        raise from_validation_error(error) from None
+
+
+class _MessagesChat(_MessageFields, ChatRequest):
+    """A chat with the field names of /v1/messages in its errors."""

@@ -1,0 +1,76 @@
+"""The typed requests that compare texts: /v1/rerank and /v1/score."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from app.api.schemas.requests import MAX_PROMPTS, ListOf, NonEmpty, NumSamples, NumTokens, QueuedRequest
+
+
+class _TextObject(BaseModel):
+    """A document as Cohere's v1 and Jina write it."""
+
+    text: str
+
+
+def _document_texts(value: Any) -> Any:
+    """Strings and `{"text": ...}` as strings. A list is not looked at when it is too long."""
+    if not isinstance(value, list) or not value:
+        raise ValueError('should be a list of strings or of objects like {"text": "..."}, at least one')
+    _check_number(value)
+    texts = [each.get("text") if isinstance(each, dict) else each for each in value]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError('should hold only strings or objects like {"text": "..."}')
+    return texts
+
+
+def _one_or_many(value: Any) -> Any:
+    """One string stands for a list of one."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("should be a string or a list of strings")
+    _check_number(value)
+    if not all(isinstance(text, str) for text in value):
+        raise ValueError("should hold only strings")
+    return value
+
+
+def _check_number(texts: list[Any]) -> None:
+    if len(texts) > MAX_PROMPTS:
+        raise ValueError(f"holds {len(texts):,} texts; at most {MAX_PROMPTS:,} are accepted")
+
+
+Texts = Annotated[
+    ListOf[str],
+    BeforeValidator(_one_or_many, json_schema_input_type=NonEmpty | Annotated[list[str], Field(min_length=1)]),
+]
+
+
+class RankingRequest(QueuedRequest):
+    """What the two endpoints have in common."""
+
+    max_tokens_per_doc: NumTokens | None = None  # a longer document is cut, also to what the model has room for
+
+
+class RerankRequest(RankingRequest):
+    """The body of POST /v1/rerank."""
+
+    query: NonEmpty
+    documents: Annotated[
+        ListOf[str],
+        BeforeValidator(
+            _document_texts, json_schema_input_type=Annotated[list[str | _TextObject], Field(min_length=1)]
+        ),
+    ]
+    top_n: NumSamples | None = None
+    return_documents: bool = False
+
+
+class ScoreRequest(RankingRequest):
+    """The body of POST /v1/score: one text against many, or texts pair by pair."""
+
+    text_1: Texts
+    text_2: Texts

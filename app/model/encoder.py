@@ -1,0 +1,117 @@
+"""Runs the steps of a model that reads whole prompts and generates nothing: an encoder or a cross-encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from app.engine.batch import Batch, ScheduledSequence, StepResult
+from app.model.inputs import pooled_places, to_device
+from app.model.packed_attention import PackedSequences
+from app.model.pooling import PooledStates
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreHead:
+    """What makes a score of a cross-encoder's states."""
+
+    head: nn.Module  # [num_sequences, hidden_size] → logits [num_sequences, 1]
+    activation: Activation
+    reads_last: bool  # the last token's state, of a causal model; else the first one's
+
+
+class Encoder:
+    """A model without its head. All sequences of a step stand in one row, without padding."""
+
+    def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
+        """`module` attends by `packed_attention`."""
+        self._module = module
+        self._device = device
+        self._has_types = has_token_types(module.config)
+        embeddings = getattr(module, "embeddings", None)
+        # RoBERTa's positions begin behind that of padding, and leave padding out where a text names it.
+        self._positions_of = getattr(embeddings, "create_position_ids_from_input_ids", None)
+        self._padding_id = getattr(embeddings, "padding_idx", None)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._module.get_input_embeddings().weight.shape[0])
+
+    @property
+    def num_unused_positions(self) -> int:
+        """Positions of the model that no token of a text has."""
+        return 0 if self._positions_of is None else 1 + int(self._padding_id or 0)
+
+    def states(self, sequences: tuple[ScheduledSequence, ...]) -> torch.Tensor:
+        """The last hidden state of each token. [num_tokens, hidden_size]"""
+        token_ids = to_device([token_id for item in sequences for token_id in item.token_ids], self._device)
+        lengths = [len(item.token_ids) for item in sequences]
+        types = {}
+        if self._has_types:
+            types["token_type_ids"] = to_device(list(chain.from_iterable(map(token_types, sequences))), self._device)[
+                None
+            ]
+        output = self._module(
+            input_ids=token_ids[None],
+            position_ids=self._positions(token_ids, lengths)[None],
+            use_cache=False,
+            packed=PackedSequences(list(accumulate(lengths))),
+            **types,
+        )
+        states: torch.Tensor = output.last_hidden_state[0]
+        return states
+
+    def _positions(self, token_ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        if self._positions_of is None:
+            return to_device(list(chain.from_iterable(map(range, lengths))), self._device)
+        parts = torch.split(token_ids, lengths)
+        return torch.cat([self._positions_of(part[None], self._padding_id)[0] for part in parts])
+
+
+class EncoderRunner:
+    """Runs batches of whole prompts; each gives a vector or, of a cross-encoder, a score."""
+
+    def __init__(self, encoder: Encoder, device: torch.device, score: ScoreHead | None = None) -> None:
+        self._encoder = encoder
+        self._device = device
+        self._score = score
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> StepResult:
+        """As `ModelRunner` has it. No token is drawn."""
+        states = self._encoder.states(batch.scheduled)
+        if self._score is not None:
+            scores = scores_of(states, batch.scheduled, self._score).float().tolist()
+            return StepResult([], pooled={item.request_id: s for item, s in zip(batch.scheduled, scores, strict=True)})
+        pooled = PooledStates(batch, states[to_device(pooled_places(batch.scheduled), self._device)])
+        return StepResult([], pooled=pooled.result(pooled.sums))
+
+
+def scores_of(states: torch.Tensor, sequences: tuple[ScheduledSequence, ...], score: ScoreHead) -> torch.Tensor:
+    """states: of all tokens, [num_tokens, hidden_size] → [num_sequences, 1]."""
+    lengths = [len(item.token_ids) for item in sequences]
+    ends = list(accumulate(lengths))
+    places = [end - 1 if score.reads_last else end - length for end, length in zip(ends, lengths, strict=True)]
+    scores: torch.Tensor = score.activation(score.head(states[to_device(places, states.device)]))
+    return scores
+
+
+def has_token_types(config: PreTrainedConfig) -> bool:
+    """Whether a model tells the second text of a pair from the first."""
+    return (getattr(config, "type_vocab_size", None) or 1) > 1
+
+
+def token_types(item: ScheduledSequence) -> list[int]:
+    """0 for each token of the first text, 1 for the second."""
+    num_tokens, at = len(item.token_ids), item.second_text_at
+    return [0] * num_tokens if at == 0 else [0] * at + [1] * (num_tokens - at)

@@ -1,0 +1,249 @@
+"""Encoders and cross-encoders from a folder or hub id, checked to be ones that can be served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from app.config import ModelConfig
+from app.engine.batch import ScheduledSequence
+from app.engine.request import ModelFacts, Pooling, SamplingParams
+from app.errors import InvalidSetup, UnsupportedModel, first_line
+from app.model.attention import UnknownAttention
+from app.model.description import max_model_len, read_config, sentence_settings
+from app.model.encoder import (
+    Activation,
+    Encoder,
+    EncoderRunner,
+    ScoreHead,
+    has_token_types,
+    scores_of,
+    token_types,
+)
+from app.model.loader import device_of, dtype_of
+from app.model.packed_attention import PACKED_ATTENTION_NAME, packed_attention
+from app.model.packed_linear import pack_linear_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+CLASSIFIER = "ForSequenceClassification"
+
+
+def _unchanged(logits: torch.Tensor) -> torch.Tensor:
+    return logits
+
+
+# The ends of architecture names of models without a head, or with one that embeddings do not need.
+_ENCODERS = ("Model", "ForMaskedLM")
+_SIGMOID = "torch.nn.modules.activation.Sigmoid"
+_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {_SIGMOID: torch.sigmoid, "torch.nn.modules.linear.Identity": _unchanged}
+)
+_TRIED_LENGTHS = (24, 9, 1)  # tokens of the sequences that are computed together to try a model
+_MAX_DIFFERENCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative, of all states
+_NOTHING = SamplingParams(max_tokens=0)
+
+
+def is_encoder(config: ModelConfig, location: str) -> bool:
+    """Whether a folder or hub id has a model that generates nothing, by the architecture that its config.json names.
+
+    Raises InvalidSetup when there is no config.json.
+    """
+    named = read_config(config, location).get("architectures") or [""]
+    return str(named[0]).endswith((CLASSIFIER, *_ENCODERS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedEncoder:
+    """A model that reads whole prompts, and its facts."""
+
+    runner: EncoderRunner
+    facts: ModelFacts
+    dtype: torch.dtype
+    device: torch.device
+
+
+@torch.inference_mode()
+def load_encoder(config: ModelConfig, location: str) -> LoadedEncoder:
+    """Load weights from safetensors and compare a few sequences with the model's own code.
+
+    Raises:
+        InvalidSetup: there is no such model or device, or a setting is for models that generate.
+        UnsupportedModel: it cannot be computed without padding; the message says why.
+    """
+    for name, given, usual in (
+        ("quantization", config.quantization, "none"),
+        ("batch_invariant", config.batch_invariant, False),
+    ):
+        if given != usual:
+            raise InvalidSetup(f"model.{name} is {given}, which no encoder has; {config.path} is one: leave it out")
+    device, chosen = device_of(config), dtype_of(config, location)
+    module = _loaded(config, location, chosen.dtype, device)
+    base, own = module.base_model, _own_outputs(module)
+    if device.type == "cpu" and config.backend != "torch":
+        pack_linear_layers(module)
+    encoder, score = Encoder(base, device), _score_head(config, module)
+    _compare(config, encoder, score, own)
+    sentences = sentence_settings(config, location)
+    if sentences.why_not is not None:
+        raise UnsupportedModel(f"{config.path} cannot be served: {sentences.why_not}")
+    limit = getattr(module.config, "max_position_embeddings", None)
+    longest = max_model_len(config, None if limit is None else limit - encoder.num_unused_positions)
+    if config.max_model_len is None and sentences.max_length is not None:
+        longest = min(longest, sentences.max_length)
+    facts = ModelFacts(
+        max_model_len=longest,
+        vocab_size=base.get_input_embeddings().weight.shape[0],
+        eos_token_ids=(),
+        embedding_size=own[0].shape[-1] if score is None else None,
+        generates=False,
+        scores_pairs=score is not None,
+        pooling=sentences.pooling or Pooling.MEAN,
+    )
+    return LoadedEncoder(runner=EncoderRunner(encoder, device, score), facts=facts, dtype=chosen.dtype, device=device)
+
+
+def _loaded(config: ModelConfig, location: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """As transformers loads it, with our attention."""
+    from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+    AttentionInterface.register(PACKED_ATTENTION_NAME, packed_attention)
+    try:
+        found: PreTrainedConfig = AutoConfig.from_pretrained(
+            location, revision=config.revision, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise InvalidSetup(f"model.path {config.path!r} cannot be loaded: {first_line(error)}") from error
+    if getattr(found, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{config.path} is an encoder-decoder model ({found.model_type})")
+    is_classifier = str((found.architectures or [""])[0]).endswith(CLASSIFIER)
+    if is_classifier and found.num_labels != 1:
+        raise UnsupportedModel(
+            f"{config.path} has {found.num_labels} labels; only models with one, the score of a pair, are served"
+        )
+    kind = AutoModelForSequenceClassification if is_classifier else AutoModel
+    try:
+        module: PreTrainedModel
+        module, report = kind.from_pretrained(
+            location,
+            revision=config.revision,
+            dtype=dtype,
+            attn_implementation=PACKED_ATTENTION_NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UnsupportedModel(f"{config.path} cannot be loaded: {first_line(error)}") from error
+    missing = sorted(key for key in report["missing_keys"] if is_classifier or not key.startswith("pooler."))
+    if missing:  # transformers would leave them random
+        raise UnsupportedModel(f"the files of {config.path} lack {len(missing)} weights, such as {missing[0]}")
+    return module.eval().to(device)
+
+
+class _InPlaceOfEncoder(nn.Module):
+    """Gives a classifier states that are computed already, so that its head runs as transformers has it."""
+
+    def __init__(self, pooler: nn.Module | None) -> None:
+        super().__init__()
+        self._pooler = pooler
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **others: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        pooled = None if self._pooler is None else self._pooler(inputs_embeds)
+        return BaseModelOutputWithPooling(last_hidden_state=inputs_embeds, pooler_output=pooled)
+
+
+class _FirstTokenHead(nn.Module):
+    """The head of a classifier that reads the first token."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        super().__init__()
+        base = module.base_model
+        setattr(module, module.base_model_prefix, _InPlaceOfEncoder(getattr(base, "pooler", None)))
+        self._module = module
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """states: [num_sequences, hidden_size]"""
+        logits: torch.Tensor = self._module(inputs_embeds=states[:, None]).logits
+        return logits
+
+
+def _score_head(config: ModelConfig, module: PreTrainedModel) -> ScoreHead | None:
+    if not type(module).__name__.endswith(CLASSIFIER):
+        return None
+    activation = _activation_of(config, module.config)
+    if hasattr(module, "score"):  # of a causal model
+        return ScoreHead(module.score, activation, reads_last=True)
+    return ScoreHead(_FirstTokenHead(module), activation, reads_last=False)
+
+
+def _activation_of(config: ModelConfig, found: PreTrainedConfig) -> Activation:
+    """As sentence-transformers and vLLM have it: the one that its config.json names, else the sigmoid."""
+    named = getattr(found, "sentence_transformers", None) or {}
+    name = named.get("activation_fn") or getattr(found, "sbert_ce_default_activation_function", None)
+    name = str(name or _SIGMOID)
+    if name not in _ACTIVATIONS:
+        raise UnsupportedModel(
+            f"the scores of {config.path} go through {name}; only {' and '.join(_ACTIVATIONS)} are known"
+        )
+    return _ACTIVATIONS[name]
+
+
+def _tried_sequences(vocab_size: int) -> tuple[ScheduledSequence, ...]:
+    """Several lengths; the first is a pair."""
+    step = max(1, vocab_size // (max(_TRIED_LENGTHS) + 1))
+    return tuple(
+        ScheduledSequence(
+            f"tried-{length}",
+            tuple((at + length) * step % vocab_size for at in range(length)),
+            0,
+            [],
+            False,
+            _NOTHING,
+            second_text_at=length // 3 if length == max(_TRIED_LENGTHS) else 0,
+        )
+        for length in _TRIED_LENGTHS
+    )
+
+
+def _own_outputs(module: PreTrainedModel) -> list[torch.Tensor]:
+    """What the model's own code gives for each sequence alone: states [num_tokens, hidden_size], or logits."""
+    module.set_attn_implementation("eager")
+    sequences = _tried_sequences(module.get_input_embeddings().weight.shape[0])
+    outputs = []
+    for item in sequences:
+        given = {"input_ids": torch.tensor([item.token_ids], device=module.device)}
+        if has_token_types(module.config):
+            given["token_type_ids"] = torch.tensor([token_types(item)], device=module.device)
+        output = module(**given)
+        outputs.append(output.logits[0] if "logits" in output else output.last_hidden_state[0])
+    module.set_attn_implementation(PACKED_ATTENTION_NAME)
+    return outputs
+
+
+def _compare(config: ModelConfig, encoder: Encoder, score: ScoreHead | None, own: list[torch.Tensor]) -> None:
+    """Raise UnsupportedModel where a row of all sequences together gives other results than each alone."""
+    sequences = _tried_sequences(encoder.vocab_size)
+    try:
+        ours = encoder.states(sequences)
+    except (UnknownAttention, TypeError) as error:
+        raise UnsupportedModel(f"{config.path} cannot run without padding: {first_line(error)}") from error
+    theirs = torch.cat(own)
+    if score is not None:
+        ours = scores_of(ours, sequences, replace(score, activation=_unchanged)).flatten()
+    difference = torch.linalg.vector_norm(ours.float() - theirs.float())
+    relative = float(difference / torch.linalg.vector_norm(theirs.float()).clamp_min(1e-3))
+    limit = _MAX_DIFFERENCES[ours.dtype]
+    if not relative <= limit:
+        raise UnsupportedModel(
+            f"{config.path} computes other results without padding than with its own code: they differ by "
+            f"{relative:.2%}, {limit:.2%} is allowed"
+        )

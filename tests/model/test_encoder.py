@@ -1,0 +1,222 @@
+"""Encoders and cross-encoders: packed steps give what transformers gives for each text alone."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from app.assembly import Devices, build_sync_engine
+from app.config import EngineConfig, ModelConfig, SchedulerConfig
+from app.engine.engine import Engine
+from app.engine.request import Pooling, Request
+from app.errors import InvalidRequest, InvalidSetup, UnsupportedModel
+from tests.fakes import make_request, run_to_end
+from tests.tiny_encoders import (
+    CROSS_ENCODERS,
+    ENCODERS,
+    NUM_POSITIONS,
+    PADDING,
+    VOCAB_SIZE,
+    save_tiny_encoder,
+    write_pooling,
+)
+
+TOLERANCE = 1e-4
+
+
+def build(folder: Path, *, max_step_tokens: int = 100, **model: Any) -> Engine:
+    settings = {"dtype": "float32", "device": "cpu", "num_threads": 1} | model
+    return build_sync_engine(
+        EngineConfig(
+            model=ModelConfig(path=str(folder), **settings),
+            scheduler=SchedulerConfig(max_running=33, max_step_tokens=max_step_tokens, prefill_chunk_tokens=8),
+        )
+    )
+
+
+def some_requests(pooling: Pooling | None, *, are_pairs: bool = False, number: int = 24) -> list[Request]:
+    """Ragged lengths; without a pooling they take turns. A text may name the token for padding."""
+    rng = random.Random(7)
+    ways = (Pooling.MEAN, Pooling.CLS, Pooling.LAST)
+    requests = []
+    for index in range(number):
+        prompt = tuple(rng.randrange(PADDING, VOCAB_SIZE) for _ in range(rng.randrange(2, 60)))
+        request = make_request(prompt, pooling=pooling or ways[index % 3], max_tokens=0)
+        requests.append(replace(request, second_text_at=rng.randrange(1, len(prompt)) if are_pairs else 0))
+    return requests
+
+
+def alone(model: PreTrainedModel, request: Request, *, has_types: bool) -> Any:
+    given = {"input_ids": torch.tensor([request.prompt_token_ids])}
+    if has_types:
+        num_tokens, at = len(request.prompt_token_ids), request.second_text_at
+        given["token_type_ids"] = torch.tensor([[0] * at + [1] * (num_tokens - at) if at else [0] * num_tokens])
+    with torch.inference_mode():
+        return model(**given)
+
+
+def pooled(states: torch.Tensor, pooling: Pooling | None) -> torch.Tensor:
+    return {Pooling.CLS: states[0], Pooling.LAST: states[-1], Pooling.MEAN: states.mean(dim=0)}[pooling or Pooling.MEAN]
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_states_are_the_models_own_in_packed_steps(kind: str, backend: str, tmp_path: Path) -> None:
+    model = save_tiny_encoder(kind, tmp_path)
+    engine = build(tmp_path, backend=backend)
+    requests = some_requests(None, are_pairs=kind == "bert")
+    outcome = run_to_end(engine, *requests)
+    for request in requests:
+        output = alone(model, request, has_types=kind == "bert")
+        expected = pooled(output.last_hidden_state[0], request.pooling)
+        given = torch.tensor(array("f", outcome.embeddings[request.request_id]))
+        assert (given - expected).norm() <= TOLERANCE * expected.norm(), request
+    assert engine.stats().total_steps < len(requests) / 1.5
+
+
+@pytest.mark.parametrize("kind", CROSS_ENCODERS)
+def test_scores_are_the_sigmoid_of_the_models_own_logits(kind: str, tmp_path: Path) -> None:
+    model = save_tiny_encoder(kind, tmp_path, num_labels=1)
+    requests = some_requests(Pooling.SCORE, are_pairs=True)
+    outcome = run_to_end(build(tmp_path), *requests)
+    scores = []
+    for request in requests:
+        [expected] = alone(model, request, has_types=kind in ("bert", "electra")).logits[0].sigmoid().tolist()
+        [score] = array("f", outcome.embeddings[request.request_id])
+        assert abs(score - expected) <= TOLERANCE
+        scores.append(score)
+    assert max(scores) - min(scores) > 0.05, "equal scores would show nothing"
+
+
+def test_a_model_may_leave_its_logits_as_they_are(tmp_path: Path) -> None:
+    names = {"activation_fn": "torch.nn.modules.linear.Identity", "version": "5.1.0"}
+    model = save_tiny_encoder("bert", tmp_path, num_labels=1, sentence_transformers=names)
+    request = some_requests(Pooling.SCORE, are_pairs=True, number=1)[0]
+    [score] = array("f", run_to_end(build(tmp_path), request).embeddings[request.request_id])
+    assert score == pytest.approx(alone(model, request, has_types=True).logits.item(), abs=TOLERANCE)
+
+
+def test_batches_with_padding_in_transformers_give_the_same(tmp_path: Path) -> None:
+    model = save_tiny_encoder("bert", tmp_path)
+    requests = some_requests(Pooling.MEAN, number=8)
+    longest = max(len(request.prompt_token_ids) for request in requests)
+    padded = [request.prompt_token_ids + (PADDING,) * (longest - len(request.prompt_token_ids)) for request in requests]
+    mask = [[int(at < len(request.prompt_token_ids)) for at in range(longest)] for request in requests]
+    with torch.inference_mode():
+        states = model(torch.tensor(padded), attention_mask=torch.tensor(mask)).last_hidden_state
+    outcome = run_to_end(build(tmp_path, max_step_tokens=1000), *requests)
+    for request, row in zip(requests, states, strict=True):
+        expected = row[: len(request.prompt_token_ids)].mean(dim=0)
+        given = torch.tensor(array("f", outcome.embeddings[request.request_id]))
+        assert (given - expected).norm() <= TOLERANCE * expected.norm()
+
+
+def test_a_prompt_above_the_budget_has_a_step_of_its_own_and_no_block_is_ever_used(tmp_path: Path) -> None:
+    save_tiny_encoder("bert", tmp_path)
+    engine = build(tmp_path, max_step_tokens=33)
+    requests = [make_request((5,) * 70, pooling=Pooling.MEAN, max_tokens=0)]
+    requests += [make_request((6,) * 10, pooling=Pooling.MEAN, max_tokens=0) for _ in range(6)]
+    outcome = run_to_end(engine, *requests)
+    assert outcome.embeddings.keys() == {request.request_id for request in requests}
+    stats = engine.stats()
+    assert (stats.total_steps, stats.num_blocks, stats.num_free_blocks) == (3, 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_the_longest_text_fits_and_one_token_more_is_refused(kind: str, tmp_path: Path) -> None:
+    model = save_tiny_encoder(kind, tmp_path)
+    engine = build(tmp_path)
+    longest = NUM_POSITIONS - (PADDING + 1 if kind == "roberta" else 0)
+    assert engine.facts.max_model_len == longest
+    request = make_request((9,) * longest, pooling=Pooling.LAST, max_tokens=0)
+    given = torch.tensor(array("f", run_to_end(engine, request).embeddings[request.request_id]))
+    expected = alone(model, request, has_types=False).last_hidden_state[0, -1]
+    assert (given - expected).norm() <= TOLERANCE * expected.norm()
+    with pytest.raises(InvalidRequest, match=f"{longest + 1} tokens"):
+        engine.add(make_request((9,) * (longest + 1), pooling=Pooling.LAST, max_tokens=0))
+
+
+def test_what_an_encoder_cannot_do_is_refused(tmp_path: Path) -> None:
+    save_tiny_encoder("bert", tmp_path / "encoder")
+    save_tiny_encoder("bert", tmp_path / "pairs", num_labels=1)
+    encoder, pairs = build(tmp_path / "encoder"), build(tmp_path / "pairs")
+    assert (encoder.facts.generates, encoder.facts.embedding_size, encoder.facts.scores_pairs) == (False, 32, False)
+    assert (pairs.facts.generates, pairs.facts.embedding_size, pairs.facts.scores_pairs) == (False, None, True)
+    with pytest.raises(InvalidRequest, match="generates no text"):
+        encoder.add(make_request(max_tokens=1))
+    with pytest.raises(InvalidRequest, match="no scores of pairs"):
+        encoder.add(make_request(pooling=Pooling.SCORE, max_tokens=0))
+    with pytest.raises(InvalidRequest, match="no embeddings"):
+        pairs.add(make_request(pooling=Pooling.MEAN, max_tokens=0))
+
+
+@pytest.mark.parametrize(("modes", "pooling"), [(("cls_token",), Pooling.CLS), (("mean_tokens",), Pooling.MEAN)])
+def test_the_files_of_sentence_transformers_say_how_vectors_are_made(
+    modes: tuple[str, ...], pooling: Pooling, tmp_path: Path
+) -> None:
+    save_tiny_encoder("bert", tmp_path)
+    assert build(tmp_path).facts.pooling == Pooling.MEAN
+    write_pooling(tmp_path, *modes, max_length=50)
+    facts = build(tmp_path).facts
+    assert (facts.pooling, facts.max_model_len) == (pooling, 50)
+    assert build(tmp_path, max_model_len=60).facts.max_model_len == 60
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda folder: write_pooling(folder, "max_tokens"), "pools by max_tokens; only cls, mean and last are known"),
+        (lambda folder: write_pooling(folder, "cls_token", "mean_tokens"), "pools by cls_token, mean_tokens"),
+        (
+            lambda folder: write_pooling(folder, "cls_token", module="Dense"),
+            "a module that is not computed here: Dense",
+        ),
+        (lambda folder: save_tiny_encoder("bert", folder, num_labels=3), "has 3 labels; only models with one"),
+        (lambda folder: save_tiny_encoder("mistral", folder, num_labels=1), "attention asks for sliding_window"),
+        (
+            lambda folder: save_tiny_encoder(
+                "bert", folder, num_labels=1, sentence_transformers={"activation_fn": "os.system"}
+            ),
+            "go through os.system; only",
+        ),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(
+    change: Callable[[Path], object], words: str, tmp_path: Path
+) -> None:
+    save_tiny_encoder("bert", tmp_path)
+    change(tmp_path)
+    with pytest.raises(UnsupportedModel, match=words):
+        build(tmp_path)
+
+
+def test_settings_for_models_that_generate_are_refused(tmp_path: Path) -> None:
+    save_tiny_encoder("bert", tmp_path)
+    with pytest.raises(InvalidSetup, match=r"model\.quantization is int8, which no encoder has"):
+        build(tmp_path, quantization="int8")
+    config = EngineConfig(model=ModelConfig(path=str(tmp_path), device="cpu"))
+    with pytest.raises(InvalidSetup, match="tensor_parallel is 2"):
+        build_sync_engine(config, Devices(tensor_parallel=2))
+
+
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
+    save_tiny_encoder("bert", tmp_path)
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace("BertModel", "BertForSequenceClassification"))
+    with pytest.raises(UnsupportedModel, match="2 labels"):
+        build(tmp_path)
+    (tmp_path / "config.json").write_text(
+        config.replace('"BertModel"', '"BertForSequenceClassification"').replace(
+            "{", '{"id2label": {"0": "score"}, "label2id": {"score": 0},', 1
+        )
+    )
+    with pytest.raises(UnsupportedModel, match=r"lack 2 weights, such as classifier\.bias"):
+        build(tmp_path)
