@@ -24,7 +24,7 @@ from tests.api.odd_requests import answered, exchange
 from tests.benchmarks.servers import serving
 
 OPEN = {"/health", "/ready", "/", "/page/page.css"}
-ADMIN = {"/admin/keys", "/admin/fleet", "/admin/live", "/admin/scheduler", "/admin/adapters"}
+ADMIN = {"/admin/keys", "/admin/fleet", "/admin/live", "/admin/scheduler", "/admin/adapters", "/admin/adapters/demo"}
 # A new route is listed here with the callers that may use it.
 WHO_MAY = {
     "all": {"GET /health", "GET /ready", "GET /", "GET /page/{name}"},
