@@ -25,6 +25,7 @@ EXTRA = {
     "plan_scale": ("deployments",),
     "prometheus": ("deployments",),  # has our rules
     "plan_error": ("deployments",),  # compares the planner's word with what is served
+    "ray_boards": ("ray",),  # has the queries of its boards
     "reenacting_runner": ("msgspec",),  # steps of the engine are its structs
     "tuner": ("deployments",),  # simulates fleets
     "vllm_cpu": ("vllm",),

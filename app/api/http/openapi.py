@@ -334,7 +334,7 @@ def _answers() -> Json:
     completion: dict[str, type | Json] = {"id": str, "created": int, "model": str, "usage": usage}
     chat_choice = _object(index=int, message=message, finish_reason=reason)
     choice = _object(index=int, text=str, finish_reason=reason)
-    item = _object(id=str, type={"enum": ["message", "function_call"]}, status=str)
+    item = _object(id=str, type={"enum": ["reasoning", "message", "function_call"]}, status=str)
     vector = {"anyOf": [_list({"type": "number"}), _TEXT]}
     scheduler = _object(model=str, replicas=_list(_object(replica=str, strategy=dict, policy=dict)))
     adapter = _object(name=str, object={"const": "adapter"}, model=str, path=str, digest=str, loaded_on=_list(_TEXT))
@@ -363,7 +363,7 @@ def _answers() -> Json:
             type={"const": "message"},
             role={"const": "assistant"},
             model=str,
-            content=_list(_object(type={"enum": ["text", "tool_use"]})),
+            content=_list(_object(type={"enum": ["thinking", "text", "tool_use"]})),
             stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
             stop_sequence=_TEXT_OR_NULL,
             usage=_object(input_tokens=int, output_tokens=int),

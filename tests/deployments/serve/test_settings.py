@@ -43,7 +43,7 @@ def test_every_mistake_has_its_own_line() -> None:
     message = message_for(engine={"scheduler": {"max_running": 0, "strategy": "magic"}}, replicas={"num_cpus": "two"})
     assert message.splitlines() == [
         "models[0].engine.scheduler.strategy: got 'magic'; must be one of static, dynamic, bucketed, "
-        "adaptive, continuous, hybrid",
+        "sorted, adaptive, continuous, hybrid",
         "models[0].engine.scheduler.max_running: got 0; must be greater than or equal to 1",
         "models[0].replicas.num_cpus: got 'two'; must be a valid number, unable to parse string as a number",
     ]
