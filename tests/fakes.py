@@ -125,10 +125,10 @@ class KnowingDrafter:
     def begin(self, num_sequences: int) -> bool:
         return True
 
-    def draft(self, sequence: Sequence, at_most: int) -> list[int]:
+    def draft(self, sequence: Sequence) -> list[int]:
         known = list(sequence.token_ids(0, sequence.num_tokens))
         drafts: list[int] = []
-        for place in range(min(self._num_drafts, at_most)):
+        for place in range(self._num_drafts):
             drafts.append(next_token(known + drafts) if (sequence.num_tokens + place) % 5 else 3)
         return drafts[: sequence.num_tokens % (self._num_drafts + 1)]
 

@@ -375,9 +375,12 @@ class Scheduler:
         if not all(each.is_decoding for each in sequences):
             return
         for place, sequence in enumerate(sequences):
+            drafts = drafter.draft(sequence) if sequence.may_have_drafts else ()
+            if not drafts:  # the common case, made short
+                continue
             at_most = min(builder.num_tokens_left, self._num_draftable(sequence, is_short=is_short))
-            drafts = drafter.draft(sequence, at_most) if at_most > 0 and sequence.may_have_drafts else ()
-            if drafts:
+            if at_most > 0:
+                drafts = drafts[:at_most]
                 self._running.extend(sequence, 1 + len(drafts))
                 builder.add_drafts(place, drafts)
 

@@ -96,7 +96,7 @@ class ReenactingRunner:
     def begin(self, num_sequences: int) -> bool:
         return True
 
-    def draft(self, sequence: EngineSequence, at_most: int) -> list[int]:
+    def draft(self, sequence: EngineSequence) -> list[int]:
         """As many as are recorded: the tokens that were kept then, and behind them others than were drawn."""
         scheduled = self._record.scheduled or NOTHING
         if not scheduled.counts or sequence.arrival not in scheduled.numbers:
@@ -105,8 +105,7 @@ class ReenactingRunner:
         kept = self._kept(scheduled.samplers).get(sequence.arrival) or [0]
         if self._stand_ins is not None:
             kept = self._stood_in(sequence, sequence.num_tokens, len(kept))
-        drafts = [*kept[:-1], *[abs(kept[-1] - 1)] * num_drafts]
-        return drafts[: min(num_drafts, at_most)]
+        return [*kept[:-1], *[abs(kept[-1] - 1)] * num_drafts][:num_drafts]
 
     def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
         """Nothing is learned: the log says what was drafted."""

@@ -30,6 +30,7 @@ EXTRA = {
     "tuner": ("deployments",),  # simulates fleets
     "vllm_cpu": ("vllm",),
     "with_langchain": ("langchain_openai",),
+    "with_anthropic": ("anthropic",),
     "with_litellm": ("litellm",),
     "with_lm_eval": ("lm_eval",),
     "with_openai": ("openai",),

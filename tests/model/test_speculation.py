@@ -37,9 +37,9 @@ class RecallingDrafter:
     def begin(self, num_sequences: int) -> bool:
         return True
 
-    def draft(self, sequence: Sequence, at_most: int) -> list[int]:
+    def draft(self, sequence: Sequence) -> list[int]:
         at = sequence.num_generated_tokens
-        drafts = list(self._token_ids[sequence.request.request_id][at : at + min(5, at_most)])
+        drafts = list(self._token_ids[sequence.request.request_id][at : at + 5])
         return [token if (at + place) % 7 else (token + 1) % VOCAB_SIZE for place, token in enumerate(drafts)]
 
     def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:

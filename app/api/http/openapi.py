@@ -220,7 +220,13 @@ def _batch_paths() -> Json:
         "/v1/batches/{batch_id}": {"get": _operation("One batch", "Batch", _OF_A_LIST, parameters=of_batch)},
         "/v1/batches/{batch_id}/cancel": {"post": _operation("Stop a batch", "Batch", _OF_A_LIST, parameters=of_batch)},
         "/v1/batch": {
-            "post": _operation("Answer many prompts, at once or as a job", "BatchResults", _OF_GENERATION, body=prompts)
+            "post": _operation(
+                "Answer many prompts, at once or as a job",
+                "BatchResults",
+                _OF_GENERATION,
+                body=prompts,
+                content={"text/event-stream": {"schema": _object(data=str)}},
+            )
         },
         "/v1/batch/{batch_id}": {
             "get": _operation("A batch and its results", "BatchResults", _OF_A_LIST, parameters=of_batch)

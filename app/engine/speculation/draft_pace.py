@@ -12,7 +12,7 @@ from math import log2
 
 _NEWEST_SHARE = 1 / 16  # of a step in the averages
 _MIN_STEPS = 4  # of each kind, before they are compared
-_MARGIN = 1.1  # a draft must bring so much more than it takes
+_MARGIN = 1.25  # a draft must bring so much more than it takes
 _AT_FIRST = 0.3  # the least chance while too little is known
 _PROBE_EVERY = 64  # steps of one size: one of them without drafts, or with drafts where they are not worth it
 _HELD_UP = 3.0  # times the average: what a pause of the system takes is no step's time
@@ -85,4 +85,7 @@ class DraftPace:
             known.num_kept.note(num_kept / num_sequences)
 
     def _class_of(self, num_sequences: int) -> _SizeClass:
-        return self._classes.setdefault(round(_PER_DOUBLING * log2(num_sequences)), _SizeClass())
+        number = round(_PER_DOUBLING * log2(num_sequences))
+        if number not in self._classes:
+            self._classes[number] = _SizeClass()
+        return self._classes[number]

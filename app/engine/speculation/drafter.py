@@ -13,9 +13,11 @@ from app.engine.speculation.draft_pace import DraftPace
 from app.engine.speculation.prompt_lookup import PromptLookup
 
 _NEWEST_SHARE = 1 / 8  # of a draft in a sequence's acceptance
+_NEWEST_SHARE_OF_ALL = 1 / 64  # in that of all sequences
 _FIRST_ACCEPTANCE = 0.7
-# What a sequence's acceptance regains in a step without drafts, so that they are tried again.
-_REGAINED_SHARE = 1 / 256
+# So many equal tokens in a row are tried whatever became of drafts before: a text is copied. Without drafts, too, a
+# match grows token by token.
+_LONG_MATCH = 8
 
 
 class Drafter(Protocol):
@@ -25,8 +27,8 @@ class Drafter(Protocol):
         """Whether the next step, of so many sequences, may have drafts. Called before `draft`."""
         ...
 
-    def draft(self, sequence: Sequence, at_most: int) -> Several[int]:
-        """The tokens that may follow the known ones of a sequence."""
+    def draft(self, sequence: Sequence) -> Several[int]:
+        """The tokens that may follow the known ones of a sequence. The first of them may be computed, or none."""
         ...
 
     def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
@@ -37,6 +39,13 @@ class Drafter(Protocol):
         ...
 
 
+def updated(acceptance: float, num_drafts: int, num_kept: int, newest_share: float) -> float:
+    """The chance of a draft behind kept ones, after so many drafts of which so many were kept."""
+    for _ in range(num_kept):
+        acceptance += newest_share * (1.0 - acceptance)
+    return acceptance if num_kept == num_drafts else acceptance - newest_share * acceptance
+
+
 @dataclass(slots=True)
 class SequenceDrafts:
     """What a drafter knows of a running sequence."""
@@ -44,23 +53,16 @@ class SequenceDrafts:
     lookup: PromptLookup
     acceptance: float = _FIRST_ACCEPTANCE  # the chance of a draft behind kept ones
 
-    def follow(self, generated_token_ids: list[int]) -> None:
-        """Add the tokens that were generated since the last call."""
-        self.lookup.extend(generated_token_ids[self.lookup.num_generated :])
-
     def note(self, num_drafts: int, num_kept: int) -> None:
         """So many drafts were computed, and kept."""
-        for _ in range(num_kept):
-            self.acceptance += _NEWEST_SHARE * (1.0 - self.acceptance)
-        if num_kept < num_drafts:
-            self.acceptance -= _NEWEST_SHARE * self.acceptance
+        self.acceptance = updated(self.acceptance, num_drafts, num_kept, _NEWEST_SHARE)
 
     def num_worthwhile(self, least_chance: float) -> int:
         """How many drafts in a row have at least this chance to be kept."""
-        if least_chance >= self.acceptance:
-            self.acceptance += _REGAINED_SHARE * (_FIRST_ACCEPTANCE - self.acceptance)
-            return 0
-        return int(log(max(least_chance, 1e-6)) / log(min(self.acceptance, 0.999)))
+        chance = self.acceptance
+        if self.lookup.num_matched >= _LONG_MATCH:
+            chance = max(chance, _FIRST_ACCEPTANCE)
+        return 0 if least_chance >= chance else int(log(max(least_chance, 1e-6)) / log(min(chance, 0.999)))
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ class LookupDrafter:
 
     max_drafts: int
     _pace: DraftPace = field(default_factory=DraftPace)
+    _acceptance: float = _FIRST_ACCEPTANCE  # of all sequences
     _least_chance: float = 1.0
     _last_end: float | None = None  # of a step after which others followed at once
 
@@ -76,13 +79,15 @@ class LookupDrafter:
         self._least_chance = self._pace.least_chance(num_sequences)
         return self._least_chance < 1.0
 
-    def draft(self, sequence: Sequence, at_most: int) -> Several[int]:
+    def draft(self, sequence: Sequence) -> Several[int]:
         drafts = sequence.drafts
         if drafts is None:
-            drafts = sequence.drafts = SequenceDrafts(PromptLookup(sequence.request.prompt_token_ids))
-        drafts.follow(sequence.generated_token_ids)
-        number = min(at_most, self.max_drafts, drafts.num_worthwhile(self._least_chance))
-        return drafts.lookup.draft(number) if number > 0 else ()
+            lookup = PromptLookup(sequence.request.prompt_token_ids)
+            drafts = sequence.drafts = SequenceDrafts(lookup, self._acceptance)
+        drafts.lookup.follow(sequence.generated_token_ids)
+        if not drafts.lookup.has_match():
+            return ()
+        return drafts.lookup.draft(min(self.max_drafts, drafts.num_worthwhile(self._least_chance)))
 
     def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
         last_end, self._last_end = self._last_end, at if goes_on else None
@@ -98,5 +103,7 @@ class LookupDrafter:
         )
         if batch.has_drafts:
             for item, sequence, num_kept in zip(batch.scheduled, batch.sequences, result.num_kept, strict=True):
-                if len(item.token_ids) > 1 and sequence.drafts is not None:
-                    sequence.drafts.note(len(item.token_ids) - 1, num_kept - 1)
+                number = len(item.token_ids) - 1
+                if number and sequence.drafts is not None:
+                    sequence.drafts.note(number, num_kept - 1)
+                    self._acceptance = updated(self._acceptance, number, num_kept - 1, _NEWEST_SHARE_OF_ALL)

@@ -23,31 +23,36 @@ class PromptLookup:
         ngrams = zip(*(tokens[first:] for first in range(NGRAM)), strict=False)
         self._places: dict[tuple[int, ...], int] = dict(zip(ngrams, range(NGRAM, len(tokens)), strict=False))
         self._source = 0  # the place of what should follow, by the last match; 0: none
-        self._num_matched = 0  # equal tokens before the source and at the end
-        self.num_generated = 0  # tokens that were added
+        self.num_matched = 0  # equal tokens before the source and at the end
+        self._last_ngram = tuple(tokens[-NGRAM:])
+        self._num_prompt_tokens = len(tokens)
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Add generated tokens."""
+    def follow(self, generated_token_ids: Sequence[int]) -> None:
+        """Add the tokens that were generated since the last call."""
         tokens = self._tokens
-        self.num_generated += len(token_ids)
-        for token_id in token_ids:
-            if len(tokens) >= NGRAM:
-                self._places[tuple(tokens[-NGRAM:])] = len(tokens)
+        for token_id in generated_token_ids[len(tokens) - self._num_prompt_tokens :]:
+            self._places[self._last_ngram] = len(tokens)
             if self._source and tokens[self._source] == token_id:
                 self._source += 1
-                self._num_matched += 1
+                self.num_matched += 1
             else:
                 self._source = 0
             tokens.append(token_id)
+            self._last_ngram = tuple(tokens[-NGRAM:])
+
+    def has_match(self) -> bool:
+        """Whether the last tokens stood there before."""
+        if not self._source:
+            self._source = self._places.get(self._last_ngram, 0)
+            self.num_matched = self._match_length() if self._source else 0
+        return self._source > 0
 
     def draft(self, at_most: int) -> list[int]:
         """The tokens that should follow: no more than matched before them, and none without a match."""
-        tokens = self._tokens
-        if not self._source:
-            self._source = self._places.get(tuple(tokens[-NGRAM:]), 0)
-            self._num_matched = self._match_length()
-        number = min(at_most, self._num_matched)
-        found = tokens[self._source : self._source + number] if self._source else []
+        if not self.has_match():
+            return []
+        number = min(at_most, self.num_matched)
+        found = self._tokens[self._source : self._source + number]
         if found and len(found) < number:  # the match goes up to the end, so what follows is a cycle
             found = (found * number)[:number]
         return found

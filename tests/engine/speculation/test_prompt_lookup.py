@@ -23,24 +23,23 @@ def test_nothing_is_drafted_without_a_match(prompt: tuple[int, ...]) -> None:
 def test_a_source_that_goes_on_to_match_is_followed_though_the_ngram_stood_elsewhere_later() -> None:
     lookup = PromptLookup((1, 2, 3, 4, 5, 6, 7, 8, 20, 4, 5, 6, 30, 1, 2, 3))
     assert lookup.draft(3) == [4, 5, 6]
-    lookup.extend([4, 5, 6])
+    lookup.follow([4, 5, 6])
     assert lookup.draft(2) == [7, 8], "30 follows the latest 4, 5, 6"
 
 
 def test_after_another_token_the_latest_match_counts() -> None:
     lookup = PromptLookup((1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3))
     assert lookup.draft(2) == [4, 5]
-    lookup.extend([9])
+    lookup.follow([9])
     assert lookup.draft(2) == []
-    lookup.extend([5, 6, 7])
+    lookup.follow([9, 5, 6, 7])
     assert lookup.draft(2) == [8, 1]
 
 
 def test_output_is_looked_up_as_the_prompt_is() -> None:
     lookup = PromptLookup((1, 2))
-    lookup.extend([5, 6, 7, 8, 9])
-    lookup.extend([5, 6, 7])
-    assert lookup.num_generated == 8
+    lookup.follow([5, 6, 7, 8, 9])
+    lookup.follow([5, 6, 7, 8, 9, 5, 6, 7])
     assert lookup.draft(8) == [8, 9, 5]
 
 
