@@ -70,15 +70,14 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         tell(f"round {number + 1}: " + ", ".join(f"{name} {times[-1]:.2f} s" for name, times in seconds.items()))
     num_tokens = sum(lengths)
     rates = {f"{name}_tokens_per_s": round(num_tokens / statistics.median(times)) for name, times in seconds.items()}
-    ratios = {
-        f"against_{other}": round(
-            statistics.median(theirs / ours for theirs, ours in zip(seconds[other], seconds["carousel"], strict=True)),
-            2,
-        )
-        for other in ("padded", "sorted")
-    }
+    ratios = {f"against_{other}": _ratio(seconds[other], seconds["carousel"]) for other in ("padded", "sorted")}
     padding = {f"padding_{name}": _padding(each) for name, each in (("padded", texts), ("sorted", in_order))}
     return {"shape": given.shape, "num_tokens": num_tokens, "largest_difference": difference} | rates | ratios | padding
+
+
+def _ratio(theirs: list[float], ours: list[float]) -> float:
+    """The median over the rounds."""
+    return round(statistics.median(one / other for one, other in zip(theirs, ours, strict=True)), 2)
 
 
 def _random_model(shape: str, folder: Path) -> None:
