@@ -19,7 +19,15 @@ from uuid import uuid4
 from zlib import crc32
 
 from app.child_process import PROJECT, child_command, child_environment
-from app.config import GIB, CacheConfig, EngineConfig, ModelConfig, ReplicasConfig, SchedulerConfig
+from app.config import (
+    GIB,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ReplicasConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from app.cores import num_cores
 from app.disk import cache_folder
 from app.engine.async_engine import AsyncEngine
@@ -30,6 +38,7 @@ from app.engine.matcher import Matchers
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import ModelFacts
 from app.engine.scheduler import Scheduler
+from app.engine.speculation.drafter import Drafter, LookupDrafter
 from app.engine.trace.entries import Header
 from app.engine.trace.recorder import Recorder, StepRecorder
 from app.engine.trace.redaction import Redactor
@@ -389,7 +398,13 @@ def assemble_recorded(
         facts=facts,
         recorder=recorder_of(config, runner=runner, facts=facts, num_blocks=num_blocks),
         largest_step=largest_step,
+        drafter=drafter_of(config.speculation),
     )
+
+
+def drafter_of(settings: SpeculationConfig) -> Drafter | None:
+    """What drafts by these settings; None: nothing."""
+    return None if settings.method == "off" else LookupDrafter(settings.max_drafts)
 
 
 def assemble(
@@ -402,18 +417,25 @@ def assemble(
     clock: Callable[[], float] = time.monotonic,
     largest_step: SchedulerConfig | None = None,
     recorder: Recorder | None = None,
+    drafter: Drafter | None = None,
 ) -> Engine:
     """An engine around any model runner. Requests are limited to what fits into the pool alone, if it has KV memory.
 
-    Where the runner can launch steps, the engine prepares each while the one before it is computed.
+    Where the runner can launch steps, the engine prepares each while the one before it is computed. It speculates
+    nothing then: the tokens that a draft follows would have to be known.
     """
     if facts.generates:
         pool = BlockPool(num_blocks=num_blocks, block_size=cache.block_size, prefix_caching=cache.prefix_caching)
         facts = replace(facts, max_model_len=min(facts.max_model_len, num_blocks * cache.block_size))
     else:
         pool = NoBlocks(max_model_len=facts.max_model_len)
+    launches = isinstance(runner, LaunchingRunner)
     deciding = Scheduler(
-        config=scheduler, pool=pool, eos_token_ids=facts.eos_token_ids, takes_whole_prompts=not facts.generates
+        config=scheduler,
+        pool=pool,
+        eos_token_ids=facts.eos_token_ids,
+        takes_whole_prompts=not facts.generates,
+        drafter=None if launches else drafter,
     )
     if isinstance(runner, LaunchingRunner):
         return OverlappedEngine(

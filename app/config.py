@@ -156,6 +156,14 @@ class BucketedConfig(Settings):
     max_wait_ms: MaxWaitMs = 50.0
 
 
+class SortedConfig(Settings):
+    """The request that has waited longest, with those of the nearest prompt lengths."""
+
+    name: Literal["sorted"] = "sorted"
+    batch_size: BatchSize = 8
+    max_wait_ms: MaxWaitMs = 50.0
+
+
 class AdaptiveConfig(Settings):
     """Dynamic, with a batch size that follows the latency of the batches before."""
 
@@ -180,7 +188,9 @@ class HybridConfig(Settings):
     prefill_share: float = Field(0.5, gt=0, le=1, description="share of a step's budget for prefill beside decoding")
 
 
-StrategyConfig = StaticConfig | DynamicConfig | BucketedConfig | AdaptiveConfig | ContinuousConfig | HybridConfig
+StrategyConfig = (
+    StaticConfig | DynamicConfig | BucketedConfig | SortedConfig | AdaptiveConfig | ContinuousConfig | HybridConfig
+)
 
 
 class FcfsConfig(Settings):
@@ -338,12 +348,22 @@ class StepLogConfig(Settings):
     )
 
 
+class SpeculationConfig(Settings):
+    """Drafts of the next tokens, computed in one step and kept where they are what would be drawn."""
+
+    method: Literal["lookup", "off"] = Field(
+        "off", description="lookup: what followed the same tokens in prompt or output before; on CPUs only"
+    )
+    max_drafts: int = Field(8, ge=1, le=64, description="drafts for one request in one step, at most")
+
+
 class EngineConfig(Settings):
     """Everything one engine needs."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     step_log: StepLogConfig = StepLogConfig()
 
 

@@ -6,17 +6,20 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from itertools import count
 from typing import Any
 
 from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
-from app.engine.batch import Batch, ScheduledSequence, StepResult
+from app.engine.batch import Batch, ScheduledSequence, StepResult, by_request
 from app.engine.engine import Engine, ModelRunner
 from app.engine.matcher import Matcher, with_tokens
 from app.engine.request import FinishReason, ModelFacts, Pooling, Request, SamplingParams, TokenDelta, TokenLogprobs
+from app.engine.sequence import Sequence
+from app.engine.speculation.drafter import Drafter
 from app.engine.trace.recorder import Recorder
 from app.errors import CarouselError, InvalidRequest
 
@@ -76,11 +79,11 @@ class CountingRunner:
         drawn = zip(batch.sampled, token_ids, strict=True)
         return StepResult(
             token_ids,
-            {
-                item.request_id: self._logprobs(item, item.end, token_id, item.sampling.logprobs)
+            by_request(
+                (item.request_id, self._logprobs(item, item.end, token_id, item.sampling.logprobs))
                 for item, token_id in drawn
                 if item.sampling.logprobs is not None
-            },
+            ),
             {
                 item.request_id: tuple(
                     self._logprobs(item, position, token_id, item.sampling.prompt_logprobs or 0)
@@ -111,6 +114,26 @@ def next_token(token_ids: list[int]) -> int:
     """What the fake model generates after these tokens; never the end token."""
     total = sum((position + 1) * token for position, token in enumerate(token_ids))
     return 2 + total % (VOCAB_SIZE - 2)
+
+
+class KnowingDrafter:
+    """Drafts what a CountingRunner will draw, at most `num_drafts` tokens; some drafts are wrong, by their place."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
+
+    def begin(self, num_sequences: int) -> bool:
+        return True
+
+    def draft(self, sequence: Sequence) -> list[int]:
+        known = list(sequence.token_ids(0, sequence.num_tokens))
+        drafts: list[int] = []
+        for place in range(self._num_drafts):
+            drafts.append(next_token(known + drafts) if (sequence.num_tokens + place) % 5 else 3)
+        return drafts[: sequence.num_tokens % (self._num_drafts + 1)]
+
+    def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
+        """Nothing to learn."""
 
 
 def hidden_state(token_ids: list[int]) -> list[float]:
@@ -156,6 +179,7 @@ def build_fake_engine(
     max_model_len: int = 1000,
     clock: Callable[[], float] = time.monotonic,
     recorder: Recorder | None = None,
+    drafter: Drafter | None = None,
     **scheduler: Any,
 ) -> Engine:
     settings: dict[str, Any] = {"max_running": 8, "max_step_tokens": 32, "prefill_chunk_tokens": 16} | scheduler
@@ -167,6 +191,7 @@ def build_fake_engine(
         facts=ModelFacts(max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), embedding_size=2),
         clock=clock,
         recorder=recorder,
+        drafter=drafter,
     )
 
 
@@ -194,7 +219,7 @@ BAD_GRAMMAR = "bad"
 class SteppingMatcher:
     """Allows one token after the other, round and round; it can fail behind so many."""
 
-    def __init__(self, token_ids: Sequence[int], *, fails_after: int | None = None) -> None:
+    def __init__(self, token_ids: Several[int], *, fails_after: int | None = None) -> None:
         self._token_ids = token_ids
         self._fails_after = fails_after
         self.num_advanced = 0

@@ -11,7 +11,7 @@ from app.api.output.tool_calls import ToolUse
 from app.api.schemas.requests import MAX_ALLOWED_TOKEN_IDS
 from app.engine.request import Generate, ModelFacts, Pooling, Request
 from app.errors import InvalidRequest
-from app.text import Tokenizer
+from app.text import Reasoning, ReasoningMarks, Tokenizer
 from app.text.tool_calls import ToolFormat
 
 MAX_LOGPROBS_ON_THE_LOOP = 2000  # of a line of a batch, which a thread writes where there are more
@@ -65,6 +65,7 @@ class ServedModel:
     created: int  # seconds since 1970
     aliases: tuple[str, ...] = ()  # other names that clients may send
     tool_format: ToolFormat | None = None  # how it writes tool calls; None: unknown
+    reasoning_marks: ReasoningMarks | None = None  # around its reasoning; None: it marks none
     pooling: Pooling | None = None  # what its embeddings are; None: it gives none
     deadline_s: float | None = None  # of requests that name none
 
@@ -128,6 +129,7 @@ class Call:
     detail_options: TokenDetailOptions = TokenDetailOptions()
     include_usage: bool = False
     continuous_usage: bool = False
+    reasoning: Reasoning | None = None  # how reasoning is taken out of the text, where the model marks it
     tools: ToolUse | None = None  # how calls are taken out of the text, where tools are on offer
     max_at_once: int | None = None  # so many of the requests run at the same time; None: all
     wants_timings: bool = False  # in `usage`

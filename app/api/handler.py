@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -277,30 +277,54 @@ class RequestHandler:
         Each prompt is a body with no other fields. Raises Overloaded, Unavailable or EngineStopped when none of them
         could be served now.
         """
-        ids = [f"{client.request_id}-{index}" for index in range(len(prompts))]
-        clients = [replace(client, request_id=request_id, num_bodies=len(prompts)) for request_id in ids]
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self._outcome(common, prompt, each), name=task_name())
-                for prompt, each in zip(prompts, clients, strict=True)
-            ]
-        outcomes = [task.result() for task in tasks]
-        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        async with aclosing(self._outcomes(common, prompts, client)) as ended:
+            outcomes = sorted([outcome async for outcome in ended], key=lambda each: each.index)
+        errors = [each.outcome for each in outcomes if isinstance(each.outcome, Exception)]
         if len(errors) == len(outcomes) and all(map(_may_pass, errors)):
             raise errors[0]
-        return [
-            _refusal(outcome, each.request_id, common.endpoint.path)
-            if isinstance(outcome, Exception)
-            else Answered(200, outcome)
-            for outcome, each in zip(outcomes, clients, strict=True)
-        ]
+        return [each.answered(common.endpoint.path) for each in outcomes]
 
-    async def _outcome(self, common: SharedBody, prompt: Json, client: Client) -> Json | Exception:
+    async def items_as_they_end(
+        self, common: SharedBody, prompts: Sequence[Json], client: Client
+    ) -> AsyncGenerator[tuple[int, Answered], None]:
+        """The same responses, each with its index, as soon as it is there. Closing it ends those that still run."""
+        async with aclosing(self._outcomes(common, prompts, client)) as ended:
+            async for outcome in ended:
+                yield outcome.index, outcome.answered(common.endpoint.path)
+
+    async def _outcomes(
+        self, common: SharedBody, prompts: Sequence[Json], client: Client
+    ) -> AsyncGenerator[_ItemOutcome, None]:
+        """What comes of each prompt, as they end. Not a TaskGroup, which must not span a `yield`."""
+        tasks = [
+            asyncio.create_task(
+                self._outcome(
+                    index,
+                    common,
+                    prompt,
+                    replace(client, request_id=f"{client.request_id}-{index}", num_bodies=len(prompts)),
+                ),
+                name=task_name(),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        try:
+            for ended in asyncio.as_completed(tasks):
+                yield await ended
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _outcome(self, index: int, common: SharedBody, prompt: Json, client: Client) -> _ItemOutcome:
+        began_at = self.metrics.arrived()
+        outcome: Json | Exception
         try:
             pending = await self._handle_shared(common, prompt, client)
-            return await pending.full_response()
+            outcome = await pending.full_response()
         except Exception as error:
-            return error
+            outcome = error
+        return _ItemOutcome(index, client.request_id, outcome, self.metrics.arrived() - began_at)
 
     async def _handle_shared(self, common: SharedBody, prompt: Json, client: Client) -> PendingResponse:
         """As `handle`, for a body of which all but the prompt is checked."""
@@ -368,6 +392,22 @@ class RequestHandler:
             return bounded_call(account, call, parsed)
         except Exception as error:
             return _refusal(error, request_id, path)
+
+
+@dataclass(frozen=True, slots=True)
+class _ItemOutcome:
+    """What came of one prompt of a list."""
+
+    index: int
+    request_id: str
+    outcome: Json | Exception
+    latency_s: float
+
+    def answered(self, path: str) -> Answered:
+        """As an HTTP client would have got it at this path."""
+        if isinstance(self.outcome, Exception):
+            return replace(_refusal(self.outcome, self.request_id, path), latency_s=self.latency_s)
+        return Answered(200, self.outcome, latency_s=self.latency_s)
 
 
 def _may_pass(error: Exception) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import Matcher, allowed_after_bans
@@ -100,6 +101,9 @@ class Batch:
     has_logprobs: bool = False  # any sequence wants log-probabilities, of the tokens that are drawn or of its prompt
     has_pooling: bool = False  # any sequence wants hidden states
     has_preempted: bool = False  # sequences were preempted so that these have the blocks that they need
+    # Every sequence decodes, and the tokens after its first are drafts, not known to be its own: a token is drawn after
+    # each of them. See `kept_tokens`.
+    has_drafts: bool = False
 
     @cached_property
     def num_tokens(self) -> int:
@@ -112,7 +116,12 @@ class Batch:
 
     @cached_property
     def sampled(self) -> tuple[ScheduledSequence, ...]:
-        """The items for which a token is drawn: the step's result has one token id for each, in this order."""
+        """The items for which a token is drawn: the step's result has one token id for each, in this order.
+
+        With drafts, an item for each token of it, which ends with that token.
+        """
+        if self.has_drafts:
+            return tuple([each for item in self.scheduled for each in _by_draw(item)])
         return tuple([item for item in self.scheduled if item.samples])
 
     @cached_property
@@ -134,10 +143,17 @@ class Batch:
             began_at=self.began_at,
             has_logprobs=any(item.wants_logprobs for item in scheduled),
             has_pooling=any(item.pooling is not None for item in scheduled),
+            has_drafts=self.has_drafts,
         )
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)
+
+
+def _by_draw(item: ScheduledSequence) -> list[ScheduledSequence]:
+    """The item up to each of its tokens."""
+    shorter = [structs.replace(item, token_ids=item.token_ids[:end]) for end in range(1, len(item.token_ids))]
+    return [*shorter, item]
 
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -147,9 +163,19 @@ class StepResult(NamedTuple):
     """What a step gave. The mappings, by request id, hold only requests that want log-probabilities or embeddings."""
 
     token_ids: list[int]  # one for each of the batch's `sampled`, in that order
-    logprobs: Mapping[str, TokenLogprobs] = _EMPTY  # of the tokens that were drawn
+    logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = _EMPTY  # of the tokens that were drawn
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = _EMPTY  # one for each of a sequence's `targets`
     pooled: Mapping[str, list[float]] = _EMPTY  # behind the final norm: the last token's, or the sum of a share's
+    # How many of the tokens are each sequence's, where there were drafts; then `token_ids` has only what was kept.
+    num_kept: Several[int] = ()
+
+
+def by_request(logprobs: Iterable[tuple[str, TokenLogprobs]]) -> dict[str, tuple[TokenLogprobs, ...]]:
+    """Of drawn tokens, with the ids of their requests, as `StepResult` has them."""
+    found: dict[str, tuple[TokenLogprobs, ...]] = {}
+    for request_id, each in logprobs:
+        found[request_id] = (*found[request_id], each) if request_id in found else (each,)
+    return found
 
 
 class DeviceLost(Exception):

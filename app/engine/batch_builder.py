@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Several
+
 from msgspec import structs
 
 from app.engine.batch import Batch, ScheduledSequence
@@ -39,6 +41,7 @@ class BatchBuilder:
         self._has_logprobs = False
         self._has_pooling = False
         self._eos_token_ids = eos_token_ids
+        self._has_drafts = False
         self.has_preempted = False
         self.scheduled: list[ScheduledSequence] = []
         self.sequences: list[Sequence] = []  # one for each of `scheduled`
@@ -48,6 +51,11 @@ class BatchBuilder:
         if self._takes_whole_prompts:
             return self._has_room_for_all(sequence)
         return self.num_tokens_left > 0 and self._num_prompt_tokens_left(sequence) > 0
+
+    @property
+    def has_single_tokens(self) -> bool:
+        """Whether there are sequences, each with one token, and room for more tokens."""
+        return 0 < len(self.sequences) == self._budget - self.num_tokens_left < self._budget
 
     @property
     def has_room_for_scores(self) -> bool:
@@ -112,6 +120,13 @@ class BatchBuilder:
         self._num_prefill_tokens_left -= num_tokens
         self._num_background_tokens_left -= num_tokens if sequence.request.is_background else 0
 
+    def add_drafts(self, place: int, drafts: Several[int]) -> None:
+        """Add drafts to what the step computes of a sequence that decodes, as do all others; it has the blocks."""
+        item = self.scheduled[place]
+        self.scheduled[place] = structs.replace(item, token_ids=(*item.token_ids, *drafts))
+        self.num_tokens_left -= len(drafts)
+        self._has_drafts = True
+
     def build(self, *, began_at: float) -> Batch:
         """The batch for the model runner."""
         return Batch(
@@ -122,6 +137,7 @@ class BatchBuilder:
             has_logprobs=self._has_logprobs,
             has_pooling=self._has_pooling,
             has_preempted=self.has_preempted,
+            has_drafts=self._has_drafts,
         )
 
     def _scheduled_sequence(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:

@@ -18,6 +18,7 @@ from app.engine.request import ModelFacts, Request, TokenDelta
 from app.engine.request_checks import check_request
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
+from app.engine.speculation.kept_tokens import kept_tokens
 from app.engine.stats import EngineMeasurements, EngineStats
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
@@ -198,8 +199,10 @@ class Engine:
         batch = self._scheduler.schedule(self._clock())
         self._recorder.scheduled(batch, self._scheduler.take_decision())
         result = self._run(batch) if batch else StepResult([])
+        if batch.has_drafts:
+            result = kept_tokens(batch, result)
         self._fail_unmatched(batch)
-        self._recorder.sampled(batch, result.token_ids)
+        self._recorder.sampled(batch, result.token_ids, result.num_kept)
         ended_at = self._clock()
         deltas = self._scheduler.update(batch, result, now=ended_at)
         self._recorder.step_ended(deltas, at=ended_at)

@@ -8,6 +8,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field, replace
+from itertools import repeat
 from typing import ParamSpec, TypeVar
 
 from app.engine.batch import Batch, DeviceLost, StepResult
@@ -28,6 +29,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+_AT_FAULT = repeat(0)
+
+
 class DeviceFailed(Exception):
     """Every part of a batch fails, so none of its requests is at fault."""
 
@@ -36,8 +40,8 @@ class DeviceFailed(Exception):
 class IsolationResult:
     """The results of a failed batch that was run in parts."""
 
-    token_ids: dict[str, int] = field(default_factory=dict)  # by request id, as the next three
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    token_ids: dict[str, list[int]] = field(default_factory=dict)  # by request id, as the next three
+    logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     pooled: dict[str, list[float]] = field(default_factory=dict)
     culprits: list[tuple[Sequence, Exception]] = field(default_factory=list)
@@ -47,14 +51,15 @@ class IsolationResult:
         """Add the result of a part that could be computed."""
         self.has_succeeded = True
         for item, token_id in zip(part.sampled, result.token_ids, strict=True):
-            self.token_ids[item.request_id] = token_id
+            self.token_ids.setdefault(item.request_id, []).append(token_id)
         self.logprobs |= result.logprobs
         self.prompt_logprobs |= result.prompt_logprobs
         self.pooled |= result.pooled
 
     def result(self, batch: Batch) -> StepResult:
-        """The result of the whole batch. A request at fault gets token 0; it ends with an error."""
-        token_ids = [self.token_ids.get(item.request_id, 0) for item in batch.sampled]
+        """The result of the whole batch. A request at fault gets tokens 0; it ends with an error."""
+        drawn = {request_id: iter(token_ids) for request_id, token_ids in self.token_ids.items()}
+        token_ids = [next(drawn.get(item.request_id, _AT_FAULT)) for item in batch.sampled]
         return StepResult(token_ids, self.logprobs, self.prompt_logprobs, self.pooled)
 
 

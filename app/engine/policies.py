@@ -8,7 +8,8 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from itertools import count
+from collections.abc import Sequence as Several
+from itertools import count, repeat
 from typing import Protocol
 
 from app.config import DeadlineConfig, FairConfig, FcfsConfig, PolicyConfig, PriorityConfig, SjfConfig
@@ -110,8 +111,8 @@ class SchedulingPolicy(ABC):
     def joined(self, sequence: Sequence) -> None:
         """A sequence has started to run, for the first time or after a preemption."""
 
-    def computed(self, batch: Batch) -> None:
-        """A step has been computed, and its results are processed."""
+    def computed(self, batch: Batch, num_kept: Several[int] = ()) -> None:
+        """A step has been computed, and its results are processed. `num_kept`: as in `StepResult`."""
 
 
 class RankQueue:
@@ -225,10 +226,11 @@ class FairShare(SchedulingPolicy):
         if sequence.num_preemptions == 0:  # a tenant is not charged for what a preemption makes us compute again
             self._charge(tenant, sequence.num_uncomputed_tokens * PROMPT_WEIGHT)
 
-    def computed(self, batch: Batch) -> None:
-        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
+    def computed(self, batch: Batch, num_kept: Several[int] = ()) -> None:
+        numbers = num_kept or repeat(1)
+        for item, sequence, number in zip(batch.scheduled, batch.sequences, numbers, strict=False):
             if item.samples and not sequence.request.is_background:
-                self._charge(sequence.request.tenant, GENERATED_WEIGHT)
+                self._charge(sequence.request.tenant, number * GENERATED_WEIGHT)
 
     def entered(self, tenant: str) -> None:
         """One more request of this tenant waits."""
@@ -391,8 +393,8 @@ class BackgroundLast(SchedulingPolicy):
     def joined(self, sequence: Sequence) -> None:
         self._inner.joined(sequence)
 
-    def computed(self, batch: Batch) -> None:
-        self._inner.computed(batch)
+    def computed(self, batch: Batch, num_kept: Several[int] = ()) -> None:
+        self._inner.computed(batch, num_kept)
 
 
 class _ForegroundFirst:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
-from itertools import count
+from itertools import count, islice
 
 from msgspec import structs
 
@@ -22,7 +22,12 @@ class ResultProcessor:
         self._end = end
 
     def process(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
-        """Apply the result of a computed batch; returns one delta for each request that has news."""
+        """Apply the result of a computed batch; returns one delta for each request that has news.
+
+        Of a batch with drafts it holds the tokens that were kept.
+        """
+        if batch.has_drafts:
+            return self._process_kept(batch, result)
         block_size, finished = self._pool.block_size, SequenceStatus.FINISHED
         scores = _newly_scored(batch, result) if batch.has_logprobs else {}
         drawn, logprobs = iter(result.token_ids), result.logprobs
@@ -37,13 +42,29 @@ class ResultProcessor:
             if batch.has_pooling:
                 _pool(sequence, result)
             if token_id is not None:
-                likely = logprobs.get(item.request_id) if logprobs else None
+                likely = logprobs.get(item.request_id, ()) if logprobs else ()
                 generated = sequence.generated_token_ids
                 generated.append(token_id)
-                deltas.append(self._drawn(sequence, token_id, len(generated), likely))
+                deltas.append(self._drawn(sequence, (token_id,), len(generated), likely))
             elif end == sequence.num_tokens:
                 deltas.append(self._computed(sequence))
         return _with_scores(deltas, scores) if scores else deltas
+
+    def _process_kept(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
+        """The KV of rejected drafts is not counted: the next step overwrites it, and no block with it is published."""
+        block_size, drawn = self._pool.block_size, iter(result.token_ids)
+        deltas: list[TokenDelta] = []
+        for item, sequence, number in zip(batch.scheduled, batch.sequences, result.num_kept, strict=True):
+            token_ids = tuple(islice(drawn, number))
+            if sequence.is_finished:
+                continue
+            sequence.generated_token_ids += token_ids
+            sequence.num_computed_tokens = end = item.start + number
+            if end >= (len(sequence.prefix_ids) + 1) * block_size:
+                self.publish_full_blocks(sequence, end)
+            likely = result.logprobs.get(item.request_id, ())
+            deltas.append(self._drawn(sequence, token_ids, sequence.num_generated_tokens, likely))
+        return deltas
 
     def advance(self, batch: Batch) -> None:
         """Count a batch as computed before its tokens are known: -1 - n is the placeholder of `batch.sampled[n]`."""
@@ -78,8 +99,8 @@ class ResultProcessor:
             if token_id is not None:
                 at = item.end - sequence.num_prompt_tokens
                 sequence.generated_token_ids[at] = token_id
-                likely = logprobs.get(item.request_id) if logprobs else None
-                deltas.append(self._drawn(sequence, token_id, at + 1, likely))
+                likely = logprobs.get(item.request_id, ()) if logprobs else ()
+                deltas.append(self._drawn(sequence, (token_id,), at + 1, likely))
             elif item.end == sequence.num_tokens and (is_current or sequence.request.pooling is None):
                 deltas.append(self._computed(sequence))
         return _with_scores(deltas, scores) if scores else deltas
@@ -92,26 +113,29 @@ class ResultProcessor:
             content = sequence.token_ids(index * size, (index + 1) * size)
             sequence.prefix_ids.append(self._pool.publish(sequence.blocks[index], content, parent=parent))
 
-    def _drawn(self, sequence: Sequence, token_id: int, num_generated: int, likely: TokenLogprobs | None) -> TokenDelta:
-        """The delta of a new token; ends the sequence if it was the last."""
+    def _drawn(
+        self, sequence: Sequence, token_ids: tuple[int, ...], num_generated: int, logprobs: tuple[TokenLogprobs, ...]
+    ) -> TokenDelta:
+        """The delta of new tokens, of which only the last can be an end; ends the sequence if it is."""
         request = sequence.request
-        logprobs = () if likely is None else (likely,)
         if sequence.matcher is not None:
-            sequence.matcher.advance(token_id)
-        if token_id in sequence.end_token_ids:
+            for token_id in token_ids:
+                sequence.matcher.advance(token_id)
+        last = token_ids[-1]
+        if last in sequence.end_token_ids:
             reason = FinishReason.STOP
         elif num_generated >= request.sampling.max_tokens:
             reason = FinishReason.LENGTH
         else:  # most tokens end here
             return TokenDelta(
-                request.request_id, (token_id,), None, None, sequence.num_cached_tokens, None, None, logprobs
+                request.request_id, token_ids, None, None, sequence.num_cached_tokens, None, None, logprobs
             )
         self._end(sequence, num_generated)
         return TokenDelta(
             request_id=request.request_id,
-            token_ids=(token_id,),
+            token_ids=token_ids,
             finish_reason=reason,
-            stop_token_id=token_id if reason is FinishReason.STOP else None,
+            stop_token_id=last if reason is FinishReason.STOP else None,
             num_cached_tokens=sequence.num_cached_tokens,
             logprobs=logprobs,
         )

@@ -23,6 +23,7 @@ from app.engine.request import EngineTimes, FinishReason, Request, SamplingParam
 from app.engine.result_processor import ResultProcessor, with_times
 from app.engine.running import RunningSequences
 from app.engine.sequence import Sequence, SequenceStatus
+from app.engine.speculation.drafter import Drafter
 from app.engine.stats import SPEED_STEP_TOKENS, EngineMeasurements, EngineStats, MeasurementCollector, Totals
 from app.engine.strategies import SchedulerView, StepPlan, make_strategy
 from app.engine.throughput import Throughput
@@ -52,14 +53,19 @@ class Scheduler:
         eos_token_ids: Iterable[int],
         policy: SchedulingPolicy | None = None,
         takes_whole_prompts: bool = False,
+        drafter: Drafter | None = None,
     ) -> None:
-        """`policy` is that of the config, unless another is given. Whole prompts are computed in one step each."""
+        """`policy` is that of the config, unless another is given. Whole prompts are computed in one step each.
+
+        Without a drafter nothing is speculated.
+        """
         self._config = config
         self._limits = Limits.of(config)
         self._settings = config.version
         self._pool = pool
         self._strategy = make_strategy(config.strategy)
         self._policy = policy or make_policy(config.policy)
+        self._drafter = drafter
         self._eos_token_ids = frozenset(eos_token_ids)
         self._takes_whole_prompts = takes_whole_prompts
         self._num_arrived = 0
@@ -204,6 +210,8 @@ class Scheduler:
         joined = builder.sequences[num_running:]
         if joined:
             self._measurements.joined(joined, now)
+        if self._drafter is not None:
+            self._add_drafts(builder, self._drafter, is_short=wait_reason is WaitReason.BLOCKS)
         self._note_decision(joined, wait_reason)
         return builder.build(began_at=now)
 
@@ -231,7 +239,7 @@ class Scheduler:
         """Whether the step may compute anything for a foreground request; under any order background is last."""
         first = self._running.by_rank[:1]
         if plan.num_admissible:
-            first = [*first, self._waiting.peek(plan.bucket)]
+            first = [*first, self._waiting.peek(plan.bucket(0))]
         return any(not sequence.request.is_background for sequence in first)
 
     def _note_decision(self, joined: list[Sequence], wait_reason: WaitReason) -> None:
@@ -288,8 +296,9 @@ class Scheduler:
 
         No sequence overtakes the first in order, which waits until all of its known tokens find room.
         """
-        for _ in range(plan.num_admissible):
-            sequence = self._waiting.peek(plan.bucket)
+        for number in range(plan.num_admissible):
+            bucket = plan.bucket(number)
+            sequence = self._waiting.peek(bucket)
             if not builder.has_room_for_prefill(sequence):
                 return WaitReason.BUDGET
             if not self._strategy.admits(sequence):
@@ -298,7 +307,7 @@ class Scheduler:
                 return WaitReason.RESULT
             if sequence.is_scoring and not builder.has_room_for_scores:
                 return WaitReason.BUDGET
-            if not self._try_join(sequence, plan.bucket):
+            if not self._try_join(sequence, bucket):
                 return WaitReason.BLOCKS
             num_tokens = builder.chunk(sequence)
             self._running.extend(sequence, num_tokens)
@@ -344,6 +353,35 @@ class Scheduler:
         background = [each for each in self._running if each.request.is_background and each not in victims]
         return background[-num_missing:]
 
+    # -- drafts
+
+    def _add_drafts(self, builder: BatchBuilder, drafter: Drafter, *, is_short: bool) -> None:
+        """Use what is left of the budget and of the blocks for drafts, where every sequence of the step decodes.
+
+        A step with a prompt in it is bound by computing. `is_short`: others wait for blocks, so drafts take none.
+        """
+        sequences = builder.sequences
+        # The first two conditions say so for most steps; the third looks at every sequence.
+        if not builder.has_single_tokens or not drafter.begin(len(sequences)):
+            return
+        if not all(each.is_decoding for each in sequences):
+            return
+        for place, sequence in enumerate(sequences):
+            drafts = drafter.draft(sequence) if sequence.may_have_drafts else ()
+            if not drafts:  # the common case, made short
+                continue
+            at_most = min(builder.num_tokens_left, self._num_draftable(sequence, is_short=is_short))
+            if at_most > 0:
+                drafts = drafts[:at_most]
+                self._running.extend(sequence, 1 + len(drafts))
+                builder.add_drafts(place, drafts)
+
+    def _num_draftable(self, sequence: Sequence, *, is_short: bool) -> int:
+        """How many drafts it has blocks for and may come to be; the last token that it may have is always drawn."""
+        num_slots = (len(sequence.blocks) + (0 if is_short else self._pool.num_free)) * self._pool.block_size
+        num_left = sequence.request.sampling.max_tokens - sequence.num_generated_tokens
+        return min(num_slots - sequence.num_computed_tokens, num_left) - 1
+
     def take_decision(self) -> SchedulingDecision:
         """What the last `schedule` decided beside its batch, for the trace. Forgets it, and with it its sequences."""
         decision, self._decision = self._decision, SchedulingDecision()
@@ -388,7 +426,7 @@ class Scheduler:
         self, batch: Batch, result: StepResult, now: float, process: Callable[[Batch, StepResult], list[TokenDelta]]
     ) -> list[TokenDelta]:
         """The deltas after a step: of sequences that ended without it, then those that `process` returns."""
-        num_drawn, num_sampled = len(result.token_ids), len(batch.sampled)
+        num_drawn, num_sampled = len(result.token_ids), sum(result.num_kept) or len(batch.sampled)
         assert num_drawn == num_sampled, f"{num_drawn} tokens for {num_sampled} sequences"
         self._finish_overdue(now)  # a token that arrives after the deadline is not delivered
         deltas, self._ended = self._ended, []
@@ -396,17 +434,22 @@ class Scheduler:
             num_ended = len(deltas) - self._totals.finished
             processed = process(batch, result)
             self._totals.generated_tokens += sum([len(delta.token_ids) for delta in processed])
-            times = self._note_step(batch, now, num_ended=num_ended + self._totals.finished)
+            times = self._note_step(batch, result, now, num_ended=num_ended + self._totals.finished)
             deltas += [with_times(each, times) for each in processed] if times else processed
         return deltas
 
-    def _note_step(self, batch: Batch, now: float, *, num_ended: int) -> dict[str, EngineTimes]:
+    def _note_step(self, batch: Batch, result: StepResult, now: float, *, num_ended: int) -> dict[str, EngineTimes]:
         """Count a computed step; returns the times of the requests that have their first token by it."""
         times = self._count_step(
             now, began_at=batch.began_at, num_tokens=batch.num_scheduled_tokens, num_sequences=len(batch.sequences),
             num_ended=num_ended,
         )  # fmt: skip
-        self._policy.computed(batch)
+        if batch.has_drafts:
+            self._totals.drafted_tokens += batch.num_scheduled_tokens - len(batch.sequences)
+            self._totals.accepted_tokens += len(result.token_ids) - len(batch.sequences)
+        if self._drafter is not None:
+            self._drafter.stepped(batch, result, at=now, goes_on=bool(len(self._running)))
+        self._policy.computed(batch, result.num_kept)
         if not len(self._running):
             self._strategy.emptied(now)
         return times
@@ -429,7 +472,7 @@ class Scheduler:
 
         0: the next step may have something to decide, or ends a sequence by its limit.
         """
-        is_plain = not (len(self._waiting) or self._ended or self._policy.counts_steps)
+        is_plain = not (len(self._waiting) or self._ended or self._policy.counts_steps or self._drafter)
         if not is_plain or self._deadlines.next_at is not None:
             return 0
         return self._running.num_decode_steps()
@@ -506,6 +549,8 @@ class Scheduler:
             total_generated_tokens=totals.generated_tokens,
             total_preemptions=totals.preemptions,
             total_memory_preemptions=totals.memory_preemptions,
+            total_drafted_tokens=totals.drafted_tokens,
+            total_accepted_tokens=totals.accepted_tokens,
             total_finished=totals.finished,
             total_aborted=totals.aborted,
             total_failed=totals.failed,

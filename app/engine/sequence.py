@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from app.engine.block_pool import Block
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import Matcher
 from app.engine.request import Request
+
+if TYPE_CHECKING:
+    from app.engine.speculation.drafter import SequenceDrafts
 
 
 class SequenceStatus(Enum):
@@ -54,6 +58,7 @@ class Sequence:
     prefix_ids: list[int] = field(default_factory=list)  # of its full, computed blocks
     adjustments: LogitAdjustments | None = None  # while it runs and has penalties or biases; see `current_adjustments`
     pooled: list[float] | None = None  # of the computed tokens: the hidden states that its embedding is made of
+    drafts: SequenceDrafts | None = None  # while it runs and has been drafted for
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -98,6 +103,11 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Whether one token is uncomputed, the last that was generated."""
         return 0 < len(self.generated_token_ids) == self.num_computed_tokens - self.num_prompt_tokens + 1
+
+    @property
+    def may_have_drafts(self) -> bool:
+        """Whether what may be drawn next depends on no token that a draft stands for; while `is_decoding`."""
+        return not self.looks_back and len(self.generated_token_ids) >= self.request.sampling.min_tokens
 
     @property
     def is_scoring(self) -> bool:
@@ -154,11 +164,11 @@ class Sequence:
     def take_blocks(self) -> list[Block]:
         """Give up all blocks and with them all computed tokens; the caller frees them.
 
-        The adjustments go, too, so that only running sequences hold memory for them.
+        The adjustments and drafts go, too, so that only running sequences hold memory for them.
         """
         blocks = self.blocks
         self.blocks, self.block_ids, self.prefix_ids = [], [], []
         self.num_computed_tokens = 0
         self.pooled = None
-        self.adjustments = None
+        self.adjustments = self.drafts = None
         return blocks

@@ -47,6 +47,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     total_aborted: int
     total_failed: int
     total_missed: int  # refused or ended because of their deadline
+    total_drafted_tokens: int = 0  # computed as drafts of the next tokens
+    total_accepted_tokens: int = 0  # of these, tokens that the sequences went on with
 
 
 @dataclass(slots=True)
@@ -63,6 +65,8 @@ class Totals:
     aborted: int = 0
     failed: int = 0
     missed: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from app.config import (
     ContinuousConfig,
     DynamicConfig,
     HybridConfig,
+    SortedConfig,
     StaticConfig,
     StrategyConfig,
 )
@@ -40,6 +41,8 @@ def make_strategy(config: StrategyConfig) -> BatchingStrategy:
             return Dynamic(config)
         case BucketedConfig():
             return Bucketed(config)
+        case SortedConfig():
+            return Sorted(config)
         case AdaptiveConfig():
             return Adaptive(config)
         case HybridConfig():
@@ -71,9 +74,13 @@ class StepPlan:
     """How many waiting sequences may join a step, and how the step's token budget is divided."""
 
     num_admissible: int  # waiting sequences that may join, if budget and memory suffice
-    bucket: int = 0  # where they come from
+    buckets: tuple[int, ...] = ()  # where each of them comes from, in turn; empty: all from bucket 0
     max_prefill_tokens: int | None = None  # for all chunks of the step together; None: the whole budget
     includes: abc.Callable[[Sequence], bool] | None = None  # which running sequences take part; None: all
+
+    def bucket(self, number: int) -> int:
+        """The bucket of one of the sequences that may join, by its place in their order."""
+        return self.buckets[number] if self.buckets else 0
 
     def taking_part(self, running: list[Sequence], *, is_ahead: bool) -> list[Sequence]:
         """The running sequences of this step, as a new list.
@@ -249,7 +256,7 @@ class WholeBatches(BatchingStrategy):
             return CLOSED
         num_waiting = view.waiting.bucket(batch.bucket).num_waiting
         num_admissible = max(0, min(batch.num_seats, num_waiting, view.num_free_slots))
-        return StepPlan(num_admissible=num_admissible, bucket=batch.bucket)
+        return StepPlan(num_admissible=num_admissible, buckets=(batch.bucket,) * num_admissible)
 
     def opens_at(self, view: SchedulerView) -> float | None:
         due = [self._due_at(bucket, view) for bucket in view.waiting.buckets]
@@ -335,6 +342,68 @@ class Bucketed(WholeBatches):
 
     def bucket_of(self, sequence: Sequence) -> int:
         return bisect_left(BUCKET_BOUNDARIES, sequence.num_prompt_tokens)
+
+
+class Sorted(BatchingStrategy):
+    """Whole batches of the sequence that has waited longest and those whose prompts are nearest to its in length.
+
+    So a sequence waits for no more batches than older ones wait before it. A batch starts as a static one does.
+    Background sequences have what seats are left.
+    """
+
+    _STEP = 16  # lengths are compared in steps of so many tokens; within one the policy decides
+
+    def __init__(self, config: SortedConfig) -> None:
+        self.batch_size = config.batch_size
+        self._max_wait_s = config.max_wait_ms / 1e3
+        self._seats: dict[int, int] = {}  # of the running batch, not taken, by bucket
+
+    def bucket_of(self, sequence: Sequence) -> int:
+        """From 0 for foreground sequences; below 0 for those of the background."""
+        number = sequence.num_prompt_tokens // self._STEP
+        return ~number if sequence.request.is_background else number
+
+    def plan(self, view: SchedulerView) -> StepPlan:
+        if not view.running:
+            opens_at = self.opens_at(view)
+            self._seats = self._new_seats(view) if opens_at is not None and opens_at <= view.now else {}
+        buckets = [
+            number
+            for number, num_seats in self._seats.items()
+            for _ in range(min(num_seats, view.waiting.bucket(number).num_waiting))
+        ]
+        buckets = buckets[: max(0, view.num_free_slots)]
+        return StepPlan(num_admissible=len(buckets), buckets=tuple(buckets)) if buckets else CLOSED
+
+    def opens_at(self, view: SchedulerView) -> float | None:
+        if not len(view.waiting):
+            return None
+        timer_ends = min(bucket.oldest_at for bucket in view.waiting.buckets) + self._max_wait_s
+        return min(view.now, timer_ends) if len(view.waiting) >= min(self.batch_size, view.max_running) else timer_ends
+
+    def joined(self, sequence: Sequence) -> None:
+        self._take_seats(1, sequence)
+
+    def preempted(self, sequence: Sequence) -> None:
+        self._take_seats(-1, sequence)
+
+    def emptied(self, now: float) -> None:
+        self._seats = {}
+
+    def _take_seats(self, number: int, sequence: Sequence) -> None:
+        bucket = self.bucket_of(sequence)
+        self._seats[bucket] = self._seats.get(bucket, 0) - number
+
+    def _new_seats(self, view: SchedulerView) -> dict[int, int]:
+        """Seats for sequences that wait now, nearest first."""
+        waiting = list(view.waiting.buckets)
+        oldest = min(waiting, key=lambda bucket: (bucket.number < 0, bucket.oldest_at))
+        length = max(oldest.number, ~oldest.number)
+        seats, num_left = dict[int, int](), min(self.batch_size, view.max_running)
+        for bucket in sorted(waiting, key=lambda each: (each.number < 0, abs(max(each.number, ~each.number) - length))):
+            seats[bucket.number] = min(bucket.num_waiting, num_left)
+            num_left -= seats[bucket.number]
+        return seats
 
 
 class Adaptive(WholeBatches):

@@ -117,8 +117,9 @@ class Tuner:
     def _note(self, batch: Batch, deltas: Sequence[TokenDelta], at: float) -> None:
         seconds = at - (batch.began_at if self._last_end is None else self._last_end)
         num_tokens, num_sequences = batch.num_scheduled_tokens, len(batch.sequences)
-        num_gaps = len(batch.sampled)
-        if num_tokens == num_sequences:
+        # Tokens that come together have one gap before them.
+        num_gaps = num_sequences if batch.has_drafts else len(batch.sampled)
+        if num_tokens == num_sequences or batch.has_drafts:
             self._decoding.note(num_sequences, seconds)
         else:
             self._mixed.note(num_tokens, seconds)

@@ -226,6 +226,8 @@ _ENGINE_COUNTERS: Sequence[tuple[str, str, Callable[[EngineStats], float]]] = (
         "Of these, because memory was short for requests that ran.",
         lambda stats: stats.total_memory_preemptions,
     ),
+    ("engine_drafted_tokens", "Tokens computed as drafts of the next ones.", lambda stats: stats.total_drafted_tokens),
+    ("engine_accepted_tokens", "Drafts that requests went on with.", lambda stats: stats.total_accepted_tokens),
     ("engine_finished", "Requests ended by stop or length.", lambda stats: stats.total_finished),
     ("engine_aborted", "Requests ended by their callers.", lambda stats: stats.total_aborted),
     ("engine_failed", "Requests ended by a failed step.", lambda stats: stats.total_failed),

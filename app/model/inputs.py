@@ -103,7 +103,9 @@ def packed_columns(batch: Batch, *, block_size: int) -> PackedColumns:
         token_ids = [token_id for item in scheduled for token_id in item.token_ids]
         slots = [slot for item in scheduled for slot in _slots(item, block_size)]
     ends = accumulate(num_tokens)
-    if batch.has_targets:
+    if batch.has_drafts:
+        wanted = list(range(len(token_ids)))
+    elif batch.has_targets:
         wanted = list(chain.from_iterable(_wanted(item, end) for item, end in zip(scheduled, ends, strict=True)))
     else:
         wanted = [end - 1 for item, end in zip(scheduled, ends, strict=True) if item.samples]

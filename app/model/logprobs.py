@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import Batch, StepResult, by_request
 from app.engine.request import TokenLogprobs
 from app.model.inputs import to_device
 
@@ -90,7 +90,9 @@ class WantedLogprobs:
         for item, num_scored_top in zip(self._scored, self._num_scored_top, strict=True):
             num_top += [num_scored_top] * len(item.targets)
         by_row = _by_row(found, num_top)
-        logprobs = {self._batch.sampled[at].request_id: each for at, each in zip(self._wanting, by_row, strict=False)}
+        logprobs = by_request(
+            (self._batch.sampled[at].request_id, each) for at, each in zip(self._wanting, by_row, strict=False)
+        )
         prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
         row = len(self._wanting)
         for item in self._scored:

@@ -18,7 +18,7 @@ from functools import cached_property
 from pydantic import Field
 
 from app.config import EngineConfig, Settings
-from app.engine.batch import Batch, ScheduledSequence, StepResult
+from app.engine.batch import Batch, ScheduledSequence, StepResult, by_request
 from app.engine.request import ModelFacts, TokenLogprobs
 
 MAX_DEFAULT_TOKENS = 2**20  # a slot is 8 bytes here, but a block is a Python object of the pool
@@ -123,11 +123,11 @@ class SimulatedModelRunner:
         return token
 
     def _with_logprobs(self, batch: Batch, token_ids: list[int]) -> StepResult:
-        logprobs = {
-            item.request_id: self._logprobs(item, item.end - 1, token_id, item.sampling.logprobs)
+        logprobs = by_request(
+            (item.request_id, self._logprobs(item, item.end - 1, token_id, item.sampling.logprobs))
             for item, token_id in zip(batch.sampled, token_ids, strict=True)
             if item.sampling.logprobs is not None
-        }
+        )
         prompt_logprobs = {
             item.request_id: tuple(
                 self._logprobs(item, position - 1, token_id, item.sampling.prompt_logprobs or 0)

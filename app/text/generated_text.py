@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from app.engine.request import FinishReason, TokenDelta
 from app.text.detokenizer import Detokenizer
+from app.text.reasoning import Reasoning, ReasoningPhase, ReasoningSplitter
 from app.text.stop_strings import StopStrings
 from app.text.tokenizer import Tokenizer
 
@@ -18,10 +20,15 @@ class TextDelta(NamedTuple):
     num_tokens: int
     finish_reason: FinishReason | None = None
     stop_string: str | None = None  # the one that ended the text
+    reasoning: str = ""  # before the text
+    num_reasoning_tokens: int = 0  # of the tokens
 
 
 class GeneratedText:
-    """Detokenizer and stop strings of one request. Stop strings count only after the first `min_tokens` tokens."""
+    """Detokenizer, reasoning and stop strings of one request.
+
+    Stop strings count only after the first `min_tokens` tokens, and not in reasoning.
+    """
 
     def __init__(
         self,
@@ -32,11 +39,16 @@ class GeneratedText:
         skip_special_tokens: bool = True,
         shown_token_ids: frozenset[int] = frozenset(),
         include_stop: bool = False,
+        reasoning: Reasoning | None = None,
     ) -> None:
-        """`shown_token_ids`: shown even if they are special and those are skipped.
+        """`shown_token_ids`: shown even if they are special and those are skipped; so are the marks of reasoning.
 
         `include_stop`: the stop string or token that ends the text is shown too.
         """
+        if reasoning is not None:
+            shown_token_ids |= tokenizer.special_ids((reasoning.marks.begin, reasoning.marks.end))
+        self._splitter = None if reasoning is None else ReasoningSplitter(reasoning)
+        self._num_undecided_tokens = 0  # that may turn out to begin reasoning
         self._detokenizer = Detokenizer(
             tokenizer, skip_special_tokens=skip_special_tokens, shown_token_ids=shown_token_ids
         )
@@ -51,32 +63,64 @@ class GeneratedText:
         Tokens after the one that completed the stop string are neither shown nor counted. A stop token's own text is
         not shown, but it was generated and counts.
         """
-        if self._stop_strings is None:
+        if self._stop_strings is None and self._splitter is None:
             text = self._detokenizer.push(self._visible(delta))
             text += self._detokenizer.flush() if delta.finish_reason else ""
             return TextDelta(text, len(delta.token_ids), delta.finish_reason)
-        return self._push_until_stop(delta, self._stop_strings)
+        return self._push_one_by_one(delta)
 
-    def _push_until_stop(self, delta: TokenDelta, stop_strings: StopStrings) -> TextDelta:
-        pieces = []
+    def _push_one_by_one(self, delta: TokenDelta) -> TextDelta:
+        added = _Added()
         for num_tokens, token_id in enumerate(self._visible(delta), start=1):
             self._num_tokens += 1
-            piece = self._detokenizer.push((token_id,))
-            pieces.append(stop_strings.push(piece) if self._num_tokens > self._min_tokens else piece)
-            if stop_strings.found is not None:
-                return _stopped(pieces, num_tokens, stop_strings.found)
+            self._add(self._detokenizer.push((token_id,)), added, num_tokens=1)
+            if added.stop_string is not None:
+                return added.delta(num_tokens, FinishReason.STOP)
         if delta.finish_reason is not None:
-            pieces.append(stop_strings.push(self._detokenizer.flush()))
-            if stop_strings.found is not None:
-                return _stopped(pieces, len(delta.token_ids), stop_strings.found)
-            pieces.append(stop_strings.flush())
-        return TextDelta(text="".join(pieces), num_tokens=len(delta.token_ids), finish_reason=delta.finish_reason)
+            self._add(self._detokenizer.flush(), added, is_last=True)
+            if added.stop_string is not None:
+                return added.delta(len(delta.token_ids), FinishReason.STOP)
+        return added.delta(len(delta.token_ids), delta.finish_reason)
+
+    def _add(self, text: str, added: _Added, *, num_tokens: int = 0, is_last: bool = False) -> None:
+        """Add the text of so many tokens, or the last one."""
+        if self._splitter is not None:
+            text = self._split(text, self._splitter, added, num_tokens=num_tokens, is_last=is_last)
+        stop_strings = self._stop_strings
+        if stop_strings is not None and (is_last or self._num_tokens > self._min_tokens):
+            text = stop_strings.push(text)
+            added.stop_string = stop_strings.found
+            if is_last and stop_strings.found is None:
+                text += stop_strings.flush()
+        added.text += text
+
+    def _split(self, text: str, splitter: ReasoningSplitter, added: _Added, *, num_tokens: int, is_last: bool) -> str:
+        """The text behind the reasoning, which is added. From the answer on, nothing more is split."""
+        was_behind = splitter.phase is ReasoningPhase.BEHIND
+        parts = [splitter.push(text), splitter.flush()] if is_last else [splitter.push(text)]
+        self._num_undecided_tokens += num_tokens
+        if splitter.phase is not ReasoningPhase.BEFORE:
+            added.num_reasoning_tokens += self._num_undecided_tokens if splitter.has_begun and not was_behind else 0
+            self._num_undecided_tokens = 0
+        if splitter.phase is ReasoningPhase.ANSWER:
+            self._splitter = None
+        added.reasoning += "".join(part.reasoning for part in parts)
+        return "".join(part.text for part in parts)
 
     def _visible(self, delta: TokenDelta) -> tuple[int, ...]:
         return delta.token_ids if delta.stop_token_id is None or self._include_stop else delta.token_ids[:-1]
 
 
-def _stopped(pieces: list[str], num_tokens: int, stop_string: str) -> TextDelta:
-    return TextDelta(
-        text="".join(pieces), num_tokens=num_tokens, finish_reason=FinishReason.STOP, stop_string=stop_string
-    )
+@dataclass(slots=True)
+class _Added:
+    """What one token delta has added so far."""
+
+    text: str = ""
+    stop_string: str | None = None
+    reasoning: str = ""
+    num_reasoning_tokens: int = 0
+
+    def delta(self, num_tokens: int, finish_reason: FinishReason | None) -> TextDelta:
+        return TextDelta(
+            self.text, num_tokens, finish_reason, self.stop_string, self.reasoning, self.num_reasoning_tokens
+        )

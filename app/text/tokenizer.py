@@ -65,6 +65,10 @@ class Tokenizer:
         """Whether the chat template has a place for tools."""
         return re.search(r"\btools\b", str(self._pretrained.chat_template)) is not None
 
+    def has_in_template(self, text: str) -> bool:
+        """Whether the chat template has this text."""
+        return text in str(self._pretrained.chat_template or "")
+
     def special_ids(self, texts: Collection[str]) -> frozenset[int]:
         """The ids of those of these texts that are special tokens."""
         return frozenset(

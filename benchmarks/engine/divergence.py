@@ -12,7 +12,7 @@ from app.engine.trace.entries import NOTHING, ScheduledTokens, StepRecord
 T = TypeVar("T")
 
 _MAX_LISTED = 8
-_WHOLE_BATCHES = ("static", "dynamic", "bucketed", "adaptive")
+_WHOLE_BATCHES = ("static", "dynamic", "bucketed", "sorted", "adaptive")
 _BY_THE_CLOCK = ("sjf", "priority", "deadline")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from msgspec import structs
 
@@ -14,7 +15,16 @@ from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.engine import ModelRunner
 from app.engine.matcher import TokenSet
 from app.engine.request import Request
-from app.engine.trace.entries import Entry, FailureKind, OutputHashes, RedactedArrival, StepRecord, sampling_of
+from app.engine.sequence import Sequence as EngineSequence
+from app.engine.trace.entries import (
+    NOTHING,
+    Entry,
+    FailureKind,
+    OutputHashes,
+    RedactedArrival,
+    StepRecord,
+    sampling_of,
+)
 
 
 class RecordedFailure(Exception):
@@ -30,7 +40,8 @@ class ReenactingRunner:
         self._stand_ins = stand_ins
         self._eos_token_ids = eos_token_ids
         self._record = StepRecord(0)
-        self._recorded: dict[int, int] | None = None  # number → token, once the whole batch has been seen
+        # number → tokens, once the whole batch has been seen; one token each, but for steps with drafts
+        self._recorded: dict[int, list[int]] | None = None
 
     def expect(self, record: StepRecord) -> None:
         """What comes next is this step."""
@@ -51,24 +62,53 @@ class ReenactingRunner:
         return StepResult(tokens) if self._model is None else self._model.run(batch)
 
     def _tokens_of(self, batch: Batch) -> list[int]:
-        sampled = [
-            (item, sequence.arrival, sequence.request)
-            for item, sequence in zip(batch.scheduled, batch.sequences, strict=True)
-            if item.samples
-        ]
+        pairs = zip(batch.scheduled, batch.sequences, strict=True)
+        sampled = [(item, sequence) for item, sequence in pairs if item.samples]
         if self._recorded is None:
-            numbers = [number for _, number, _ in sampled]
-            self._recorded = dict(zip(numbers, self._record.token_ids, strict=False))
-        if self._stand_ins is not None:
-            return [self._stand_in(item, number, request) for item, number, request in sampled]
-        # Where others are sampled than the record says, it has no token; the comparison finds that out.
-        return [self._recorded.get(number, 0) for _, number, _ in sampled]
+            self._recorded = self._kept([sequence.arrival for _, sequence in sampled])
+        tokens: list[int] = []
+        for item, sequence in sampled:
+            # Where others are sampled than the record says, it has no token; the comparison finds that out.
+            kept = self._recorded.get(sequence.arrival) or [0]
+            if self._stand_ins is not None:
+                kept = self._stood_in(sequence, item.start + 1 if batch.has_drafts else item.end, len(kept))
+            num_draws = len(item.token_ids) if batch.has_drafts else 1
+            tokens += [*kept, *[0] * num_draws][:num_draws]  # what was drawn behind the kept ones is not known
+        return tokens
 
-    def _stand_in(self, item: ScheduledSequence, number: int, request: Request) -> int:
+    def _kept(self, numbers: Sequence[int]) -> dict[int, list[int]]:
+        """The recorded tokens of the step by request; of a log without prompts, zeros in their place."""
+        counts = self._record.num_kept or [1] * len(numbers)
+        tokens = iter(self._record.token_ids or [0] * (sum(counts) if self._stand_ins is not None else 0))
+        return {number: list(islice(tokens, count)) for number, count in zip(numbers, counts, strict=False)}
+
+    def _stood_in(self, sequence: EngineSequence, position: int, count: int) -> list[int]:
+        """What stands for so many tokens of a request from a position on."""
         assert self._stand_ins is not None, "only a log without prompts needs them"
+        number = sequence.arrival
+        tokens = [self._stand_ins.token(number, at) for at in range(position, position + count)]
         if (number, "stop") in self._record.ended:
-            return (*request.sampling.stop_token_ids, *self._eos_token_ids)[0]
-        return self._stand_ins.token(number, item.end)
+            tokens[-1] = (*sequence.request.sampling.stop_token_ids, *self._eos_token_ids)[0]
+        return tokens
+
+    # ------------------------------------------------------------------ as a `Drafter`
+
+    def begin(self, num_sequences: int) -> bool:
+        return True
+
+    def draft(self, sequence: EngineSequence) -> list[int]:
+        """As many as are recorded: the tokens that were kept then, and behind them others than were drawn."""
+        scheduled = self._record.scheduled or NOTHING
+        if not scheduled.counts or sequence.arrival not in scheduled.numbers:
+            return []
+        num_drafts = scheduled.counts[list(scheduled.numbers).index(sequence.arrival)] - 1
+        kept = self._kept(scheduled.samplers).get(sequence.arrival) or [0]
+        if self._stand_ins is not None:
+            kept = self._stood_in(sequence, sequence.num_tokens, len(kept))
+        return [*kept[:-1], *[abs(kept[-1] - 1)] * num_drafts][:num_drafts]
+
+    def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
+        """Nothing is learned: the log says what was drafted."""
 
 
 class _Failed(TokenSet):

@@ -77,6 +77,7 @@ class Reenactment:
             facts=facts,
             clock=self._clock,
             recorder=StepRecorder(self._take, stopwatch_ns=lambda: 0),
+            drafter=self._runner,
         )
 
     def step(self, record: StepRecord) -> StepRecord:

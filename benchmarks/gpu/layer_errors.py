@@ -49,7 +49,7 @@ def logprob_errors(bench: Bench, shape: str) -> dict[str, float]:
             errors["prompt"] = max(errors["prompt"], abs(found.logprob - float(exact[at, target])))
     for at in range(prompt, prompt + single):
         result = runner.run(_piece(whole, at, at + 1, ()))
-        difference = result.logprobs[_ID].logprob - float(exact[at, result.token_ids[0]])
+        difference = result.logprobs[_ID][0].logprob - float(exact[at, result.token_ids[0]])
         errors["decode"] = max(errors["decode"], abs(difference))
     return {kind: error / spread for kind, error in errors.items()}
 

@@ -17,7 +17,7 @@ from app.engine.request import Generate, ModelFacts, Pooling
 from app.errors import InvalidSetup, Overloaded
 from app.fleet import FailoverLimits, Fleet, FleetMetrics, LivenessTimeouts, ReplicaRegistry
 from app.fleet.dispatch import GroupChooser, make_policy
-from app.text import Tokenizer
+from app.text import Tokenizer, marks_of
 from app.text.tool_calls import FORMATS, ToolFormat, format_of
 from deployments.ray_internals import route_in_this_loop
 from deployments.serve.errors import to_carousel_error
@@ -82,6 +82,7 @@ async def served_model(model: ServedModelConfig, path: str, client: ModelClient)
         created=int(time.time()),
         aliases=model.aliases,
         tool_format=form,
+        reasoning_marks=marks_of(tokenizer),
         pooling=pooling_of(model, facts),
         deadline_s=model.deadline_s,
     )

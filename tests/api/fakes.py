@@ -15,7 +15,7 @@ from app.api import Cascade, RequestHandler, ServedModel, build_app
 from app.api.call import RequestLimits
 from app.config import ApiConfig
 from app.engine.request import FinishReason, Generate, ModelFacts, Pooling, Request, TokenDelta
-from app.text import Tokenizer
+from app.text import ReasoningMarks, Tokenizer
 from app.text.tool_calls import ToolFormat
 
 MAX_MODEL_LEN = 200
@@ -67,6 +67,7 @@ class Service:
         names: Sequence[str] = ("demo",),
         aliases: tuple[str, ...] = (),
         tool_format: ToolFormat | None = None,
+        reasoning_marks: ReasoningMarks | None = None,
         max_model_len: int = MAX_MODEL_LEN,
         pooling: Pooling | None = None,
         cascade: float | None = None,
@@ -86,6 +87,7 @@ class Service:
                 created=1_700_000_000,
                 aliases=aliases,
                 tool_format=tool_format,
+                reasoning_marks=reasoning_marks,
                 pooling=pooling,
             )
             for name in names

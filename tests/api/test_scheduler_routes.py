@@ -68,7 +68,7 @@ def test_a_strategy_and_a_policy_are_named_or_given_with_parameters(switched: Sw
     assert switched.replicas.scheduler.strategy == StaticConfig(batch_size=4)
     shown = switched.service.call("GET", "/admin/scheduler").json
     assert (shown["object"], shown["data"]) == ("list", [answer.json])
-    assert shown["strategies"] == ["static", "dynamic", "bucketed", "adaptive", "continuous", "hybrid"]
+    assert shown["strategies"] == ["static", "dynamic", "bucketed", "sorted", "adaptive", "continuous", "hybrid"]
     assert shown["policies"] == ["fcfs", "sjf", "priority", "fair", "deadline"]
 
 

@@ -24,10 +24,12 @@ EXTRA = {
     "plan_scale": ("deployments",),
     "prometheus": ("deployments",),  # has our rules
     "plan_error": ("deployments",),  # compares the planner's word with what is served
+    "ray_boards": ("ray",),  # has the queries of its boards
     "reenacting_runner": ("msgspec",),  # steps of the engine are its structs
     "tuner": ("deployments",),  # simulates fleets
     "vllm_cpu": ("vllm",),
     "with_langchain": ("langchain_openai",),
+    "with_anthropic": ("anthropic",),
     "with_litellm": ("litellm",),
     "with_lm_eval": ("lm_eval",),
     "with_openai": ("openai",),

@@ -19,6 +19,7 @@ from app.errors import DeadlineMissed, Quarantined, StepFailed
 from tests.fakes import (
     POOLINGS_OF_DECODERS,
     FakeClock,
+    KnowingDrafter,
     Outcome,
     TimedRunner,
     build_fake_engine,
@@ -37,6 +38,7 @@ STRATEGIES: list[Any] = [
     {"name": "static", "batch_size": 3, "max_wait_ms": 40},
     {"name": "dynamic", "batch_size": 4, "max_batch_tokens": 12, "max_wait_ms": 40},
     {"name": "bucketed", "batch_size": 2, "max_wait_ms": 40},
+    {"name": "sorted", "batch_size": 3, "max_wait_ms": 40},
     {"name": "adaptive", "target_latency_ms": 60, "max_wait_ms": 40},
 ]
 POLICIES = ["fcfs", "sjf", "priority", "fair", "deadline"]
@@ -70,6 +72,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_scored_tokens=st.sampled_from([1, 3, 100]),
         strategy=st.sampled_from(STRATEGIES),
         policy=st.sampled_from(POLICIES),
+        num_drafts=st.sampled_from([0, 0, 3]),
     )
     def build(
         self,
@@ -82,6 +85,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_scored_tokens: int,
         strategy: Any,
         policy: Any,
+        num_drafts: int,
     ) -> None:
         self.max_scored_tokens = max_scored_tokens
         self.patch = pytest.MonkeyPatch()
@@ -99,7 +103,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.runner = self.runner_class(self.clock, block_size=block_size)
         self.engine = build_fake_engine(
             num_blocks=num_blocks, block_size=block_size, runner=self.runner, prefix_caching=prefix_caching,
-            clock=self.clock, recorder=self.new_recorder(), **self.settings,
+            clock=self.clock, recorder=self.new_recorder(),
+            drafter=KnowingDrafter(num_drafts) if num_drafts else None, **self.settings,
         )  # fmt: skip
         self.outcome = Outcome()
         self.sent: dict[str, Request] = {}

@@ -271,7 +271,7 @@ def test_a_missed_deadline_ends_a_request_while_steps_are_launched_ahead() -> No
     assert outcome.token_ids[other.request_id] == expected_tokens((7, 8), 9)
 
 
-@pytest.mark.parametrize("strategy", ["static", "dynamic", "bucketed", "adaptive", "continuous", "hybrid"])
+@pytest.mark.parametrize("strategy", ["static", "dynamic", "bucketed", "sorted", "adaptive", "continuous", "hybrid"])
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "deadline"])
 def test_the_tokens_are_the_same_ahead_under_every_strategy_and_policy(strategy: str, policy: str) -> None:
     clock = FakeClock()

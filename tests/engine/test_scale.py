@@ -180,7 +180,7 @@ def instructions_of_steps(strategy: str, policy: str, *, num_waiting: int) -> in
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "deadline"])
-@pytest.mark.parametrize("strategy", ["static", "dynamic", "bucketed", "adaptive", "continuous", "hybrid"])
+@pytest.mark.parametrize("strategy", ["static", "dynamic", "bucketed", "sorted", "adaptive", "continuous", "hybrid"])
 def test_under_no_strategy_and_policy_does_a_step_cost_more_because_more_wait(strategy: str, policy: str) -> None:
     few = instructions_of_steps(strategy, policy, num_waiting=100)
     many = instructions_of_steps(strategy, policy, num_waiting=NUM_WAITING)

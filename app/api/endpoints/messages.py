@@ -56,7 +56,7 @@ class MessageBuilder:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._content: list[_Text | _ToolUse] = []
+        self._content: list[_Thinking | _Text | _ToolUse] = []
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
         self.has_begun = False
@@ -82,10 +82,10 @@ class MessageBuilder:
             self.has_begun = True
             yield {"type": "message_start", "message": self.as_json()}
             yield {"type": "ping"}
+        if piece.reasoning:
+            yield from self._say(piece.reasoning, _Thinking)
         if piece.text:
-            if not self._content or not isinstance(self._content[-1], _Text):
-                yield from self._open(_Text())
-            yield self._delta(piece.text)
+            yield from self._say(piece.text, _Text)
         for call in piece.calls:
             yield from self._call(call)
         if piece.finish_reason is not None:
@@ -117,13 +117,18 @@ class MessageBuilder:
             **self._progress.more_usage(),
         }
 
+    def _say(self, text: str, kind: type[_Thinking | _Text]) -> Iterator[Json]:
+        if not self._content or not isinstance(self._content[-1], kind):
+            yield from self._open(kind())
+        yield self._delta(text)
+
     def _call(self, piece: ToolCallDelta) -> Iterator[Json]:
         if piece.name is not None:
             yield from self._open(_ToolUse(piece.call_id, piece.name))
         if piece.arguments:
             yield self._delta(piece.arguments)
 
-    def _open(self, block: _Text | _ToolUse) -> Iterator[Json]:
+    def _open(self, block: _Thinking | _Text | _ToolUse) -> Iterator[Json]:
         yield from self._close()
         self._content.append(block)
         yield {"type": "content_block_start", "index": self._index, "content_block": block.as_json()}
@@ -151,6 +156,20 @@ class MessageBuilder:
         ending = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
         yield {"type": "message_delta", "delta": ending, "usage": self._usage()}
         yield {"type": "message_stop"}
+
+
+@dataclass(slots=True)
+class _Thinking:
+    """The reasoning before the answer. It is not signed."""
+
+    text: GrowingText = field(default_factory=GrowingText)
+
+    def as_json(self) -> Json:
+        return {"type": "thinking", "thinking": str(self.text), "signature": ""}
+
+    @staticmethod
+    def delta(text: str) -> Json:
+        return {"type": "thinking_delta", "thinking": text}
 
 
 @dataclass(slots=True)

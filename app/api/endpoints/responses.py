@@ -65,7 +65,7 @@ class ResponseBuilder:
     def __init__(self, body: ResponsesRequest, progress: Progress) -> None:
         self._body = body
         self._progress = progress
-        self._output: list[_Message | _FunctionCall] = []
+        self._output: list[_ReasoningItem | _Message | _FunctionCall] = []
         self._status = "in_progress"
         self._error: Json | None = None
         self._num_events = 0
@@ -96,12 +96,14 @@ class ResponseBuilder:
         yield from self._begin()
         if piece.details is not None:
             self._pending_logprobs += piece.details.text_logprobs
+        if piece.reasoning:
+            yield from self._reason(piece.reasoning)
         if piece.text:
             yield from self._say(piece.text)
         for call in piece.calls:
             yield from self._call(call)
         if piece.finish_reason is not None:
-            if self._pending_logprobs and not (self._output and isinstance(self._output[-1], _FunctionCall)):
+            if self._pending_logprobs and not (self._output and not isinstance(self._output[-1], _Message)):
                 yield from self._say("")  # the end token has log-probabilities and no text
             yield from self._end(is_complete=piece.finish_reason != "length")
 
@@ -162,6 +164,15 @@ class ResponseBuilder:
             yield self._event("response.created", response=self.as_json())
             yield self._event("response.in_progress", response=self.as_json())
 
+    def _reason(self, text: str) -> Iterator[Json]:
+        if not self._output or not isinstance(self._output[-1], _ReasoningItem):
+            yield from self._open(_ReasoningItem())
+        item = self._output[-1]
+        assert isinstance(item, _ReasoningItem), "one was opened"
+        item.text.add(text)
+        self._pending_logprobs = []  # only text has log-probabilities
+        yield self._event("response.reasoning_text.delta", **self._place(), content_index=0, delta=text)
+
     def _say(self, text: str) -> Iterator[Json]:
         if not self._output or not isinstance(self._output[-1], _Message):
             yield from self._open(_Message(self._logprobs))
@@ -183,7 +194,7 @@ class ResponseBuilder:
         if piece.arguments:
             yield self._event("response.function_call_arguments.delta", **self._place(), delta=piece.arguments)
 
-    def _open(self, item: _Message | _FunctionCall) -> Iterator[Json]:
+    def _open(self, item: _ReasoningItem | _Message | _FunctionCall) -> Iterator[Json]:
         yield from self._close(is_complete=True)
         self._output.append(item)
         yield self._item_event("response.output_item.added")
@@ -200,6 +211,9 @@ class ResponseBuilder:
             place = self._place() | {"content_index": 0}
             yield self._event("response.output_text.done", **place, text=str(item.text), logprobs=item.rows())
             yield self._event("response.content_part.done", **place, part=item.part())
+        elif isinstance(item, _ReasoningItem):
+            place = self._place() | {"content_index": 0}
+            yield self._event("response.reasoning_text.done", **place, text=str(item.text))
         else:
             yield self._event(
                 "response.function_call_arguments.done", **self._place(), name=item.name, arguments=str(item.arguments)
@@ -229,6 +243,19 @@ class ResponseBuilder:
         event = {"type": kind, "sequence_number": self._num_events} | fields
         self._num_events += 1
         return event
+
+
+@dataclass(slots=True)
+class _ReasoningItem:
+    """The reasoning before the answer."""
+
+    text: GrowingText = field(default_factory=GrowingText)
+    status: str = "in_progress"
+    item_id: str = field(default_factory=lambda: f"rs_{uuid.uuid4().hex}")
+
+    def as_json(self) -> Json:
+        content = [{"type": "reasoning_text", "text": str(self.text)}] if self.status != "in_progress" else []
+        return {"id": self.item_id, "type": "reasoning", "status": self.status, "summary": [], "content": content}
 
 
 @dataclass(slots=True)

@@ -202,7 +202,13 @@ def _batch_paths() -> Json:
         "/v1/batches/{batch_id}": {"get": _operation("One batch", "Batch", _OF_A_LIST, parameters=of_batch)},
         "/v1/batches/{batch_id}/cancel": {"post": _operation("Stop a batch", "Batch", _OF_A_LIST, parameters=of_batch)},
         "/v1/batch": {
-            "post": _operation("Answer many prompts, at once or as a job", "BatchResults", _OF_GENERATION, body=prompts)
+            "post": _operation(
+                "Answer many prompts, at once or as a job",
+                "BatchResults",
+                _OF_GENERATION,
+                body=prompts,
+                content={"text/event-stream": {"schema": _object(data=str)}},
+            )
         },
         "/v1/batch/{batch_id}": {
             "get": _operation("A batch and its results", "BatchResults", _OF_A_LIST, parameters=of_batch)
@@ -316,7 +322,7 @@ def _answers() -> Json:
     completion: dict[str, type | Json] = {"id": str, "created": int, "model": str, "usage": usage}
     chat_choice = _object(index=int, message=message, finish_reason=reason)
     choice = _object(index=int, text=str, finish_reason=reason)
-    item = _object(id=str, type={"enum": ["message", "function_call"]}, status=str)
+    item = _object(id=str, type={"enum": ["reasoning", "message", "function_call"]}, status=str)
     vector = {"anyOf": [_list({"type": "number"}), _TEXT]}
     scheduler = _object(model=str, replicas=_list(_object(replica=str, strategy=dict, policy=dict)))
     embedding = _object(object={"const": "embedding"}, index=int, embedding=vector)
@@ -344,7 +350,7 @@ def _answers() -> Json:
             type={"const": "message"},
             role={"const": "assistant"},
             model=str,
-            content=_list(_object(type={"enum": ["text", "tool_use"]})),
+            content=_list(_object(type={"enum": ["thinking", "text", "tool_use"]})),
             stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
             stop_sequence=_TEXT_OR_NULL,
             usage=_object(input_tokens=int, output_tokens=int),

@@ -35,6 +35,8 @@ class ChoiceDelta:
     embedding: bytes | None = None  # on the last delta of a request for an embedding
     times: EngineTimes | None = None  # with the first token
     details: TokenDetails | None = None  # where the call asks for them
+    reasoning: str = ""  # before the text
+    num_reasoning_tokens: int = 0  # of the tokens
 
     @property
     def measured_reason(self) -> str | None:
@@ -62,6 +64,7 @@ async def _choice_pieces(call: Call, index: int) -> AsyncGenerator[ChoiceDelta, 
         skip_special_tokens=call.skip_special_tokens,
         shown_token_ids=call.tools.token_ids if call.tools else frozenset(),
         include_stop=call.include_stop,
+        reasoning=call.reasoning,
     )
     collector = LogprobsCollector(call, index) if call.detail_options else None
     async with token_deltas(call.model.generate, request) as deltas:
@@ -83,6 +86,8 @@ async def _choice_pieces(call: Call, index: int) -> AsyncGenerator[ChoiceDelta, 
                         delta.queued,
                         times=delta.times,
                     )
+                    if added.num_reasoning_tokens or added.reasoning:
+                        piece.reasoning, piece.num_reasoning_tokens = added.reasoning, added.num_reasoning_tokens
                     yield piece if collector is None else _with_details(piece, collector, delta)
                     continue
                 if delta.finish_reason is FinishReason.ABORT:
@@ -132,6 +137,8 @@ def _last_piece(index: int, delta: TokenDelta, added: TextDelta, request: Reques
         queued=delta.queued,
         embedding=delta.embedding,
         times=delta.times,
+        reasoning=added.reasoning,
+        num_reasoning_tokens=added.num_reasoning_tokens,
     )
 
 

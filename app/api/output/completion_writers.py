@@ -50,7 +50,7 @@ class ChatFormat:
 
     def choice(self, index: int, output: ChoiceOutput) -> Json:
         text, calls = str(output.text), output.calls
-        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        message: Json = {"role": "assistant", "content": text, "refusal": None, **_reasoning(str(output.reasoning))}
         if calls:
             message |= {"content": text or None, "tool_calls": calls}
         return {"index": index, "message": message} | _ending(output.finish_reason, output.stop_reason)
@@ -59,8 +59,12 @@ class ChatFormat:
         deltas: list[tuple[Json, Json]] = []
         if is_first:
             deltas.append(({"role": "assistant", "content": ""}, _ending(None, None)))
-        if piece.text or details:
-            deltas.append(({"content": piece.text}, _ending(None, None) | (details or {})))
+        if piece.reasoning:
+            deltas.append((_reasoning(piece.reasoning), _ending(None, None)))
+        if piece.text or (details and not piece.reasoning):
+            deltas.append(({"content": piece.text}, _ending(None, None)))
+        if details:
+            deltas[-1][1].update(details)
         if piece.calls:
             deltas.append(({"tool_calls": [_call_delta(call) for call in piece.calls]}, _ending(None, None)))
         if piece.finish_reason is not None:
@@ -69,6 +73,11 @@ class ChatFormat:
 
     def with_prompt(self, body: Json, choice: Json, prompt: Json) -> None:
         body |= prompt
+
+
+def _reasoning(text: str) -> Json:
+    """By DeepSeek's name and by vLLM's: clients read one or the other."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def _call_delta(piece: ToolCallDelta) -> Json:
@@ -218,7 +227,8 @@ class _ChunkWriter:
 
     def write(self, piece: ChoiceDelta) -> Iterable[bytes]:
         is_first = piece.index not in self._begun
-        if not is_first and piece.finish_reason is None and not piece.calls and not self._events_differ:
+        is_plain = piece.finish_reason is None and not piece.calls and not piece.reasoning
+        if is_plain and not is_first and not self._events_differ:
             return (self._text_events_of(piece.index).write(piece.text),) if piece.text else ()
         if self._details is not None:
             return self._detailed_events(piece, self._details)
@@ -306,5 +316,10 @@ def single_choice_response(
         "model": model,
         "system_fingerprint": None,
         "choices": [form.choice(0, output)],
-        "usage": usage_of(num_prompt, output.num_tokens, num_cached=output.num_cached_tokens),
+        "usage": usage_of(
+            num_prompt,
+            output.num_tokens,
+            num_cached=output.num_cached_tokens,
+            num_reasoning=output.num_reasoning_tokens,
+        ),
     }

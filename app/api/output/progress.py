@@ -42,7 +42,9 @@ class ChoiceOutput:
     """The output of one choice by now."""
 
     text: GrowingText = field(default_factory=GrowingText)
+    reasoning: GrowingText = field(default_factory=GrowingText)
     num_tokens: int = 0
+    num_reasoning_tokens: int = 0
     num_cached_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -102,11 +104,14 @@ class Progress:
             if self.trace is not None:
                 self.trace.first_token(piece.index, piece.times)
         output.num_tokens += piece.num_tokens
+        if piece.num_reasoning_tokens:
+            output.num_reasoning_tokens += piece.num_reasoning_tokens
         if piece.num_cached_tokens > output.num_cached_tokens:
             output.num_cached_tokens = piece.num_cached_tokens
         output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
         if keep_text:
             output.text.add(piece.text)
+            output.reasoning.add(piece.reasoning)
             output.add_calls(piece.calls)
         if piece.num_tokens:
             self.metrics.tokens(piece.index, piece.num_tokens)
@@ -146,7 +151,9 @@ class Progress:
         num_completion_tokens = sum(output.num_tokens for output in self.outputs)
         firsts = self.outputs[:: self.call.num_samples]
         num_cached = sum(output.num_cached_tokens for output in firsts)
-        return usage_of(num_prompt_tokens, num_completion_tokens, num_cached=num_cached) | self.more_usage()
+        num_reasoning = sum(output.num_reasoning_tokens for output in self.outputs)
+        usage = usage_of(num_prompt_tokens, num_completion_tokens, num_cached=num_cached, num_reasoning=num_reasoning)
+        return usage | self.more_usage()
 
     def more_usage(self) -> Json:
         """The fields of `usage` that OpenAI's API does not have."""
@@ -220,11 +227,11 @@ def tool_call(delta: ToolCallDelta) -> Json:
     return {"id": delta.call_id, "type": "function", "function": function}
 
 
-def usage_of(num_prompt: int, num_completion: int, *, num_cached: int) -> Json:
+def usage_of(num_prompt: int, num_completion: int, *, num_cached: int, num_reasoning: int) -> Json:
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": {"cached_tokens": num_cached},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
     }

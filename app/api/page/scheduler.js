@@ -3,7 +3,7 @@
 import { call } from "/page/api.js";
 import { element } from "/page/elements.js";
 
-const WITH_BATCHES = ["static", "dynamic", "bucketed"];
+const WITH_BATCHES = ["static", "dynamic", "bucketed", "sorted"];
 let choices = null; // {strategies, policies}, of the service
 
 async function load() {

@@ -251,7 +251,9 @@ def _results_and_question(blocks: Sequence[AnyBlock]) -> list[dict[str, Any]]:
 
 def _answer(blocks: Sequence[AnyBlock]) -> dict[str, Any]:
     calls = [block.for_chat() for block in blocks if isinstance(block, ToolUseBlock)]
-    return {"role": "assistant", "content": _text_of(blocks)} | ({"tool_calls": calls} if calls else {})
+    reasoning = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    answer = {"role": "assistant", "content": _text_of(blocks), "reasoning_content": reasoning}
+    return answer | ({"tool_calls": calls} if calls else {})
 
 
 class _MessageFields:

@@ -307,6 +307,8 @@ class Message(Schema):
     content: Annotated[
         str | None, BeforeValidator(joined_text({"text": "text"}), json_schema_input_type=str | list[TextPart] | None)
     ] = Field(None, validate_default=True)
+    reasoning_content: str | None = None  # of an earlier turn, for templates that take it
+    reasoning: str | None = None  # another name for it
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: ListOf[MessageToolCall] | None = Field(None, max_length=MAX_TOOL_CALLS)
@@ -330,7 +332,7 @@ class Message(Schema):
     def num_characters(self) -> int:
         """The length of all that a template may write of it."""
         calls = self.tool_calls or ()
-        texts = (self.content, self.name, self.tool_call_id)
+        texts = (self.content, self.reasoning_content or self.reasoning, self.name, self.tool_call_id)
         return sum(len(text) for text in texts if text) + sum(
             len(call.id) + len(call.function.name) + len(call.function.arguments) for call in calls
         )
@@ -338,6 +340,8 @@ class Message(Schema):
     def for_template(self) -> dict[str, Any]:
         """The form that chat templates expect: only keys that have a value, and `content` always."""
         message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        if reasoning := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = reasoning
         if self.name is not None:
             message["name"] = self.name
         if self.tool_call_id is not None:

@@ -33,7 +33,7 @@ from app.api.schemas.requests import (
 from app.errors import InvalidRequest
 
 MAX_METADATA_SIZE = 16_384  # 16 values of 512 characters are OpenAI's limit
-_ITEMS = ("message", "function_call", "function_call_output")
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 class InputText(Schema):
@@ -85,6 +85,12 @@ class InputCallOutput(Schema):
         return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
 
 
+class InputReasoning(Schema):
+    """The reasoning of an earlier turn, which is left out of the prompt."""
+
+    type: Literal["reasoning"]
+
+
 def _items(value: Any) -> Any:
     """`input`: a text stands for a message of the user."""
     if isinstance(value, str):
@@ -101,7 +107,8 @@ def _items(value: Any) -> Any:
 InputItem = Annotated[
     Annotated[InputMessage, Tag("#message")]
     | Annotated[InputCall, Tag("#function_call")]
-    | Annotated[InputCallOutput, Tag("#function_call_output")],
+    | Annotated[InputCallOutput, Tag("#function_call_output")]
+    | Annotated[InputReasoning, Tag("#reasoning")],
     Discriminator(lambda item: f"#{item.get('type', 'message') if isinstance(item, dict) else item.type}"),
 ]
 
@@ -227,6 +234,8 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
         for item in self.input:
+            if isinstance(item, InputReasoning):
+                continue
             if not isinstance(item, InputCall):
                 messages.append(item.for_chat())
             elif messages and messages[-1]["role"] == "assistant":  # the text and the calls of one turn are one message

@@ -21,6 +21,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 from app.config import SchedulerConfig
@@ -89,10 +90,15 @@ class StepRecord(NamedTuple):
     num_free_blocks: int = 0
     times_us: Sequence[int] = ()  # to schedule, to run or wait for the device, to process the result
     failures: Sequence[StepFailure] = ()
+    # Where the tokens of `scheduled` after each sequence's first are drafts: how many of `token_ids` are each one's.
+    num_kept: Sequence[int] = ()
 
     def drawn(self, scheduled: ScheduledTokens, before: ScheduledTokens) -> list[tuple[int, int]]:
         """(number, token) of every token drawn, given this step's scheduled tokens and that of the step before."""
-        return list(zip((before if self.is_late else scheduled).samplers, self.token_ids, strict=False))
+        samplers = (before if self.is_late else scheduled).samplers
+        if self.num_kept:
+            samplers = list(chain.from_iterable(map(repeat, samplers, self.num_kept)))
+        return list(zip(samplers, self.token_ids, strict=False))
 
 
 class Arrival(NamedTuple):

@@ -7,6 +7,7 @@ steps, costs a comparison and one entry. Another thread writes the entries, see 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Several
 from time import perf_counter_ns
 
 from app.config import SchedulerConfig
@@ -54,8 +55,11 @@ class Recorder:
     def scheduled(self, batch: Batch, decision: SchedulingDecision) -> None:
         """The scheduler made this batch, perhaps an empty one."""
 
-    def sampled(self, batch: Batch, token_ids: list[int]) -> None:
-        """The model runner has computed this batch: one token for each sampled sequence of it."""
+    def sampled(self, batch: Batch, token_ids: list[int], num_kept: Several[int] = ()) -> None:
+        """The model runner has computed this batch: one token for each sampled sequence of it.
+
+        With drafts, the tokens that were kept; `num_kept` of each sequence.
+        """
 
     def failed(self, how: FailureKind, sequences: Iterable[Sequence] = ()) -> None:
         """A step failed, and these sequences end with it."""
@@ -114,6 +118,7 @@ class StepRecorder(Recorder):
         self._blocks: list[list[int]] | tuple[()] = ()
         self._scheduled: ScheduledTokens | None = NOTHING
         self._token_ids: list[int] = []
+        self._num_kept: Several[int] = ()
         self._is_late = False
         self._failures: list[StepFailure] = []
         self._began_ns = self._scheduled_ns = self._sampled_ns = 0
@@ -123,7 +128,8 @@ class StepRecorder(Recorder):
         self._blocks = [list(sequence.block_ids) for sequence in decision.joined] if decision.joined else ()
         self._scheduled = None if self._goes_on(batch, decision) else _scheduled_tokens(batch)
         if self._scheduled is not None:
-            self._steady = batch.sequences if batch and not self._scheduled.unsampled else None
+            is_steady = batch and not (self._scheduled.unsampled or batch.has_drafts)
+            self._steady = batch.sequences if is_steady else None
         self._scheduled_ns = self._stopwatch_ns()
 
     def _goes_on(self, batch: Batch, decision: SchedulingDecision) -> bool:
@@ -135,8 +141,8 @@ class StepRecorder(Recorder):
             and not decision.preempted
         )
 
-    def sampled(self, batch: Batch, token_ids: list[int]) -> None:
-        self._token_ids, self._is_late = token_ids, batch is not self._batch
+    def sampled(self, batch: Batch, token_ids: list[int], num_kept: Several[int] = ()) -> None:
+        self._token_ids, self._num_kept, self._is_late = token_ids, num_kept, batch is not self._batch
         self._sampled_ns = self._stopwatch_ns()
 
     def failed(self, how: FailureKind, sequences: Iterable[Sequence] = ()) -> None:
@@ -208,6 +214,7 @@ class StepRecorder(Recorder):
             decision.num_free_blocks,
             times_us,
             self._failures,
+            self._num_kept,
         )
 
 

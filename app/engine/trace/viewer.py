@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -97,10 +98,10 @@ class Viewer(Recorder):
         self._wait_reason = "" if decision.wait_reason is None else str(decision.wait_reason)
         self.recorder.scheduled(batch, decision)
 
-    def sampled(self, batch: Batch, token_ids: list[int]) -> None:
+    def sampled(self, batch: Batch, token_ids: list[int], num_kept: Several[int] = ()) -> None:
         self._sampled = batch
         self._num_drawn += len(token_ids)
-        self.recorder.sampled(batch, token_ids)
+        self.recorder.sampled(batch, token_ids, num_kept)
 
     def failed(self, how: FailureKind, sequences: Iterable[Sequence] = ()) -> None:
         failed = list(sequences)

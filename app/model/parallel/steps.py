@@ -18,9 +18,9 @@ from itertools import chain, islice
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
 
-# Numbers of sequences, of tables to forget and of tables with new blocks; whether log-probabilities are wanted, and
-# whether each sequence has one token and draws the next.
-_HEADER = 5
+# Numbers of sequences, of tables to forget and of tables with new blocks; whether log-probabilities are wanted, whether
+# there are drafts, and whether each sequence has one token and draws the next.
+_HEADER = 6
 _KEPT_TABLES = 256  # of sequences that are not in a step, beside as many as are
 _UNUSED = SamplingParams(max_tokens=1, temperature=0.0)  # rank 0 draws
 _NO_NAME = ""  # the other ranks know no requests
@@ -54,7 +54,7 @@ class StepWriter:
         token_ids = list(chain.from_iterable([item.token_ids for item in items]))
         is_decode = len(token_ids) == len(items) == len(batch.sampled) and not batch.has_targets
         numbers = [
-            len(items), len(forgotten), len(grown), batch.has_logprobs, is_decode,
+            len(items), len(forgotten), len(grown), batch.has_logprobs, batch.has_drafts, is_decode,
             *forgotten,
             *[table.number for table in grown], *[len(each) for each in new], *chain.from_iterable(new),
             *[table.number for table in tables],
@@ -99,7 +99,7 @@ class StepReader:
         numbers = array("i")
         numbers.frombytes(message)
         left = iter(numbers)
-        num_items, num_forgotten, num_grown, has_logprobs, is_decode = islice(left, _HEADER)
+        num_items, num_forgotten, num_grown, has_logprobs, has_drafts, is_decode = islice(left, _HEADER)
         for number in islice(left, num_forgotten):
             del self._tables[number]
         grown, num_new = list(islice(left, num_grown)), list(islice(left, num_grown))
@@ -122,4 +122,4 @@ class StepReader:
                 for block_ids, start, num_tokens, samples, num_targets, first_target
                 in zip(tables, starts, *columns, strict=True)
             ]  # fmt: skip
-        return Batch(tuple(items), (), has_logprobs=bool(has_logprobs))
+        return Batch(tuple(items), (), has_logprobs=bool(has_logprobs), has_drafts=bool(has_drafts))

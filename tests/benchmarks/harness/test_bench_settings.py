@@ -80,7 +80,8 @@ def test_a_wrong_name_is_told_with_close_ones(text: str, message: str) -> None:
         ("model.dtype=float16", r"model\.dtype=float16; did you mean (bfloat16|float32)"),
         (
             "scheduler.strategy=magic",
-            r"scheduler\.strategy: got 'magic'; must be one of static, dynamic, bucketed, adaptive, continuous, hybrid",
+            r"scheduler\.strategy: got 'magic'; must be one of static, dynamic, bucketed, sorted, adaptive, "
+            r"continuous, hybrid",
         ),
         ("scheduler.strategy.batch_size=3", r"without a name; must be one of static"),
         ("scheduler.policy.preemption=false", r"scheduler\.policy: got .* without a name; must be one of fcfs, sjf"),

@@ -180,7 +180,7 @@ def requests_of(rng: random.Random, number: int) -> list[tuple[float, Request]]:
     return made
 
 
-@pytest.mark.parametrize("strategy", ["continuous", "hybrid", "static", "dynamic", "bucketed", "adaptive"])
+@pytest.mark.parametrize("strategy", ["continuous", "hybrid", "static", "dynamic", "bucketed", "sorted", "adaptive"])
 def test_the_same_is_decided_as_by_a_real_engine(strategy: str, tmp_path: Path) -> None:
     """The demo model draws its own tokens; its step log is the trace of the simulation, which makes the same steps."""
     config = EngineConfig.model_validate(

@@ -43,7 +43,7 @@ def test_every_mistake_has_its_own_line() -> None:
     message = message_for(engine={"scheduler": {"max_running": 0, "strategy": "magic"}}, replicas={"num_cpus": "two"})
     assert message.splitlines() == [
         "models[0].engine.scheduler.strategy: got 'magic'; must be one of static, dynamic, bucketed, "
-        "adaptive, continuous, hybrid",
+        "sorted, adaptive, continuous, hybrid",
         "models[0].engine.scheduler.max_running: got 0; must be greater than or equal to 1",
         "models[0].replicas.num_cpus: got 'two'; must be a valid number, unable to parse string as a number",
     ]
@@ -71,7 +71,7 @@ def test_a_misspelt_setting_is_named_with_the_right_spelling() -> None:
 def test_an_invented_setting_is_answered_with_those_that_exist() -> None:
     assert (
         message_for(zzz=1)
-        == "models[0].zzz: no such setting; there are name, aliases, tool_parser, pooling, engine, replicas"
+        == "models[0].zzz: no such setting; there are name, aliases, tool_parser, pooling, deadline_s, engine, replicas"
     )
 
 

@@ -1,7 +1,8 @@
-"""Static, dynamic, bucketed and adaptive batching, on a clock that the tests turn."""
+"""Static, dynamic, bucketed, sorted and adaptive batching, on a clock that the tests turn."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_no_sequence_joins_until_the_whole_static_batch_has_ended() -> None:
     assert [bench.step() for _ in range(4)] == [["c"], ["c"], ["c"], ["d", "e", "f"]]
 
 
-@pytest.mark.parametrize("name", ["static", "dynamic", "bucketed", "adaptive"])
+@pytest.mark.parametrize("name", ["static", "dynamic", "bucketed", "sorted", "adaptive"])
 def test_the_last_partial_batch_always_goes_when_the_oldest_has_waited_long_enough(name: str) -> None:
     """A wait limit that is stored and never used, and a batch that only starts when it is full."""
     bench = Bench({"name": name, "max_wait_ms": 50, "batch_size": 3})
@@ -213,3 +214,34 @@ def test_an_idle_engine_has_nothing_due_and_an_empty_step_computes_nothing() -> 
     assert bench.engine.stats().total_steps == 0
     bench.engine.abort("a")
     assert bench.engine.idle_s is None
+
+
+SORTED = {"name": "sorted", "batch_size": 2, "max_wait_ms": 50}
+
+
+def test_a_sorted_batch_has_the_oldest_and_those_of_the_nearest_lengths() -> None:
+    bench = Bench(SORTED, max_step_tokens=512, prefill_chunk_tokens=512)
+    for name, num_tokens in (("long", 100), ("short", 5), ("longer", 130), ("shorter", 3), ("middle", 60)):
+        bench.add(*requests(name, num_tokens=num_tokens, max_tokens=1))
+    assert [bench.step() for _ in range(2)] == [["long", "longer"], ["short", "shorter"]]
+    assert bench.step() == []  # the last one waits for its time
+    bench.clock.advance(0.06)
+    assert bench.step() == ["middle"]
+
+
+def test_no_stream_of_nearer_lengths_holds_a_request_up_in_sorted_batches() -> None:
+    bench = Bench(SORTED, max_step_tokens=512, prefill_chunk_tokens=512)
+    bench.add(*requests("a", num_tokens=3, max_tokens=1), *requests("odd", num_tokens=200, max_tokens=1))
+    bench.clock.advance(0.001)
+    for number in range(10):
+        bench.add(*requests(f"b{number}", num_tokens=3, max_tokens=1))
+    assert bench.step() == ["a", "b0"]
+    assert bench.step()[0] == "odd"
+
+
+def test_background_requests_have_the_seats_that_are_left_in_a_sorted_batch() -> None:
+    bench = Bench(SORTED | {"batch_size": 3}, max_step_tokens=512, prefill_chunk_tokens=512)
+    night = requests("night", "later", num_tokens=3, max_tokens=1)
+    bench.add(*(replace(request, is_background=True) for request in night))
+    bench.add(*requests("a", num_tokens=3, max_tokens=1), *requests("b", num_tokens=200, max_tokens=1))
+    assert bench.step() == ["a", "b", "night"]

@@ -1,0 +1,91 @@
+"""How likely a draft must be kept to be worth computing: learned from how long steps with and without drafts take.
+
+Where a step waits for memory, a row more is nearly free; where it is bound by computing, a row takes as long as a token
+does, and no draft is worth it. (That the number of drafts must fall with the load: SmartSpec, Liu et al., 2024.)
+No clock here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import log2
+
+_NEWEST_SHARE = 1 / 16  # of a step in the averages
+_MIN_STEPS = 4  # of each kind, before they are compared
+_MARGIN = 1.25  # a draft must bring so much more than it takes
+_AT_FIRST = 0.3  # the least chance while too little is known
+_PROBE_EVERY = 64  # steps of one size: one of them without drafts, or with drafts where they are not worth it
+_HELD_UP = 3.0  # times the average: what a pause of the system takes is no step's time
+_PER_DOUBLING = 12  # size classes
+
+
+@dataclass(slots=True)
+class _Average:
+    """Of recent values."""
+
+    value: float = 0.0
+    number: int = 0
+
+    def note(self, value: float) -> None:
+        self.number += 1
+        self.value += max(1 / self.number, _NEWEST_SHARE) * (value - self.value)
+
+
+@dataclass(slots=True)
+class _SizeClass:
+    """Steps of about so many sequences."""
+
+    plain_s: _Average = field(default_factory=_Average)  # of one sequence's token, without drafts
+    drafted_s: _Average = field(default_factory=_Average)  # of one sequence's tokens, with drafts
+    num_drafts: _Average = field(default_factory=_Average)  # of one sequence, in a step with any
+    num_kept: _Average = field(default_factory=_Average)  # of one sequence's tokens, in such a step
+    num_steps: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        return min(self.plain_s.number, self.drafted_s.number) >= _MIN_STEPS
+
+    def least_chance(self) -> float:
+        """At which a draft brings as much as it takes."""
+        if not self.is_known:
+            return _AT_FIRST
+        plain_s, drafted_s = max(self.plain_s.value, 1e-9), max(self.drafted_s.value, 1e-9)
+        draft_s = max(0.0, drafted_s - plain_s) / self.num_drafts.value
+        return _MARGIN * draft_s * max(1 / plain_s, self.num_kept.value / drafted_s)
+
+
+class DraftPace:
+    """One engine's. What it says depends on the steps and times that it gets, and on nothing else."""
+
+    def __init__(self) -> None:
+        self._classes: dict[int, _SizeClass] = {}
+
+    def least_chance(self, num_sequences: int) -> float:
+        """The chance of being kept below which a draft is not worth computing in a step of so many sequences.
+
+        1 and more: none is. Called once for a step that may have drafts. From time to time it says otherwise, so that
+        steps with and without drafts stay known.
+        """
+        known = self._class_of(num_sequences)
+        known.num_steps += 1
+        least = known.least_chance()
+        if known.is_known and known.num_steps % _PROBE_EVERY == 0:
+            return 1.0 if least < 1.0 else _AT_FIRST
+        return least
+
+    def note(self, *, num_sequences: int, num_drafts: int, num_kept: int, seconds: float) -> None:
+        """A step of so many sequences took so long; `num_kept` tokens came of it."""
+        known, each_s = self._class_of(num_sequences), seconds / num_sequences
+        average = known.drafted_s if num_drafts else known.plain_s
+        if average.number >= _MIN_STEPS:
+            each_s = min(each_s, _HELD_UP * average.value)
+        average.note(each_s)
+        if num_drafts:
+            known.num_drafts.note(num_drafts / num_sequences)
+            known.num_kept.note(num_kept / num_sequences)
+
+    def _class_of(self, num_sequences: int) -> _SizeClass:
+        number = round(_PER_DOUBLING * log2(num_sequences))
+        if number not in self._classes:
+            self._classes[number] = _SizeClass()
+        return self._classes[number]

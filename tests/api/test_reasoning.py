@@ -1,0 +1,186 @@
+"""Reasoning in answers: beside the text in chats, a block in messages, an item in responses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from app.text import Tokenizer
+from app.text.reasoning import MARKS
+from app.text.tool_calls import FORMATS
+from tests.api.fakes import Answer, Service, Step, last, say
+from tests.api.test_messages import events_of, together
+from tests.text.tool_calls.templates import HERMES, tokenizer_with
+
+THINK = MARKS[0]
+# As Qwen 3's: without thinking the template writes an empty thought.
+TEMPLATE = HERMES.replace(
+    "{{ message.content }}",
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}",
+).replace(
+    "{%- if add_generation_prompt %}<|assistant|>{% endif %}",
+    "{%- if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
+)
+OPENING = HERMES.replace("<|assistant|>{% endif %}", "<|assistant|><think>\n{% endif %}")  # as DeepSeek R1's
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "f"}}
+TEXT = "<think>\nHm, 3.\n</think>\n\nIt is 3."
+NUM_TOKENS = len("<think>\nHm, 3.\n</think>")  # a token for each byte
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return tokenizer_with(TEMPLATE)
+
+
+def thinking(tokenizer: Tokenizer, text: str = TEXT, reason: FinishReason = FinishReason.STOP) -> Service:
+    return Service(
+        tokenizer, say(tokenizer, text, reason=reason), tool_format=FORMATS["hermes"], reasoning_marks=THINK,
+        max_model_len=2000,
+    )  # fmt: skip
+
+
+def message_of(answer: Answer) -> dict[str, Any]:
+    [choice] = answer.json["choices"]
+    return dict(choice["message"])
+
+
+def streamed(answer: Answer) -> tuple[str, str]:
+    """Reasoning and text of a streamed chat."""
+    deltas = [choice["delta"] for chunk in answer.chunks for choice in chunk["choices"]]
+    assert all(delta.get("reasoning") == delta.get("reasoning_content") for delta in deltas)
+    return "".join(delta.get("reasoning", "") for delta in deltas), "".join(
+        delta.get("content", "") for delta in deltas
+    )
+
+
+def test_reasoning_stands_beside_the_text_of_a_chat(tokenizer: Tokenizer) -> None:
+    service = thinking(tokenizer)
+    answer = service.chat()
+    message = message_of(answer)
+    assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("Hm, 3.", "Hm, 3.", "It is 3.")
+    assert answer.json["usage"]["completion_tokens_details"] == {"reasoning_tokens": NUM_TOKENS}
+    stream = service.chat(stream=True, stream_options={"include_usage": True})
+    assert streamed(stream) == ("Hm, 3.", "It is 3.")
+    assert stream.chunks[-1]["usage"] == answer.json["usage"]
+
+
+def test_a_model_that_marks_nothing_and_an_answer_without_reasoning_have_no_such_field(tokenizer: Tokenizer) -> None:
+    plain = Service(tokenizer, say(tokenizer, TEXT), max_model_len=2000)
+    assert message_of(plain.chat()) == {"role": "assistant", "content": TEXT, "refusal": None}
+    assert message_of(thinking(tokenizer, "3").chat()) == {"role": "assistant", "content": "3", "refusal": None}
+
+
+def test_a_template_may_begin_the_reasoning(tokenizer: Tokenizer) -> None:
+    service = thinking(tokenizer_with(OPENING), "Hm.\n</think>\n3")
+    message = message_of(service.chat())
+    assert (message["reasoning"], message["content"]) == ("Hm.", "3")
+    cut = message_of(thinking(tokenizer_with(OPENING), "Hm.", FinishReason.LENGTH).chat())
+    assert (cut["reasoning"], cut["content"]) == ("Hm.", "")
+    asked = {"role": "user", "content": "What is <think>\n"}  # what a client writes begins nothing
+    assert message_of(thinking(tokenizer, "3").chat(messages=[asked])) == {
+        "role": "assistant", "content": "3", "refusal": None,
+    }  # fmt: skip
+
+
+def test_thinking_is_switched_off_by_a_variable_of_the_template(tokenizer: Tokenizer) -> None:
+    service = thinking(tokenizer, "3")
+    service.chat(chat_template_kwargs={"enable_thinking": False})
+    assert tokenizer.decode(service.request.prompt_token_ids).endswith("<|assistant|><think>\n\n</think>\n\n")
+
+
+def test_a_last_message_may_go_on_within_its_reasoning(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>Well"}]
+    message = message_of(thinking(tokenizer, ", 3.</think>3").chat(messages=messages, continue_final_message=True))
+    assert (message["reasoning"], message["content"]) == (", 3.", "3")
+
+
+def test_reasoning_of_earlier_turns_goes_to_the_template(tokenizer: Tokenizer) -> None:
+    service = thinking(tokenizer)
+    for name in ("reasoning", "reasoning_content"):
+        service.chat(messages=[{"role": "user", "content": "?"}, {"role": "assistant", "content": "3", name: "Hm."}])
+    blocks = [{"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "3"}]
+    messages = [
+        {"role": "user", "content": "?"}, {"role": "assistant", "content": blocks}, {"role": "user", "content": "!"}
+    ]  # fmt: skip
+    service.call("POST", "/v1/messages", {"messages": messages, "max_tokens": 9})
+    prompts = [tokenizer.decode(request.prompt_token_ids) for request in service.generate.requests]
+    assert all("<|assistant|>\n<think>Hm.</think>3" in prompt.replace("|><", "|>\n<") for prompt in prompts), prompts
+
+
+def test_tools_are_called_after_the_reasoning(tokenizer: Tokenizer) -> None:
+    service = thinking(tokenizer, f"<think>{CALL}</think>\n{CALL}")
+    message = message_of(service.chat(tools=[TOOL]))
+    assert (message["reasoning"], message["content"], len(message["tool_calls"])) == (CALL, None, 1)
+    reasoning, text = streamed(service.chat(tools=[TOOL], stream=True))
+    assert (reasoning, text) == (CALL, "")
+
+
+def test_stop_strings_and_log_probabilities(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+
+    def script(request: Request) -> Iterable[Step]:
+        for token_id in ids:
+            yield TokenDelta(request.request_id, (token_id,), logprobs=(TokenLogprobs(-0.5, 1),))
+        yield last(request, (), FinishReason.LENGTH)
+
+    service = Service(tokenizer, script, reasoning_marks=THINK, max_model_len=2000)
+    answer = service.chat(stop=["3"], logprobs=True)
+    message = message_of(answer)
+    assert (message["reasoning"], message["content"]) == ("Hm, 3.", "It is ")
+    entries = answer.json["choices"][0]["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in entries) == "<think>\nHm, 3.\n</think>\n\nIt is 3"
+    stream = service.chat(stop=["3"], logprobs=True, stream=True)
+    assert streamed(stream) == ("Hm, 3.", "It is ")
+    logprobs = [choice["logprobs"] for chunk in stream.chunks for choice in chunk["choices"] if choice["logprobs"]]
+    assert [entry for each in logprobs for entry in each["content"]] == entries
+
+
+def test_it_is_a_block_of_a_message(tokenizer: Tokenizer) -> None:
+    service, body = thinking(tokenizer), {"messages": [{"role": "user", "content": "?"}], "max_tokens": 99}
+    message = service.call("POST", "/v1/messages", body).json
+    assert message["content"] == [
+        {"type": "thinking", "thinking": "Hm, 3.", "signature": ""}, {"type": "text", "text": "It is 3."},
+    ]  # fmt: skip
+    assert together(events_of(service.call("POST", "/v1/messages", body | {"stream": True}))) | {"id": ""} == (
+        message | {"id": ""}
+    )
+
+
+def test_it_is_an_item_of_a_response(tokenizer: Tokenizer) -> None:
+    service = thinking(tokenizer)
+    response = service.call("POST", "/v1/responses", {"input": "?"}).json
+    reasoning, message = response["output"]
+    assert (reasoning["type"], reasoning["content"]) == ("reasoning", [{"type": "reasoning_text", "text": "Hm, 3."}])
+    assert message["content"][0]["text"] == "It is 3."
+    events = service.call("POST", "/v1/responses", {"input": "?", "stream": True}).body.decode().split("\n\n")[:-1]
+    found = [json.loads(event.partition("\ndata: ")[2]) for event in events]
+    deltas = [event["delta"] for event in found if event["type"] == "response.reasoning_text.delta"]
+    assert "".join(deltas) == "Hm, 3."
+    again = [{"role": "user", "content": "?"}, *response["output"], {"role": "user", "content": "And?"}]
+    assert service.call("POST", "/v1/responses", {"input": again}).status == 200
+
+
+@given(cuts=st.sets(st.integers(1, 80)))
+@settings(max_examples=30, deadline=None)
+def test_however_the_tokens_come_the_answer_is_the_same(tokenizer: Tokenizer, cuts: set[int]) -> None:
+    text = f"<think>\n a <b> é \n</think>\n {CALL}"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+
+    def script(request: Request) -> Iterable[Step]:
+        yield from (ids[start:end] for start, end in pairwise([0, *sorted(c for c in cuts if c < len(ids)), len(ids)]))
+        yield last(request, (), FinishReason.LENGTH)
+
+    service = Service(tokenizer, script, tool_format=FORMATS["hermes"], reasoning_marks=THINK, max_model_len=2000)
+    message = message_of(service.chat(tools=[TOOL]))
+    assert (message["reasoning"], message["content"]) == ("a <b> é", None)
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert streamed(service.chat(tools=[TOOL], stream=True)) == ("a <b> é", "")

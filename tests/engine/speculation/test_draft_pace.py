@@ -1,0 +1,53 @@
+"""How likely a draft must be, by what steps with and without drafts have taken."""
+
+from __future__ import annotations
+
+from app.engine.speculation.draft_pace import _PROBE_EVERY, DraftPace
+
+
+def paced(num_sequences: int, *, base_s: float, row_s: float, num_drafts: int, num_kept: int) -> DraftPace:
+    """After steps that take `base_s` and `row_s` for each token."""
+    pace = DraftPace()
+    for _ in range(50):
+        pace.note(
+            num_sequences=num_sequences, num_drafts=0, num_kept=num_sequences, seconds=base_s + row_s * num_sequences
+        )
+        seconds = base_s + row_s * (num_sequences + num_drafts)
+        pace.note(num_sequences=num_sequences, num_drafts=num_drafts, num_kept=num_kept, seconds=seconds)
+    return pace
+
+
+def test_where_steps_wait_for_memory_unlikely_drafts_are_worthwhile() -> None:
+    pace = paced(1, base_s=0.030, row_s=0.0003, num_drafts=4, num_kept=2)
+    assert 0.0 < pace.least_chance(1) < 0.05
+
+
+def test_where_steps_are_bound_by_computing_no_draft_is() -> None:
+    pace = paced(32, base_s=0.0, row_s=0.002, num_drafts=32, num_kept=40)
+    assert pace.least_chance(32) >= 1.0
+
+
+def test_the_gain_of_drafts_that_are_kept_raises_what_a_further_one_must_bring() -> None:
+    few = paced(1, base_s=0.010, row_s=0.001, num_drafts=4, num_kept=1)
+    many = paced(1, base_s=0.010, row_s=0.001, num_drafts=4, num_kept=5)
+    assert few.least_chance(1) < many.least_chance(1)
+
+
+def test_from_time_to_time_the_other_kind_of_step_is_measured() -> None:
+    drafting = paced(1, base_s=0.030, row_s=0.0003, num_drafts=4, num_kept=2)
+    said = [drafting.least_chance(1) for _ in range(4 * _PROBE_EVERY)]
+    assert sum(each >= 1.0 for each in said) == 4
+    plain = paced(32, base_s=0.0, row_s=0.002, num_drafts=32, num_kept=40)
+    said = [plain.least_chance(32) for _ in range(4 * _PROBE_EVERY)]
+    assert sum(each < 1.0 for each in said) == 4
+
+
+def test_a_step_that_was_held_up_says_little() -> None:
+    pace = paced(1, base_s=0.030, row_s=0.0003, num_drafts=4, num_kept=2)
+    pace.note(num_sequences=1, num_drafts=4, num_kept=2, seconds=5.0)
+    assert pace.least_chance(1) < 0.1
+
+
+def test_steps_of_other_sizes_are_learned_apart() -> None:
+    pace = paced(32, base_s=0.0, row_s=0.002, num_drafts=32, num_kept=40)
+    assert pace.least_chance(1) < 1.0

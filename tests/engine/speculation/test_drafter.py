@@ -1,0 +1,171 @@
+"""Drafts of an engine: the tokens stay the same, and their number follows what they bring."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.engine.batch import Batch, StepResult
+from app.engine.engine import Engine
+from app.engine.request import FinishReason
+from app.engine.speculation.drafter import LookupDrafter, SequenceDrafts
+from app.engine.speculation.prompt_lookup import PromptLookup
+from tests.engine.test_combinations import POLICIES, STRATEGIES, workload
+from tests.engine.test_overlapped_engine import LateRunner
+from tests.fakes import (
+    CountingRunner,
+    FakeClock,
+    KnowingDrafter,
+    TimedRunner,
+    build_fake_engine,
+    expected_tokens,
+    make_request,
+    run_to_end,
+)
+
+pytestmark = pytest.mark.usefixtures("small_lengths")
+
+
+class CyclingRunner(CountingRunner):
+    """Draws 5, 6, 7, 8 in turn, by the position; a step takes time by its rows."""
+
+    def __init__(self, clock: FakeClock, *, base_s: float, row_s: float) -> None:
+        super().__init__()
+        self._clock, self._base_s, self._row_s = clock, base_s, row_s
+
+    def run(self, batch: Batch) -> StepResult:
+        super().run(batch)
+        self._clock.advance(self._base_s + self._row_s * batch.num_tokens)
+        return StepResult([5 + item.end % 4 for item in batch.sampled])
+
+
+def cycling(*, base_s: float, row_s: float, max_drafts: int = 4) -> tuple[Engine, CyclingRunner, FakeClock]:
+    clock = FakeClock()
+    runner = CyclingRunner(clock, base_s=base_s, row_s=row_s)
+    engine = build_fake_engine(
+        num_blocks=600, runner=runner, clock=clock, drafter=LookupDrafter(max_drafts), max_step_tokens=200
+    )
+    return engine, runner, clock
+
+
+def test_text_that_repeats_takes_fewer_steps_where_rows_are_free() -> None:
+    engine, runner, _ = cycling(base_s=0.01, row_s=0.0)
+    outcome = run_to_end(engine, make_request((9,), max_tokens=200, request_id="one"))
+    assert outcome.token_ids["one"] == [5 + place % 4 for place in range(1, 201)]
+    assert len(runner.batches) < 70
+    stats = engine.stats()
+    assert stats.total_generated_tokens == 200
+    assert stats.total_accepted_tokens == 200 - len(runner.batches)
+    assert stats.total_drafted_tokens >= stats.total_accepted_tokens > 120
+
+
+def test_only_probes_have_drafts_where_a_step_is_bound_by_computing() -> None:
+    engine, runner, _ = cycling(base_s=0.0, row_s=0.01)
+    run_to_end(engine, *(make_request((9,), max_tokens=300) for _ in range(8)))
+    with_drafts = [batch.has_drafts for batch in runner.batches]
+    assert 0 < sum(with_drafts[:20]) <= 5, "until it is known what a draft takes"
+    assert sum(with_drafts[20:]) <= 1 + len(with_drafts) / 64, "probes"
+
+
+def test_no_draft_goes_beyond_max_tokens_and_none_shares_a_step_with_a_prompt() -> None:
+    engine, runner, _ = cycling(base_s=0.01, row_s=0.0)
+    outcome = run_to_end(engine, make_request((9,), max_tokens=21, request_id="one"))
+    assert len(outcome.token_ids["one"]) == 21
+    assert outcome.reasons["one"] is FinishReason.LENGTH
+    for batch in runner.batches:
+        assert not batch.has_drafts or all(sequence.num_generated_tokens for sequence in batch.sequences)
+
+
+def test_an_end_token_among_drafts_ends_the_request_there() -> None:
+    engine, _, _ = cycling(base_s=0.01, row_s=0.0)
+    prompt = (5, 6, 7, 8, 9, 10, 5, 6, 7)
+    request = make_request(prompt, max_tokens=50, request_id="one", stop_token_ids=(8,))
+    engine.add(request)
+    outcome = run_to_end(engine)
+    assert outcome.token_ids["one"][-1] == 8
+    assert outcome.token_ids["one"].count(8) == 1
+    assert outcome.reasons["one"] is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"presence_penalty": 0.5}, {"repetition_penalty": 1.5}, {"bad_words": ((30, 31),)}, {"min_tokens": 60}],
+    ids=lambda sampling: next(iter(sampling)),
+)
+def test_where_a_draw_depends_on_the_tokens_before_it_nothing_is_drafted(sampling: dict[str, object]) -> None:
+    engine = build_fake_engine(drafter=KnowingDrafter(3))
+    request = make_request(max_tokens=60, request_id="one", **sampling)
+    outcome = run_to_end(engine, request)
+    assert outcome.token_ids["one"] == expected_tokens(request.prompt_token_ids, 60)
+    assert engine.stats().total_drafted_tokens == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy["name"])
+def test_the_tokens_are_the_same_under_every_strategy_and_policy(strategy: object, policy: str) -> None:
+    clock, requests = FakeClock(), workload()[:32]
+    engine = build_fake_engine(
+        runner=TimedRunner(clock), clock=clock, num_blocks=14, max_running=6, max_waiting=100,
+        strategy=strategy, policy=policy, drafter=KnowingDrafter(3),
+    )  # fmt: skip
+    outcome = run_to_end(engine, *requests, clock=clock)
+    for request in requests:
+        expected = expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
+        assert outcome.token_ids[request.request_id] == expected
+    stats = engine.stats()
+    assert stats.total_preemptions > 0
+    assert stats.total_drafted_tokens > stats.total_accepted_tokens > 0
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_drafts_take_no_block_while_others_wait_for_blocks() -> None:
+    engine = build_fake_engine(num_blocks=6, drafter=KnowingDrafter(3), max_running=4)
+    for _ in range(4):
+        engine.add(make_request(max_tokens=12))
+    most = 0
+    while engine.has_work:
+        engine.step()
+        running = engine.running
+        if engine.stats().num_waiting:
+            most = max([most, *(len(each.blocks) * 4 - each.num_computed_tokens for each in running)])
+    assert most <= 4, "no block beside the one that the next token needs"
+
+
+def test_acceptance_follows_what_is_kept_and_a_long_match_is_tried_all_the_same() -> None:
+    drafts = SequenceDrafts(PromptLookup(tuple(range(20)) * 2))
+    for _ in range(30):
+        drafts.note(4, 0)
+    assert drafts.num_worthwhile(0.3) == 0
+    assert drafts.lookup.has_match()
+    assert drafts.num_worthwhile(0.3) == 3
+    for _ in range(30):
+        drafts.note(4, 4)
+    assert drafts.num_worthwhile(0.3) > 8
+    assert drafts.num_worthwhile(1.0) == 0
+
+
+def test_a_preempted_sequence_gives_its_index_up() -> None:
+    engine, _, _ = cycling(base_s=0.01, row_s=0.0)
+    engine.add(make_request((9,), max_tokens=40))
+    for _ in range(8):
+        engine.step()
+    (sequence,) = engine.running
+    assert sequence.drafts is not None
+    sequence.take_blocks()
+    assert sequence.drafts is None
+
+
+def test_an_engine_that_launches_ahead_drafts_nothing() -> None:
+    clock = FakeClock()
+    engine = build_fake_engine(runner=LateRunner(clock), clock=clock, drafter=KnowingDrafter(3))
+    outcome = run_to_end(engine, make_request(max_tokens=20, request_id="one"))
+    assert outcome.token_ids["one"] == expected_tokens((5, 6, 7), 20)
+    assert engine.stats().total_drafted_tokens == 0
+
+
+def test_tenants_are_charged_for_the_tokens_that_were_kept() -> None:
+    counters = []
+    for drafter in (None, KnowingDrafter(3)):
+        engine = build_fake_engine(policy="fair", drafter=drafter)
+        run_to_end(engine, make_request(max_tokens=24, tenant="a"))
+        counters.append(engine._scheduler._policy._inner.counter("a"))  # type: ignore[attr-defined]
+    assert counters[0] == counters[1] > 24

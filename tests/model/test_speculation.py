@@ -1,0 +1,107 @@
+"""Tokens and log-probabilities with speculation are those without, to the last bit, whatever is drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.assembly import assemble, drafter_of
+from app.config import CacheConfig, SchedulerConfig, SpeculationConfig
+from app.engine.batch import Batch, StepResult
+from app.engine.engine import Engine
+from app.engine.request import Request
+from app.engine.sequence import Sequence
+from tests.fakes import Outcome, make_request, run_to_end
+from tests.model.test_equivalence import build, random_requests
+from tests.tiny_models import VOCAB_SIZE
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_p": 0.9, "seed": 5, "logprobs": 3},
+    {"temperature": 0.7, "top_k": 20, "seed": 6},
+    {"temperature": 1.0, "seed": 7, "logit_bias": ((9, 4.0),), "logprobs": 0},
+    {"temperature": 1.0, "seed": 8, "presence_penalty": 0.5},
+    {"temperature": 0.0, "prompt_logprobs": 1, "stop_token_ids": (11, 12, 13, 14)},
+]
+
+
+class RecallingDrafter:
+    """Drafts what a run without speculation gave, and every seventh token wrong."""
+
+    def __init__(self, token_ids: Mapping[str, list[int]]) -> None:
+        self._token_ids = token_ids
+
+    def begin(self, num_sequences: int) -> bool:
+        return True
+
+    def draft(self, sequence: Sequence) -> list[int]:
+        at = sequence.num_generated_tokens
+        drafts = list(self._token_ids[sequence.request.request_id][at : at + 5])
+        return [token if (at + place) % 7 else (token + 1) % VOCAB_SIZE for place, token in enumerate(drafts)]
+
+    def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
+        """Nothing to learn."""
+
+
+def requests_of_all_kinds() -> tuple[Request, ...]:
+    plain = random_requests(12, VOCAB_SIZE)
+    return tuple(
+        make_request(each.prompt_token_ids, request_id=f"{number}", max_tokens=24, **SAMPLINGS[number % len(SAMPLINGS)])
+        for number, each in enumerate(plain)
+    )
+
+
+def speculating(engine: Engine, token_ids: Mapping[str, list[int]], *, num_slots: int, block_size: int) -> Engine:
+    """Another engine on the same model."""
+    return assemble(
+        SchedulerConfig(max_running=33, max_step_tokens=60, prefill_chunk_tokens=9),
+        CacheConfig(block_size=block_size), num_blocks=num_slots // block_size, runner=engine.runner,
+        facts=engine.facts, drafter=RecallingDrafter(token_ids),
+    )  # fmt: skip
+
+
+def heard(outcome: Outcome) -> tuple[object, ...]:
+    return outcome.token_ids, outcome.logprobs, outcome.prompt_logprobs, dict(sorted(outcome.reasons.items()))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "way"),
+    [
+        ("llama", "decoder"),
+        ("mistral", "decoder"),
+        ("qwen3_moe", "decoder"),
+        ("gemma2", "attention"),
+        ("llama", "torch"),
+    ],
+)
+def test_all_that_callers_hear_is_the_same(architecture: str, way: str, tiny_model_path: Callable[[str], Path]) -> None:
+    requests = requests_of_all_kinds()
+    engine = build(tiny_model_path(architecture), way=way, num_slots=1600)
+    expected = run_to_end(engine, *requests)
+    block_size = 4 if way == "torch" else 16
+    for num_slots in (1600, 320):  # the smaller one preempts
+        other = speculating(engine, expected.token_ids, num_slots=num_slots, block_size=block_size)
+        found = run_to_end(other, *requests)
+        stats = other.stats()
+        assert found.token_ids == expected.token_ids
+        assert found.reasons == expected.reasons
+        if way == "decoder":  # other ways round a row's sums by what shares its step
+            assert heard(found) == heard(expected)
+        assert stats.total_drafted_tokens > stats.total_accepted_tokens > 30
+        assert (stats.total_preemptions > 0) == (num_slots == 320)
+
+
+def test_an_engine_of_the_settings_looks_drafts_up(tiny_model_path: Callable[[str], Path]) -> None:
+    prompt = tuple(range(20, 60)) * 4
+    plain = build(tiny_model_path("llama"), way="torch")
+    engine = assemble(
+        SchedulerConfig(), CacheConfig(block_size=4), num_blocks=100, runner=plain.runner, facts=plain.facts,
+        drafter=drafter_of(SpeculationConfig(method="lookup")),
+    )  # fmt: skip
+    bias = tuple((token, 80.0) for token in (30, 31))  # so the output repeats
+    outcome = run_to_end(engine, make_request(prompt, max_tokens=60, request_id="one", logit_bias=bias))
+    assert len(outcome.token_ids["one"]) == 60
+    assert engine.stats().total_accepted_tokens > 0
