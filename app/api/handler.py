@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from app.api.schemas.parameters import UnknownFields, parse
 from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelRequest, QueuedRequest
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
 from app.config import ApiConfig
-from app.engine.request import MAX_PRIORITY
+from app.engine.request import MAX_PRIORITY, Adapter
 from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequest, NotFound, Overloaded, Unavailable
 from app.jobs import LOWEST_CLASS, Answered, ItemOrigin, Json
 from app.metrics import NO_MODEL, RequestMetrics, task_name
@@ -109,7 +109,8 @@ class RequestHandler:
 
         `tracer` gets a trace of each HTTP request and of each attempt at an item.
         """
-        self.models = by_any_name(models)
+        self._bases = tuple(models)
+        self.models = by_any_name(models)  # and adapters, see `serve_adapters`
         self.cascades = {cascade.name: cascade for cascade in cascades}
         self.config = config
         self.limits = limits
@@ -119,6 +120,20 @@ class RequestHandler:
         self.threads = BodyThreads()
         self.turns = asyncio.Lock()  # of large answers at the event loop, see `JsonAnswer`
         self._unknown_fields = UnknownFields()
+
+    def serve_adapters(self, model: str, adapters: Iterable[Adapter]) -> None:
+        """From now on these adapters of a model are served under their names, and no others of it.
+
+        An adapter that was served before keeps its entry.
+        """
+        base = next(each for each in self._bases if each.name == model)
+        served = {name: each for name, each in self.models.items() if each.parent != model}
+        for adapter in adapters:
+            known = self.models.get(adapter.name)
+            if known is None or known.adapter != adapter:
+                known = base.adapted(adapter)
+            served.setdefault(adapter.name, known)
+        self.models = served
 
     async def handle(self, endpoint: Endpoint, body: Mapping[str, Any], client: Client) -> PendingResponse:
         """Check a body, reserve what it may need, and prepare its response. Of a cascade the small model has run then.
@@ -178,9 +193,9 @@ class RequestHandler:
         """
         if name is not None and name in self.models:
             model = self.models[name]
-            account.check_model(model.name)
+            account.check_model(model.base)
             return model
-        usable = {model.name: model for model in self.models.values() if account.may_use(model.name)}
+        usable = {model.name: model for model in self._bases if account.may_use(model.name)}
         if name is None and len(usable) == 1:
             return next(iter(usable.values()))
         served = ", ".join(usable)
@@ -218,12 +233,12 @@ class RequestHandler:
     ) -> Call:
         """What a body of this size asks of a model, checked, and what it may need reserved."""
         reservation = client.reservation
-        with self.counting_refusals(model.name):
+        with self.counting_refusals(model.base):
             limits = self.limits.shared_by(client.num_bodies)
             call = await self.threads.encode(
                 reservation.account.name, size, lambda: endpoint.prepare(parsed, model, limits, shared)
             )
-            call = with_headers(call.for_request(client.request_id), client.headers)
+            call = with_headers(call.for_request(client.request_id).with_adapter(), client.headers)
             return apply_key(reservation, call, parsed, share_prefixes=self.config.share_prefixes)
 
     async def handle_item(
@@ -277,30 +292,54 @@ class RequestHandler:
         Each prompt is a body with no other fields. Raises Overloaded, Unavailable or EngineStopped when none of them
         could be served now.
         """
-        ids = [f"{client.request_id}-{index}" for index in range(len(prompts))]
-        clients = [replace(client, request_id=request_id, num_bodies=len(prompts)) for request_id in ids]
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self._outcome(common, prompt, each), name=task_name())
-                for prompt, each in zip(prompts, clients, strict=True)
-            ]
-        outcomes = [task.result() for task in tasks]
-        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        async with aclosing(self._outcomes(common, prompts, client)) as ended:
+            outcomes = sorted([outcome async for outcome in ended], key=lambda each: each.index)
+        errors = [each.outcome for each in outcomes if isinstance(each.outcome, Exception)]
         if len(errors) == len(outcomes) and all(map(_may_pass, errors)):
             raise errors[0]
-        return [
-            _refusal(outcome, each.request_id, common.endpoint.path)
-            if isinstance(outcome, Exception)
-            else Answered(200, outcome)
-            for outcome, each in zip(outcomes, clients, strict=True)
-        ]
+        return [each.answered(common.endpoint.path) for each in outcomes]
 
-    async def _outcome(self, common: SharedBody, prompt: Json, client: Client) -> Json | Exception:
+    async def items_as_they_end(
+        self, common: SharedBody, prompts: Sequence[Json], client: Client
+    ) -> AsyncGenerator[tuple[int, Answered], None]:
+        """The same responses, each with its index, as soon as it is there. Closing it ends those that still run."""
+        async with aclosing(self._outcomes(common, prompts, client)) as ended:
+            async for outcome in ended:
+                yield outcome.index, outcome.answered(common.endpoint.path)
+
+    async def _outcomes(
+        self, common: SharedBody, prompts: Sequence[Json], client: Client
+    ) -> AsyncGenerator[_ItemOutcome, None]:
+        """What comes of each prompt, as they end. Not a TaskGroup, which must not span a `yield`."""
+        tasks = [
+            asyncio.create_task(
+                self._outcome(
+                    index,
+                    common,
+                    prompt,
+                    replace(client, request_id=f"{client.request_id}-{index}", num_bodies=len(prompts)),
+                ),
+                name=task_name(),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        try:
+            for ended in asyncio.as_completed(tasks):
+                yield await ended
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _outcome(self, index: int, common: SharedBody, prompt: Json, client: Client) -> _ItemOutcome:
+        began_at = self.metrics.arrived()
+        outcome: Json | Exception
         try:
             pending = await self._handle_shared(common, prompt, client)
-            return await pending.full_response()
+            outcome = await pending.full_response()
         except Exception as error:
-            return error
+            outcome = error
+        return _ItemOutcome(index, client.request_id, outcome, self.metrics.arrived() - began_at)
 
     async def _handle_shared(self, common: SharedBody, prompt: Json, client: Client) -> PendingResponse:
         """As `handle`, for a body of which all but the prompt is checked."""
@@ -363,11 +402,33 @@ class RequestHandler:
                     f"{larger[0].name}",
                     param="model",
                 )
+            if model.adapter is not None:
+                raise InvalidRequest(
+                    f"{model.name} is an adapter, which a batch's own engines do not compute; name {model.base}, or "
+                    f"leave out batches.engines",
+                    param="model",
+                )
             check(parsed)
             call = await self.threads.encode(owner, size, lambda: endpoint.prepare(parsed, model, self.limits, None))
             return bounded_call(account, call, parsed)
         except Exception as error:
             return _refusal(error, request_id, path)
+
+
+@dataclass(frozen=True, slots=True)
+class _ItemOutcome:
+    """What came of one prompt of a list."""
+
+    index: int
+    request_id: str
+    outcome: Json | Exception
+    latency_s: float
+
+    def answered(self, path: str) -> Answered:
+        """As an HTTP client would have got it at this path."""
+        if isinstance(self.outcome, Exception):
+            return replace(_refusal(self.outcome, self.request_id, path), latency_s=self.latency_s)
+        return Answered(200, self.outcome, latency_s=self.latency_s)
 
 
 def _may_pass(error: Exception) -> bool:

@@ -58,6 +58,7 @@ class Answered:
     status_code: int
     body: Json  # its long lists may be `Rows`
     is_large: bool = False  # it is written in a thread
+    latency_s: float | None = None  # how long it took, where that is measured
 
 
 @dataclass(frozen=True, slots=True)

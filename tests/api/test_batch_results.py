@@ -36,7 +36,8 @@ def test_results_are_as_the_files_have_them_whatever_texts_are_in_them() -> None
     assert [each["status_code"] for each in results] == [200, None, 400, 200]
     assert [each["response"] for each in results] == [body, None, None, {"n": 1}]
     assert [each["error"] and each["error"]["message"] for each in results] == [None, "gone", "no", None]
-    assert all(each.keys() == {"index", "custom_id", "status_code", "response", "error"} for each in results)
+    names = {"index", "custom_id", "status_code", "response", "error", "latency_ms", "tokens_per_second"}
+    assert all(each.keys() == names for each in results)
 
 
 def test_a_large_response_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:

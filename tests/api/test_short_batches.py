@@ -70,6 +70,43 @@ def test_texts_are_answered_in_their_order(tokenizer: Tokenizer, tmp_path: Path,
     with_http(echoing(tokenizer), tmp_path, use)
 
 
+def test_each_entry_and_the_whole_say_how_long_they_took(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        answer = (await post(client, ["3", "4 5"], max_tokens=20)).json()
+        for entry_, num_tokens in [
+            *((each, each["response"]["usage"]["completion_tokens"]) for each in answer["results"]),
+            (answer, answer["usage"]["output_tokens"]),
+        ]:
+            assert entry_["latency_ms"] > 0
+            assert entry_["tokens_per_second"] == pytest.approx(1000 * num_tokens / entry_["latency_ms"], rel=0.2)
+        assert answer["latency_ms"] >= max(each["latency_ms"] for each in answer["results"])
+
+    with_http(echoing(tokenizer), tmp_path, use)
+
+
+def test_a_streamed_list_has_an_event_for_each_entry_as_it_ends(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    prompts = ["4 4 4 4 4 4 4 4 4 4 4 4 4 4 4 4", "3", "long " * 500]
+
+    async def use(client: httpx.AsyncClient) -> None:
+        answer = await post(client, prompts, max_tokens=60, stream=True)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        *events, done, rest = answer.text.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        *entries, whole = [json.loads(event.removeprefix("data: ")) for event in events]
+        refused = next(each for each in entries if each["index"] == 2)
+        assert (refused["status_code"], refused["error"]["code"]) == (400, "context_length_exceeded")
+        entries.remove(refused)
+        assert [each["index"] for each in entries] == [1, 0], "as they end"
+        assert texts(entries) == ["3", prompts[0]]
+        assert (whole["object"], whole["results"]) == ("batch", None)
+        assert whole["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+        assert whole["usage"]["output_tokens"] == sum(
+            each["response"]["usage"]["completion_tokens"] for each in entries
+        )
+
+    with_http(echoing(tokenizer), tmp_path, use)
+
+
 @pytest.mark.parametrize("mode", [{}, JOB], ids=["at once", "as a job"])
 def test_a_bad_prompt_fails_alone_with_the_error_that_it_would_have_had(
     service: Service, tmp_path: Path, mode: dict[str, Any]
@@ -105,7 +142,7 @@ def test_a_bad_prompt_fails_alone_with_the_error_that_it_would_have_had(
         ({"prompts": ["Hi"] * 9, "best_of": 2}, "prompts"),
         ({"prompts": ["Hi"], "prompt": "Ho"}, "prompt"),
         ({"prompts": ["Hi"], "messages": chat("Ho")}, "messages"),
-        ({"prompts": ["Hi"], "stream": True}, "stream"),
+        ({"prompts": ["Hi"], "stream": True, "async": True}, "stream"),
         ({"prompts": ["Hi"], "temperature": 9}, "temperature"),
         ({"prompts": ["Hi"], "max_tokens": "many"}, "max_tokens"),
         ({"prompts": ["Hi"], "model": "huge"}, "model"),

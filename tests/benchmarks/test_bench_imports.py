@@ -19,6 +19,7 @@ EXTRA = {
     "dispatch": ("deployments",),  # simulates fleets
     "groups": ("numpy", "prometheus_client"),  # reads a live service, beside which both are
     "intervals": ("numpy",),
+    "lora": ("safetensors",),  # makes adapters
     "openvino_genai": ("openvino", "openvino_genai"),
     "pictures": ("matplotlib",),
     "plan_scale": ("deployments",),
@@ -29,6 +30,7 @@ EXTRA = {
     "tuner": ("deployments",),  # simulates fleets
     "vllm_cpu": ("vllm",),
     "with_langchain": ("langchain_openai",),
+    "with_anthropic": ("anthropic",),
     "with_litellm": ("litellm",),
     "with_lm_eval": ("lm_eval",),
     "with_openai": ("openai",),

@@ -28,6 +28,8 @@ def encoded_json(value: Json) -> bytes:
 def result(index: int, custom_id: str, answered: Answered | None, error: Json | None = None) -> Json:
     """One entry: a response, or an error with the status that HTTP would have had, if it came so far."""
     body = None if answered is None else answered.body
+    latency_s = None if answered is None else answered.latency_s
+    num_tokens = (body or {}).get("usage", {}).get("completion_tokens", 0)
     is_fine = answered is not None and answered.status_code == 200
     return {
         "index": index,
@@ -35,6 +37,17 @@ def result(index: int, custom_id: str, answered: Answered | None, error: Json | 
         "status_code": None if answered is None else answered.status_code,
         "response": body if is_fine else None,
         "error": error if body is None else None if is_fine else body["error"],
+        **speed(latency_s, num_tokens),
+    }
+
+
+def speed(latency_s: float | None, num_tokens: int) -> Json:
+    """How long it took, and how many tokens came in a second; null where that is not measured."""
+    if latency_s is None:
+        return {"latency_ms": None, "tokens_per_second": None}
+    return {
+        "latency_ms": round(1000 * latency_s, 1),
+        "tokens_per_second": round(num_tokens / latency_s, 2) if latency_s > 0 else 0.0,
     }
 
 

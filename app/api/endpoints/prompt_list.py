@@ -17,7 +17,7 @@ from app.errors import InvalidRequest
 from app.jobs import Json
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_OWN_FIELDS = frozenset(("prompts", "async", "webhook", "metadata"))
+_OWN_FIELDS = frozenset(("prompts", "async", "stream", "webhook", "metadata"))
 # What stands for each prompt where only what they share is looked at.
 _STAND_INS: dict[str, Json] = {CHAT: {"messages": [{"role": "user", "content": "?"}]}, COMPLETIONS: {"prompt": "?"}}
 
@@ -60,6 +60,7 @@ class PromptListRequest(Schema):
         ),
     ]
     is_async: bool = Field(False, alias="async")
+    stream: bool = False
     webhook: WebhookRequest | None = None
     metadata: Metadata | None = None
 
@@ -103,8 +104,8 @@ async def prompt_list(
     for name in ("prompt", "messages"):
         if shared.get(name) is not None:
             raise InvalidRequest(f"{name} is for one request; all of a batch's are in prompts", param=name)
-    if shared.get("stream"):
-        raise InvalidRequest("a batch is not streamed; leave stream out", param="stream")
+    if asked.stream and asked.is_async:
+        raise InvalidRequest("a job is not streamed; leave out stream or async", param="stream")
     endpoint = COMPLETIONS if isinstance(asked.prompts[0], str) else CHAT
     stand_in = shared | _STAND_INS[endpoint]
     num_bodies = 1 if asked.is_async else len(asked.prompts)

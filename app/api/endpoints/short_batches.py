@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, suppress
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from app.api.endpoints.batch_results import encoded_json, result, results_of
+from app.api.endpoints.batch_results import encoded_json, result, results_of, speed
 from app.api.endpoints.prompt_list import PromptList, prompt_list
 from app.api.handler import Client, RequestHandler
 from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
 from app.api.http.headers import is_strict, with_deadline
-from app.api.http.sse import WhileConnected
+from app.api.http.sse import DONE, EventStream, WhileConnected, event, event_pieces
 from app.errors import CarouselError, InvalidRequest
 from app.jobs import Answered, BatchService, JobState, Json, NewBatch, NewFile
 from app.jobs.items import as_batch_line, items_of_prompts
@@ -50,7 +53,13 @@ class ShortBatchRoutes:
         prompts = await prompt_list(body, self._handler, reservation_of(request).account, is_strict=strict)
         if prompts.asked.is_async:
             return JSONResponse(await self._begin_job(self._owner_of(request), prompts))
-        return JsonAnswer(await self._answer(request, prompts), self._handler.turns)
+        self._check_number(prompts)
+        client = Client(
+            reservation=reservation_of(request), request_id=request.state.request_id, headers=request.headers
+        )
+        if prompts.asked.stream:
+            return _Streamed(self._handler, prompts, client)
+        return JsonAnswer(await self._answer(request, prompts, client), self._handler.turns)
 
     async def retrieve(self, request: Request) -> Response:
         """A batch, how far it is, and once it has ended what came of each prompt."""
@@ -64,7 +73,7 @@ class ShortBatchRoutes:
         """What the caller's batches have to do and have done."""
         return JSONResponse(await self._service.stats(self._owner_of(request)))
 
-    async def _answer(self, request: Request, prompts: PromptList) -> Json:
+    def _check_number(self, prompts: PromptList) -> None:
         max_prompts = self._handler.limits.max_prompts
         if prompts.num_samples > max_prompts:
             raise InvalidRequest(
@@ -72,12 +81,13 @@ class ShortBatchRoutes:
                 f"once: send async: true for more",
                 param="prompts",
             )
-        client = Client(
-            reservation=reservation_of(request), request_id=request.state.request_id, headers=request.headers
-        )
+
+    async def _answer(self, request: Request, prompts: PromptList, client: Client) -> Json:
+        began_at = time.monotonic()
         async with WhileConnected(request.receive):
             answers = await self._handler.handle_items(prompts.common, prompts.own_bodies(), client)
-        return _answered_at_once(prompts, answers)
+        results = [result(index, str(index), answered) for index, answered in enumerate(answers)]
+        return _answered_at_once(prompts, answers, time.monotonic() - began_at) | {"results": results}
 
     async def _begin_job(self, owner: str, prompts: PromptList) -> Json:
         service, asked = self._service, prompts.asked
@@ -127,8 +137,34 @@ def _with_progress(batch: Json) -> Json:
     return batch | {"progress": num_ended / counts["total"] if counts["total"] else 0.0}
 
 
-def _answered_at_once(prompts: PromptList, answers: list[Answered]) -> Json:
-    """The same object as for a job that has ended, without the fields of stored batches."""
+class _Streamed(Response):
+    """The entries of a list as events, each as soon as it is there, then the object without them, then [DONE]."""
+
+    def __init__(self, handler: RequestHandler, prompts: PromptList, client: Client) -> None:
+        super().__init__()
+        self._handler = handler
+        self._prompts = prompts
+        self._client = client
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events = EventStream(
+            self._events(), headers=dict, heartbeat_s=self._handler.limits.heartbeat_s, may_begin=lambda: True
+        )
+        async with WhileConnected(receive):
+            await events.send_to(send)
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        prompts, began_at, answers = self._prompts, time.monotonic(), list[Answered]()
+        items = self._handler.items_as_they_end(prompts.common, prompts.own_bodies(), self._client)
+        async with aclosing(items):
+            async for index, answered in items:
+                answers.append(replace(answered, body={"usage": answered.body.get("usage")}))
+                yield b"".join(event_pieces(result(index, str(index), answered)))
+        yield event(_answered_at_once(prompts, answers, time.monotonic() - began_at) | {"results": None}) + DONE
+
+
+def _answered_at_once(prompts: PromptList, answers: list[Answered], latency_s: float) -> Json:
+    """The same object as for a job that has ended, without its results and the fields of stored batches."""
     num_completed = sum(answered.status_code == 200 for answered in answers)
     usages = [answered.body["usage"] for answered in answers if answered.status_code == 200]
     num_input, num_output = (sum(usage[name] for usage in usages) for name in ("prompt_tokens", "completion_tokens"))
@@ -144,5 +180,5 @@ def _answered_at_once(prompts: PromptList, answers: list[Answered]) -> Json:
         },
         "progress": 1.0,
         "usage": {"input_tokens": num_input, "output_tokens": num_output, "total_tokens": num_input + num_output},
-        "results": [result(index, str(index), answered) for index, answered in enumerate(answers)],
+        **speed(latency_s, num_output),
     }
