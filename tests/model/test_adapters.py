@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from app.assembly import assemble
+from app.config import CacheConfig, SchedulerConfig
 from app.engine.request import Request
 from app.errors import UnsupportedAdapter
 from app.model.adapter_files import adapter_digest
@@ -19,6 +21,7 @@ from app.model.adapters import MAX_RANK, Sizes, read_adapter
 from tests.fakes import run_to_end
 from tests.lora import merge, save_adapter
 from tests.model.test_equivalence import VOCAB_SIZE, build, generate_plainly, random_requests
+from tests.model.test_speculation import RecallingDrafter
 from tests.tiny_models import build_tiny_model
 
 Expected = tuple[tuple[Request, ...], dict[str, list[int]]]
@@ -75,6 +78,18 @@ class TestTokensOfMergedWeights:
         assert engine.stats().total_preemptions > 0
         assert engine.adapters is not None
         assert all(not each.num_users for each in engine.adapters._loaded.values())
+
+
+@pytest.mark.parametrize("way", ["decoder", "torch"])
+def test_drafts_change_no_token(way: str, expected: Callable[[str], tuple[Path, Expected]]) -> None:
+    path, (requests, token_ids) = expected("llama")
+    plain = build(path, way=way)
+    engine = assemble(
+        SchedulerConfig(), CacheConfig(block_size=4 if way == "torch" else 16), num_blocks=200, runner=plain.runner, facts=plain.facts,
+        adapters=plain.adapters, drafter=RecallingDrafter(token_ids),
+    )  # fmt: skip
+    assert run_to_end(engine, *requests).token_ids == token_ids
+    assert engine.stats().total_accepted_tokens > 30
 
 
 def test_one_prompt_under_two_adapters_shares_no_prefix(expected: Callable[[str], tuple[Path, Expected]]) -> None:
