@@ -85,8 +85,8 @@ def test_drafts_change_no_token(way: str, expected: Callable[[str], tuple[Path, 
     path, (requests, token_ids) = expected("llama")
     plain = build(path, way=way)
     engine = assemble(
-        SchedulerConfig(), CacheConfig(block_size=4 if way == "torch" else 16), num_blocks=200, runner=plain.runner, facts=plain.facts,
-        adapters=plain.adapters, drafter=RecallingDrafter(token_ids),
+        SchedulerConfig(), CacheConfig(block_size=4 if way == "torch" else 16), num_blocks=200, runner=plain.runner,
+        facts=plain.facts, adapters=plain.adapters, drafter=RecallingDrafter(token_ids),
     )  # fmt: skip
     assert run_to_end(engine, *requests).token_ids == token_ids
     assert engine.stats().total_accepted_tokens > 30
