@@ -236,7 +236,9 @@ class RequestHandler:
         with self.counting_refusals(model.base):
             limits = self.limits.shared_by(client.num_bodies)
             call = await self.threads.encode(
-                reservation.account.name, size, lambda: endpoint.prepare(parsed, model, limits, shared)
+                reservation.account.name,
+                parsed.encoded_size(size),
+                lambda: endpoint.prepare(parsed, model, limits, shared),
             )
             call = with_headers(call.for_request(client.request_id).with_adapter(), client.headers)
             return apply_key(reservation, call, parsed, share_prefixes=self.config.share_prefixes)
@@ -409,7 +411,9 @@ class RequestHandler:
                     param="model",
                 )
             check(parsed)
-            call = await self.threads.encode(owner, size, lambda: endpoint.prepare(parsed, model, self.limits, None))
+            call = await self.threads.encode(
+                owner, parsed.encoded_size(size), lambda: endpoint.prepare(parsed, model, self.limits, None)
+            )
             return bounded_call(account, call, parsed)
         except Exception as error:
             return _refusal(error, request_id, path)

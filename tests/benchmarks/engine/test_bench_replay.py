@@ -445,7 +445,7 @@ def test_a_log_of_an_encoder_is_replayed(tmp_path: Path, capsys: pytest.CaptureF
     save_tiny_encoder("bert", tmp_path / "model")
     config = EngineConfig.model_validate({
         "model": {"path": str(tmp_path / "model"), "device": "cpu"},
-        "scheduler": {"max_step_tokens": 30},
+        "scheduler": {"max_step_tokens": 30, "max_running": 8},
         "step_log": {"path": str(tmp_path / "log")},
     })  # fmt: skip
     engine = build_sync_engine(config)
