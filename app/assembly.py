@@ -30,20 +30,21 @@ from app.config import (
 )
 from app.cores import num_cores
 from app.disk import cache_folder
+from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
 from app.engine.block_pool import BlockPool, NoBlocks
-from app.engine.engine import Engine, LaunchingRunner, ModelRunner
+from app.engine.engine import AdaptingRunner, Engine, LaunchingRunner, ModelRunner
 from app.engine.largest_batch import largest_batch
 from app.engine.matcher import Matchers
 from app.engine.overlapped_engine import OverlappedEngine
-from app.engine.request import ModelFacts
+from app.engine.request import Adapter, ModelFacts
 from app.engine.scheduler import Scheduler
 from app.engine.speculation.drafter import Drafter, LookupDrafter
 from app.engine.trace.entries import Header
 from app.engine.trace.recorder import Recorder, StepRecorder
 from app.engine.trace.redaction import Redactor
 from app.engine.trace.step_log import LogFiles, StepLog
-from app.errors import InvalidSetup, UnsupportedModel, described
+from app.errors import InvalidSetup, UnsupportedAdapter, UnsupportedModel, described
 from app.versions import commit, versions
 
 if TYPE_CHECKING:
@@ -99,6 +100,13 @@ def build_engine(config: EngineConfig, devices: Devices = ONE_DEVICE) -> AsyncEn
         max_waiting_tokens=MAX_WAITING_TOKENS,
         matchers=build_matchers(config, engine.facts),
     )
+
+
+def adapter_at(name: str, path: str) -> Adapter:
+    """The adapter that lies there. Of a hub id the files are downloaded. Raises UnsupportedAdapter."""
+    from app.model.adapter_files import adapter_digest, adapter_folder
+
+    return Adapter(name=name, path=path, digest=adapter_digest(adapter_folder(_folder_seen_from_here(path))))
 
 
 def digest_of_weights(config: EngineConfig) -> int:
@@ -170,9 +178,29 @@ def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
         num_blocks=loaded.num_blocks,
         runner=loaded.runner,
         facts=replace(loaded.model.facts, pooling=sentences.pooling),
+        adapters=_adapters_of(config, loaded.runner) if devices.tensor_parallel == 1 else None,
         # On a GPU the KV memory was sized by what such a step leaves of it.
         largest_step=config.scheduler if loaded.model.device.type == "cuda" else None,
     )
+
+
+def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | None:
+    """None where the runner computes with no adapters: on a GPU."""
+    if not isinstance(runner, AdaptingRunner):
+        return None
+    from app.model.adapter_files import adapter_digest, adapter_folder
+
+    def load(adapter: Adapter) -> object:
+        folder = adapter_folder(_folder_seen_from_here(adapter.path))
+        digest = adapter_digest(folder)
+        if digest != adapter.digest:
+            raise UnsupportedAdapter(
+                f"the adapter {adapter.name} in {folder} is {digest} here and {adapter.digest} where it was named: "
+                f"copy the same files to every machine, and load it again under /admin/adapters"
+            )
+        return runner.load_adapter(folder)
+
+    return AdapterStore(load, max_loaded=config.model.max_loaded_adapters)
 
 
 def _build_encoder(config: EngineConfig, devices: Devices) -> Engine:
@@ -388,6 +416,7 @@ def assemble_recorded(
     runner: ModelRunner,
     facts: ModelFacts,
     largest_step: SchedulerConfig | None = None,
+    adapters: AdapterStore | None = None,
 ) -> Engine:
     """As `assemble`, with the step log that the config asks for. Raises InvalidSetup when it cannot be written."""
     return assemble(
@@ -398,6 +427,7 @@ def assemble_recorded(
         facts=facts,
         recorder=recorder_of(config, runner=runner, facts=facts, num_blocks=num_blocks),
         largest_step=largest_step,
+        adapters=adapters,
         drafter=drafter_of(config.speculation),
     )
 
@@ -417,6 +447,7 @@ def assemble(
     clock: Callable[[], float] = time.monotonic,
     largest_step: SchedulerConfig | None = None,
     recorder: Recorder | None = None,
+    adapters: AdapterStore | None = None,
     drafter: Drafter | None = None,
 ) -> Engine:
     """An engine around any model runner. Requests are limited to what fits into the pool alone, if it has KV memory.
@@ -442,7 +473,13 @@ def assemble(
             scheduler=deciding, runner=runner, facts=facts, clock=clock, largest_step=largest_step, recorder=recorder
         )
     return Engine(
-        scheduler=deciding, runner=runner, facts=facts, clock=clock, largest_step=largest_step, recorder=recorder
+        scheduler=deciding,
+        runner=runner,
+        facts=facts,
+        clock=clock,
+        largest_step=largest_step,
+        recorder=recorder,
+        adapters=adapters,
     )
 
 
@@ -483,6 +520,16 @@ def log_header(config: EngineConfig, *, runner: ModelRunner, facts: ModelFacts, 
     )
 
 
+def _places(path: str) -> tuple[Path, Path]:
+    """What a path of the settings may mean: seen from the working directory, or from the project."""
+    return Path(path).expanduser(), PROJECT / path
+
+
+def _folder_seen_from_here(path: str) -> str:
+    """The folder of that path; else the path itself, a hub id."""
+    return next((str(place) for place in _places(path) if place.is_dir()), path)
+
+
 def resolve_model_path(path: str) -> str:
     """Where a model lies: a folder seen from the working directory or from the project; else `path`, a hub id.
 
@@ -492,7 +539,7 @@ def resolve_model_path(path: str) -> str:
         InvalidSetup: there is no such file, or it cannot be read.
         UnsupportedModel: something in the file cannot be read; the message names it.
     """
-    for place in (Path(path).expanduser(), PROJECT / path):
+    for place in _places(path):
         if place.is_dir():
             return str(place.resolve())
         if place.is_file():

@@ -71,6 +71,9 @@ class ModelConfig(Settings):
     max_model_len: int | None = Field(
         None, ge=2, description="tokens of prompt + output; default: the model's own limit"
     )
+    max_loaded_adapters: int = Field(
+        8, ge=1, le=1024, description="LoRA adapters in memory at once; the least recently used goes first"
+    )
     simulated: dict[str, Any] | None = Field(
         None,
         description="for tests and benchmarks: the parameters of a cost model, `SimulatedCosts` in "
@@ -497,6 +500,9 @@ class ServedModelConfig(Settings):
         description="seconds that a request may take which names no `deadline_s`, waiting included; not of background "
         "requests; default: any number",
     )
+    adapters: dict[Name, str] = Field(
+        {}, max_length=1024, description="LoRA adapters by the name that clients send as `model`: a folder or a hub id"
+    )
     engine: EngineConfig = EngineConfig()
     replicas: ReplicasConfig = ReplicasConfig()
 
@@ -694,10 +700,10 @@ class ApplicationConfig(Settings):
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> ApplicationConfig:
-        names = [name for model in self.models for name in (model.name, *model.aliases)]
+        names = [name for model in self.models for name in (model.name, *model.aliases, *model.adapters)]
         twice = _twice([*names, *(cascade.name for cascade in self.cascades)])
         if twice:
-            raise ValueError(f"models have the same name: {', '.join(twice)}; give each its own")
+            raise ValueError(f"models and adapters have the same name: {', '.join(twice)}; give each its own")
         return self
 
     @model_validator(mode="after")

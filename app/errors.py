@@ -23,7 +23,8 @@
     │   └── Unavailable          no replica can take the request now
     │       └── ReplicasLost     several were lost while they served it, so it may be what they died of
     └── InvalidSetup             the operator's mistake, found at start
-        └── UnsupportedModel     the model cannot be served, with the reason
+        ├── UnsupportedModel     the model cannot be served, with the reason
+        └── UnsupportedAdapter   the LoRA adapter cannot be used, with the reason
 
 They cross process borders, so each survives pickling with all its attributes. HTTP statuses are not decided here
 (see `app/api/http/errors.py`).
@@ -168,6 +169,10 @@ class InvalidSetup(CarouselError):
 
 class UnsupportedModel(InvalidSetup):
     """The model cannot be served; the message says why."""
+
+
+class UnsupportedAdapter(InvalidSetup):
+    """The LoRA adapter cannot be used with its model; the message says why."""
 
 
 def first_line(error: BaseException) -> str:

@@ -32,6 +32,8 @@ ALLOWED = {
         "app.config", "app.disk", "app.errors", "app.engine.batch", "app.engine.logit_adjustments",
         "app.engine.request", "torch", "transformers", "triton",
     },
+    "app.model.adapter_files": {"app.errors", "transformers"},
+    "app.model.adapters": {"app.errors", "app.engine.batch", "app.model", "torch", "pydantic", "safetensors"},
     "app.model.gguf": {"app.disk", "app.errors", "gguf", "numpy", "tokenizers", "transformers"},
     "app.model.cpu.checkpoint": {"app.model", "torch", "safetensors", "transformers"},
     "app.model.cpu.kept_check": {"app.engine.request", "app.model", "torch", "pydantic"},

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from app.api.output.tool_calls import ToolUse
 from app.api.schemas.requests import MAX_ALLOWED_TOKEN_IDS
-from app.engine.request import Generate, ModelFacts, Pooling, Request
+from app.engine.request import Adapter, Generate, ModelFacts, Pooling, Request
 from app.errors import InvalidRequest
 from app.text import Reasoning, ReasoningMarks, Tokenizer
 from app.text.tool_calls import ToolFormat
@@ -67,7 +68,18 @@ class ServedModel:
     tool_format: ToolFormat | None = None  # how it writes tool calls; None: unknown
     reasoning_marks: ReasoningMarks | None = None  # around its reasoning; None: it marks none
     pooling: Pooling | None = None  # what its embeddings are; None: it gives none
+    adapter: Adapter | None = None  # with which its replicas compute
+    parent: str = ""  # of an adapter: the model that it adapts
     deadline_s: float | None = None  # of requests that name none
+
+    @property
+    def base(self) -> str:
+        """The model that keys are for, replicas belong to and metrics count: of an adapter its parent."""
+        return self.parent or self.name
+
+    def adapted(self, adapter: Adapter) -> ServedModel:
+        """The same model with an adapter, under the adapter's name."""
+        return replace(self, name=adapter.name, aliases=(), adapter=adapter, parent=self.name, created=int(time.time()))
 
     def entry(self, name: str) -> dict[str, Any]:
         """What /v1/models says of it, under its name or an alias."""
@@ -77,7 +89,7 @@ class ServedModel:
             "created": self.created,
             "owned_by": "carousel",
             "root": self.name,
-            "parent": None,
+            "parent": self.parent or None,
             "max_model_len": self.facts.max_model_len,
             "permission": [],
         }
@@ -160,6 +172,13 @@ class Call:
         call_id = f"{prefix}{request_id[:_MAX_ID_SHOWN]}-{secrets.token_hex(4)}"
         named = [replace(each, request_id=f"{call_id}-{index}") for index, each in enumerate(self.requests)]
         return replace(self, call_id=call_id, requests=tuple(named))
+
+    def with_adapter(self) -> Call:
+        """The call with the adapter of its model, if that is one."""
+        adapter = self.model.adapter
+        if adapter is None:
+            return self
+        return replace(self, requests=tuple(replace(each, adapter=adapter) for each in self.requests))
 
     def with_max_tokens(self, max_tokens: int) -> Call:
         """The call with outputs of at most so many tokens."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from app.api.schemas.parameters import UnknownFields, parse
 from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelRequest, QueuedRequest
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
 from app.config import ApiConfig
-from app.engine.request import MAX_PRIORITY
+from app.engine.request import MAX_PRIORITY, Adapter
 from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequest, NotFound, Overloaded, Unavailable
 from app.jobs import LOWEST_CLASS, Answered, ItemOrigin, Json
 from app.metrics import NO_MODEL, RequestMetrics, task_name
@@ -109,7 +109,8 @@ class RequestHandler:
 
         `tracer` gets a trace of each HTTP request and of each attempt at an item.
         """
-        self.models = by_any_name(models)
+        self._bases = tuple(models)
+        self.models = by_any_name(models)  # and adapters, see `serve_adapters`
         self.cascades = {cascade.name: cascade for cascade in cascades}
         self.config = config
         self.limits = limits
@@ -119,6 +120,20 @@ class RequestHandler:
         self.threads = BodyThreads()
         self.turns = asyncio.Lock()  # of large answers at the event loop, see `JsonAnswer`
         self._unknown_fields = UnknownFields()
+
+    def serve_adapters(self, model: str, adapters: Iterable[Adapter]) -> None:
+        """From now on these adapters of a model are served under their names, and no others of it.
+
+        An adapter that was served before keeps its entry.
+        """
+        base = next(each for each in self._bases if each.name == model)
+        served = {name: each for name, each in self.models.items() if each.parent != model}
+        for adapter in adapters:
+            known = self.models.get(adapter.name)
+            if known is None or known.adapter != adapter:
+                known = base.adapted(adapter)
+            served.setdefault(adapter.name, known)
+        self.models = served
 
     async def handle(self, endpoint: Endpoint, body: Mapping[str, Any], client: Client) -> PendingResponse:
         """Check a body, reserve what it may need, and prepare its response. Of a cascade the small model has run then.
@@ -178,9 +193,9 @@ class RequestHandler:
         """
         if name is not None and name in self.models:
             model = self.models[name]
-            account.check_model(model.name)
+            account.check_model(model.base)
             return model
-        usable = {model.name: model for model in self.models.values() if account.may_use(model.name)}
+        usable = {model.name: model for model in self._bases if account.may_use(model.name)}
         if name is None and len(usable) == 1:
             return next(iter(usable.values()))
         served = ", ".join(usable)
@@ -218,12 +233,14 @@ class RequestHandler:
     ) -> Call:
         """What a body of this size asks of a model, checked, and what it may need reserved."""
         reservation = client.reservation
-        with self.counting_refusals(model.name):
+        with self.counting_refusals(model.base):
             limits = self.limits.shared_by(client.num_bodies)
             call = await self.threads.encode(
-                reservation.account.name, size, lambda: endpoint.prepare(parsed, model, limits, shared)
+                reservation.account.name,
+                parsed.encoded_size(size),
+                lambda: endpoint.prepare(parsed, model, limits, shared),
             )
-            call = with_headers(call.for_request(client.request_id), client.headers)
+            call = with_headers(call.for_request(client.request_id).with_adapter(), client.headers)
             return apply_key(reservation, call, parsed, share_prefixes=self.config.share_prefixes)
 
     async def handle_item(
@@ -387,8 +404,16 @@ class RequestHandler:
                     f"{larger[0].name}",
                     param="model",
                 )
+            if model.adapter is not None:
+                raise InvalidRequest(
+                    f"{model.name} is an adapter, which a batch's own engines do not compute; name {model.base}, or "
+                    f"leave out batches.engines",
+                    param="model",
+                )
             check(parsed)
-            call = await self.threads.encode(owner, size, lambda: endpoint.prepare(parsed, model, self.limits, None))
+            call = await self.threads.encode(
+                owner, parsed.encoded_size(size), lambda: endpoint.prepare(parsed, model, self.limits, None)
+            )
             return bounded_call(account, call, parsed)
         except Exception as error:
             return _refusal(error, request_id, path)

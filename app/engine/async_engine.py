@@ -18,14 +18,23 @@ from typing import Protocol
 from msgspec import structs
 
 from app.config import SchedulerConfig
+from app.engine.adapter_store import AdapterStore, HeldAdapter
 from app.engine.batch import DeviceLost
-from app.engine.engine import Engine, StepError
+from app.engine.engine import NO_ADAPTERS, Engine, StepError
 from app.engine.matcher import Matcher, Matchers
-from app.engine.request import FinishReason, ModelFacts, Queued, Request, TokenDelta
+from app.engine.request import Adapter, FinishReason, ModelFacts, Queued, Request, TokenDelta
 from app.engine.stats import EngineMeasurements, EngineStats
 from app.engine.throughput import RetryTimes
 from app.engine.view import EngineView
-from app.errors import CarouselError, DeviceFault, EngineStopped, InvalidRequest, Overloaded, traceback_of
+from app.errors import (
+    CarouselError,
+    DeviceFault,
+    EngineStopped,
+    InvalidRequest,
+    Overloaded,
+    UnsupportedAdapter,
+    traceback_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +108,12 @@ class AsyncEngine:
 
         Closing the iterator aborts the request and frees its blocks at the next step.
 
-        Raises: before the first delta the errors of `matcher_of` and `submit`, later the error of the last delta.
+        Raises: before the first delta the errors of `matcher_of`, `adapter_of` and `submit`, later the error of the
+        last delta.
         """
         stream = _Stream()
-        queued: Queued | None = self.submit(request, stream, await self.matcher_of(request))
+        matcher = await self.matcher_of(request)
+        queued: Queued | None = self.submit(request, stream, matcher, await self.adapter_of(request))
         has_ended = False
         try:
             while not has_ended:
@@ -130,10 +141,54 @@ class AsyncEngine:
             raise InvalidRequest("this engine writes no structured output", param=request.sampling.grammar.param)
         return await asyncio.wrap_future(self._matchers.matcher_of(request))
 
-    def submit(self, request: Request, receiver: DeltaReceiver, matcher: Matcher | None = None) -> Queued:
+    async def adapter_of(self, request: Request) -> HeldAdapter | None:
+        """The adapter that `submit` needs for a request with one; while it is loaded, no other request waits.
+
+        It is held from then on: the request must be submitted without waiting for anything else.
+
+        Raises:
+            InvalidRequest: the engine could never serve the request.
+            UnsupportedAdapter: it cannot be loaded.
+            Overloaded: as many adapters as may be loaded are in use.
+        """
+        if request.adapter is None:
+            return None
+        self._engine.check(request)
+        return await self._held(request.adapter)
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Have an adapter loaded before a request needs it. Raises as `adapter_of`."""
+        (await self._held(adapter)).release()
+
+    async def _held(self, adapter: Adapter) -> HeldAdapter:
+        store = self._engine.adapters
+        if store is None:
+            raise UnsupportedAdapter(NO_ADAPTERS)
+        if store.has(adapter.digest):
+            return store.hold(adapter)
+        loading = asyncio.get_running_loop().run_in_executor(None, store.hold, adapter)
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            loading.add_done_callback(_release_loaded)
+            raise
+
+    @property
+    def adapters(self) -> AdapterStore | None:
+        """None where this engine computes with none."""
+        return self._engine.adapters
+
+    def submit(
+        self,
+        request: Request,
+        receiver: DeltaReceiver,
+        matcher: Matcher | None = None,
+        adapter: HeldAdapter | None = None,
+    ) -> Queued:
         """Queue a request; `receiver` gets its deltas in the event loop that runs now, until its end or `abort`.
 
-        A request with a grammar comes with the result of `matcher_of`.
+        A request with a grammar comes with the result of `matcher_of`, one with an adapter with that of `adapter_of`,
+        which is released when the request has ended or is refused.
 
         A request that does not end by stop or length ends with an error delta: DeadlineMissed, StepFailed (this request
         made the model fail), DeviceFault (the device failed on its whole batch), EngineStopped (shut down or dead).
@@ -143,6 +198,16 @@ class AsyncEngine:
             Overloaded: the queue is full; it says when to try again. Nothing was queued.
             EngineStopped: the engine has shut down or died.
         """
+        try:
+            return self._submit(request, receiver, matcher, adapter)
+        except BaseException:
+            if adapter is not None:
+                adapter.release()
+            raise
+
+    def _submit(
+        self, request: Request, receiver: DeltaReceiver, matcher: Matcher | None, adapter: HeldAdapter | None
+    ) -> Queued:
         self.check_health()
         self._engine.check(request)
         assert (matcher is None) == (request.sampling.grammar is None), "grammars come with their matchers"
@@ -153,7 +218,7 @@ class AsyncEngine:
         with self._wake:
             self._check_room(request, arrived_at)
             queued = Queued(self._stats.num_waiting + self._num_entering, self._stats.estimated_wait_s)
-            self._command(lambda: self._enter(request, arrived_at, matcher))
+            self._command(lambda: self._enter(request, arrived_at, matcher, adapter))
             self._num_entering += 1
             self._num_entering_tokens += num_tokens
             self._receivers[request.request_id] = subscription
@@ -335,8 +400,8 @@ class AsyncEngine:
         self._engine.reconfigure(config)
         self._stats = self._engine.stats()  # before the caller of `reconfigure` continues
 
-    def _enter(self, request: Request, arrived_at: float, matcher: Matcher | None) -> None:
-        self._engine.add_checked(request, arrived_at=arrived_at, matcher=matcher)
+    def _enter(self, request: Request, arrived_at: float, matcher: Matcher | None, adapter: HeldAdapter | None) -> None:
+        self._engine.add_checked(request, arrived_at=arrived_at, matcher=matcher, adapter=adapter)
 
     def _step(self) -> None:
         num_steps = self._stats.total_steps
@@ -383,6 +448,12 @@ class AsyncEngine:
 
     def _fail(self, request_ids: Iterable[str], error: CarouselError) -> None:
         self._deliver(TokenDelta(request_id, (), FinishReason.ERROR, error=error) for request_id in request_ids)
+
+
+def _release_loaded(loading: asyncio.Future[HeldAdapter]) -> None:
+    """The request that it was loaded for has gone."""
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result().release()
 
 
 def _resolve(future: Future[None], action: Callable[[], None]) -> bool:

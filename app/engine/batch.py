@@ -45,6 +45,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
     first_target: int = 0
     # Which hidden states are wanted: the last token's, or the sum of all.
     pooling: Pooling | None = None
+    adapter: object = None  # as the model runner has loaded it
     second_text_at: int = 0  # as the request has it
 
     @property
@@ -123,6 +124,11 @@ class Batch:
         if self.has_drafts:
             return tuple([each for item in self.scheduled for each in _by_draw(item)])
         return tuple([item for item in self.scheduled if item.samples])
+
+    @cached_property
+    def has_adapters(self) -> bool:
+        """Whether any sequence is computed with an adapter."""
+        return any(item.adapter is not None for item in self.scheduled)
 
     @cached_property
     def matchers(self) -> tuple[Matcher, ...]:

@@ -103,6 +103,10 @@ class BatchBuilder:
                 None,
                 sequence.matcher,
                 sequence.lacks_history,
+                (),
+                0,
+                None,
+                None if sequence.adapter is None else sequence.adapter.weights,
             )
         else:
             scheduled = self._scheduled_sequence(sequence, 1)
@@ -161,6 +165,7 @@ class BatchBuilder:
             second_text_at=sequence.request.second_text_at,
             matcher=sequence.matcher if samples else None,
             lacks_history=samples and sequence.lacks_history,
+            adapter=None if sequence.adapter is None else sequence.adapter.weights,
         )
         if scheduled.wants_logprobs:
             self._has_logprobs = True

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from app.config import SchedulerConfig
+from app.engine.adapter_store import AdapterStore, HeldAdapter
 from app.engine.batch import Batch, StepResult
 from app.engine.isolation import DeviceFailed, Quarantine, run_in_parts, tried
 from app.engine.matcher import Matcher, TokenSet
@@ -29,6 +31,10 @@ from app.errors import InvalidRequest, InvalidSetup, Quarantined, StepFailed, de
 
 logger = logging.getLogger(__name__)
 
+NO_ADAPTERS = (
+    "this replica computes with no adapters: they need a CPU (model.device: cpu) and replicas.tensor_parallel: 1, and "
+    "no encoder and no model that is simulated"
+)
 _TELL_EVERY_S = 10.0  # of changed limits, at most
 
 
@@ -81,6 +87,18 @@ class PaddingRunner(ModelRunner, Protocol):
 
 
 @runtime_checkable
+class AdaptingRunner(ModelRunner, Protocol):
+    """A model runner that computes with LoRA adapters."""
+
+    def load_adapter(self, folder: Path) -> object:
+        """Read an adapter, for `ScheduledSequence.adapter`. Any thread may call, beside a step.
+
+        Raises UnsupportedAdapter.
+        """
+        ...
+
+
+@runtime_checkable
 class ClosingRunner(ModelRunner, Protocol):
     """A model runner with other processes."""
 
@@ -105,12 +123,14 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         largest_step: SchedulerConfig | None = None,
         recorder: Recorder | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         """`clock` gives monotonic seconds. `largest_step` has the limits that memory was sized for, if steps need any.
 
-        `recorder` gets every event from outside and every decision.
+        `recorder` gets every event from outside and every decision. Without `adapters` no request may have one.
         """
         self.facts = facts
+        self.adapters = adapters
         self._scheduler = scheduler
         self.runner = runner
         self._processes = runner if isinstance(runner, ClosingRunner) else None
@@ -141,6 +161,8 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise InvalidRequest if the engine could never serve the request. Changes nothing; any thread may call."""
         check_request(request, self.facts)
+        if request.adapter is not None and self.adapters is None:
+            raise InvalidRequest(NO_ADAPTERS, param="model")
         if self._quarantine.holds(request):
             raise Quarantined(
                 "this prompt with these sampling parameters has made the model fail before; it is not tried again",
@@ -155,23 +177,35 @@ class Engine:
 
         Raises:
             InvalidRequest: it can never be served, or a request of this id is being served.
+            UnsupportedAdapter, Overloaded: its adapter cannot be loaded.
         """
         self.check(request)
         assert (matcher is None) == (request.sampling.grammar is None), "grammars come with their matchers"
-        self.add_checked(request, arrived_at=arrived_at, matcher=matcher)
+        adapter = None if request.adapter is None or self.adapters is None else self.adapters.hold(request.adapter)
+        self.add_checked(request, arrived_at=arrived_at, matcher=matcher, adapter=adapter)
 
-    def add_checked(self, request: Request, *, arrived_at: float | None = None, matcher: Matcher | None = None) -> None:
+    def add_checked(
+        self,
+        request: Request,
+        *,
+        arrived_at: float | None = None,
+        matcher: Matcher | None = None,
+        adapter: HeldAdapter | None = None,
+    ) -> None:
         """As `add`, for a request that has passed `check`, perhaps in another thread: it is not checked again.
+
+        Its adapter is loaded and held for it, and released when it ends.
 
         Raises:
             InvalidRequest: a request of this id is being served.
         """
+        assert (adapter is None) == (request.adapter is None), "requests come with their adapters"
         if self._scheduler.has_request(request.request_id):
             raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
         now = self._clock() if arrived_at is None else arrived_at
         if matcher is None and request.sampling.allowed_token_ids:
             matcher = TokenSet(request.sampling.allowed_token_ids, vocab_size=self.facts.vocab_size)
-        self._scheduler.add(request, now=now, matcher=matcher)
+        self._scheduler.add(request, now=now, matcher=matcher, adapter=adapter)
         self._recorder.arrived(request, at=now)
 
     def now(self) -> float:
@@ -347,6 +381,8 @@ class Engine:
     def measurements(self) -> EngineMeasurements:
         """All measurements since the start. Any thread may call."""
         measured, runner = replace(self._scheduler.measurements(), tuning=self.tuning), self.runner
+        if self.adapters is not None:
+            measured = replace(measured, adapters=self.adapters.stats())
         if isinstance(runner, PaddingRunner):
             measured = replace(measured, num_padding_tokens=runner.num_padding_tokens)
         return measured

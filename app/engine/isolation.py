@@ -135,5 +135,5 @@ def _digest(request: Request) -> bytes:
     # Without the seed: a request without one gets a new seed at every try.
     sampling = astuple(replace(request.sampling, seed=0))
     text = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=16)
-    text.update(repr((sampling, request.cache_salt)).encode())
+    text.update(repr((sampling, request.prefix_salt)).encode())
     return text.digest()

@@ -140,6 +140,15 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A LoRA adapter: where each replica finds it, and what it must find there."""
+
+    name: str  # as requests ask for it
+    path: str  # folder or hub id
+    digest: str  # of its files: another content is another adapter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One request. `cache_salt` separates clients that must not share KV prefixes.
 
@@ -163,6 +172,12 @@ class Request:
     is_background: bool = False  # it uses only unused capacity, and is preempted first
     session: str = ""  # requests of one session go to the same replica where possible
     no_queue: bool = False  # it is refused where it would wait for a slot
+    adapter: Adapter | None = None  # what the model computes with beside its own weights
+
+    @property
+    def prefix_salt(self) -> str:
+        """Only requests of one prefix salt share KV: keys and values follow from the adapter, too."""
+        return self.cache_salt if self.adapter is None else f"{self.adapter.digest}\n{self.cache_salt}"
 
 
 class Queued(NamedTuple):

@@ -109,7 +109,7 @@ class ResultProcessor:
         """Let others share the blocks that are full with so many computed tokens."""
         size = self._pool.block_size
         for index in range(len(sequence.prefix_ids), num_computed_tokens // size):
-            parent = sequence.prefix_ids[-1] if sequence.prefix_ids else sequence.request.cache_salt
+            parent = sequence.prefix_ids[-1] if sequence.prefix_ids else sequence.request.prefix_salt
             content = sequence.token_ids(index * size, (index + 1) * size)
             sequence.prefix_ids.append(self._pool.publish(sequence.blocks[index], content, parent=parent))
 

@@ -37,7 +37,7 @@ class RunningSequences:
 
     def blocks_to_join(self, sequence: Sequence) -> tuple[list[Block], int]:
         """The cached blocks of its prefix, and how many free ones it takes to hold all of its known tokens."""
-        cached = self._pool.match(sequence.token_ids(0, sequence.num_tokens), salt=sequence.request.cache_salt)
+        cached = self._pool.match(sequence.token_ids(0, sequence.num_tokens), salt=sequence.request.prefix_salt)
         if sequence.request.pooling == Pooling.MEAN:  # a block that is not computed adds no hidden states
             cached = []
         if sequence.is_scoring:  # a block that is not computed gives no log-probabilities: skip only scored ones

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Several
 from dataclasses import replace
 
 from app.config import SchedulerConfig
+from app.engine.adapter_store import HeldAdapter
 from app.engine.batch import Batch, SchedulingDecision, StepResult, WaitReason
 from app.engine.batch_builder import BatchBuilder, with_history
 from app.engine.block_pool import BlockPool
@@ -105,21 +106,25 @@ class Scheduler:
 
     # ------------------------------------------------------------------ arrivals and ends
 
-    def add(self, request: Request, *, now: float, matcher: Matcher | None = None) -> None:
+    def add(
+        self, request: Request, *, now: float, matcher: Matcher | None = None, adapter: HeldAdapter | None = None
+    ) -> None:
         """Queue a request that arrived at `now`.
 
         Its id must be new, and its tokens must fit into the pool when it runs alone. `matcher` has advanced past its
-        generated tokens.
+        generated tokens. `adapter`: the request's; it is released at the end.
         """
         assert request.request_id not in self._sequences, f"request {request.request_id} was added twice"
-        sequence = self._new_sequence(request, now, matcher)
+        sequence = self._new_sequence(request, now, matcher, adapter)
         if sequence.deadline_at is not None:
             chunk_tokens = self._limits.prefill_chunk_tokens
             self._deadlines.watch(sequence, self._policy, chunk_tokens=chunk_tokens, is_idle=not self._sequences)
         self._sequences[request.request_id] = sequence
         self._waiting.push(sequence)
 
-    def _new_sequence(self, request: Request, now: float, matcher: Matcher | None) -> Sequence:
+    def _new_sequence(
+        self, request: Request, now: float, matcher: Matcher | None, adapter: HeldAdapter | None
+    ) -> Sequence:
         num_predicted_tokens = self._lengths.predict(request)
         sequence = Sequence(
             request=request,
@@ -128,6 +133,7 @@ class Scheduler:
             end_token_ids=self._end_token_ids(request.sampling),
             num_predicted_tokens=request.sampling.max_tokens if num_predicted_tokens is None else num_predicted_tokens,
             matcher=matcher,
+            adapter=adapter,
         )
         sequence.rank = self._policy.rank(sequence)
         self._num_arrived += 1
@@ -188,6 +194,8 @@ class Scheduler:
             self._waiting.note_finished(sequence)
         if sequence.deadline_at is not None:
             self._deadlines.note_finished()
+        if sequence.adapter is not None:
+            sequence.adapter.release()
 
     # ------------------------------------------------------------------ schedule
 

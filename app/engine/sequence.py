@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from app.engine.adapter_store import HeldAdapter
 from app.engine.block_pool import Block
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import Matcher
@@ -41,6 +42,7 @@ class Sequence:
     num_predicted_tokens: int = 0  # of its output, as predicted when it arrived
     rank: tuple[float, ...] = ()  # its place in the scheduling policy's order, lowest first
     matcher: Matcher | None = None  # where not every token may be drawn; advanced past all processed tokens
+    adapter: HeldAdapter | None = None  # of its request; released when it ends
     generated_token_ids: list[int] = field(default_factory=list)
     num_prompt_tokens: int = field(init=False)
     looks_back: bool = field(init=False)  # see `SamplingParams`

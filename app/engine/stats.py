@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from app.engine.adapter_store import AdapterStats
 from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram
 from app.engine.request import EngineTimes
 from app.engine.sequence import Sequence
@@ -85,6 +86,7 @@ class EngineMeasurements:
     step_requests: Distribution  # in one step
     num_padding_tokens: int = 0  # computed for nothing, as steps run from graphs of a few sizes
     tuning: Tuning | None = None  # what the tuner does; None without targets
+    adapters: AdapterStats | None = None  # None where the model runner computes with none
 
 
 class MeasurementCollector:

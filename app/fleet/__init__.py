@@ -1,5 +1,6 @@
 """Between ingress and replicas: dispatch, frames of tokens, requests in flight, failover. No Ray, no HTTP."""
 
+from app.fleet.adapter_table import AdapterEntry, AdapterTable, adapters_in, merged
 from app.fleet.fleet import FailoverLimits, Fleet, FleetMetrics, ReplicaTransport
 from app.fleet.frame_client import FrameReader, LivenessTimeouts, connect
 from app.fleet.frame_server import Address, FrameServer
@@ -9,6 +10,8 @@ from app.fleet.outbox import Outbox
 from app.fleet.replica_registry import ReplicaRegistry
 
 __all__ = [
+    "AdapterEntry",
+    "AdapterTable",
     "Address",
     "FailoverLimits",
     "Fleet",
@@ -21,6 +24,8 @@ __all__ = [
     "ReplicaLost",
     "ReplicaRegistry",
     "ReplicaTransport",
+    "adapters_in",
     "connect",
+    "merged",
     "report_of",
 ]

@@ -63,7 +63,14 @@ ReceivedT = TypeVar("ReceivedT", Frame, Message)
 
 
 def report_of(
-    stats: EngineStats, *, num_requests: int, group: str, max_requests: int, step_age_s: float, weights: int = 0
+    stats: EngineStats,
+    *,
+    num_requests: int,
+    group: str,
+    max_requests: int,
+    step_age_s: float,
+    weights: int = 0,
+    adapters: tuple[str, ...] | None = None,
 ) -> ReplicaReport:
     """A replica's report: its engine's snapshot, and what the snapshot does not have."""
     return ReplicaReport(
@@ -79,6 +86,7 @@ def report_of(
         ended_per_s=stats.ended_per_s,
         step_age_s=step_age_s,
         weights=weights,
+        adapters=adapters,
         sends_views=True,
     )
 

@@ -43,7 +43,11 @@ class ServingEngine(Protocol):
         """What `submit` needs for a request with a grammar. Raises a CarouselError."""
         ...
 
-    def submit(self, request: Request, receiver: Any, matcher: Any = None) -> Queued:
+    async def adapter_of(self, request: Request) -> Any:
+        """What `submit` needs at once for a request with an adapter. Raises a CarouselError."""
+        ...
+
+    def submit(self, request: Request, receiver: Any, matcher: Any = None, adapter: Any = None) -> Queued:
         """Queue a request; `receiver.put_all` gets its deltas. Raises a CarouselError."""
         ...
 
@@ -85,7 +89,7 @@ class Outbox:
         self._on_idle = on_idle
         self._deltas: dict[str, list[TokenDelta]] = {}  # not sent yet, by request id, in the order of their first
         self._open: set[str] = set()  # the ids of the requests that the engine has
-        self._compiling: dict[str, asyncio.Task[None]] = {}  # by request id, until its grammar is compiled
+        self._preparing: dict[str, asyncio.Task[None]] = {}  # by request id, until grammar and adapter are ready
         self._view: EngineView | None = None  # not sent yet
         self._next_number = 0  # of the next frame
         self._heartbeat_s = heartbeat_s
@@ -98,25 +102,26 @@ class Outbox:
 
     def submit(self, request: Request) -> None:
         """Have a request served. Its first delta says that it is queued, or with which error it was refused."""
-        if request.sampling.grammar is None:
-            self._submit(request, None)
+        if request.sampling.grammar is None and request.adapter is None:
+            self._submit(request)
             return
-        compiling = asyncio.get_running_loop().create_task(self._submit_with_grammar(request))
-        self._compiling[request.request_id] = compiling
+        preparing = asyncio.get_running_loop().create_task(self._submit_prepared(request))
+        self._preparing[request.request_id] = preparing
 
-    async def _submit_with_grammar(self, request: Request) -> None:
+    async def _submit_prepared(self, request: Request) -> None:
         try:
             matcher = await self._engine.matcher_of(request)
+            adapter = await self._engine.adapter_of(request)
         except Exception as error:
-            del self._compiling[request.request_id]
+            del self._preparing[request.request_id]
             self._refuse(request, error)
             return
-        del self._compiling[request.request_id]
-        self._submit(request, matcher)
+        del self._preparing[request.request_id]
+        self._submit(request, matcher, adapter)
 
-    def _submit(self, request: Request, matcher: Any) -> None:
+    def _submit(self, request: Request, matcher: Any = None, adapter: Any = None) -> None:
         try:
-            queued = self._engine.submit(request, self, matcher)
+            queued = self._engine.submit(request, self, matcher, adapter)
         except Exception as error:
             self._refuse(request, error)
             return
@@ -138,9 +143,9 @@ class Outbox:
 
     def abort(self, request_id: str) -> None:
         """End a request, free its blocks and report soon that its place is free. Nothing happens when it has ended."""
-        compiling = self._compiling.pop(request_id, None)
-        if compiling is not None:
-            compiling.cancel()
+        preparing = self._preparing.pop(request_id, None)
+        if preparing is not None:
+            preparing.cancel()
         if request_id in self._open:
             self._open.discard(request_id)
             self._engine.abort(request_id)
@@ -172,12 +177,12 @@ class Outbox:
     @property
     def is_idle(self) -> bool:
         """Whether all requests have ended and their last deltas are sent."""
-        return not (self._open or self._compiling or self._deltas)
+        return not (self._open or self._preparing or self._deltas)
 
     def close(self) -> None:
         """The stream has ended: the ingress goes on with its requests at other replicas. They end here."""
         self._timer.cancel()
-        for request_id in [*self._compiling, *self._open]:
+        for request_id in [*self._preparing, *self._open]:
             self.abort(request_id)
         for timer in (self._queued_timer, self._aborted_timer):
             if timer is not None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.engine.request import Request
+from app.engine.request import Adapter, Request
 from app.engine.throughput import RetryTimes
-from app.errors import Overloaded
+from app.errors import Overloaded, Unavailable
 from app.fleet.dispatch import (
     Candidate,
     Decision,
@@ -21,6 +21,7 @@ from app.fleet.dispatch import (
     ReplicaReport,
     RequestSize,
     Sessions,
+    near_adapter,
     of_group,
 )
 
@@ -55,6 +56,7 @@ class ReplicaRegistry:
         self._lengths = OutputLengths()
         self._sessions = Sessions()
         self._prefixes: PrefixIndex | None = None  # from the first report on, which says how much KV memory there is
+        self._adapters_sent: dict[str, str] = {}  # the replica that the last request with an adapter went to
         self._retry_times = RetryTimes()
         self._weights = 0  # the digest that a replica has reported last
         self._differing: frozenset[str] = frozenset()  # replicas that were told of
@@ -77,11 +79,14 @@ class ReplicaRegistry:
         Raises:
             InvalidRequest: there is no such group.
             Overloaded: every replica is known to be full, or has no slot for a request that does not wait for one.
+            Unavailable: no replica computes with adapters, and the request has one.
         """
+        if request.adapter is not None:
+            replica_ids = self._that_adapt(replica_ids)
         session, prompt = request.session, request.prompt_token_ids
         group = self._groups.choose(session or request.request_id, asked=request.group, preset=request.preset)
         prefixes = self._prefixes
-        cached = {} if prefixes is None else prefixes.match(prompt, salt=request.cache_salt)
+        cached = {} if prefixes is None else prefixes.match(prompt, salt=request.prefix_salt)
         candidates = self._ledger.candidates(
             replica_ids,
             now=self._clock(),
@@ -104,8 +109,13 @@ class ReplicaRegistry:
             num_prompt_tokens=len(prompt) + num_generated,
             num_expected_tokens=max(1, self._lengths.expected_tokens(request.sampling.max_tokens) - num_generated),
         )
-        decision = self.last_decision = self._policy.decide(trusted or of_its_group, size)
+        considered = trusted or of_its_group
+        if request.adapter is not None:
+            considered = near_adapter(considered, size, self._replicas_with(request.adapter))
+        decision = self.last_decision = self._policy.decide(considered, size)
         replica_id = decision.order[0]
+        if request.adapter is not None:
+            self._adapters_sent[request.adapter.digest] = replica_id
         self._decisions[replica_id] = replace(decision, candidates=decision.candidates[:1])
         self._placed[request.request_id] = _Placed(request, decision)
         # Charged before it is sent: requests placed in the same moment must see each other.
@@ -119,8 +129,21 @@ class ReplicaRegistry:
         if session:
             self._sessions.place(session, replica_id)
         if prefixes is not None:
-            prefixes.add(replica_id, prompt, salt=request.cache_salt)
+            prefixes.add(replica_id, prompt, salt=request.prefix_salt)
         return replica_id
+
+    def _that_adapt(self, replica_ids: Collection[str]) -> list[str]:
+        """Without those that would answer as if the request had no adapter: of a version that knows none."""
+        reports = {each: self._ledger.replica(each).report for each in replica_ids}
+        found = [each for each, report in reports.items() if report is None or report.adapters is not None]
+        if not found:
+            raise Unavailable("no replica computes with adapters now; try again")
+        return found
+
+    def _replicas_with(self, adapter: Adapter) -> set[str]:
+        """Those that have an adapter loaded, or are loading it for a request that has just been sent."""
+        found = {each for each, report in self.reports.items() if adapter.digest in (report.adapters or ())}
+        return found | {self._adapters_sent.get(adapter.digest, "")}
 
     def decision(self, request_id: str) -> Decision | None:
         """Why a request went where it did; None before it was placed."""
@@ -154,6 +177,7 @@ class ReplicaRegistry:
         self._replica_ids = tuple(replica_ids)
         self._ledger.keep_only(replica_ids)
         self._sessions.keep_only(replica_ids)
+        self._adapters_sent = {key: each for key, each in self._adapters_sent.items() if each in replica_ids}
         self._decisions = {each: self._decisions[each] for each in replica_ids if each in self._decisions}
         if self._prefixes is not None:
             self._prefixes.keep_only(replica_ids)

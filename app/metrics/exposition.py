@@ -147,6 +147,19 @@ def _replica_families(scrape: Scrape) -> Iterable[Metric]:
         _LABELS,
         [(labels, each.measurements.num_padding_tokens) for labels, each in reports],
     )
+    adapters = [(labels, each.measurements.adapters) for labels, each in reports]
+    yield gauge(
+        "carousel_adapters_loaded",
+        "LoRA adapters in memory.",
+        _LABELS,
+        [(labels, len(each.loaded)) for labels, each in adapters if each is not None],
+    )
+    yield counter(
+        "carousel_adapter_loads",
+        "LoRA adapters read, the same ones again after they had made room for others too.",
+        _LABELS,
+        [(labels, each.num_loads) for labels, each in adapters if each is not None],
+    )
     for name, text, spread in _ENGINE_HISTOGRAMS:
         rows = [(labels, spread(each.measurements)) for labels, each in reports]
         yield histogram(f"carousel_{name}", text, _LABELS, rows)

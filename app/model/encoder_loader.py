@@ -27,7 +27,7 @@ from app.model.encoder import (
 )
 from app.model.loader import device_of, dtype_of
 from app.model.packed_attention import PACKED_ATTENTION_NAME, packed_attention
-from app.model.packed_linear import pack_linear_layers
+from app.model.positions import fix_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -86,8 +86,6 @@ def load_encoder(config: ModelConfig, location: str) -> LoadedEncoder:
     device, chosen = device_of(config), dtype_of(config, location)
     module = _loaded(config, location, chosen.dtype, device)
     base, own = module.base_model, _own_outputs(module)
-    if device.type == "cpu" and config.backend != "torch":
-        pack_linear_layers(module)
     encoder, score = Encoder(base, device), _score_head(config, module)
     _compare(config, encoder, score, own)
     sentences = sentence_settings(config, location)
@@ -97,6 +95,7 @@ def load_encoder(config: ModelConfig, location: str) -> LoadedEncoder:
     longest = max_model_len(config, None if limit is None else limit - encoder.num_unused_positions)
     if config.max_model_len is None and sentences.max_length is not None:
         longest = min(longest, sentences.max_length)
+    fix_positions(base, longest)
     facts = ModelFacts(
         max_model_len=longest,
         vocab_size=base.get_input_embeddings().weight.shape[0],

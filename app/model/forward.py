@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from app.engine.batch import Batch
+from app.model.adapters import AdapterWeights, LinearUpdates, Sizes
 from app.model.attention import AttentionStep, PagedAttention
 from app.model.inputs import ModelInputs
 from app.model.pooling import LastHiddenStates
@@ -30,6 +32,19 @@ class ForwardPass(Protocol):
 
     def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
         """Write the new tokens' KV and compute the logits of the wanted tokens."""
+        ...
+
+
+@runtime_checkable
+class AdaptableForward(ForwardPass, Protocol):
+    """A forward pass that computes with LoRA adapters."""
+
+    def linear_sizes(self) -> Mapping[str, Sizes]:
+        """The linear layers that adapters may change, by their names in the checkpoint."""
+        ...
+
+    def prepare_adapter(self, weights: AdapterWeights) -> object:
+        """An adapter as the `adapter` of scheduled sequences needs it. Any thread may call, beside a step."""
         ...
 
 
@@ -60,15 +75,25 @@ class TransformersForward:
         self.attention = attention
         self._module = module
         self._last_hidden = LastHiddenStates(module)
+        self._updates = LinearUpdates(module)
 
     def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
-        return self.compute(
-            inputs.token_ids,
-            inputs.positions,
-            self.attention.begin_step(batch, inputs),
-            logits_indices=inputs.logits_indices,
-            hidden_indices=inputs.hidden_indices,
-        )
+        with self._updates.of(batch):
+            return self.compute(
+                inputs.token_ids,
+                inputs.positions,
+                self.attention.begin_step(batch, inputs),
+                logits_indices=inputs.logits_indices,
+                hidden_indices=inputs.hidden_indices,
+            )
+
+    def linear_sizes(self) -> Mapping[str, Sizes]:
+        """See AdaptableForward."""
+        return self._updates.sizes
+
+    def prepare_adapter(self, weights: AdapterWeights) -> AdapterWeights:
+        """See AdaptableForward."""
+        return self._updates.prepared(weights)
 
     def compute(
         self,

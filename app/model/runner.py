@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from app.engine.batch import Batch, StepResult
-from app.model.forward import ForwardPass, Prediction
+from app.model.adapters import read_adapter
+from app.model.forward import AdaptableForward, ForwardPass, Prediction
 from app.model.inputs import build_inputs
 from app.model.logprobs import ComputeLogprobs, Logprobs, WantedLogprobs, compute_logprobs
 from app.model.parallel.leading import LeadingRunner
@@ -36,6 +38,12 @@ class TorchModelRunner(LeadingRunner):
 
     def prepare(self) -> None:
         """Nothing: all is ready for the first step."""
+
+    @torch.inference_mode()
+    def load_adapter(self, folder: Path) -> object:
+        """See `AdaptingRunner`."""
+        assert isinstance(self.forward, AdaptableForward), "every forward pass of this runner is"
+        return self.forward.prepare_adapter(read_adapter(folder, self.forward.linear_sizes()))
 
     @torch.inference_mode()
     def follow(self, batch: Batch) -> None:

@@ -48,6 +48,7 @@ CLIENTS = (
         worked_around="`mcp` is installed too, which it imports for calls with tools and does not require",
     ),
     Client("anthropic", "benchmarks.clients.with_anthropic"),
+    Client("cohere", "benchmarks.clients.with_cohere"),
     Client("ray", "benchmarks.clients.with_ray"),
     Client("lm-eval", "benchmarks.clients.with_lm_eval", requirement="lm-eval[api,hf]==0.4.13"),
     Client(

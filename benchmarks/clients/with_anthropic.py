@@ -12,17 +12,23 @@ from benchmarks.clients.checks import BASE_URL, MODEL, expect, run
 os.environ.pop("ANTHROPIC_AUTH_TOKEN", None)
 CLIENT = anthropic.Anthropic(base_url=BASE_URL, api_key="none", max_retries=0)
 HELLO: list[Any] = [{"role": "user", "content": "What is 2 plus 3?"}]
-TOOL: Any = {"name": "look", "description": "Looks.", "input_schema": {"type": "object", "properties": {}}}
+GREEDY: Any = {"temperature": 0}  # which the package has no name for
+TOOL: Any = {
+    "name": "look",
+    "description": "Looks.",
+    "strict": True,
+    "input_schema": {"type": "object", "properties": {}, "additionalProperties": False},
+}
 
 
 def message() -> None:
-    answer = CLIENT.messages.create(model=MODEL, max_tokens=8, system="Be short.", messages=HELLO, temperature=0)
+    answer = CLIENT.messages.create(model=MODEL, max_tokens=8, system="Be short.", messages=HELLO, extra_body=GREEDY)
     expect(answer.content[0].type == "text" and answer.usage.output_tokens > 0, answer)
     expect(answer._request_id is not None, "no request id")
 
 
 def stream_of_texts() -> None:
-    asked: Any = {"model": MODEL, "max_tokens": 8, "messages": HELLO, "temperature": 0}
+    asked: Any = {"model": MODEL, "max_tokens": 8, "messages": HELLO, "extra_body": GREEDY}
     with CLIENT.messages.stream(**asked) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
@@ -38,14 +44,14 @@ def stream_of_events() -> None:
 
 
 def stop_sequence() -> None:
-    whole = CLIENT.messages.create(model=MODEL, max_tokens=8, messages=HELLO, temperature=0).content[0].text
+    whole = CLIENT.messages.create(model=MODEL, max_tokens=8, messages=HELLO, extra_body=GREEDY).content[0].text
     stop = whole[2:4]
-    answer = CLIENT.messages.create(model=MODEL, max_tokens=8, messages=HELLO, temperature=0, stop_sequences=[stop])
+    answer = CLIENT.messages.create(model=MODEL, max_tokens=8, messages=HELLO, extra_body=GREEDY, stop_sequences=[stop])
     expect((answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop), answer)
 
 
 def forced_tool_call_and_its_result() -> None:
-    asked: Any = {"model": MODEL, "max_tokens": 60, "tools": [TOOL], "tool_choice": {"type": "any"}}
+    asked: Any = {"model": MODEL, "max_tokens": 60, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "look"}}
     answer = CLIENT.messages.create(messages=HELLO, **asked)
     use = answer.content[-1]
     expect(use.type == "tool_use" and use.name == "look" and use.input == {}, answer)

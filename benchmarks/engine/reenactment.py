@@ -7,9 +7,10 @@ from contextlib import suppress
 
 from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
+from app.engine.adapter_store import HeldAdapter
 from app.engine.engine import ModelRunner, StepError
 from app.engine.matcher import Matchers
-from app.engine.request import ModelFacts
+from app.engine.request import ModelFacts, Request
 from app.engine.trace.entries import (
     NOTHING,
     Abort,
@@ -91,13 +92,22 @@ class Reenactment:
         assert isinstance(made, StepRecord), "a step makes one entry"
         return self._shares.in_full(made)
 
+    def _adapter_of(self, request: Request) -> HeldAdapter | None:
+        """Where no model computes, one without weights."""
+        if request.adapter is None:
+            return None
+        store = self._engine.adapters
+        return HeldAdapter(None, lambda: None) if store is None else store.hold(request.adapter)
+
     def outside(self, entry: Entry) -> None:
         """Do what came from outside between two steps."""
         match entry:
             case Arrival():
                 self.request_ids[entry.number] = entry.request.request_id
                 matcher = None if self._matchers is None else self._matchers.matcher_of(entry.request).result()
-                self._engine.add_checked(entry.request, arrived_at=entry.at, matcher=matcher)
+                self._engine.add_checked(
+                    entry.request, arrived_at=entry.at, matcher=matcher, adapter=self._adapter_of(entry.request)
+                )
             case RedactedArrival():
                 assert self._stand_ins is not None, "a log without prompts needs tokens that stand for them"
                 request = self._stand_ins.request(entry)

@@ -161,7 +161,7 @@ def _configured(header: Header, model: str | None, settings: Sequence[str]) -> E
     assignments = parse_assignments(settings)
     base = dict(header.config) | {"step_log": {}}
     base["model"] = header.config["model"] | ({} if model is None else {"path": model})
-    base["cache"] = header.config["cache"] | {"num_blocks": header.num_blocks}
+    base["cache"] = header.config["cache"] | {"num_blocks": header.num_blocks or None}
     for assignment in assignments:  # another rule begins with its own defaults
         branch, _, name = assignment.path.partition(".")
         if assignment.path in ("scheduler.strategy", "scheduler.policy"):
@@ -174,7 +174,7 @@ def _configured(header: Header, model: str | None, settings: Sequence[str]) -> E
 
 def _differences(header: Header, config: EngineConfig, *, computes: bool) -> list[str]:
     here = config.model_dump(mode="json")
-    recorded = {**header.config, "cache": header.config["cache"] | {"num_blocks": header.num_blocks}}
+    recorded = {**header.config, "cache": header.config["cache"] | {"num_blocks": header.num_blocks or None}}
     branches = ("scheduler", "cache", *(("model",) if computes else ()))
     found = [
         difference

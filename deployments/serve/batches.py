@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from app.api import RequestHandler, ServedModel
 from app.api.endpoints.admin import ProcessReport
 from app.config import ApplicationConfig, ServedModelConfig
 from app.errors import CarouselError, Failure, Unavailable, traceback_of
+from app.fleet import AdapterTable
 from app.jobs.batch_runner import Execution, FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.jobs.preparation import PreparedItem
@@ -22,6 +24,7 @@ from app.jobs.results import ResultStore
 from app.jobs.runner import Executor, JobRun
 from app.metrics import BatchCounts
 from deployments.ray_internals import keep_calls_on_loopback
+from deployments.serve.adapters import FleetAdapters
 from deployments.serve.admin import AdminCollector
 from deployments.serve.keys_file import Keys
 from deployments.serve.logs import log_where_serve_does
@@ -50,6 +53,7 @@ class Batches:
         self._paths = paths
         self._handles = handles
         self._metrics = MetricsCollector(handles)
+        self._adapters: dict[str, FleetAdapters] = {}  # by the model's name, once it is open
         self._keys = Keys(config.api)
         assert config.batches is not None, "deployed only with batches"
         # Serve calls this on the loop that everything here runs on.
@@ -78,6 +82,11 @@ class Batches:
         """What this process knows of keys and replicas, for the ingress that an admin has asked."""
         return AdminCollector(self._config.models, self._keys.authenticator).report()
 
+    def note_adapters(self, model: str, table: AdapterTable) -> None:
+        """An ingress has loaded or unloaded adapters."""
+        if model in self._adapters:
+            self._adapters[model].note(table)
+
     def check_health(self) -> None:
         """Called by Serve; raises when the batches could not be opened or the keys' file is not followed.
 
@@ -97,11 +106,15 @@ class Batches:
             metrics = self._metrics.requests.model(model.name)
             client = ModelClient(model, self._handles[model.name], metrics)
             models.append(await served_model(model, self._paths[model.name], client))
+            self._adapters[model.name] = FleetAdapters(model.name, self._handles[model.name], client.transport)
         cascades = cascades_of(config.cascades, models)
         handler = RequestHandler(
             models, config.api, self._metrics.requests, self._keys.authenticator, cascades=cascades,
             tracer=tracer_of_environment(),
         )  # fmt: skip
+        for name, adapters in self._adapters.items():
+            adapters.on_change = partial(handler.serve_adapters, name)
+            await adapters.found()
         self._metrics.loop.start()
         self._metrics.loop.add_queue("bodies", lambda: handler.threads.num_waiting)
         self._following = asyncio.create_task(self._keys.follow())

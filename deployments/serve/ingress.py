@@ -19,8 +19,10 @@ from app.api.endpoints.admin import ProcessReport
 from app.api.endpoints.cancellation import RunningCalls
 from app.api.http.guard import owner_of
 from app.config import ApplicationConfig
+from app.fleet import AdapterTable
 from app.jobs import BatchService
 from deployments.ray_internals import accept_odd_headers, http_host, keep_calls_on_loopback, leave_request_ids_alone
+from deployments.serve.adapters import FleetAdapters
 from deployments.serve.admin import AdminCollector, FleetSwitch
 from deployments.serve.errors import to_carousel_error
 from deployments.serve.keys_file import Keys
@@ -70,6 +72,11 @@ class Ingress:
         self._switches = {
             name: FleetSwitch(name, handles[name], client.transport) for name, client in self._clients.items()
         }
+        senders = [] if batches is None else [batches]
+        self._adapters = {
+            name: FleetAdapters(name, handles[name], client.transport, senders)
+            for name, client in self._clients.items()
+        }
         self._running = RunningCalls({name: client.fleet for name, client in self._clients.items()})
         self._ready_until = 0.0
         self._ready_lock = asyncio.Lock()
@@ -93,6 +100,9 @@ class Ingress:
             cascades=cascades_of(self._config.cascades, models),
             tracer=tracer_of_environment(),
         )
+        for name, adapters in self._adapters.items():
+            adapters.on_change = partial(handler.serve_adapters, name)
+        await asyncio.gather(*(adapters.found() for adapters in self._adapters.values()))
         self._metrics.loop.start()
         self._metrics.loop.add_queue("bodies", lambda: handler.threads.num_waiting)
         return build_app(
@@ -103,6 +113,7 @@ class Ingress:
             collect=self._admin.collect,
             fleets={name: client.fleet for name, client in self._clients.items()},
             switches=self._switches,
+            adapters=self._adapters,
             running=self._running,
             cancel=self._cancel,
         )
@@ -122,6 +133,10 @@ class Ingress:
     def note_switch(self, model: str, switch: Switch | None) -> None:
         """Another ingress has switched a model's replicas; those that start later get it from all ingresses."""
         self._clients[model].transport.switch = switch
+
+    def note_adapters(self, model: str, table: AdapterTable) -> None:
+        """Another ingress has loaded or unloaded adapters."""
+        self._adapters[model].note(table)
 
     async def cancel_request(self, request_id: str, account: str | None) -> bool:
         """Whether this process had the request, which it has cancelled; for the ingress that was asked."""

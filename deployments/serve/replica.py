@@ -6,18 +6,21 @@ Calls through Serve's handle are for control only.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
 import ray
 from ray import serve
 
-from app.assembly import Devices, build_engine, digest_of_weights
+from app.assembly import Devices, adapter_at, build_engine, digest_of_weights
 from app.config import SchedulerConfig, ServedModelConfig
-from app.engine.request import ModelFacts
+from app.engine.adapter_store import AdapterStats
+from app.engine.engine import NO_ADAPTERS
+from app.engine.request import Adapter, ModelFacts
 from app.engine.stats import EngineStats
-from app.fleet import Address, FrameServer, report_of
+from app.errors import InvalidSetup
+from app.fleet import AdapterEntry, AdapterTable, Address, FrameServer, adapters_in, merged, report_of
 from app.fleet.dispatch import ReplicaReport, group_of_rank
 from app.metrics import EngineReport, LoopMonitor
 from deployments.ray_internals import keep_calls_on_loopback
@@ -26,7 +29,7 @@ from deployments.serve.logs import log_where_serve_does
 from deployments.serve.memory import freeze_loaded
 from deployments.serve.ray_metrics import RayMetrics, families_of_engine
 from deployments.serve.settings import groups_of, retuned
-from deployments.serve.transport import FramesFrom, Scheduling, Switch
+from deployments.serve.transport import FramesFrom, ReplicaAdapters, Scheduling, Switch
 from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads
 
 
@@ -49,6 +52,7 @@ class Replica:
         config = with_threads(model.engine, threads, num_ranks=devices.tensor_parallel)
         self._engine = build_engine(config.model_copy(update={"scheduler": self._deployed}), devices)
         self._weights = digest_of_weights(model.engine)
+        self._adapters = self._configured_adapters(model.adapters)
         self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._engine, self._report)
         freeze_loaded()
         if model.replicas.num_gpus > 0:  # on two cores of a CPU it costs a tenth of the tokens
@@ -86,9 +90,42 @@ class Replica:
     def _scheduler(self) -> SchedulerConfig:
         return self._tuned if self._switch is None else self._switch.applied_to(self._tuned)
 
+    def _configured_adapters(self, paths: Mapping[str, str]) -> AdapterTable:
+        """Each is loaded once, so that a replica does not start with one that cannot be used."""
+        if paths and self._engine.adapters is None:
+            raise InvalidSetup(f"models[].adapters: got {', '.join(paths)}; {NO_ADAPTERS}")
+        found = {name: adapter_at(name, path) for name, path in paths.items()}
+        for adapter in found.values():
+            assert self._engine.adapters is not None, "checked above"
+            self._engine.adapters.hold(adapter).release()
+        return {name: AdapterEntry(0.0, adapter) for name, adapter in found.items()}
+
+    async def adapters(self, table: AdapterTable) -> ReplicaAdapters:
+        """What this replica knows of adapters and has loaded, after it has learnt what another process knows."""
+        before = {each.digest for each in adapters_in(self._adapters)}
+        self._adapters = merged([self._adapters, table])
+        store = self._engine.adapters
+        if store is not None:
+            for digest in before - {each.digest for each in adapters_in(self._adapters)}:
+                store.unload(digest)
+        stats = AdapterStats() if store is None else store.stats()
+        return ReplicaAdapters(
+            replica_id=serve.get_replica_context().replica_id.unique_id,
+            table=self._adapters,
+            loaded=stats.loaded,
+            max_loaded=stats.max_loaded,
+        )
+
+    async def load_adapter(self, name: str, path: str) -> Adapter:
+        """Load an adapter that is not served yet. Raises UnsupportedAdapter, and Overloaded when there is no room."""
+        adapter = await asyncio.to_thread(adapter_at, name, path)
+        await self._engine.load_adapter(adapter)
+        return adapter
+
     async def frame_address(self, caller: FramesFrom) -> Address:
         """Where ingresses connect to this replica, for requests and frames."""
         await self.scheduling(caller.switch)
+        await self.adapters(caller.adapters)
         return await self._frame_server.open()
 
     def facts(self) -> ModelFacts:
@@ -126,6 +163,7 @@ class Replica:
             max_requests=engine.max_requests,
             step_age_s=engine.step_age_s,
             weights=self._weights,
+            adapters=None if engine.adapters is None else engine.adapters.stats().loaded,
         )
 
     async def _drain(self) -> None:

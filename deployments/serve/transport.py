@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from app.config import PolicyConfig, SchedulerConfig, StrategyConfig
-from app.fleet import Address, FrameReader, connect
+from app.fleet import AdapterTable, Address, FrameReader, connect
 from deployments.serve.errors import to_carousel_error
 
 
@@ -44,6 +44,7 @@ class FramesFrom:
 
     replica_id: str
     switch: Switch | None = None
+    adapters: AdapterTable = field(default_factory=dict)  # for a replica that was started later, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,16 @@ class Scheduling:
     switch: Switch | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaAdapters:
+    """The adapters that one replica knows, and the digests of those that it has loaded."""
+
+    replica_id: str
+    table: AdapterTable
+    loaded: tuple[str, ...]
+    max_loaded: int
+
+
 class ServeTransport:
     """`ReplicaTransport` over the handle of one replica deployment."""
 
@@ -64,6 +75,7 @@ class ServeTransport:
         self._handle = handle
         self._ingress_id = ingress_id
         self.switch: Switch | None = None  # the last that this process knows
+        self.adapters: AdapterTable = {}  # as far as this process knows
 
     async def wake(self) -> None:
         """See `ReplicaTransport`. Serve starts a replica of a model that sleeps when a call waits for one."""
@@ -79,7 +91,9 @@ class ServeTransport:
 
     async def connect(self, replica_id: str, reader: FrameReader, *, heartbeat_s: float) -> asyncio.Transport:
         """See `ReplicaTransport`."""
-        address = await detached_call(self._handle.frame_address.remote, FramesFrom(replica_id, self.switch))
+        address = await detached_call(
+            self._handle.frame_address.remote, FramesFrom(replica_id, self.switch, self.adapters)
+        )
         return await connect(Address._make(address), self._ingress_id, reader, heartbeat_s=heartbeat_s)
 
 

@@ -24,7 +24,7 @@ from tests.api.odd_requests import answered, exchange
 from tests.benchmarks.servers import serving
 
 OPEN = {"/health", "/ready", "/", "/page/page.css"}
-ADMIN = {"/admin/keys", "/admin/fleet", "/admin/live", "/admin/scheduler"}
+ADMIN = {"/admin/keys", "/admin/fleet", "/admin/live", "/admin/scheduler", "/admin/adapters"}
 # A new route is listed here with the callers that may use it.
 WHO_MAY = {
     "all": {"GET /health", "GET /ready", "GET /", "GET /page/{name}"},
@@ -40,9 +40,11 @@ WHO_MAY = {
     },
     "admins": {
         "GET /admin/keys", "GET /admin/fleet", "GET /admin/live", "GET /admin/scheduler", "POST /admin/scheduler",
+        "GET /admin/adapters", "POST /admin/adapters", "DELETE /admin/adapters/{name:path}",
     },
 }  # fmt: skip
 RANKING = {"/v1/rerank", "/v2/rerank", "/v1/score"}
+ADAPTER = "/admin/adapters/demo"  # only to be deleted
 CANCEL = "/v1/requests/demo/cancel"
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "TRACE", "get", "PROPFIND")
 NO_KEYS: tuple[dict[str, str], ...] = (
@@ -186,7 +188,10 @@ def test_with_a_key_every_route_answers_and_odd_forms_are_still_no_routes(guarde
 
     async def run() -> None:
         for path in (
-            paths - ADMIN - {"/detokenize", "/v1/embeddings", "/v1/responses", "/v1/messages", CANCEL} - RANKING
+            paths
+            - ADMIN
+            - {ADAPTER, "/detokenize", "/v1/embeddings", "/v1/responses", "/v1/messages", CANCEL}
+            - RANKING
         ):  # they want another body or id
             assert 200 in await statuses(path), path
         assert await statuses("//v1/models") == {404}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
@@ -176,6 +177,23 @@ def test_a_small_body_cannot_ask_for_any_number_of_tokens(words: Tokenizer) -> N
     assert (answer.status, answer.error["param"]) == (400, "documents")
     assert "have 1,004,000 tokens; at most 1,000,000" in answer.error["message"]
     assert not service.generate.requests
+
+
+def test_pairs_of_a_long_query_are_not_made_on_the_event_loop(words: Tokenizer) -> None:
+    service = Service(words, judge, facts=CROSS_ENCODER, max_model_len=500)
+    names: list[str] = []
+    pairs = words.pairs
+
+    def noted(*given: Any, **options: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return pairs(*given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(words, "pairs", noted)
+        assert rerank(service).status == 200
+        assert rerank(service, query=" ".join(["w10"] * 100), documents=["w20"] * 100).status == 200
+    assert names[0] == threading.main_thread().name
+    assert names[1].startswith("preparation")
 
 
 def test_models_that_give_no_scores_or_no_text_say_so(words: Tokenizer, crossing: Service) -> None:

@@ -19,6 +19,7 @@ EXTRA = {
     "dispatch": ("deployments",),  # simulates fleets
     "groups": ("numpy", "prometheus_client"),  # reads a live service, beside which both are
     "intervals": ("numpy",),
+    "lora": ("safetensors",),  # makes adapters
     "openvino_genai": ("openvino", "openvino_genai"),
     "pictures": ("matplotlib",),
     "plan_scale": ("deployments",),

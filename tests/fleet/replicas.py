@@ -96,15 +96,19 @@ class LocalReplica:
             max_requests=engine.max_requests,
             step_age_s=engine.step_age_s,
             weights=self.weights,
+            adapters=None if engine.adapters is None else engine.adapters.stats().loaded,
         )
         return structs.replace(report, sends_views=self.sends_views)
+
+    async def adapter_of(self, request: Request) -> Any:
+        return await self.engine.adapter_of(request)
 
     async def matcher_of(self, request: Request) -> Any:
         return await self.engine.matcher_of(request)
 
-    def submit(self, request: Request, receiver: Any, matcher: Any = None) -> Queued:
+    def submit(self, request: Request, receiver: Any, matcher: Any = None, adapter: Any = None) -> Queued:
         self.served.append(request)
-        return self.engine.submit(request, receiver, matcher)
+        return self.engine.submit(request, receiver, matcher, adapter)
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)

@@ -36,10 +36,13 @@ class Replica:
         await self.compiled.wait()
         return request.sampling.grammar
 
-    def submit(self, request: Request, receiver: Outbox, matcher: object = None) -> Queued:
+    async def adapter_of(self, request: Request) -> object:
+        return request.adapter
+
+    def submit(self, request: Request, receiver: Outbox, matcher: object = None, adapter: object = None) -> Queued:
         if self.refusal is not None:
             raise self.refusal
-        assert matcher == request.sampling.grammar
+        assert (matcher, adapter) == (request.sampling.grammar, request.adapter)
         self.outboxes[request.request_id] = receiver
         return Queued(len(self.outboxes), 0.5)
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from app.errors import InvalidRequest, Overloaded
+from app.engine.request import Adapter
+from app.errors import InvalidRequest, Overloaded, Unavailable
 from app.fleet import ReplicaRegistry
 from app.fleet.dispatch import Group, GroupChooser, make_policy
 from tests.fakes import FakeClock, make_request
@@ -25,7 +26,7 @@ def make_registry(dispatch: str = "least_loaded", *, groups: Sequence[Group] = (
     return registry
 
 
-def place(registry: ReplicaRegistry, prompt: tuple[int, ...] = (5, 6, 7), **fields: str) -> tuple[str, str]:
+def place(registry: ReplicaRegistry, prompt: tuple[int, ...] = (5, 6, 7), **fields: object) -> tuple[str, str]:
     """Place a request where the registry prefers it; its id and the replica's."""
     request = replace(make_request(prompt), **fields)  # type: ignore[arg-type]
     return request.request_id, registry.place(request, REPLICAS)
@@ -159,3 +160,54 @@ def test_a_replica_that_is_gone_takes_its_account_with_it() -> None:
     decision = registry.decision(request_id)
     assert decision is not None
     assert {candidate.replica_id: candidate.num_ahead for candidate in decision.candidates} == {"a": 0, "b": 0}
+
+
+SQL = Adapter(name="sql", path="/sql", digest="5c1")
+
+
+def test_a_request_with_an_adapter_goes_where_it_is_loaded() -> None:
+    registry = make_registry()
+    registry.note("a", make_report(adapters=()))
+    registry.note("b", make_report(adapters=(SQL.digest,)))
+    assert {place(registry, adapter=SQL)[1] for _ in range(8)} == {"b"}
+    assert {place(registry)[1] for _ in range(2)} == {"a"}
+
+
+def test_and_elsewhere_when_that_replica_has_much_more_to_do() -> None:
+    registry = make_registry()
+    registry.note("a", make_report(adapters=()))
+    registry.note("b", make_report(adapters=(SQL.digest,)))
+    for _ in range(2):
+        registry.place(make_request(tuple(range(2, 5002))), ["b"])
+    assert place(registry, adapter=SQL)[1] == "a"
+
+
+def test_two_requests_of_one_moment_have_an_adapter_loaded_once() -> None:
+    registry = make_registry()
+    for replica_id in REPLICAS:
+        registry.note(replica_id, make_report(adapters=()))
+    assert len({place(registry, adapter=SQL)[1] for _ in range(8)}) == 1
+
+
+def test_a_replica_that_knows_no_adapters_gets_no_request_with_one() -> None:
+    registry = make_registry()
+    registry.note("b", make_report(adapters=()))
+    assert {place(registry, adapter=SQL)[1] for _ in range(4)} == {"b"}
+    registry.note("b", make_report())
+    with pytest.raises(Unavailable, match="no replica computes with adapters"):
+        place(registry, adapter=SQL)
+
+
+def test_prefixes_are_known_by_adapter() -> None:
+    registry = make_registry("prefix_affinity")
+    for replica_id in REPLICAS:
+        registry.note(replica_id, make_report(adapters=(SQL.digest,)))
+    prompt = tuple(range(2, 42))
+    place(registry, prompt, adapter=SQL)
+    place(registry, prompt)
+    assert registry.last_decision is not None
+    assert registry.last_decision.candidates[0].num_cached_tokens == 0
+    place(registry, prompt, adapter=replace(SQL, digest="other content"))
+    assert registry.last_decision.candidates[0].num_cached_tokens == 0
+    place(registry, prompt, adapter=SQL)
+    assert registry.last_decision.candidates[0].num_cached_tokens > 0

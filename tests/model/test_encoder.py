@@ -67,11 +67,10 @@ def pooled(states: torch.Tensor, pooling: Pooling | None) -> torch.Tensor:
     return {Pooling.CLS: states[0], Pooling.LAST: states[-1], Pooling.MEAN: states.mean(dim=0)}[pooling or Pooling.MEAN]
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_states_are_the_models_own_in_packed_steps(kind: str, backend: str, tmp_path: Path) -> None:
+def test_states_are_the_models_own_in_packed_steps(kind: str, tmp_path: Path) -> None:
     model = save_tiny_encoder(kind, tmp_path)
-    engine = build(tmp_path, backend=backend)
+    engine = build(tmp_path)
     requests = some_requests(None, are_pairs=kind == "bert")
     outcome = run_to_end(engine, *requests)
     for request in requests:

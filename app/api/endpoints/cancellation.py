@@ -49,9 +49,9 @@ class RunningCalls:
         """See `Cancel`; only what this process has."""
         calls = [call for owner, call in self._calls.get(request_id, ()) if account in (None, owner)]
         ended = [
-            self._fleets[call.model.name].cancel(each.request_id)
+            self._fleets[call.model.base].cancel(each.request_id)
             for call in calls
-            if call.model.name in self._fleets
+            if call.model.base in self._fleets
             for each in call.requests
         ]
         return any(ended)

@@ -34,7 +34,7 @@ def prepare_rerank(
     body: RerankRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
 ) -> Call:
     """Check and tokenize a query and its documents. Raises InvalidRequest."""
-    return _call_of(_Comparison(body, model, ("query", "documents"), [body.query], body.documents), "rerank", limits)
+    return _call_of(_Comparison(body, model, ("query", "documents"), *body.sides), "rerank", limits)
 
 
 def prepare_score(
@@ -47,7 +47,7 @@ def prepare_score(
             f"many as text_2 has",
             param="text_1",
         )
-    return _call_of(_Comparison(body, model, ("text_1", "text_2"), body.text_1, body.text_2), "score", limits)
+    return _call_of(_Comparison(body, model, ("text_1", "text_2"), *body.sides), "score", limits)
 
 
 @dataclass(frozen=True, slots=True)

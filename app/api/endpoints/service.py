@@ -55,7 +55,7 @@ class ServiceRoutes:
     async def models(self, request: Request) -> Response:
         """All models and cascades that the key may use."""
         account, handler = reservation_of(request).account, self._handler
-        entries = [model.entry(name) for name, model in handler.models.items() if account.may_use(model.name)]
+        entries = [model.entry(name) for name, model in handler.models.items() if account.may_use(model.base)]
         entries += [cascade.entry() for cascade in handler.cascades.values() if cascade.is_for(account)]
         return JSONResponse({"object": "list", "data": entries})
 

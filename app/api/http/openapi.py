@@ -9,6 +9,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from app.api.call import RequestLimits
+from app.api.endpoints.adapters import AdapterToLoad
 from app.api.endpoints.batches import MAX_BATCHES_OF_PAGE, BatchRequest
 from app.api.endpoints.files import MAX_FILES_OF_PAGE
 from app.api.endpoints.prompt_list import PromptListRequest
@@ -104,6 +105,7 @@ def _paths(config: ApiConfig) -> Json:
     after = {"name": "after", "in": "query", "schema": _TEXT, "description": "the `at` of the last event that came"}
     page, events = {"text/html": {"schema": _TEXT}}, {"text/event-stream": {"schema": _object(data=str)}}
     files = {kind: {"schema": _TEXT} for kind in ("text/html", "text/css", "text/javascript", "image/svg+xml")}
+    name_of_adapter = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
     tokenized, detokenized = _body(TokenizeTextRequest, TokenizeChatRequest), _body(DetokenizeRequest)
     metrics = _operation(
         "What is measured, for Prometheus",
@@ -148,6 +150,15 @@ def _paths(config: ApiConfig) -> Json:
         },
         "/admin/keys": {"get": _operation("What each API key has used", "AdminKeys", _OF_AN_ADMIN)},
         "/admin/fleet": {"get": _operation("The replicas as each process sees them", "AdminFleet", _OF_AN_ADMIN)},
+        "/admin/adapters": {
+            "get": _operation("The LoRA adapters, and which replicas have them", "AdapterList", _OF_AN_ADMIN),
+            "post": _operation("Load an adapter", "Adapter", (*_OF_A_BODY, "503"), body=_adapter_to_load()),
+        },
+        "/admin/adapters/{name}": {
+            "delete": _operation(
+                "Serve an adapter no longer", "Anything", (*_OF_AN_ADMIN, "404"), parameters=[name_of_adapter]
+            )
+        },
         "/admin/scheduler": {
             "get": _operation("The strategy and policy of each replica", "SchedulerList", _OF_AN_ADMIN),
             "post": _operation(
@@ -158,6 +169,13 @@ def _paths(config: ApiConfig) -> Json:
             ),
         },
     }
+
+
+def _adapter_to_load() -> Json:
+    """The body of POST /admin/adapters."""
+    schema = _object(name=str, path=str, model=_TEXT_OR_NULL)
+    required = [name for name, field in AdapterToLoad.model_fields.items() if field.is_required()]
+    return {"required": True, "content": {"application/json": {"schema": schema | {"required": required}}}}
 
 
 def _scheduler_change() -> Json:
@@ -325,6 +343,7 @@ def _answers() -> Json:
     item = _object(id=str, type={"enum": ["reasoning", "message", "function_call"]}, status=str)
     vector = {"anyOf": [_list({"type": "number"}), _TEXT]}
     scheduler = _object(model=str, replicas=_list(_object(replica=str, strategy=dict, policy=dict)))
+    adapter = _object(name=str, object={"const": "adapter"}, model=str, path=str, digest=str, loaded_on=_list(_TEXT))
     embedding = _object(object={"const": "embedding"}, index=int, embedding=vector)
     return {
         "Anything": {"type": "object"},
@@ -365,6 +384,8 @@ def _answers() -> Json:
         "Cancelled": _object(id=str, object={"const": "request"}, status={"const": "cancelled"}),
         "Version": _object(version=_TEXT_OR_NULL),
         "AdminKeys": _page(_object(name=str, requests=int)),
+        "Adapter": adapter,
+        "AdapterList": _page(_reference("Adapter"), missing=int),
         "AdminFleet": _page(_object(process=str, model=str)),
         "Scheduler": scheduler,
         "SchedulerChange": _scheduler_change(),

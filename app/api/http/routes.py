@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from app.api.auth.keys import Authenticator, NoAuthentication
 from app.api.auth.limits import rate_limit_headers
+from app.api.endpoints.adapters import AdapterFleet, AdapterRoutes
 from app.api.endpoints.admin import AdminRoutes, Collect, only_this_process
 from app.api.endpoints.cancellation import Cancel, CancelRoute, RunningCalls
 from app.api.endpoints.live import LiveFeed, LiveRoute, WatchedFleet
@@ -47,6 +48,7 @@ def build_app(
     collect: Collect | None = None,
     fleets: Mapping[str, WatchedFleet] = MappingProxyType({}),
     switches: Mapping[str, SchedulerSwitch] = MappingProxyType({}),
+    adapters: Mapping[str, AdapterFleet] = MappingProxyType({}),
     running: RunningCalls | None = None,
     cancel: Cancel | None = None,
 ) -> Application:
@@ -55,8 +57,8 @@ def build_app(
     `is_ready` answers whether a request could be served now. `expose` writes the text of /metrics; by default, what
     this process has measured. `batch_routes` are those of files and batches where they are served. `collect` asks all
     processes for the reports that the admin routes show; by default, only this one. `fleets`, by the model's name, are
-    those of the live view; `switches`, too, change the strategy and policy of their replicas. `cancel` ends
-    a request of any process; by default, one of this process's, which are in `running`.
+    those of the live view; `switches`, too, change the strategy and policy of their replicas, `adapters` their LoRA
+    adapters. `cancel` ends a request of any process; by default, one of this process's, which are in `running`.
     """
     config, authenticator = handler.config, handler.authenticator
     admin = AdminRoutes(authenticator, collect or only_this_process(authenticator))
@@ -76,7 +78,8 @@ def build_app(
     ]
     live = LiveRoute(LiveFeed(fleets), heartbeat_s=handler.limits.heartbeat_s)
     open_routes = [*service.open_routes(), *PageRoutes().routes()]
-    for_admins = [*admin.routes(), *SchedulerRoutes(handler, switches).routes(), live.route()]
+    for_admins = [*admin.routes(), *SchedulerRoutes(handler, switches).routes()]
+    for_admins += [*AdapterRoutes(handler, adapters).routes(), live.route()]
     {"public": open_routes, "keys": for_keys, "admins": for_admins}[config.metrics_for].append(service.metrics_route())
     is_for_this_machine = isinstance(authenticator, NoAuthentication) and not config.allow_unauthenticated
     origins = OriginPolicy(config.allowed_origins, loopback_only=is_for_this_machine)

@@ -85,7 +85,7 @@ class Progress:
     def measured(cls, call: Call, request_id: str, metrics: RequestMetrics, *, arrived_at: float) -> Progress:
         """The progress of a call that `metrics` measures from `arrived_at` on, by their clock."""
         prompt_tokens = [len(request.prompt_token_ids) for request in call.requests]
-        of_call = metrics.model(call.model.name).call(
+        of_call = metrics.model(call.model.base).call(
             prompt_tokens, arrived_at=arrived_at, is_background=call.requests[0].is_background
         )
         return cls(call, request_id, of_call)

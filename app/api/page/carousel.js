@@ -31,7 +31,7 @@ export function draw(canvas, replica, { history, from, to, kind, selected, colou
   const x = (at) => LABEL + ((at - from) / (to - from)) * (width - LABEL);
   const { rows, rowHeight } = rowsOf(replica);
   drawSlots(pen, replica, { history, from, to, kind, selected, colours, x, width, rows, rowHeight });
-  const samples = replica.samples.filter((each) => each.at >= from - 1000 && each.at <= to + 400 && each.blocks);
+  const samples = replica.samples.filter((each) => each.at >= from - 1000 && each.at <= to + 400 && each.blocks !== undefined);
   drawSwitches(pen, samples, { x, height: rows * rowHeight, width, colours });
   let top = rows * rowHeight + GAP;
   for (const [name, tall] of STRIPS) {
@@ -127,8 +127,9 @@ function drawStrip(pen, name, samples, { x, top, tall, width, colours }) {
     area((each) => each.waiting, colours.warn, most);
     note(`${last.waiting}`);
   } else if (name === "KV blocks") {
-    area((each) => each.blocks - each.free, colours.cached, last.blocks);
-    area((each) => each.blocks - each.free - each.cached, colours.owned, last.blocks);
+    const most = Math.max(1, last.blocks); // an encoder has none
+    area((each) => each.blocks - each.free, colours.cached, most);
+    area((each) => each.blocks - each.free - each.cached, colours.owned, most);
     const owned = last.blocks - last.free - last.cached;
     note(`${owned} owned, ${last.cached} cached, ${last.free} free`);
   } else if (name === "step ms") {

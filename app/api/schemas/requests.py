@@ -385,6 +385,10 @@ class QueuedRequest(ModelRequest):
         """Whether the response is streamed."""
         return False
 
+    def encoded_size(self, size: int) -> int:
+        """How many characters are made tokens of; `size`: of the body."""
+        return size
+
     @property
     def length_param(self) -> str:
         """The field that says how many tokens may be generated."""

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from app.config import SchedulerConfig
 from app.engine.batch import WaitReason
-from app.engine.request import Grammar, GrammarKind, Request, SamplingParams, Thought
+from app.engine.request import Adapter, Grammar, GrammarKind, Request, SamplingParams, Thought
 from app.engine.tuner import Limits
 
 FORMAT = 2
@@ -238,7 +238,8 @@ def request_fields(request: Request) -> dict[str, Any]:
     sampling = _non_default_fields(request.sampling)
     if request.sampling.grammar is not None:
         sampling["grammar"] = asdict(request.sampling.grammar)
-    return _non_default_fields(request) | {"sampling": sampling}
+    adapter = {} if request.adapter is None else {"adapter": asdict(request.adapter)}
+    return _non_default_fields(request) | {"sampling": sampling} | adapter
 
 
 def sampling_of(given: dict[str, Any]) -> SamplingParams:
@@ -261,6 +262,8 @@ def _non_default_fields(given: Request | SamplingParams) -> dict[str, Any]:
 
 def _request(given: dict[str, Any]) -> Request:
     values = {name: _frozen(value) for name, value in given.items() if name != "sampling"}
+    if "adapter" in values:
+        values["adapter"] = Adapter(**values["adapter"])
     return Request(**values, sampling=sampling_of(given["sampling"]))
 
 

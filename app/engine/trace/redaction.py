@@ -75,7 +75,7 @@ class Redactor:
         return given | hidden
 
     def _names(self, request: Request) -> dict[str, str]:
-        given = {"cache_salt": request.cache_salt, "tenant": request.tenant}
+        given = {"cache_salt": request.prefix_salt, "tenant": request.tenant}
         return {name: self._hash(text.encode()) for name, text in given.items() if text}
 
     def _step(self, record: StepRecord) -> tuple[Entry, ...]:

@@ -5,7 +5,14 @@ from app.fleet.dispatch.decision import Candidate, Decision, RequestSize
 from app.fleet.dispatch.groups import Group, GroupChooser, group_of_rank, of_group
 from app.fleet.dispatch.ledger import Ledger
 from app.fleet.dispatch.output_lengths import OutputLengths
-from app.fleet.dispatch.policies import DispatchPolicy, LeastLoaded, PrefixAffinity, RoundRobin, make_policy
+from app.fleet.dispatch.policies import (
+    DispatchPolicy,
+    LeastLoaded,
+    PrefixAffinity,
+    RoundRobin,
+    make_policy,
+    near_adapter,
+)
 from app.fleet.dispatch.report import ReplicaReport
 
 __all__ = [
@@ -25,5 +32,6 @@ __all__ = [
     "Sessions",
     "group_of_rank",
     "make_policy",
+    "near_adapter",
     "of_group",
 ]

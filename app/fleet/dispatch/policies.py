@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from app.errors import InvalidSetup
@@ -13,6 +13,19 @@ from app.fleet.dispatch.decision import Candidate, Decision, RequestSize, Scorin
 # session: about the work of one long conversation. With fewer, two requests in a row could end an affinity; with more,
 # a prefix that many requests share fills one replica while others are idle.
 MAX_IMBALANCE_TOKENS = 4096
+
+
+def near_adapter(candidates: Sequence[Candidate], size: RequestSize, loaded_on: Collection[str]) -> list[Candidate]:
+    """The candidates for a request whose adapter these replicas have: those, unless they have much more to do."""
+    scoring = Scoring.of(candidates, size)
+    free = [each for each in candidates if not each.is_full]
+    least = min((scoring.outstanding(each) for each in free), default=0.0)
+    near = [
+        each
+        for each in free
+        if each.replica_id in loaded_on and scoring.outstanding(each) <= least + MAX_IMBALANCE_TOKENS
+    ]
+    return near or list(candidates)
 
 
 class DispatchPolicy(Protocol):

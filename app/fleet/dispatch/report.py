@@ -25,3 +25,5 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     weights: int = 0  # a digest of the model's files; 0 while not known
     sends_views: bool = False  # it understands WatchEngine
     num_own: int | None = None  # of num_requests, those of the ingress that gets this report; None: not known
+    # Digests of the adapters that it has loaded; None: it computes with none, or is of a version that knows none.
+    adapters: tuple[str, ...] | None = None

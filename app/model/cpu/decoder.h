@@ -6,6 +6,7 @@
 
 #include <chrono>
 
+#include "adapters.h"
 #include "attention.h"
 #include "experts.h"
 #include "quantised.h"
@@ -56,6 +57,9 @@ struct DecoderStep {
     float* logits;               // [num_logits][vocab_size]; only rank 0 has them
     int64_t* likeliest;          // [num_logits], the first of the greatest logits of each; the same
     float* hidden;               // [num_rows][hidden_size], behind the final norm; null: all rows have logits instead
+    int64_t num_adapters;
+    const AdapterLayer* const* adapters;  // [num_adapters][num_layers]
+    const int64_t* adapter_of;            // [num_tokens]; -1: none
 };
 
 // Seconds spent since the decoder was made, as the calling thread saw them.
@@ -79,6 +83,7 @@ class Decoder {
         grow(step.num_tokens);
         const AttentionShape shape = attention_shape(0);
         groups_.find(step.segments, step.num_segments, step.tables, shape, rows_together<T>(shape).most, team_.size());
+        find_adapted(step);
         const auto caller = std::this_thread::get_id();
         team_.run([&] { work(step, Watch(std::this_thread::get_id() == caller ? &times_ : nullptr)); });
         return int32_t(ranks_.missing() + 1);
@@ -108,18 +113,24 @@ class Decoder {
     void work(const DecoderStep& step, Watch watch) {
         embed(step);
         int64_t num_rows = step.num_tokens;
+        const AdaptedRows* adapted = &adapted_;
         for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
-            attention(step, layers_[layer], watch);
-            if (layer + 1 == shape_.num_layers) {  // from here on only the wanted rows are computed
+            const auto added = [&](LowRank AdapterLayer::* product) {
+                return Addition<T>(*adapted, step.adapters, step.num_adapters, layer, product, low_.data());
+            };
+            const bool is_last = layer + 1 == shape_.num_layers;
+            attention(step, layers_[layer], added(&AdapterLayer::query_key_value), watch);
+            if (is_last) {  // from here on only the wanted rows are computed
                 keep_rows(step);
                 num_rows = step.num_rows;
+                adapted = &adapted_wanted_;
             }
             const LayerWeights& own = layers_[layer];
             add_projection(attended_.data(), num_rows, output(own), own.output_bias,
-                           own.router ? Matrix{} : gate_up(own.mlps[0]));
+                           own.router ? Matrix{} : gate_up(own.mlps[0]), added(&AdapterLayer::output));
             watch.spent(&DecoderTimes::linear);
-            feed_forward(own, num_rows, watch,
-                         layer + 1 < shape_.num_layers ? query_key_value(layers_[layer + 1]) : head());
+            const Matrix next = is_last ? head() : query_key_value(layers_[layer + 1]);
+            feed_forward(own, num_rows, watch, next, added(&AdapterLayer::gate_up), added(&AdapterLayer::down));
         }
         normalise(final_norm_, num_rows, 0);
         if (step.hidden) {
@@ -171,13 +182,15 @@ class Decoder {
                 shape_.scaling, 0.0f,                sliding_window,  nullptr};
     }
 
-    void attention(const DecoderStep& step, const LayerWeights& layer, Watch& watch) {
+    void attention(const DecoderStep& step, const LayerWeights& layer, const Addition<T>& added, Watch& watch) {
         const AttentionShape shape = attention_shape(layer.sliding_window);
         const Pages<T> pages(shape, layer.keys, layer.values, layer.scales);
         normalise(static_cast<const T*>(layer.input_norm), step.num_tokens, shape_.weight_bits);
         watch.spent(&DecoderTimes::rest);
+        added.reduce(team_, normed_.data(), shape_.hidden_size);
         linear(normed_.data(), step.num_tokens, query_key_value(layer), shape_.weight_bits, output(layer),
                [&](int64_t row, int64_t column, Vector left, Vector right) {
+                   added.add(row, column, projected_size_, left, right, [&](int64_t at) { return place_of_head(at); });
                    put(left, layer.query_key_value_bias, projected(row), column, projected_size_);
                    put(right, layer.query_key_value_bias, projected(row), column + LANES, projected_size_);
                });
@@ -248,24 +261,38 @@ class Decoder {
         });
     }
 
+    // In which of queries, keys and values a column is.
+    typename Addition<T>::Place place_of_head(int64_t column) const {
+        if (column < query_size_) return {0, column / LANES};
+        column -= query_size_;
+        return column < kv_size_ ? typename Addition<T>::Place{1, column / LANES}
+                                 : typename Addition<T>::Place{2, (column - kv_size_) / LANES};
+    }
+
     // next: the matrix that is read afterwards.
-    void feed_forward(const LayerWeights& layer, int64_t num_rows, Watch& watch, const Matrix& next) {
+    void feed_forward(const LayerWeights& layer, int64_t num_rows, Watch& watch, const Matrix& next,
+                      const Addition<T>& added_to_gate_up, const Addition<T>& added_to_down) {
         // Rows of experts are rounded in the order of the experts.
         normalise(static_cast<const T*>(layer.post_attention_norm), num_rows, layer.router ? 0 : shape_.weight_bits);
         watch.spent(&DecoderTimes::rest);
         if (layer.router)
             mix_experts(layer, num_rows);
         else
-            run_mlp(layer.mlps[0], num_rows, next);
+            run_mlp(layer.mlps[0], num_rows, next, added_to_gate_up, added_to_down);
         watch.spent(&DecoderTimes::linear);
     }
 
-    void run_mlp(const MlpWeights& mlp, int64_t num_rows, const Matrix& next) {
+    void run_mlp(const MlpWeights& mlp, int64_t num_rows, const Matrix& next, const Addition<T>& added_to_gate_up,
+                 const Addition<T>& added_to_down) {
+        added_to_gate_up.reduce(team_, normed_.data(), shape_.hidden_size);
         linear(normed_.data(), num_rows, gate_up(mlp), shape_.weight_bits, down(mlp),
                [&](int64_t row, int64_t column, Vector gate, Vector up) {
+                   added_to_gate_up.add(row, column, 2 * shape_.intermediate_size, gate, up, [](int64_t at) {
+                       return typename Addition<T>::Place{at / LANES % 2, at / PANEL};
+                   });
                    store(activated(gate, up), activated_.data() + row * shape_.intermediate_size + column / 2);
                });
-        add_projection(activated_.data(), num_rows, down(mlp), nullptr, next);
+        add_projection(activated_.data(), num_rows, down(mlp), nullptr, next, added_to_down);
     }
 
     Vector activated(Vector gate, Vector up) const {
@@ -424,13 +451,18 @@ class Decoder {
 
     QuantisedRows quantised_rows() { return {input_numbers_.data(), input_scales_.data(), input_sums_.data()}; }
 
-    // residual += inputs × matrix, of which each rank has some of the inputs
-    void add_projection(const T* inputs, int64_t num_rows, const Matrix& matrix, const float* bias, const Matrix& next) {
+    // residual += inputs × matrix, of which each rank has some of the inputs, and what adapters add: they have one rank
+    void add_projection(const T* inputs, int64_t num_rows, const Matrix& matrix, const float* bias, const Matrix& next,
+                        const Addition<T>& added) {
+        added.reduce(team_, inputs, matrix.num_inputs);
         prepare(inputs, num_rows, matrix.num_inputs, shape_.weight_bits);
         fetch_in_pauses(next, num_rows);
         for_rows_together(num_rows, [&](int64_t first, int64_t count) {
             multiply_prepared(team_, inputs, first, count, matrix, shape_.weight_bits,
                               [&](int64_t row, int64_t column, Vector left, Vector right) {
+                                  added.add(first + row, column, matrix.num_columns, left, right, [](int64_t at) {
+                                      return typename Addition<T>::Place{0, at / LANES};
+                                  });
                                   add_or_give(left, bias, first, row, column);
                                   add_or_give(right, bias, first, row, column + LANES);
                               });
@@ -509,6 +541,14 @@ class Decoder {
     T* at_place(int64_t place) { return by_expert_.data() + place * shape_.hidden_size; }
     T* projected(int64_t token) { return projected_.data() + token * projected_size_; }
 
+    void find_adapted(const DecoderStep& step) {
+        if (step.num_adapters == 0) return;
+        low_.resize(std::max<size_t>(low_.size(), step.num_tokens * LOW_STRIDE));
+        adapted_.find(step.num_tokens, step.num_adapters, [&](int64_t row) { return step.adapter_of[row]; });
+        adapted_wanted_.find(step.num_rows, step.num_adapters,
+                             [&](int64_t row) { return step.adapter_of[step.rows[row]]; });
+    }
+
     void grow(int64_t num_tokens) {
         if (num_tokens <= capacity_) return;
         capacity_ = num_tokens;
@@ -539,10 +579,12 @@ class Decoder {
     Ranks ranks_;
     DecoderTimes times_ = {};
     Groups groups_;         // of the step
+    AdaptedRows adapted_, adapted_wanted_;  // all rows of the step, and those that are left in the last layer
     int64_t capacity_ = 0;  // tokens that the buffers hold
     Routing routing_;       // of the layer
     std::vector<float> residual_;  // of the model's numbers, where its weights are not quantised
     std::vector<T> normed_, projected_, attended_, activated_;
+    std::vector<T> low_;  // [num_tokens][LOW_STRIDE], of adapters, in the product that is being computed
     std::vector<T> by_expert_;  // [num_places][hidden_size], inputs and then outputs of experts
     std::vector<int8_t> input_numbers_;  // of the matrix that is being multiplied, where weights are quantised
     std::vector<float> input_scales_, input_sums_;

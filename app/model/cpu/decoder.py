@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 
 from app.engine.batch import Batch
+from app.model.adapters import AdapterWeights, Sizes
+from app.model.cpu.adapters import AdapterColumns, NativeAdapter, adapter_columns, linear_sizes
 from app.model.cpu.attention import MAX_SEGMENT_TOKENS
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import (
@@ -80,9 +82,24 @@ class NativeDecoder:
         Of several ranks only rank 0 has logits. Raises RankMissing if one does not come in time.
         """
         segments = build_segments(batch, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS)
-        return self.compute(inputs, segments, batch.matchers)
+        adapters = adapter_columns(batch) if batch.has_adapters else None
+        return self.compute(inputs, segments, batch.matchers, adapters)
 
-    def compute(self, inputs: ModelInputs, segments: Segments, matchers: Sequence[Preparable] = ()) -> Prediction:
+    def linear_sizes(self) -> dict[str, Sizes]:
+        """See AdaptableForward."""
+        return linear_sizes(self._weights)
+
+    def prepare_adapter(self, weights: AdapterWeights) -> NativeAdapter:
+        """See AdaptableForward."""
+        return NativeAdapter(weights, self._weights)
+
+    def compute(
+        self,
+        inputs: ModelInputs,
+        segments: Segments,
+        matchers: Sequence[Preparable] = (),
+        adapters: AdapterColumns | None = None,
+    ) -> Prediction:
         self._provide_rotary(segments.num_positions)
         num_logits = inputs.logits_indices.shape[0]
         has_logits = self._weights.settings.rank == 0
@@ -95,7 +112,7 @@ class NativeDecoder:
             inputs.token_ids.data_ptr(), inputs.positions.data_ptr(), inputs.slots.data_ptr(),
             segments.segments.data_ptr(), segments.tables.data_ptr(), wanted.rows.data_ptr(), wanted.logits.data_ptr(),
             self._cosine.data_ptr(), self._sine.data_ptr(), logits.data_ptr(), likeliest.data_ptr(),
-            None if hidden is None else hidden.data_ptr(),
+            None if hidden is None else hidden.data_ptr(), *_pointers_of(adapters),
         )  # fmt: skip
         # Not earlier: up to here this thread runs Python, and only one thread can.
         with self._preparer.preparing(matchers):
@@ -158,6 +175,13 @@ def buffer_bytes(weights: NativeWeights, *, num_tokens: int, num_positions: int)
 
 def _num_rotary(num_positions: int) -> int:
     return 1 << (num_positions - 1).bit_length()  # a power of two, so that the tables seldom grow
+
+
+def _pointers_of(adapters: AdapterColumns | None) -> tuple[int, int | None, int | None]:
+    """The last fields of DecoderStep."""
+    if adapters is None:
+        return 0, None, None
+    return len(adapters.adapters), ctypes.addressof(adapters.adapters), adapters.of_token.data_ptr()
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

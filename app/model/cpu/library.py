@@ -28,6 +28,7 @@ from app.disk import cache_folder
 logger = logging.getLogger(__name__)
 
 LANES = 16  # numbers in one vector, as in the sources
+MOST_PARTS = 3  # matrices whose outputs are computed together, as in the sources
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # with the suffix of their functions
 
 _AMX_NUMBERS = 32  # bfloat16 in a row of a tile
@@ -108,11 +109,22 @@ class LayerWeights(ctypes.Structure):
     )  # fmt: skip
 
 
+class LowRank(ctypes.Structure):
+    _fields_ = (("down", ctypes.c_void_p), ("up", ctypes.c_void_p * MOST_PARTS), ("rank", ctypes.c_int64 * MOST_PARTS))
+
+
+class AdapterLayer(ctypes.Structure):
+    _fields_ = tuple((name, LowRank) for name in ("query_key_value", "output", "gate_up", "down"))
+
+
 class DecoderStep(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_segments", "num_rows", "num_logits")),
         *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "slots", "segments", "tables", "rows")),
         *((name, ctypes.c_void_p) for name in ("logits_rows", "cosine", "sine", "logits", "likeliest", "hidden")),
+        ("num_adapters", ctypes.c_int64),
+        ("adapters", ctypes.c_void_p),
+        ("adapter_of", ctypes.c_void_p),
     )
 
 

@@ -18,7 +18,7 @@ from app.assembly import build_matchers, build_sync_engine
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.batch import Batch, StepResult
 from app.engine.engine import LaunchingRunner, ModelRunner
-from app.engine.request import Grammar, GrammarKind, ModelFacts
+from app.engine.request import Grammar, GrammarKind, ModelFacts, Pooling
 from app.engine.trace.entries import Entry, Header, Limited, StepRecord, parse, to_line
 from app.engine.trace.recorder import Recorder, StepRecorder
 from app.engine.trace.redaction import Redactor
@@ -42,6 +42,7 @@ from tests.fakes import (
     make_request,
     run_to_end,
 )  # fmt: skip
+from tests.tiny_encoders import save_tiny_encoder
 
 pytestmark = pytest.mark.usefixtures("small_lengths")
 
@@ -438,6 +439,21 @@ def test_a_real_log_is_replayed(
     assert found["divergence"] is None
     assert found["num_requests"] == 6
     assert found["num_steps"] > 15
+
+
+def test_a_log_of_an_encoder_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny_encoder("bert", tmp_path / "model")
+    config = EngineConfig.model_validate({
+        "model": {"path": str(tmp_path / "model"), "device": "cpu"},
+        "scheduler": {"max_step_tokens": 30, "max_running": 8},
+        "step_log": {"path": str(tmp_path / "log")},
+    })  # fmt: skip
+    engine = build_sync_engine(config)
+    run_to_end(engine, *[make_request((5,) * (9 * n), pooling=Pooling.CLS, max_tokens=0) for n in range(1, 6)])
+    engine.close()
+    for options in ((), ("--simulated",)):
+        assert main([str(tmp_path / "log"), *options]) == 0
+        assert capsys.readouterr().out.startswith("the same: 4 steps, 5 requests")
 
 
 def test_a_real_log_with_grammars_is_replayed(

@@ -71,7 +71,8 @@ def test_a_misspelt_setting_is_named_with_the_right_spelling() -> None:
 def test_an_invented_setting_is_answered_with_those_that_exist() -> None:
     assert (
         message_for(zzz=1)
-        == "models[0].zzz: no such setting; there are name, aliases, tool_parser, pooling, deadline_s, engine, replicas"
+        == "models[0].zzz: no such setting; there are name, aliases, tool_parser, pooling, deadline_s, adapters, "
+        "engine, replicas"
     )
 
 

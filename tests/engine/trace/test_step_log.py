@@ -6,14 +6,15 @@ import io
 import logging
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from app.assembly import log_header, recorder_of
 from app.config import EngineConfig, StepLogConfig
-from app.engine.request import ModelFacts
-from app.engine.trace.entries import Abort, DroppedEntries, Header, parse
+from app.engine.request import Adapter, ModelFacts
+from app.engine.trace.entries import Abort, Arrival, DroppedEntries, Header, parse, to_line
 from app.engine.trace.step_log import LogFiles, StepLog
 from app.errors import InvalidSetup
 from tests.fakes import CountingRunner, build_fake_engine, make_request, run_to_end
@@ -44,6 +45,11 @@ def test_what_is_put_is_in_the_file_in_its_order(tmp_path: Path) -> None:
     (path,) = (tmp_path / "new" / "folder").iterdir()
     assert entries_of(path) == [Abort(number) for number in range(500)]
     assert path.stat().st_mode & 0o077 == 0, "prompts are for the owner's eyes only"
+
+
+def test_a_request_with_an_adapter_is_read_as_it_was_written() -> None:
+    request = replace(make_request(), adapter=Adapter(name="sql", path="/sql", digest="5c1"))
+    assert parse(to_line(Arrival(3, 1.5, request))) == Arrival(3, 1.5, request)
 
 
 def test_an_engine_that_ends_leaves_a_complete_log_with_its_header(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def facts_of(batch: Batch) -> list[tuple[object, ...]]:
     return [
         (each.token_ids, each.start, each.block_ids, each.samples, len(each.targets), each.first_target)
         for each in batch.scheduled
-    ] + [(batch.has_logprobs, batch.has_targets)]
+    ] + [(batch.has_logprobs, batch.has_targets, batch.has_drafts)]
 
 
 def sent(writer: StepWriter, reader: StepReader, *items: ScheduledSequence, has_logprobs: bool = False) -> int:
@@ -38,6 +38,11 @@ def test_a_step_arrives_with_all_that_a_forward_pass_needs() -> None:
     writer, reader = StepWriter(), StepReader()
     sent(writer, reader, item([4, 2], 11, 12, 13, samples=False), item([9], -1, start=7))
     sent(writer, reader, item([1, 2], 5, 6, 7, targets=(6, 7)), has_logprobs=True)
+
+
+def test_drafts_arrive_as_drafts() -> None:
+    batch = Batch((item([4, 2], 11, 12, 13, start=5), item([9], 7, start=3)), (), has_drafts=True)
+    assert facts_of(StepReader().batch(StepWriter().message(batch))) == facts_of(batch)
 
 
 def test_only_new_block_ids_are_sent() -> None:

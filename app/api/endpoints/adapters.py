@@ -1,0 +1,143 @@
+"""GET, POST and DELETE /admin/adapters: the LoRA adapters of every model, and others without a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import ConfigDict, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from app.api.handler import RequestHandler
+from app.api.http.body import read_json_object
+from app.api.http.guard import reservation_of
+from app.api.schemas.requests import Schema, from_validation_error
+from app.config import Name
+from app.engine.request import Adapter
+from app.errors import InvalidRequest, NotFound, UnsupportedAdapter
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedAdapters:
+    """The digests of the adapters that one replica has loaded."""
+
+    replica_id: str
+    loaded: Sequence[str]
+    max_loaded: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFindings:
+    """The adapters of a model, and what the replicas that answered in time have of them."""
+
+    adapters: Sequence[Adapter]
+    replicas: Sequence[LoadedAdapters]
+    num_missing: int = 0
+
+
+class AdapterFleet(Protocol):
+    """All replicas of one model."""
+
+    async def found(self) -> AdapterFindings:
+        """Ask all of them."""
+        ...
+
+    async def load(self, name: str, path: str) -> Adapter:
+        """Have one replica load an adapter, then serve it everywhere. Raises UnsupportedAdapter."""
+        ...
+
+    async def unload(self, name: str) -> None:
+        """Serve it no longer. Requests that have it go on."""
+        ...
+
+
+class AdapterToLoad(Schema):
+    """The body of POST /admin/adapters."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Name
+    path: str = Field(min_length=1, max_length=4096)
+    model: str | None = None
+
+
+class AdapterRoutes:
+    """The routes, for admins."""
+
+    def __init__(self, handler: RequestHandler, fleets: Mapping[str, AdapterFleet]) -> None:
+        """`fleets` by the model's name; a model without one has the adapters of the config alone."""
+        self._handler = handler
+        self._fleets = fleets
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+        return [
+            Route("/admin/adapters", self.show, methods=["GET"]),
+            Route("/admin/adapters", self.load, methods=["POST"]),
+            Route("/admin/adapters/{name:path}", self.unload, methods=["DELETE"]),
+        ]
+
+    async def show(self, request: Request) -> Response:
+        """The adapters of every model, and which replicas have them loaded."""
+        found = {model: await fleet.found() for model, fleet in self._fleets.items()}
+        entries = [_entry(model, each, of) for model, of in found.items() for each in of.adapters]
+        replicas = [
+            {"model": model, "replica": each.replica_id, "loaded": len(each.loaded), "max_loaded": each.max_loaded}
+            for model, of in found.items()
+            for each in of.replicas
+        ]
+        num_missing = sum(of.num_missing for of in found.values())
+        return JSONResponse({"object": "list", "data": entries, "replicas": replicas, "missing": num_missing})
+
+    async def load(self, request: Request) -> Response:
+        """Load one; an adapter of the same name is replaced. Answers with its entry."""
+        body = await read_json_object(request, self._handler.limits)
+        try:
+            asked = AdapterToLoad.model_validate(body)
+        except ValidationError as error:
+            raise from_validation_error(error) from None
+        model = self._handler.model(asked.model, reservation_of(request).account).base
+        self._check_name(asked.name, model)
+        fleet = self._fleet(model)
+        try:
+            adapter = await fleet.load(asked.name, asked.path)
+        except UnsupportedAdapter as error:
+            raise InvalidRequest(error.message, param="path", code="unsupported_adapter") from error
+        return JSONResponse(_entry(model, adapter, await fleet.found()))
+
+    async def unload(self, request: Request) -> Response:
+        """Serve one no longer."""
+        name = request.path_params["name"]
+        served = self._handler.models.get(name)
+        if served is None or served.adapter is None:
+            raise NotFound(f"there is no adapter {name[:100]!r}", param="name")
+        await self._fleet(served.base).unload(name)
+        return JSONResponse({"name": name, "model": served.base, "object": "adapter", "deleted": True})
+
+    def _check_name(self, name: str, model: str) -> None:
+        """Raise InvalidRequest for a name that something else has."""
+        served = self._handler.models.get(name)
+        is_other = served is not None and (served.adapter is None or served.base != model)
+        if is_other or name in self._handler.cascades:
+            raise InvalidRequest(f"name is {name!r}, under which another model is served; choose another", param="name")
+
+    def _fleet(self, model: str) -> AdapterFleet:
+        if model not in self._fleets:
+            raise NotFound(f"this process has no replicas of {model!r}", param="model")
+        return self._fleets[model]
+
+
+def _entry(model: str, adapter: Adapter, found: AdapterFindings) -> Json:
+    return {
+        "name": adapter.name,
+        "object": "adapter",
+        "model": model,
+        "path": adapter.path,
+        "digest": adapter.digest,
+        "loaded_on": sorted(each.replica_id for each in found.replicas if adapter.digest in each.loaded),
+    }

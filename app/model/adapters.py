@@ -1,0 +1,235 @@
+"""LoRA adapters as PEFT saves them: read, and checked against the model that they are for. No code of theirs runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from app.engine.batch import Batch
+from app.errors import UnsupportedAdapter, first_line
+from app.model.adapter_files import CONFIG, WEIGHTS
+
+logger = logging.getLogger(__name__)
+
+MAX_RANK = 64
+_TENSOR = re.compile(r"base_model\.model\.(?P<linear>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
+
+
+class Sizes(NamedTuple):
+    """Of a linear layer."""
+
+    num_inputs: int
+    num_outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankUpdate:
+    """What an adapter adds to a linear layer: inputs × down × up."""
+
+    down: torch.Tensor  # [rank, num_inputs]
+    up: torch.Tensor  # [num_outputs, rank], with the scale in it
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0]
+
+
+AdapterWeights = Mapping[str, LowRankUpdate]  # by the linear layer's name in the model
+
+
+class PeftConfig(BaseModel):
+    """What adapter_config.json says of how the adapter computes. The rest of it is about training."""
+
+    model_config = ConfigDict(extra="allow")
+
+    peft_type: str
+    r: int = Field(ge=1)
+    lora_alpha: float = 8.0
+    base_model_name_or_path: str | None = None
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+    bias: str = "none"
+    # What is refused, and so must not be set.
+    use_dora: bool | None = None
+    lora_bias: bool | None = None
+    fan_in_fan_out: bool | None = None
+    modules_to_save: list[str] | None = None
+    layer_replication: list[Any] | None = None
+    target_parameters: list[str] | None = None
+    trainable_token_indices: list[int] | dict[str, Any] | None = None
+    alora_invocation_tokens: list[int] | None = None
+    use_qalora: bool | None = None
+
+    def why_not(self) -> str | None:
+        """What of it is not computed here; None when all is."""
+        if self.peft_type != "LORA":
+            return f"peft_type is {self.peft_type[:40]}; only LORA is computed"
+        if self.bias != "none":
+            return f"bias is {self.bias[:40]}; only adapters without biases are computed"
+        refused = (
+            "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication", "target_parameters",
+            "trainable_token_indices", "alora_invocation_tokens", "use_qalora",
+        )  # fmt: skip
+        wrong = [name for name in refused if getattr(self, name)]
+        return f"it has {', '.join(wrong)}, which is not computed" if wrong else None
+
+    def rank_of(self, linear: str) -> int:
+        return int(_by_pattern(self.rank_pattern, linear, self.r))
+
+    def scale_of(self, linear: str, rank: int) -> float:
+        """rsLoRA (Kalajdzievski, 2023) divides by the root of the rank."""
+        alpha = _by_pattern(self.alpha_pattern, linear, self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+class LinearUpdates:
+    """Adapters in the code of transformers: each linear layer's output gets what the adapters of its rows add."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.sizes: dict[str, Sizes] = {}
+        self._parts: Sequence[tuple[AdapterWeights, torch.Tensor]] = ()  # of the step that runs: adapter, its tokens
+        self._dtype = next(module.parameters()).dtype
+        for name, linear in module.named_modules():
+            inputs, outputs = getattr(linear, "in_features", None), getattr(linear, "out_features", None)
+            if name.endswith("_proj") and isinstance(inputs, int) and isinstance(outputs, int):
+                self.sizes[name] = Sizes(inputs, outputs)
+                linear.register_forward_hook(partial(self._add, name))
+
+    def prepared(self, weights: AdapterWeights) -> AdapterWeights:
+        """An adapter as the `adapter` of scheduled sequences."""
+        dtype = self._dtype
+        return {name: LowRankUpdate(each.down.to(dtype), each.up.to(dtype)) for name, each in weights.items()}
+
+    @contextmanager
+    def of(self, batch: Batch) -> Iterator[None]:
+        """Around a forward pass of this batch."""
+        self._parts = _tokens_by_adapter(batch) if batch.has_adapters else ()
+        try:
+            yield
+        finally:
+            self._parts = ()
+
+    def _add(self, name: str, linear: torch.nn.Module, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        """given, output: [1, num_tokens, features], or without the first dimension."""
+        for weights, tokens in self._parts:
+            update = weights.get(name)
+            if update is not None:
+                rows = given[0].view(-1, given[0].shape[-1])[tokens]
+                output.view(-1, output.shape[-1])[tokens] += rows @ update.down.T @ update.up.T
+
+
+def _tokens_by_adapter(batch: Batch) -> list[tuple[AdapterWeights, torch.Tensor]]:
+    """Each adapter of a step with its tokens, as places in the packed row."""
+    found: dict[int, tuple[AdapterWeights, list[int]]] = {}
+    end = 0
+    for item in batch.scheduled:
+        begin, end = end, end + len(item.token_ids)
+        if item.adapter is not None:
+            weights = cast(AdapterWeights, item.adapter)
+            found.setdefault(id(weights), (weights, []))[1].extend(range(begin, end))
+    return [(weights, torch.tensor(tokens)) for weights, tokens in found.values()]
+
+
+def _by_pattern(pattern: Mapping[str, float], linear: str, default: float) -> float:
+    """As PEFT finds the value for a layer: a key matches the end of its name."""
+    found = (value for key, value in pattern.items() if re.fullmatch(rf"(.*\.)?({key})", linear))
+    return next(found, default)
+
+
+def read_adapter(folder: Path, linears: Mapping[str, Sizes]) -> AdapterWeights:
+    """An adapter for a model with these linear layers, by their names.
+
+    Raises UnsupportedAdapter: it is for another model, or something in it is not computed here.
+    """
+    try:
+        return _read(folder, linears)
+    except UnsupportedAdapter as error:
+        raise UnsupportedAdapter(f"the adapter {folder} cannot be used: {error.message}") from None
+
+
+def _read(folder: Path, linears: Mapping[str, Sizes]) -> AdapterWeights:
+    config = _read_config(folder)
+    if (reason := config.why_not()) is not None:
+        raise UnsupportedAdapter(reason)
+    pairs = _pairs(_read_tensors(folder))
+    unknown = sorted({linear.rpartition(".")[2] for linear in pairs if linear not in linears})
+    if unknown:
+        known = sorted({linear.rpartition(".")[2] for linear in linears})
+        first = next(linear for linear in pairs if linear not in linears)
+        raise UnsupportedAdapter(
+            f"it adapts {', '.join(unknown)} ({first}); of this model, {', '.join(known)} can be adapted"
+        )
+    logger.info("the adapter %s was trained on %s", folder, config.base_model_name_or_path)
+    return {linear: _update(config, linear, pairs[linear], linears[linear]) for linear in pairs}
+
+
+def _read_config(folder: Path) -> PeftConfig:
+    try:
+        return PeftConfig.model_validate(json.loads((folder / CONFIG).read_bytes()))
+    except OSError as error:
+        raise UnsupportedAdapter(f"{CONFIG} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UnsupportedAdapter(f"{CONFIG}: {where}: got {first['input']!r:.60}; {first['msg']}") from error
+    except ValueError as error:
+        raise UnsupportedAdapter(f"{CONFIG} is no JSON: {first_line(error)}") from error
+
+
+def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise UnsupportedAdapter(f"{WEIGHTS} cannot be read: {first_line(error)}") from error
+    return tensors
+
+
+def _pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Both factors of each linear layer, as A and B."""
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in sorted(tensors.items()):
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            raise UnsupportedAdapter(f"{WEIGHTS} has {name[:120]}, which is no factor of a linear layer's LoRA")
+        pairs.setdefault(match["linear"], {})[match["factor"]] = tensor
+    for linear, factors in pairs.items():
+        if len(factors) < 2:
+            raise UnsupportedAdapter(f"{linear} has lora_{next(iter(factors))} alone")
+    if not pairs:
+        raise UnsupportedAdapter(f"{WEIGHTS} is empty")
+    return pairs
+
+
+def _update(config: PeftConfig, linear: str, factors: Mapping[str, torch.Tensor], sizes: Sizes) -> LowRankUpdate:
+    down, up = factors["A"].float(), factors["B"].float()
+    rank = config.rank_of(linear)
+    if rank > MAX_RANK:
+        raise UnsupportedAdapter(f"{linear} has rank {rank}; at most {MAX_RANK} is computed")
+    found, wanted = (tuple(down.shape), tuple(up.shape)), ((rank, sizes.num_inputs), (sizes.num_outputs, rank))
+    if found != wanted:
+        raise UnsupportedAdapter(
+            f"{linear} has factors of {_shape(found[0])} and {_shape(found[1])}; with rank {rank}, this model needs "
+            f"{_shape(wanted[0])} and {_shape(wanted[1])}: it is for another model, or {CONFIG} for another adapter"
+        )
+    if not (down.isfinite().all() and up.isfinite().all()):
+        raise UnsupportedAdapter(f"{linear} has numbers that are not finite")
+    return LowRankUpdate(down, up * config.scale_of(linear, rank))
+
+
+def _shape(sizes: tuple[int, ...]) -> str:
+    return " × ".join(map(str, sizes))

@@ -1,0 +1,185 @@
+"""Tokens with an adapter are those of a model with the adapter's weights merged in, whatever shares the steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from app.assembly import assemble
+from app.config import CacheConfig, SchedulerConfig
+from app.engine.request import Request
+from app.errors import UnsupportedAdapter
+from app.model.adapter_files import adapter_digest
+from app.model.adapters import MAX_RANK, Sizes, read_adapter
+from tests.fakes import run_to_end
+from tests.lora import merge, save_adapter
+from tests.model.test_equivalence import VOCAB_SIZE, build, generate_plainly, random_requests
+from tests.model.test_speculation import RecallingDrafter
+from tests.tiny_models import build_tiny_model
+
+Expected = tuple[tuple[Request, ...], dict[str, list[int]]]
+
+# Rank and scale of each, as PEFT has them: alpha / rank, or alpha / sqrt(rank) with rsLoRA.
+ADAPTERS: dict[str, tuple[dict[str, object], float]] = {
+    "all": ({"rank": 4, "seed": 1}, 8 / 4),
+    "rs": ({"rank": 3, "seed": 2, "use_rslora": True, "lora_alpha": 2}, 2 / math.sqrt(3)),
+    "some": ({"rank": 16, "seed": 3, "targets": ("q_proj", "v_proj", "up_proj")}, 8 / 16),
+}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Expected]]:
+    """The model's folder; requests of the base and of each adapter in turn, and what merged weights generate."""
+    known: dict[str, tuple[Path, Expected]] = {}
+
+    def find(architecture: str) -> tuple[Path, Expected]:
+        if architecture not in known:
+            folder = tmp_path_factory.mktemp(architecture)
+            build_tiny_model(architecture).save_pretrained(folder / "base")
+            requests, token_ids = list(random_requests(12, VOCAB_SIZE)), {}
+            for number, (name, (fields, scale)) in enumerate(ADAPTERS.items(), start=1):
+                adapter = save_adapter(folder / name, build_tiny_model(architecture), **fields)  # type: ignore[arg-type]
+                merged = merge(build_tiny_model(architecture), folder / name, scale)
+                merged.save_pretrained(folder / f"merged-{name}")
+                own = slice(number, None, len(ADAPTERS) + 1)
+                requests[own] = [dataclasses.replace(each, adapter=adapter) for each in requests[own]]
+                token_ids |= generate_plainly(folder / f"merged-{name}", tuple(requests[own]))
+            token_ids |= generate_plainly(folder / "base", tuple(requests[:: len(ADAPTERS) + 1]))
+            known[architecture] = folder / "base", (tuple(requests), token_ids)
+        return known[architecture]
+
+    return find
+
+
+WAYS = [("llama", "torch"), ("llama", "attention"), ("llama", "decoder"), ("qwen2", "torch"), ("qwen2", "decoder")]
+
+
+@pytest.mark.parametrize(("architecture", "way"), WAYS)
+class TestTokensOfMergedWeights:
+    def test_of_several_adapters_and_none_in_one_step(
+        self, architecture: str, way: str, expected: Callable[[str], tuple[Path, Expected]]
+    ) -> None:
+        path, (requests, token_ids) = expected(architecture)
+        assert run_to_end(build(path, way=way, num_slots=3200), *requests).token_ids == token_ids
+
+    def test_with_chunks_preemption_and_prefix_hits(
+        self, architecture: str, way: str, expected: Callable[[str], tuple[Path, Expected]]
+    ) -> None:
+        path, (requests, token_ids) = expected(architecture)
+        engine = build(path, way=way, num_slots=160, max_step_tokens=40, prefill_chunk_tokens=7)
+        assert run_to_end(engine, *requests).token_ids == token_ids
+        assert engine.stats().total_preemptions > 0
+        assert engine.adapters is not None
+        assert all(not each.num_users for each in engine.adapters._loaded.values())
+
+
+@pytest.mark.parametrize("way", ["decoder", "torch"])
+def test_drafts_change_no_token(way: str, expected: Callable[[str], tuple[Path, Expected]]) -> None:
+    path, (requests, token_ids) = expected("llama")
+    plain = build(path, way=way)
+    engine = assemble(
+        SchedulerConfig(), CacheConfig(block_size=4 if way == "torch" else 16), num_blocks=200, runner=plain.runner,
+        facts=plain.facts, adapters=plain.adapters, drafter=RecallingDrafter(token_ids),
+    )  # fmt: skip
+    assert run_to_end(engine, *requests).token_ids == token_ids
+    assert engine.stats().total_accepted_tokens > 30
+
+
+def test_one_prompt_under_two_adapters_shares_no_prefix(expected: Callable[[str], tuple[Path, Expected]]) -> None:
+    path, (requests, _) = expected("llama")
+    engine = build(path, way="torch")
+    prompt = tuple(range(3, 35))
+    under = [dataclasses.replace(each, prompt_token_ids=prompt) for each in requests[:3]]
+    for request in under:
+        run_to_end(engine, request)
+    assert engine.stats().total_cached_tokens == 0
+    run_to_end(engine, dataclasses.replace(under[1], request_id="again"))
+    assert engine.stats().total_cached_tokens > 0
+
+
+class TestRefusals:
+    """Each says what is wrong, with the numbers."""
+
+    def read(self, folder: Path) -> None:
+        model = build_tiny_model("llama")
+        sizes = {
+            name: Sizes(linear.in_features, linear.out_features)
+            for name, linear in model.named_modules()
+            if isinstance(linear, torch.nn.Linear) and name != "lm_head"
+        }
+        read_adapter(folder, sizes)
+
+    def saved(self, folder: Path, **config: object) -> Path:
+        save_adapter(folder, build_tiny_model("llama"), **config)  # type: ignore[arg-type]
+        return folder
+
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            ({"peft_type": "IA3"}, "peft_type is IA3"),
+            ({"use_dora": True}, "it has use_dora"),
+            ({"bias": "all"}, "bias is all"),
+            ({"modules_to_save": ["lm_head"]}, "it has modules_to_save"),
+            ({"layer_replication": [[0, 1]]}, "it has layer_replication"),
+            ({"r": "four"}, "adapter_config.json: r: got 'four'"),
+            ({"r": 8}, r"factors of 4 × 64 and 64 × 4; with rank 8, this model needs 8 × 64 and 64 × 8"),
+            ({"rank": MAX_RANK + 1}, "rank 65; at most 64"),
+        ],
+    )
+    def test_of_a_configuration(self, config: dict[str, object], message: str, tmp_path: Path) -> None:
+        with pytest.raises(UnsupportedAdapter, match=message):
+            self.read(self.saved(tmp_path, **config))
+
+    def test_of_another_base(self, tmp_path: Path) -> None:
+        save_adapter(tmp_path, build_tiny_model("llama", hidden_size=128))
+        with pytest.raises(UnsupportedAdapter, match=r"factors of 4 × 64 and 128 × 4; .*it is for another model"):
+            self.read(tmp_path)
+
+    def test_of_a_layer_that_the_model_does_not_have(self, tmp_path: Path) -> None:
+        save_adapter(tmp_path, build_tiny_model("llama", num_hidden_layers=3))
+        with pytest.raises(UnsupportedAdapter, match=r"it adapts .*layers\.2"):
+            self.read(tmp_path)
+
+    def test_of_an_unknown_target(self, tmp_path: Path) -> None:
+        with pytest.raises(UnsupportedAdapter, match=r"it adapts lm_head .*down_proj, .* can be adapted"):
+            self.read(self.saved(tmp_path, targets=("q_proj", "lm_head")))
+
+    def test_of_tensors_that_are_no_factors(self, tmp_path: Path) -> None:
+        self.saved(tmp_path)
+        path = tmp_path / "adapter_model.safetensors"
+        name = "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"
+        save_file(load_file(path) | {name: torch.ones(64)}, path)
+        with pytest.raises(UnsupportedAdapter, match="lora_magnitude_vector, which is no factor"):
+            self.read(tmp_path)
+
+    def test_of_numbers_that_are_not_finite(self, tmp_path: Path) -> None:
+        self.saved(tmp_path)
+        path = tmp_path / "adapter_model.safetensors"
+        name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+        save_file(load_file(path) | {name: torch.full((4, 64), math.inf)}, path)
+        with pytest.raises(UnsupportedAdapter, match="not finite"):
+            self.read(tmp_path)
+
+    def test_of_pickled_weights(self, tmp_path: Path) -> None:
+        self.saved(tmp_path)
+        (tmp_path / "adapter_model.safetensors").unlink()
+        (tmp_path / "adapter_model.bin").write_bytes(pickle.dumps({}))
+        with pytest.raises(UnsupportedAdapter, match=r"adapter_model\.bin, which can hold code"):
+            adapter_digest(tmp_path)
+
+    def test_of_other_files_than_the_request_means(self, tmp_path: Path) -> None:
+        build_tiny_model("llama").save_pretrained(tmp_path / "base")
+        engine = build(tmp_path / "base")
+        adapter = save_adapter(tmp_path / "a", build_tiny_model("llama"))
+        request = dataclasses.replace(
+            random_requests(1, VOCAB_SIZE)[0], adapter=dataclasses.replace(adapter, digest="0123")
+        )
+        with pytest.raises(UnsupportedAdapter, match=r"is \w+ here and 0123 where it was named"):
+            engine.add(request)
