@@ -333,11 +333,14 @@ class Grammars:
                 on_failure=partial(self._drop, key),
             )
 
-        begun: GrammarMatcher | TaggedMatcher | ThoughtMatcher | None = compiled.grammar.begun(begin)
-        thought = request.sampling.grammar.thought if request.sampling.grammar is not None else None
-        if compiled.thought is not None and thought is not None:
+        begin_output = partial(compiled.grammar.begun, begin)
+        grammar = request.sampling.grammar
+        begun: GrammarMatcher | TaggedMatcher | ThoughtMatcher | None
+        if compiled.thought is not None and grammar is not None and grammar.thought is not None:
             ends = {*compiled.end_token_ids, *request.sampling.stop_token_ids}
-            begun = ThoughtMatcher(compiled.thought, thought, begun, end_token_ids=ends)
+            begun = ThoughtMatcher(compiled.thought, grammar.thought, begin_output, end_token_ids=ends)
+        else:
+            begun = begin_output()
         assert begun is not None, "only behind a thought may be any text"
         for token_id in request.generated_token_ids:
             begun.advance(token_id)

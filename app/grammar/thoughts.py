@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from enum import Enum, auto
 
 from app.engine.matcher import with_tokens, without_tokens
 from app.engine.request import Thought
 from app.grammar.free_text import FreePlace, FreeText, TokenTable, Trigger
-from app.grammar.matchers import LazyMatcher, either
+from app.grammar.matchers import GrammarMatcher, LazyMatcher, TaggedMatcher, either
+
+BeginOutput = Callable[[], GrammarMatcher | TaggedMatcher | None]  # None where it is any text
 
 _MAX_BLANKS = 4  # tokens of white space between a thought and the output
 
 
 class _Phase(Enum):
-    BEFORE = auto()  # nothing, or a part of the mark
+    BEFORE = auto()  # nothing, or white space and a part of the mark
     INSIDE = auto()
     BEHIND = auto()  # white space at most since its end
     OUTPUT = auto()
@@ -32,31 +34,32 @@ class ThoughtMatcher(LazyMatcher):
     """A thought, then what the matcher of the output allows; without one, any text."""
 
     def __init__(
-        self, text: ThoughtText, thought: Thought, output: LazyMatcher | None, *, end_token_ids: Collection[int]
+        self, text: ThoughtText, thought: Thought, begin_output: BeginOutput, *, end_token_ids: Collection[int]
     ) -> None:
         """`end_token_ids` may not end the output within its thought, where it has a form."""
         super().__init__()
         self._table, self._free = text.table, text.free
         self._thought = thought
-        self._output = output
+        self._begin_output = begin_output
+        self._output = begin_output()
         self._end_token_ids = end_token_ids
         self._phase = _Phase.INSIDE if thought.is_open else _Phase.BEFORE
-        self._begun = b""  # of the mark at the beginning
+        self._written = b""  # before the thought: what may become the mark
+        self._may_be_output = True  # so may that
         self._place = self._free.middle
         self._num_tokens = self._num_blanks = 0
 
     @property
     def failure(self) -> str | None:
-        failure: str | None = None if self._output is None else self._output.failure  # type: ignore[attr-defined]
-        return failure
+        return None if self._output is None else self._output.failure
 
     def _compute_allowed(self) -> bytes:
         """See `LazyMatcher`."""
         nothing = bytes(len(self._table.all))
         match self._phase:
             case _Phase.BEFORE:
-                rest = with_tokens(nothing, self._table.beginning(self._begin[len(self._begun) :]))
-                return rest if self._begun and self._output is not None else either(rest, self._allowed_in_output())
+                rest = with_tokens(nothing, self._table.beginning(self._begin[len(self._written.lstrip()) :]))
+                return either(rest, self._allowed_in_output()) if self._may_be_output else rest
             case _Phase.INSIDE if self._is_spent:
                 return with_tokens(nothing, self._ending())
             case _Phase.INSIDE:
@@ -77,16 +80,24 @@ class ThoughtMatcher(LazyMatcher):
             case _Phase.BEHIND if self._is_blank_between(token_id):
                 self._num_blanks += 1
             case _:
-                self._consume_output(token_id)
+                self._phase = _Phase.OUTPUT
+                self._advance_output(token_id)
 
     def _consume_before(self, token_id: int) -> None:
-        whole = self._begun + self._text_of(token_id)
-        if whole == self._begin:
-            self._phase = _Phase.INSIDE
-        elif len(whole) > len(self._begun) and self._begin.startswith(whole):
-            self._begun = whole
+        """The output may begin as the mark does: until one of them is certain, the token belongs to both."""
+        self._written += self._text_of(token_id)
+        written = self._written.lstrip()
+        if written.startswith(self._begin):
+            self._phase, self._output = _Phase.INSIDE, self._begin_output()
+            if len(written) > len(self._begin):
+                self._consume_inside(token_id)
+        elif self._begin.startswith(written):
+            self._may_be_output = self._may_be_output and self._is_in_output(token_id)
+            if self._may_be_output:
+                self._advance_output(token_id)
         else:
-            self._consume_output(token_id)
+            self._phase = _Phase.OUTPUT
+            self._advance_output(token_id)
 
     def _consume_inside(self, token_id: int) -> None:
         self._num_tokens += 1
@@ -96,18 +107,17 @@ class ThoughtMatcher(LazyMatcher):
         else:
             self._phase = _Phase.BEHIND
 
-    def _consume_output(self, token_id: int) -> None:
-        self._phase = _Phase.OUTPUT
+    def _advance_output(self, token_id: int) -> None:
         if self._output is not None:
             self._output.advance(token_id)
 
     def _is_blank_between(self, token_id: int) -> bool:
         """Whether a token of white space belongs to neither the thought nor the output."""
-        return (
-            self._num_blanks < _MAX_BLANKS
-            and self._table.texts[token_id].isspace()
-            and not self._allowed_in_output()[token_id >> 3] & 1 << (token_id & 7)
-        )
+        is_blank = self._num_blanks < _MAX_BLANKS and self._table.texts[token_id].isspace()
+        return is_blank and not self._is_in_output(token_id)
+
+    def _is_in_output(self, token_id: int) -> bool:
+        return bool(self._allowed_in_output()[token_id >> 3] & 1 << (token_id & 7))
 
     def _allowed_in_output(self) -> bytes:
         return self._table.all if self._output is None else self._output.allowed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,11 @@ def computing(engine: AsyncEngine, demo_path: Path) -> Service:
     return Service(Tokenizer.load(str(demo_path)), generate=engine.generate, reasoning_marks=THINK, max_model_len=2000)
 
 
-@pytest.mark.parametrize("budget", [1, 7])
+def reasoning_tokens(answer: Answer) -> int:
+    return int(answer.json["usage"]["completion_tokens_details"]["reasoning_tokens"])
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7])
 def test_reasoning_ends_after_its_budget_and_an_answer_in_its_form_follows(computing: Service, budget: int) -> None:
     fields = {
         "messages": THOUGHT, "continue_final_message": True, "max_tokens": 60, "seed": 1, "temperature": 1.0,
@@ -206,22 +211,28 @@ def test_reasoning_ends_after_its_budget_and_an_answer_in_its_form_follows(compu
     answer = computing.chat(thinking_token_budget=budget, **fields)
     message = message_of(answer)
     assert json.loads(message["content"]).keys() == {"a"}
-    num_marks = len(computing.tokenizer.encode("</think>", add_special_tokens=False))
-    reasoning_tokens = answer.json["usage"]["completion_tokens_details"]["reasoning_tokens"]
-    assert reasoning_tokens <= budget + 8
-    assert reasoning_tokens >= min(budget, num_marks)
+    assert max(budget, 1) <= reasoning_tokens(answer) <= budget + len("</think>")
     assert streamed(computing.chat(thinking_token_budget=budget, stream=True, **fields)) == (
         message.get("reasoning", ""), message["content"],
     )  # fmt: skip
 
 
 def test_a_budget_without_a_form_leaves_the_answer_free(computing: Service) -> None:
-    fields = {"messages": THOUGHT, "continue_final_message": True, "max_tokens": 40, "seed": 1}
+    fields = {"messages": THOUGHT, "continue_final_message": True, "max_tokens": 40, "seed": 1, "ignore_eos": True}
     free, bounded = computing.chat(**fields), computing.chat(thinking_token_budget=5, **fields)
     assert message_of(free)["content"] == "", "this model does not end its reasoning by itself"
+    assert reasoning_tokens(free) == 40
     assert "</think>" not in message_of(bounded)["reasoning"]
-    details = bounded.json["usage"]["completion_tokens_details"]
-    assert 5 <= details["reasoning_tokens"] <= 5 + 8
+    assert message_of(bounded)["content"]
+    assert 5 <= reasoning_tokens(bounded) <= 5 + 8
+    assert bounded.json["usage"]["completion_tokens"] == 40
+
+
+@pytest.mark.parametrize("budget", [40, 1000])
+def test_a_budget_of_max_tokens_or_more_bounds_nothing(computing: Service, budget: int) -> None:
+    fields = {"messages": THOUGHT, "continue_final_message": True, "max_tokens": 40, "seed": 1, "ignore_eos": True}
+    answer = computing.chat(thinking_token_budget=budget, **fields)
+    assert (reasoning_tokens(answer), answer.json["choices"][0]["finish_reason"]) == (40, "length")
 
 
 def test_a_form_without_reasoning_begins_at_once(computing: Service) -> None:
@@ -233,6 +244,23 @@ def test_a_form_without_reasoning_begins_at_once(computing: Service) -> None:
 def test_a_budget_is_refused_where_nothing_marks_reasoning(service: Service) -> None:
     answer = service.chat(thinking_token_budget=5)
     assert (answer.status, answer.error["param"]) == (400, "thinking_token_budget")
+    body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 9}
+    asked = service.call("POST", "/v1/messages", body | {"thinking": {"type": "enabled", "budget_tokens": 5}})
+    assert asked.status == 400
+    assert asked.json["error"]["message"].startswith("thinking.budget_tokens is for models")
+
+
+def test_reasoning_that_is_over_leaves_the_form_alone(tokenizer: Tokenizer) -> None:
+    service = thinking(tokenizer, "{}")
+    form = {"response_format": {"type": "json_object"}}
+    over = [*THOUGHT[:1], {"role": "assistant", "content": "<think>Well</think>It is "}]
+    service.chat(chat_template_kwargs={"enable_thinking": False}, **form)
+    service.chat(messages=over, continue_final_message=True, **form)
+    service.chat(**form)
+    switched_off, continued, free = (each.sampling.grammar for each in service.generate.requests)
+    assert switched_off is not None
+    assert switched_off == continued
+    assert free == replace(switched_off, thought=Thought("<think>", "</think>", is_open=False))
 
 
 def test_thinking_of_a_message_is_a_variable_of_the_template_and_a_budget(tokenizer: Tokenizer) -> None:

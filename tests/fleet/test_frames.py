@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.request import FinishReason, Grammar, GrammarKind, Pooling, Queued, TokenDelta, TokenLogprobs
+from app.engine.request import FinishReason, Grammar, GrammarKind, Pooling, Queued, Thought, TokenDelta, TokenLogprobs
 from app.errors import CarouselError, DeadlineMissed, Failure, InvalidRequest, Overloaded
 from app.fleet import Frame
 from app.fleet.dispatch import ReplicaReport
@@ -113,7 +113,7 @@ REQUEST = make_request(
     (5, 6, 7),
     request_id="one",
     max_tokens=9,
-    grammar=Grammar(GrammarKind.CHOICE, '["a"]'),
+    grammar=Grammar(GrammarKind.CHOICE, '["a"]', thought=Thought("<think>", "</think>", is_open=False, max_tokens=7)),
     logit_bias=((5, -1.5),),
     bad_words=((5, 6), (7,)),
     deadline_s=2.5,
@@ -129,9 +129,10 @@ def test_a_request_arrives_as_it_was_sent() -> None:
 def test_fields_of_a_newer_ingress_are_ignored_and_those_that_an_older_one_does_not_send_have_their_defaults() -> None:
     plain = msgspec.to_builtins(REQUEST)
     del plain["session"]
-    del plain["sampling"]["bad_words"]
+    del plain["sampling"]["bad_words"], plain["sampling"]["grammar"]["thought"]
     [found] = message_decoder().feed(framed([0, plain | {"new": 5}, "new"]))
-    assert found == SubmitRequest(replace(REQUEST, sampling=replace(REQUEST.sampling, bad_words=())))
+    older = replace(REQUEST.sampling, bad_words=(), grammar=Grammar(GrammarKind.CHOICE, '["a"]'))
+    assert found == SubmitRequest(replace(REQUEST, sampling=older))
 
 
 def framed(body: object, *, version: int = FRAME_VERSION) -> bytes:

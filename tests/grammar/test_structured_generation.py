@@ -17,7 +17,7 @@ from app.assembly import build_matchers, build_sync_engine
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.matcher import Matchers
-from app.engine.request import FinishReason, Grammar, GrammarKind, Request, SamplingParams
+from app.engine.request import FinishReason, Grammar, GrammarKind, Request, SamplingParams, Thought
 from app.model.matcher_preparer import MatcherPreparer
 from app.text import Tokenizer
 from tests.fakes import Outcome
@@ -128,8 +128,12 @@ def long_text(number: int) -> Request:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 20])
-def test_another_engine_goes_on_exactly(engine: Engine, matchers: Matchers, num_tokens: int) -> None:
-    request = for_schema("whole", LISTS)
+@pytest.mark.parametrize("thought", [None, Thought("<think>", "</think>", is_open=True, max_tokens=5)])
+def test_another_engine_goes_on_exactly(
+    engine: Engine, matchers: Matchers, num_tokens: int, thought: Thought | None
+) -> None:
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(LISTS), thought=thought)
+    request = for_schema("whole", LISTS, grammar=grammar)
     whole = answers(engine, matchers, [request]).token_ids["whole"]
     assert len(whole) > 20
     resumed = replace(request, request_id="resumed", generated_token_ids=tuple(whole[:num_tokens]))

@@ -30,17 +30,16 @@ def prepare_chat(
     reasoning = _reasoning(body, model, prompt)
     if reasoning is None:
         return call
-    return _with_thought(replace(call, reasoning=reasoning), body, prompt)
+    return _with_thought(replace(call, reasoning=reasoning), reasoning, body, prompt)
 
 
-def _with_thought(call: Call, body: ChatRequest, prompt: tuple[int, ...]) -> Call:
+def _with_thought(call: Call, reasoning: Reasoning, body: ChatRequest, prompt: tuple[int, ...]) -> Call:
     """The call with room for reasoning before an output that has a form, and with the limit of reasoning."""
-    reasoning, budget = call.reasoning, body.thinking_token_budget
-    form = call.requests[0].sampling.grammar
-    if reasoning is None or (form is None and budget is None) or _ends_with(prompt, call.model, reasoning.marks.end):
+    form, budget = call.requests[0].sampling.grammar, body.thinking_token_budget
+    if (form is None and budget is None) or _is_over(reasoning, body, call.model, prompt):
         return call
     thought = Thought(reasoning.marks.begin, reasoning.marks.end, reasoning.is_open, budget)
-    grammar = replace(form or Grammar(GrammarKind.TEXT, "", param="thinking_token_budget"), thought=thought)
+    grammar = replace(form or Grammar(GrammarKind.TEXT, "", param=body.budget_param), thought=thought)
     return replace(
         call,
         requests=tuple(replace(each, sampling=replace(each.sampling, grammar=grammar)) for each in call.requests),
@@ -53,13 +52,18 @@ def _reasoning(body: ChatRequest, model: ServedModel, prompt: tuple[int, ...]) -
     if marks is None:
         if body.thinking_token_budget is not None:
             raise InvalidRequest(
-                "thinking_token_budget is for models that mark their reasoning, which this one does not; leave it out",
-                param="thinking_token_budget",
+                f"{body.budget_param} is for models that mark their reasoning, which this one does not; leave it out",
+                param=body.budget_param,
             )
         return None
     if body.continue_final_message:
         return Reasoning(marks=marks, is_open=marks.are_open(body.messages[-1].content or ""))
     return Reasoning(marks=marks, is_open=_ends_with(prompt, model, marks.begin))
+
+
+def _is_over(reasoning: Reasoning, body: ChatRequest, model: ServedModel, prompt: tuple[int, ...]) -> bool:
+    """Whether the prompt ends behind the reasoning: the template writes an empty one, or an answer goes on."""
+    return not reasoning.is_open and (body.continue_final_message or _ends_with(prompt, model, reasoning.marks.end))
 
 
 def _ends_with(prompt: tuple[int, ...], model: ServedModel, mark: str) -> bool:

@@ -275,6 +275,7 @@ class _MessageFields:
     prompt_param: ClassVar[str] = "messages"
     format_param: ClassVar[str] = "output_config.format"
     stop_param: ClassVar[str] = "stop_sequences"
+    budget_param: ClassVar[str] = "thinking.budget_tokens"
 
 
 class MessagesRequest(_MessageFields, AnthropicPrompt, GenerationRequest):

@@ -153,6 +153,7 @@ AsInt = BeforeValidator(as_int)
 Natural = Annotated[int, Field(ge=0), AsInt]
 NumSamples = Annotated[int, Field(ge=1), AsInt]
 NumTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), AsInt]
+TokenBudget = Annotated[int, Field(ge=0, le=MAX_TOKENS), AsInt]
 ToolChoice = Annotated[Literal["none", "auto", "required"] | T, BeforeValidator(_tool_choice)]
 TemplateVariables = Annotated[dict[str, Any], Field(max_length=64)]
 
@@ -406,6 +407,7 @@ class GenerationRequest(QueuedRequest):
     prompt_param: ClassVar[str] = "prompt"  # the field that the prompt comes from
     format_param: ClassVar[str] = "response_format"  # the field for the form of the output
     stop_param: ClassVar[str] = "stop"  # the field for the texts that end the output
+    budget_param: ClassVar[str] = "thinking_token_budget"  # the field for the limit of reasoning
 
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -539,7 +541,7 @@ class ChatRequest(Conversation, GenerationRequest):
     logprobs: bool = False
     top_logprobs: Natural | None = None
     continue_final_message: bool = False
-    thinking_token_budget: NumTokens | None = None  # tokens of reasoning, after which its end is forced
+    thinking_token_budget: TokenBudget | None = None  # tokens of reasoning, after which its end is forced
 
     @model_validator(mode="after")
     def _choice_is_among_tools(self) -> ChatRequest:

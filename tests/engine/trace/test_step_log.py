@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import threading
@@ -13,7 +14,7 @@ import pytest
 
 from app.assembly import log_header, recorder_of
 from app.config import EngineConfig, StepLogConfig
-from app.engine.request import Adapter, ModelFacts
+from app.engine.request import Adapter, Grammar, GrammarKind, ModelFacts, Thought
 from app.engine.trace.entries import Abort, Arrival, DroppedEntries, Header, parse, to_line
 from app.engine.trace.step_log import LogFiles, StepLog
 from app.errors import InvalidSetup
@@ -50,6 +51,18 @@ def test_what_is_put_is_in_the_file_in_its_order(tmp_path: Path) -> None:
 def test_a_request_with_an_adapter_is_read_as_it_was_written() -> None:
     request = replace(make_request(), adapter=Adapter(name="sql", path="/sql", digest="5c1"))
     assert parse(to_line(Arrival(3, 1.5, request))) == Arrival(3, 1.5, request)
+
+
+def test_a_request_with_a_thought_is_read_as_it_was_written_and_one_of_an_older_log_has_none() -> None:
+    thought = Thought("<think>", "</think>", is_open=False, max_tokens=7)
+    request = make_request(grammar=Grammar(GrammarKind.TEXT, "", thought=thought))
+    line = to_line(Arrival(3, 1.5, request))
+    assert parse(line) == Arrival(3, 1.5, request)
+    entry = json.loads(line)
+    del entry["request"]["sampling"]["grammar"]["thought"]
+    older = parse(json.dumps(entry))
+    assert isinstance(older, Arrival)
+    assert older.request.sampling.grammar == Grammar(GrammarKind.TEXT, "")
 
 
 def test_an_engine_that_ends_leaves_a_complete_log_with_its_header(tmp_path: Path) -> None:
