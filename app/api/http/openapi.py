@@ -152,7 +152,9 @@ def _paths(config: ApiConfig) -> Json:
         "/admin/fleet": {"get": _operation("The replicas as each process sees them", "AdminFleet", _OF_AN_ADMIN)},
         "/admin/adapters": {
             "get": _operation("The LoRA adapters, and which replicas have them", "AdapterList", _OF_AN_ADMIN),
-            "post": _operation("Load an adapter", "Adapter", (*_OF_A_BODY, "503"), body=_adapter_to_load()),
+            "post": _operation(
+                "Load an adapter", "Adapter", (*_OF_A_BODY, "503"), body=_body_of(_reference("AdapterToLoad"))
+            ),
         },
         "/admin/adapters/{name}": {
             "delete": _operation(
@@ -165,7 +167,7 @@ def _paths(config: ApiConfig) -> Json:
                 "Switch the strategy and policy of a model's replicas",
                 "Scheduler",
                 (*_OF_A_BODY, "503"),
-                body={"required": True, "content": {"application/json": {"schema": _reference("SchedulerChange")}}},
+                body=_body_of(_reference("SchedulerChange")),
             ),
         },
     }
@@ -173,9 +175,8 @@ def _paths(config: ApiConfig) -> Json:
 
 def _adapter_to_load() -> Json:
     """The body of POST /admin/adapters."""
-    schema = _object(name=str, path=str, model=_TEXT_OR_NULL)
     required = [name for name, field in AdapterToLoad.model_fields.items() if field.is_required()]
-    return {"required": True, "content": {"application/json": {"schema": schema | {"required": required}}}}
+    return _object(name=str, path=str, model={"anyOf": [_TEXT, {"type": "null"}]}) | {"required": required}
 
 
 def _scheduler_change() -> Json:
@@ -274,7 +275,10 @@ def _operation(
 
 def _body(*schemas: type[Schema]) -> Json:
     references = [_reference(schema.__name__) for schema in schemas]
-    schema = references[0] if len(references) == 1 else {"anyOf": references}
+    return _body_of(references[0] if len(references) == 1 else {"anyOf": references})
+
+
+def _body_of(schema: Json) -> Json:
     return {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
@@ -385,6 +389,7 @@ def _answers() -> Json:
         "Version": _object(version=_TEXT_OR_NULL),
         "AdminKeys": _page(_object(name=str, requests=int)),
         "Adapter": adapter,
+        "AdapterToLoad": _adapter_to_load(),
         "AdapterList": _page(_reference("Adapter"), missing=int),
         "AdminFleet": _page(_object(process=str, model=str)),
         "Scheduler": scheduler,
