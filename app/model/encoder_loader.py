@@ -41,6 +41,7 @@ def _unchanged(logits: torch.Tensor) -> torch.Tensor:
 
 # The ends of architecture names of models without a head, or with one that embeddings do not need.
 _ENCODERS = ("Model", "ForMaskedLM")
+_GENERATES = "LMHeadModel"  # so ends the name of GPT-2, whose head is for generation
 _SIGMOID = "torch.nn.modules.activation.Sigmoid"
 _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {_SIGMOID: torch.sigmoid, "torch.nn.modules.linear.Identity": _unchanged}
@@ -56,7 +57,7 @@ def is_encoder(config: ModelConfig, location: str) -> bool:
     Raises InvalidSetup when there is no config.json.
     """
     named = read_config(config, location).get("architectures") or [""]
-    return str(named[0]).endswith((CLASSIFIER, *_ENCODERS))
+    return str(named[0]).endswith((CLASSIFIER, *_ENCODERS)) and not str(named[0]).endswith(_GENERATES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -196,7 +196,7 @@ def test_the_large_model_has_the_time_that_is_left(tokenizer: Tokenizer) -> None
     [
         ({"large": "c"}, "there is no model 'c'; there are a, b"),
         ({"large": "a"}, "small and large are both 'a'"),
-        ({"name": "a"}, "models have the same name: a"),
+        ({"name": "a"}, "models and adapters have the same name: a"),
         ({"min_mean_logprob": 1}, "less than or equal to 0"),
     ],
 )

@@ -143,7 +143,7 @@ def test_a_request_that_names_no_deadline_has_the_models(service: Service) -> No
     [model] = service.models
     service.handler.models["demo"] = replace(model, deadline_s=30.0)
     for fields in ({}, {"deadline_s": 2}, {"service_tier": "flex"}, {"service_tier": "flex", "deadline_s": 3}):
-        service.complete(**fields)
+        service.complete(model="demo", **fields)
     assert [request.deadline_s for request in service.generate.requests] == [30.0, 2, None, 3]
 
 

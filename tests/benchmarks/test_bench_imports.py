@@ -31,6 +31,7 @@ EXTRA = {
     "vllm_cpu": ("vllm",),
     "with_langchain": ("langchain_openai",),
     "with_anthropic": ("anthropic",),
+    "with_cohere": ("cohere",),
     "with_litellm": ("litellm",),
     "with_lm_eval": ("lm_eval",),
     "with_openai": ("openai",),
