@@ -163,8 +163,9 @@ def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
     from app.model.description import sentence_settings
     from app.model.encoder_loader import is_encoder
 
-    if is_encoder(config.model, resolve_model_path(config.model.path)):
-        return _build_encoder(config, devices)
+    location = resolve_model_path(config.model.path)
+    if is_encoder(config.model, location):
+        return _build_encoder(config, devices, location)
     if devices.tensor_parallel == 1:
         loaded = load_runner(config, gpu_share=devices.gpu_share)
     else:
@@ -172,7 +173,7 @@ def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
         with ranks.loading():
             loaded = load_runner(config, group=ranks.group)
         loaded.runner.lead(ranks)
-    sentences = sentence_settings(config.model, resolve_model_path(config.model.path))
+    sentences = sentence_settings(config.model, location)
     return assemble_recorded(
         config,
         num_blocks=loaded.num_blocks,
@@ -203,7 +204,7 @@ def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | No
     return AdapterStore(load, max_loaded=config.model.max_loaded_adapters)
 
 
-def _build_encoder(config: EngineConfig, devices: Devices) -> Engine:
+def _build_encoder(config: EngineConfig, devices: Devices, location: str) -> Engine:
     import torch
 
     from app.model.encoder_loader import load_encoder
@@ -217,7 +218,7 @@ def _build_encoder(config: EngineConfig, devices: Devices) -> Engine:
     num_threads = config.model.num_threads or num_cores()
     torch.set_num_threads(num_threads)
     with refusing_to_run_short("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
-        model = load_encoder(config.model, resolve_model_path(config.model.path))
+        model = load_encoder(config.model, location)
     logger.info("%s on %s in %s, threads: %d; an encoder, without KV memory",
                 config.model.path, model.device, model.dtype, num_threads)  # fmt: skip
     return assemble_recorded(config, num_blocks=0, runner=model.runner, facts=model.facts)

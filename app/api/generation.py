@@ -9,7 +9,7 @@ import hashlib
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,10 @@ from app.api.json_structure import MAX_STRUCTURE, check_structure
 from app.api.output.structured_output import grammar_of
 from app.api.output.tool_calls import ToolUse, tool_use
 from app.api.schemas.requests import ChatRequest, Conversation, GenerationRequest, QueuedRequest, template_messages
-from app.engine.request import Request, SamplingParams
+from app.engine.request import Pooling, Request, SamplingParams
 from app.errors import ContextTooLong, InvalidRequest
 from app.text import Tokenizer
+from app.text.text_pairs import EncodedText
 
 SEED_MASK = 2**63 - 1
 # A text with more characters for each token of the context is counted before it is encoded: it is hardly one that fits.
@@ -188,6 +189,37 @@ def scheduling_of(body: QueuedRequest, model: ServedModel) -> dict[str, Any]:
         "deadline_s": default_s if body.deadline_s is None else body.deadline_s,
         "is_background": is_background,
     }
+
+
+def pooling_call(
+    prefix: str,
+    body: QueuedRequest,
+    model: ServedModel,
+    limits: RequestLimits,
+    prompts: Iterable[EncodedText],
+    pooling: Pooling | None,
+) -> Call:
+    """The call of prompts that fit, of which each is computed for a vector or a score, and generates nothing."""
+    call_id = f"{prefix}-{uuid.uuid4().hex}"
+    scheduling = scheduling_of(body, model)
+    requests = [
+        Request(
+            request_id=f"{call_id}-{index}",
+            prompt_token_ids=prompt.token_ids,
+            sampling=SamplingParams(max_tokens=0),
+            pooling=pooling,
+            second_text_at=prompt.second_at,
+            **scheduling,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    return Call(
+        call_id=call_id,
+        created=int(time.time()),
+        model=model,
+        requests=tuple(requests),
+        max_at_once=limits.max_prompts,
+    )
 
 
 def call_of(

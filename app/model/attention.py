@@ -7,6 +7,7 @@ faster ones (`cpu/attention.py`, `cuda/attention.py`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from app.model.kv_cache import KVCache, LayerShape
 ATTENTION_NAME = "carousel_paged"
 
 # Keyword arguments of transformers' attention functions that do not change the result here.
-HARMLESS_ARGUMENTS = frozenset(
+_HARMLESS = frozenset(
     {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "is_causal", "return_dict",
      "cache_position", "position_embeddings", "output_router_logits", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
      "max_length_k", "head_mask", "layer_past", "encoder_hidden_states", "encoder_attention_mask", "num_items_in_batch"}
@@ -83,9 +84,7 @@ def paged_attention(
         raise UnknownAttention("the model puts an attention mask of its own on top of the causal one")
     if not getattr(module, "is_causal", True):
         raise UnknownAttention("an attention layer is not causal")
-    unknown = [name for name, given in others.items() if given is not None and name not in HARMLESS_ARGUMENTS]
-    if unknown:
-        raise UnknownAttention(f"attention asks for {', '.join(sorted(unknown))}, which is not implemented")
+    check_arguments(others)
     layer = getattr(module, "layer_idx", None)
     if layer is None:
         raise UnknownAttention("attention layers are not numbered (no layer_idx)")
@@ -97,6 +96,13 @@ def paged_attention(
     )
     output = paged.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rules)
     return output[None], None
+
+
+def check_arguments(others: Mapping[str, Any]) -> None:
+    """Raise UnknownAttention for what a model asks of its attention beside what is computed."""
+    unknown = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
+    if unknown:
+        raise UnknownAttention(f"attention asks for {', '.join(sorted(unknown))}, which is not implemented")
 
 
 class PagedAttention(Protocol):

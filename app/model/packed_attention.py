@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from app.model.attention import HARMLESS_ARGUMENTS, UnknownAttention
+from app.model.attention import UnknownAttention, check_arguments
 
 PACKED_ATTENTION_NAME = "carousel_packed"
 
@@ -40,9 +40,7 @@ def packed_attention(
         raise UnknownAttention("the model does not hand forward keyword arguments to its attention layers")
     if attention_mask is not None:
         raise UnknownAttention("the model puts an attention mask of its own on top")
-    unknown = [name for name, given in others.items() if given is not None and name not in HARMLESS_ARGUMENTS]
-    if unknown:
-        raise UnknownAttention(f"attention asks for {', '.join(sorted(unknown))}, which is not implemented")
+    check_arguments(others)
     output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for first, end in packed.bounds:
         attended = functional.scaled_dot_product_attention(

@@ -5,21 +5,19 @@ from __future__ import annotations
 import base64
 import math
 import sys
-import time
-import uuid
 from array import array
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from app.api.call import Call, RequestLimits, ServedModel
-from app.api.generation import SharedFields, encode_prompts, scheduling_of
+from app.api.generation import SharedFields, encode_prompts, pooling_call
 from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import Writer
 from app.api.output.progress import Json, Progress
 from app.api.schemas.requests import EmbeddingsRequest
-from app.engine.request import Request, SamplingParams
 from app.errors import ContextTooLong, Failure, InvalidRequest
 from app.json_pieces import Rows
+from app.text.text_pairs import EncodedText
 
 
 def prepare_embeddings(
@@ -39,25 +37,9 @@ def prepare_embeddings(
             f"dimensions is {body.dimensions:,}; the embeddings of this model have {size:,}", param="dimensions"
         )
     prompts = encode_prompts(body.input, model, "input", add_special_tokens=body.add_special_tokens)
-    call_id = f"embd-{uuid.uuid4().hex}"
-    requests: list[Request] = []
     for prompt in prompts:
         _check_length(len(prompt), model.facts.max_model_len)
-        request = Request(
-            request_id=f"{call_id}-{len(requests)}",
-            prompt_token_ids=prompt,
-            sampling=SamplingParams(max_tokens=0),
-            pooling=model.pooling,
-            **scheduling_of(body, model),
-        )
-        requests.append(request)
-    return Call(
-        call_id=call_id,
-        created=int(time.time()),
-        model=model,
-        requests=tuple(requests),
-        max_at_once=limits.max_prompts,
-    )
+    return pooling_call("embd", body, model, limits, map(EncodedText, prompts), model.pooling)
 
 
 def _check_length(num_tokens: int, max_model_len: int) -> None:

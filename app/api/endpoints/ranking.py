@@ -7,8 +7,6 @@ the score of a pair is the cosine of its two vectors.
 from __future__ import annotations
 
 import math
-import time
-import uuid
 from array import array
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +14,12 @@ from operator import mul
 
 from app.api.call import Call, RequestLimits, ServedModel
 from app.api.endpoints.embeddings import normalised, vector_of
-from app.api.generation import SharedFields, check_texts, scheduling_of
+from app.api.generation import SharedFields, check_texts, pooling_call
 from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import Writer
 from app.api.output.progress import Json, Progress
 from app.api.schemas.ranking import RankingRequest, RerankRequest, ScoreRequest
-from app.engine.request import Pooling, Request, SamplingParams
+from app.engine.request import Pooling
 from app.errors import ContextTooLong, Failure, InvalidRequest
 from app.json_pieces import Rows
 from app.text.text_pairs import EncodedText
@@ -118,27 +116,9 @@ def _call_of(comparison: _Comparison, prefix: str, limits: RequestLimits) -> Cal
     comparison.check(limits)
     prompts = comparison.prompts()
     comparison.check_lengths(prompts)
-    model, call_id = comparison.model, f"{prefix}-{uuid.uuid4().hex}"
+    model = comparison.model
     pooling = Pooling.SCORE if model.facts.scores_pairs else model.pooling
-    scheduling = scheduling_of(comparison.body, model)
-    requests = [
-        Request(
-            request_id=f"{call_id}-{index}",
-            prompt_token_ids=prompt.token_ids,
-            sampling=SamplingParams(max_tokens=0),
-            pooling=pooling,
-            second_text_at=prompt.second_at,
-            **scheduling,
-        )
-        for index, prompt in enumerate(prompts)
-    ]
-    return Call(
-        call_id=call_id,
-        created=int(time.time()),
-        model=model,
-        requests=tuple(requests),
-        max_at_once=limits.max_prompts,
-    )
+    return pooling_call(prefix, comparison.body, model, limits, prompts, pooling)
 
 
 @dataclass(slots=True)
