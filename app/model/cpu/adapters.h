@@ -1,7 +1,7 @@
 // LoRA adapters (Hu et al., 2021) beside the matrices of a decoder: rows × down × up is added to rows × matrix.
 //
-// The rows of each adapter are gathered for the product with `down`; what that gives is so small that each row's product
-// with `up` is computed where the sums of the matrix are still in registers. Neither depends on the step's other rows.
+// The rows of each adapter are computed together, so a step reads an adapter's numbers once: first with `down`, then, for
+// each panel of the matrix, with `up`, before the panel's own products. Neither depends on the step's other rows.
 #pragma once
 
 #include <vector>
@@ -12,13 +12,13 @@ namespace carousel {
 
 constexpr int64_t MOST_RANK = 64;
 constexpr int MOST_PARTS = 3;                           // matrices whose outputs are computed together
-constexpr int64_t LOW_STRIDE = MOST_PARTS * MOST_RANK;  // numbers of a row between both products; whole panels
+constexpr int64_t LOW_STRIDE = MOST_PARTS * MOST_RANK;  // numbers of a row between both products
 
-// One adapter's share in one of a layer's products.
+// One adapter's share in one of a layer's products. Columns are packed by LANES: [columns / LANES][units][LANES] units.
 struct LowRank {
-    const uint32_t* down;           // packed, the outputs of the parts one after the other; null: there is no share
-    const uint32_t* up[MOST_PARTS];  // [outputs / LANES][rank / PER_UNIT][LANES] units, scaled
-    int64_t rank[MOST_PARTS];       // even; 0: the adapter leaves this part as it is
+    const uint32_t* down;            // columns: the ranks of the parts one after the other; null: there is no share
+    const uint32_t* up[MOST_PARTS];  // columns: outputs; scaled
+    int64_t rank[MOST_PARTS];        // even; 0: the adapter leaves this part as it is
 
     int64_t num_columns() const { return rank[0] + rank[1] + rank[2]; }
 };
@@ -26,6 +26,56 @@ struct LowRank {
 struct AdapterLayer {
     LowRank query_key_value, output, gate_up, down;
 };
+
+// The matrices whose outputs a product has: their columns one after the other, or LANES of each in turn.
+struct Parts {
+    int64_t num_columns[MOST_PARTS];
+    bool in_turn;
+
+    struct Place {
+        int64_t part, block;  // of LANES columns
+    };
+
+    // part: MOST_PARTS past the end.
+    Place place_of(int64_t column) const {
+        if (in_turn) return {column < 2 * num_columns[0] ? column / LANES % 2 : MOST_PARTS, column / PANEL};
+        int64_t part = 0;
+        for (; part < MOST_PARTS && column >= num_columns[part]; ++part) column -= num_columns[part];
+        return {part, column / LANES};
+    }
+};
+
+// The sums of LANES columns for each row; reads `ahead` for later, as many units.
+template <typename T, int ROWS>
+[[gnu::noinline]] void multiply_lanes(const T* rows, int64_t row_stride, int64_t num_inputs, const uint32_t* columns,
+                                      const uint32_t* ahead, Vector* sums) {
+    const uint32_t *places[1] = {columns}, *next[1] = {ahead};
+    FloatPart own[ROWS][PARTS] = {};
+    add_in_registers<T, ROWS, 1>(own, places, next, LANES, LANES, reinterpret_cast<const uint32_t*>(rows),
+                                 row_stride / PER_UNIT<T>, num_inputs / PER_UNIT<T>, ~0u);
+    std::memcpy(sums, own, sizeof(own));
+}
+
+// The same for any number of rows. to(row, sums) takes them.
+template <typename T, typename To>
+void multiply_lanes(const T* rows, int64_t num_rows, int64_t row_stride, int64_t num_inputs, const uint32_t* columns,
+                    const uint32_t* ahead, To&& to) {
+    for (int64_t first = 0; first < num_rows; first += TILE_ROWS) {
+        const T* own = rows + first * row_stride;
+        const int64_t count = std::min<int64_t>(TILE_ROWS, num_rows - first);
+        Vector sums[TILE_ROWS];
+        switch (count) {
+#define CASE(ROWS)                                                                                 \
+    case ROWS:                                                                                     \
+        if constexpr (ROWS <= TILE_ROWS)                                                           \
+            multiply_lanes<T, ROWS>(own, row_stride, num_inputs, columns, ahead, sums);            \
+        break;
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
+        }
+        for (int64_t row = 0; row < count; ++row) to(first + row, sums[row]);
+    }
+}
 
 // The rows of a step by their adapters.
 class AdaptedRows {
@@ -55,76 +105,117 @@ class AdaptedRows {
     int64_t adapter_of(int64_t row) const { return adapters_[row]; }
 
   private:
-    static constexpr int64_t PIECE_ROWS = 2 * 12;  // whole tiles; small, so that a team shares one adapter's rows
+    static constexpr int64_t PIECE_ROWS = 12;  // whole tiles; small, so that a team shares one adapter's rows
 
     std::vector<Piece> pieces_;
     std::vector<int64_t> order_, adapters_;
 };
 
-// What adapters add to one product of a step. `place(column)` says which part has LANES columns, and where.
+// What adapters add to one product of a step, as `share_tiles` wants it.
 template <typename T>
 class Addition {
   public:
-    struct Place {
-        int64_t part, block;
-    };
-
     Addition() = default;
     Addition(const AdaptedRows& rows, const AdapterLayer* const* adapters, int64_t num_adapters, int64_t layer,
-             LowRank AdapterLayer::* product, T* low)
-        : rows_(&rows), adapters_(adapters), layer_(layer), product_(product), low_(low) {
+             LowRank AdapterLayer::* product, const Parts& parts, T* low)
+        : rows_(&rows), adapters_(adapters), layer_(layer), product_(product), parts_(parts), low_(low) {
         for (int64_t adapter = 0; adapter < num_adapters; ++adapter) is_empty_ &= !of(adapter).down;
     }
 
     // Before the product, with its inputs; shared by the team.
     void reduce(Team& team, const T* inputs, int64_t num_inputs) const {
         if (is_empty_) return;
-        team.share(rows_->pieces().size(), [&](int64_t task) {
-            static thread_local std::vector<T> gathered;
-            const AdaptedRows::Piece& piece = rows_->pieces()[task];
-            const LowRank& own = of(piece.adapter);
-            if (!own.down) return;
-            const int64_t* rows = rows_->order().data() + piece.first;
-            gathered.resize(piece.count * num_inputs);
-            for (int64_t at = 0; at < piece.count; ++at)
-                std::memcpy(gathered.data() + at * num_inputs, inputs + rows[at] * num_inputs, num_inputs * sizeof(T));
-            LoopPart all{0, 1};
-            multiply<T>(all, gathered.data(), piece.count, {own.down, num_inputs, own.num_columns()},
-                        [&](int64_t at, int64_t column, Vector left, Vector right) {
-                            T* const to = low_ + rows[at] * LOW_STRIDE + column;
-                            store(round_to(left, T{}), to);
-                            store(round_to(right, T{}), to + LANES);
-                        });
-        });
+        team.share(rows_->pieces().size(), [&](int64_t task) { reduce(rows_->pieces()[task], inputs, num_inputs); });
     }
 
-    template <typename PlaceOf>
-    void add(int64_t row, int64_t column, int64_t num_columns, Vector& left, Vector& right, PlaceOf&& place_of) const {
-        if (is_empty_ || rows_->adapter_of(row) < 0) return;
-        const LowRank& own = of(rows_->adapter_of(row));
-        if (!own.down) return;
-        add(own, row, place_of(column), left);
-        if (column + LANES < num_columns) add(own, row, place_of(column + LANES), right);
+    // The same of the rows from `first` on.
+    Addition from(int64_t first) const {
+        Addition rest = *this;
+        rest.first_ += first;
+        return rest;
+    }
+
+    // What a panel's sums of some rows get. It is valid until the thread asks for the next one.
+    class Columns {
+      public:
+        void add(int64_t row, Vector (&sums)[2]) const {
+            if (!sums_ || !addition_->is_adapted(row)) return;
+            sums[0] += sums_[2 * (row - first_)];
+            sums[1] += sums_[2 * (row - first_) + 1];
+        }
+
+      private:
+        friend Addition;
+        const Addition* addition_ = nullptr;
+        const Vector* sums_ = nullptr;  // [rows][2]
+        int64_t first_ = 0;
+    };
+
+    Columns columns(int64_t first, int64_t end, int64_t column) const {
+        Columns result;
+        if (is_empty_) return result;
+        static thread_local std::vector<Vector> sums;
+        sums.resize(2 * (end - first));
+        for (const AdaptedRows::Piece& piece : rows_->pieces())
+            if (of(piece.adapter).down) expand(piece, first, end, column, sums.data());
+        result.addition_ = this;
+        result.sums_ = sums.data();
+        result.first_ = first;
+        return result;
     }
 
   private:
     const LowRank& of(int64_t adapter) const { return adapters_[adapter][layer_].*product_; }
 
-    void add(const LowRank& own, int64_t row, const Place& place, Vector& to) const {
-        const int64_t num_units = own.rank[place.part] / PER_UNIT<T>;
-        const T* low = low_ + row * LOW_STRIDE;
-        for (int64_t part = 0; part < place.part; ++part) low += own.rank[part];
-        const uint32_t* places[1] = {own.up[place.part] + place.block * num_units * LANES};
-        Vector sums[1][1] = {{to}};
-        add_products<T, 1, 1>(sums, places, places, LANES, 0, reinterpret_cast<const uint32_t*>(low), 0, num_units);
-        to = sums[0][0];
+    bool is_adapted(int64_t row) const {
+        const int64_t adapter = rows_->adapter_of(first_ + row);
+        return adapter >= 0 && of(adapter).down;
+    }
+
+    void reduce(const AdaptedRows::Piece& piece, const T* inputs, int64_t num_inputs) const {
+        static thread_local std::vector<T> gathered;
+        const LowRank& own = of(piece.adapter);
+        if (!own.down) return;
+        const int64_t* rows = rows_->order().data() + piece.first;
+        gathered.resize(piece.count * num_inputs);
+        for (int64_t at = 0; at < piece.count; ++at)
+            std::memcpy(gathered.data() + at * num_inputs, inputs + rows[at] * num_inputs, num_inputs * sizeof(T));
+        constexpr int64_t AHEAD = 32 * LANES;  // units
+        for (int64_t column = 0; column < own.num_columns(); column += LANES) {
+            const uint32_t* columns = own.down + column * (num_inputs / PER_UNIT<T>);
+            multiply_lanes<T>(gathered.data(), piece.count, num_inputs, num_inputs, columns, columns + AHEAD,
+                              [&](int64_t at, Vector sums) {
+                                  store(round_to(sums, T{}), low_ + (piece.first + at) * LOW_STRIDE + column);
+                              });
+        }
+    }
+
+    // sums: [end - first][2]; those of the piece's rows between `first` and `end` are written.
+    void expand(const AdaptedRows::Piece& piece, int64_t first, int64_t end, int64_t column, Vector* sums) const {
+        const int64_t* const order = rows_->order().data();
+        const int64_t *begin = order + piece.first, *last = begin + piece.count;
+        while (begin < last && *begin < first_ + first) ++begin;
+        while (begin < last && last[-1] >= first_ + end) --last;
+        const int64_t num_rows = last - begin;
+        const LowRank& own = of(piece.adapter);
+        for (int half = 0; half < 2; ++half) {
+            const Parts::Place place = parts_.place_of(column + half * LANES);
+            if (place.part == MOST_PARTS) continue;
+            const T* low = low_ + (begin - order) * LOW_STRIDE;
+            for (int64_t part = 0; part < place.part; ++part) low += own.rank[part];
+            const int64_t rank = own.rank[place.part], units = rank / PER_UNIT<T> * LANES;
+            const uint32_t* columns = own.up[place.part] + place.block * units;
+            multiply_lanes<T>(low, num_rows, LOW_STRIDE, rank, columns, columns + (parts_.in_turn ? 1 : 2) * units,
+                              [&](int64_t at, Vector row) { sums[2 * (begin[at] - first_ - first) + half] = row; });
+        }
     }
 
     const AdaptedRows* rows_ = nullptr;
     const AdapterLayer* const* adapters_ = nullptr;
-    int64_t layer_ = 0;
+    int64_t layer_ = 0, first_ = 0;
     LowRank AdapterLayer::* product_ = nullptr;
-    T* low_ = nullptr;
+    Parts parts_ = {};
+    T* low_ = nullptr;  // [order() of the rows][LOW_STRIDE]
     bool is_empty_ = true;
 };
 

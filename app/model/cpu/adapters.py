@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from app.engine.batch import Batch
 from app.model.adapters import AdapterWeights, LowRankUpdate, Sizes
-from app.model.cpu.library import LANES, AdapterLayer, LowRank
-from app.model.cpu.weights import PANEL, NativeWeights
+from app.model.cpu.library import LANES, AdapterLayer, LowRank, in_large_pages
+from app.model.cpu.weights import NativeWeights
 from app.model.llama import DecoderSettings
 
 # The linear layers that are computed together, by the product's name.
@@ -27,36 +27,45 @@ class NativeAdapter:
     """An adapter, packed. Steps that use it hold it."""
 
     def __init__(self, weights: AdapterWeights, native: NativeWeights) -> None:
-        self.num_bytes = 0
-        self._tensors: list[torch.Tensor] = []  # what `_layers` points to
         self._dtype = native.dtype
         self._layers = (AdapterLayer * len(native.layers))()
-        for index, layer in enumerate(self._layers):
-            for product, linears in _PRODUCTS.items():
-                updates = [weights.get(f"model.layers.{index}.{linear}") for linear in linears]
-                setattr(layer, product, self._low_rank(updates))
+        by_product = [
+            (layer, product, [_with_even_rank(weights.get(f"model.layers.{index}.{linear}")) for linear in linears])
+            for index, layer in enumerate(self._layers)
+            for product, linears in _PRODUCTS.items()
+        ]
+        # What `_layers` points to, in the order in which a step reads it.
+        num_bytes = sum(_packed_numbers(map(_shape_of, updates)) for _, _, updates in by_product) * self._dtype.itemsize
+        self._memory, self._num_used = in_large_pages(num_bytes, dtype=torch.uint8), 0
+        for layer, product, updates in by_product:
+            setattr(layer, product, self._low_rank(updates))
 
     @property
     def address(self) -> int:
         return ctypes.addressof(self._layers)
 
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.nbytes
+
     def _low_rank(self, updates: Sequence[LowRankUpdate | None]) -> LowRank:
         found = LowRank()
-        even = [None if each is None else _with_even_rank(each) for each in updates]
-        downs = [each.down for each in even if each is not None]
+        downs = [each.down for each in updates if each is not None]
         if not downs:
             return found
-        found.down = self._kept(_in_panels(torch.cat(downs).to(self._dtype)))
-        for part, update in enumerate(even):
+        found.down = self._kept(_in_lanes(torch.cat(downs).to(self._dtype)))
+        for part, update in enumerate(updates):
             if update is not None:
                 found.rank[part] = update.rank
                 found.up[part] = self._kept(_in_lanes(update.up.to(self._dtype)))
         return found
 
-    def _kept(self, tensor: torch.Tensor) -> int:
-        self._tensors.append(tensor)
-        self.num_bytes += tensor.nbytes
-        return tensor.data_ptr()
+    def _kept(self, packed: torch.Tensor) -> int:
+        """Its address in `_memory`."""
+        place = self._memory[self._num_used : self._num_used + packed.nbytes]
+        self._num_used += packed.nbytes
+        place.copy_(packed.view(torch.uint8).view(-1))
+        return place.data_ptr()
 
 
 class AdapterColumns(NamedTuple):
@@ -102,21 +111,49 @@ def _sizes_of_layer(settings: DecoderSettings) -> dict[str, Sizes]:
     }
 
 
-def _with_even_rank(update: LowRankUpdate) -> LowRankUpdate:
+def adapter_bytes(weights: NativeWeights, *, rank: int) -> int:
+    """What a NativeAdapter of every linear layer that can be adapted keeps."""
+    sizes = linear_sizes(weights)
+    linears = [
+        [sizes.get(f"model.layers.{index}.{linear}") for linear in product]
+        for index in range(len(weights.layers))
+        for product in _PRODUCTS.values()
+    ]
+    shapes = ([None if each is None else _Shape(rank + rank % 2, each) for each in product] for product in linears)
+    return sum(map(_packed_numbers, shapes)) * weights.dtype.itemsize
+
+
+class _Shape(NamedTuple):
+    """Of a LowRankUpdate."""
+
+    rank: int  # even
+    sizes: Sizes
+
+
+def _shape_of(update: LowRankUpdate | None) -> _Shape | None:
+    return None if update is None else _Shape(update.rank, Sizes(update.down.shape[1], update.up.shape[0]))
+
+
+def _packed_numbers(updates: Iterable[_Shape | None]) -> int:
+    """Of the updates of one product."""
+    shapes = [each for each in updates if each is not None]
+    if not shapes:
+        return 0
+    columns = sum(each.rank for each in shapes)
+    ups = sum(each.rank * each.sizes.num_outputs for each in shapes)
+    return (columns + -columns % LANES) * shapes[0].sizes.num_inputs + ups
+
+
+def _with_even_rank(update: LowRankUpdate | None) -> LowRankUpdate | None:
     """Two bfloat16 are one unit."""
-    if update.rank % 2 == 0:
+    if update is None or update.rank % 2 == 0:
         return update
     pad = torch.nn.functional.pad
     return LowRankUpdate(pad(update.down, (0, 0, 0, 1)), pad(update.up, (0, 1)))
 
 
-def _in_panels(down: torch.Tensor) -> torch.Tensor:
-    """[columns, inputs] → [panels, units of inputs, PANEL columns] units of 32 bits, as matrices are packed."""
-    padded = torch.nn.functional.pad(down, (0, 0, 0, -len(down) % PANEL)).contiguous()
-    return padded.view(torch.int32).view(-1, PANEL, down.nbytes // len(down) // 4).transpose(1, 2).contiguous()
-
-
-def _in_lanes(up: torch.Tensor) -> torch.Tensor:
-    """[outputs, rank] → [outputs / LANES, units of the rank, LANES] units of 32 bits."""
-    units = up.contiguous().view(torch.int32)
+def _in_lanes(columns: torch.Tensor) -> torch.Tensor:
+    """[columns, inputs] → [columns / LANES, units of inputs, LANES] units of 32 bits, padded with zeros."""
+    padded = torch.nn.functional.pad(columns, (0, 0, 0, -len(columns) % LANES)).contiguous()
+    units = padded.view(torch.int32)
     return units.view(-1, LANES, units.shape[1]).transpose(1, 2).contiguous()

@@ -115,11 +115,11 @@ class Decoder {
         int64_t num_rows = step.num_tokens;
         const AdaptedRows* adapted = &adapted_;
         for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
-            const auto added = [&](LowRank AdapterLayer::* product) {
-                return Addition<T>(*adapted, step.adapters, step.num_adapters, layer, product, low_.data());
+            const auto added = [&](LowRank AdapterLayer::* product, const Parts& parts) {
+                return Addition<T>(*adapted, step.adapters, step.num_adapters, layer, product, parts, low_.data());
             };
             const bool is_last = layer + 1 == shape_.num_layers;
-            attention(step, layers_[layer], added(&AdapterLayer::query_key_value), watch);
+            attention(step, layers_[layer], added(&AdapterLayer::query_key_value, {{query_size_, kv_size_, kv_size_}}), watch);
             if (is_last) {  // from here on only the wanted rows are computed
                 keep_rows(step);
                 num_rows = step.num_rows;
@@ -127,10 +127,12 @@ class Decoder {
             }
             const LayerWeights& own = layers_[layer];
             add_projection(attended_.data(), num_rows, output(own), own.output_bias,
-                           own.router ? Matrix{} : gate_up(own.mlps[0]), added(&AdapterLayer::output));
+                           own.router ? Matrix{} : gate_up(own.mlps[0]), added(&AdapterLayer::output, {{shape_.hidden_size}}));
             watch.spent(&DecoderTimes::linear);
             const Matrix next = is_last ? head() : query_key_value(layers_[layer + 1]);
-            feed_forward(own, num_rows, watch, next, added(&AdapterLayer::gate_up), added(&AdapterLayer::down));
+            feed_forward(own, num_rows, watch, next,
+                         added(&AdapterLayer::gate_up, {{shape_.intermediate_size, shape_.intermediate_size}, true}),
+                         added(&AdapterLayer::down, {{shape_.hidden_size}}));
         }
         normalise(final_norm_, num_rows, 0);
         if (step.hidden) {
@@ -190,10 +192,10 @@ class Decoder {
         added.reduce(team_, normed_.data(), shape_.hidden_size);
         linear(normed_.data(), step.num_tokens, query_key_value(layer), shape_.weight_bits, output(layer),
                [&](int64_t row, int64_t column, Vector left, Vector right) {
-                   added.add(row, column, projected_size_, left, right, [&](int64_t at) { return place_of_head(at); });
                    put(left, layer.query_key_value_bias, projected(row), column, projected_size_);
                    put(right, layer.query_key_value_bias, projected(row), column + LANES, projected_size_);
-               });
+               },
+               added);
         watch.spent(&DecoderTimes::linear);
         team_.share(step.num_tokens, [&](int64_t token) { rotate_and_keep(step, layer, pages, token); });
         watch.spent(&DecoderTimes::rest);
@@ -261,14 +263,6 @@ class Decoder {
         });
     }
 
-    // In which of queries, keys and values a column is.
-    typename Addition<T>::Place place_of_head(int64_t column) const {
-        if (column < query_size_) return {0, column / LANES};
-        column -= query_size_;
-        return column < kv_size_ ? typename Addition<T>::Place{1, column / LANES}
-                                 : typename Addition<T>::Place{2, (column - kv_size_) / LANES};
-    }
-
     // next: the matrix that is read afterwards.
     void feed_forward(const LayerWeights& layer, int64_t num_rows, Watch& watch, const Matrix& next,
                       const Addition<T>& added_to_gate_up, const Addition<T>& added_to_down) {
@@ -287,11 +281,9 @@ class Decoder {
         added_to_gate_up.reduce(team_, normed_.data(), shape_.hidden_size);
         linear(normed_.data(), num_rows, gate_up(mlp), shape_.weight_bits, down(mlp),
                [&](int64_t row, int64_t column, Vector gate, Vector up) {
-                   added_to_gate_up.add(row, column, 2 * shape_.intermediate_size, gate, up, [](int64_t at) {
-                       return typename Addition<T>::Place{at / LANES % 2, at / PANEL};
-                   });
                    store(activated(gate, up), activated_.data() + row * shape_.intermediate_size + column / 2);
-               });
+               },
+               added_to_gate_up);
         add_projection(activated_.data(), num_rows, down(mlp), nullptr, next, added_to_down);
     }
 
@@ -405,9 +397,9 @@ class Decoder {
     // bits: of the weights; 0: not quantised. next: the matrix that is read afterwards.
     template <typename Finish>
     void linear(const T* inputs, int64_t num_rows, const Matrix& matrix, int64_t bits, const Matrix& next,
-                Finish&& finish) {
+                Finish&& finish, const Addition<T>& added) {
         fetch_in_pauses(next, num_rows);
-        multiply_prepared(team_, inputs, 0, num_rows, matrix, bits, finish);
+        multiply_prepared(team_, inputs, 0, num_rows, matrix, bits, finish, added);
     }
 
     // With few rows the time of a step is that of reading the weights, so a thread that waits for others goes on reading:
@@ -437,16 +429,16 @@ class Decoder {
     }
 
     // The rows from `first` on of what was prepared.
-    template <typename Sharing, typename Finish>
+    template <typename Sharing, typename Finish, typename Added = NothingAdded>
     void multiply_prepared(Sharing& team, const T* inputs, int64_t first, int64_t num_rows, const Matrix& matrix,
-                           int64_t bits, Finish&& finish) {
+                           int64_t bits, Finish&& finish, const Added& added = {}) {
         const int64_t size = matrix.num_inputs;
         if (bits == 8)
-            multiply_quantised<8>(team, rows_from<8>(quantised_rows(), first, size), num_rows, matrix, finish);
+            multiply_quantised<8>(team, rows_from<8>(quantised_rows(), first, size), num_rows, matrix, finish, added);
         else if (bits == 4)
-            multiply_quantised<4>(team, rows_from<4>(quantised_rows(), first, size), num_rows, matrix, finish);
+            multiply_quantised<4>(team, rows_from<4>(quantised_rows(), first, size), num_rows, matrix, finish, added);
         else
-            multiply<T>(team, inputs + first * size, num_rows, matrix, finish);
+            multiply<T>(team, inputs + first * size, num_rows, matrix, finish, added);
     }
 
     QuantisedRows quantised_rows() { return {input_numbers_.data(), input_scales_.data(), input_sums_.data()}; }
@@ -460,12 +452,10 @@ class Decoder {
         for_rows_together(num_rows, [&](int64_t first, int64_t count) {
             multiply_prepared(team_, inputs, first, count, matrix, shape_.weight_bits,
                               [&](int64_t row, int64_t column, Vector left, Vector right) {
-                                  added.add(first + row, column, matrix.num_columns, left, right, [](int64_t at) {
-                                      return typename Addition<T>::Place{0, at / LANES};
-                                  });
                                   add_or_give(left, bias, first, row, column);
                                   add_or_give(right, bias, first, row, column + LANES);
-                              });
+                              },
+                              added.from(first));
             add_given(first, count, bias);
         });
     }

@@ -112,14 +112,23 @@ inline void sum_in_amx(int rows, const uint32_t* inputs, int64_t stride, int64_t
         sum_in_amx<T, 1>(inputs, stride, num_units, panel, sums);
 }
 
+// Adds nothing to what `share_tiles` sums.
+struct NothingAdded {
+    struct Columns {
+        void add(int64_t, Vector (&)[2]) const {}
+    };
+    Columns columns(int64_t, int64_t, int64_t) const { return {}; }
+};
+
 // Calls finish(row, column, left, right) for every row and every panel, which begins with `column`. tile(rows, first,
 // panel, next, sums) computes the sums of at most MAX_ROWS rows from `first` on; tiles have whole blocks of rows as far as
-// there are. next: the tile's part of the next panel. panel_units: of PANEL columns.
+// there are. next: the tile's part of the next panel. panel_units: of PANEL columns. added.columns(first, end, column) says
+// what is added to a panel's sums of some rows: its add(row, sums).
 //
 // `team` is a Team, or a LoopPart of the columns.
-template <int MAX_ROWS, typename Sharing, typename Tile, typename Finish>
+template <int MAX_ROWS, typename Sharing, typename Tile, typename Finish, typename Added>
 void share_tiles(Sharing& team, int64_t num_rows, int block, const Matrix& matrix, int64_t panel_units, Tile&& tile,
-                 Finish&& finish) {
+                 Finish&& finish, const Added& added) {
     const int64_t num_panels = (matrix.num_columns + PANEL - 1) / PANEL;
     const int64_t num_chunks = (num_rows + CHUNK_ROWS - 1) / CHUNK_ROWS, num_blocks = (num_rows + block - 1) / block;
     team.share_runs(num_chunks * num_panels, [&](int64_t task) {
@@ -130,6 +139,7 @@ void share_tiles(Sharing& team, int64_t num_rows, int block, const Matrix& matri
         int64_t first = num_blocks * chunk / num_chunks * block;
         int64_t num_tiles = (end - first + MAX_ROWS - 1) / MAX_ROWS, num_fetching = std::min(num_tiles, FETCHING_TILES);
         Ahead next{panel + PANEL * panel_units, PANEL / num_fetching};
+        const auto additions = added.columns(first, end, column);
         for (; num_tiles > 0; --num_tiles) {
             const int64_t even = (end - first + num_tiles - 1) / num_tiles;  // tiles of much the same size
             const int rows = int(std::min(end - first, (even + block - 1) / block * block));
@@ -137,16 +147,20 @@ void share_tiles(Sharing& team, int64_t num_rows, int block, const Matrix& matri
             tile(rows, first, panel, next, sums);
             next.from += next.stride * panel_units;
             if (--num_fetching == 0) next.stride = 0;
-            for (int row = 0; row < rows; ++row) finish(first + row, column, sums[row][0], sums[row][1]);
+            for (int row = 0; row < rows; ++row) {
+                additions.add(first + row, sums[row]);
+                finish(first + row, column, sums[row][0], sums[row][1]);
+            }
             first += rows;
         }
     });
 }
 
 // Calls finish(row, column, left, right) for every row and every PANEL of columns with the sums of columns
-// [column, column + LANES) and of the LANES behind them.  inputs: [num_rows][num_inputs].
-template <typename T, typename Sharing, typename Finish>
-void multiply(Sharing& team, const T* inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish) {
+// [column, column + LANES) and of the LANES behind them.  inputs: [num_rows][num_inputs]. added: see `share_tiles`.
+template <typename T, typename Sharing, typename Finish, typename Added = NothingAdded>
+void multiply(Sharing& team, const T* inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish,
+              const Added& added = {}) {
     const uint32_t* units = reinterpret_cast<const uint32_t*>(inputs);
     const int64_t num_units = matrix.num_inputs / PER_UNIT<T>;
     if (amx::fits<T>(matrix.num_inputs))
@@ -157,13 +171,13 @@ void multiply(Sharing& team, const T* inputs, int64_t num_rows, const Matrix& ma
                 sum_in_amx<bf16>(rows, units + first * num_units, num_units, num_units, panel,
                                  reinterpret_cast<float*>(sums));
             },
-            finish);
+            finish, added);
     share_tiles<TILE_ROWS>(
         team, num_rows, 1, matrix, num_units,
         [&](int rows, int64_t first, const uint32_t* panel, const Ahead& next, Vector (*sums)[2]) {
             multiply_rows<T>(rows, units + first * num_units, num_units, panel, next, sums);
         },
-        finish);
+        finish, added);
 }
 
 }  // namespace carousel

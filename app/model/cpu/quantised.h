@@ -265,9 +265,9 @@ template <int BITS>
 }
 
 // As `multiply` of plain matrices.
-template <int BITS, typename Sharing, typename Finish>
+template <int BITS, typename Sharing, typename Finish, typename Added = NothingAdded>
 void multiply_quantised(Sharing& team, const QuantisedRows& inputs, int64_t num_rows, const Matrix& matrix,
-                        Finish&& finish) {
+                        Finish&& finish, const Added& added = {}) {
     const int64_t groups = num_groups<BITS>(matrix.num_inputs);
     const int64_t units = panel_units<BITS>(matrix.num_inputs);
     if (amx::refusal() == 0)
@@ -277,7 +277,7 @@ void multiply_quantised(Sharing& team, const QuantisedRows& inputs, int64_t num_
                 const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
                 multiply_quantised_in_amx<BITS>(rows, from, groups, panel, sums);
             },
-            finish);
+            finish, added);
     share_tiles<DOT_ROWS>(
         team, num_rows, 1, matrix, units,
         [&](int rows, int64_t first, const uint32_t* panel, const Ahead& next, Vector (*sums)[2]) {
@@ -292,7 +292,7 @@ void multiply_quantised(Sharing& team, const QuantisedRows& inputs, int64_t num_
 #undef CASE
             }
         },
-        finish);
+        finish, added);
 }
 
 }  // namespace carousel
