@@ -6,6 +6,7 @@ not load torch.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -189,7 +190,10 @@ def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | No
     """None where the runner computes with no adapters: on a GPU."""
     if not isinstance(runner, AdaptingRunner):
         return None
-    from app.model.adapter_files import adapter_digest, adapter_folder
+    from app.model.adapter_files import adapter_digest, adapter_folder, another_base
+
+    model = config.model
+    served = (model.path, *_names_in_config(resolve_model_path(model.path)))
 
     def load(adapter: Adapter) -> object:
         folder = adapter_folder(_folder_seen_from_here(adapter.path))
@@ -199,9 +203,20 @@ def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | No
                 f"the adapter {adapter.name} in {folder} is {digest} here and {adapter.digest} where it was named: "
                 f"copy the same files to every machine, and load it again under /admin/adapters"
             )
-        return runner.load_adapter(folder)
+        weights = runner.load_adapter(folder)
+        difference = another_base(folder, served, model.revision)
+        if difference is not None:
+            logger.warning("the adapter %s fits by its sizes, but %s", adapter.name, difference)
+        return weights
 
-    return AdapterStore(load, max_loaded=config.model.max_loaded_adapters)
+    return AdapterStore(load, max_loaded=model.max_loaded_adapters)
+
+
+def _names_in_config(location: str) -> list[str]:
+    """What the config.json of a folder says that the model was loaded from."""
+    file = Path(location) / "config.json"
+    name = json.loads(file.read_bytes()).get("_name_or_path") if file.is_file() else None
+    return [name] if isinstance(name, str) and name else []
 
 
 def _build_encoder(config: EngineConfig, devices: Devices, location: str) -> Engine:
@@ -336,13 +351,22 @@ class PlannedMemory:
         return -(-self.context // self.block_size) * self.block_bytes
 
 
-def planned_cpu_memory(config: EngineConfig) -> PlannedMemory:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedAdapters:
+    """LoRA adapters that a replica has loaded, of every linear layer that can be adapted."""
+
+    number: int = 0
+    rank: int = 16
+
+
+def planned_cpu_memory(config: EngineConfig, adapters: PlannedAdapters = PlannedAdapters()) -> PlannedMemory:
     """The sizes of a replica on a CPU like this machine's, from the model's config.json alone.
 
     Raises:
         InvalidSetup: there is no such model, or nothing says how long its context is.
         UnsupportedModel: it cannot be served, or the native decoder does not compute it.
     """
+    from app.model.cpu.adapters import adapter_bytes
     from app.model.kv_cache import block_bytes
     from app.model.largest_step import needs_of_native
     from app.model.loader import dtype_of, model_of_config
@@ -350,8 +374,10 @@ def planned_cpu_memory(config: EngineConfig) -> PlannedMemory:
     location, block_size = resolve_model_path(config.model.path), config.cache.block_size
     dtype = dtype_of(config.model, location).dtype
     model = model_of_config(config.model, location, dtype=dtype, native_block_size=block_size)
+    needs = needs_of_native(model, largest_batch(config.scheduler, model.facts, block_size=block_size))
+    assert model.native is not None, "else needs_of_native has refused it"
     return PlannedMemory(
-        needs=needs_of_native(model, largest_batch(config.scheduler, model.facts, block_size=block_size)),
+        needs=replace(needs, adapters=adapters.number * adapter_bytes(model.native, rank=adapters.rank)),
         block_bytes=block_bytes(config.cache, model.layers, dtype=dtype),
         block_size=block_size,
         context=model.facts.max_model_len,

@@ -14,10 +14,20 @@ from typing import Any
 
 from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
+from app.engine.adapter_store import AdapterStore
 from app.engine.batch import Batch, ScheduledSequence, StepResult, by_request
 from app.engine.engine import Engine, ModelRunner
 from app.engine.matcher import Matcher, with_tokens
-from app.engine.request import FinishReason, ModelFacts, Pooling, Request, SamplingParams, TokenDelta, TokenLogprobs
+from app.engine.request import (
+    Adapter,
+    FinishReason,
+    ModelFacts,
+    Pooling,
+    Request,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
 from app.engine.sequence import Sequence
 from app.engine.speculation.drafter import Drafter
 from app.engine.trace.recorder import Recorder
@@ -180,6 +190,7 @@ def build_fake_engine(
     clock: Callable[[], float] = time.monotonic,
     recorder: Recorder | None = None,
     drafter: Drafter | None = None,
+    adapters: AdapterStore | None = None,
     **scheduler: Any,
 ) -> Engine:
     settings: dict[str, Any] = {"max_running": 8, "max_step_tokens": 32, "prefill_chunk_tokens": 16} | scheduler
@@ -192,6 +203,7 @@ def build_fake_engine(
         clock=clock,
         recorder=recorder,
         drafter=drafter,
+        adapters=adapters,
     )
 
 
@@ -316,6 +328,7 @@ def make_request(
     tenant: str = "",
     deadline_s: float | None = None,
     pooling: Pooling | None = None,
+    adapter: Adapter | None = None,
     **sampling: object,
 ) -> Request:
     settings: dict[str, object] = {"max_tokens": 4, "temperature": 0.0} | sampling
@@ -328,6 +341,7 @@ def make_request(
         tenant=tenant,
         deadline_s=deadline_s,
         pooling=pooling,
+        adapter=adapter,
     )
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from app.errors import UnsupportedAdapter, first_line
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DIGEST_BYTES = 8
+_QUANTISED_FILE = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)\.gguf$", re.IGNORECASE)
 
 
 def adapter_folder(path: str) -> Path:
@@ -41,6 +45,29 @@ def adapter_digest(folder: Path) -> str:
         except OSError as error:
             raise UnsupportedAdapter(f"{folder / name} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
+
+
+def another_base(folder: Path, served: Sequence[str], revision: str | None) -> str | None:
+    """In words, that the adapter's configuration names other weights than those served under these names.
+
+    It is no proof: copies of the same weights have many names, and PEFT writes a path where it was given one. The last
+    parts of paths and hub ids are compared. None where nothing differs, or nothing is named. The configuration is one
+    that was read before.
+    """
+    config = json.loads((folder / CONFIG).read_bytes())
+    name, trained_revision = config.get("base_model_name_or_path"), config.get("revision")
+    if not isinstance(name, str) or not name:
+        return None
+    if _last_part(name) not in map(_last_part, served):
+        return f"it was trained on {name[:200]}, and {served[0]} is served"
+    if trained_revision and revision and trained_revision != revision:
+        return f"it was trained on revision {trained_revision} of {name[:200]}, and {revision} is served"
+    return None
+
+
+def _last_part(path: str) -> str:
+    last = re.split(r"[/\\]", path.rstrip("/\\"))[-1]
+    return _QUANTISED_FILE.sub("", last).removesuffix(".gguf").lower()
 
 
 def _pickled(folder: Path) -> str:

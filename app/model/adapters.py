@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +18,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from app.engine.batch import Batch
 from app.errors import UnsupportedAdapter, first_line
 from app.model.adapter_files import CONFIG, WEIGHTS
-
-logger = logging.getLogger(__name__)
 
 MAX_RANK = 64
 _TENSOR = re.compile(r"base_model\.model\.(?P<linear>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
@@ -56,7 +53,6 @@ class PeftConfig(BaseModel):
     peft_type: str
     r: int = Field(ge=1)
     lora_alpha: float = 8.0
-    base_model_name_or_path: str | None = None
     use_rslora: bool = False
     rank_pattern: dict[str, int] = {}
     alpha_pattern: dict[str, float] = {}
@@ -171,7 +167,6 @@ def _read(folder: Path, linears: Mapping[str, Sizes]) -> AdapterWeights:
         raise UnsupportedAdapter(
             f"it adapts {', '.join(unknown)} ({first}); of this model, {', '.join(known)} can be adapted"
         )
-    logger.info("the adapter %s was trained on %s", folder, config.base_model_name_or_path)
     return {linear: _update(config, linear, pairs[linear], linears[linear]) for linear in pairs}
 
 

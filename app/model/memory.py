@@ -37,10 +37,11 @@ class MemoryNeeds:
     graphs: int  # memory of the captured steps, and the graphs themselves
     workspaces: int  # of libraries
     context: int = CONTEXT_BYTES  # on a CPU the process
+    adapters: int = 0  # LoRA adapters that are loaded
 
     @property
     def total(self) -> int:
-        return self.weights + self.step + self.graphs + self.workspaces + self.context
+        return self.weights + self.step + self.graphs + self.workspaces + self.context + self.adapters
 
     def __str__(self) -> str:
         parts = ("weights", "step", "graphs", "workspaces", "context")

@@ -1,4 +1,4 @@
-"""Rows R1 to R10: processes that are killed or stopped, and a network that loses packets, while streams run."""
+"""Rows R1 to R11: processes that are killed or stopped, and a network that loses packets, while streams run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.chaos.networks import THERE, Host, own_network, why_no_networks
 from benchmarks.chaos.node_loss import LAYOUT, ON_EACH, node
 from benchmarks.chaos.stage import LENGTHS, Size, Stage, application, stage, under_traffic
 from benchmarks.chaos.stream import Stream, moment
-from benchmarks.chaos.traffic import Asked, Traffic, alike, mixed, with_reference
+from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, alike, mixed, with_reference
 from benchmarks.chaos.verdict import by_kind, in_flight, judged, judged_row, spread
 from benchmarks.harness.command import tell
+from benchmarks.harness.random_adapter import projections_in, save_random_adapter
 
 LASTS_S = 8.0  # a replica that is stopped, a network that loses packets
 _QUIET_S = (1.0, 2.0)  # between the moment when all are there again and the next fault
@@ -29,6 +33,7 @@ _WITHOUT_HEAD_S = 120.0  # that the service is watched for: Ray's processes give
 _CRASH_TOKEN = 0  # a special token: no replica draws it, no other prompt has it
 _NUM_ALIKE = 12  # tokens
 _STEP_TIMEOUT_S = 4.0  # of ranks
+_NUM_ADAPTERS = 4
 
 Row = dict[str, Any]
 Mend = Callable[[], None]
@@ -126,6 +131,24 @@ async def kill_with_weights(size: Size) -> list[Row]:
     async with under_traffic(size, lengths=(100, 400), weights=True) as (running, traffic):
         found = await fault.figures(running, traffic, size)
         return [found | {"by_kind": by_kind(traffic.answers, traffic.reference)}]
+
+
+async def kill_with_adapters(size: Size) -> list[Row]:
+    """R11: the same with requests that ask for one of some adapters, or for the base."""
+    text = f"kill -9 one of 3 replicas with real weights and {_NUM_ADAPTERS} adapters"
+    fault = Fault(row="R11", text=text, choose=_replicas(1), quiet_s=_QUIET_AFTER_KILL_S)
+    lengths = (100, 400)
+    with TemporaryDirectory() as folder:
+        paths = {f"adapter-{seed}": Path(folder) / str(seed) for seed in range(_NUM_ADAPTERS)}
+        for seed, path in enumerate(paths.values()):
+            save_random_adapter(path, projections_in(Path("models/demo")), rank=8, seed=seed, scale=0.2)
+        requests = [
+            replace(asked, body={**asked.body, "model": name})
+            for asked, name in zip(mixed(size.streams, max_tokens=lengths), cycle((*paths, MODEL_NAME)))
+        ]
+        adapters = {name: str(path) for name, path in paths.items()}
+        async with under_traffic(size, requests=requests, weights=True, adapters=adapters) as (running, traffic):
+            return [await fault.figures(running, traffic, size)]
 
 
 async def stop_one_of_three(size: Size) -> list[Row]:

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, mixed, with_reference
@@ -179,9 +180,13 @@ def application(
     max_running: int = 96,
     max_waiting: int = 96,
     model: str = "models/demo",
+    adapters: Mapping[str, str] = MappingProxyType({}),
     **replicas: Any,
 ) -> dict[str, Any]:
-    """The `args` of an application with simulated replicas, or with real `weights`; `replicas`: of that branch."""
+    """The `args` of an application with simulated replicas, or with real `weights`, which adapters need.
+
+    adapters: their folders by name. replicas: settings of that branch.
+    """
     costs = {
         "step_ms": step_ms, "per_token_ms": per_token_ms, "end_probability": end_probability,
         "crash_token_id": crash_token_id,
@@ -190,6 +195,7 @@ def application(
         "models": [
             {
                 "name": MODEL_NAME,
+                "adapters": dict(adapters),
                 "engine": {
                     "model": {"path": model} | ({"batch_invariant": True} if weights else {"simulated": costs}),
                     "cache": {"num_blocks": 4096, "block_size": 16},

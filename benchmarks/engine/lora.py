@@ -12,7 +12,6 @@ target is a ratio of at most 1.15. The last line of stdout is one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -21,15 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
 from app.assembly import adapter_at, build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.request import Adapter, Request, SamplingParams
 from app.model.cpu.decoder import NativeDecoder
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
+from benchmarks.harness.random_adapter import save_random_adapter
 from benchmarks.harness.turns import median_of_ratios, turns
 
 WITHOUT, WITH = "without", "with"
@@ -96,14 +93,7 @@ def _made(engine: Engine, folder: Path, *, rank: int, seed: int) -> Adapter:
     forward = getattr(engine.runner, "forward", None)
     if not isinstance(forward, NativeDecoder):
         raise BenchmarkError("the model does not run in the C++ decoder here; take one that does")
-    numbers, tensors = torch.Generator().manual_seed(seed), {}
-    for name, sizes in forward.linear_sizes().items():
-        prefix = f"base_model.model.{name}"
-        tensors[f"{prefix}.lora_A.weight"] = 0.02 * torch.randn(rank, sizes.num_inputs, generator=numbers)
-        tensors[f"{prefix}.lora_B.weight"] = 0.02 * torch.randn(sizes.num_outputs, rank, generator=numbers)
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    save_random_adapter(folder, forward.linear_sizes(), rank=rank, seed=seed)
     return adapter_at(folder.name, str(folder))
 
 

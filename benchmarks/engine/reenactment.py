@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
-from app.engine.adapter_store import HeldAdapter
+from app.engine.adapter_store import AdapterStore, HeldAdapter
 from app.engine.engine import ModelRunner, StepError
 from app.engine.matcher import Matchers
 from app.engine.request import ModelFacts, Request
@@ -55,11 +55,12 @@ class Reenactment:
         cache: CacheConfig,
         model: ModelRunner | None = None,
         matchers: Matchers | None = None,
+        adapters: AdapterStore | None = None,
         stand_ins: StandIns | None = None,
     ) -> None:
         """Without a model, tokens are those of the log; of a log without prompts, `stand_ins`.
 
-        A model needs the matchers of grammars too, which the log's tokens have been through already.
+        A model needs its store of adapters, and the matchers of grammars, which the log's tokens have been through.
         """
         facts = facts_of(header)
         kind = ReenactingLauncher if header.launches_ahead else ReenactingRunner
@@ -79,6 +80,7 @@ class Reenactment:
             clock=self._clock,
             recorder=StepRecorder(self._take, stopwatch_ns=lambda: 0),
             drafter=self._runner,
+            adapters=adapters,
         )
 
     def step(self, record: StepRecord) -> StepRecord:

@@ -3,9 +3,9 @@
     python -m benchmarks.engine.replay LOG [--model DIR | --simulated] [--set PATH=VALUE ...] [--json OUT]
 
 LOG is a folder that `engine.step_log.path` named, or a file in it. Arrivals, aborts and retunings come before the same
-steps and the clock tells the recorded times. The model is that of the log unless another is named; `--simulated` draws
-the recorded tokens without one, which shows whether the same is decided. Exit status: 0 the same, 1 diverged, 2 cannot
-be read.
+steps and the clock tells the recorded times. The model is that of the log unless another is named; requests have the
+adapters that the log names, with the same files. `--simulated` draws the recorded tokens without a model, which
+shows whether the same is decided. Exit status: 0 the same, 1 diverged, 2 cannot be read, or an adapter is another one.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from app.assembly import build_matchers, build_sync_engine
+from app.assembly import adapter_at, build_matchers, build_sync_engine
 from app.config import EngineConfig
-from app.engine.engine import ModelRunner
-from app.engine.trace.entries import DroppedEntries, Entry, Header, Reconfigured, StepRecord
-from app.errors import CarouselError
+from app.engine.engine import NO_ADAPTERS, Engine
+from app.engine.request import Adapter
+from app.engine.trace.entries import Arrival, DroppedEntries, Entry, Header, Reconfigured, StepRecord
+from app.errors import CarouselError, UnsupportedAdapter
 from app.versions import commit, versions
 from benchmarks.engine.divergence import Circumstances, Comparison, Divergence, differences_between
-from benchmarks.engine.recorded_run import find_run
+from benchmarks.engine.recorded_run import RecordedRun, find_run
 from benchmarks.engine.reenacting_runner import StandIns
 from benchmarks.engine.reenactment import Reenactment, Shares, facts_of
 from benchmarks.harness.command import BenchmarkError, command_parser, refused, tell
@@ -80,7 +81,7 @@ def replay(log: str, *, model: str | None = None, simulated: bool = False, setti
     """Run a log again up to its end or the first difference.
 
     Raises:
-        BenchmarkError: the log cannot be read or re-executed, or a setting is wrong.
+        BenchmarkError: the log cannot be read or re-executed, a setting is wrong, or an adapter is not what it was.
         CarouselError: the model cannot be loaded.
     """
     started = time.perf_counter()
@@ -89,12 +90,14 @@ def replay(log: str, *, model: str | None = None, simulated: bool = False, setti
         raise BenchmarkError("the log has no prompts (step_log.record_prompts was false): replay it with --simulated")
     config = _configured(run.header, model, settings)
     differences = _differences(run.header, config, computes=not simulated)
+    engine = None if simulated else _engine_of(config, run)
     matchers = None if simulated else build_matchers(config, facts_of(run.header))
     reenactment = Reenactment(
         run.header,
         scheduler=config.scheduler,
         cache=config.cache,
-        model=None if simulated else _load(config),
+        model=None if engine is None else engine.runner,
+        adapters=None if engine is None else engine.adapters,
         matchers=matchers,
         stand_ins=StandIns(run.entries(), block_size=config.cache.block_size) if run.hides_prompts else None,
     )
@@ -188,11 +191,29 @@ def _differences(header: Header, config: EngineConfig, *, computes: bool) -> lis
     return found
 
 
-def _load(config: EngineConfig) -> ModelRunner:
-    """The runner of the model, with as many blocks as there were."""
-
+def _engine_of(config: EngineConfig, run: RecordedRun) -> Engine:
+    """One that has the model, with as many blocks as there were, and can load what the run's requests had."""
+    adapters = {entry.request.adapter for entry in run.entries() if isinstance(entry, Arrival)} - {None}
+    for adapter in adapters:
+        assert adapter is not None, "taken out above"
+        _check_adapter(adapter)
     tell(f"loading {config.model.path}")
-    return build_sync_engine(config).runner
+    engine = build_sync_engine(config)
+    if adapters and engine.adapters is None:
+        raise BenchmarkError(f"the log has requests with adapters; {NO_ADAPTERS}")
+    return engine
+
+
+def _check_adapter(recorded: Adapter) -> None:
+    try:
+        found = adapter_at(recorded.name, recorded.path)
+    except UnsupportedAdapter as error:
+        raise BenchmarkError(f"the log has requests with the adapter {recorded.name}: {error.message}") from error
+    if found.digest != recorded.digest:
+        raise BenchmarkError(
+            f"the adapter {recorded.name} in {recorded.path} is {found.digest} here and {recorded.digest} in the log: "
+            f"put the files there that the run had, or replay with --simulated"
+        )
 
 
 if __name__ == "__main__":

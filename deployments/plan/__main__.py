@@ -42,7 +42,10 @@ def _memory(options: argparse.Namespace) -> None:
     card = None if options.gpu is None else card_of(options.gpu)
     if card is None and options.tensor_parallel > 1:
         raise InvalidSetup("--tensor-parallel is planned for GPUs only; with --cpu leave it out")
+    if card is not None and options.adapters:
+        raise InvalidSetup("--adapters are planned for CPUs only: a GPU computes with none")
     # torch takes seconds to import; mistakes are said before
+    from app.assembly import PlannedAdapters
     from deployments.plan.memory import CpuPlan, GpuPlan, config_of
 
     on_gpu = card is not None
@@ -61,7 +64,7 @@ def _memory(options: argparse.Namespace) -> None:
         },
     )
     plan: CpuPlan | GpuPlan = (
-        CpuPlan(config, options.cpu)
+        CpuPlan(config, options.cpu, PlannedAdapters(number=options.adapters, rank=options.rank))
         if card is None
         else GpuPlan(config, card, share=options.num_gpus, num_ranks=options.tensor_parallel)
     )
@@ -187,6 +190,8 @@ def _add_memory(memory: argparse.ArgumentParser) -> None:
     memory.add_argument(
         "--max-step-tokens", type=positive, help="scheduler.max_step_tokens (8192 on a GPU, 512 on a CPU)"
     )
+    memory.add_argument("--adapters", type=positive, default=0, metavar="N", help="LoRA adapters that are loaded (0)")
+    memory.add_argument("--rank", type=positive, default=16, metavar="N", help="of the adapters, at most 64 (16)")
     memory.add_argument("--gpu-memory-fraction", type=float, default=0.9, help="cache.gpu_memory_fraction")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from app.assembly import PlannedMemory, planned_cpu_memory, planned_memory
+from app.assembly import PlannedAdapters, PlannedMemory, planned_cpu_memory, planned_memory
 from app.config import GIB, EngineConfig
 from app.errors import InvalidSetup
 from app.model.cpu.kv_cache import available_bytes
@@ -110,7 +110,7 @@ class GpuPlan:
 class CpuPlan:
     """What one replica has of the memory of a machine, computed by its CPUs."""
 
-    def __init__(self, config: EngineConfig, memory: str) -> None:
+    def __init__(self, config: EngineConfig, memory: str, adapters: PlannedAdapters) -> None:
         """memory: of the machine, such as 16GiB; empty for what this machine has available now.
 
         Raises InvalidSetup and UnsupportedModel as `planned_cpu_memory` does.
@@ -122,7 +122,7 @@ class CpuPlan:
             raise InvalidSetup("--cpu: this system does not say how much memory it has; name it, such as --cpu 16GiB")
         self._config = config
         self._where = f"a CPU with {num_bytes / GIB:.2f} GiB"
-        self._planned: PlannedMemory = planned_cpu_memory(config)
+        self._planned: PlannedMemory = planned_cpu_memory(config, adapters)
         self._left = num_bytes - self._planned.needs.total
 
     def table(self) -> str:
@@ -131,6 +131,7 @@ class CpuPlan:
         rows = [
             ("weights", needs.weights),
             ("largest step", needs.step),
+            *([("adapters", needs.adapters)] if needs.adapters else ()),
             ("process", needs.context),
             ("KV memory", max(0, self._left)),
         ]

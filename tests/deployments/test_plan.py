@@ -161,6 +161,17 @@ def test_a_machine_with_cpus_holds_packed_weights(
     assert parts[-1] - 0.016 < float(most) <= parts[-1]
 
 
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+def test_adapters_take_of_a_cpus_memory(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--cpu", "16GiB", "--context", "8192", "--dtype", "bfloat16")
+    assert plan(model, *options) == 0
+    assert "adapters" not in capsys.readouterr().out
+    assert plan(model, *options, "--adapters", "100", "--rank", "32") == 0
+    # Inputs of q, k and v, of o, of gate and up, and of down; then the outputs of all. Two layers, two bytes each.
+    numbers = 32 * (3 * 4096 + 4096 + 2 * 4096 + 12288 + 4096 + 2 * 1024 + 4096 + 2 * 12288 + 4096)
+    assert f"adapters      {100 * 2 * 2 * numbers / 2**30:>9.2f} GiB" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -168,6 +179,7 @@ def test_a_machine_with_cpus_holds_packed_weights(
             ("--cpu", "1GiB", "--dtype", "bfloat16"),
             r"GiB are missing for one sequence of 40,960 .* --quantization int8",
         ),
+        (("--gpu", "H200", "--adapters", "8"), "--adapters are planned for CPUs only"),
         (("--cpu", "1TB"), r"--cpu: got '1TB'; it is no size, such as 80GiB"),
         (("--cpu", "--tensor-parallel", "2"), "--tensor-parallel is planned for GPUs only"),
         (("--cpu", "--quantization", "fp8"), "only the decoder for CUDA computes, and device is cpu"),

@@ -8,14 +8,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from msgspec import structs
 
+from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import Batch, StepResult
-from app.engine.request import Queued, Request
+from app.engine.request import Adapter, Queued, Request
 from app.engine.view import EngineView
+from app.errors import UnsupportedAdapter
 from app.fleet import (
     FailoverLimits,
     Fleet,
@@ -28,7 +30,7 @@ from app.fleet import (
 )
 from app.fleet.dispatch import Group, GroupChooser, ReplicaReport, make_policy
 from app.fleet.frames import FRAME_VERSION, AbortRequest, SubmitRequest, WatchEngine, encode, message_decoder
-from tests.fakes import CountingRunner, build_fake_engine
+from tests.fakes import VOCAB_SIZE, CountingRunner, build_fake_engine
 from tests.waiting import until
 
 
@@ -65,7 +67,14 @@ class SteppedRunner(CountingRunner):
             raise RuntimeError("a broken device")
         if any(self.deadly_token_id in item.token_ids for item in batch.scheduled):
             self.on_deadly()
-        return super().run(batch)
+        result = super().run(batch)
+        drawn = zip(result.token_ids, batch.sampled, strict=True)
+        return result._replace(token_ids=[adapted_token(token, item.adapter) for token, item in drawn])
+
+
+def adapted_token(token_id: int, adapter: object) -> int:
+    """What is drawn with an adapter where `token_id` would be without one."""
+    return token_id if adapter is None else 2 + (token_id - 2 + cast(int, adapter)) % (VOCAB_SIZE - 2)
 
 
 class LocalReplica:
@@ -74,7 +83,11 @@ class LocalReplica:
     def __init__(self, replica_id: str, *, step_s: float, max_requests: int, group: str = "") -> None:
         self.replica_id = replica_id
         self.runner = SteppedRunner(step_s)
-        self.engine = AsyncEngine(build_fake_engine(runner=self.runner, num_blocks=400), max_requests=max_requests)
+        self.has_other_files = False  # than adapters were named with
+        engine = build_fake_engine(
+            runner=self.runner, num_blocks=400, adapters=AdapterStore(self._load_adapter, max_loaded=4)
+        )
+        self.engine = AsyncEngine(engine, max_requests=max_requests)
         self.group = group
         self.weights = 0
         self.frame_version = FRAME_VERSION
@@ -86,6 +99,12 @@ class LocalReplica:
         self.stream: LocalStream | None = None
         self.is_watched: bool | None = None  # as it was told last
         self.sends_views = True
+
+    def _load_adapter(self, adapter: Adapter) -> int:
+        """What it adds to every token that is drawn."""
+        if self.has_other_files:
+            raise UnsupportedAdapter(f"the adapter {adapter.name} is another one here")
+        return int(adapter.digest)
 
     def report(self) -> ReplicaReport:
         engine = self.engine

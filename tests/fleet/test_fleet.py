@@ -8,12 +8,20 @@ from dataclasses import replace
 
 import pytest
 
-from app.engine.request import FinishReason, Request, TokenDelta
-from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, ReplicasLost, Unavailable
+from app.engine.request import Adapter, FinishReason, Request, TokenDelta
+from app.errors import (
+    DeadlineMissed,
+    EngineStopped,
+    InvalidRequest,
+    Overloaded,
+    ReplicasLost,
+    Unavailable,
+    UnsupportedAdapter,
+)
 from app.fleet.dispatch import Group
 from tests.engine.test_engine_logprobs import check as check_logprobs
-from tests.fakes import FakeClock, Outcome, expected_tokens, make_request
-from tests.fleet.replicas import LocalFleet, LocalReplica
+from tests.fakes import FakeClock, Outcome, expected_tokens, make_request, next_token
+from tests.fleet.replicas import LocalFleet, LocalReplica, adapted_token
 from tests.waiting import until
 
 
@@ -84,6 +92,62 @@ def test_killing_replicas_in_mid_stream_changes_no_token(seed: int) -> None:
                 assert tokens == expected(request)
                 assert last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
             assert local.counts.resumes.total() >= 2
+
+    asyncio.run(main())
+
+
+ADAPTER = Adapter(name="support", path="/support", digest="3")
+
+
+def with_adapter(number: int) -> Request:
+    return make_request((5, 6, 7 + number), max_tokens=50, adapter=ADAPTER)
+
+
+def expected_with_adapter(request: Request) -> list[int]:
+    tokens = list(request.prompt_token_ids)
+    for _ in range(request.sampling.max_tokens):
+        tokens.append(adapted_token(next_token(tokens), 3))
+    return tokens[len(request.prompt_token_ids) :]
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_request_goes_on_with_its_adapter_whether_or_not_the_other_replica_has_it(is_loaded: bool) -> None:
+    async def main() -> None:
+        async with LocalFleet(2) as local:
+            if is_loaded:
+                for replica in local.replicas:
+                    await replica.engine.load_adapter(ADAPTER)
+            requests = [with_adapter(0), *alike(4), with_adapter(1)]
+            local.hold(*local.replicas)
+            answers = start(local, requests)
+            first = await until(lambda: [each for each in local.replicas if any(r.adapter for r in each.served)])
+            await local.held(first[0])
+            other = next(replica for replica in local.replicas if replica is not first[0])
+            other_has_it = ADAPTER.digest in other.engine.adapters.stats().loaded  # type: ignore[union-attr]
+            first[0].kill()
+            local.go()
+            for request, (tokens, _) in zip(requests, await asyncio.gather(*answers), strict=True):
+                assert tokens == (expected_with_adapter(request) if request.adapter else expected(request))
+            resumed = [each for each in other.served if each.generated_token_ids and each.adapter]
+            assert resumed, "it died in the middle of their streams"
+            assert other_has_it == is_loaded
+
+    asyncio.run(main())
+
+
+def test_a_request_goes_on_nowhere_where_its_adapter_has_other_files() -> None:
+    async def main() -> None:
+        async with LocalFleet(2) as local:
+            local.hold(*local.replicas)
+            [answer] = start(local, [with_adapter(0)])
+            [serving] = await until(lambda: [replica for replica in local.replicas if replica.served])
+            await local.held(serving)
+            for replica in local.replicas:
+                replica.has_other_files = True
+            serving.kill()
+            local.go()
+            with pytest.raises(UnsupportedAdapter, match="the adapter support is another one here"):
+                await answer
 
     asyncio.run(main())
 

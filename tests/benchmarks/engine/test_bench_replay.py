@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import rule
+from transformers import AutoModelForCausalLM
 
 from app.assembly import build_matchers, build_sync_engine
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.batch import Batch, StepResult
 from app.engine.engine import LaunchingRunner, ModelRunner
-from app.engine.request import Grammar, GrammarKind, ModelFacts, Pooling
+from app.engine.request import Adapter, Grammar, GrammarKind, ModelFacts, Pooling
 from app.engine.trace.entries import Entry, Header, Limited, StepRecord, parse, to_line
 from app.engine.trace.recorder import Recorder, StepRecorder
 from app.engine.trace.redaction import Redactor
+from app.model.adapter_files import adapter_digest
 from benchmarks.engine.divergence import Circumstances, Comparison
 from benchmarks.engine.reenacting_runner import StandIns
 from benchmarks.engine.reenactment import Reenactment
@@ -42,6 +44,7 @@ from tests.fakes import (
     make_request,
     run_to_end,
 )  # fmt: skip
+from tests.lora import save_adapter
 from tests.tiny_encoders import save_tiny_encoder
 
 pytestmark = pytest.mark.usefixtures("small_lengths")
@@ -454,6 +457,42 @@ def test_a_log_of_an_encoder_is_replayed(tmp_path: Path, capsys: pytest.CaptureF
     for options in ((), ("--simulated",)):
         assert main([str(tmp_path / "log"), *options]) == 0
         assert capsys.readouterr().out.startswith("the same: 4 steps, 5 requests")
+
+
+@pytest.fixture(scope="module")
+def adapter(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapter:
+    """Of the bundled model."""
+    model = AutoModelForCausalLM.from_pretrained(demo_path)
+    return save_adapter(tmp_path_factory.mktemp("adapters") / "support", model, rank=8, size=0.2)
+
+
+def test_a_real_log_with_adapters_is_replayed_with_the_files_that_it_names(
+    adapter: Adapter, demo_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = EngineConfig.model_validate(
+        {"model": {"path": str(demo_path), "device": "cpu"}, "step_log": {"path": str(tmp_path)}}
+    )
+    engine = build_sync_engine(config)
+    outcome = run_to_end(
+        engine, *[make_request((20, 21, 22), adapter=each, max_tokens=20, ignore_eos=True) for each in (adapter, None)]
+    )
+    engine.close()
+    adapted, plain = outcome.token_ids.values()
+    assert adapted != plain
+    for options in ((), ("--simulated",)):
+        assert main([str(tmp_path), *options]) == 0
+        assert capsys.readouterr().out.startswith("the same: ")
+
+    kept, weights = Path(adapter.path), Path(adapter.path) / "adapter_config.json"
+    content = weights.read_text()
+    weights.write_text(content.replace('"lora_alpha": 8', '"lora_alpha": 4'))
+    assert main([str(tmp_path)]) == 2
+    assert f"is {adapter_digest(kept)} here and {adapter.digest} in the log" in capsys.readouterr().err
+    weights.write_text(content)
+    kept.rename(kept.with_name("moved"))
+    assert main([str(tmp_path)]) == 2
+    assert "the log has requests with the adapter support: there is no adapter" in capsys.readouterr().err
+    assert main([str(tmp_path), "--simulated"]) == 0
 
 
 def test_a_real_log_with_grammars_is_replayed(

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from app.engine.batch import ScheduledSequence
 from app.model.adapters import read_adapter
-from app.model.cpu.adapters import NativeAdapter
+from app.model.cpu.adapters import NativeAdapter, adapter_bytes
 from app.model.cpu.decoder import NativeDecoder
 from tests.lora import merge, save_adapter
 from tests.model.cpu.test_decoder import BLOCKS, DTYPES, PROMPT, chunk, decoder_of, load, step
@@ -47,6 +47,15 @@ def test_logits_are_those_of_merged_weights(name: str, dtype: str, folder: Path)
     got = step(decoder, under(prepared(decoder, folder / name), chunk(PROMPT, 0, 70, BLOCKS)))[0]
     assert torch.allclose(got, expected, atol=1e-4 if dtype == "float32" else 0.06 * float(expected.abs().max()))
     assert not torch.allclose(step(decoder, chunk(PROMPT, 0, 70, BLOCKS))[0], expected, atol=0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RANKS)
+def test_what_an_adapter_takes_follows_from_its_rank(name: str, dtype: str, folder: Path) -> None:
+    model = load(folder / "base", dtype)
+    assert model.native is not None
+    measured = prepared(decoder_of(model), folder / name).num_bytes
+    assert adapter_bytes(model.native, rank=RANKS[name]) == measured
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("float32", "int8")])
