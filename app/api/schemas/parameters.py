@@ -48,7 +48,6 @@ _UNAVAILABLE: dict[type[ModelRequest], dict[str, tuple[Any, ...]]] = {
         "reasoning_effort": ("none",),
         "verbosity": ("medium",),
         "web_search_options": (),
-        "documents": ([],),
         "chat_template": (),
         "echo": (False,),
     },
