@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from app.api import RequestHandler, ServedModel, build_app, pipelines_of
+from app.api import Pipeline, RequestHandler, ServedModel, build_app, pipelines_of
 from app.api.call import RequestLimits
 from app.config import ApiConfig, ApplicationConfig
 from app.engine.request import FinishReason, Generate, ModelFacts, Pooling, Request, TokenDelta
@@ -98,8 +98,10 @@ class Service:
             )
             for name in names
         ]
-        configs = {"models": [{"name": name} for name in names], "pipelines": pipelines}
-        self.pipelines = pipelines_of(ApplicationConfig.model_validate(configs).pipelines, self.models)
+        self.pipelines: list[Pipeline] = []
+        if pipelines:
+            configs = {"models": [{"name": name} for name in names], "pipelines": pipelines}
+            self.pipelines = pipelines_of(ApplicationConfig.model_validate(configs).pipelines, self.models)
         limits = {name: settings.pop(name) for name in RequestLimits.__slots__ if name in settings}
         self.handler = RequestHandler(
             self.models,
