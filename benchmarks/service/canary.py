@@ -4,8 +4,8 @@
 
 Starts the service as `make serve` does, with two replicas of the bundled model, little KV memory, speculation, API keys
 and batches. Tenants send requests of all kinds (`canaries.py`), each with words of its own that the model repeats;
-halfway, one replica is killed. Every answer is searched for the words of all other requests, in its texts, its token ids and its
-log-probabilities. Progress goes to stderr; the last line of stdout is one JSON object:
+halfway, one replica is killed. Every answer is searched for the words of all other requests, in its texts, its token
+ids and its log-probabilities. Progress goes to stderr; the last line of stdout is one JSON object:
 
     answers             by kind: how many were searched; `own`: in how many their own secret was found
     statuses            of all answers; `left`: the client closed the connection, `cut_off`: the server did
