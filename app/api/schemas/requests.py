@@ -171,6 +171,7 @@ Natural = Annotated[int, Field(ge=0), AsInt]
 NumSamples = Annotated[int, Field(ge=1), AsInt]
 NumTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), AsInt]
 TokenBudget = Annotated[int, Field(ge=0, le=MAX_TOKENS), AsInt]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # as OpenAI names them
 ToolChoice = Annotated[Literal["none", "auto", "required"] | T, BeforeValidator(_tool_choice)]
 TemplateVariables = Annotated[dict[str, Any], Field(max_length=64)]
 
@@ -434,6 +435,7 @@ class GenerationRequest(QueuedRequest):
     format_param: ClassVar[str] = "response_format"  # the field for the form of the output
     stop_param: ClassVar[str] = "stop"  # the field for the texts that end the output
     budget_param: ClassVar[str] = "thinking_token_budget"  # the field for the limit of reasoning
+    effort_param: ClassVar[str] = "reasoning_effort"  # the field for its effort
 
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -561,6 +563,11 @@ class Conversation(Schema):
     add_special_tokens: bool = False
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
 
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Extra names for the chat template."""
+        return self.chat_template_kwargs
+
 
 def documents_text(documents: Sequence[str]) -> str:
     """Documents as they stand in a prompt, before the text that asks about them."""
@@ -580,6 +587,14 @@ class ChatRequest(Conversation, GenerationRequest):
     top_logprobs: Natural | None = None
     continue_final_message: bool = False
     thinking_token_budget: TokenBudget | None = None  # tokens of reasoning, after which its end is forced
+    reasoning_effort: ReasoningEffort | None = None  # the same as a part of the output's length
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Those of the body go before what `reasoning_effort` says."""
+        effort = self.reasoning_effort
+        asked = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
+        return asked | self.chat_template_kwargs
 
     @model_validator(mode="after")
     def _choice_is_among_tools(self) -> ChatRequest:
