@@ -554,7 +554,8 @@ def _places(path: str) -> tuple[Path, Path]:
 
 def _folder_seen_from_here(path: str) -> str:
     """The folder of that path; else the path itself, a hub id."""
-    return next((str(place) for place in _places(path) if place.is_dir()), path)
+    # Not Path.is_dir, which raises OSError for a name that is too long.
+    return next((str(place) for place in _places(path) if os.path.isdir(place)), path)
 
 
 def resolve_model_path(path: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,16 +21,15 @@ def adapter_folder(path: str) -> Path:
 
     Raises UnsupportedAdapter: there is neither.
     """
-    folder = Path(path)
-    if folder.is_dir():
-        return folder.resolve()
+    if os.path.isdir(path):
+        return Path(path).resolve()
     from transformers.utils.hub import snapshot_download
 
     try:
         return Path(snapshot_download(path, allow_patterns=["adapter_*"]))
     except (OSError, ValueError) as error:
         raise UnsupportedAdapter(
-            f"there is no adapter {path!r}: no such folder here, and as a hub id: {first_line(error)}"
+            f"there is no adapter {path[:200]!r}: no such folder here, and as a hub id: {first_line(error):.300}"
         ) from error
 
 

@@ -253,19 +253,23 @@ class Prefixes:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._seen: dict[tuple[int, str | None], Counter[tuple[int, ...]]] = {}
+        self._seen: dict[tuple[int, str | None, str], Counter[tuple[int, ...]]] = {}
 
     def add(self, asked: Question, prompt_ids: Sequence[int]) -> None:
         """A request is about to be sent."""
-        seen = self._seen.setdefault((asked.tenant, asked.salt), Counter())
+        seen = self._seen.setdefault(self._owner(asked), Counter())
         seen.update(self._beginnings(prompt_ids))
 
     def num_explained(self, asked: Question, prompt_ids: Sequence[int]) -> int:
         """Tokens that may be cached, by what was sent so far; this request is among it."""
-        seen = self._seen[asked.tenant, asked.salt]
+        seen = self._seen[self._owner(asked)]
         num_own = 0 if asked.kind in ("n", "batch") else 1  # those send prompts that begin alike at once
         explained = [len(each) for each in self._beginnings(prompt_ids) if seen[each] > num_own]
         return max(explained, default=0)
+
+    def _owner(self, asked: Question) -> tuple[int, str | None, str]:
+        """What shares KV: a tenant's requests of one salt and one adapter."""
+        return asked.tenant, asked.salt, asked.body["model"]
 
     def _beginnings(self, prompt_ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
         ends = range(self._block_size, len(prompt_ids) + 1, self._block_size)

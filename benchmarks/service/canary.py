@@ -2,10 +2,10 @@
 
     python -m benchmarks.service.canary --requests 20000
 
-Starts the service as `make serve` does, with two replicas of the bundled model, little KV memory, speculation, API keys
-and batches. Tenants send requests of all kinds (`canaries.py`), each with words of its own that the model repeats;
-halfway, one replica is killed. Every answer is searched for the words of all other requests, in its texts, its token
-ids and its log-probabilities. Progress goes to stderr; the last line of stdout is one JSON object:
+Starts the service as `make serve` does, with two replicas of the bundled model, two adapters, little KV memory,
+speculation, API keys and batches. Tenants send requests of all kinds (`canaries.py`), each with words of its own that
+the model repeats; halfway, one replica is killed. Every answer is searched for the words of all other requests, in its
+texts, its token ids and its log-probabilities. Progress goes to stderr; the last line of stdout is one JSON object:
 
     answers             by kind: how many were searched; `own`: in how many their own secret was found
     statuses            of all answers; `left`: the client closed the connection, `cut_off`: the server did
@@ -37,6 +37,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from app.text import Tokenizer
@@ -44,6 +45,7 @@ from benchmarks.chaos.stage import Stage, stage
 from benchmarks.chaos.traffic import MODEL_NAME
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
 from benchmarks.harness.http_call import CutOff, EventStream, Target, call
+from benchmarks.harness.random_adapter import projections_in, save_random_adapter
 from benchmarks.service.canaries import GREEDY_TEXT, KINDS, Heard, Json, Prefixes, Question, Secrets, heard, question
 
 BLOCK_SIZE = 16
@@ -51,6 +53,7 @@ MIN_SANG = 0.95  # the model itself repeats 99 of 100
 _TELL_EVERY_S = 10.0
 _MAX_TOLD = 20  # of each kind of finding
 _MAX_ALONE = 400  # asked once more
+_SCALE = 0.01  # of the numbers of adapters
 _MAX_TRIES, _RETRY_S = 40, 0.25  # of a background request
 _PROBE_WORDS = 400  # of a prompt with a cached beginning that the time of a response could show
 
@@ -76,12 +79,14 @@ class Findings:
 class Canary:
     """Asks, listens and searches. In one event loop."""
 
-    def __init__(self, target: Target, keys: Sequence[str], tokenizer: Tokenizer, *, model: str, seed: int) -> None:
-        """`keys` are the tenants' API keys."""
+    def __init__(
+        self, target: Target, keys: Sequence[str], tokenizer: Tokenizer, *, models: Sequence[str], seed: int
+    ) -> None:
+        """`keys` are the tenants' API keys, `models` what requests ask for."""
         self._target = target
         self._keys = keys
         self._tokenizer = tokenizer
-        self._model = model
+        self._models = models
         self._source = random.Random(seed)
         self._secrets = Secrets(self._source)
         self._prefixes = Prefixes(BLOCK_SIZE)
@@ -121,7 +126,7 @@ class Canary:
 
     async def seconds(self, tenant: int, prompt: str) -> float:
         """How long one token takes after this prompt."""
-        body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        body = {"model": self._models[0], "prompt": prompt, "max_tokens": 1, "temperature": 0}
         began = time.perf_counter()
         answer = _Answer()
         await call(self._target, self._bytes("completions", body, tenant), answer)
@@ -140,8 +145,8 @@ class Canary:
         salt = self._source.choice([None, "mine", f"{self._num_owners}", f"{self._num_owners}"])
         prompt_ids = self._tokenizer.encode_chat(secrets[0].messages)
         asked = question(
-            kind, model=self._model, tenant=tenant, salt=salt, secrets=secrets, prompt_ids=prompt_ids,
-            source=self._source,
+            kind, model=self._source.choice(self._models), tenant=tenant, salt=salt, secrets=secrets,
+            prompt_ids=prompt_ids, source=self._source,
         )  # fmt: skip
         if kind == "again":
             earlier.append(asked)
@@ -241,13 +246,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measured(given: argparse.Namespace) -> Json:
     keys = [f"sk-tenant-{number}-{random.SystemRandom().getrandbits(128):x}" for number in range(given.tenants)]
     with tempfile.TemporaryDirectory(prefix="carousel-canary-") as folder:
-        args = application(given.model, keys, folder, num_blocks=given.num_blocks)
+        adapters = _adapters(Path(given.model), Path(folder), given.adapters)
+        args = application(given.model, keys, f"{folder}/batches", adapters, num_blocks=given.num_blocks)
         with stage(args) as running:
-            canary = Canary(running.target, keys, Tokenizer.load(given.model), model=MODEL_NAME, seed=given.seed)
+            models = [MODEL_NAME, *adapters]
+            canary = Canary(running.target, keys, Tokenizer.load(given.model), models=models, seed=given.seed)
             return asyncio.run(_run(canary, running, given))
 
 
-def application(model: str, keys: Sequence[str], folder: str, *, num_blocks: int) -> Json:
+def _adapters(model: Path, folder: Path, number: int) -> dict[str, str]:
+    """Folders by name. The model repeats words with them as well: their numbers are small."""
+    paths = {f"adapter-{seed}": folder / f"adapter-{seed}" for seed in range(number)}
+    for seed, path in enumerate(paths.values()):
+        save_random_adapter(path, projections_in(model), rank=8, seed=seed, scale=_SCALE)
+    return {name: str(path) for name, path in paths.items()}
+
+
+def application(model: str, keys: Sequence[str], folder: str, adapters: Mapping[str, str], *, num_blocks: int) -> Json:
     """The application's `args`: two replicas with too little KV memory for what they are sent."""
     entries = [
         {"name": f"tenant-{n}", "sha256": hashlib.sha256(key.encode()).hexdigest()} for n, key in enumerate(keys)
@@ -256,6 +271,7 @@ def application(model: str, keys: Sequence[str], folder: str, *, num_blocks: int
         "models": [
             {
                 "name": MODEL_NAME,
+                "adapters": dict(adapters),
                 "engine": {
                     "model": {"path": model},
                     "cache": {"num_blocks": num_blocks, "block_size": BLOCK_SIZE},
@@ -347,6 +363,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("service.canary", (__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--model", default="models/demo", metavar="DIR", help="one that repeats words as it is asked to"
+    )
+    parser.add_argument(
+        "--adapters", type=int, default=2, metavar="N", help="that requests ask for, as for the base (2)"
     )
     parser.add_argument("--requests", type=positive, default=20_000, metavar="N", help="requests of all kinds")
     parser.add_argument("--seconds", type=float, default=3600.0, metavar="S", help="none is sent after so long")

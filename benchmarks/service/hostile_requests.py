@@ -43,6 +43,7 @@ VALID: dict[str, dict[str, Any]] = {
         "max_tokens_per_doc": 5,
     },
     "/v1/score": {"text_1": "one", "text_2": ["one two", "three"]},
+    "/admin/adapters": {"name": "support", "path": "/nowhere", "model": "simulated"},
     "/tokenize": {"prompt": "one two", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"tokens": [5, 6, 7]},
 }  # fmt: skip

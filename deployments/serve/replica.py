@@ -19,7 +19,7 @@ from app.engine.adapter_store import AdapterStats
 from app.engine.engine import NO_ADAPTERS
 from app.engine.request import Adapter, ModelFacts
 from app.engine.stats import EngineStats
-from app.errors import InvalidSetup
+from app.errors import InvalidSetup, UnsupportedAdapter
 from app.fleet import AdapterEntry, AdapterTable, Address, FrameServer, adapters_in, merged, report_of
 from app.fleet.dispatch import ReplicaReport, group_of_rank
 from app.metrics import EngineReport, LoopMonitor
@@ -118,6 +118,8 @@ class Replica:
 
     async def load_adapter(self, name: str, path: str) -> Adapter:
         """Load an adapter that is not served yet. Raises UnsupportedAdapter, and Overloaded when there is no room."""
+        if self._engine.adapters is None:
+            raise UnsupportedAdapter(NO_ADAPTERS)
         adapter = await asyncio.to_thread(adapter_at, name, path)
         await self._engine.load_adapter(adapter)
         return adapter

@@ -19,13 +19,13 @@ EXTRA = {
     "dispatch": ("deployments",),  # simulates fleets
     "groups": ("numpy", "prometheus_client"),  # reads a live service, beside which both are
     "intervals": ("numpy",),
-    "lora": ("safetensors",),  # makes adapters
     "openvino_genai": ("openvino", "openvino_genai"),
     "pictures": ("matplotlib",),
     "plan_scale": ("deployments",),
     "prometheus": ("deployments",),  # has our rules
     "plan_error": ("deployments",),  # compares the planner's word with what is served
     "ray_boards": ("ray",),  # has the queries of its boards
+    "random_adapter": ("numpy", "safetensors"),
     "reenacting_runner": ("msgspec",),  # steps of the engine are its structs
     "tuner": ("deployments",),  # simulates fleets
     "vllm_cpu": ("vllm",),

@@ -80,7 +80,7 @@ def searched(engine: AsyncEngine, tokenizer: Tokenizer) -> Callable[..., Finding
         is_sound: bool = False,
     ) -> Findings:
         async def main(url: str) -> Findings:
-            canary = Canary(Target.parse(url), KEYS, tokenizer, model="demo", seed=5)
+            canary = Canary(Target.parse(url), KEYS, tokenizer, models=["demo"], seed=5)
             canary.kinds = KINDS_HERE
             await canary.ask_many(number, at_once=at_once)
             if is_sound:
