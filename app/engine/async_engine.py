@@ -24,7 +24,7 @@ from app.engine.engine import NO_ADAPTERS, Engine, StepError
 from app.engine.matcher import Matcher, Matchers
 from app.engine.request import Adapter, FinishReason, ModelFacts, Queued, Request, TokenDelta
 from app.engine.sleeper import Sleeper
-from app.engine.stats import EngineMeasurements, EngineStats, SleepState, SleepStats
+from app.engine.stats import AWAKE, EngineMeasurements, EngineStats, SleepState, SleepStats
 from app.engine.throughput import RetryTimes
 from app.engine.view import EngineView
 from app.errors import (
@@ -40,7 +40,6 @@ from app.errors import (
 logger = logging.getLogger(__name__)
 
 _MAX_FAILED_IN_A_ROW = 8
-_NEVER_ASLEEP = SleepStats()
 
 
 class DeltaReceiver(Protocol):
@@ -272,7 +271,7 @@ class AsyncEngine:
     @property
     def sleep(self) -> SleepStats:
         """Whether the engine sleeps, and what its sleeper has done. Any thread may read it."""
-        return _NEVER_ASLEEP if self._sleeper is None else self._sleeper.stats
+        return AWAKE if self._sleeper is None else self._sleeper.stats
 
     async def view(self, *, is_full: bool = True) -> EngineView:
         """`Engine.view`, after the current step.
@@ -281,7 +280,7 @@ class AsyncEngine:
         """
         views: list[EngineView] = []
         await asyncio.wrap_future(self._call(lambda: views.append(self._engine.view(is_full=is_full))))
-        return structs.replace(views[0], state=self.sleep.state)
+        return views[0]
 
     def end_views(self) -> None:
         """Note nothing for views any more."""

@@ -79,6 +79,9 @@ class SleepStats(NamedTuple):
         return 0.0 if self.state is SleepState.AWAKE else self.last_wake_s
 
 
+AWAKE = SleepStats()  # of an engine that never sleeps
+
+
 @dataclass(slots=True)
 class Totals:
     """Counters that only grow; `EngineStats` says what each means."""

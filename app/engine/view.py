@@ -92,4 +92,3 @@ class EngineView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     grown: tuple[int, ...] = ()  # slot, num_generated_tokens, num_blocks; the same of the next slot, and so on
     prefill_chunk_tokens: int = 0  # these three limits are those in force
     tuning: TuningView | None = None  # None without targets
-    state: str = "awake"  # of `SleepState`

@@ -27,3 +27,5 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_own: int | None = None  # of num_requests, those of the ingress that gets this report; None: not known
     # Digests of the adapters that it has loaded; None: it computes with none, or is of a version that knows none.
     adapters: tuple[str, ...] | None = None
+    state: str = "awake"  # of `SleepState`
+    wake_s: float = 0.0  # how long it should take until it computes; 0: it is awake
