@@ -68,6 +68,7 @@ class DeviceTurns:
             )
         self._path, self._total_bytes, self._clock = path, total_bytes, clock
         self._own = Occupant(uuid4().hex, name, num_bytes, switch_s=0.0, is_waiting=True, since=0.0)
+        self.num_bytes = num_bytes
         self._is_in = False  # the file has this engine
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

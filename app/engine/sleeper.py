@@ -109,7 +109,8 @@ class Sleeper:
         self._sleep_s = engine.now() - began_at
         self._turns.leave()
         self._turn_ends_at = None
-        stats = self.stats._replace(state=SleepState.ASLEEP)
+        sleeping_s = self.stats.sleeping_s + self._sleep_s
+        stats = self.stats._replace(state=SleepState.ASLEEP, sleeping_s=sleeping_s)
         self.stats = stats._replace(num_turns_ended=stats.num_turns_ended + 1) if engine.has_work else stats
         if idle_since is None:
             logger.info("asleep in %.2f s, as other engines wait for the memory; %d requests compute again later",

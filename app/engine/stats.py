@@ -69,6 +69,7 @@ class SleepStats(NamedTuple):
     state: SleepState = SleepState.AWAKE
     num_wakes: int = 0
     waking_s: float = 0.0  # all wakes together, without the wait for memory
+    sleeping_s: float = 0.0  # giving the memory up, all together
     queued_s: float = 0.0  # all waits for memory together
     num_turns_ended: int = 0  # it slept though it had requests, as other engines waited for the memory
     last_wake_s: float = 0.0  # of the start, while there was no other
