@@ -139,7 +139,7 @@ def encode_chat(
         add_generation_prompt=body.add_generation_prompt and not continue_final_message,
         continue_final_message=continue_final_message,
         tools=[tool.for_template() for tool in body.tools] if with_tools else None,
-        template_variables=body.chat_template_kwargs,
+        template_variables=body.template_variables,
     )
     _check_text(text, model, "messages", may_be_longer=may_be_longer)
     return model.tokenizer.encode(text, add_special_tokens=body.add_special_tokens, max_tokens=_max_encoded(model))

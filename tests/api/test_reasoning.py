@@ -273,3 +273,48 @@ def test_thinking_of_a_message_is_a_variable_of_the_template_and_a_budget(tokeni
     assert bounded.sampling.grammar is not None
     assert bounded.sampling.grammar.thought == Thought("<think>", "</think>", is_open=False, max_tokens=7)
     assert off.sampling.grammar is free.sampling.grammar is None
+
+
+@pytest.mark.parametrize(("effort", "budget"), [("none", 0), ("minimal", 4), ("medium", 20), ("xhigh", 38)])
+def test_an_effort_is_a_budget_by_the_length_of_the_output(computing: Service, effort: str, budget: int) -> None:
+    fields = {"messages": THOUGHT, "continue_final_message": True, "max_tokens": 40, "seed": 1, "ignore_eos": True}
+    asked, counted = computing.chat(reasoning_effort=effort, **fields), computing.chat(
+        thinking_token_budget=budget, **fields
+    )  # fmt: skip
+    assert message_of(asked) == message_of(counted)
+    assert max(budget, 1) <= reasoning_tokens(asked) <= budget + 8
+    both = computing.chat(reasoning_effort="high", thinking_token_budget=budget, **fields)
+    assert message_of(both) == message_of(counted)
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_off"),
+    [
+        ({"reasoning_effort": "none"}, True),
+        ({"reasoning_effort": "low"}, False),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, False),
+    ],
+)
+def test_an_effort_reaches_the_template(tokenizer: Tokenizer, fields: dict[str, Any], is_off: bool) -> None:
+    service = thinking(tokenizer)
+    service.chat(**fields)
+    prompt = tokenizer.decode(service.request.prompt_token_ids, skip_special_tokens=False)
+    assert prompt.endswith("</think>\n\n") == is_off
+
+
+def test_an_effort_in_responses(tokenizer: Tokenizer) -> None:
+    answer = thinking(tokenizer).call(
+        "POST", "/v1/responses", {"input": "?", "reasoning": {"effort": "high", "summary": "auto"}}
+    )
+    assert answer.json["reasoning"] == {"effort": "high", "summary": "auto"}
+    assert [item["type"] for item in answer.json["output"]] == ["reasoning", "message"]
+
+
+def test_an_effort_is_refused_where_nothing_marks_reasoning(service: Service) -> None:
+    answer = service.chat(reasoning_effort="low")
+    assert (answer.status, answer.error["param"]) == (400, "reasoning_effort")
+    assert service.chat(reasoning_effort="none").status == 200
+    answer = service.call("POST", "/v1/responses", {"input": "?", "reasoning": {"effort": "low"}})
+    assert (answer.status, answer.error["param"]) == (400, "reasoning.effort")
+    answer = service.call("POST", "/v1/responses", {"input": "?", "reasoning": {"summary": "detailed"}})
+    assert (answer.status, answer.error["param"]) == (400, "reasoning.summary")

@@ -6,12 +6,16 @@ from dataclasses import replace
 
 from app.api.call import Call, RequestLimits, ServedModel
 from app.api.generation import SharedFields, call_of, encode_chat, shared_fields
-from app.api.schemas.requests import ChatRequest
+from app.api.schemas.requests import ChatRequest, ReasoningEffort
 from app.engine.request import Grammar, GrammarKind, Thought
 from app.errors import InvalidRequest
 from app.text import Reasoning
 
 _MAX_MARK_TOKENS = 16  # of a mark and the line end behind it
+# The part of an output that reasoning may have by its effort: OpenRouter's numbers.
+_EFFORTS: dict[ReasoningEffort, float] = {
+    "none": 0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95,
+}  # fmt: skip
 
 
 def prepare_chat(
@@ -19,6 +23,7 @@ def prepare_chat(
 ) -> Call:
     """Check and tokenize a chat. `shared` is known where another body has the same. Raises InvalidRequest."""
     shared = shared or shared_fields(body, model, limits)
+    body = body.with_documents_written()
     prompt = encode_chat(
         body,
         model,
@@ -35,7 +40,8 @@ def prepare_chat(
 
 def _with_thought(call: Call, reasoning: Reasoning, body: ChatRequest, prompt: tuple[int, ...]) -> Call:
     """The call with room for reasoning before an output that has a form, and with the limit of reasoning."""
-    form, budget = call.requests[0].sampling.grammar, body.thinking_token_budget
+    sampling = call.requests[0].sampling
+    form, budget = sampling.grammar, _budget(body, sampling.max_tokens)
     if (form is None and budget is None) or _is_over(reasoning, body, call.model, prompt):
         return call
     thought = Thought(reasoning.marks.begin, reasoning.marks.end, reasoning.is_open, budget)
@@ -46,14 +52,22 @@ def _with_thought(call: Call, reasoning: Reasoning, body: ChatRequest, prompt: t
     )
 
 
+def _budget(body: ChatRequest, max_tokens: int) -> int | None:
+    """The most tokens of reasoning. A number that is asked for goes before an effort."""
+    if body.thinking_token_budget is not None or body.reasoning_effort is None:
+        return body.thinking_token_budget
+    return int(max_tokens * _EFFORTS[body.reasoning_effort])
+
+
 def _reasoning(body: ChatRequest, model: ServedModel, prompt: tuple[int, ...]) -> Reasoning | None:
     """How reasoning is found in the output: some templates begin it at the end of the prompt, a last message may."""
     marks = model.reasoning_marks
     if marks is None:
-        if body.thinking_token_budget is not None:
+        is_by_effort = body.reasoning_effort not in (None, "none")
+        if body.thinking_token_budget is not None or is_by_effort:
+            param = body.effort_param if is_by_effort else body.budget_param
             raise InvalidRequest(
-                f"{body.budget_param} is for models that mark their reasoning, which this one does not; leave it out",
-                param=body.budget_param,
+                f"{param} is for models that mark their reasoning, which this one does not; leave it out", param=param
             )
         return None
     if body.continue_final_message:

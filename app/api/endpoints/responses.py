@@ -133,7 +133,7 @@ class ResponseBuilder:
             "output": [item.as_json() for item in self._output],
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": body.reasoning.model_dump(),
             "service_tier": body.service_tier,
             "store": False,
             "temperature": body.temperature,

@@ -23,6 +23,7 @@ from app.api.schemas.requests import (
     NonEmpty,
     NumTokens,
     OutputSchema,
+    ReasoningEffort,
     Schema,
     TemplateVariables,
     ToolChoice,
@@ -146,6 +147,13 @@ class TextOptions(Schema):
     format: TextFormat = TextFormat()
 
 
+class ReasoningOptions(Schema):
+    """How much the model reasons. The answer has the reasoning itself, never a summary: `auto` leaves that to us."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto"] | None = None
+
+
 def _nothing(what: str) -> Any:
     """Refuse what would need stored responses."""
 
@@ -166,6 +174,7 @@ class _FieldNames:
 
     prompt_param: ClassVar[str] = "input"
     format_param: ClassVar[str] = "text.format"
+    effort_param: ClassVar[str] = "reasoning.effort"
 
     @property
     def length_param(self) -> str:
@@ -187,6 +196,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
     tool_choice: ToolChoice[NamedFunctionTool] = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
     include: ListOf[Includable] = Field(default_factory=list, max_length=16)
     top_logprobs: Natural | None = None
     # Returned unchanged.
@@ -210,6 +220,10 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
     def asked_tokens(self) -> int | None:
         return self.max_output_tokens
 
+    @property
+    def question(self) -> str:
+        return self.as_chat().question
+
     def as_chat(self) -> ChatRequest:
         """The chat with the same response. Raises InvalidRequest when fields or items disagree."""
         choice = self.tool_choice
@@ -223,6 +237,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs,
             "response_format": self.text.format.for_chat(),
+            "reasoning_effort": self.reasoning.effort,
         }
         try:
             return _ResponsesChat.model_validate(given)
