@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from app.engine.stats import SleepState
 from app.fleet.dispatch.decision import Candidate
 from app.fleet.dispatch.report import ReplicaReport
 
