@@ -208,10 +208,7 @@ class ReplicaState:
             group="" if report is None else report.group,
             is_full=max_requests is not None and self._is_full(work, max_requests, is_background=is_background),
             has_slot=report is None
-            or (
-                report.state == SleepState.AWAKE
-                and self._num_in_the_way(work, is_background=is_background) < report.max_running
-            ),
+            or (report.is_awake and self._num_in_the_way(work, is_background=is_background) < report.max_running),
         )
 
     def _is_full(self, work: _Work, max_requests: int, *, is_background: bool) -> bool:
