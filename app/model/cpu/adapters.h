@@ -177,10 +177,11 @@ class Addition {
         const LowRank& own = of(piece.adapter);
         if (!own.down) return;
         const int64_t* rows = rows_->order().data() + piece.first;
+        constexpr int64_t AHEAD = 32 * LANES;  // units
+        for (int64_t unit = 0; unit < AHEAD; unit += LANES) __builtin_prefetch(own.down + unit);
         gathered.resize(piece.count * num_inputs);
         for (int64_t at = 0; at < piece.count; ++at)
             std::memcpy(gathered.data() + at * num_inputs, inputs + rows[at] * num_inputs, num_inputs * sizeof(T));
-        constexpr int64_t AHEAD = 32 * LANES;  // units
         for (int64_t column = 0; column < own.num_columns(); column += LANES) {
             const uint32_t* columns = own.down + column * (num_inputs / PER_UNIT<T>);
             multiply_lanes<T>(gathered.data(), piece.count, num_inputs, num_inputs, columns, columns + AHEAD,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,12 +23,38 @@ _PRODUCTS = {
 }
 
 
+class AdaptedModel(NamedTuple):
+    """What adapters need to know of a model. It has none of its weights."""
+
+    sizes: Mapping[str, Sizes]  # see AdaptableForward
+    num_layers: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, weights: NativeWeights) -> AdaptedModel:
+        return cls(linear_sizes(weights), len(weights.layers), weights.dtype)
+
+    def prepare(self, weights: AdapterWeights) -> NativeAdapter:
+        """See AdaptableForward."""
+        return NativeAdapter(weights, num_layers=self.num_layers, dtype=self.dtype)
+
+    def adapter_bytes(self, rank: int) -> int:
+        """What a NativeAdapter of all linear layers keeps."""
+        linears = (
+            [self.sizes.get(f"model.layers.{index}.{linear}") for linear in product]
+            for index in range(self.num_layers)
+            for product in _PRODUCTS.values()
+        )
+        shapes = ([None if each is None else _Shape(rank + rank % 2, each) for each in product] for product in linears)
+        return sum(map(_packed_numbers, shapes)) * self.dtype.itemsize
+
+
 class NativeAdapter:
     """An adapter, packed. Steps that use it hold it."""
 
-    def __init__(self, weights: AdapterWeights, native: NativeWeights) -> None:
-        self._dtype = native.dtype
-        self._layers = (AdapterLayer * len(native.layers))()
+    def __init__(self, weights: AdapterWeights, *, num_layers: int, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._layers = (AdapterLayer * num_layers)()
         by_product = [
             (layer, product, [_with_even_rank(weights.get(f"model.layers.{index}.{linear}")) for linear in linears])
             for index, layer in enumerate(self._layers)
@@ -109,18 +135,6 @@ def _sizes_of_layer(settings: DecoderSettings) -> dict[str, Sizes]:
         "mlp.up_proj": Sizes(hidden, inner),
         "mlp.down_proj": Sizes(inner, hidden),
     }
-
-
-def adapter_bytes(weights: NativeWeights, *, rank: int) -> int:
-    """What a NativeAdapter of every linear layer that can be adapted keeps."""
-    sizes = linear_sizes(weights)
-    linears = [
-        [sizes.get(f"model.layers.{index}.{linear}") for linear in product]
-        for index in range(len(weights.layers))
-        for product in _PRODUCTS.values()
-    ]
-    shapes = ([None if each is None else _Shape(rank + rank % 2, each) for each in product] for product in linears)
-    return sum(map(_packed_numbers, shapes)) * weights.dtype.itemsize
 
 
 class _Shape(NamedTuple):

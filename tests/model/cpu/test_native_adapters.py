@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from app.engine.batch import ScheduledSequence
 from app.model.adapters import read_adapter
-from app.model.cpu.adapters import NativeAdapter, adapter_bytes
+from app.model.cpu.adapters import AdaptedModel, NativeAdapter
 from app.model.cpu.decoder import NativeDecoder
 from tests.lora import merge, save_adapter
 from tests.model.cpu.test_decoder import BLOCKS, DTYPES, PROMPT, chunk, decoder_of, load, step
@@ -55,7 +55,7 @@ def test_what_an_adapter_takes_follows_from_its_rank(name: str, dtype: str, fold
     model = load(folder / "base", dtype)
     assert model.native is not None
     measured = prepared(decoder_of(model), folder / name).num_bytes
-    assert adapter_bytes(model.native, rank=RANKS[name]) == measured
+    assert AdaptedModel.of(model.native).adapter_bytes(RANKS[name]) == measured
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("float32", "int8")])
