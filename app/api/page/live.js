@@ -167,6 +167,8 @@ const STATES = {
   serving: "", lost: "lost: its stream broke; its requests go on elsewhere", leaving: "leaving: it ends what it has", gone: "gone",
 };
 
+const SLEEP = { asleep: "asleep", queued: "asleep: it waits for the memory of other models", waking: "waking" };
+
 function updateWords() {
   arrange();
   for (const model of history.models.values()) {
@@ -193,6 +195,7 @@ function updateHead({ root, head, queue, dispatch, canvas, replica }) {
   const bubbles = Math.round(bubblesOf(replica) * 100);
   const parts = [
     ["id", replica.id], ["state", STATES[replica.state] ?? replica.state], ["i", facts.group ? `group ${facts.group}` : ""],
+    ["state", isThere ? SLEEP[facts.sleep] ?? "" : ""],
     ["i", seen ? `${seen.strategy}, ${seen.policy}` : ""],
     ["n", seen ? `${seen.num_running} of ${seen.max_running} running` : ""],
     ["n", seen?.num_waiting ? `${seen.num_waiting} waiting` : ""],
