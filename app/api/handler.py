@@ -174,6 +174,8 @@ class RequestHandler:
         client: Client,
         size: int,
         shared: SharedFields | None = None,
+        *,
+        reserves: bool = True,
     ) -> Call:
         """What a body of this size asks of a model, checked, and what it may need reserved."""
         reservation = client.reservation
@@ -184,6 +186,8 @@ class RequestHandler:
                 parsed.encoded_size(size),
                 lambda: endpoint.prepare(parsed, model, limits, shared),
             )
+            if not reserves:
+                return call
             call = with_headers(call.for_request(client.request_id).with_adapter(), client.headers)
             return apply_key(reservation, call, parsed, share_prefixes=self.config.share_prefixes)
 
