@@ -74,7 +74,7 @@ class DocumentIndex:
         async with self._lock:
             if self._matrix is None:
                 kept = await asyncio.to_thread(self._place)
-                while (lock := take_lock(kept.with_suffix(".lock"))) is None:
+                while (lock := take_lock(kept.with_suffix(".lock"))) is None:  # noqa: ASYNC110 - another process has it
                     await asyncio.sleep(_LOCK_POLL_S)
                 try:
                     matrix = await self._kept(kept)

@@ -5,7 +5,7 @@ A request for a model alone is the shortest such way: one call, and nothing to r
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -80,7 +80,7 @@ class StepReport:
     """What one step has done with one model: its times, its tokens, its decision."""
 
     step: Step
-    began_at: float  # by the clock of the event loop
+    began_at: float  # by the monotonic clock
     progress: Progress | None = None  # None: no model ran
     times: StepTimes | None = None  # where traces are sent
     ended_at: float | None = None
@@ -90,25 +90,20 @@ class StepReport:
         """The step has its result."""
         self.decided |= decided
         if self.ended_at is None:
-            self.ended_at = asyncio.get_running_loop().time()
+            self.ended_at = time.monotonic()
             if self.times is not None:
                 self.times.end()
 
     def as_json(self) -> Json:
-        ended_at = asyncio.get_running_loop().time() if self.ended_at is None else self.ended_at
-        entry = {
-            "name": self.step.name,
-            "kind": self.step.kind,
-            "ms": round(1000 * (ended_at - self.began_at), 1),
-            **self.decided,
-        }
-        if self.progress is None:
-            return entry
-        return entry | {
-            "model": self.progress.call.model.name,
-            "prompt_tokens": self.progress.call.num_prompt_tokens,
-            "completion_tokens": sum(output.num_tokens for output in self.progress.outputs),
-        }
+        ended_at = time.monotonic() if self.ended_at is None else self.ended_at
+        entry: Json = {"name": self.step.name, "kind": self.step.kind}
+        if self.progress is not None:
+            entry |= {
+                "model": self.progress.call.model.name,
+                "prompt_tokens": self.progress.call.num_prompt_tokens,
+                "completion_tokens": sum(output.num_tokens for output in self.progress.outputs),
+            }
+        return entry | {"ms": round(1000 * (ended_at - self.began_at), 1)} | self.decided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +190,7 @@ class PipelineRun:
 
     def note(self, step: Step, **decided: object) -> None:
         """A step has decided something without a model."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         self.reports.append(StepReport(step=step, began_at=now, ended_at=now, decided=dict(decided)))
 
     def begin(self, call: Call, step: Step | None = None) -> Progress:
@@ -203,7 +198,7 @@ class PipelineRun:
 
         What it uses counts for the key, whether its output is shown or not. Raises DeadlineMissed.
         """
-        trace, now = self.client.trace, asyncio.get_running_loop().time()
+        trace, now = self.client.trace, time.monotonic()
         if self.reports:
             call = _with_less_time(call, now - self.reports[0].began_at)
         progress = Progress.measured(call, self.client.request_id, self.metrics, arrived_at=self.arrived_at)
