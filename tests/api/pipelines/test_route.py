@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from array import array
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from app.config import ApplicationConfig
+from app.api import RequestHandler, pipelines_of
+from app.config import ApiConfig, ApplicationConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta
+from app.metrics import RequestMetrics
 from app.text import Tokenizer
 from tests.api.fakes import Answer, Service, Step, say
 from tests.api.keys import bearer, entry
@@ -58,10 +62,19 @@ def test_by_length_the_first_case_with_room_is_taken(tokenizer: Tokenizer) -> No
     assert account.usage.num_tokens == 11 + 2 * (1 + len(tokenizer.encode("3 4", add_special_tokens=False)))
 
 
-def test_a_case_that_cannot_hold_the_request_is_passed_over(tokenizer: Tokenizer) -> None:
+def test_a_case_that_cannot_hold_the_request_is_passed_over_and_refuses_nothing(tokenizer: Tokenizer) -> None:
     cases = [{"model": "a", "max_prompt_tokens": 1000}, {"model": "b"}]
     service = routed(tokenizer, cases, by="length")
-    assert service.complete(model="auto", prompt="word " * 300).status == 400  # nor can the last one
+    short, long = service.models
+    models = [replace(short, facts=replace(short.facts, max_model_len=20)), long]
+    pipelines = [{"name": "auto", "steps": [{"kind": "route", "by": "length", "cases": cases}]}]
+    config = ApplicationConfig.model_validate({"models": [{"name": "a"}, {"name": "b"}], "pipelines": pipelines})
+    metrics = RequestMetrics(["a", "b"])
+    handler = RequestHandler(models, ApiConfig(), metrics, pipelines=pipelines_of(config.pipelines, models))
+    for num_tokens, taken_by in ((10, "a"), (30, "b")):
+        body = {"model": "auto", "prompt": [5] * num_tokens, "max_tokens": 5}
+        assert asyncio.run(handler.handle_item("", "/v1/completions", body)).body["model"] == taken_by
+    assert not any(metrics.snapshot()["a"].refused.values())
 
 
 def test_by_header_its_value_counts(tokenizer: Tokenizer) -> None:
