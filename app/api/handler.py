@@ -177,7 +177,7 @@ class RequestHandler:
         *,
         reserves: bool = True,
     ) -> Call:
-        """What a body of this size asks of a model, checked, and what it may need reserved; else it is only looked at."""
+        """What a body of this size asks of a model, checked; `reserves`: and what it may need reserved."""
         reservation, limits = client.reservation, self.limits.shared_by(client.num_bodies)
 
         async def encoded() -> Call:
