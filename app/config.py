@@ -978,16 +978,18 @@ def leaves(branch: type[BaseModel], path: str = "") -> Iterator[tuple[str, Field
 def branches_of(field: FieldInfo) -> tuple[type[BaseModel], ...]:
     """The branches a setting may hold: none for a plain value, several where there is a choice by name or kind."""
 
-    def within(annotation: Any) -> Iterator[type[BaseModel]]:
-        if get_origin(annotation) in (tuple, Union, UnionType):
-            for inner in get_args(annotation):
-                yield from within(inner)
-        elif get_origin(annotation) is Annotated:
-            yield from within(get_args(annotation)[0])
-        elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield annotation
+    return tuple(branches_within(field.annotation))
 
-    return tuple(within(field.annotation))
+
+def branches_within(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The branches that an annotation names."""
+    if get_origin(annotation) in (tuple, Union, UnionType):
+        for inner in get_args(annotation):
+            yield from branches_within(inner)
+    elif get_origin(annotation) is Annotated:
+        yield from branches_within(get_args(annotation)[0])
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
 
 
 def choice_of(kind: type[BaseModel]) -> str:
