@@ -337,7 +337,7 @@ def _suggestion(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
     for part in location[:-1]:
         if isinstance(part, int):
             branch = get_args(branch)[0]
-        elif isinstance(branch, type):
+        elif isinstance(branch, type) and issubclass(branch, BaseModel):
             branch = _annotation(branch.model_fields[part])
         else:  # one of several kinds, by its name
             branch = next(kind for kind in branches_within(branch) if choice_of(kind) == part)
