@@ -93,6 +93,15 @@ class Dozing:
             self.go()
         raise AssertionError("it still has work")
 
+    def doze(self) -> None:
+        """Sleep and wake once, so that the time of a switch is known."""
+        self.go()
+        self.clock.advance(AFTER_S)
+        self.go()
+        self.engine.add(make_request())
+        self.go_on()
+        self.go()
+
     @property
     def state(self) -> SleepState:
         return self.sleeper.stats.state
@@ -212,6 +221,8 @@ def two_on_one_device(folder: Path, clock: FakeClock | None = None, **settings: 
     first.turns.leave()
     first.sleeper.stats = first.sleeper.stats._replace(state=SleepState.ASLEEP)
     second = Dozing(path, clock, **settings)
+    second.doze()
+    second.outcome = Outcome()
     try:
         yield second, first
     finally:
@@ -248,6 +259,15 @@ def test_a_busy_engine_gives_way_after_its_turn_and_both_end_with_their_tokens(t
         for each, request in zip((awake, asleep), requests, strict=True):
             assert each.outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 450)
             assert each.sleeper.stats.num_turns_ended >= 1
+
+
+def test_the_first_turn_is_short_as_no_switch_was_measured(dozing: Dozing, tmp_path: Path) -> None:
+    other = DeviceTurns(tmp_path / "device.json", name="other", num_bytes=6, total_bytes=10, clock=dozing.clock)
+    dozing.engine.add(make_request(max_tokens=100))
+    dozing.go()
+    assert not other.ask()
+    assert dozing.turns.ends_at() == pytest.approx(dozing.clock() + SHORTEST_TURN_S, abs=0.1)
+    other.close()
 
 
 def test_an_engine_whose_requests_are_gone_waits_for_the_memory_no_longer(tmp_path: Path) -> None:
