@@ -212,8 +212,13 @@ def test_other_settings_hold_after_sleep(dozing: Dozing) -> None:
 
 
 @contextmanager
-def two_on_one_device(folder: Path, clock: FakeClock | None = None, **settings: Any) -> Iterator[tuple[Dozing, Dozing]]:
-    """The second waits for the first; neither has a request. Both need 6 of 10 bytes."""
+def two_on_one_device(
+    folder: Path, clock: FakeClock | None = None, *, has_dozed: bool = True, **settings: Any
+) -> Iterator[tuple[Dozing, Dozing]]:
+    """The second waits for the first; neither has a request. Both need 6 of 10 bytes.
+
+    has_dozed: the first knows how long its switch takes, and has done something in this turn.
+    """
     clock = clock or FakeClock()
     path = folder / "device.json"
     first = Dozing(path, clock, **settings)
@@ -221,8 +226,9 @@ def two_on_one_device(folder: Path, clock: FakeClock | None = None, **settings: 
     first.turns.leave()
     first.sleeper.stats = first.sleeper.stats._replace(state=SleepState.ASLEEP)
     second = Dozing(path, clock, **settings)
-    second.doze()
-    second.outcome = Outcome()
+    if has_dozed:
+        second.doze()
+        second.outcome = Outcome()
     try:
         yield second, first
     finally:
@@ -283,7 +289,7 @@ def test_an_engine_whose_requests_are_gone_waits_for_the_memory_no_longer(tmp_pa
 
 
 def test_a_turn_in_which_nothing_was_done_goes_on(tmp_path: Path) -> None:
-    with two_on_one_device(tmp_path, prefill_chunk_tokens=4, max_step_tokens=8) as (awake, asleep):
+    with two_on_one_device(tmp_path, has_dozed=False, prefill_chunk_tokens=4, max_step_tokens=8) as (awake, asleep):
         awake.engine.add(make_request(tuple(range(2, 42)), max_tokens=3))
         asleep.engine.add(make_request())
         asleep.go()
