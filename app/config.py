@@ -970,6 +970,9 @@ def leaves(branch: type[BaseModel], path: str = "") -> Iterator[tuple[str, Field
         elif inner:
             parameters = {key: value for kind in inner for key, value in parameters_of(kind).items()}
             yield from ((f"{below}.{key}", value) for key, value in parameters.items())
+            for key, value in parameters.items():
+                for branch_below in branches_of(value):
+                    yield from leaves(branch_below, f"{below}.{key}[].")
 
 
 def branches_of(field: FieldInfo) -> tuple[type[BaseModel], ...]:
