@@ -18,6 +18,9 @@ _FIRST_ACCEPTANCE = 0.7
 # So many equal tokens in a row are tried whatever became of drafts before: a text is copied. Without drafts, too, a
 # match grows token by token.
 _LONG_MATCH = 8
+# Tokens of a sequence with drafts that are not worth computing, for which it is looked up once. Looking up takes 1% of
+# a step of a small model.
+_LOOKED_UP_EVERY = 4
 
 
 class Drafter(Protocol):
@@ -52,10 +55,13 @@ class SequenceDrafts:
 
     lookup: PromptLookup
     acceptance: float = _FIRST_ACCEPTANCE  # the chance of a draft behind kept ones
+    num_noted: int = 0  # steps with drafts
 
     def note(self, num_drafts: int, num_kept: int) -> None:
-        """So many drafts were computed, and kept."""
-        self.acceptance = updated(self.acceptance, num_drafts, num_kept, _NEWEST_SHARE)
+        """So many drafts were computed, and kept. The first steps say more than what others of its kind did."""
+        self.num_noted += 1
+        share = max(_NEWEST_SHARE, 1 / (1 + self.num_noted))
+        self.acceptance = updated(self.acceptance, num_drafts, num_kept, share)
 
     def num_worthwhile(self, least_chance: float) -> int:
         """How many drafts in a row have at least this chance to be kept."""
@@ -84,6 +90,9 @@ class LookupDrafter:
         if drafts is None:
             lookup = PromptLookup(sequence.request.prompt_token_ids)
             drafts = sequence.drafts = SequenceDrafts(lookup, self._acceptance)
+        at_most = drafts.num_worthwhile(self._least_chance)
+        if not at_most and len(sequence.generated_token_ids) % _LOOKED_UP_EVERY:
+            return ()
         drafts.lookup.follow(sequence.generated_token_ids)
         if not drafts.lookup.has_match():
             return ()
