@@ -17,7 +17,6 @@ _AT_FIRST = 0.3  # the least chance while too little is known
 _PROBE_EVERY = 64  # steps of one size: one of them without drafts, or with drafts where they are not worth it
 _HELD_UP = 3.0  # times the average: what a pause of the system takes is no step's time
 _PER_DOUBLING = 12  # size classes
-_NOTED_EVERY = 8  # steps without drafts of one size, once both kinds are known: they change slowly
 
 
 @dataclass(slots=True)
@@ -78,8 +77,6 @@ class DraftPace:
     def note(self, *, num_sequences: int, num_drafts: int, num_kept: int, seconds: float) -> None:
         """A step of so many sequences took so long; `num_kept` tokens came of it."""
         known, each_s = self._class_of(num_sequences), seconds / num_sequences
-        if not num_drafts and known.num_steps % _NOTED_EVERY and known.is_known:
-            return
         average = known.drafted_s if num_drafts else known.plain_s
         if average.number >= _MIN_STEPS:
             each_s = min(each_s, _HELD_UP * average.value)
