@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from app.api.output.tool_calls import ToolUse
@@ -77,12 +78,17 @@ class ServedModel:
         """The model that keys are for, replicas belong to and metrics count: of an adapter its parent."""
         return self.parent or self.name
 
+    @property
+    def gives_embeddings(self) -> bool:
+        """Whether it makes vectors of texts."""
+        return self.pooling is not None and self.facts.embedding_size is not None
+
     def adapted(self, adapter: Adapter) -> ServedModel:
         """The same model with an adapter, under the adapter's name."""
         return replace(self, name=adapter.name, aliases=(), adapter=adapter, parent=self.name, created=int(time.time()))
 
     def entry(self, name: str) -> dict[str, Any]:
-        """What /v1/models says of it, under its name or an alias."""
+        """What /v1/models says of it, under its name or an alias, for OpenAI's clients and for Anthropic's."""
         return {
             "id": name,
             "object": "model",
@@ -92,6 +98,9 @@ class ServedModel:
             "parent": self.parent or None,
             "max_model_len": self.facts.max_model_len,
             "permission": [],
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
 
 

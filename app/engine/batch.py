@@ -159,6 +159,9 @@ class Batch:
         return bool(self.scheduled)
 
 
+EMPTY_BATCH = Batch((), ())
+
+
 def _by_draw(item: ScheduledSequence) -> Several[ScheduledSequence]:
     """The item up to each of its tokens."""
     if item.draws:

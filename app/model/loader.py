@@ -339,17 +339,41 @@ def _kept_check(
 
 def _load_checked(config: ModelConfig, location: str, checked: CheckedModel, dtype: torch.dtype) -> LoadedModel:
     settings = checked.settings
-    shape = LayerShape(num_kv_heads=settings.num_kv_heads, key_dim=settings.head_dim, value_dim=settings.head_dim)
     part = None if settings.num_ranks == 1 else partial(part_of, settings)
     weights = Checkpoint(Path(location), dtype, Quantised.of(read_config(config, location)), part=part)
+    native = pack_weights(weights, settings, bits=BITS[config.quantization], release=weights.release)
+    return _of_check(config, checked, native, dtype)
+
+
+def _of_check(config: ModelConfig, checked: CheckedModel, native: NativeWeights, dtype: torch.dtype) -> LoadedModel:
+    settings = checked.settings
+    shape = LayerShape(num_kv_heads=settings.num_kv_heads, key_dim=settings.head_dim, value_dim=settings.head_dim)
     return LoadedModel(
         module=None,
-        native=pack_weights(weights, settings, bits=BITS[config.quantization], release=weights.release),
+        native=native,
         facts=replace(checked.facts, max_model_len=max_model_len(config, checked.facts.max_model_len)),
         layers=dict.fromkeys(range(len(settings.sliding_windows)), shape),
         dtype=dtype,
         device=torch.device("cpu"),
     )
+
+
+@torch.inference_mode()
+def model_of_check(config: ModelConfig, location: str, *, block_size: int, checks: Path) -> LoadedModel | None:
+    """As `model_of_config` for the C++ decoder, without transformers; None where no check of the model is kept."""
+    dtype = dtype_of(config, location).dtype
+    check = _kept_check(config, checks, Path(location), dtype, block_size)
+    checked = None if check is None else check.read()
+    if checked is None:
+        return None
+    found = Checkpoint(Path(location), dtype, Quantised.of(read_config(config, location)))
+
+    def without_numbers(name: str) -> torch.Tensor | None:
+        weight = found(name)
+        return None if weight is None else weight.to("meta")
+
+    native = pack_weights(without_numbers, checked.settings, bits=BITS[config.quantization])
+    return _of_check(config, checked, native, dtype)
 
 
 @torch.inference_mode()

@@ -8,14 +8,14 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from app.engine.batch import Batch
 from app.model.adapters import AdapterWeights, Sizes
-from app.model.cpu.adapters import AdapterColumns, NativeAdapter, adapter_columns, linear_sizes
+from app.model.cpu.adapters import AdaptedModel, AdapterColumns, NativeAdapter, adapter_columns
 from app.model.cpu.attention import MAX_SEGMENT_TOKENS
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import (
@@ -53,6 +53,7 @@ class NativeDecoder:
         """
         self.block_size = pages.block_size
         self._weights, self._pages, self._team = weights, pages, team
+        self.adapting = AdaptedModel.of(weights)
         suffix = DTYPES[weights.dtype]
         self._run = getattr(team.code, f"carousel_decoder_run_{suffix}")
         self._times = getattr(team.code, f"carousel_decoder_times_{suffix}")
@@ -85,13 +86,13 @@ class NativeDecoder:
         adapters = adapter_columns(batch) if batch.has_adapters else None
         return self.compute(inputs, segments, batch.matchers, adapters)
 
-    def linear_sizes(self) -> dict[str, Sizes]:
+    def linear_sizes(self) -> Mapping[str, Sizes]:
         """See AdaptableForward."""
-        return linear_sizes(self._weights)
+        return self.adapting.sizes
 
     def prepare_adapter(self, weights: AdapterWeights) -> NativeAdapter:
         """See AdaptableForward."""
-        return NativeAdapter(weights, self._weights)
+        return self.adapting.prepare(weights)
 
     def compute(
         self,
