@@ -355,7 +355,7 @@ class SpeculationConfig(Settings):
     """Drafts of the next tokens, computed in one step and kept where they are what would be drawn."""
 
     method: Literal["lookup", "off"] = Field(
-        "off", description="lookup: what followed the same tokens in prompt or output before; on CPUs only"
+        "off", description="lookup: what followed the same tokens before, and what grammars force; on CPUs only"
     )
     max_drafts: int = Field(8, ge=1, le=64, description="drafts for one request in one step, at most")
 
