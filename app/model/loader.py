@@ -26,11 +26,12 @@ from app.model.attention import (
 )
 from app.model.cpu.checkpoint import Checkpoint, MappedModel, add_positions
 from app.model.cpu.decoder import NativeDecoder
-from app.model.cpu.kept_check import CheckedModel, KeptCheck, from_json, to_json
+from app.model.cpu.kept_check import CheckedModel, KeptCheck, digest_of_files, from_json, to_json
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team, is_fast, library
 from app.model.cpu.ranks import RankMemory
-from app.model.cpu.weights import BITS, NativeWeights, input_unit, pack_weights, why_not_native
+from app.model.cpu.weights import BITS, Allocate, NativeWeights, input_unit, pack_weights, why_not_native
+from app.model.cpu.weights_memory import PackedWeights, Sharing, WeightsMemory, packed_weights
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
 from app.model.cuda.fp8 import why_no_fp8, why_not_in_fp8
@@ -82,6 +83,7 @@ class LoadedModel:
 
     module: PreTrainedModel | None  # None where the weights are in `native` or `joined`
     native: NativeWeights | None
+    weights_memory: WeightsMemory | None = None  # has `native`
     joined: JoinedWeights | None = None  # of the decoder for CUDA
     facts: ModelFacts
     layers: dict[int, LayerShape]  # by layer index
@@ -134,7 +136,7 @@ def load_model(
     check = _kept_check(config, checks, Path(location), dtype, block_size) if may_be_native else None
     checked = None if check is None else check.read()
     if checked is not None:
-        return _load_checked(config, location, checked, dtype)
+        return _load_checked(config, location, checked, dtype, checks)
     found = _check_architecture(config, location)
     quantised = Quantised.of(read_config(config, location))
     is_packed = may_be_native and library() is not None
@@ -146,9 +148,17 @@ def load_model(
     facts, limit = _facts_of(config, module, probe), _limit_of(module)
     if mapped is None:
         _check_positions(config, module, probe, facts.max_model_len)
-    native = _native_weights(config, module, mapped, probe, block_size) if may_be_native else None
+
+    def with_weights() -> PreTrainedModel:
+        return _with_weights(device, config, found, location, dtype, quantised)
+
+    packed = None
+    if may_be_native:
+        again = with_weights if mapped is None else None
+        packed = _native_weights(config, location, module, probe, block_size, checks, again)
+    native = None if packed is None else packed.weights
     if native is None and mapped is not None and may_be_native:
-        module = _with_weights(device, config, found, location, dtype, quantised)
+        module = with_weights()
     may_join = device.type == "cpu" and config.backend != "torch" and not uses_triton
     if native is None and may_join and pack_linear_layers(module):
         _compare(config, "with packed weights", probe.run(module, ProbeStep()), probe.own)
@@ -157,6 +167,7 @@ def load_model(
     loaded = LoadedModel(
         module=module if native is None else None,
         native=native,
+        weights_memory=None if packed is None else packed.memory,
         facts=facts,
         layers=probe.layers,
         dtype=dtype,
@@ -337,19 +348,65 @@ def _kept_check(
     )
 
 
-def _load_checked(config: ModelConfig, location: str, checked: CheckedModel, dtype: torch.dtype) -> LoadedModel:
+def _load_checked(
+    config: ModelConfig, location: str, checked: CheckedModel, dtype: torch.dtype, checks: Path | None
+) -> LoadedModel:
     settings = checked.settings
     shape = LayerShape(num_kv_heads=settings.num_kv_heads, key_dim=settings.head_dim, value_dim=settings.head_dim)
-    part = None if settings.num_ranks == 1 else partial(part_of, settings)
-    weights = Checkpoint(Path(location), dtype, Quantised.of(read_config(config, location)), part=part)
+    packed = _packed_files(config, Path(location), settings, dtype, checks)
     return LoadedModel(
         module=None,
-        native=pack_weights(weights, settings, bits=BITS[config.quantization], release=weights.release),
+        native=packed.weights,
+        weights_memory=packed.memory,
         facts=replace(checked.facts, max_model_len=max_model_len(config, checked.facts.max_model_len)),
         layers=dict.fromkeys(range(len(settings.sliding_windows)), shape),
         dtype=dtype,
         device=torch.device("cpu"),
     )
+
+
+def _packed_files(
+    config: ModelConfig, location: Path, settings: DecoderSettings, dtype: torch.dtype, checks: Path | None
+) -> PackedWeights:
+    """Those of a folder, one layer after the other; settings: with one rank's part, where there are several."""
+    part = None if settings.num_ranks == 1 else partial(part_of, settings)
+
+    def pack(allocate: Allocate) -> NativeWeights:
+        weights = Checkpoint(location, dtype, Quantised.of(read_config(config, str(location))), part=part)
+        bits = BITS[config.quantization]
+        return pack_weights(weights, settings, bits=bits, release=weights.release, allocate=allocate)
+
+    return packed_weights(pack, _sharing(config, location, settings, dtype, checks))
+
+
+def _packed_module(
+    config: ModelConfig,
+    location: str,
+    settings: DecoderSettings,
+    module: PreTrainedModel,
+    checks: Path | None,
+    read_again: Callable[[], PreTrainedModel],
+) -> PackedWeights:
+    """Those of a model that transformers has read; read_again: for when they have been let go of."""
+    read = [module]
+
+    def pack(allocate: Allocate) -> NativeWeights:
+        weights = by_expert((read.pop() if read else read_again()).state_dict()).get
+        return pack_weights(weights, settings, bits=BITS[config.quantization], allocate=allocate)
+
+    sharing = _sharing(config, _folder_of(config, location), settings, module.dtype, checks)
+    packed = packed_weights(pack, sharing)
+    read.clear()  # also where another process has packed them
+    return packed
+
+
+def _sharing(
+    config: ModelConfig, folder: Path | None, settings: DecoderSettings, dtype: torch.dtype, checks: Path | None
+) -> Sharing | None:
+    """folder: of the model's files."""
+    if checks is None or folder is None:
+        return None
+    return Sharing(partial(digest_of_files, folder, dtype, config.quantization, settings), checks)
 
 
 @torch.inference_mode()
@@ -824,11 +881,17 @@ def _difference(ours: _Output, own: _Output, quantization: str = "none") -> str 
 
 
 def _native_weights(
-    config: ModelConfig, module: PreTrainedModel, mapped: MappedModel | None, probe: Probe, block_size: int
-) -> NativeWeights | None:
+    config: ModelConfig,
+    location: str,
+    module: PreTrainedModel,
+    probe: Probe,
+    block_size: int,
+    checks: Path | None,
+    read_again: Callable[[], PreTrainedModel] | None,
+) -> PackedWeights | None:
     """The weights for the C++ decoder, if it is fast on this machine and computes what the model computes.
 
-    mapped: has the module's weights, where the module itself does not hold them.
+    read_again: reads the module; None where the weights are packed from the files of a folder.
 
     Raises InvalidSetup if not, and the weights were to be quantised.
     """
@@ -839,19 +902,19 @@ def _native_weights(
         logger.info("%s runs on transformers' code: %s", config.path, reason)
         return None
     own = _with_first_logits(module, probe)
-    settings, bits = settings_of(module, probe.rules), BITS[config.quantization]
-    if mapped is None:
-        weights = pack_weights(by_expert(module.state_dict()).get, settings, bits=bits)
+    settings = settings_of(module, probe.rules)
+    if read_again is None:
+        packed = _packed_files(config, Path(location), settings, module.dtype, checks)
     else:
-        weights = pack_weights(mapped.checkpoint, settings, bits=bits, release=mapped.checkpoint.release)
-    ours = _native_output(weights, probe.layers, probe.token_ids, block_size)
+        packed = _packed_module(config, location, settings, module, checks, read_again)
+    ours = _native_output(packed.weights, probe.layers, probe.token_ids, block_size)
     difference = _difference(ours, own, config.quantization)
-    if difference is not None and bits:
+    if difference is not None and config.quantization != "none":
         raise _not_quantised(config, difference)
     if difference is not None:
         logger.warning("%s runs on transformers' code, slower: in C++ %s", config.path, difference)
         return None
-    return weights
+    return packed
 
 
 def _why_not_packed(
@@ -926,7 +989,7 @@ def load_native_rank(
             raise
         logger.info("%s runs on transformers' code: %s", config.path, error)
         return None
-    part = _load_checked(config, str(folder), replace(checked, settings=settings), dtype)
+    part = _load_checked(config, str(folder), replace(checked, settings=settings), dtype, checks)
     part = replace(part, ranks=RankMemory.of_group(settings, group))
     assert part.native is not None
     if group.minimum(int(group.rank > 0 or whole is not None)):  # rank 0 has something to compare with
