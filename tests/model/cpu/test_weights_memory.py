@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.errors import InvalidSetup
+from app.model.cpu import weights_memory
+from app.model.cpu.library import is_fast
+from app.model.cpu.weights_memory import LARGE_PAGE, WeightsMemory, _find, _GrowingFile
+from app.model.loader import LoadedModel
+from tests.model.cpu.test_decoder import PROMPT, chunk, decoder_of, step
+from tests.model.cpu.test_kept_check import load, logits_of
+
+pytestmark = pytest.mark.skipif(not is_fast(torch.float32), reason="this CPU cannot compute the native decoder")
+
+# Loads a model, says that it has, and holds it until it is told to end.
+_HOLDER = """
+import sys
+from pathlib import Path
+from app.model.cpu import weights_memory
+from tests.model.cpu.test_kept_check import load
+path, cache, dies = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:] == ["dies"]
+if dies:
+    def finish(*_given):
+        print("packs", flush=True)
+        sys.stdin.readline()
+    weights_memory._GrowingFile.finish = finish
+load(path, cache)
+print("holds", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def other_process(path: Path, cache: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", _HOLDER, str(path), str(cache), *options]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == ("packs\n" if options else "holds\n")
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def model_path(tiny_model_path, tmp_path: Path) -> Path:  # type: ignore[no-untyped-def]
+    return Path(shutil.copytree(tiny_model_path("llama"), tmp_path / "model"))
+
+
+def never_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def packed(*_given: object) -> int:
+        raise AssertionError("another process has packed the weights")
+
+    monkeypatch.setattr(WeightsMemory, "_packed", packed)
+
+
+def memory_of(model: LoadedModel) -> WeightsMemory:
+    assert model.weights_memory is not None
+    return model.weights_memory
+
+
+def inode_of(memory: WeightsMemory) -> int:
+    """Of the file that is mapped, as the kernel shows it."""
+    start = f"{memory._addresses._start:08x}-"
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(start)).split()[4])
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3_moe"])
+def test_shared_weights_give_the_bits_of_private_ones(
+    architecture: str, quantization: str, tiny_model_path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    path = tiny_model_path(architecture)
+    with monkeypatch.context() as patch:
+        patch.setattr(weights_memory, "WeightsMemory", _refused)
+        private = load(path, tmp_path, quantization=quantization)
+    first = load(path, tmp_path, quantization=quantization)
+    never_packed(monkeypatch)
+    second = load(path, tmp_path, quantization=quantization)
+    assert private.weights_memory is None
+    assert inode_of(memory_of(first)) == inode_of(memory_of(second))
+    assert torch.equal(logits_of(first), logits_of(private))
+    assert torch.equal(logits_of(second), logits_of(private))
+
+
+def _refused(*_given: object) -> None:
+    raise OSError("no such memory")
+
+
+def test_another_process_shares_them_and_they_outlive_it(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with other_process(model_path, tmp_path):
+        with monkeypatch.context() as patch:
+            never_packed(patch)
+            model = load(model_path, tmp_path)
+        expected = logits_of(model)
+    assert torch.equal(logits_of(model), expected)
+    never_packed(monkeypatch)
+    assert torch.equal(logits_of(load(model_path, tmp_path)), expected)
+
+
+def test_a_process_that_is_killed_while_it_packs_leaves_nothing(model_path: Path, tmp_path: Path) -> None:
+    expected = logits_of(load(model_path, tmp_path))
+    with other_process(model_path, tmp_path, "dies") as process:
+        name = next(tmp_path.glob("carousel-weights-*.lock")).stem
+        assert _find(name) is None
+        process.send_signal(signal.SIGKILL)
+        assert torch.equal(logits_of(load(model_path, tmp_path)), expected)
+
+
+def test_one_packs_and_another_waits_for_it(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(model_path, tmp_path)
+    with other_process(model_path, tmp_path, "dies") as process:
+        taken = weights_memory.take_lock
+
+        def take_lock(path: Path, *, waits: bool = False) -> int | None:
+            if waits:
+                process.kill()
+            return taken(path, waits=waits)
+
+        monkeypatch.setattr(weights_memory, "take_lock", take_lock)
+        with caplog.at_level("INFO"):
+            load(model_path, tmp_path)
+    assert "another process packs them; waiting for it" in caplog.text
+
+
+def test_other_files_of_the_model_have_other_weights(model_path: Path, tmp_path: Path) -> None:
+    first = load(model_path, tmp_path)
+    changed = model_path / "model.safetensors"
+    changed.write_bytes(changed.read_bytes()[:-8] + b"\0" * 8)
+    os.utime(changed, ns=(1, 1))
+    assert inode_of(memory_of(load(model_path, tmp_path))) != inode_of(memory_of(first))
+
+
+def test_a_cache_that_cannot_be_written_is_said_in_the_log(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = logits_of(load(model_path, tmp_path))
+    file = tmp_path / "file"
+    file.touch()
+    assert torch.equal(logits_of(load(model_path, file)), expected)
+    assert "replicas that start at the same time do not share their weights" in caplog.text
+    assert "Not a directory" in caplog.text
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_weights_that_are_let_go_of_come_back_with_the_same_bits(
+    quantization: str, model_path: Path, tmp_path: Path
+) -> None:
+    model = load(model_path, tmp_path, quantization=quantization)
+    decoder, memory = decoder_of(model), memory_of(model)
+    decoder._weights_memory = memory
+    asked = chunk(PROMPT, 0, 70, [3, 8, 1, 0, 9])
+    with torch.inference_mode():
+        expected = step(decoder, asked)
+        name = f"carousel-weights-{memory._digest}"
+        decoder.release_weights()
+        decoder.release_weights()
+        assert _find(name) is None
+        with pytest.raises(AssertionError, match="restored before a step"):
+            step(decoder, asked)
+        decoder.restore_weights()
+        decoder.restore_weights()
+        assert torch.equal(step(decoder, asked), expected)
+    assert _find(name) is not None
+
+
+def test_weights_come_back_from_another_process_without_packing(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(model_path, tmp_path)
+    expected = logits_of(model)
+    with other_process(model_path, tmp_path):
+        memory_of(model).release()
+        never_packed(monkeypatch)
+        memory_of(model).restore()
+        assert torch.equal(logits_of(model), expected)
+
+
+def test_weights_of_changed_files_do_not_come_back(model_path: Path, tmp_path: Path) -> None:
+    model = load(model_path, tmp_path)
+    memory_of(model).release()
+    os.utime(model_path / "model.safetensors", ns=(1, 1))
+    with pytest.raises(InvalidSetup, match="have changed"):
+        memory_of(model).restore()
+
+
+def test_a_whole_file_cannot_be_written_and_is_the_owners_alone() -> None:
+    with _GrowingFile("carousel-weights-test") as file:
+        file.allocate(LARGE_PAGE + 1, dtype=torch.uint8).fill_(7)
+        descriptor = file.finish(b"layout")
+    try:
+        assert weights_memory._layout_in(descriptor) == (2 * LARGE_PAGE, b"layout")
+        assert os.fstat(descriptor).st_mode & 0o777 == 0o600
+        assert fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+        writable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+        with pytest.raises(PermissionError):
+            os.pwrite(writable, b"x", 0)
+        os.close(writable)
+    finally:
+        os.close(descriptor)
+
+
+def test_files_of_other_users_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _GrowingFile("carousel-weights-owned") as file:
+        file.allocate(64, dtype=torch.uint8)
+        descriptor = file.finish(b"")
+    found = _find("carousel-weights-owned")
+    assert found is not None
+    os.close(found)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert _find("carousel-weights-owned") is None
+    os.close(descriptor)
+
+
+def test_matrices_of_all_sizes_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the memory grows between them."""
+    monkeypatch.setattr(weights_memory, "_GROWTH", LARGE_PAGE)
+    sizes = (1, 64, LARGE_PAGE - 64, 3 * LARGE_PAGE + 5, 7)
+    with _GrowingFile("carousel-weights-sizes") as file:
+        tensors = [file.allocate(size, dtype=torch.uint8) for size in sizes]
+        for number, tensor in enumerate(tensors):
+            tensor.fill_(number)
+        assert [set(tensor.unique().tolist()) for tensor in tensors] == [{number} for number in range(len(sizes))]
+        assert file.num_bytes == 5 * LARGE_PAGE
