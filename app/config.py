@@ -230,20 +230,20 @@ class DeadlineConfig(Settings):
 PolicyConfig = FcfsConfig | SjfConfig | PriorityConfig | FairConfig | DeadlineConfig
 
 
-def _chosen(value: Any, kinds: Any) -> Any:
+def _chosen(value: Any, kinds: Any, *, key: str = "name") -> Any:
     """A name alone stands for that kind with its defaults. Mistakes are answered with what there is."""
-    given = {"name": value} if isinstance(value, str) else value
+    given = {key: value} if isinstance(value, str) else value
     if not isinstance(given, dict):
         return value
-    named: dict[str, type[BaseModel]] = {kind.model_fields["name"].default: kind for kind in get_args(kinds)}
-    kind = named.get(str(given.get("name")))
+    named: dict[str, type[BaseModel]] = {kind.model_fields[key].default: kind for kind in get_args(kinds)}
+    kind = named.get(str(given.get(key)))
     if kind is None:
-        got = f"got {given['name']!r}" if "name" in given else f"got {given!r} without a name"
+        got = f"got {given[key]!r}" if key in given else f"got {given!r} without a {key}"
         raise ValueError(f"{got}; must be one of {', '.join(named)}")
     unknown = [name for name in given if name not in kind.model_fields]
     if unknown:
-        parameters = ", ".join(name for name in kind.model_fields if name != "name") or "no parameters"
-        raise ValueError(f"{given['name']} has no parameter {unknown[0]!r}; it has {parameters}")
+        parameters = ", ".join(name for name in kind.model_fields if name != key) or "no parameters"
+        raise ValueError(f"{given[key]} has no parameter {unknown[0]!r}; it has {parameters}")
     return given
 
 
@@ -676,15 +676,69 @@ class BatchesConfig(Settings):
     webhooks: WebhooksConfig = WebhooksConfig()
 
 
-class CascadeConfig(Settings):
-    """Two of the models under one more name: the large one answers where the small one was not sure."""
+class RerankStepConfig(Settings):
+    """Keeps the best documents by the scores of `/v1/rerank`."""
+
+    kind: Literal["rerank"] = "rerank"
+    model: Name = Field(description="a model with embeddings or a cross-encoder")
+    top_n: int = Field(4, ge=1, le=1000, description="documents that are kept, at most")
+
+
+class GenerateStepConfig(Settings):
+    """A model answers."""
+
+    kind: Literal["generate"] = "generate"
+    model: Name = Field(description="the model, or another pipeline, that answers")
+
+
+class CascadeStepConfig(Settings):
+    """A small model answers where it was sure, else a large one."""
+
+    kind: Literal["cascade"] = "cascade"
+    small: Name = Field(description="the model or pipeline that answers first")
+    large: Name = Field(description="the one that answers when it was not sure")
+    min_mean_logprob: float = Field(
+        -1.0, ge=-100, le=0, description="mean log-probability of the small one's tokens from which on it was sure"
+    )
+
+    @model_validator(mode="after")
+    def _there_are_two(self) -> CascadeStepConfig:
+        if self.small == self.large:
+            raise ValueError(f"small and large are both {self.small!r}; name two")
+        return self
+
+
+RankingStepConfig = RerankStepConfig
+AnsweringStepConfig = GenerateStepConfig | CascadeStepConfig
+PipelineStepConfig = RankingStepConfig | AnsweringStepConfig
+PipelineStep = Annotated[
+    PipelineStepConfig,
+    Field(discriminator="kind"),
+    BeforeValidator(lambda value: _chosen(value, PipelineStepConfig, key="kind")),
+]
+
+
+class PipelineConfig(Settings):
+    """Steps under one more name: the last one answers, those before it choose what the answer is based on."""
 
     name: Name = Field(description="what a client sends as `model`")
-    small: Name = Field(description="the model that answers first")
-    large: Name = Field(description="the model that answers when it was not sure")
-    min_mean_logprob: float = Field(
-        -1.0, ge=-100, le=0, description="mean log-probability of the small model's tokens from which on it was sure"
-    )
+    steps: tuple[PipelineStep, ...] = Field(min_length=1, max_length=16, description="in the order in which they run")
+
+    @model_validator(mode="after")
+    def _the_last_step_answers(self) -> PipelineConfig:
+        *earlier, last = self.steps
+        for index, step in enumerate(earlier):
+            if isinstance(step, AnsweringStepConfig):
+                raise ValueError(
+                    f"steps[{index}]: {step.kind} answers, so no step comes behind it; make it the last, or name this "
+                    f"pipeline in a step of another"
+                )
+        if not isinstance(last, AnsweringStepConfig):
+            raise ValueError(
+                f"steps[{len(earlier)}]: {last.kind} is the last step and does not answer; add a step behind it, such "
+                f"as {{kind: generate, model: ...}}"
+            )
+        return self
 
 
 class ApplicationConfig(Settings):
@@ -693,29 +747,70 @@ class ApplicationConfig(Settings):
     models: tuple[ServedModelConfig, ...] = Field((ServedModelConfig(),), min_length=1, description="models to serve")
     api: ApiConfig = ApiConfig()
     ingress: IngressConfig = IngressConfig()
-    cascades: tuple[CascadeConfig, ...] = Field((), max_length=64, description="small models before large ones")
+    pipelines: tuple[PipelineConfig, ...] = Field((), max_length=64, description="several steps under one name")
     batches: BatchesConfig | None = Field(
         None, description="files, batches and /v1/batch; `{}` takes the defaults below"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _cascades_are_pipelines(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and "cascades" in given:
+            raise ValueError(
+                "cascades: a cascade is a step of a pipeline now; write pipelines: [{name: ..., steps: [{kind: "
+                "cascade, small: ..., large: ..., min_mean_logprob: ...}]}]"
+            )
+        return given
+
     @model_validator(mode="after")
     def _names_are_unique(self) -> ApplicationConfig:
         names = [name for model in self.models for name in (model.name, *model.aliases, *model.adapters)]
-        twice = _twice([*names, *(cascade.name for cascade in self.cascades)])
+        twice = _twice([*names, *(pipeline.name for pipeline in self.pipelines)])
         if twice:
-            raise ValueError(f"models and adapters have the same name: {', '.join(twice)}; give each its own")
+            raise ValueError(
+                f"models, adapters and pipelines have the same name: {', '.join(twice)}; give each its own"
+            )
         return self
 
     @model_validator(mode="after")
-    def _cascades_have_two_models(self) -> ApplicationConfig:
-        names = [model.name for model in self.models]
-        for index, cascade in enumerate(self.cascades):
-            unknown = [name for name in (cascade.small, cascade.large) if name not in names]
-            if unknown:
-                raise ValueError(f"cascades[{index}]: there is no model {unknown[0]!r}; there are {', '.join(names)}")
-            if cascade.small == cascade.large:
-                raise ValueError(f"cascades[{index}]: small and large are both {cascade.small!r}; name two models")
+    def _pipelines_name_what_there_is(self) -> ApplicationConfig:
+        models = [model.name for model in self.models]
+        pipelines = {pipeline.name: pipeline for pipeline in self.pipelines}
+        for index, pipeline in enumerate(self.pipelines):
+            for place, step in enumerate(pipeline.steps):
+                may_be_pipeline = isinstance(step, AnsweringStepConfig)
+                known = [*models, *(pipelines if may_be_pipeline else ())]
+                for field, name in named_by(step):
+                    if name not in known:
+                        what = "model or pipeline" if may_be_pipeline else "model"
+                        raise ValueError(
+                            f"pipelines[{index}].steps[{place}].{field}: there is no {what} {name!r}; there are "
+                            f"{', '.join(known)}"
+                        )
+        for index, name in enumerate(pipelines):
+            circle = _circle(name, pipelines)
+            if circle:
+                raise ValueError(
+                    f"pipelines[{index}]: it would answer itself: {' → '.join(circle)}; name a model in one of them"
+                )
         return self
+
+
+def named_by(step: PipelineStepConfig) -> list[tuple[str, str]]:
+    """The models and pipelines that a step runs, each with the field that names it."""
+    if isinstance(step, CascadeStepConfig):
+        return [("small", step.small), ("large", step.large)]
+    return [("model", step.model)]
+
+
+def _circle(name: str, pipelines: Mapping[str, PipelineConfig], before: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The names on a way from a pipeline back to one before it; none where there is no such way."""
+    if name in before:
+        return (*before, name)
+    for _, inner in named_by(pipelines[name].steps[-1]):
+        if inner in pipelines and (circle := _circle(inner, pipelines, (*before, name))):
+            return circle
+    return ()
 
 
 def _in_words(error: ValidationError) -> str:
@@ -739,22 +834,46 @@ def leaves(branch: type[BaseModel], path: str = "") -> Iterator[tuple[str, Field
     """
     for name, field in branch.model_fields.items():
         inner = branches_of(field)
+        below = f"{path}{name}{'[]' if inner and get_origin(field.annotation) is tuple else ''}"
         if len(inner) != 1 or field.default is None:
-            yield f"{path}{name}", field
+            yield below, field
         if len(inner) == 1:
-            yield from leaves(inner[0], f"{path}{name}{'[]' if get_origin(field.annotation) is tuple else ''}.")
+            yield from leaves(inner[0], f"{below}.")
         elif inner:
-            parameters = {key: value for kind in inner for key, value in kind.model_fields.items() if key != "name"}
-            yield from ((f"{path}{name}.{key}", value) for key, value in parameters.items())
+            parameters = {key: value for kind in inner for key, value in parameters_of(kind).items()}
+            yield from ((f"{below}.{key}", value) for key, value in parameters.items())
 
 
 def branches_of(field: FieldInfo) -> tuple[type[BaseModel], ...]:
-    """The branches a setting may hold: none for a plain value, several where there is a choice by name."""
-    annotation: Any = field.annotation
-    candidates = get_args(annotation) if get_origin(annotation) in (tuple, Union, UnionType) else (annotation,)
-    return tuple(kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel))
+    """The branches a setting may hold: none for a plain value, several where there is a choice by name or kind."""
+
+    def within(annotation: Any) -> Iterator[type[BaseModel]]:
+        if get_origin(annotation) in (tuple, Union, UnionType):
+            for inner in get_args(annotation):
+                yield from within(inner)
+        elif get_origin(annotation) is Annotated:
+            yield from within(get_args(annotation)[0])
+        elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield annotation
+
+    return tuple(within(field.annotation))
+
+
+def choice_of(kind: type[BaseModel]) -> str:
+    """What a branch is called where it is one of several."""
+    return str(kind.model_fields[_choice_key(kind)].default)
+
+
+def parameters_of(kind: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The settings of a branch that is one of several."""
+    return {name: field for name, field in kind.model_fields.items() if name != _choice_key(kind)}
+
+
+def _choice_key(kind: type[BaseModel]) -> str:
+    return "kind" if "kind" in kind.model_fields else "name"
 
 
 def names_of(field: FieldInfo) -> tuple[str, ...]:
-    """What may be chosen by name where a setting holds one of several branches."""
-    return tuple(kind.model_fields["name"].default for kind in branches_of(field) if "name" in kind.model_fields)
+    """What may be chosen by name or kind where a setting holds one of several branches."""
+    kinds = branches_of(field)
+    return tuple(map(choice_of, kinds)) if len(kinds) > 1 else ()

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from app.config import PRESETS, ApplicationConfig, SchedulerConfig, branches_of
+from app.config import PRESETS, ApplicationConfig, SchedulerConfig, branches_of, choice_of, names_of, parameters_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "configuration.md"
 
@@ -25,7 +25,8 @@ value stops the start with its path and the fix; so does a name that is not on t
 Limits that no deployment needs to change are constants in the code, each beside its use.
 
 A strategy, a policy or a dispatch policy is a name (`strategy: static`), or a name with its parameters
-(`strategy: {name: static, batch_size: 8}`); it takes only its own. `[]` marks a list.
+(`strategy: {name: static, batch_size: 8}`); it takes only its own. The `kind` of a pipeline's step is like such a name.
+`[]` marks a list.
 """
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", dict: "settings by name"}
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -49,15 +50,16 @@ def _section(branch: type[BaseModel], path: str) -> Iterator[str]:
         yield from _presets()
     for name, kinds in inner.items():
         if len(kinds) > 1:
-            yield from _choice(name, kinds)
+            yield from _choice(_marked(name, branch.model_fields[name]), kinds)
     for name, kinds in inner.items():
+        below = _marked(f"{path}.{name}" if path else name, branch.model_fields[name])
         if len(kinds) == 1:
-            yield from _section(kinds[0], _below(path, name, branch.model_fields[name]))
+            yield from _section(kinds[0], below)
 
 
-def _below(path: str, name: str, field: FieldInfo) -> str:
-    mark = "[]" if get_origin(field.annotation) is tuple else ""
-    return f"{path}.{name}{mark}" if path else f"{name}{mark}"
+def _marked(path: str, field: FieldInfo) -> str:
+    """The path of a branch, or of a list of them."""
+    return f"{path}[]" if get_origin(field.annotation) is tuple else path
 
 
 def _presets() -> Iterator[str]:
@@ -74,11 +76,9 @@ def _choice(name: str, kinds: Iterable[type[BaseModel]]) -> Iterator[str]:
     """What may be chosen by name, with the parameters of each."""
     yield f"| `{name}` | Parameter | Default | Values | What it does |\n|---|---|---|---|---|"
     for kind in kinds:
-        fields = kind.model_fields
-        yield f"| `{fields['name'].default}` | | | | {kind.__doc__} |"
-        for parameter, field in fields.items():
-            if parameter != "name":
-                yield f"| | `{parameter}` | {_default(field)} | {_values(field)} | {field.description} |"
+        yield f"| `{choice_of(kind)}` | | | | {kind.__doc__} |"
+        for parameter, field in parameters_of(kind).items():
+            yield f"| | `{parameter}` | {_default(field)} | {_values(field)} | {field.description} |"
     yield ""
 
 
@@ -104,10 +104,8 @@ def _default(field: FieldInfo) -> str:
 
 def _values(field: FieldInfo) -> str:
     """What may be written: the choices, or the kind of value with its range."""
-    kinds = branches_of(field)
-    if kinds:
-        names = [kind.model_fields["name"].default for kind in kinds if len(kinds) > 1]
-        return ", ".join(f"`{name}`" for name in names) or "a branch, see below"
+    if branches_of(field):
+        return ", ".join(f"`{name}`" for name in names_of(field)) or "a branch, see below"
     annotation, metadata = _plain(field.annotation, list(field.metadata))
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(annotation))

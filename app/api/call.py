@@ -77,6 +77,11 @@ class ServedModel:
         """The model that keys are for, replicas belong to and metrics count: of an adapter its parent."""
         return self.parent or self.name
 
+    @property
+    def gives_embeddings(self) -> bool:
+        """Whether it makes vectors of texts."""
+        return self.pooling is not None and self.facts.embedding_size is not None
+
     def adapted(self, adapter: Adapter) -> ServedModel:
         """The same model with an adapter, under the adapter's name."""
         return replace(self, name=adapter.name, aliases=(), adapter=adapter, parent=self.name, created=int(time.time()))

@@ -7,31 +7,33 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from app.api.auth.keys import Authenticator, authenticator_of
-from app.api.auth.limits import Account, Reservation, apply_key, bounded_call
-from app.api.call import Call, RequestLimits, ServedModel, by_any_name
-from app.api.cascades import Cascade, judge
+from app.api.auth.limits import Account, apply_key, bounded_call
+from app.api.call import Call, RequestLimits, ServedModel
+from app.api.client import Client
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.generation import SharedFields, shared_fields
 from app.api.http.errors import error_body, error_status, log_error
 from app.api.http.headers import with_headers
 from app.api.json_structure import size_of
-from app.api.output.choices import ChoiceDelta, generate_choices
+from app.api.model_names import ModelNames
+from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import Writer
 from app.api.output.progress import Progress
+from app.api.pipelines import Pipeline, PipelineRun
 from app.api.request_trace import RequestTrace, Tracer
 from app.api.schemas.parameters import UnknownFields, parse
 from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelRequest, QueuedRequest
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
 from app.config import ApiConfig
-from app.engine.request import MAX_PRIORITY, Adapter
-from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequest, NotFound, Overloaded, Unavailable
+from app.engine.request import MAX_PRIORITY
+from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Unavailable
 from app.jobs import LOWEST_CLASS, Answered, ItemOrigin, Json
 from app.metrics import NO_MODEL, RequestMetrics, task_name
 
@@ -39,20 +41,6 @@ ParsedT = TypeVar("ParsedT", bound=ModelRequest)
 
 # What a batch item cannot choose.
 _ITEM_FIELDS: Json = {"priority": MAX_PRIORITY, **LOWEST_CLASS}
-
-
-@dataclass(slots=True, kw_only=True)
-class Client:
-    """The sender of a request: the account that pays for it, and its headers."""
-
-    reservation: Reservation
-    request_id: str
-    has_own_id: bool = True  # else `request_id` of the body replaces the id
-    headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case
-    is_strict: bool = False  # unknown fields are refused
-    num_bodies: int = 1  # that are answered together, and share what one answer may have
-    arrived_at: float | None = None  # by the clock of the metrics; None: now
-    trace: RequestTrace | None = None  # where traces are sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +75,8 @@ class SharedBody:
 
     endpoint: Endpoint
     parsed: GenerationRequest
-    fields: Sequence[tuple[ServedModel, SharedFields]]  # for the model that answers, or the two of a cascade
+    target: ServedModel | Pipeline
+    fields: Mapping[str, SharedFields]  # by the name of each model that may answer
     size: int  # of what the encoding of each prompt writes into it
 
 
@@ -101,17 +90,15 @@ class RequestHandler:
         metrics: RequestMetrics | None = None,
         authenticator: Authenticator | None = None,
         *,
-        cascades: Sequence[Cascade] = (),
+        pipelines: Sequence[Pipeline] = (),
         limits: RequestLimits = RequestLimits(),  # noqa: B008 - frozen
         tracer: Tracer | None = None,
     ) -> None:
-        """`authenticator` knows the keys; by default, those of the config. `cascades` are of these models.
+        """`authenticator` knows the keys; by default, those of the config. `pipelines` are of these models.
 
         `tracer` gets a trace of each HTTP request and of each attempt at an item.
         """
-        self._bases = tuple(models)
-        self.models = by_any_name(models)  # and adapters, see `serve_adapters`
-        self.cascades = {cascade.name: cascade for cascade in cascades}
+        self.names = ModelNames(models, pipelines)
         self.config = config
         self.limits = limits
         self.tracer = tracer
@@ -121,22 +108,10 @@ class RequestHandler:
         self.turns = asyncio.Lock()  # of large answers at the event loop, see `JsonAnswer`
         self._unknown_fields = UnknownFields()
 
-    def serve_adapters(self, model: str, adapters: Iterable[Adapter]) -> None:
-        """From now on these adapters of a model are served under their names, and no others of it.
-
-        An adapter that was served before keeps its entry.
-        """
-        base = next(each for each in self._bases if each.name == model)
-        served = {name: each for name, each in self.models.items() if each.parent != model}
-        for adapter in adapters:
-            known = self.models.get(adapter.name)
-            if known is None or known.adapter != adapter:
-                known = base.adapted(adapter)
-            served.setdefault(adapter.name, known)
-        self.models = served
-
     async def handle(self, endpoint: Endpoint, body: Mapping[str, Any], client: Client) -> PendingResponse:
-        """Check a body, reserve what it may need, and prepare its response. Of a cascade the small model has run then.
+        """Check a body, reserve what it may need, and prepare its response.
+
+        Of a pipeline, all that comes before the first token of the answer has run then.
 
         Raises InvalidRequest, NotFound, NotPermitted and LimitReached.
         """
@@ -147,35 +122,31 @@ class RequestHandler:
             parsed = await self.parse(body, size, endpoint.schema, account, is_strict=client.is_strict)
             if parsed.request_id is not None and not client.has_own_id:
                 client.request_id = parsed.request_id
-            models = self._models_for(parsed, account)
-        calls = [await self._prepare(endpoint, parsed, model, client, size) for model in models]
-        return await self._response(endpoint, parsed, calls, client, arrived_at)
+            target = self.names.answering(parsed, account)
+        return await self._response(self._run(endpoint, parsed, client, arrived_at, size), target)
 
-    async def _response(
-        self, endpoint: Endpoint, parsed: QueuedRequest, calls: Sequence[Call], client: Client, arrived_at: float
-    ) -> PendingResponse:
-        headers: dict[str, str] = {}
-        if len(calls) == 1:
-            progress = Progress.measured(calls[0], client.request_id, self.metrics, arrived_at=arrived_at)
-            pieces = generate_choices(calls[0])
-        else:
-            small, large = calls
-            judged = Progress.measured(small, client.request_id, self.metrics, arrived_at=arrived_at)
-            decision = await judge(self.cascades[parsed.model or ""], judged, large)
-            client.reservation.add_usage(lambda: decision.num_discarded_tokens)
-            progress = decision.progress(client.request_id, self.metrics, arrived_at=arrived_at)
-            pieces, headers = decision.pieces, decision.headers()
-        client.reservation.add_usage(progress.num_tokens)
-        if client.trace is not None:
-            client.trace.checked()
-            progress.trace = client.trace
+    def _run(
+        self, endpoint: Endpoint, parsed: QueuedRequest, client: Client, arrived_at: float, size: int
+    ) -> PipelineRun:
+        return PipelineRun(
+            endpoint=endpoint,
+            body=parsed,
+            client=client,
+            prepare=self._prepare,
+            metrics=self.metrics,
+            arrived_at=arrived_at,
+            size=size,
+        )
+
+    async def _response(self, run: PipelineRun, target: ServedModel | Pipeline) -> PendingResponse:
+        answer = await run.answer(target)
         return PendingResponse(
-            progress=progress,
-            is_streamed=parsed.wants_stream,
-            _pieces=pieces,
-            _writer=endpoint.writer(parsed),
-            _headers=headers,
-            _shows_loads=client.reservation.account.may_administer,
+            progress=answer.progress,
+            is_streamed=run.body.wants_stream,
+            _pieces=answer.pieces,
+            _writer=run.endpoint.writer(run.body),
+            _headers=run.headers(answer),
+            _shows_loads=run.client.reservation.account.may_administer,
         )
 
     async def parse(
@@ -186,25 +157,6 @@ class RequestHandler:
             account.name, size, lambda: parse(body, schema, self._unknown_fields, is_strict=is_strict)
         )
 
-    def model(self, name: str | None, account: Account) -> ServedModel:
-        """The model of this name or alias for this account; without a name the only one.
-
-        Raises InvalidRequest, NotFound, NotPermitted.
-        """
-        if name is not None and name in self.models:
-            model = self.models[name]
-            account.check_model(model.base)
-            return model
-        usable = {model.name: model for model in self._bases if account.may_use(model.name)}
-        if name is None and len(usable) == 1:
-            return next(iter(usable.values()))
-        served = ", ".join(usable)
-        if name is None:
-            raise InvalidRequest(f"model is required: this server has {served}", param="model")
-        raise NotFound(
-            f"there is no model {name[:100]!r}; this server has {served}", param="model", code="model_not_found"
-        )
-
     @contextmanager
     def counting_refusals(self, model_name: str = NO_MODEL) -> Iterator[None]:
         """Around the checks of a request: an error in them counts as a refusal."""
@@ -213,14 +165,6 @@ class RequestHandler:
         except CarouselError as error:
             self.metrics.model(model_name).refused(error)
             raise
-
-    def _models_for(self, parsed: QueuedRequest, account: Account) -> tuple[ServedModel, ...]:
-        """The model that answers, or the two of a cascade. Raises InvalidRequest, NotFound, NotPermitted."""
-        cascade = self.cascades.get(parsed.model or "") if isinstance(parsed, GenerationRequest) else None
-        if cascade is None:
-            return (self.model(parsed.model, account),)
-        cascade.check_account(account)
-        return cascade.small, cascade.large
 
     async def _prepare(
         self,
@@ -350,11 +294,8 @@ class RequestHandler:
             account = client.reservation.account
             own = await self.parse(prompt, size, endpoint.schema, account, is_strict=client.is_strict)
         parsed = common.parsed.model_copy(update={name: getattr(own, name) for name in prompt})
-        calls = [
-            await self._prepare(endpoint, parsed, model, client, size + common.size, shared)
-            for model, shared in common.fields
-        ]
-        return await self._response(endpoint, parsed, calls, client, arrived_at)
+        run = self._run(endpoint, parsed, client, arrived_at, size + common.size)
+        return await self._response(replace(run, shared=common.fields), common.target)
 
     async def check_shared(
         self, account: Account, path: str, body: Mapping[str, Any], *, is_strict: bool, num_bodies: int
@@ -369,20 +310,24 @@ class RequestHandler:
         with self.counting_refusals():
             parsed = await self.parse(body, size, endpoint.schema, account, is_strict=is_strict)
             assert isinstance(parsed, GenerationRequest), "lists of prompts are for endpoints that generate"
-            models = self._models_for(parsed, account)
+            target = self.names.answering(parsed, account)
             account.max_tokens(parsed.asked_tokens, parsed.length_param)
             account.check_priority(parsed.priority)
             limits = self.limits.shared_by(num_bodies)
+            without_documents = parsed.model_copy(update={"documents": []})  # a pipeline may leave most of them out
 
             def check(model: ServedModel) -> SharedFields:
                 shared = shared_fields(parsed, model, limits)
-                endpoint.prepare(parsed, model, limits, shared)
+                endpoint.prepare(without_documents, model, limits, shared)
                 return shared
 
-            fields = [(each, await self.threads.encode(account.name, size, partial(check, each))) for each in models]
-        # What is left to do with them for each prompt is to write the tools into it.
-        size = size if isinstance(parsed, ChatRequest) and parsed.tools else 0
-        return SharedBody(endpoint=endpoint, parsed=parsed, fields=fields, size=size)
+            models = (target,) if isinstance(target, ServedModel) else target.answering_models()
+            fields = {each.name: await self.threads.encode(account.name, size, partial(check, each)) for each in models}
+        # What is left to do with them for each prompt is to write the tools and the documents into it.
+        is_written = parsed.documents or (isinstance(parsed, ChatRequest) and parsed.tools)
+        return SharedBody(
+            endpoint=endpoint, parsed=parsed, target=target, fields=fields, size=size if is_written else 0
+        )
 
     async def prepare_item(
         self, owner: str, path: str, body: Mapping[str, Any], check: Callable[[QueuedRequest], None]
@@ -397,11 +342,11 @@ class RequestHandler:
             account = self.authenticator.account_named(owner)
             endpoint, size = ENDPOINTS[path], size_of(body, MAX_SMALL_SIZE)
             parsed = await self.parse(body, size, endpoint.schema, account)
-            model, *larger = self._models_for(parsed, account)
-            if larger:
+            model = self.names.answering(parsed, account)
+            if isinstance(model, Pipeline):
+                names = dict.fromkeys(each.name for each in model.answering_models())
                 raise InvalidRequest(
-                    f"{parsed.model} is a cascade, which this server's batches do not run; name {model.name} or "
-                    f"{larger[0].name}",
+                    f"{parsed.model} is a pipeline, which this server's batches do not run; name {' or '.join(names)}",
                     param="model",
                 )
             if model.adapter is not None:

@@ -57,6 +57,21 @@ class _Attempt:
         return self.first_token_ns - _ns(self.times.queue_s + self.times.prefill_s)
 
 
+@dataclass(slots=True)
+class StepTimes:
+    """One step of a pipeline. Nanoseconds of wall time."""
+
+    name: str
+    model: str
+    began_ns: int
+    clock_ns: Callable[[], int]
+    ended_ns: int | None = None
+
+    def end(self) -> None:
+        """The step has its result."""
+        self.ended_ns = self.clock_ns()
+
+
 class RequestTrace:
     """The times of one HTTP request or item, with those that replicas report. Belongs to one event loop."""
 
@@ -81,6 +96,7 @@ class RequestTrace:
         self.began_ns = self.ended_ns = clock_ns()
         self._checked_ns: int | None = None
         self._attempts: list[_Attempt] = []
+        self._steps: list[StepTimes] = []
 
     @classmethod
     def of_item(cls, path: str, origin: ItemOrigin) -> RequestTrace:
@@ -93,11 +109,17 @@ class RequestTrace:
     @property
     def has_replica(self) -> bool:
         """Whether a replica has queued any of it."""
-        return bool(self._attempts)
+        return bool(self._attempts) or any(step.ended_ns for step in self._steps)
 
     def checked(self) -> None:
-        """The request is checked, and its generation begins."""
-        self._checked_ns = self._clock_ns()
+        """The request is checked, and its first call begins."""
+        self._checked_ns = self._checked_ns or self._clock_ns()
+
+    def step(self, name: str, model: str) -> StepTimes:
+        """A step of a pipeline begins on a model."""
+        step = StepTimes(name, model, self._clock_ns(), self._clock_ns)
+        self._steps.append(step)
+        return step
 
     def accepted(self, index: int, replica_id: str) -> None:
         """A replica has queued one of the choices; not the first replica if another was lost."""
@@ -125,6 +147,13 @@ class RequestTrace:
         """The stretches within the request, after `end`."""
         checked_ns = self._checked_ns or self.ended_ns
         yield Span(name="check", began_ns=self.began_ns, ended_ns=checked_ns)
+        for step in self._steps:
+            yield Span(
+                name=step.name,
+                began_ns=step.began_ns,
+                ended_ns=step.ended_ns or self.ended_ns,
+                attributes={"gen_ai.request.model": step.model},
+            )
         for attempt in self._attempts:
             yield from self._spans_of(attempt)
         firsts = [each.first_token_ns for each in self._attempts if each.first_token_ns is not None]

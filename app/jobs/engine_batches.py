@@ -143,7 +143,7 @@ class EngineExecution(Execution):
     def _is_of_another(self, item: Item, model: str) -> bool:
         """Whether an item names another model of the service."""
         name = item.body.get("model")
-        named = self._handler.models.get(name) if isinstance(name, str) else None
+        named = self._handler.names.models.get(name) if isinstance(name, str) else None
         return named is not None and named.name != model
 
     async def _call(self, work: BatchWork, item: Item) -> Call | Answered:

@@ -23,9 +23,11 @@ _WORDS = tuple(map("".join, product("bdfglmnprstvk", "aeiou", "bdfglmnprstvk", "
 
 KINDS = (
     "whole", "stream", "background", "abort", "again", "logprobs", "n", "echo", "prompt_logprobs", "choice", "schema",
-    "reply", "batch",
+    "reply", "message", "ranking", "batch",
 )  # fmt: skip
-GREEDY_TEXT = frozenset(("whole", "stream", "background", "again", "logprobs", "reply"))  # nothing but the secret
+GREEDY_TEXT = frozenset(  # nothing but the secret is said first
+    ("whole", "stream", "background", "again", "logprobs", "reply", "message", "ranking")
+)
 _CHAT = "chat/completions"
 
 
@@ -105,7 +107,7 @@ def question(
 ) -> Question:
     """A request of this kind; `prompt_ids` are those of the first secret's chat. A batch has two secrets."""
     secret = secrets[0]
-    is_stream = kind in ("stream", "background", "abort", "logprobs", "reply") or source.random() < 0.5
+    is_stream = kind in ("stream", "background", "abort", "logprobs", "reply", "message") or source.random() < 0.5
     chat: Json = {"messages": secret.messages, "max_completion_tokens": 100, "temperature": 0}
     completion: Json = {"prompt": list(prompt_ids), "max_tokens": 80, "temperature": 0}
     ids: Json = {"return_token_ids": True}
@@ -122,12 +124,18 @@ def question(
         "choice": (_CHAT, chat | {"structured_outputs": {"choice": [secret.sentence, "none of these"]}}),
         "schema": (_CHAT, chat | {"response_format": _schema(secret)}),
         "reply": ("responses", {"input": secret.question, "max_output_tokens": 100, "temperature": 0, "store": False}),
+        "message": ("messages", {"messages": secret.messages, "max_tokens": 100, "temperature": 0}),
+        "ranking": ("rerank", _ranking(secret, source)),
         "batch": ("batch", {"prompts": [each.messages for each in secrets], "max_tokens": 100, "temperature": 0}),
     }
     endpoint, body = bodies[kind]
-    is_stream = is_stream and kind not in ("whole", "again", "batch", "prompt_logprobs")
+    is_stream = is_stream and kind not in ("whole", "again", "batch", "prompt_logprobs", "ranking")
     if is_stream:
-        body = body | {"stream": True} | ({} if kind == "reply" else {"stream_options": {"include_usage": True}})
+        body = (
+            body
+            | {"stream": True}
+            | ({} if kind in ("reply", "message") else {"stream_options": {"include_usage": True}})
+        )
     if salt is not None and kind != "reply":
         body = body | {"cache_salt": salt}
     return Question(
@@ -139,6 +147,12 @@ def question(
         body=body | {"model": model},
         leaves_after=source.randrange(1, 6000) if kind == "abort" else None,
     )
+
+
+def _ranking(secret: Secret, source: random.Random) -> Json:
+    """Of three texts the query is one: the vectors of another request would put another first."""
+    others = [" ".join(source.sample(secret.words, k=NUM_SECRET_WORDS)) for _ in range(2)]
+    return {"query": secret.sentence, "documents": [*others, secret.sentence], "return_documents": True}
 
 
 def _schema(secret: Secret) -> Json:
@@ -183,7 +197,11 @@ def heard(asked: Question, documents: Iterable[Json]) -> Heard:
             say("other", str(document))
         for item in document.get("output", ()):
             say(("output", 0), "".join(part.get("text", "") for part in item.get("content", ())))
+        for block in _blocks(document):
+            say(("output", 0), block.get("text"))
         for result in document.get("results", ()):
+            if "document" in result:
+                say(("output", len(texts)), result["document"]["text"])
             for choice in (result.get("response") or {}).get("choices", ()):
                 say(("output", result["index"]), choice["message"]["content"])
         ids.setdefault("prompt", []).extend(document.get("prompt_token_ids") or ())
@@ -201,8 +219,17 @@ def heard(asked: Question, documents: Iterable[Json]) -> Heard:
     return found
 
 
+def _blocks(document: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    """Of an Anthropic message, or the piece of one in a stream's event."""
+    if document.get("type") == "message":
+        return list(document["content"])
+    return [document["delta"]] if document.get("type") == "content_block_delta" else []
+
+
 def _listen_to_usage(found: Heard, document: Mapping[str, Any]) -> None:
     usage = document.get("usage") or (document.get("response") or {}).get("usage") or {}
+    if "cache_read_input_tokens" in usage:
+        found.cached_tokens = usage["cache_read_input_tokens"]
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
     if details:
         found.cached_tokens = details["cached_tokens"]

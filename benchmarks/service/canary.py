@@ -2,10 +2,10 @@
 
     python -m benchmarks.service.canary --requests 20000
 
-Starts the service as `make serve` does, with two replicas of the bundled model, little KV memory, API keys and batches.
-Tenants send requests of all kinds (`canaries.py`), each with words of its own that the model repeats; halfway, one
-replica is killed. Every answer is searched for the words of all other requests, in its texts, its token ids and its
-log-probabilities. Progress goes to stderr; the last line of stdout is one JSON object:
+Starts the service as `make serve` does, with two replicas of the bundled model, little KV memory, speculation, API keys
+and batches. Tenants send requests of all kinds (`canaries.py`), each with words of its own that the model repeats;
+halfway, one replica is killed. Every answer is searched for the words of all other requests, in its texts, its token
+ids and its log-probabilities. Progress goes to stderr; the last line of stdout is one JSON object:
 
     answers             by kind: how many were searched; `own`: in how many their own secret was found
     statuses            of all answers; `left`: the client closed the connection, `cut_off`: the server did
@@ -260,6 +260,7 @@ def application(model: str, keys: Sequence[str], folder: str, *, num_blocks: int
                     "model": {"path": model},
                     "cache": {"num_blocks": num_blocks, "block_size": BLOCK_SIZE},
                     "scheduler": {"max_running": 32, "max_waiting": 256},
+                    "speculation": {"method": "lookup"},
                 },
                 "replicas": {"num_replicas": 2, "num_cpus": 0.1, "drain_timeout_s": 5},
             }

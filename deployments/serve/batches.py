@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from app.api import RequestHandler, ServedModel
+from app.api import RequestHandler, ServedModel, pipelines_of
 from app.api.endpoints.admin import ProcessReport
 from app.config import ApplicationConfig, ServedModelConfig
 from app.errors import CarouselError, Failure, Unavailable, traceback_of
@@ -30,7 +30,7 @@ from deployments.serve.keys_file import Keys
 from deployments.serve.logs import log_where_serve_does
 from deployments.serve.memory import return_freed_memory
 from deployments.serve.metrics import IngressReport, MetricsCollector
-from deployments.serve.model_client import ModelClient, cascades_of, served_model
+from deployments.serve.model_client import ModelClient, served_model
 from deployments.serve.settings import asked_threads
 from deployments.serve.tracing import tracer_of_environment
 
@@ -107,13 +107,13 @@ class Batches:
             client = ModelClient(model, self._handles[model.name], metrics)
             models.append(await served_model(model, self._paths[model.name], client))
             self._adapters[model.name] = FleetAdapters(model.name, self._handles[model.name], client.transport)
-        cascades = cascades_of(config.cascades, models)
+        pipelines = pipelines_of(config.pipelines, models)
         handler = RequestHandler(
-            models, config.api, self._metrics.requests, self._keys.authenticator, cascades=cascades,
+            models, config.api, self._metrics.requests, self._keys.authenticator, pipelines=pipelines,
             tracer=tracer_of_environment(),
         )  # fmt: skip
         for name, adapters in self._adapters.items():
-            adapters.on_change = partial(handler.serve_adapters, name)
+            adapters.on_change = partial(handler.names.serve_adapters, name)
             await adapters.found()
         self._metrics.loop.start()
         self._metrics.loop.add_queue("bodies", lambda: handler.threads.num_waiting)

@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from app.api import RequestHandler, batch_routes, build_app
+from app.api import RequestHandler, batch_routes, build_app, pipelines_of
 from app.api.auth.limits import SharedPools
 from app.api.endpoints.admin import ProcessReport
 from app.api.endpoints.cancellation import RunningCalls
@@ -29,7 +29,7 @@ from deployments.serve.keys_file import Keys
 from deployments.serve.logs import log_where_serve_does
 from deployments.serve.memory import freeze_loaded, return_freed_memory
 from deployments.serve.metrics import IngressReport, MetricsCollector, answers_of
-from deployments.serve.model_client import ModelClient, cascades_of, served_model
+from deployments.serve.model_client import ModelClient, served_model
 from deployments.serve.ray_metrics import RayMetrics, families_of_requests
 from deployments.serve.settings import check_exposure, max_ingress_requests
 from deployments.serve.tracing import tracer_of_environment
@@ -97,11 +97,11 @@ class Ingress:
             self._config.api,
             self._metrics.requests,
             self._keys.authenticator,
-            cascades=cascades_of(self._config.cascades, models),
+            pipelines=pipelines_of(self._config.pipelines, models),
             tracer=tracer_of_environment(),
         )
         for name, adapters in self._adapters.items():
-            adapters.on_change = partial(handler.serve_adapters, name)
+            adapters.on_change = partial(handler.names.serve_adapters, name)
         await asyncio.gather(*(adapters.found() for adapters in self._adapters.values()))
         self._metrics.loop.start()
         self._metrics.loop.add_queue("bodies", lambda: handler.threads.num_waiting)

@@ -7,12 +7,11 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Iterable
 
 from ray.serve.handle import DeploymentHandle
 
-from app.api import Cascade, ServedModel
-from app.config import CascadeConfig, ServedModelConfig
+from app.api import ServedModel
+from app.config import ServedModelConfig
 from app.engine.request import Generate, ModelFacts, Pooling
 from app.errors import InvalidSetup, Overloaded
 from app.fleet import FailoverLimits, Fleet, FleetMetrics, LivenessTimeouts, ReplicaRegistry
@@ -97,20 +96,6 @@ def pooling_of(model: ServedModelConfig, facts: ModelFacts) -> Pooling | None:
     if model.pooling == "cls" and facts.generates:
         raise InvalidSetup(f"pooling of {model.name}: got cls, the first token, which only an encoder has; use last")
     return Pooling(model.pooling)
-
-
-def cascades_of(configs: Iterable[CascadeConfig], models: Iterable[ServedModel]) -> list[Cascade]:
-    """The cascades over these models, which have those that the configs name."""
-    by_name = {model.name: model for model in models}
-    return [
-        Cascade(
-            name=config.name,
-            small=by_name[config.small],
-            large=by_name[config.large],
-            min_mean_logprob=config.min_mean_logprob,
-        )
-        for config in configs
-    ]
 
 
 def _tool_format(parser: str, tokenizer: Tokenizer) -> ToolFormat | None:

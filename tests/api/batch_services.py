@@ -38,7 +38,7 @@ async def served(
     """The app with the API keys of `api`. Their limits count for lines by themselves, as in a process of their own."""
     config, api = BatchesConfig(**settings), api or ApiConfig()
     handler, of_items = (
-        RequestHandler(service.models, api, cascades=service.cascades, limits=limits or RequestLimits())
+        RequestHandler(service.models, api, pipelines=service.pipelines, limits=limits or RequestLimits())
         for _ in range(2)
     )
     execution = FleetExecution(of_items.handle_item, max_in_flight=config.max_in_flight)

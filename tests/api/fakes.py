@@ -11,9 +11,9 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from app.api import Cascade, RequestHandler, ServedModel, build_app
+from app.api import Pipeline, RequestHandler, ServedModel, build_app, pipelines_of
 from app.api.call import RequestLimits
-from app.config import ApiConfig
+from app.config import ApiConfig, ApplicationConfig
 from app.engine.request import FinishReason, Generate, ModelFacts, Pooling, Request, TokenDelta
 from app.text import ReasoningMarks, Tokenizer
 from app.text.tool_calls import ToolFormat
@@ -22,6 +22,12 @@ MAX_MODEL_LEN = 200
 WAIT = "wait"  # a step of a script: nothing more comes until the stream is closed
 Step = tuple[int, ...] | TokenDelta | Exception | str
 Script = Callable[[Request], Iterable[Step]]
+
+
+# `both` asks the first of two models, and the second where the first was not sure.
+CASCADE: Mapping[str, Any] = MappingProxyType(
+    {"name": "both", "steps": [{"kind": "cascade", "small": "small", "large": "large", "min_mean_logprob": -0.5}]}
+)
 
 
 class ScriptedGenerate:
@@ -70,7 +76,7 @@ class Service:
         reasoning_marks: ReasoningMarks | None = None,
         max_model_len: int = MAX_MODEL_LEN,
         pooling: Pooling | None = None,
-        cascade: float | None = None,
+        pipelines: Sequence[Mapping[str, Any]] = (),
         facts: Mapping[str, Any] = MappingProxyType({}),
         **settings: Any,
     ) -> None:
@@ -92,15 +98,15 @@ class Service:
             )
             for name in names
         ]
-        self.cascades: list[Cascade] = []
-        if cascade is not None:  # `both` asks the first model, and the second below this mean log-probability
-            small, large = self.models
-            self.cascades = [Cascade(name="both", small=small, large=large, min_mean_logprob=cascade)]
+        self.pipelines: list[Pipeline] = []
+        if pipelines:
+            configs = {"models": [{"name": name} for name in names], "pipelines": pipelines}
+            self.pipelines = pipelines_of(ApplicationConfig.model_validate(configs).pipelines, self.models)
         limits = {name: settings.pop(name) for name in RequestLimits.__slots__ if name in settings}
         self.handler = RequestHandler(
             self.models,
             ApiConfig.model_validate(settings),
-            cascades=self.cascades,
+            pipelines=self.pipelines,
             limits=RequestLimits(**limits),
         )
         self.app: ASGIApp = build_app(self.handler, self._is_ready)
@@ -258,6 +264,13 @@ def say(tokenizer: Tokenizer, text: str, *, reason: FinishReason | None = Finish
             yield last(request, (), reason)
 
     return script
+
+
+def without_times(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """The usage of a pipeline's answer, in which no two runs differ."""
+    pipeline = usage["pipeline"]
+    steps = [{name: value for name, value in step.items() if name != "ms"} for step in pipeline["steps"]]
+    return {**usage, "pipeline": {**pipeline, "steps": steps}}
 
 
 def last(

@@ -31,12 +31,12 @@ class Replicas:
         if path == "/wrong":
             raise UnsupportedAdapter("it has rank 65; at most 64 is computed")
         self.adapters[name] = Adapter(name=name, path=path, digest=f"digest of {path}")
-        self.service.handler.serve_adapters("demo", self.adapters.values())
+        self.service.handler.names.serve_adapters("demo", self.adapters.values())
         return self.adapters[name]
 
     async def unload(self, name: str) -> None:
         del self.adapters[name]
-        self.service.handler.serve_adapters("demo", self.adapters.values())
+        self.service.handler.names.serve_adapters("demo", self.adapters.values())
 
 
 class Adapted:

@@ -141,7 +141,7 @@ def test_a_request_may_name_its_user_its_priority_and_its_deadline(service: Serv
 
 def test_a_request_that_names_no_deadline_has_the_models(service: Service) -> None:
     [model] = service.models
-    service.handler.models["demo"] = replace(model, deadline_s=30.0)
+    service.handler.names.models["demo"] = replace(model, deadline_s=30.0)
     for fields in ({}, {"deadline_s": 2}, {"service_tier": "flex"}, {"service_tier": "flex", "deadline_s": 3}):
         service.complete(model="demo", **fields)
     assert [request.deadline_s for request in service.generate.requests] == [30.0, 2, None, 3]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from app.api.auth.limits import Account
+from app.api.client import Client
 from app.api.endpoints.table import ENDPOINTS
-from app.api.handler import Client
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
 from app.errors import LimitReached
 from app.json_pieces import PIECE_BYTES

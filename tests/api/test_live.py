@@ -166,7 +166,7 @@ def test_viewers_that_never_read_hold_little_and_make_room_after_a_while(
         for _ in range(MAX_VIEWERS):
             viewer = stack.enter_context(socket.create_connection((url.host, url.port)))
             viewer.sendall(b"GET /admin/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        eventually(lambda: fleet.num_described > 100)
+        eventually(lambda: fleet.num_described > 40)  # a fifth of a second: streams last ten times as long
         assert httpx.get(url.join("/admin/live")).status_code == 429
         held = tracemalloc.get_traced_memory()[0] - before
         assert held < live._NUM_KEPT * event_bytes + MAX_VIEWERS * (event_bytes + buffer_bytes) + slack_bytes

@@ -147,8 +147,9 @@ def service(cluster: str, demo_path: Path) -> Service:
         _model("narrow", demo_path, num_replicas=1, model=steps_of(5), max_running=1, max_waiting=1),
         _model("trial", demo_path, num_replicas=2, model=steps_of(1), groups=TRIAL),
     ]
-    cascades = [{"name": "unsure", "small": "turns", "large": "least", "min_mean_logprob": 0}]
-    args = {"models": models, "cascades": cascades}
+    cascade = {"kind": "cascade", "small": "turns", "large": "least", "min_mean_logprob": 0}
+    pipelines = [{"name": "unsure", "steps": [cascade]}]
+    args = {"models": models, "pipelines": pipelines}
     serve.run(build(parse(args)), name="carousel", route_prefix="/")
     service = Service(url=cluster)
     for model in ("turns", "least", "held", "narrow", "trial"):

@@ -188,9 +188,9 @@ def test_replies_and_embeddings_come_from_the_same_replicas(service: Service) ->
 def test_a_cascade_asks_the_large_model_where_the_small_one_is_not_certain(service: Service) -> None:
     answer = ask(service, "unsure", prompt="Name a colour.", temperature=1.5, seed=1)
     assert answer.status_code == 200
-    assert answer.json()["model"] == answer.headers["x-carousel-cascade-model"] == "least"
-    told = answer.json()["usage"]["cascade"]
-    assert (told["answered_by"], told["mean_logprob"] < 0) == ("least", True)
+    assert answer.json()["model"] == answer.headers["x-carousel-pipeline-model"] == "least"
+    small, large = answer.json()["usage"]["pipeline"]["steps"]
+    assert (small["model"], small["mean_logprob"] < 0, large["model"]) == ("turns", True, "least")
 
 
 def test_mixed_questions_all_at_once_are_all_answered_right(service: Service) -> None:

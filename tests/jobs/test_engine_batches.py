@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from app.api import Cascade, RequestHandler, ServedModel
-from app.config import ApiConfig, BatchesConfig
+from app.api import RequestHandler, ServedModel, pipelines_of
+from app.config import ApiConfig, BatchesConfig, PipelineConfig
 from app.errors import Failure, InvalidRequest
 from app.jobs import BatchLimits, NewBatch
 from app.jobs.engine_batches import EngineExecution
@@ -132,8 +132,8 @@ async def service(
     limits: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
 ) -> AsyncIterator[LocalBatchService]:
     keys = keys or ApiConfig()
-    cascade = Cascade(name="careful", small=models[0], large=models[-1], min_mean_logprob=-1.0)
-    handler = RequestHandler(models, keys, cascades=[cascade])
+    careful = PipelineConfig.model_validate({"name": "careful", "steps": [{"kind": "generate", "model": "demo"}]})
+    handler = RequestHandler(models, keys, pipelines=pipelines_of([careful], models))
     execution = EngineExecution(handler, engines.pool, weights={"demo": weights}, max_at_once=max_at_once)
     async with LocalBatchService(folder, BatchesConfig(), execution, limits=limits) as opened:
         yield opened
@@ -184,7 +184,7 @@ def test_lines_are_answered_as_over_http_and_the_unfit_are_refused(tmp_path: Pat
         assert (body["usage"]["prompt_tokens"], body["usage"]["total_tokens"]) == (3, 5)
         statuses = {name: each["response"] and each["response"]["status_code"] for name, each in errors.items()}
         assert statuses == {"two": 400, "tools": 400, "stranger": 404, "careful": 400, "long": 400, "lost": None}
-        assert "is a cascade" in errors["careful"]["response"]["body"]["error"]["message"]
+        assert "is a pipeline" in errors["careful"]["response"]["body"]["error"]["message"]
         assert "bulk jobs" in errors["two"]["response"]["body"]["error"]["message"]
         assert errors["lost"]["error"] == {"code": "line_failed", "message": "the engine died"}
         assert batch["request_counts"] == {"total": 16, "completed": 10, "failed": 6}

@@ -101,7 +101,7 @@ class AdapterRoutes:
             asked = AdapterToLoad.model_validate(body)
         except ValidationError as error:
             raise from_validation_error(error) from None
-        model = self._handler.model(asked.model, reservation_of(request).account).base
+        model = self._handler.names.model(asked.model, reservation_of(request).account).base
         self._check_name(asked.name, model)
         fleet = self._fleet(model)
         try:
@@ -113,7 +113,7 @@ class AdapterRoutes:
     async def unload(self, request: Request) -> Response:
         """Serve one no longer."""
         name = request.path_params["name"]
-        served = self._handler.models.get(name)
+        served = self._handler.names.models.get(name)
         if served is None or served.adapter is None:
             raise NotFound(f"there is no adapter {name[:100]!r}", param="name")
         await self._fleet(served.base).unload(name)
@@ -121,9 +121,9 @@ class AdapterRoutes:
 
     def _check_name(self, name: str, model: str) -> None:
         """Raise InvalidRequest for a name that something else has."""
-        served = self._handler.models.get(name)
+        served = self._handler.names.models.get(name)
         is_other = served is not None and (served.adapter is None or served.base != model)
-        if is_other or name in self._handler.cascades:
+        if is_other or name in self._handler.names.pipelines:
             raise InvalidRequest(f"name is {name!r}, under which another model is served; choose another", param="name")
 
     def _fleet(self, model: str) -> AdapterFleet:

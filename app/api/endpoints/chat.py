@@ -23,6 +23,7 @@ def prepare_chat(
 ) -> Call:
     """Check and tokenize a chat. `shared` is known where another body has the same. Raises InvalidRequest."""
     shared = shared or shared_fields(body, model, limits)
+    body = body.with_documents_written()
     prompt = encode_chat(
         body,
         model,

@@ -32,7 +32,7 @@ def prepare_completion(
             f"this server accepts {limits.max_prompts:,} in one call",
             param=param,
         )
-
+    body = body.with_documents_written()
     prompts = encode_prompts(
         body.prompt,
         model,

@@ -61,7 +61,7 @@ class _Comparison:
     def check(self, limits: RequestLimits) -> None:
         """Raise InvalidRequest for what needs no tokens."""
         facts, (_, param) = self.model.facts, self.params
-        if not facts.scores_pairs and (self.model.pooling is None or facts.embedding_size is None):
+        if not (facts.scores_pairs or self.model.gives_embeddings):
             raise InvalidRequest(f"the model {self.model.name!r} gives no scores; ask another", param="model")
         if len(self.seconds) > limits.max_inputs:
             raise InvalidRequest(
@@ -171,6 +171,15 @@ async def _scores(
     return scores.values
 
 
+async def best_documents(
+    body: RerankRequest, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]
+) -> list[tuple[int, float]]:
+    """Wait for all scores of a call; the indices of its best documents, the best first, each with its score."""
+    scores = await _scores(progress, pieces, num_firsts=1, num_pairs=len(body.documents))
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
+    return [(index, scores[index]) for index in best]
+
+
 @dataclass(frozen=True, slots=True)
 class RerankWriter(Writer):
     """Writes documents in the order of their scores: what Cohere's v2, Jina's and vLLM's clients read."""
@@ -178,14 +187,13 @@ class RerankWriter(Writer):
     body: RerankRequest
 
     async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
-        scores = await _scores(progress, pieces, num_firsts=1, num_pairs=len(self.body.documents))
-        best = sorted(range(len(scores)), key=lambda index: -scores[index])[: self.body.top_n]
+        best = await best_documents(self.body, progress, pieces)
         num_tokens = progress.call.num_prompt_tokens
         return {
             "id": progress.call.call_id,
             "object": "list",
             "model": progress.call.model.name,
-            "results": Rows(lambda: ([self._row(index, scores[index])] for index in best)),
+            "results": Rows(lambda: ([self._row(index, score)] for index, score in best)),
             "meta": {
                 "api_version": {"version": "2"},
                 "billed_units": {"search_units": 1},

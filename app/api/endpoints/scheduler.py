@@ -92,7 +92,7 @@ class SchedulerRoutes:
             change = SchedulerChange.model_validate(body)
         except ValidationError as error:
             raise from_validation_error(error) from None
-        model = self._handler.model(change.model, reservation_of(request).account).name
+        model = self._handler.names.model(change.model, reservation_of(request).account).name
         if model not in self._switches:
             raise NotFound(f"this process has no replicas of {model!r} to switch", param="model")
         findings = await self._switches[model].switch(change.strategy, change.policy)

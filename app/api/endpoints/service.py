@@ -53,19 +53,14 @@ class ServiceRoutes:
         ]
 
     async def models(self, request: Request) -> Response:
-        """All models and cascades that the key may use."""
-        account, handler = reservation_of(request).account, self._handler
-        entries = [model.entry(name) for name, model in handler.models.items() if account.may_use(model.base)]
-        entries += [cascade.entry() for cascade in handler.cascades.values() if cascade.is_for(account)]
+        """All models and pipelines that the key may use."""
+        entries = self._handler.names.entries(reservation_of(request).account)
         return JSONResponse({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> Response:
         """One of them, by its name or an alias."""
         name, account = request.path_params["model_id"], reservation_of(request).account
-        cascade = self._handler.cascades.get(name)
-        if cascade is not None and cascade.is_for(account):
-            return JSONResponse(cascade.entry())
-        return JSONResponse(self._handler.model(name, account).entry(name))
+        return JSONResponse(self._handler.names.entry(name, account))
 
     async def health(self, request: Request) -> Response:
         """The process lives and its event loop runs."""

@@ -12,9 +12,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from app.api.client import Client
 from app.api.endpoints.batch_results import encoded_json, result, results_of, speed
 from app.api.endpoints.prompt_list import PromptList, prompt_list
-from app.api.handler import Client, RequestHandler
+from app.api.handler import RequestHandler
 from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of

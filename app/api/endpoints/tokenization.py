@@ -95,7 +95,7 @@ class TokenizationRoutes:
         return JsonAnswer(await self._handler.threads.encode(tenant, size, make), self._handler.turns)
 
     def _model(self, request: Request, name: str | None) -> ServedModel:
-        return self._handler.model(name, reservation_of(request).account)
+        return self._handler.names.model(name, reservation_of(request).account)
 
 
 def _tokenized(body: TokenizeTextRequest | TokenizeChatRequest, model: ServedModel) -> Json:

@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from app.api.auth.keys import Authenticator, NoAuthentication
 from app.api.auth.limits import rate_limit_headers
+from app.api.client import Client
 from app.api.endpoints.adapters import AdapterFleet, AdapterRoutes
 from app.api.endpoints.admin import AdminRoutes, Collect, only_this_process
 from app.api.endpoints.cancellation import Cancel, CancelRoute, RunningCalls
@@ -25,7 +26,7 @@ from app.api.endpoints.scheduler import SchedulerRoutes, SchedulerSwitch
 from app.api.endpoints.service import ServiceRoutes
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.endpoints.tokenization import TokenizationRoutes
-from app.api.handler import Client, RequestHandler
+from app.api.handler import RequestHandler
 from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.errors import ClientGone, error_response, from_http_exception, is_anthropic, log_error

@@ -74,7 +74,7 @@ class Progress:
     outputs: list[ChoiceOutput] = field(init=False)
     queued: Queued | None = None  # the place of the call's first request
     times: EngineTimes | None = None  # of the request with the first token
-    extra_usage: Json = field(default_factory=dict)  # further fields of `usage`
+    extra_usage: Callable[[], Json] = dict  # further fields of `usage`, by now
     trace: RequestTrace | None = None  # where traces are sent
     is_open: bool = False  # the headers were sent before the first token, so no error can have a status of its own
 
@@ -157,7 +157,7 @@ class Progress:
 
     def more_usage(self) -> Json:
         """The fields of `usage` that OpenAI's API does not have."""
-        return self.extra_usage | {"timings": self.timings()} if self.call.wants_timings else self.extra_usage
+        return self.extra_usage() | ({"timings": self.timings()} if self.call.wants_timings else {})
 
     def timings(self) -> dict[str, float]:
         """Milliseconds, as far as they are known: queue and prefill on the replica, the first token and all others."""

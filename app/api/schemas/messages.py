@@ -286,6 +286,10 @@ class MessagesRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
     metadata: AnthropicMetadata = AnthropicMetadata()
     output_config: OutputConfig = OutputConfig()
 
+    @property
+    def question(self) -> str:
+        return self.as_chat().question
+
     def as_chat(self) -> ChatRequest:
         """The chat with the same answer. Raises InvalidRequest when fields or messages disagree."""
         given = self.generation_fields() | {

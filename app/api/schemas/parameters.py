@@ -47,7 +47,6 @@ _UNAVAILABLE: dict[type[ModelRequest], dict[str, tuple[Any, ...]]] = {
         "prediction": (),
         "verbosity": ("medium",),
         "web_search_options": (),
-        "documents": ([],),
         "chat_template": (),
         "echo": (False,),
     },

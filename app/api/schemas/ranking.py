@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
-from app.api.schemas.requests import MAX_PROMPTS, ListOf, NonEmpty, NumSamples, NumTokens, QueuedRequest
+from app.api.schemas.requests import (
+    Documents,
+    ListOf,
+    NonEmpty,
+    NumSamples,
+    NumTokens,
+    QueuedRequest,
+    check_number,
+)
 
 
-class _TextObject(BaseModel):
-    """A document as Cohere's v1 and Jina write it."""
-
-    text: str
-
-
-def _document_texts(value: Any) -> Any:
-    """Strings and `{"text": ...}` as strings. A list is not looked at when it is too long."""
-    if not isinstance(value, list) or not value:
-        raise ValueError('should be a list of strings or of objects like {"text": "..."}, at least one')
-    _check_number(value)
-    texts = [each.get("text") if isinstance(each, dict) else each for each in value]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError('should hold only strings or objects like {"text": "..."}')
-    return texts
+def _not_empty(value: Any) -> Any:
+    if value == []:
+        raise ValueError("should hold at least one text")
+    return value
 
 
 def _one_or_many(value: Any) -> Any:
@@ -32,15 +29,10 @@ def _one_or_many(value: Any) -> Any:
         return [value]
     if not isinstance(value, list) or not value:
         raise ValueError("should be a string or a list of strings")
-    _check_number(value)
+    check_number(value)
     if not all(isinstance(text, str) for text in value):
         raise ValueError("should hold only strings")
     return value
-
-
-def _check_number(texts: list[Any]) -> None:
-    if len(texts) > MAX_PROMPTS:
-        raise ValueError(f"holds {len(texts):,} texts; at most {MAX_PROMPTS:,} are accepted")
 
 
 Texts = Annotated[
@@ -69,12 +61,7 @@ class RerankRequest(RankingRequest):
     """The body of POST /v1/rerank."""
 
     query: NonEmpty
-    documents: Annotated[
-        ListOf[str],
-        BeforeValidator(
-            _document_texts, json_schema_input_type=Annotated[list[str | _TextObject], Field(min_length=1)]
-        ),
-    ]
+    documents: Annotated[Documents, Field(min_length=1), BeforeValidator(_not_empty)]
     top_n: NumSamples | None = None
     return_documents: bool = False
 

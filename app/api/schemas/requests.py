@@ -88,6 +88,23 @@ def _prompts(value: Any) -> Any:
     return value
 
 
+def check_number(texts: list[Any]) -> None:
+    """Raise ValueError for more texts than anything reads."""
+    if len(texts) > MAX_PROMPTS:
+        raise ValueError(f"holds {len(texts):,} texts; at most {MAX_PROMPTS:,} are accepted")
+
+
+def _document_texts(value: Any) -> Any:
+    """Strings and `{"text": ...}` as strings. A list is not looked at when it is too long."""
+    if not isinstance(value, list):
+        raise ValueError('should be a list of strings or of objects like {"text": "..."}')
+    check_number(value)
+    texts = [each.get("text") if isinstance(each, dict) else each for each in value]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError('should hold only strings or objects like {"text": "..."}')
+    return texts
+
+
 def joined_text(fields: Mapping[str, str]) -> Callable[[Any], Any]:
     """Makes one text of a string or of parts, joined by newlines. `fields` names the field of each type's text."""
 
@@ -157,6 +174,15 @@ TokenBudget = Annotated[int, Field(ge=0, le=MAX_TOKENS), AsInt]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # as OpenAI names them
 ToolChoice = Annotated[Literal["none", "auto", "required"] | T, BeforeValidator(_tool_choice)]
 TemplateVariables = Annotated[dict[str, Any], Field(max_length=64)]
+
+
+class TextObject(BaseModel):
+    """A document as Cohere's v1 and Jina write it."""
+
+    text: str
+
+
+Documents = Annotated[ListOf[str], BeforeValidator(_document_texts, json_schema_input_type=list[str | TextObject])]
 
 
 def not_larger(max_size: int) -> BeforeValidator:
@@ -459,6 +485,7 @@ class GenerationRequest(QueuedRequest):
     prompt_logprobs: Natural | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    documents: Documents = Field(default_factory=list)  # texts that are written into the prompt, or first ranked
 
     @model_validator(mode="after")
     def _fields_agree(self) -> GenerationRequest:
@@ -483,6 +510,11 @@ class GenerationRequest(QueuedRequest):
                 param="truncate_prompt_tokens",
             )
         return self
+
+    @property
+    def question(self) -> str:
+        """The last text of the user, which documents are ranked for. Raises InvalidRequest where there is none."""
+        raise NotImplementedError
 
     def generation_fields(self) -> dict[str, Any]:
         """The fields of all endpoints that generate, as they were given."""
@@ -537,6 +569,12 @@ class Conversation(Schema):
         return self.chat_template_kwargs
 
 
+def documents_text(documents: Sequence[str]) -> str:
+    """Documents as they stand in a prompt, before the text that asks about them."""
+    numbered = "".join(f"[{number}] {text}\n\n" for number, text in enumerate(documents, start=1))
+    return f"Use these documents:\n\n{numbered}"
+
+
 class ChatRequest(Conversation, GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
@@ -587,6 +625,28 @@ class ChatRequest(Conversation, GenerationRequest):
         return self
 
     @property
+    def question(self) -> str:
+        return self.messages[self._asked_at()].content or ""
+
+    def with_documents_written(self) -> ChatRequest:
+        """The same chat with its documents in the last message of the user, before its text."""
+        if not self.documents:
+            return self
+        at, messages = self._asked_at(), list(self.messages)
+        content = documents_text(self.documents) + (messages[at].content or "")
+        messages[at] = messages[at].model_copy(update={"content": content})
+        return self.model_copy(update={"messages": messages, "documents": []})
+
+    def _asked_at(self) -> int:
+        """The place of the last message of the user."""
+        for at in reversed(range(len(self.messages))):
+            if self.messages[at].role == "user":
+                return at
+        raise InvalidRequest(
+            f"documents are for a message of the user, and {self.prompt_param} has none; add one", param="documents"
+        )
+
+    @property
     def asked_logprobs(self) -> tuple[str, int | None]:
         return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
 
@@ -632,6 +692,27 @@ class CompletionRequest(GenerationRequest):
                 param="max_tokens",
             )
         return self
+
+    @property
+    def question(self) -> str:
+        [prompt, *others] = self.prompt
+        if others or not isinstance(prompt, str):
+            raise InvalidRequest(
+                "documents are ranked for one prompt that is a text; send one, and not as token ids", param="prompt"
+            )
+        return prompt
+
+    def with_documents_written(self) -> CompletionRequest:
+        """The same request with its documents before each prompt."""
+        if not self.documents:
+            return self
+        if not all(isinstance(prompt, str) for prompt in self.prompt):
+            raise InvalidRequest(
+                "documents are written before prompts that are texts; send no token ids, or no documents",
+                param="documents",
+            )
+        prompts = [f"{documents_text(self.documents)}{prompt}" for prompt in self.prompt]
+        return self.model_copy(update={"prompt": prompts, "documents": []})
 
     @property
     def asked_logprobs(self) -> tuple[str, int | None]:

@@ -220,6 +220,10 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
     def asked_tokens(self) -> int | None:
         return self.max_output_tokens
 
+    @property
+    def question(self) -> str:
+        return self.as_chat().question
+
     def as_chat(self) -> ChatRequest:
         """The chat with the same response. Raises InvalidRequest when fields or items disagree."""
         choice = self.tool_choice

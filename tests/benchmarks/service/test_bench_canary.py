@@ -17,7 +17,7 @@ from app.api import RequestHandler, ServedModel, build_app
 from app.assembly import build_engine
 from app.config import ApiConfig, EngineConfig
 from app.engine.async_engine import AsyncEngine
-from app.engine.request import Generate, Request, TokenDelta
+from app.engine.request import Generate, Pooling, Request, TokenDelta
 from app.text import Tokenizer
 from benchmarks.harness.http_call import Target
 from benchmarks.service.canaries import KINDS, Secrets
@@ -43,6 +43,7 @@ def engine(demo_path: Path) -> Iterator[AsyncEngine]:
                 "model": {"path": str(demo_path)},
                 "cache": {"num_blocks": 60, "block_size": 16},
                 "scheduler": {"max_running": 16},
+                "speculation": {"method": "lookup"},
             }
         )
     )
@@ -55,7 +56,9 @@ def service(engine: AsyncEngine, tokenizer: Tokenizer, generate: Generate, *, sh
     async def is_ready() -> bool:
         return True
 
-    model = ServedModel(name="demo", tokenizer=tokenizer, facts=engine.facts, generate=generate, created=0)
+    model = ServedModel(
+        name="demo", tokenizer=tokenizer, facts=engine.facts, generate=generate, created=0, pooling=Pooling.LAST
+    )
     run = uuid.uuid4().hex  # tenants of its own: the engine, and what it has cached, is that of other tests too
     hashes = [hashlib.sha256(key.encode()).hexdigest() for key in KEYS]
     keys = [{"name": f"{run}-{number}", "sha256": each} for number, each in enumerate(hashes)]

@@ -9,17 +9,16 @@ from typing import Any
 
 import httpx
 import pytest
-from pydantic import ValidationError
 
 from app.api.auth.keys import KeyRing
 from app.api.handler import RequestHandler
-from app.config import ApiConfig, ApplicationConfig
+from app.config import ApiConfig
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded
 from app.metrics import RequestMetrics, Scrape, exposition
 from app.text import Tokenizer
 from tests.api.batch_services import with_http
-from tests.api.fakes import WAIT, Connection, Service, Step, last
+from tests.api.fakes import CASCADE, WAIT, Connection, Service, Step, last, without_times
 from tests.api.keys import bearer, entry
 from tests.metrics.test_exposition import value
 from tests.waiting import until
@@ -39,7 +38,7 @@ def unsure(tokenizer: Tokenizer, logprob: float, text: str = "3 4") -> Any:
 
 def cascade(tokenizer: Tokenizer, logprob: float, **settings: Any) -> Service:
     """`both` over a small model of that confidence and a large one, with a bound of -0.5; both say the same."""
-    return Service(tokenizer, unsure(tokenizer, logprob), names=("small", "large"), cascade=-0.5, **settings)
+    return Service(tokenizer, unsure(tokenizer, logprob), names=("small", "large"), pipelines=[CASCADE], **settings)
 
 
 @pytest.mark.parametrize(("logprob", "answers"), [(-0.4, "small"), (-0.5, "small"), (-0.6, "large"), (-1e30, "large")])
@@ -53,14 +52,15 @@ def test_the_large_model_answers_where_the_small_one_was_not_sure(
     final = answer.chunks[-1] if stream else answer.json
     shown = max(logprob, -9999.0)
     num_tokens = final["usage"]["completion_tokens"]
-    assert final["model"] == answer.headers["x-carousel-cascade-model"] == answers
-    assert float(answer.headers["x-carousel-cascade-logprob"]) == pytest.approx(shown)
-    told = final["usage"]["cascade"]
-    assert told == {
-        "answered_by": answers,
-        "mean_logprob": pytest.approx(shown),
-        "small_completion_tokens": num_tokens,
-    }
+    assert final["model"] == answer.headers["x-carousel-pipeline-model"] == answers
+    assert float(answer.headers["x-carousel-pipeline-logprob"]) == pytest.approx(shown)
+    told = without_times(final["usage"])["pipeline"]
+    assert told["name"] == "both"
+    shared = {"name": "both[0]", "kind": "cascade", "completion_tokens": num_tokens}
+    shared["prompt_tokens"] = final["usage"]["prompt_tokens"]
+    small = shared | {"model": "small", "mean_logprob": pytest.approx(shown), "is_sure": answers == "small"}
+    assert told["steps"] == [small, *([] if answers == "small" else [shared | {"model": "large"}])]
+    assert all(step["ms"] >= 0 for step in final["usage"]["pipeline"]["steps"])
     assert len(service.generate.requests) == (1 if answers == "small" else 2)
     if stream:
         text = "".join(choice["delta"].get("content", "") for chunk in answer.chunks for choice in chunk["choices"])
@@ -74,7 +74,7 @@ def test_all_choices_count_together_and_completions_and_responses_cascade_too(to
     assert service.complete(model="both", n=3).json["model"] == "large"
     assert len(service.generate.requests) == 6
     response = service.call("POST", "/v1/responses", {"model": "both", "input": "Hi"}).json
-    assert (response["model"], response["usage"]["cascade"]["answered_by"]) == ("large", "large")
+    assert (response["model"], response["usage"]["pipeline"]["steps"][-1]["model"]) == ("large", "large")
 
 
 def test_log_probabilities_are_in_the_answers_to_requests_for_them_only(tokenizer: Tokenizer) -> None:
@@ -122,7 +122,7 @@ def test_a_line_of_a_batch_is_answered_as_the_call_is(
 ) -> None:
     service = cascade(tokenizer, logprob)
     metrics = RequestMetrics(["small", "large"])
-    handler = RequestHandler(service.models, ApiConfig(), metrics, cascades=service.cascades)
+    handler = RequestHandler(service.models, ApiConfig(), metrics, pipelines=service.pipelines)
     body: dict[str, Any] = {"model": "both"} | {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
         "/v1/completions": {"prompt": "Hi"},
@@ -131,8 +131,8 @@ def test_a_line_of_a_batch_is_answered_as_the_call_is(
     online = service.call("POST", endpoint, body).json
     line = asyncio.run(handler.handle_item("", endpoint, body))
     assert line.status_code == 200
-    assert (line.body["model"], line.body["usage"]) == (answers, online["usage"])
-    assert line.body["usage"]["cascade"]["answered_by"] == answers
+    assert line.body["model"] == answers
+    assert without_times(line.body["usage"]) == without_times(online["usage"])
     assert all(request.is_background for request in service.generate.requests[len(service.generate.requests) // 2 :])
     text = exposition(Scrape(requests=[metrics.snapshot()], replicas={}))
     for name in ("small", "large"):
@@ -145,7 +145,8 @@ def test_a_list_of_prompts_may_be_for_a_cascade(tokenizer: Tokenizer, tmp_path: 
 
     async def use(client: httpx.AsyncClient) -> None:
         answer = (await client.post("/v1/batch", json={"model": "both", "prompts": ["a", "b"]})).json()
-        assert [each["response"]["usage"]["cascade"]["answered_by"] for each in answer["results"]] == ["large"] * 2
+        usages = [each["response"]["usage"] for each in answer["results"]]
+        assert [usage["pipeline"]["steps"][-1]["model"] for usage in usages] == ["large"] * 2
         refused = await client.post("/v1/batch", json={"model": "both", "prompts": ["a"], "logprobs": 99})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
 
@@ -155,7 +156,7 @@ def test_a_list_of_prompts_may_be_for_a_cascade(tokenizer: Tokenizer, tmp_path: 
 def test_a_key_for_one_of_the_models_is_none_for_lines(tokenizer: Tokenizer) -> None:
     service = cascade(tokenizer, -0.4)
     keys = KeyRing(ApiConfig.model_validate({"keys": [entry(models=["small"])]}).keys)
-    handler = RequestHandler(service.models, ApiConfig(), RequestMetrics(), keys, cascades=service.cascades)
+    handler = RequestHandler(service.models, ApiConfig(), RequestMetrics(), keys, pipelines=service.pipelines)
     [owner] = [key.name for key in ApiConfig.model_validate({"keys": [entry(models=["small"])]}).keys]
     body = {"model": "both", "prompt": "Hi"}
     assert asyncio.run(handler.handle_item(owner, "/v1/completions", body)).status_code == 403
@@ -163,13 +164,13 @@ def test_a_key_for_one_of_the_models_is_none_for_lines(tokenizer: Tokenizer) -> 
 
 
 def test_a_refusal_of_the_small_model_is_one_of_the_call(tokenizer: Tokenizer) -> None:
-    service = Service(tokenizer, lambda request: [Overloaded("full")], names=("small", "large"), cascade=-0.5)
+    service = Service(tokenizer, lambda request: [Overloaded("full")], names=("small", "large"), pipelines=[CASCADE])
     assert service.chat(model="both").status == 429
     assert service.chat(model="both", max_tokens=1000).status == 400
 
 
 def test_a_disconnect_ends_the_small_models_try(tokenizer: Tokenizer) -> None:
-    service = Service(tokenizer, lambda request: [(20,), WAIT], names=("small", "large"), cascade=-0.5)
+    service = Service(tokenizer, lambda request: [(20,), WAIT], names=("small", "large"), pipelines=[CASCADE])
     body = {"model": "both", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
 
     async def main() -> None:
@@ -189,19 +190,3 @@ def test_the_large_model_has_the_time_that_is_left(tokenizer: Tokenizer) -> None
     assert small.deadline_s == 60
     assert large.deadline_s is not None
     assert 50 < large.deadline_s < 60
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"large": "c"}, "there is no model 'c'; there are a, b"),
-        ({"large": "a"}, "small and large are both 'a'"),
-        ({"name": "a"}, "models and adapters have the same name: a"),
-        ({"min_mean_logprob": 1}, "less than or equal to 0"),
-    ],
-)
-def test_its_settings_are_checked(fields: dict[str, Any], words: str) -> None:
-    settings = {"name": "both", "small": "a", "large": "b"} | fields
-    with pytest.raises(ValidationError) as refused:
-        ApplicationConfig.model_validate({"models": [{"name": "a"}, {"name": "b"}], "cascades": [settings]})
-    assert words in str(refused.value)

@@ -1,0 +1,284 @@
+"""One request on its way through steps: how each gets its call and what time is left, and what it reports.
+
+A request for a model alone is the shortest such way: one call, and nothing to report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+from app.api.call import Call, ServedModel
+from app.api.client import Client
+from app.api.endpoints.table import Endpoint
+from app.api.generation import SharedFields
+from app.api.output.choices import ChoiceDelta, generate_choices, token_deltas
+from app.api.output.progress import Json, Progress
+from app.api.output.token_details import LEAST_LOGPROB
+from app.api.request_trace import StepTimes
+from app.api.schemas.requests import QueuedRequest
+from app.engine.request import Generate, Request, TokenDelta
+from app.errors import DeadlineMissed
+from app.metrics import RequestMetrics
+
+
+class Prepare(Protocol):
+    """Checks a body for a model, reserves what it may need, and makes its call."""
+
+    def __call__(
+        self,
+        endpoint: Endpoint,
+        parsed: QueuedRequest,
+        model: ServedModel,
+        client: Client,
+        size: int,
+        shared: SharedFields | None = None,
+    ) -> Awaitable[Call]: ...
+
+
+class Step(Protocol):
+    """One step of a pipeline."""
+
+    @property
+    def name(self) -> str:
+        """The pipeline's and the place in it, as `rag[0]`."""
+
+    @property
+    def kind(self) -> str:
+        """As in the config."""
+
+
+class OtherPipeline(Protocol):
+    """A pipeline as the steps that name it see it."""
+
+    @property
+    def name(self) -> str: ...
+
+    def models(self) -> Iterator[ServedModel]:
+        """All models that may run; one may come twice."""
+
+    def answering_models(self) -> Iterator[ServedModel]:
+        """Those that may answer."""
+
+    async def answer(self, run: PipelineRun) -> PendingAnswer:
+        """Run all steps that come before the first token of the answer."""
+
+
+Target = ServedModel | OtherPipeline  # what a step may name as what answers
+
+
+@dataclass(slots=True, kw_only=True)
+class StepReport:
+    """What one step has done with one model: its times, its tokens, its decision."""
+
+    step: Step
+    progress: Progress
+    began_at: float  # by the clock of the event loop
+    times: StepTimes | None  # where traces are sent
+    ended_at: float | None = None
+    decided: Json = field(default_factory=dict)
+
+    def end(self, **decided: object) -> None:
+        """The step has its result."""
+        self.ended_at = asyncio.get_running_loop().time()
+        self.decided |= decided
+        if self.times is not None:
+            self.times.end()
+
+    def as_json(self) -> Json:
+        ended_at = asyncio.get_running_loop().time() if self.ended_at is None else self.ended_at
+        return {
+            "name": self.step.name,
+            "kind": self.step.kind,
+            "model": self.progress.call.model.name,
+            "ms": round(1000 * (ended_at - self.began_at), 1),
+            "prompt_tokens": self.progress.call.num_prompt_tokens,
+            "completion_tokens": sum(output.num_tokens for output in self.progress.outputs),
+            **self.decided,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRun:
+    """A checked body, and what has become of it by now."""
+
+    endpoint: Endpoint
+    body: QueuedRequest
+    client: Client
+    prepare: Prepare
+    metrics: RequestMetrics
+    arrived_at: float  # by the clock of the metrics
+    size: int  # of the body, see `size_of`
+    shared: Mapping[str, SharedFields] = field(default_factory=dict)  # by the model's name
+    numbers: Sequence[int] | None = None  # of the documents in the body, where a step has chosen them
+    is_judged: bool = False  # it is of interest how sure a model is of its answer
+    reports: list[StepReport] = field(default_factory=list)
+
+    def judged(self) -> PipelineRun:
+        """The same run, of which it is of interest how sure models are of their answers."""
+        return replace(self, is_judged=True)
+
+    def with_documents(self, documents: Sequence[str], numbers: Sequence[int]) -> PipelineRun:
+        """The same run with other documents in its body; `numbers`: of each, what the client knows it by."""
+        return replace(self, body=self.body.model_copy(update={"documents": list(documents)}), numbers=numbers)
+
+    async def answer(self, target: Target) -> PendingAnswer:
+        """The answer of a model or pipeline, with all done that must be done before its first token."""
+        if isinstance(target, ServedModel):
+            return self.generated(await self.call(target))
+        pending = await target.answer(self)
+        pending.progress.extra_usage = partial(self._usage, target.name)
+        return pending
+
+    async def prepared(self, target: Target, step: Step) -> Callable[[], Awaitable[PendingAnswer]]:
+        """A function that starts an answer. The call of a model is checked and reserved before, so at once."""
+        if not isinstance(target, ServedModel):
+            return partial(target.answer, self)
+        call = await self.call(target)
+
+        async def start() -> PendingAnswer:
+            return self.generated(call, step)
+
+        return start
+
+    async def call(self, model: ServedModel) -> Call:
+        """The call of the body on a model, checked and reserved."""
+        return await self.prepare(self.endpoint, self.body, model, self.client, self.size, self.shared.get(model.name))
+
+    def begin(self, call: Call, step: Step | None = None) -> Progress:
+        """The progress of a call that begins now, with the time that the steps before have left.
+
+        What it uses counts for the key, whether its output is shown or not. Raises DeadlineMissed.
+        """
+        trace, now = self.client.trace, asyncio.get_running_loop().time()
+        if self.reports:
+            call = _with_less_time(call, now - self.reports[0].began_at)
+        progress = Progress.measured(call, self.client.request_id, self.metrics, arrived_at=self.arrived_at)
+        self.client.reservation.add_usage(progress.num_tokens)
+        if trace is not None:
+            trace.checked()
+        if step is not None:
+            times = None if trace is None else trace.step(f"{step.kind} {step.name}", call.model.name)
+            self.reports.append(StepReport(step=step, progress=progress, began_at=now, times=times))
+        return progress
+
+    def generated(self, call: Call, step: Step | None = None) -> PendingAnswer:
+        """The output of a model, which begins when it is read."""
+        progress = self.begin(call, step)
+        confidence = None
+        call = progress.call
+        if self.is_judged:
+            confidence = Confidence(call.model.generate)
+            call = replace(call, model=replace(call.model, generate=confidence.generate))
+        else:
+            progress.trace = self.client.trace
+        report = None if step is None else self.reports[-1]
+        return PendingAnswer(progress=progress, pieces=generate_choices(call), report=report, confidence=confidence)
+
+    def again(self, answer: ReadAnswer) -> PendingAnswer:
+        """An answer that was read, once more. It was measured when it was generated."""
+        call = answer.of.progress.call
+        progress = Progress.measured(call, self.client.request_id, RequestMetrics(), arrived_at=self.arrived_at)
+        return replace(answer.of, progress=progress, pieces=_again(answer.pieces))
+
+    def headers(self, answer: PendingAnswer) -> dict[str, str]:
+        """What the steps of a pipeline have decided, as far as it is known before the first token."""
+        if not self.reports:
+            return {}
+        headers = {"x-carousel-pipeline-model": answer.progress.call.model.name}
+        for report in self.reports:
+            if "mean_logprob" in report.decided:
+                headers["x-carousel-pipeline-logprob"] = f"{report.decided['mean_logprob']:.4f}"
+            if "kept" in report.decided:
+                kept = [str(each["index"]) for each in report.decided["kept"]]
+                headers["x-carousel-pipeline-documents"] = ",".join(kept)
+        return headers
+
+    def _usage(self, name: str) -> Json:
+        return {"pipeline": {"name": name, "steps": [report.as_json() for report in self.reports]}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingAnswer:
+    """An answer that begins when it is read."""
+
+    progress: Progress
+    pieces: AsyncGenerator[ChoiceDelta, None]
+    report: StepReport | None = None  # of the step that gives it
+    confidence: Confidence | None = None  # where the run is judged
+
+    async def read(self) -> ReadAnswer:
+        """Wait for all of it. Raises what its generation raises."""
+        pieces: list[ChoiceDelta] = []
+        await self.progress.read(self.pieces, pieces.append, keep_text=True)
+        if self.report is not None:
+            self.report.end()
+        return ReadAnswer(self, pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAnswer:
+    """An answer of a judged run that has ended."""
+
+    of: PendingAnswer
+    pieces: Sequence[ChoiceDelta]
+
+    @property
+    def mean_logprob(self) -> float:
+        assert self.of.confidence is not None, "its run is judged"
+        return self.of.confidence.mean_logprob
+
+    def decided(self, **decided: object) -> None:
+        """Note what has come of it."""
+        assert self.of.report is not None, "a step gives it"
+        self.of.report.decided |= {"mean_logprob": self.mean_logprob, **decided}
+
+
+class Confidence:
+    """The mean log-probability of what a model generates, over all requests that go through here."""
+
+    def __init__(self, generate: Generate) -> None:
+        self._generate = generate
+        self._sum = 0.0
+        self._num_tokens = 0
+
+    @property
+    def mean_logprob(self) -> float:
+        """0, which means certain, for a model that generated nothing."""
+        return self._sum / self._num_tokens if self._num_tokens else 0.0
+
+    async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
+        """The model's `generate`, with log-probabilities even if the request asks for none."""
+        if request.sampling.logprobs is None:
+            request = replace(request, sampling=replace(request.sampling, logprobs=0))
+        async with token_deltas(self._generate, request) as deltas:
+            async for delta in deltas:
+                self._sum += sum([max(each.logprob, LEAST_LOGPROB) for each in delta.logprobs])
+                self._num_tokens += len(delta.logprobs)
+                yield delta
+
+
+async def _again(pieces: Sequence[ChoiceDelta]) -> AsyncGenerator[ChoiceDelta, None]:
+    for piece in pieces:
+        yield piece
+
+
+def _with_less_time(call: Call, elapsed_s: float) -> Call:
+    """The call with its deadlines shortened by `elapsed_s`. Raises DeadlineMissed when no time is left."""
+    deadlines = [request.deadline_s for request in call.requests if request.deadline_s is not None]
+    if not deadlines:
+        return call
+    if min(deadlines) <= elapsed_s:
+        raise DeadlineMissed(
+            f"the deadline of {min(deadlines):g} s has passed while the steps before {call.model.name} ran"
+        )
+    return replace(
+        call,
+        requests=tuple(
+            replace(request, deadline_s=None if request.deadline_s is None else request.deadline_s - elapsed_s)
+            for request in call.requests
+        ),
+    )

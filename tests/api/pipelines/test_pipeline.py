@@ -1,0 +1,93 @@
+"""What a pipeline may be made of; one that only generates answers as its model does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from app.api import pipelines_of
+from app.config import ApplicationConfig
+from app.engine.async_engine import AsyncEngine
+from app.engine.request import Pooling
+from app.errors import InvalidSetup
+from app.text import Tokenizer
+from tests.api.fakes import CASCADE, Service, say
+
+GENERATE = {"kind": "generate", "model": "a"}
+RERANK = {"kind": "rerank", "model": "b"}
+
+
+def checked(*steps: Any, **more: Any) -> ApplicationConfig:
+    pipelines = [{"name": "p", "steps": steps}, *({"name": name, "steps": each} for name, each in more.items())]
+    return ApplicationConfig.model_validate({"models": [{"name": "a"}, {"name": "b"}], "pipelines": pipelines})
+
+
+@pytest.mark.parametrize(
+    ("steps", "more", "words"),
+    [
+        ([], {}, "at least 1 item"),
+        ([RERANK], {}, "steps[0]: rerank is the last step and does not answer; add a step behind it"),
+        ([GENERATE, GENERATE], {}, "steps[0]: generate answers, so no step comes behind it"),
+        ([{"kind": "sort"}], {}, "got 'sort'; must be one of rerank, "),
+        ([{"model": "a"}], {}, "without a kind"),
+        ([GENERATE | {"top_n": 3}], {}, "generate has no parameter 'top_n'; it has model"),
+        ([{"kind": "generate", "model": "c"}], {}, "[0].model: there is no model or pipeline 'c'; there are a, b, p"),
+        ([RERANK | {"model": "q"}, GENERATE], {"q": [GENERATE]}, "[0].model: there is no model 'q'; there are a, b"),
+        ([{"kind": "generate", "model": "p"}], {}, "pipelines[0]: it would answer itself: p → p"),
+        ([{"kind": "generate", "model": "q"}], {"q": [{"kind": "cascade", "small": "a", "large": "p"}]}, "p → q → p"),
+        ([{"kind": "cascade", "small": "a", "large": "a"}], {}, "small and large are both 'a'"),
+        ([{"kind": "cascade", "small": "a", "large": "b", "min_mean_logprob": 1}], {}, "less than or equal to 0"),
+        ([GENERATE], {"a": [GENERATE]}, "pipelines have the same name: a"),
+    ],
+)  # fmt: skip
+def test_its_settings_are_checked(steps: list[Any], more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        checked(*steps, **more)
+    assert words in str(refused.value)
+
+
+def test_cascades_are_written_as_pipelines_now() -> None:
+    with pytest.raises(ValidationError, match=r"pipelines: \[\{name: ..., steps: \[\{kind: cascade"):
+        ApplicationConfig.model_validate({"cascades": [{"name": "c", "small": "a", "large": "b"}]})
+
+
+def test_a_pipeline_may_name_another_of_a_later_place(tokenizer: Tokenizer) -> None:
+    outer = {"name": "outer", "steps": [{"kind": "generate", "model": "both"}]}
+    service = Service(tokenizer, say(tokenizer, "3 4"), names=("small", "large"), pipelines=[outer, CASCADE])
+    answer = service.chat(model="outer").json
+    told = answer["usage"]["pipeline"]
+    assert (told["name"], [step["name"] for step in told["steps"]]) == ("outer", ["both[0]"])
+    assert [entry["id"] for entry in service.call("GET", "/v1/models").json["data"]] == [
+        "small",
+        "large",
+        "outer",
+        "both",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("facts", "pooling", "steps", "words"),
+    [
+        ({"generates": False}, Pooling.LAST, [GENERATE], "pipelines[0].steps[0].model: a is an encoder"),
+        ({}, None, [RERANK, GENERATE], "pipelines[0].steps[0].model: b gives neither embeddings nor scores"),
+    ],
+)
+def test_a_model_that_cannot_do_what_a_step_asks_is_refused_at_the_start(
+    tokenizer: Tokenizer, facts: dict[str, Any], pooling: Pooling | None, steps: list[Any], words: str
+) -> None:
+    service = Service(tokenizer, names=("a", "b"), facts=facts, pooling=pooling)
+    with pytest.raises(InvalidSetup) as refused:
+        pipelines_of(checked(*steps).pipelines, service.models)
+    assert words in str(refused.value)
+
+
+def test_a_pipeline_that_only_generates_answers_as_its_model_does(engine: AsyncEngine, tokenizer: Tokenizer) -> None:
+    alone = [{"name": "alone", "steps": [{"kind": "generate", "model": "demo"}]}]
+    service = Service(tokenizer, generate=engine.generate, pipelines=alone)
+    fields = {"temperature": 0.9, "seed": 5, "n": 2, "max_tokens": 12, "logprobs": 1}
+    answers = [service.complete(model=name, **fields).json for name in ("demo", "alone")]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert answers[0]["usage"].items() < answers[1]["usage"].items()
+    assert answers[1]["model"] == "demo"
