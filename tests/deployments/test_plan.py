@@ -161,9 +161,25 @@ def test_a_machine_with_cpus_holds_packed_weights(
     assert parts[-1] - 0.016 < float(most) <= parts[-1]
 
 
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+def test_replicas_of_a_machine_with_cpus_share_their_weights(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--cpu", "32GiB", "--context", "8192", "--dtype", "bfloat16", "--replicas", "4")
+    assert plan(model, *options) == 0
+    shown = capsys.readouterr().out
+    weights, *of_each = (float(part) for part in re.findall(r"([\d.]+) GiB$", shown, re.MULTILINE))
+    assert shown.count("of each of 4 replicas") == len(of_each) == 3
+    assert weights + 4 * sum(of_each) == pytest.approx(32, abs=0.06)
+    assert "once for all replicas" in shown
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
+        (("--gpu", "H200", "--replicas", "2"), "--replicas is planned for CPUs only"),
+        (
+            ("--cpu", "1GiB", "--replicas", "2", "--dtype", "bfloat16"),
+            "a lower --context, --max-running, --replicas or",
+        ),
         (
             ("--cpu", "1GiB", "--dtype", "bfloat16"),
             r"GiB are missing for one sequence of 40,960 .* --quantization int8",

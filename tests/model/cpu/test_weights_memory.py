@@ -3,7 +3,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,34 +22,34 @@ from tests.model.cpu.test_kept_check import load, logits_of
 
 pytestmark = pytest.mark.skipif(not is_fast(torch.float32), reason="this CPU cannot compute the native decoder")
 
-# Loads a model, says that it has, and holds it until it is told to end.
+# Loads a model that has passed its checks, says that it has, and holds it until it is killed.
 _HOLDER = """
 import sys
 from pathlib import Path
+from app.config import ModelConfig
 from app.model.cpu import weights_memory
-from tests.model.cpu.test_kept_check import load
-path, cache, dies = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:] == ["dies"]
-if dies:
-    def finish(*_given):
-        print("packs", flush=True)
-        sys.stdin.readline()
-    weights_memory._GrowingFile.finish = finish
-load(path, cache)
-print("holds", flush=True)
-sys.stdin.readline()
+from app.model.loader import load_model
+path, cache, state = sys.argv[1:]
+def wait(*_given):
+    print(state, flush=True)
+    sys.stdin.readline()
+if state == "packs":
+    weights_memory._GrowingFile.finish = wait
+model = load_model(ModelConfig(path=path, device="cpu", dtype="float32"), path, checks=Path(cache))
+wait()
 """
 
 
 @contextmanager
-def other_process(path: Path, cache: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", _HOLDER, str(path), str(cache), *options]
+def other_process(path: Path, cache: Path, state: str) -> Iterator[subprocess.Popen[str]]:
+    """state: holds or packs."""
+    load(path, cache)  # with the check that spares the process transformers
+    command = [sys.executable, "-c", _HOLDER, str(path), str(cache), state]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )  # fmt: skip
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stdout is not None
-        assert process.stdout.readline() == ("packs\n" if options else "holds\n")
+        assert process.stdout.readline() == f"{state}\n"
         yield process
     finally:
         process.kill()
@@ -106,41 +105,36 @@ def _refused(*_given: object) -> None:
 def test_another_process_shares_them_and_they_outlive_it(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with other_process(model_path, tmp_path):
-        with monkeypatch.context() as patch:
-            never_packed(patch)
-            model = load(model_path, tmp_path)
-        expected = logits_of(model)
+    expected = logits_of(load(model_path, tmp_path))
+    with other_process(model_path, tmp_path, "holds"):
+        never_packed(monkeypatch)
+        model = load(model_path, tmp_path)
+        assert torch.equal(logits_of(model), expected)
+        memory_of(model).release()
+        memory_of(model).restore()
+        assert torch.equal(logits_of(model), expected)
     assert torch.equal(logits_of(model), expected)
-    never_packed(monkeypatch)
     assert torch.equal(logits_of(load(model_path, tmp_path)), expected)
 
 
-def test_a_process_that_is_killed_while_it_packs_leaves_nothing(model_path: Path, tmp_path: Path) -> None:
-    expected = logits_of(load(model_path, tmp_path))
-    with other_process(model_path, tmp_path, "dies") as process:
-        name = next(tmp_path.glob("carousel-weights-*.lock")).stem
-        assert _find(name) is None
-        process.send_signal(signal.SIGKILL)
-        assert torch.equal(logits_of(load(model_path, tmp_path)), expected)
-
-
-def test_one_packs_and_another_waits_for_it(
+def test_a_process_waits_for_one_that_packs_and_takes_over_where_that_is_killed(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    load(model_path, tmp_path)
-    with other_process(model_path, tmp_path, "dies") as process:
-        taken = weights_memory.take_lock
+    expected = logits_of(load(model_path, tmp_path))
+    with other_process(model_path, tmp_path, "packs") as process:
+        assert _find(next(tmp_path.glob("carousel-weights-*.lock")).stem) is None
+        take_lock = weights_memory.take_lock
 
-        def take_lock(path: Path, *, waits: bool = False) -> int | None:
+        def kill_it_and_wait(path: Path, *, waits: bool = False) -> int | None:
             if waits:
                 process.kill()
-            return taken(path, waits=waits)
+            return take_lock(path, waits=waits)
 
-        monkeypatch.setattr(weights_memory, "take_lock", take_lock)
+        monkeypatch.setattr(weights_memory, "take_lock", kill_it_and_wait)
         with caplog.at_level("INFO"):
-            load(model_path, tmp_path)
+            model = load(model_path, tmp_path)
     assert "another process packs them; waiting for it" in caplog.text
+    assert torch.equal(logits_of(model), expected)
 
 
 def test_other_files_of_the_model_have_other_weights(model_path: Path, tmp_path: Path) -> None:
@@ -182,18 +176,6 @@ def test_weights_that_are_let_go_of_come_back_with_the_same_bits(
         decoder.restore_weights()
         assert torch.equal(step(decoder, asked), expected)
     assert _find(name) is not None
-
-
-def test_weights_come_back_from_another_process_without_packing(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = load(model_path, tmp_path)
-    expected = logits_of(model)
-    with other_process(model_path, tmp_path):
-        memory_of(model).release()
-        never_packed(monkeypatch)
-        memory_of(model).restore()
-        assert torch.equal(logits_of(model), expected)
 
 
 def test_weights_of_changed_files_do_not_come_back(model_path: Path, tmp_path: Path) -> None:
