@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -28,17 +29,19 @@ from app.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from app.cores import num_cores
+from app.cores import memory_of_machine, num_cores
 from app.disk import cache_folder
 from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
 from app.engine.block_pool import BlockPool, NoBlocks
-from app.engine.engine import AdaptingRunner, Engine, LaunchingRunner, ModelRunner
+from app.engine.device_turns import DeviceTurns
+from app.engine.engine import AdaptingRunner, Engine, LaunchingRunner, ModelRunner, SleepingRunner
 from app.engine.largest_batch import largest_batch
 from app.engine.matcher import Matchers
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Adapter, ModelFacts
 from app.engine.scheduler import Scheduler
+from app.engine.sleeper import Sleeper
 from app.engine.speculation.drafter import Drafter, LookupDrafter
 from app.engine.trace.entries import Header
 from app.engine.trace.recorder import Recorder, StepRecorder
@@ -60,6 +63,8 @@ logger = logging.getLogger(__name__)
 # Prompt tokens that wait on one replica. `scheduler.max_waiting` bounds the requests; this bounds what they hold, when
 # each is a long prompt: 32 MB of token ids, and minutes of prefill even on a GPU.
 MAX_WAITING_TOKENS = 1_000_000
+# Of the machine's memory, for the engines on its CPUs that sleep; the rest is for processes and the system.
+_SLEEPING_SHARE = 0.9
 # Files of a step log: with so many, a full log loses a sixteenth of its past when a new file begins.
 _NUM_LOG_FILES = 16
 
@@ -71,14 +76,19 @@ class Devices:
     gpu_share: float = 1.0  # the part of the GPU that is this engine's; others on the same card have the rest
     tensor_parallel: int = 1  # devices that compute each step together, with a process for each
     step_timeout_s: float = 60.0  # for which one of these waits for the others
+    sleep_after_s: float | None = None  # without a request; None: the engine keeps its memory
+    memory_gib: float | None = None  # of all engines that sleep on the device; None: most of what there is
 
     @classmethod
     def of(cls, replicas: ReplicasConfig) -> Devices:
         """Those of one replica."""
         return cls(
-            gpu_share=replicas.gpu_share,
+            # Engines that sleep divide the memory by their turns.
+            gpu_share=replicas.gpu_share if replicas.sleep_after_s is None else 1.0,
             tensor_parallel=replicas.tensor_parallel,
             step_timeout_s=replicas.step_timeout_s,
+            sleep_after_s=replicas.sleep_after_s,
+            memory_gib=replicas.device_memory_gib,
         )
 
 
@@ -88,18 +98,97 @@ ONE_DEVICE = Devices()
 def build_engine(config: EngineConfig, devices: Devices = ONE_DEVICE) -> AsyncEngine:
     """Load the model, size its KV memory and start the engine's thread. Takes seconds to minutes.
 
+    An engine that is to sleep first waits for memory that other engines of its device have.
+
     Raises:
         InvalidSetup: the configuration cannot be carried out on this machine.
         UnsupportedModel: the model cannot be served; the message says why.
     """
-    limits = config.scheduler
-    engine = build_sync_engine(config, devices)
+    if devices.sleep_after_s is None:
+        return _in_a_thread(config, build_sync_engine(config, devices))
+    turns = turns_of(config, devices)
+    turns.wait()
+    try:
+        began_at = time.monotonic()
+        engine = build_sync_engine(config, devices)
+        started_in_s = time.monotonic() - began_at
+        sleeper = Sleeper(engine, turns, after_s=devices.sleep_after_s, started_in_s=started_in_s)
+        return _in_a_thread(config, engine, sleeper)
+    except BaseException:
+        turns.close()
+        raise
+
+
+def _in_a_thread(config: EngineConfig, engine: Engine, sleeper: Sleeper | None = None) -> AsyncEngine:
     return AsyncEngine(
         engine,
-        max_requests=limits.max_requests,
+        max_requests=config.scheduler.max_requests,
         max_waiting_tokens=MAX_WAITING_TOKENS,
         matchers=build_matchers(config, engine.facts),
+        sleeper=sleeper,
     )
+
+
+def turns_of(config: EngineConfig, devices: Devices) -> DeviceTurns:
+    """The part that an engine will have in the turns of its device.
+
+    Raises:
+        InvalidSetup: it needs more than there is, or this model cannot sleep.
+        UnsupportedModel: it cannot be served.
+    """
+    device = _device_memory(config)
+    total_bytes = device.total_bytes if devices.memory_gib is None else int(devices.memory_gib * GIB)
+    return DeviceTurns(
+        cache_folder() / "devices" / f"{socket.gethostname()}-{device.name}.json",
+        name=config.model.path,
+        num_bytes=total_bytes if device.needed_bytes is None else device.needed_bytes,
+        total_bytes=total_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceMemory:
+    """A device, and what one engine needs of it."""
+
+    name: str
+    total_bytes: int  # for all engines
+    needed_bytes: int | None  # that sleep gives up; None: all that is left
+
+
+def _device_memory(config: EngineConfig) -> _DeviceMemory:
+    if config.model.simulated is not None:
+        from app.model.simulated import SimulatedCosts
+
+        costs = SimulatedCosts.model_validate(config.model.simulated)
+        return _DeviceMemory("simulated", total_bytes=GIB * 1024, needed_bytes=int(costs.memory_gib * GIB))
+    import torch
+
+    from app.model.loader import device_of
+
+    if device_of(config.model).type == "cpu":
+        return _DeviceMemory("cpu", int(_SLEEPING_SHARE * memory_of_machine()), _needs_on_cpu(config))
+    card = torch.cuda.get_device_properties(0)
+    planned, num_blocks = planned_memory(config), config.cache.num_blocks
+    return _DeviceMemory(
+        str(card.uuid),
+        total_bytes=int(config.cache.gpu_memory_fraction * card.total_memory),
+        needed_bytes=None if num_blocks is None else planned.needs.total + num_blocks * planned.block_bytes,
+    )
+
+
+def _needs_on_cpu(config: EngineConfig) -> int:
+    """Bytes of weights, KV memory and the largest step. Of a model that was checked before, without transformers."""
+    from app.model.loader import model_of_check
+
+    cache = config.cache
+    location = resolve_model_path(config.model.path)
+    model = model_of_check(config.model, location, block_size=cache.block_size, checks=cache_folder())
+    try:
+        planned = planned_cpu_memory(config) if model is None else _planned_of_native(config, model)
+    except UnsupportedModel as error:
+        raise InvalidSetup(f"replicas.sleep_after_s: {error}; set no sleep_after_s") from error
+    kv = int(cache.memory_gib * GIB) if cache.num_blocks is None else cache.num_blocks * planned.block_bytes
+    return planned.needs.weights + planned.needs.step + kv
 
 
 def adapter_at(name: str, path: str) -> Adapter:
@@ -174,15 +263,39 @@ def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
             loaded = load_runner(config, group=ranks.group)
         loaded.runner.lead(ranks)
     sentences = sentence_settings(config.model, location)
+    runner = loaded.runner if devices.sleep_after_s is None else _that_sleeps(config, loaded)
     return assemble_recorded(
         config,
         num_blocks=loaded.num_blocks,
-        runner=loaded.runner,
+        runner=runner,
         facts=replace(loaded.model.facts, pooling=sentences.pooling),
-        adapters=_adapters_of(config, loaded.runner) if devices.tensor_parallel == 1 else None,
+        adapters=_adapters_of(config, runner) if devices.tensor_parallel == 1 else None,
         # On a GPU the KV memory was sized by what such a step leaves of it.
         largest_step=config.scheduler if loaded.model.device.type == "cuda" else None,
     )
+
+
+def _that_sleeps(config: EngineConfig, loaded: LoadedRunner) -> ModelRunner:
+    """The model's runner, or one that loads the model again. Raises InvalidSetup where there is neither."""
+    from app.model.reloading import ReloadingRunner
+    from app.model.runner import TorchModelRunner
+
+    if isinstance(loaded.runner, SleepingRunner):
+        return loaded.runner
+    if loaded.model.native is None or not isinstance(loaded.runner, TorchModelRunner):
+        raise InvalidSetup(
+            f"replicas.sleep_after_s: {config.model.path} runs on transformers' code, which keeps its weights; only "
+            f"the native decoder gives them up (the log says why it was not chosen). Set no sleep_after_s"
+        )
+    cache = config.cache.model_copy(update={"num_blocks": loaded.num_blocks})
+    again = config.model_copy(update={"cache": cache})
+
+    def load() -> TorchModelRunner:
+        runner = load_runner(again).runner
+        assert isinstance(runner, TorchModelRunner), "as at the start"
+        return runner
+
+    return ReloadingRunner(loaded.runner, load)
 
 
 def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | None:
@@ -214,6 +327,10 @@ def _build_encoder(config: EngineConfig, devices: Devices, location: str) -> Eng
         raise InvalidSetup(
             f"replicas.tensor_parallel is {devices.tensor_parallel}; {config.model.path} is an encoder, which is not "
             f"divided: set it to 1"
+        )
+    if devices.sleep_after_s is not None:
+        raise InvalidSetup(
+            f"replicas.sleep_after_s: {config.model.path} is an encoder, which keeps its weights; set no sleep_after_s"
         )
     num_threads = config.model.num_threads or num_cores()
     torch.set_num_threads(num_threads)
@@ -343,19 +460,26 @@ def planned_cpu_memory(config: EngineConfig) -> PlannedMemory:
         InvalidSetup: there is no such model, or nothing says how long its context is.
         UnsupportedModel: it cannot be served, or the native decoder does not compute it.
     """
-    from app.model.kv_cache import block_bytes
-    from app.model.largest_step import needs_of_native
     from app.model.loader import dtype_of, model_of_config
 
     location, block_size = resolve_model_path(config.model.path), config.cache.block_size
     dtype = dtype_of(config.model, location).dtype
-    model = model_of_config(config.model, location, dtype=dtype, native_block_size=block_size)
+    return _planned_of_native(
+        config, model_of_config(config.model, location, dtype=dtype, native_block_size=block_size)
+    )
+
+
+def _planned_of_native(config: EngineConfig, model: LoadedModel) -> PlannedMemory:
+    from app.model.kv_cache import block_bytes
+    from app.model.largest_step import needs_of_native
+
+    block_size = config.cache.block_size
     return PlannedMemory(
         needs=needs_of_native(model, largest_batch(config.scheduler, model.facts, block_size=block_size)),
-        block_bytes=block_bytes(config.cache, model.layers, dtype=dtype),
+        block_bytes=block_bytes(config.cache, model.layers, dtype=model.dtype),
         block_size=block_size,
         context=model.facts.max_model_len,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(model.dtype).removeprefix("torch."),
     )
 
 

@@ -434,6 +434,19 @@ class ReplicasConfig(Settings):
     place_timeout_s: float = Field(
         30.0, gt=0, le=86_400, description="seconds a request waits for a replica while there is none"
     )
+    sleep_after_s: float | None = Field(
+        None,
+        ge=0,
+        le=86_400,
+        description="seconds without a request after which a replica gives up the memory of its weights and KV, until "
+        "the next request; default: it keeps them",
+    )
+    device_memory_gib: float | None = Field(
+        None,
+        gt=0,
+        description="GiB that the replicas with `sleep_after_s` on one GPU, or on the CPUs of one machine, may have "
+        "together; those that do not fit take turns; default: 90% of what there is",
+    )
 
     @model_validator(mode="after")
     def _every_group_gets_a_replica(self) -> ReplicasConfig:
@@ -444,6 +457,19 @@ class ReplicasConfig(Settings):
             raise ValueError(
                 f"{len(self.groups)} groups and num_replicas={self.num_replicas}: every group needs a replica; "
                 f"raise num_replicas or remove groups"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_sleeps_is_whole(self) -> ReplicasConfig:
+        if self.sleep_after_s is not None and self.tensor_parallel > 1:
+            raise ValueError(
+                f"sleep_after_s={self.sleep_after_s:g} and tensor_parallel={self.tensor_parallel}: the ranks of a "
+                f"replica do not sleep; remove one of the two"
+            )
+        if self.device_memory_gib is not None and self.sleep_after_s is None:
+            raise ValueError(
+                f"device_memory_gib={self.device_memory_gib:g} is for replicas that sleep: set sleep_after_s too"
             )
         return self
 

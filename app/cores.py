@@ -1,12 +1,14 @@
-"""How many cores this process may use."""
+"""How many cores and how much memory this process may use."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
+_NO_LIMIT = 2**63
 
 
 def num_cores() -> int:
@@ -26,17 +28,43 @@ def granted_cores(groups: str, root: Path) -> float:
     groups: as in /proc/self/cgroup. root: where the groups are mounted, version 1 or 2. In a container the names may be
     those outside it, of which only the root is mounted.
     """
-    granted = math.inf
+    return min(map(_quota, _folders(groups, root, "cpu")), default=math.inf)
+
+
+def memory_of_machine() -> int:
+    """Bytes: those of the machine, or fewer where a control group of this process grants less."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        groups = Path("/proc/self/cgroup").read_text()
+    except OSError:
+        groups = ""
+    return min(physical, granted_memory(groups, _ROOT))
+
+
+def granted_memory(groups: str, root: Path) -> int:
+    """The least limit of some control groups and of those above them, in bytes; arguments as of `granted_cores`."""
+    return int(min(map(_limit, _folders(groups, root, "memory")), default=_NO_LIMIT))
+
+
+def _folders(groups: str, root: Path, controller: str) -> Iterator[Path]:
+    """Those of the groups that have a controller, and those above them."""
     for line in groups.splitlines():
         number, controllers, name = line.split(":", 2)
-        if number != "0" and "cpu" not in controllers.split(","):
+        if number != "0" and controller not in controllers.split(","):
             continue
-        top = root if number == "0" else root / "cpu"
+        top = root if number == "0" else root / controller
         own = top / name.strip("/")
-        for folder in (own, *own.parents):
-            if folder.is_relative_to(top):
-                granted = min(granted, _quota(folder))
-    return granted
+        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(top))
+
+
+def _limit(folder: Path) -> int:
+    """Of memory, in bytes."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        try:
+            return int((folder / name).read_text())
+        except (OSError, ValueError):  # `max` is no number
+            continue
+    return _NO_LIMIT
 
 
 def _quota(folder: Path) -> float:

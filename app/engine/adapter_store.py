@@ -80,6 +80,11 @@ class AdapterStore:
             if digest in self._loaded and not self._loaded[digest].num_users:
                 del self._loaded[digest]
 
+    def unload_unused(self) -> None:
+        """Forget every adapter that no request uses."""
+        with self._lock:
+            self._loaded = OrderedDict((digest, each) for digest, each in self._loaded.items() if each.num_users)
+
     def stats(self) -> AdapterStats:
         with self._lock:
             return AdapterStats(tuple(self._loaded), self._num_loads, self._max_loaded)

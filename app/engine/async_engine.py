@@ -12,7 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from msgspec import structs
@@ -23,7 +23,8 @@ from app.engine.batch import DeviceLost
 from app.engine.engine import NO_ADAPTERS, Engine, StepError
 from app.engine.matcher import Matcher, Matchers
 from app.engine.request import Adapter, FinishReason, ModelFacts, Queued, Request, TokenDelta
-from app.engine.stats import EngineMeasurements, EngineStats
+from app.engine.sleeper import Sleeper
+from app.engine.stats import AWAKE, EngineMeasurements, EngineStats, SleepState, SleepStats
 from app.engine.throughput import RetryTimes
 from app.engine.view import EngineView
 from app.errors import (
@@ -59,15 +60,18 @@ class AsyncEngine:
         max_requests: int,
         max_waiting_tokens: int | None = None,
         matchers: Matchers | None = None,
+        sleeper: Sleeper | None = None,
     ) -> None:
         """Start the engine's thread; returns when it is prepared for its first step, or raises what prevents that.
 
         More than `max_requests` at once are refused. So is a request with which more than `max_waiting_tokens` prompt
         tokens would wait, unless no other waits. Background requests do not count as long as they can be preempted;
-        there are never more of them than one step can have. Without `matchers` no request may have a grammar.
+        there are never more of them than one step can have. Without `matchers` no request may have a grammar,
+        without a `sleeper` the engine never sleeps.
         """
         self._engine = engine
         self._matchers = matchers
+        self._sleeper = sleeper
         self._max_requests = max_requests
         self._max_waiting_tokens = max_waiting_tokens
         self._num_entering = 0  # requests that the engine's thread has not taken yet; guarded by _wake
@@ -88,6 +92,8 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, args=(prepared,), name="engine", daemon=True)
         self._thread.start()
         prepared.result()
+        if sleeper is not None:
+            sleeper.listen(self._turns_changed)
 
     @property
     def facts(self) -> ModelFacts:
@@ -217,7 +223,8 @@ class AsyncEngine:
         subscription = _Subscription(asyncio.get_running_loop(), receiver)
         with self._wake:
             self._check_room(request, arrived_at)
-            queued = Queued(self._stats.num_waiting + self._num_entering, self._stats.estimated_wait_s)
+            wait_s = self._stats.estimated_wait_s + self.sleep.expected_wake_s
+            queued = Queued(self._stats.num_waiting + self._num_entering, wait_s)
             self._command(lambda: self._enter(request, arrived_at, matcher, adapter))
             self._num_entering += 1
             self._num_entering_tokens += num_tokens
@@ -258,7 +265,13 @@ class AsyncEngine:
 
     def measurements(self) -> EngineMeasurements:
         """What the engine has measured since it started."""
-        return self._engine.measurements()
+        measured = self._engine.measurements()
+        return measured if self._sleeper is None else replace(measured, sleep=self._sleeper.stats)
+
+    @property
+    def sleep(self) -> SleepStats:
+        """Whether the engine sleeps, and what its sleeper has done. Any thread may read it."""
+        return AWAKE if self._sleeper is None else self._sleeper.stats
 
     async def view(self, *, is_full: bool = True) -> EngineView:
         """`Engine.view`, after the current step.
@@ -329,7 +342,7 @@ class AsyncEngine:
     def _can_start(self, request: Request, num_before: int) -> bool:
         """Whether a request has a slot and KV memory at once; where whole batches run, only on an idle engine."""
         stats = self._stats
-        if num_before >= (1 if stats.batch_size else stats.max_running):
+        if self.sleep.state is not SleepState.AWAKE or num_before >= (1 if stats.batch_size else stats.max_running):
             return False
         return len(request.prompt_token_ids) < stats.num_free_blocks * stats.block_size
 
@@ -362,10 +375,12 @@ class AsyncEngine:
             return
         try:
             while self._run_commands():
+                self._rest()
                 if self._engine.idle_s == 0.0:
                     self._step_began_at = self._engine.now()
                     self._step()
                     self._step_began_at = None
+                    self._rest()
         except Exception as error:
             logger.error("the engine died: %s", traceback_of(error))
         finally:
@@ -377,12 +392,34 @@ class AsyncEngine:
                     call.set_exception(EngineStopped("the engine stopped before it could be changed"))
             self._fail(list(self._receivers), EngineStopped("the engine stopped before the request was done"))
             self._engine.close()
+            if self._sleeper is not None:
+                self._sleeper.close()
+
+    def _rest(self) -> None:
+        """Let the engine sleep or wake if it is time; no step is running, so none counts as hung."""
+        if self._sleeper is not None and self._sleeper.advance():
+            self._stats = self._engine.stats()
+
+    def _turns_changed(self) -> None:
+        """Called by the thread that listens to the other engines of the device."""
+        assert self._sleeper is not None, "it listens for the sleeper"
+        with self._wake:
+            self._sleeper.note_change()
+            self._wake.notify()
+
+    def _due_in_s(self) -> float | None:
+        """Seconds until the engine's thread has something to do if no command comes; 0: now; None: never."""
+        idle_s = self._engine.idle_s
+        if self._sleeper is None or idle_s == 0.0:
+            return idle_s
+        times = [each for each in (idle_s, self._sleeper.due_in_s) if each is not None]
+        return min(times, default=None)
 
     def _run_commands(self) -> bool:
         """Run the queued commands; waits for them, or for the next step's time, while no step is due. False to stop."""
         with self._wake:
-            while not (self._commands or self._is_stopping or (idle_s := self._engine.idle_s) == 0.0):
-                self._wake.wait(idle_s)
+            while not (self._commands or self._is_stopping or (due_in_s := self._due_in_s()) == 0.0):
+                self._wake.wait(due_in_s)
             if self._is_stopping:
                 return False
             commands, self._commands = self._commands, []

@@ -156,6 +156,9 @@ class Batch:
         return bool(self.scheduled)
 
 
+EMPTY_BATCH = Batch((), ())
+
+
 def _by_draw(item: ScheduledSequence) -> list[ScheduledSequence]:
     """The item up to each of its tokens."""
     shorter = [structs.replace(item, token_ids=item.token_ids[:end]) for end in range(1, len(item.token_ids))]

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from app.config import SchedulerConfig
 from app.engine.adapter_store import AdapterStore, HeldAdapter
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import EMPTY_BATCH, Batch, StepResult
 from app.engine.isolation import DeviceFailed, Quarantine, run_in_parts, tried
 from app.engine.matcher import Matcher, TokenSet
 from app.engine.request import ModelFacts, Request, TokenDelta
@@ -99,6 +99,19 @@ class AdaptingRunner(ModelRunner, Protocol):
 
 
 @runtime_checkable
+class SleepingRunner(ModelRunner, Protocol):
+    """A model runner that can be without its memory for a while."""
+
+    def sleep(self) -> None:
+        """Give up the memory of weights and KV. No step follows before `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Have the weights again, and KV memory with nothing in it; may take seconds. The thread of `run` calls."""
+        ...
+
+
+@runtime_checkable
 class ClosingRunner(ModelRunner, Protocol):
     """A model runner with other processes."""
 
@@ -142,6 +155,7 @@ class Engine:
         self._tuner = _tuner_of(scheduler.config)
         self._has_told_of_reach = False
         self._num_changes_told, self._tells_at = 0, -inf
+        self._is_asleep = False
 
     def prepare(self) -> None:
         """Do before the first step what would make it slow. The thread that calls `step` may call it once."""
@@ -155,7 +169,7 @@ class Engine:
     def idle_s(self) -> float | None:
         """Seconds until the next step has something to do if no request arrives; 0: now; None: never."""
         now = self._clock()
-        due_at = self._scheduler.due_at(now)
+        due_at = self._scheduler.expires_at(now) if self._is_asleep else self._scheduler.due_at(now)
         return None if due_at is None else max(0.0, due_at - now)
 
     def check(self, request: Request) -> None:
@@ -225,11 +239,15 @@ class Engine:
         When the model runner raises, the batch is run in parts: the requests that make it fail end with an error
         (a delta with `error`), the others go on with the tokens that they would have had.
 
+        Asleep, it only ends the requests that are overdue.
+
         Raises:
             StepError: every part fails, so the device is at fault. The batch's requests have ended; it names them.
             DeviceLost: no later step can be computed either; the engine must not be used any more.
         """
         self._recorder.step_began()
+        if self._is_asleep:
+            return self._deltas_without_step()
         batch = self._scheduler.schedule(self._clock())
         self._recorder.scheduled(batch, self._scheduler.take_decision())
         result = self._run(batch) if batch else StepResult([])
@@ -241,6 +259,13 @@ class Engine:
         deltas = self._scheduler.update(batch, result, now=ended_at)
         self._recorder.step_ended(deltas, at=ended_at)
         self._tune(batch, deltas, ended_at)
+        return deltas
+
+    def _deltas_without_step(self) -> list[TokenDelta]:
+        """The deltas of sequences that ended without a step."""
+        ended_at = self._clock()
+        deltas = self._scheduler.update(EMPTY_BATCH, StepResult([]), now=ended_at)
+        self._recorder.step_ended(deltas, at=ended_at)
         return deltas
 
     def _tune(self, batch: Batch, deltas: list[TokenDelta], at: float) -> None:
@@ -343,6 +368,34 @@ class Engine:
         """Forget every shared prefix: later prompts are computed from their start."""
         self._scheduler.clear_prefix_cache()
         self._recorder.cache_cleared()
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._is_asleep
+
+    def sleep(self) -> None:
+        """Give up the memory of weights and KV until `wake`.
+
+        Running requests wait, and compute again later, with the same tokens. Requests may be added and aborted, and
+        deadlines pass.
+        """
+        assert not self._is_asleep, "it is asleep"
+        self._is_asleep = True
+        self._scheduler.preempt_all()
+        self._scheduler.clear_prefix_cache()
+        self._recorder.slept()
+        if self.adapters is not None:
+            self.adapters.unload_unused()
+        if isinstance(self.runner, SleepingRunner):  # not where a step log is run again
+            self.runner.sleep()
+
+    def wake(self) -> None:
+        """Have the memory again; may take seconds. What the model runner raises leaves the engine asleep."""
+        assert self._is_asleep, "it is awake"
+        if isinstance(self.runner, SleepingRunner):
+            self.runner.wake()
+        self._is_asleep = False
+        self._recorder.woke()
 
     def close(self) -> None:
         """Let the recorder write what it has, end the runner's processes. The engine must not be used afterwards."""

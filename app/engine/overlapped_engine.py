@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import Batch
 from app.engine.engine import Engine, LaunchingRunner, PendingStep
 from app.engine.isolation import tried
 from app.engine.request import ModelFacts, TokenDelta
@@ -30,8 +30,6 @@ from app.engine.trace.recorder import Recorder
 from app.errors import described
 
 logger = logging.getLogger(__name__)
-
-_EMPTY_BATCH = Batch((), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +70,13 @@ class OverlappedEngine(Engine):
     def idle_s(self) -> float | None:
         return 0.0 if self._launched is not None else super().idle_s
 
+    def sleep(self) -> None:
+        """See Engine. What was launched ahead is computed again later."""
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            self._undo(launched)
+        super().sleep()
+
     def step(self) -> list[TokenDelta]:
         """Launch one step and wait for the one launched before it; returns the latter's deltas, at first none.
 
@@ -79,7 +84,7 @@ class OverlappedEngine(Engine):
         ahead, as `Engine.step` does: it finds the requests at fault, or raises StepError.
         """
         before = self._launched
-        if before is None and self._has_failed:
+        if self.is_asleep or (before is None and self._has_failed):
             self._has_failed = False
             return super().step()
         self._recorder.step_began()
@@ -130,20 +135,19 @@ class OverlappedEngine(Engine):
     def _take_back(self, failed: _Launched) -> None:
         """Undo the failed step, and the one that was launched after it with the tokens of the failed one."""
         ahead, self._launched = self._launched, None
-        if ahead is not None and not ahead.batch.lacks_history:  # else it has neither drawn nor advanced
-            with suppress(Exception):
-                ahead.step.result()  # the device must have finished it; its tokens are discarded
-            self._scheduler.retreat(ahead.batch)
+        if ahead is not None:
+            self._undo(ahead)
         self._scheduler.retreat(failed.batch)
+
+    def _undo(self, launched: _Launched) -> None:
+        """Discard a launched step: its batch is computed again."""
+        if launched.batch.lacks_history:
+            return  # it has neither drawn nor advanced
+        with suppress(Exception):
+            launched.step.result()  # the device must have finished it; its tokens are discarded
+        self._scheduler.retreat(launched.batch)
 
     def _retry_after(self, how: FailureKind, batch: Batch, error: Exception) -> None:
         logger.warning("a step of %d requests failed and is computed again: %s", len(batch.scheduled), described(error))
         self._recorder.failed(how)
         self._has_failed = True
-
-    def _deltas_without_step(self) -> list[TokenDelta]:
-        """The deltas of sequences that ended without a step."""
-        ended_at = self._clock()
-        deltas = self._scheduler.update(_EMPTY_BATCH, StepResult([]), now=ended_at)
-        self._recorder.step_ended(deltas, at=ended_at)
-        return deltas

@@ -100,6 +100,10 @@ class Scheduler:
         times = (self._strategy.opens_at(self._view(now)), self._deadlines.next_at)
         return min((at for at in times if at is not None), default=None)
 
+    def expires_at(self, now: float) -> float | None:
+        """When the next request ends without a step, as its deadline passes: at once if not after `now`."""
+        return now if self._ended else self._deadlines.next_at
+
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this id is waiting or running."""
         return request_id in self._sequences
@@ -296,6 +300,11 @@ class Scheduler:
         self._preempted.append(sequence)
         self._strategy.preempted(sequence)
         self._waiting.push(sequence)
+
+    def preempt_all(self) -> None:
+        """Let every running sequence wait and compute again."""
+        while len(self._running):
+            self._preempt(self._running.last)
 
     # -- waiting sequences
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -52,6 +54,35 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     total_accepted_tokens: int = 0  # of these, tokens that the sequences went on with
 
 
+class SleepState(StrEnum):
+    """Where an engine's weights and KV memory are."""
+
+    AWAKE = "awake"
+    ASLEEP = "asleep"
+    QUEUED = "queued"  # it has requests, and waits for memory that other engines of its device have
+    WAKING = "waking"
+
+
+class SleepStats(NamedTuple):
+    """What a sleeper has done since the start. Times in seconds."""
+
+    state: SleepState = SleepState.AWAKE
+    num_wakes: int = 0
+    waking_s: float = 0.0  # all wakes together, without the wait for memory
+    sleeping_s: float = 0.0  # giving the memory up, all together
+    queued_s: float = 0.0  # all waits for memory together
+    num_turns_ended: int = 0  # it slept though it had requests, as other engines waited for the memory
+    last_wake_s: float = 0.0  # of the start, while there was no other
+
+    @property
+    def expected_wake_s(self) -> float:
+        """How long it takes until a request is computed, without the wait for other engines; 0: awake."""
+        return 0.0 if self.state is SleepState.AWAKE else self.last_wake_s
+
+
+AWAKE = SleepStats()  # of an engine that never sleeps
+
+
 @dataclass(slots=True)
 class Totals:
     """Counters that only grow; `EngineStats` says what each means."""
@@ -87,6 +118,7 @@ class EngineMeasurements:
     num_padding_tokens: int = 0  # computed for nothing, as steps run from graphs of a few sizes
     tuning: Tuning | None = None  # what the tuner does; None without targets
     adapters: AdapterStats | None = None  # None where the model runner computes with none
+    sleep: SleepStats | None = None  # None where the engine never sleeps
 
 
 class MeasurementCollector:

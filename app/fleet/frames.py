@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from app.engine.request import Request, TokenDelta
-from app.engine.stats import EngineStats
+from app.engine.stats import AWAKE, EngineStats, SleepStats
 from app.engine.view import EngineView
 from app.errors import CarouselError, from_plain
 from app.fleet.dispatch import ReplicaReport
@@ -71,6 +71,7 @@ def report_of(
     step_age_s: float,
     weights: int = 0,
     adapters: tuple[str, ...] | None = None,
+    sleep: SleepStats = AWAKE,
 ) -> ReplicaReport:
     """A replica's report: its engine's snapshot, and what the snapshot does not have."""
     return ReplicaReport(
@@ -88,6 +89,8 @@ def report_of(
         weights=weights,
         adapters=adapters,
         sends_views=True,
+        state=sleep.state,
+        wake_s=sleep.expected_wake_s,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.engine.request import Adapter, Request
+from app.engine.stats import SleepState
 from app.engine.throughput import RetryTimes
 from app.errors import Overloaded, Unavailable
 from app.fleet.dispatch import (
@@ -191,6 +192,8 @@ class ReplicaRegistry:
         if self._prefixes is None:
             self._prefixes = PrefixIndex(block_size=self._block_size, max_tokens=report.num_kv_tokens)
         self._ledger.note(replica_id, report, now=self._clock())
+        if report.state == SleepState.ASLEEP:
+            self._prefixes.forget(replica_id)
         if report.weights != self._weights:
             self._note_weights(replica_id, report.weights)
 
@@ -265,6 +268,8 @@ class ReplicaRegistry:
             "tokens_per_s": candidate.tokens_per_s,
             "ended_per_s": report and report.ended_per_s,
             "step_age_s": report and report.step_age_s,
+            "sleep": report and str(report.state),
+            "wake_s": report and report.wake_s,
             "weights": report and f"{report.weights:08x}",
             "last_dispatch": decision and f"{decision.rule}: {decision.explain_loads()}",
         }

@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from app.engine.histogram import Distribution
-from app.engine.stats import EngineMeasurements, EngineStats
+from app.engine.stats import EngineMeasurements, EngineStats, SleepState, SleepStats
 from app.engine.tuner import Tuning
 from app.metrics.event_loop import LoopSnapshot
 from app.metrics.families import by_reason, counter, gauge, histogram
@@ -160,9 +160,31 @@ def _replica_families(scrape: Scrape) -> Iterable[Metric]:
         _LABELS,
         [(labels, each.num_loads) for labels, each in adapters if each is not None],
     )
+    yield from _sleep_families([(labels, each.measurements.sleep) for labels, each in reports])
     for name, text, spread in _ENGINE_HISTOGRAMS:
         rows = [(labels, spread(each.measurements)) for labels, each in reports]
         yield histogram(f"carousel_{name}", text, _LABELS, rows)
+
+
+def _sleep_families(rows: Iterable[tuple[tuple[str, ...], SleepStats | None]]) -> Iterable[Metric]:
+    """Of the replicas that sleep."""
+    dozing = [(labels, sleep) for labels, sleep in rows if sleep is not None]
+    yield gauge(
+        "carousel_sleep_state",
+        "1 for the state that a replica with sleep_after_s is in.",
+        (*_LABELS, "state"),
+        [((*labels, state), sleep.state == state) for labels, sleep in dozing for state in SleepState],
+    )
+    for name, text, value in _SLEEP_COUNTERS:
+        yield counter(f"carousel_{name}", text, _LABELS, [(labels, value(sleep)) for labels, sleep in dozing])
+
+
+_SLEEP_COUNTERS: Sequence[tuple[str, str, Callable[[SleepStats], float]]] = (
+    ("wakes", "Times that a replica has taken its memory again.", lambda sleep: sleep.num_wakes),
+    ("waking_seconds", "Seconds that these took.", lambda sleep: sleep.waking_s),
+    ("device_queue_seconds", "Seconds that requests waited for the memory of other models.", lambda s: s.queued_s),
+    ("turns_ended", "Times that a replica slept with requests, as others waited.", lambda s: s.num_turns_ended),
+)
 
 
 def _tuning_families(rows: Iterable[tuple[tuple[str, ...], Tuning | None]]) -> Iterable[Metric]:

@@ -101,7 +101,7 @@ def _in_native_code(config: EngineConfig, model: LoadedModel, num_blocks: int, n
         forward = TransformersForward(model.module, NativeAttention(pages, team))
         return _native_runner(forward, model.device, team)
     torch.set_num_threads(1)  # torch has almost nothing to compute, and its waiting threads would slow the team's
-    decoder = NativeDecoder(model.native, pages, team, memory=model.ranks, weights_memory=model.weights_memory)
+    decoder = NativeDecoder(model.native, pages, team, memory=model.ranks)
     return _native_runner(decoder, model.device, team)
 
 

@@ -30,8 +30,8 @@ from app.model.cpu.kept_check import CheckedModel, KeptCheck, digest_of_files, f
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team, is_fast, library
 from app.model.cpu.ranks import RankMemory
+from app.model.cpu.shared_weights import Sharing, shared_weights
 from app.model.cpu.weights import BITS, Allocate, NativeWeights, input_unit, pack_weights, why_not_native
-from app.model.cpu.weights_memory import PackedWeights, Sharing, WeightsMemory, packed_weights
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
 from app.model.cuda.fp8 import why_no_fp8, why_not_in_fp8
@@ -83,7 +83,6 @@ class LoadedModel:
 
     module: PreTrainedModel | None  # None where the weights are in `native` or `joined`
     native: NativeWeights | None
-    weights_memory: WeightsMemory | None = None  # has `native`
     joined: JoinedWeights | None = None  # of the decoder for CUDA
     facts: ModelFacts
     layers: dict[int, LayerShape]  # by layer index
@@ -115,7 +114,8 @@ def load_model(
     """Load weights from safetensors and try one short forward pass. Code from a model repository never runs.
 
     block_size: of the KV memory; native code supports only some sizes.
-    checks: a folder that keeps which models in local folders have passed; they are not tried again.
+    checks: a folder that keeps which models in local folders have passed; they are not tried again. It also has the
+        locks of weights that are shared with other processes.
     group: the ranks that have a part of the model each; all call this function.
 
     Raises:
@@ -148,17 +148,9 @@ def load_model(
     facts, limit = _facts_of(config, module, probe), _limit_of(module)
     if mapped is None:
         _check_positions(config, module, probe, facts.max_model_len)
-
-    def with_weights() -> PreTrainedModel:
-        return _with_weights(device, config, found, location, dtype, quantised)
-
-    packed = None
-    if may_be_native:
-        again = with_weights if mapped is None else None
-        packed = _native_weights(config, location, module, probe, block_size, checks, again)
-    native = None if packed is None else packed.weights
+    native = _native_weights(config, location, module, mapped, probe, block_size, checks) if may_be_native else None
     if native is None and mapped is not None and may_be_native:
-        module = with_weights()
+        module = _with_weights(device, config, found, location, dtype, quantised)
     may_join = device.type == "cpu" and config.backend != "torch" and not uses_triton
     if native is None and may_join and pack_linear_layers(module):
         _compare(config, "with packed weights", probe.run(module, ProbeStep()), probe.own)
@@ -167,7 +159,6 @@ def load_model(
     loaded = LoadedModel(
         module=module if native is None else None,
         native=native,
-        weights_memory=None if packed is None else packed.memory,
         facts=facts,
         layers=probe.layers,
         dtype=dtype,
@@ -352,12 +343,32 @@ def _load_checked(
     config: ModelConfig, location: str, checked: CheckedModel, dtype: torch.dtype, checks: Path | None
 ) -> LoadedModel:
     settings = checked.settings
+    part = None if settings.num_ranks == 1 else partial(part_of, settings)
+
+    def pack(allocate: Allocate) -> NativeWeights:
+        weights = Checkpoint(Path(location), dtype, Quantised.of(read_config(config, location)), part=part)
+        bits = BITS[config.quantization]
+        return pack_weights(weights, settings, bits=bits, release=weights.release, allocate=allocate)
+
+    native = shared_weights(pack, _sharing(config, Path(location), settings, dtype, checks))
+    return _of_check(config, checked, native, dtype)
+
+
+def _sharing(
+    config: ModelConfig, folder: Path | None, settings: DecoderSettings, dtype: torch.dtype, checks: Path | None
+) -> Sharing | None:
+    """folder: of the model's files. settings: one rank's, where there are several."""
+    if checks is None or folder is None:
+        return None
+    return Sharing(digest_of_files(folder, dtype, config.quantization, settings), checks)
+
+
+def _of_check(config: ModelConfig, checked: CheckedModel, native: NativeWeights, dtype: torch.dtype) -> LoadedModel:
+    settings = checked.settings
     shape = LayerShape(num_kv_heads=settings.num_kv_heads, key_dim=settings.head_dim, value_dim=settings.head_dim)
-    packed = _packed_files(config, Path(location), settings, dtype, checks)
     return LoadedModel(
         module=None,
-        native=packed.weights,
-        weights_memory=packed.memory,
+        native=native,
         facts=replace(checked.facts, max_model_len=max_model_len(config, checked.facts.max_model_len)),
         layers=dict.fromkeys(range(len(settings.sliding_windows)), shape),
         dtype=dtype,
@@ -365,48 +376,22 @@ def _load_checked(
     )
 
 
-def _packed_files(
-    config: ModelConfig, location: Path, settings: DecoderSettings, dtype: torch.dtype, checks: Path | None
-) -> PackedWeights:
-    """Those of a folder, one layer after the other; settings: with one rank's part, where there are several."""
-    part = None if settings.num_ranks == 1 else partial(part_of, settings)
-
-    def pack(allocate: Allocate) -> NativeWeights:
-        weights = Checkpoint(location, dtype, Quantised.of(read_config(config, str(location))), part=part)
-        bits = BITS[config.quantization]
-        return pack_weights(weights, settings, bits=bits, release=weights.release, allocate=allocate)
-
-    return packed_weights(pack, _sharing(config, location, settings, dtype, checks))
-
-
-def _packed_module(
-    config: ModelConfig,
-    location: str,
-    settings: DecoderSettings,
-    module: PreTrainedModel,
-    checks: Path | None,
-    read_again: Callable[[], PreTrainedModel],
-) -> PackedWeights:
-    """Those of a model that transformers has read; read_again: for when they have been let go of."""
-    read = [module]
-
-    def pack(allocate: Allocate) -> NativeWeights:
-        weights = by_expert((read.pop() if read else read_again()).state_dict()).get
-        return pack_weights(weights, settings, bits=BITS[config.quantization], allocate=allocate)
-
-    sharing = _sharing(config, _folder_of(config, location), settings, module.dtype, checks)
-    packed = packed_weights(pack, sharing)
-    read.clear()  # also where another process has packed them
-    return packed
-
-
-def _sharing(
-    config: ModelConfig, folder: Path | None, settings: DecoderSettings, dtype: torch.dtype, checks: Path | None
-) -> Sharing | None:
-    """folder: of the model's files."""
-    if checks is None or folder is None:
+@torch.inference_mode()
+def model_of_check(config: ModelConfig, location: str, *, block_size: int, checks: Path) -> LoadedModel | None:
+    """As `model_of_config` for the C++ decoder, without transformers; None where no check of the model is kept."""
+    dtype = dtype_of(config, location).dtype
+    check = _kept_check(config, checks, Path(location), dtype, block_size)
+    checked = None if check is None else check.read()
+    if checked is None:
         return None
-    return Sharing(partial(digest_of_files, folder, dtype, config.quantization, settings), checks)
+    found = Checkpoint(Path(location), dtype, Quantised.of(read_config(config, location)))
+
+    def without_numbers(name: str) -> torch.Tensor | None:
+        weight = found(name)
+        return None if weight is None else weight.to("meta")
+
+    native = pack_weights(without_numbers, checked.settings, bits=BITS[config.quantization])
+    return _of_check(config, checked, native, dtype)
 
 
 @torch.inference_mode()
@@ -884,14 +869,14 @@ def _native_weights(
     config: ModelConfig,
     location: str,
     module: PreTrainedModel,
+    mapped: MappedModel | None,
     probe: Probe,
     block_size: int,
     checks: Path | None,
-    read_again: Callable[[], PreTrainedModel] | None,
-) -> PackedWeights | None:
+) -> NativeWeights | None:
     """The weights for the C++ decoder, if it is fast on this machine and computes what the model computes.
 
-    read_again: reads the module; None where the weights are packed from the files of a folder.
+    mapped: has the module's weights, where the module itself does not hold them.
 
     Raises InvalidSetup if not, and the weights were to be quantised.
     """
@@ -902,19 +887,24 @@ def _native_weights(
         logger.info("%s runs on transformers' code: %s", config.path, reason)
         return None
     own = _with_first_logits(module, probe)
-    settings = settings_of(module, probe.rules)
-    if read_again is None:
-        packed = _packed_files(config, Path(location), settings, module.dtype, checks)
-    else:
-        packed = _packed_module(config, location, settings, module, checks, read_again)
-    ours = _native_output(packed.weights, probe.layers, probe.token_ids, block_size)
+    settings, bits = settings_of(module, probe.rules), BITS[config.quantization]
+
+    def pack(allocate: Allocate) -> NativeWeights:
+        if mapped is None:
+            return pack_weights(by_expert(module.state_dict()).get, settings, bits=bits, allocate=allocate)
+        release = mapped.checkpoint.release
+        return pack_weights(mapped.checkpoint, settings, bits=bits, release=release, allocate=allocate)
+
+    folder = None if checks is None else _folder_of(config, location)
+    weights = shared_weights(pack, _sharing(config, folder, settings, module.dtype, checks))
+    ours = _native_output(weights, probe.layers, probe.token_ids, block_size)
     difference = _difference(ours, own, config.quantization)
-    if difference is not None and config.quantization != "none":
+    if difference is not None and bits:
         raise _not_quantised(config, difference)
     if difference is not None:
         logger.warning("%s runs on transformers' code, slower: in C++ %s", config.path, difference)
         return None
-    return packed
+    return weights
 
 
 def _why_not_packed(

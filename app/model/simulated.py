@@ -37,6 +37,8 @@ class SimulatedCosts(Settings):
     step_ms: float = Field(10.0, ge=0, le=60_000)
     per_token_ms: float = Field(0.0, ge=0, le=60_000)  # more for each token of a step
     end_probability: float = Field(0.0, ge=0, le=1)  # of an end token in place of text, at each token
+    wake_ms: float = Field(0.0, ge=0, le=600_000)  # how long its weights take to come back after sleep
+    memory_gib: float = Field(0.0, ge=0)  # that it needs of its device when awake
     crash_token_id: int | None = Field(None, ge=0)  # a replica that computes it kills itself: for tests of failover
 
 
@@ -60,7 +62,8 @@ class SimulatedModelRunner:
         self._eos = tuple(eos_token_ids)
         self._end_below = int(costs.end_probability * 2**32) if self._eos else 0
         self._block_size = block_size
-        self._slots = array("Q", bytes(8 * num_blocks * block_size))
+        self._num_slots = num_blocks * block_size
+        self._slots = self._blank_slots()
         self._clock = clock
         self._sleep = sleep
 
@@ -76,6 +79,18 @@ class SimulatedModelRunner:
         if left_s > 0:
             self._sleep(left_s)
         return result
+
+    def sleep(self) -> None:
+        """See SleepingRunner."""
+        self._slots = array("Q")
+
+    def wake(self) -> None:
+        """See SleepingRunner. Takes `wake_ms`."""
+        self._sleep(self._costs.wake_ms / 1000)
+        self._slots = self._blank_slots()
+
+    def _blank_slots(self) -> array[int]:
+        return array("Q", bytes(8 * self._num_slots))
 
     def step_s(self, batch: Batch) -> float:
         """The time of a step, in seconds."""

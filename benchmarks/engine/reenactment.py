@@ -15,6 +15,7 @@ from app.engine.trace.entries import (
     NOTHING,
     Abort,
     Arrival,
+    Asleep,
     CacheCleared,
     Entry,
     Header,
@@ -121,6 +122,8 @@ class Reenactment:
                 self._engine.limit(entry.limits)
             case CacheCleared():
                 self._engine.clear_prefix_cache()
+            case Asleep():
+                self._engine.sleep() if entry.is_asleep else self._engine.wake()
 
     def _take(self, entry: Entry) -> bool:
         self._entries.append(entry)

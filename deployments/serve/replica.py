@@ -164,6 +164,7 @@ class Replica:
             step_age_s=engine.step_age_s,
             weights=self._weights,
             adapters=None if engine.adapters is None else engine.adapters.stats().loaded,
+            sleep=engine.sleep,
         )
 
     async def _drain(self) -> None:

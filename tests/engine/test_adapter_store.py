@@ -91,3 +91,14 @@ def test_unload_leaves_what_is_in_use() -> None:
     held.release()
     store.unload("a")
     assert store.stats().loaded == ()
+
+
+def test_all_that_no_request_uses_are_unloaded_for_sleep() -> None:
+    store, read = store_of(3)
+    held = store.hold(adapter("a"))
+    store.hold(adapter("b")).release()
+    store.unload_unused()
+    assert store.stats().loaded == ("a",)
+    held.release()
+    store.hold(adapter("b")).release()
+    assert read == ["a", "b", "b"]

@@ -220,6 +220,18 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.reconfigure(SchedulerConfig(**self.settings))
         self.runner.batches.clear()
 
+    @rule(is_forever=st.booleans())
+    def sleep(self, is_forever: bool) -> None:
+        """Until the next call, or only for the time that a deadline needs to pass."""
+        if self.engine.is_asleep:
+            self.engine.wake()
+            return
+        self.engine.sleep()
+        assert not self.engine._scheduler.running
+        if not is_forever:
+            self.outcome.book(self.engine.step())
+            self.engine.wake()
+
     @invariant()
     def every_block_has_its_owners_and_no_others(self) -> None:
         scheduler = self.engine._scheduler
@@ -267,6 +279,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.patch.undo()
 
     def run_to_the_end(self) -> None:
+        if self.engine.is_asleep:
+            self.engine.wake()
         for _ in range(3000):
             if not self.engine.has_work:
                 break

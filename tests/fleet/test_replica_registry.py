@@ -115,6 +115,20 @@ def test_a_request_goes_to_its_group_and_to_any_replica_when_that_is_gone() -> N
         registry.place(replace(make_request(), group="newest"), REPLICAS)
 
 
+def test_what_a_sleeping_replica_had_cached_is_forgotten_and_its_slot_is_not_free_at_once() -> None:
+    registry = make_registry("prefix_affinity")
+    prompt = tuple(range(64))
+    registry.note("a", make_report())
+    _, first = place(registry, prompt)
+    other = next(each for each in REPLICAS if each != first)
+    registry.note(first, make_report(state="asleep", wake_s=1.0))
+    assert place(registry, prompt)[1] == other
+    with pytest.raises(Overloaded, match="free slot"):
+        registry.place(replace(make_request(), no_queue=True), [first])
+    described = {each["replica"]: each["sleep"] for each in registry.describe()}
+    assert described[first] == "asleep"
+
+
 def test_it_tells_how_it_sees_every_replica() -> None:
     registry = make_registry()
     registry.set_replicas([*REPLICAS, "new"])

@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.engine.histogram import SECONDS, Histogram
+from app.engine.stats import SleepState, SleepStats
 from app.metrics import BatchCounts, EngineReport, LoopSnapshot, RequestMetrics, Scrape, exposition
 from tests.fakes import FakeClock, TimedRunner, build_fake_engine, make_request
 
@@ -211,3 +212,14 @@ def test_the_limits_that_a_tuner_moves_are_there_with_the_reason_and_only_where_
     assert value(text, "carousel_target_p99_seconds", replica="a", target="itl_p99") == pytest.approx(1.5, rel=0.03)
     assert value(text, "carousel_targets_missed", replica="a") == 0
     assert {sample.labels["replica"] for sample in parsed(text)["carousel_limit_changes"].samples} == {"a"}
+
+
+def test_a_replica_that_sleeps_says_so() -> None:
+    slept = report("a", 0)
+    sleep = SleepStats(state=SleepState.ASLEEP, num_wakes=2, waking_s=1.5, queued_s=0.5, num_turns_ended=1)
+    slept = replace(slept, measurements=replace(slept.measurements, sleep=sleep))
+    families = parsed(exposition(Scrape(requests=[], replicas={"demo": [slept]})))
+    in_state = {each.labels["state"]: each.value for each in families["carousel_sleep_state"].samples}
+    assert in_state == {"awake": 0, "asleep": 1, "queued": 0, "waking": 0}
+    names = ("carousel_wakes", "carousel_waking_seconds", "carousel_device_queue_seconds", "carousel_turns_ended")
+    assert [families[name].samples[0].value for name in names] == [2, 1.5, 0.5, 1]

@@ -127,7 +127,8 @@ function drawStrip(pen, name, samples, { x, top, tall, width, colours }) {
     area((each) => each.waiting, colours.warn, most);
     note(`${last.waiting}`);
   } else if (name === "KV blocks") {
-    const most = Math.max(1, last.blocks); // an encoder has none
+    if (!last.blocks) return note("an encoder needs none");
+    const most = last.blocks;
     area((each) => each.blocks - each.free, colours.cached, most);
     area((each) => each.blocks - each.free - each.cached, colours.owned, most);
     const owned = last.blocks - last.free - last.cached;

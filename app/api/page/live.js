@@ -167,6 +167,8 @@ const STATES = {
   serving: "", lost: "lost: its stream broke; its requests go on elsewhere", leaving: "leaving: it ends what it has", gone: "gone",
 };
 
+const SLEEP = { asleep: "asleep", queued: "asleep: it waits for the memory of other models", waking: "waking" };
+
 function updateWords() {
   arrange();
   for (const model of history.models.values()) {
@@ -187,15 +189,17 @@ function updateHead({ root, head, queue, dispatch, canvas, replica }) {
   const isThere = replica.state === "serving" || replica.state === "leaving";
   const { view: seen, facts } = isThere ? replica : { view: null, facts: replica.facts };
   const recent = replica.samples.filter((each) => each.num_steps && each.at > history.at - 3000);
-  const drawn = recent.reduce((sum, each) => sum + each.num_drawn_tokens, 0);
+  const isEncoder = seen && !seen.num_blocks; // it has no KV memory and draws no tokens
+  const tokens = recent.reduce((sum, each) => sum + (isEncoder ? each.num_tokens : each.num_drawn_tokens), 0);
   const span = recent.length ? Math.max(1, (history.at - recent[0].at) / 1000 + 0.2) : 1;
   const bubbles = Math.round(bubblesOf(replica) * 100);
   const parts = [
     ["id", replica.id], ["state", STATES[replica.state] ?? replica.state], ["i", facts.group ? `group ${facts.group}` : ""],
+    ["state", isThere ? SLEEP[facts.sleep] ?? "" : ""],
     ["i", seen ? `${seen.strategy}, ${seen.policy}` : ""],
     ["n", seen ? `${seen.num_running} of ${seen.max_running} running` : ""],
     ["n", seen?.num_waiting ? `${seen.num_waiting} waiting` : ""],
-    ["n", seen ? `${Math.round(drawn / span)} tokens/s` : ""],
+    ["n", seen ? `${Math.round(tokens / span)} ${isEncoder ? "prompt tokens/s" : "tokens/s"}` : ""],
     ["n", seen && facts.tokens_per_s ? `speed ${Math.round(facts.tokens_per_s)}` : ""],
     ["n", seen && facts.last_dispatch !== undefined ? `load ${facts.prefill_tokens + facts.decode_tokens} tokens` : ""],
     ["i", seen?.settings ? `settings ${seen.settings}` : ""],

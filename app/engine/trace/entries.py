@@ -10,6 +10,7 @@ arrival. Fields that are empty, zero or false are left out.
     {"reconfigured": {"strategy": {...}, ...}, "settings": "mixed-continuous-fcfs-0a1b2c3d"}
     {"limits": {"max_step_tokens": 176, "prefill_chunk_tokens": 176, "max_running": 32}}
     {"cache_cleared": true}
+    {"asleep": true}                                               until it is false
     {"step": 12, "began_at": 3.2, "ended_at": 3.3, "scheduled": {...}, "token_ids": [...], "joined": [7], ...}
     {"lost": 40}                                                   so many entries were dropped here
     {"output": 7, "block_hashes": [...]}                          of a log without prompts, see `redaction.py`
@@ -138,13 +139,17 @@ class CacheCleared(NamedTuple):
     pass
 
 
+class Asleep(NamedTuple):
+    is_asleep: bool
+
+
 class DroppedEntries(NamedTuple):
     num_entries: int
 
 
 Entry = (
     StepRecord | Arrival | RedactedArrival | OutputHashes | Abort | Reconfigured | Limited | CacheCleared
-    | DroppedEntries
+    | Asleep | DroppedEntries
 )  # fmt: skip
 
 
@@ -204,6 +209,8 @@ def to_line(entry: Entry) -> str:
             return _dumps({"limits": entry.limits._asdict()})
         case CacheCleared():
             return _dumps({"cache_cleared": True})
+        case Asleep():
+            return _dumps({"asleep": entry.is_asleep})
         case DroppedEntries():
             return _dumps({"lost": entry.num_entries})
 
@@ -228,6 +235,8 @@ def parse(line: str) -> Entry:
             return Limited(Limits(**limits))
         case {"cache_cleared": True}:
             return CacheCleared()
+        case {"asleep": is_asleep}:
+            return Asleep(bool(is_asleep))
         case {"lost": num_entries}:
             return DroppedEntries(num_entries)
     raise ValueError(f"unknown entry: {line[:80]}")

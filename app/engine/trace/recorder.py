@@ -19,6 +19,7 @@ from app.engine.trace.entries import (
     UNKNOWN,
     Abort,
     Arrival,
+    Asleep,
     CacheCleared,
     Entry,
     FailureKind,
@@ -48,6 +49,12 @@ class Recorder:
 
     def cache_cleared(self) -> None:
         """The prefix cache was cleared."""
+
+    def slept(self) -> None:
+        """The engine has gone to sleep: nothing runs, nothing is cached, no batch is made until it wakes."""
+
+    def woke(self) -> None:
+        """It is awake again."""
 
     def step_began(self) -> None:
         """A call of `Engine.step`; it ends with `step_ended`, or with `failed` of the device."""
@@ -107,6 +114,12 @@ class StepRecorder(Recorder):
 
     def cache_cleared(self) -> None:
         self._put(CacheCleared())
+
+    def slept(self) -> None:
+        self._put(Asleep(True))
+
+    def woke(self) -> None:
+        self._put(Asleep(False))
 
     def step_began(self) -> None:
         self._begin()

@@ -87,6 +87,14 @@ class Viewer(Recorder):
     def cache_cleared(self) -> None:
         self.recorder.cache_cleared()
 
+    def slept(self) -> None:
+        for request_id in list(self._stays):
+            self._leave(request_id, self._last_step_at, "preempted")
+        self.recorder.slept()
+
+    def woke(self) -> None:
+        self.recorder.woke()
+
     def step_began(self) -> None:
         self.recorder.step_began()
 

@@ -41,6 +41,10 @@ class PrefixIndex:
                 found[replica_id] = _num_first_in(blocks, chain) * self._block_size
         return found
 
+    def forget(self, replica_id: str) -> None:
+        """A replica has nothing cached any more."""
+        self._blocks.pop(replica_id, None)
+
     def keep_only(self, replica_ids: Collection[str]) -> None:
         """Forget the replicas that are gone."""
         self._blocks = {each: blocks for each, blocks in self._blocks.items() if each in replica_ids}

@@ -8,6 +8,7 @@ from statistics import median
 
 import msgspec
 
+_TOKENS_PER_S = 100.0  # of a replica that sleeps, while no speed is known: any wake is worth waiting for some tokens
 _MAX_EXPLAINED = 4  # candidates that the line shows; the rest are counted
 
 
@@ -31,6 +32,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_prefill_tokens: int = 0  # of their prompts, not computed yet
     num_decode_tokens: int = 0  # that they are expected still to generate
     num_ahead: int = 0  # of those requests, how many must end before another one is computed
+    wake_s: float = 0.0  # until it computes, as it sleeps; 0: it is awake
     tokens_per_s: float = 0.0  # in a step of a given size, the same for all replicas; 0: not known
     num_cached_tokens: int = 0  # of this request's prompt that the replica should have in its KV memory
     holds_session: bool = False  # the previous request of the same session went there
@@ -67,10 +69,16 @@ class Scoring:
         """
         return candidate.num_ahead * self.num_request_tokens / self.relative_speed(candidate)
 
+    def waking(self, candidate: Candidate) -> float:
+        """What could be computed while it wakes."""
+        return candidate.wake_s * (self.usual_tokens_per_s or _TOKENS_PER_S)
+
     def score(self, candidate: Candidate) -> float:
-        """The work that is there, the queue and this request; the least is best."""
-        own = self.num_request_tokens / self.relative_speed(candidate)
-        return self.outstanding(candidate) + (self.queue(candidate) if candidate.num_ahead else 0.0) + own
+        """The work that is there, the queue, the time to wake and this request; the least is best."""
+        score = self.outstanding(candidate) + self.num_request_tokens / self.relative_speed(candidate)
+        if candidate.num_ahead:
+            score += self.queue(candidate)
+        return score + self.waking(candidate) if candidate.wake_s else score
 
     def explain(self, candidate: Candidate) -> str:
         """The candidate with the parts of its score."""
@@ -78,6 +86,7 @@ class Scoring:
         parts += f" + {self.num_request_tokens:,} own tokens at speed {self.relative_speed(candidate):.2f}"
         parts += f" = {self.score(candidate):,.0f}"
         parts += f", {candidate.num_ahead:,} must end first" if candidate.num_ahead else ""
+        parts += f", wakes in {candidate.wake_s:.2g} s" if candidate.wake_s else ""
         parts += f", {candidate.num_cached_tokens:,} cached" if candidate.num_cached_tokens else ""
         parts += ", has the session" if candidate.holds_session else ""
         parts += ", full" if candidate.is_full else ""

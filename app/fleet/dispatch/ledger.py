@@ -201,12 +201,14 @@ class ReplicaState:
             num_prefill_tokens=work.num_prefill_tokens,
             num_decode_tokens=work.num_decode_tokens,
             num_ahead=0 if report is None else max(0, work.num_requests + 1 - report.max_running),
+            wake_s=0.0 if report is None else report.wake_s,
             tokens_per_s=report.tokens_per_s if report is not None and knows_speed else 0.0,
             num_cached_tokens=num_cached_tokens,
             holds_session=holds_session,
             group="" if report is None else report.group,
             is_full=max_requests is not None and self._is_full(work, max_requests, is_background=is_background),
-            has_slot=report is None or self._num_in_the_way(work, is_background=is_background) < report.max_running,
+            has_slot=report is None
+            or (report.is_awake and self._num_in_the_way(work, is_background=is_background) < report.max_running),
         )
 
     def _is_full(self, work: _Work, max_requests: int, *, is_background: bool) -> bool:

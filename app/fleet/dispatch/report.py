@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+AWAKE = "awake"
+
 
 class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One replica at one moment, with the work of all ingresses.
@@ -27,3 +29,9 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_own: int | None = None  # of num_requests, those of the ingress that gets this report; None: not known
     # Digests of the adapters that it has loaded; None: it computes with none, or is of a version that knows none.
     adapters: tuple[str, ...] | None = None
+    state: str = AWAKE  # of `app.engine.stats.SleepState`
+    wake_s: float = 0.0  # how long it should take until it computes; 0: it is awake
+
+    @property
+    def is_awake(self) -> bool:
+        return self.state == AWAKE

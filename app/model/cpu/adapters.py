@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,14 +23,30 @@ _PRODUCTS = {
 }
 
 
+class AdaptedModel(NamedTuple):
+    """What adapters need to know of a model. It has none of its weights."""
+
+    sizes: Mapping[str, Sizes]  # see AdaptableForward
+    num_layers: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, weights: NativeWeights) -> AdaptedModel:
+        return cls(linear_sizes(weights), len(weights.layers), weights.dtype)
+
+    def prepare(self, weights: AdapterWeights) -> NativeAdapter:
+        """See AdaptableForward."""
+        return NativeAdapter(weights, num_layers=self.num_layers, dtype=self.dtype)
+
+
 class NativeAdapter:
     """An adapter, packed. Steps that use it hold it."""
 
-    def __init__(self, weights: AdapterWeights, native: NativeWeights) -> None:
+    def __init__(self, weights: AdapterWeights, *, num_layers: int, dtype: torch.dtype) -> None:
         self.num_bytes = 0
         self._tensors: list[torch.Tensor] = []  # what `_layers` points to
-        self._dtype = native.dtype
-        self._layers = (AdapterLayer * len(native.layers))()
+        self._dtype = dtype
+        self._layers = (AdapterLayer * num_layers)()
         for index, layer in enumerate(self._layers):
             for product, linears in _PRODUCTS.items():
                 updates = [weights.get(f"model.layers.{index}.{linear}") for linear in linears]

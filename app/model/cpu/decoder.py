@@ -8,14 +8,14 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from app.engine.batch import Batch
 from app.model.adapters import AdapterWeights, Sizes
-from app.model.cpu.adapters import AdapterColumns, NativeAdapter, adapter_columns, linear_sizes
+from app.model.cpu.adapters import AdaptedModel, AdapterColumns, NativeAdapter, adapter_columns
 from app.model.cpu.attention import MAX_SEGMENT_TOKENS
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import (
@@ -30,7 +30,6 @@ from app.model.cpu.library import (
 )
 from app.model.cpu.ranks import RankMemory, RankMissing, ranks_shape
 from app.model.cpu.weights import GROUPS, PANEL, NativeLayer, NativeWeights
-from app.model.cpu.weights_memory import WeightsMemory
 from app.model.forward import Prediction
 from app.model.inputs import ModelInputs, Segments, build_segments
 from app.model.matcher_preparer import MatcherPreparer, Preparable
@@ -47,20 +46,19 @@ class NativeDecoder:
         *,
         num_layers: int = 0,
         memory: RankMemory | None = None,
-        weights_memory: WeightsMemory | None = None,
     ) -> None:
         """num_layers: only the first few (then norm and head as always); 0 for all.
 
         memory: of all ranks, where the weights are those of one of several. All compute every step; rank 0 has logits.
-        weights_memory: has the weights, where they can be let go of.
         """
         self.block_size = pages.block_size
         self._weights, self._pages, self._team = weights, pages, team
+        self.adapting = AdaptedModel.of(weights)
         suffix = DTYPES[weights.dtype]
         self._run = getattr(team.code, f"carousel_decoder_run_{suffix}")
         self._times = getattr(team.code, f"carousel_decoder_times_{suffix}")
         num_layers = num_layers or len(weights.layers)
-        settings, self._memory, self._weights_memory = weights.settings, memory, weights_memory
+        settings, self._memory = weights.settings, memory
         shape = DecoderShape(
             settings.hidden_size, settings.num_heads, settings.num_kv_heads, settings.head_dim, settings.head_dim,
             settings.intermediate_size, settings.vocab_size, pages.block_size, num_layers, weights.weight_bits,
@@ -88,26 +86,13 @@ class NativeDecoder:
         adapters = adapter_columns(batch) if batch.has_adapters else None
         return self.compute(inputs, segments, batch.matchers, adapters)
 
-    def linear_sizes(self) -> dict[str, Sizes]:
+    def linear_sizes(self) -> Mapping[str, Sizes]:
         """See AdaptableForward."""
-        return linear_sizes(self._weights)
+        return self.adapting.sizes
 
     def prepare_adapter(self, weights: AdapterWeights) -> NativeAdapter:
         """See AdaptableForward."""
-        return NativeAdapter(weights, self._weights)
-
-    def release_weights(self) -> None:
-        """Let go of the weights' memory until `restore_weights`; no step is computed before that."""
-        if self._weights_memory is not None:
-            self._weights_memory.release()
-
-    def restore_weights(self) -> None:
-        """Have the same weights again: at once where another process has them, else packed again from their files.
-
-        Raises InvalidSetup if the files have changed.
-        """
-        if self._weights_memory is not None:
-            self._weights_memory.restore()
+        return self.adapting.prepare(weights)
 
     def compute(
         self,
@@ -116,7 +101,6 @@ class NativeDecoder:
         matchers: Sequence[Preparable] = (),
         adapters: AdapterColumns | None = None,
     ) -> Prediction:
-        assert self._weights_memory is None or self._weights_memory.is_mapped, "weights are restored before a step"
         self._provide_rotary(segments.num_positions)
         num_logits = inputs.logits_indices.shape[0]
         has_logits = self._weights.settings.rank == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from app.model.cpu.library import library
-from app.model.cpu.weights_memory import _GROWTH, _GrowingFile
+from app.model.cpu.shared_weights import _GROWTH, _GrowingFile
 from benchmarks.engine import replica_memory
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")

@@ -169,3 +169,15 @@ def test_every_policy_orders_all_replicas_once_and_the_full_ones_last(choice: An
 def test_an_unknown_policy_is_refused_by_name() -> None:
     with pytest.raises(InvalidSetup, match="'fastest'"):
         make_policy("fastest", random.Random(1))
+
+
+def test_an_awake_replica_goes_before_one_that_sleeps_while_it_has_room_soon() -> None:
+    asleep = load("asleep", wake_s=2.0)
+    for speed in (0.0, 100.0):
+        busy, loaded = load("busy", num_decode_tokens=150, tokens_per_s=speed), load("loaded", num_decode_tokens=250)
+        assert order(least_loaded(), asleep, busy) == ["busy", "asleep"]
+        assert order(least_loaded(), asleep, replace(loaded, tokens_per_s=speed)) == ["asleep", "loaded"]
+
+
+def test_the_time_to_wake_is_explained() -> None:
+    assert "wakes in 2 s" in least_loaded().decide([load("asleep", wake_s=2.0)], SIZE).explain_loads()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import shutil
 import subprocess
@@ -12,12 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.errors import InvalidSetup
-from app.model.cpu import weights_memory
+from app.model.cpu import shared_weights
 from app.model.cpu.library import is_fast
-from app.model.cpu.weights_memory import LARGE_PAGE, WeightsMemory, _find, _GrowingFile
+from app.model.cpu.shared_weights import LARGE_PAGE, _find, _GrowingFile
 from app.model.loader import LoadedModel
-from tests.model.cpu.test_decoder import PROMPT, chunk, decoder_of, step
 from tests.model.cpu.test_kept_check import load, logits_of
 
 pytestmark = pytest.mark.skipif(not is_fast(torch.float32), reason="this CPU cannot compute the native decoder")
@@ -27,14 +26,14 @@ _HOLDER = """
 import sys
 from pathlib import Path
 from app.config import ModelConfig
-from app.model.cpu import weights_memory
+from app.model.cpu import shared_weights
 from app.model.loader import load_model
 path, cache, state = sys.argv[1:]
 def wait(*_given):
     print(state, flush=True)
     sys.stdin.readline()
 if state == "packs":
-    weights_memory._GrowingFile.finish = wait
+    shared_weights._GrowingFile.finish = wait
 model = load_model(ModelConfig(path=path, device="cpu", dtype="float32"), path, checks=Path(cache))
 wait()
 """
@@ -65,19 +64,15 @@ def never_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     def packed(*_given: object) -> int:
         raise AssertionError("another process has packed the weights")
 
-    monkeypatch.setattr(WeightsMemory, "_packed", packed)
+    monkeypatch.setattr(shared_weights, "_packed", packed)
 
 
-def memory_of(model: LoadedModel) -> WeightsMemory:
-    assert model.weights_memory is not None
-    return model.weights_memory
-
-
-def inode_of(memory: WeightsMemory) -> int:
-    """Of the file that is mapped, as the kernel shows it."""
-    start = f"{memory._addresses._start:08x}-"
+def inode_of(model: LoadedModel) -> int:
+    """Of the file that has its weights, as the kernel shows it."""
+    assert model.native is not None
+    first = min(tensor.data_ptr() for tensor in model.native.tensors())
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(start)).split()[4])
+    return int(next(line for line in lines if line.startswith(f"{first:08x}-")).split()[4])
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
@@ -87,13 +82,12 @@ def test_shared_weights_give_the_bits_of_private_ones(
 ) -> None:  # type: ignore[no-untyped-def]
     path = tiny_model_path(architecture)
     with monkeypatch.context() as patch:
-        patch.setattr(weights_memory, "WeightsMemory", _refused)
+        patch.setattr(os, "memfd_create", _refused)
         private = load(path, tmp_path, quantization=quantization)
     first = load(path, tmp_path, quantization=quantization)
     never_packed(monkeypatch)
     second = load(path, tmp_path, quantization=quantization)
-    assert private.weights_memory is None
-    assert inode_of(memory_of(first)) == inode_of(memory_of(second))
+    assert inode_of(first) == inode_of(second)
     assert torch.equal(logits_of(first), logits_of(private))
     assert torch.equal(logits_of(second), logits_of(private))
 
@@ -110,9 +104,6 @@ def test_another_process_shares_them_and_they_outlive_it(
         never_packed(monkeypatch)
         model = load(model_path, tmp_path)
         assert torch.equal(logits_of(model), expected)
-        memory_of(model).release()
-        memory_of(model).restore()
-        assert torch.equal(logits_of(model), expected)
     assert torch.equal(logits_of(model), expected)
     assert torch.equal(logits_of(load(model_path, tmp_path)), expected)
 
@@ -123,14 +114,14 @@ def test_a_process_waits_for_one_that_packs_and_takes_over_where_that_is_killed(
     expected = logits_of(load(model_path, tmp_path))
     with other_process(model_path, tmp_path, "packs") as process:
         assert _find(next(tmp_path.glob("carousel-weights-*.lock")).stem) is None
-        take_lock = weights_memory.take_lock
+        take_lock = shared_weights.take_lock
 
         def kill_it_and_wait(path: Path, *, waits: bool = False) -> int | None:
             if waits:
                 process.kill()
             return take_lock(path, waits=waits)
 
-        monkeypatch.setattr(weights_memory, "take_lock", kill_it_and_wait)
+        monkeypatch.setattr(shared_weights, "take_lock", kill_it_and_wait)
         with caplog.at_level("INFO"):
             model = load(model_path, tmp_path)
     assert "another process packs them; waiting for it" in caplog.text
@@ -142,7 +133,7 @@ def test_other_files_of_the_model_have_other_weights(model_path: Path, tmp_path:
     changed = model_path / "model.safetensors"
     changed.write_bytes(changed.read_bytes()[:-8] + b"\0" * 8)
     os.utime(changed, ns=(1, 1))
-    assert inode_of(memory_of(load(model_path, tmp_path))) != inode_of(memory_of(first))
+    assert inode_of(load(model_path, tmp_path)) != inode_of(first)
 
 
 def test_a_cache_that_cannot_be_written_is_said_in_the_log(
@@ -161,29 +152,15 @@ def test_weights_that_are_let_go_of_come_back_with_the_same_bits(
     quantization: str, model_path: Path, tmp_path: Path
 ) -> None:
     model = load(model_path, tmp_path, quantization=quantization)
-    decoder, memory = decoder_of(model), memory_of(model)
-    decoder._weights_memory = memory
-    asked = chunk(PROMPT, 0, 70, [3, 8, 1, 0, 9])
-    with torch.inference_mode():
-        expected = step(decoder, asked)
-        name = f"carousel-weights-{memory._digest}"
-        decoder.release_weights()
-        decoder.release_weights()
-        assert _find(name) is None
-        with pytest.raises(AssertionError, match="restored before a step"):
-            step(decoder, asked)
-        decoder.restore_weights()
-        decoder.restore_weights()
-        assert torch.equal(step(decoder, asked), expected)
-    assert _find(name) is not None
-
-
-def test_weights_of_changed_files_do_not_come_back(model_path: Path, tmp_path: Path) -> None:
-    model = load(model_path, tmp_path)
-    memory_of(model).release()
-    os.utime(model_path / "model.safetensors", ns=(1, 1))
-    with pytest.raises(InvalidSetup, match="have changed"):
-        memory_of(model).restore()
+    expected = logits_of(model)
+    name = next(tmp_path.glob("carousel-weights-*.lock")).stem
+    found = _find(name)
+    assert found is not None
+    os.close(found)
+    del model
+    gc.collect()
+    assert _find(name) is None
+    assert torch.equal(logits_of(load(model_path, tmp_path, quantization=quantization)), expected)
 
 
 def test_a_whole_file_cannot_be_written_and_is_the_owners_alone() -> None:
@@ -191,7 +168,7 @@ def test_a_whole_file_cannot_be_written_and_is_the_owners_alone() -> None:
         file.allocate(LARGE_PAGE + 1, dtype=torch.uint8).fill_(7)
         descriptor = file.finish(b"layout")
     try:
-        assert weights_memory._layout_in(descriptor) == (2 * LARGE_PAGE, b"layout")
+        assert shared_weights._layout_in(descriptor) == (2 * LARGE_PAGE, b"layout")
         assert os.fstat(descriptor).st_mode & 0o777 == 0o600
         assert fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
         writable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
@@ -216,7 +193,7 @@ def test_files_of_other_users_are_not_shared(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_matrices_of_all_sizes_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the memory grows between them."""
-    monkeypatch.setattr(weights_memory, "_GROWTH", LARGE_PAGE)
+    monkeypatch.setattr(shared_weights, "_GROWTH", LARGE_PAGE)
     sizes = (1, 64, LARGE_PAGE - 64, 3 * LARGE_PAGE + 5, 7)
     with _GrowingFile("carousel-weights-sizes") as file:
         tensors = [file.allocate(size, dtype=torch.uint8) for size in sizes]

@@ -20,13 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from app.config import GIB
 from app.disk import take_lock
-from app.errors import InvalidSetup
 from app.model.cpu.library import in_large_pages
 from app.model.cpu.weights import Allocate, NativeWeights, weights_at
 
@@ -54,105 +53,54 @@ Pack = Callable[[Allocate], NativeWeights]
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """With which processes weights are shared: those that find the same digest."""
+    """With which processes weights are shared: those that have the same digest."""
 
-    digest: Callable[[], str]  # of the model's files as they are now, and of all else that packed weights depend on
+    digest: str  # of the model's files, and of all else that packed weights depend on
     folder: Path  # has a file to lock, so that only one process packs
 
 
-class PackedWeights(NamedTuple):
-    """A model's weights, and what has their memory; None where that cannot be let go of."""
+def shared_weights(pack: Pack, sharing: Sharing | None) -> NativeWeights:
+    """Those of another process, else packed here. Their memory is let go of with the last of their tensors.
 
-    weights: NativeWeights
-    memory: WeightsMemory | None
-
-
-def packed_weights(pack: Pack, sharing: Sharing | None = None) -> PackedWeights:
-    """As `WeightsMemory` has them; in memory of this process alone where the system refuses such memory."""
+    pack: reads and packs them, into memory that it is given. sharing: None with no other process.
+    """
     try:
-        memory = WeightsMemory(pack, sharing)
+        return _weights_in(_packed(pack, _NAME) if sharing is None else _found_or_packed(pack, sharing))
     except OSError as error:
-        logger.warning("weights: not shared with other processes: %s", error)
-        return PackedWeights(pack(in_large_pages), None)
-    return PackedWeights(memory.weights(), memory)
+        logger.warning("weights: in the memory of this process alone, which cannot have another: %s", error)
+        return pack(in_large_pages)
 
 
-class WeightsMemory:
-    """The packed weights of a model in this process. Linux has such memory."""
+def _found_or_packed(pack: Pack, sharing: Sharing) -> int:
+    """A descriptor of a whole file."""
+    name = f"{_NAME}-{sharing.digest}"
+    with _locked(sharing.folder / f"{name}.lock"):
+        found = _find(name)
+        if found is None:
+            return _packed(pack, name)
+        logger.info("weights: %.2f GiB are shared with another process", os.fstat(found).st_size / GIB)
+        return found
 
-    def __init__(self, pack: Pack, sharing: Sharing | None = None) -> None:
-        """pack: reads and packs the weights, into memory that it is given. sharing: None with no other process."""
-        self._pack, self._sharing = pack, sharing
-        self._num_threads = torch.get_num_threads()
-        self._digest = None if sharing is None else sharing.digest()
-        self._close: Callable[[], object] | None = None
-        descriptor = self._found_or_packed(pack)
-        num_bytes, self._layout = _layout_in(descriptor)
-        self._addresses = _Addresses(num_bytes)
-        self._map(descriptor)
 
-    def weights(self) -> NativeWeights:
-        """Views of the memory, which they keep. They can be read while it is mapped."""
-        return weights_at(self._layout, self._addresses.memory)
+def _packed(pack: Pack, name: str) -> int:
+    """A descriptor of a new file."""
+    began = time.monotonic()
+    with _GrowingFile(name) as file:
+        descriptor = file.finish(pack(file.allocate).layout(file.memory))
+        logger.info(
+            "weights: %.2f GiB packed in %.1f s, in %s pages",
+            file.num_bytes / GIB, time.monotonic() - began, "large" if file.is_in_large_pages else "small",
+        )  # fmt: skip
+        return descriptor
 
-    @property
-    def is_mapped(self) -> bool:
-        return self._close is not None
 
-    def release(self) -> None:
-        """Let go of the memory; it is free when no other process has it. The addresses stay reserved."""
-        if self._close is not None:
-            self._addresses.unmap()
-            self._close()
-            self._close = None
-
-    def restore(self) -> None:
-        """Have the same weights at the same addresses again: another process's, or packed again from the files.
-
-        Raises InvalidSetup if the files have changed since.
-        """
-        if self._close is not None:
-            return
-        descriptor = self._found_or_packed(self._pack_unchanged)
-        if _layout_in(descriptor)[1] != self._layout:
-            os.close(descriptor)
-            raise self._changed()
-        self._map(descriptor)
-
-    def _map(self, descriptor: int) -> None:
-        self._addresses.map(descriptor)
-        self._close = weakref.finalize(self, os.close, descriptor)
-
-    def _pack_unchanged(self, allocate: Allocate) -> NativeWeights:
-        if self._sharing is not None and self._sharing.digest() != self._digest:
-            raise self._changed()
-        return self._pack(allocate)
-
-    def _changed(self) -> InvalidSetup:
-        return InvalidSetup("the model's files have changed since its weights were loaded; restart the replica")
-
-    def _found_or_packed(self, pack: Pack) -> int:
-        """A descriptor of a whole file."""
-        if self._sharing is None:
-            return self._packed(pack, _NAME)
-        name = f"{_NAME}-{self._digest}"
-        with _locked(self._sharing.folder / f"{name}.lock"):
-            found = _find(name)
-            if found is None:
-                return self._packed(pack, name)
-            logger.info("weights: %.2f GiB are shared with another process", os.fstat(found).st_size / GIB)
-            return found
-
-    def _packed(self, pack: Pack, name: str) -> int:
-        began = time.monotonic()
-        with _GrowingFile(name) as file, _threads(self._num_threads):
-            weights = pack(file.allocate)
-            descriptor = file.finish(weights.layout(file.memory))
-            logger.info(
-                "weights: %.2f GiB packed in %.1f s, in %s pages",
-                file.num_bytes / GIB, time.monotonic() - began, "large" if file.is_in_large_pages else "small",
-            )  # fmt: skip
-            return descriptor
+def _weights_in(descriptor: int) -> NativeWeights:
+    """Views of a whole file. It is closed with the last of them, so other processes find it until then."""
+    num_bytes, layout = _layout_in(descriptor)
+    addresses = _Addresses(num_bytes)
+    addresses.map(descriptor)
+    weakref.finalize(addresses.memory, os.close, descriptor)
+    return weights_at(layout, addresses.memory)
 
 
 @contextmanager
@@ -173,19 +121,8 @@ def _locked(path: Path) -> Iterator[None]:
             os.close(lock)
 
 
-@contextmanager
-def _threads(num_threads: int) -> Iterator[None]:
-    """Threads of torch in this thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class _Addresses:
-    """Addresses that stay reserved while files are mapped there and let go of."""
+    """Addresses that stay reserved until nothing refers to their memory."""
 
     def __init__(self, num_bytes: int) -> None:
         """num_bytes: whole large pages. Raises OSError if there are no such addresses."""

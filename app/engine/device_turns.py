@@ -1,0 +1,211 @@
+"""The memory of one device, divided among the engines on it, of which each has a process of its own.
+
+A file names the engines that have memory and those that wait for it, in the order in which they asked. Engines that fit
+together have theirs together. Of others each has its turn, first come, first served. No torch here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from uuid import uuid4
+
+import msgspec
+
+from app.config import GIB
+from app.errors import InvalidSetup
+
+# Others are told of every change. A process that was killed tells nothing: one that waits looks again after this.
+RECHECK_S = 1.0
+# A turn takes at least so many times as long as the switch to it: switching then takes at most about a tenth.
+TURN_PER_SWITCH = 10.0
+SHORTEST_TURN_S = 0.5
+
+
+class Occupant(msgspec.Struct):
+    """An engine that has memory of the device, or waits for it."""
+
+    key: str  # of its process and its socket
+    name: str  # for people
+    num_bytes: int
+    switch_s: float  # how long it takes to sleep and wake again, as measured last
+    is_waiting: bool
+    since: float  # when it began to wait or its turn began, by `time.monotonic`, which all processes of a host share
+
+
+_decode = msgspec.json.Decoder(list[Occupant]).decode
+_encode = msgspec.json.encode
+
+
+class DeviceTurns:
+    """One engine's part in the turns of a device. Linux only: processes are told by sockets without a file."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        name: str,
+        num_bytes: int,
+        total_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """path: the device's file, the same for all its engines. `num_bytes` of `total_bytes` are what this one needs.
+
+        Raises:
+            InvalidSetup: it can never have as much, or the file cannot be written.
+        """
+        if num_bytes > total_bytes:
+            raise InvalidSetup(
+                f"{name} needs {num_bytes / GIB:.2f} GiB for weights, KV memory and its largest step; the engines of "
+                f"this device may have {total_bytes / GIB:.2f} GiB together. Raise replicas.device_memory_gib, lower "
+                f"cache.memory_gib, or serve a smaller model"
+            )
+        self._path, self._total_bytes, self._clock = path, total_bytes, clock
+        self._own = Occupant(uuid4().hex, name, num_bytes, switch_s=0.0, is_waiting=True, since=0.0)
+        self.num_bytes = num_bytes
+        self._is_in = False  # the file has this engine
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise InvalidSetup(f"the engines of a device share {path}, which cannot be written: {error}") from error
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(_address(self._own.key))
+
+    # ------------------------------------------------------------------ this engine's turn
+
+    def ask(self) -> bool:
+        """Take the memory if it is this engine's turn; else wait for it, at its place in the order.
+
+        Returns whether it has the memory. To be called again when something has changed, or after `RECHECK_S`.
+        """
+        own = self._own
+        with self._changing() as occupants:
+            if not self._is_in:
+                self._is_in, own.is_waiting, own.since = True, True, self._clock()
+                occupants.append(own)
+            first = next((each for each in occupants if each.is_waiting), own)
+            if own.is_waiting and first.key == own.key and _missing(occupants, own, self._total_bytes) <= 0:
+                own.is_waiting, own.since = False, self._clock()
+        return not own.is_waiting
+
+    def wait(self) -> None:
+        """Return with the memory, before `listen`."""
+        while not self.ask():
+            self._socket.settimeout(RECHECK_S)
+            with suppress(TimeoutError):
+                self._socket.recv(1)
+        self._socket.settimeout(None)
+
+    def begin(self, *, switch_s: float) -> None:
+        """The engine is awake: its turn begins now. `switch_s`: as in Occupant."""
+        with self._changing():
+            self._own.switch_s, self._own.since = switch_s, self._clock()
+
+    def leave(self) -> None:
+        """Give the memory back, or wait for it no longer."""
+        if self._is_in:
+            with self._changing() as occupants:
+                occupants.remove(self._own)
+                self._is_in = False
+
+    def ends_at(self) -> float | None:
+        """When this engine's turn ends, so that others have theirs; None: no other needs what it has."""
+        own = self._own
+        with self._changing() as occupants:
+            first = next((each for each in occupants if each.is_waiting), None)
+            if first is None or own.is_waiting:
+                return None
+            missing = _missing(occupants, first, self._total_bytes)
+            for each in sorted((each for each in occupants if not each.is_waiting), key=lambda each: each.since):
+                if missing <= 0:
+                    return None  # others, whose turns began before, give way for it
+                if each.key == own.key:
+                    break
+                missing -= each.num_bytes
+            if missing <= 0:
+                return None
+            return own.since + max(SHORTEST_TURN_S, TURN_PER_SWITCH * max(own.switch_s, first.switch_s))
+
+    # ------------------------------------------------------------------ the others
+
+    def listen(self, on_change: Callable[[], None]) -> None:
+        """Have a thread call `on_change` whenever another engine has changed something, until `close`."""
+        threading.Thread(target=self._hear, args=(on_change,), name="device-turns", daemon=True).start()
+
+    def _hear(self, on_change: Callable[[], None]) -> None:
+        with suppress(OSError):
+            while self._socket.recv(1) and self._lock >= 0:
+                on_change()
+
+    def close(self) -> None:
+        """Leave, for good. Safe to call twice."""
+        if self._lock < 0:
+            return
+        self.leave()
+        os.close(self._lock)
+        self._lock = -1
+        _tell(self._own.key)  # its thread ends
+        self._socket.close()
+
+    @contextmanager
+    def _changing(self) -> Iterator[list[Occupant]]:
+        """The occupants that live, while no other process changes them; what is changed is written and told."""
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            written = self._path.read_bytes() if self._path.exists() else b""
+            occupants = self._known(written)
+            yield occupants
+            changed = _encode(occupants)
+            if changed != written:
+                temporary = self._path.with_suffix(".tmp")
+                temporary.write_bytes(changed)
+                os.replace(temporary, self._path)
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+        if changed != written:
+            for each in occupants:
+                if each.key != self._own.key:
+                    _tell(each.key)
+
+    def _known(self, written: bytes) -> list[Occupant]:
+        """Those of the file without processes that have ended; this engine is as it knows itself."""
+        try:
+            found = _decode(written) if written else []
+        except msgspec.DecodeError:  # it was written by another version
+            found = []
+        own = self._own
+        if self._is_in and all(each.key != own.key for each in found):
+            found.append(own)  # the file was removed
+        return [own if each.key == own.key else each for each in found if each.key == own.key or _lives(each.key)]
+
+
+def _missing(occupants: list[Occupant], wanting: Occupant, total_bytes: int) -> int:
+    """How many bytes are not free for it; none if not above zero."""
+    return sum(each.num_bytes for each in occupants if not each.is_waiting) + wanting.num_bytes - total_bytes
+
+
+def _address(key: str) -> str:
+    """Of a socket in the abstract namespace: it goes with its process, however that ends."""
+    return f"\0carousel-turns-{key}"
+
+
+def _tell(key: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out, suppress(OSError):
+        out.setblocking(False)
+        out.sendto(b"!", _address(key))  # where its buffer is full it has enough to hear
+
+
+def _lives(key: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_address(key))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from app.child_process import child_environment
+from app.engine.device_turns import SHORTEST_TURN_S, TURN_PER_SWITCH, DeviceTurns
+from app.errors import InvalidSetup
+from tests.fakes import FakeClock
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from app.engine.device_turns import DeviceTurns
+turns = DeviceTurns(Path(sys.argv[1]), name="killed", num_bytes=6, total_bytes=10)
+assert turns.ask()
+print("holds", flush=True)
+time.sleep(60)
+"""
+
+
+class Device:
+    """A device with room for ten bytes, and the engines on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clock = FakeClock()
+        self._path = folder / "device.json"
+        self._stack = ExitStack()
+
+    def engine(self, num_bytes: int, *, name: str = "engine") -> DeviceTurns:
+        turns = DeviceTurns(self._path, name=name, num_bytes=num_bytes, total_bytes=10, clock=self.clock)
+        self._stack.callback(turns.close)
+        return turns
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Device:
+    return Device(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _closed(device: Device) -> None:
+    yield
+    device.close()
+
+
+def test_engines_that_fit_together_have_their_memory_together(device: Device) -> None:
+    first, second = device.engine(4), device.engine(6)
+    assert first.ask()
+    assert second.ask()
+    assert first.ends_at() is None
+    assert second.ends_at() is None
+
+
+def test_an_engine_that_does_not_fit_waits_until_another_leaves(device: Device) -> None:
+    first, second = device.engine(5), device.engine(6)
+    assert first.ask()
+    assert not second.ask()
+    first.leave()
+    assert second.ask()
+    assert not first.ask()
+
+
+def test_the_memory_goes_to_the_engine_that_asked_first_though_a_later_one_would_fit(device: Device) -> None:
+    holder, large, small = device.engine(5), device.engine(10), device.engine(1)
+    assert holder.ask()
+    assert not large.ask()
+    assert not small.ask()
+    holder.leave()
+    assert not small.ask()
+    assert large.ask()
+
+
+def test_a_turn_is_a_multiple_of_the_longer_of_both_switches(device: Device) -> None:
+    holder, other = device.engine(6), device.engine(6)
+    assert holder.ask()
+    holder.begin(switch_s=3.0)
+    assert holder.ends_at() is None
+    assert not other.ask()
+    assert holder.ends_at() == device.clock() + 3 * TURN_PER_SWITCH
+    holder.leave()
+    assert other.ask()
+    other.begin(switch_s=0.0)
+    assert not holder.ask()
+    assert other.ends_at() == device.clock() + 3 * TURN_PER_SWITCH
+
+
+def test_a_turn_without_a_cost_has_a_shortest_time(device: Device) -> None:
+    holder, other = device.engine(6), device.engine(6)
+    assert holder.ask()
+    assert not other.ask()
+    assert holder.ends_at() == device.clock() + SHORTEST_TURN_S
+
+
+def test_only_as_many_give_way_as_the_first_that_waits_needs_the_longest_awake_first(device: Device) -> None:
+    old, young, waiting = device.engine(5), device.engine(5), device.engine(4)
+    assert old.ask()
+    device.clock.advance(1)
+    assert young.ask()
+    assert not waiting.ask()
+    assert old.ends_at() is not None
+    assert young.ends_at() is None
+
+
+def test_what_needs_more_than_there_is_is_refused_with_the_numbers(device: Device) -> None:
+    with pytest.raises(InvalidSetup, match=r"needs 0\.00 GiB .*device_memory_gib"):
+        device.engine(11)
+
+
+def test_others_are_told_of_a_change(device: Device) -> None:
+    holder, other = device.engine(6), device.engine(6)
+    told = Event()
+    assert holder.ask()
+    holder.listen(told.set)
+    assert not other.ask()
+    assert told.wait(5)
+
+
+def test_a_killed_process_holds_nothing(device: Device, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDS, str(tmp_path / "device.json")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment()) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"holds\n"
+        other = device.engine(6)
+        assert not other.ask()
+        os.kill(process.pid, signal.SIGKILL)
+    assert other.ask()
+
+
+def test_a_file_that_was_removed_or_is_not_understood_is_made_again(device: Device, tmp_path: Path) -> None:
+    holder, other = device.engine(6), device.engine(6)
+    assert holder.ask()
+    (tmp_path / "device.json").write_text("{")
+    assert holder.ends_at() is None
+    assert not other.ask()

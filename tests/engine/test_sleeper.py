@@ -1,0 +1,387 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from app.config import SchedulerConfig
+from app.engine.async_engine import AsyncEngine
+from app.engine.batch import Batch, StepResult
+from app.engine.device_turns import SHORTEST_TURN_S, DeviceTurns
+from app.engine.engine import Engine
+from app.engine.request import Request
+from app.engine.sleeper import Sleeper
+from app.engine.stats import SleepState
+from app.errors import DeadlineMissed, Overloaded
+from tests.engine.test_overlapped_engine import LateRunner
+from tests.fakes import (
+    CountingRunner,
+    FakeClock,
+    Outcome,
+    build_fake_engine,
+    expected_tokens,
+    make_request,
+    run_to_end,
+)
+from tests.waiting import until
+
+AFTER_S = 10.0
+WAKE_S = 0.2
+
+
+class DozingRunner(CountingRunner):
+    """Has no KV memory while it sleeps; waking takes time."""
+
+    def __init__(self, clock: FakeClock | None = None, *, wake_s: float = WAKE_S) -> None:
+        super().__init__()
+        self.clock = clock or FakeClock()
+        self.wake_s = wake_s
+        self.has_memory = True
+
+    def run(self, batch: Batch) -> StepResult:
+        assert self.has_memory, "nothing is computed in sleep"
+        self.clock.advance(0.01)
+        return super().run(batch)
+
+    def sleep(self) -> None:
+        self.has_memory = False
+        self._slots.clear()
+
+    def wake(self) -> None:
+        assert not self._slots
+        self.clock.advance(self.wake_s)
+        self.has_memory = True
+
+
+def turns_on(path: Path, *, num_bytes: int = 6, clock: Any) -> DeviceTurns:
+    turns = DeviceTurns(path, name="fake", num_bytes=num_bytes, total_bytes=10, clock=clock)
+    turns.wait()
+    return turns
+
+
+class Dozing:
+    """An engine that sleeps, and what is heard of it; time passes only when it is told to."""
+
+    def __init__(self, path: Path, clock: FakeClock, **settings: Any) -> None:
+        self.clock = clock
+        self.runner = DozingRunner(clock)
+        self.engine: Engine = build_fake_engine(runner=self.runner, clock=clock, **settings)
+        self.turns = turns_on(path, clock=clock)
+        self.sleeper = Sleeper(self.engine, self.turns, after_s=AFTER_S, started_in_s=WAKE_S)
+        self.outcome = Outcome()
+
+    def go(self) -> None:
+        """What the engine's thread does between two waits."""
+        self.sleeper.note_change()
+        self.sleeper.advance()
+        if self.engine.idle_s == 0.0:
+            self.outcome.book(self.engine.step())
+        self.sleeper.advance()
+
+    def go_on(self, max_times: int = 1000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(max_times):
+            if not self.engine.has_work:
+                return
+            self.go()
+        raise AssertionError("it still has work")
+
+    @property
+    def state(self) -> SleepState:
+        return self.sleeper.stats.state
+
+
+@pytest.fixture
+def dozing(tmp_path: Path) -> Iterator[Dozing]:
+    made = Dozing(tmp_path / "device.json", FakeClock())
+    yield made
+    made.sleeper.close()
+
+
+# ---------------------------------------------------------------------- the engine
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_requests_that_ran_go_on_with_the_same_tokens_after_sleep(num_steps: int) -> None:
+    engine = build_fake_engine(runner=DozingRunner())
+    requests = [make_request((5, 6, 7 + n), max_tokens=9) for n in range(4)]
+    outcome = Outcome()
+    for request in requests:
+        engine.add(request)
+    for _ in range(num_steps):
+        outcome.book(engine.step())
+    engine.sleep()
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+    assert engine.idle_s is None
+    engine.wake()
+    while engine.has_work:
+        outcome.book(engine.step())
+    for request in requests:
+        assert outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 9)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 4])
+def test_an_engine_a_step_ahead_sleeps_without_a_lost_token(num_steps: int) -> None:
+    engine = build_fake_engine(runner=LateRunner())
+    request, outcome = make_request((5, 6, 7), max_tokens=6, frequency_penalty=0.0), Outcome()
+    engine.add(request)
+    for _ in range(num_steps):
+        outcome.book(engine.step())
+    engine.sleep()
+    engine.wake()
+    while engine.has_work:
+        outcome.book(engine.step())
+    assert outcome.token_ids[request.request_id] == expected_tokens((5, 6, 7), 6)
+
+
+def test_nothing_is_cached_after_sleep() -> None:
+    engine = build_fake_engine(runner=DozingRunner())
+    prompt = tuple(range(2, 22))
+    run_to_end(engine, make_request(prompt))
+    engine.sleep()
+    engine.wake()
+    run_to_end(engine, make_request(prompt))
+    assert engine.stats().total_cached_tokens == 0
+
+
+# ---------------------------------------------------------------------- when it sleeps
+
+
+def test_an_engine_without_requests_sleeps_after_its_time_and_wakes_for_the_next(dozing: Dozing) -> None:
+    dozing.go()
+    assert dozing.sleeper.due_in_s == AFTER_S
+    dozing.clock.advance(AFTER_S)
+    dozing.go()
+    assert (dozing.state, dozing.runner.has_memory) == (SleepState.ASLEEP, False)
+    assert dozing.sleeper.due_in_s is None
+    request = make_request()
+    dozing.engine.add(request)
+    dozing.go_on()
+    assert dozing.outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 4)
+    stats = dozing.sleeper.stats
+    assert (stats.state, stats.num_wakes, stats.last_wake_s) == (SleepState.AWAKE, 1, pytest.approx(WAKE_S))
+
+
+def test_the_time_without_a_request_begins_with_the_end_of_the_last(dozing: Dozing) -> None:
+    dozing.clock.advance(AFTER_S - 1)
+    dozing.go()
+    dozing.engine.add(make_request())
+    dozing.go_on()
+    dozing.go()
+    assert dozing.state is SleepState.AWAKE
+    assert dozing.sleeper.due_in_s == pytest.approx(AFTER_S, abs=0.1)
+
+
+def test_a_deadline_passes_in_sleep(dozing: Dozing, tmp_path: Path) -> None:
+    dozing.engine.sleep()
+    request = make_request(deadline_s=3.0)
+    dozing.engine.add(request)
+    assert dozing.engine.idle_s == pytest.approx(3.0)
+    dozing.clock.advance(3.0)
+    dozing.outcome.book(dozing.engine.step())
+    assert isinstance(dozing.outcome.errors[request.request_id], DeadlineMissed)
+    assert not dozing.engine.has_work
+
+
+def test_other_settings_hold_after_sleep(dozing: Dozing) -> None:
+    dozing.engine.sleep()
+    dozing.engine.add(make_request())
+    dozing.engine.reconfigure(SchedulerConfig(max_running=3, policy={"name": "sjf"}))  # type: ignore[arg-type]
+    dozing.engine.wake()
+    dozing.go_on()
+    assert (dozing.engine.stats().policy, dozing.engine.stats().total_finished) == ("sjf", 1)
+
+
+# ---------------------------------------------------------------------- two on one device
+
+
+@contextmanager
+def two_on_one_device(folder: Path, clock: FakeClock | None = None, **settings: Any) -> Iterator[tuple[Dozing, Dozing]]:
+    """The second waits for the first; neither has a request. Both need 6 of 10 bytes."""
+    clock = clock or FakeClock()
+    path = folder / "device.json"
+    first = Dozing(path, clock, **settings)
+    first.engine.sleep()  # as long as the second starts
+    first.turns.leave()
+    first.sleeper.stats = first.sleeper.stats._replace(state=SleepState.ASLEEP)
+    second = Dozing(path, clock, **settings)
+    try:
+        yield second, first
+    finally:
+        first.sleeper.close()
+        second.sleeper.close()
+
+
+def test_an_idle_engine_gives_way_when_it_was_idle_for_as_long_as_a_switch_takes(tmp_path: Path) -> None:
+    with two_on_one_device(tmp_path) as (awake, asleep):
+        asleep.engine.add(make_request())
+        awake.go()
+        asleep.go()
+        assert asleep.state is SleepState.QUEUED
+        awake.go()
+        assert awake.state is SleepState.AWAKE
+        awake.clock.advance(WAKE_S)
+        awake.go()
+        assert awake.state is SleepState.ASLEEP
+        asleep.go()
+        assert asleep.state is SleepState.AWAKE
+        assert asleep.sleeper.stats.queued_s == pytest.approx(WAKE_S)
+
+
+def test_a_busy_engine_gives_way_after_its_turn_and_both_end_with_their_tokens(tmp_path: Path) -> None:
+    with two_on_one_device(tmp_path, num_blocks=256) as (awake, asleep):
+        requests = [make_request((3, 4 + n), max_tokens=450) for n in range(2)]
+        awake.engine.add(requests[0])
+        asleep.engine.add(requests[1])
+        while awake.engine.has_work or asleep.engine.has_work:
+            for each in (awake, asleep):
+                each.go()
+                assert awake.runner.has_memory + asleep.runner.has_memory <= 1
+            awake.clock.advance(0.001)
+        for each, request in zip((awake, asleep), requests, strict=True):
+            assert each.outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 450)
+            assert each.sleeper.stats.num_turns_ended >= 1
+
+
+def test_an_engine_whose_requests_are_gone_waits_for_the_memory_no_longer(tmp_path: Path) -> None:
+    with two_on_one_device(tmp_path) as (awake, asleep):
+        request = make_request()
+        asleep.engine.add(request)
+        asleep.go()
+        assert awake.turns.ends_at() is not None
+        asleep.engine.abort(request.request_id)
+        asleep.go()
+        assert asleep.state is SleepState.ASLEEP
+        assert awake.turns.ends_at() is None
+
+
+def test_a_turn_in_which_nothing_was_done_goes_on(tmp_path: Path) -> None:
+    with two_on_one_device(tmp_path, prefill_chunk_tokens=4, max_step_tokens=8) as (awake, asleep):
+        awake.engine.add(make_request(tuple(range(2, 42)), max_tokens=3))
+        asleep.engine.add(make_request())
+        asleep.go()
+        awake.clock.advance(100.0)  # its turn is long over, and 10 steps are missing to the first token
+        while not awake.outcome.token_ids:
+            awake.go()
+            assert awake.state is SleepState.AWAKE or awake.outcome.token_ids
+        awake.go()
+        assert awake.state is not SleepState.AWAKE
+
+
+arrivals = st.lists(
+    st.tuples(
+        st.integers(0, 1),  # which engine
+        st.floats(0, 4),  # seconds after the one before
+        st.integers(1, 40),  # tokens of its prompt
+        st.integers(1, 60),  # and of its output
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(arrivals=arrivals, strategy=st.sampled_from(["continuous", "static", "dynamic", "sorted"]))
+def test_nothing_is_lost_and_none_waits_for_ever(tmp_path: Path, arrivals: list[Any], strategy: str) -> None:
+    """Random requests to two engines that do not fit together: all end with the tokens that each has alone."""
+    clock = FakeClock()
+    (tmp_path / "device.json").unlink(missing_ok=True)
+    with two_on_one_device(tmp_path, clock, num_blocks=40, strategy={"name": strategy}) as both:
+        due, at = [], clock()
+        for number, (which, after_s, num_prompt, num_output) in enumerate(arrivals):
+            at += after_s
+            prompt = tuple(2 + (number + n) % 40 for n in range(num_prompt))
+            due.append((at, which, make_request(prompt, max_tokens=num_output)))
+        sent: dict[str, tuple[float, Dozing, Request]] = {}
+        while due or any(each.engine.has_work for each in both):
+            while due and due[0][0] <= clock():
+                _, which, request = due.pop(0)
+                both[which].engine.add(request)
+                sent[request.request_id] = clock(), both[which], request
+            before = clock()
+            for each in both:
+                each.go()
+                assert sum(engine.runner.has_memory for engine in both) <= 1
+            if clock() == before:
+                clock.advance(0.05)
+            for began_at, engine, request in sent.values():
+                if request.request_id not in engine.outcome.reasons:
+                    # All work there may be, and a few turns and switches.
+                    assert clock() - began_at < 14 * 2 + 8 * (SHORTEST_TURN_S + 2 * WAKE_S * 11) + 20
+        for _, engine, request in sent.values():
+            expected = expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
+            assert engine.outcome.token_ids[request.request_id] == expected
+
+
+# ---------------------------------------------------------------------- in its thread
+
+
+@contextmanager
+def dozing_service(path: Path, *, after_s: float = 0.02, **settings: Any) -> Iterator[tuple[AsyncEngine, DozingRunner]]:
+    runner = DozingRunner()
+    engine = build_fake_engine(runner=runner, **settings)
+    sleeper = Sleeper(engine, turns_on(path, clock=engine.now), after_s=after_s, started_in_s=0.0)
+    service = AsyncEngine(engine, max_requests=4, sleeper=sleeper)
+    try:
+        yield service, runner
+    finally:
+        service.shutdown()
+
+
+async def heard(engine: AsyncEngine, request: Request) -> list[int]:
+    return [token_id async for delta in engine.generate(request) for token_id in delta.token_ids]
+
+
+def test_a_service_sleeps_and_answers(tmp_path: Path) -> None:
+    async def main(engine: AsyncEngine, runner: DozingRunner) -> None:
+        await until(lambda: engine.sleep.state is SleepState.ASLEEP)
+        assert not runner.has_memory
+        request = make_request()
+        assert await heard(engine, request) == expected_tokens(request.prompt_token_ids, 4)
+        measured = engine.measurements().sleep
+        assert measured is not None
+        assert measured.num_wakes == 1
+        await until(lambda: engine.sleep.state is SleepState.ASLEEP)
+        await engine.reconfigure(SchedulerConfig(max_running=2, max_waiting=2))
+
+    with dozing_service(tmp_path / "device.json") as (engine, runner):
+        asyncio.run(main(engine, runner))
+
+
+def test_a_request_that_is_not_to_wait_is_refused_in_sleep(tmp_path: Path) -> None:
+    async def main(engine: AsyncEngine) -> None:
+        await until(lambda: engine.sleep.state is SleepState.ASLEEP)
+        with pytest.raises(Overloaded):
+            await heard(engine, replace(make_request(), no_queue=True))
+
+    with dozing_service(tmp_path / "device.json") as (engine, _):
+        asyncio.run(main(engine))
+
+
+def test_requests_wait_for_the_memory_within_the_bounds_and_end_with_shutdown(tmp_path: Path) -> None:
+    async def main(engine: AsyncEngine) -> None:
+        await until(lambda: engine.sleep.state is SleepState.ASLEEP)
+        with_memory = turns_on(tmp_path / "device.json", clock=lambda: 1e9)  # its turn has no end
+        waiting = [asyncio.ensure_future(heard(engine, make_request())) for _ in range(4)]
+        await until(lambda: engine.sleep.state is SleepState.QUEUED)
+        with pytest.raises(Overloaded, match="4 requests"):
+            await heard(engine, make_request())
+        waiting[0].cancel()
+        await until(lambda: engine.num_requests == 3)
+        with pytest.raises(DeadlineMissed):
+            await heard(engine, make_request(deadline_s=0.05))
+        with_memory.close()
+        for each in waiting[1:]:
+            assert len(await each) == 4
+        with suppress(asyncio.CancelledError):
+            await waiting[0]
+
+    with dozing_service(tmp_path / "device.json") as (engine, _):
+        asyncio.run(main(engine))
