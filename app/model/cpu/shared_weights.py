@@ -108,6 +108,7 @@ def _locked(path: Path) -> Iterator[None]:
     """While no other process packs the same; where no lock can be had, they may all pack, and the log says so."""
     lock = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         lock = take_lock(path)
         if lock is None:
             logger.info("weights: another process packs them; waiting for it")

@@ -144,7 +144,7 @@ def test_a_cache_that_cannot_be_written_is_said_in_the_log(
     file.touch()
     assert torch.equal(logits_of(load(model_path, file)), expected)
     assert "replicas that start at the same time do not share their weights" in caplog.text
-    assert "Not a directory" in caplog.text
+    assert f"{file}/carousel-weights-" in caplog.text
 
 
 @pytest.mark.parametrize("quantization", ["none", "int4"])
