@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from app.api.output.tool_calls import ToolUse
@@ -87,7 +88,7 @@ class ServedModel:
         return replace(self, name=adapter.name, aliases=(), adapter=adapter, parent=self.name, created=int(time.time()))
 
     def entry(self, name: str) -> dict[str, Any]:
-        """What /v1/models says of it, under its name or an alias."""
+        """What /v1/models says of it, under its name or an alias, for OpenAI's clients and for Anthropic's."""
         return {
             "id": name,
             "object": "model",
@@ -97,6 +98,9 @@ class ServedModel:
             "parent": self.parent or None,
             "max_model_len": self.facts.max_model_len,
             "permission": [],
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
 
 

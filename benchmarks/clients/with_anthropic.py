@@ -73,6 +73,13 @@ def token_count() -> None:
     expect(counted == usage.input_tokens + (usage.cache_read_input_tokens or 0), (counted, usage))
 
 
+def models() -> None:
+    page = CLIENT.models.list()
+    expect(MODEL in [each.id for each in page] and not page.has_more, page)
+    found = CLIENT.models.retrieve(MODEL)
+    expect((found.type, found.display_name) == ("model", MODEL) and found.created_at.year > 2000, found)
+
+
 def typed_errors() -> None:
     try:
         CLIENT.messages.create(model="nope", max_tokens=1, messages=HELLO)
@@ -92,5 +99,5 @@ def typed_errors() -> None:
 if __name__ == "__main__":
     run(
         message, stream_of_texts, stream_of_events, stop_sequence, forced_tool_call_and_its_result, token_count,
-        typed_errors,
+        models, typed_errors,
     )  # fmt: skip

@@ -13,6 +13,7 @@ def test_models_are_listed_and_retrieved_by_ids_with_slashes(tokenizer: Tokenize
     service = Service(tokenizer, say(tokenizer, "3"), names=("demo", "org/name"))
     listed = service.call("GET", "/v1/models").json
     assert listed["object"] == "list"
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("demo", "org/name", False)
     assert [entry["id"] for entry in listed["data"]] == ["demo", "org/name"]
     assert listed["data"][0] == {
         "id": "demo",
@@ -23,6 +24,9 @@ def test_models_are_listed_and_retrieved_by_ids_with_slashes(tokenizer: Tokenize
         "parent": None,
         "max_model_len": MAX_MODEL_LEN,
         "permission": [],
+        "type": "model",
+        "display_name": "demo",
+        "created_at": "2023-11-14T22:13:20Z",
     }
     assert service.call("GET", "/v1/models/org/name").json == listed["data"][1]
 

@@ -55,7 +55,8 @@ class ServiceRoutes:
     async def models(self, request: Request) -> Response:
         """All models and pipelines that the key may use."""
         entries = self._handler.names.entries(reservation_of(request).account)
-        return JSONResponse({"object": "list", "data": entries})
+        ends = {"first_id": entries[0]["id"], "last_id": entries[-1]["id"]} if entries else {}
+        return JSONResponse({"object": "list", "data": entries, "has_more": False, **ends})
 
     async def model(self, request: Request) -> Response:
         """One of them, by its name or an alias."""
