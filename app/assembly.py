@@ -239,7 +239,6 @@ def build_matchers(config: EngineConfig, facts: ModelFacts) -> Matchers:
             vocab_size=facts.vocab_size,
             eos_token_ids=facts.eos_token_ids,
         ),
-        vocab_size=facts.vocab_size,
     )
 
 

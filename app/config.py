@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -355,7 +355,7 @@ class SpeculationConfig(Settings):
     """Drafts of the next tokens, computed in one step and kept where they are what would be drawn."""
 
     method: Literal["lookup", "off"] = Field(
-        "off", description="lookup: what followed the same tokens in prompt or output before; on CPUs only"
+        "off", description="lookup: what followed the same tokens before, and what grammars force; on CPUs only"
     )
     max_drafts: int = Field(8, ge=1, le=64, description="drafts for one request in one step, at most")
 
@@ -710,6 +710,20 @@ class RerankStepConfig(Settings):
     top_n: int = Field(4, ge=1, le=1000, description="documents that are kept, at most")
 
 
+class EmbedStepConfig(Settings):
+    """Keeps the best documents by the cosines of embeddings, of the request or of an index."""
+
+    kind: Literal["embed"] = "embed"
+    model: Name = Field(description="a model with embeddings")
+    top_n: int = Field(4, ge=1, le=1000, description="documents that are kept, at most")
+    index: str | None = Field(
+        None,
+        min_length=1,
+        description="file of documents, a JSON object with `text` and, if it has one, `id` in each line; default: the "
+        "documents of the request",
+    )
+
+
 class GenerateStepConfig(Settings):
     """A model answers."""
 
@@ -734,8 +748,61 @@ class CascadeStepConfig(Settings):
         return self
 
 
-RankingStepConfig = RerankStepConfig
-AnsweringStepConfig = GenerateStepConfig | CascadeStepConfig
+class EnsembleStepConfig(Settings):
+    """Several models answer, and one of their answers is chosen."""
+
+    kind: Literal["ensemble"] = "ensemble"
+    models: tuple[Name, ...] = Field(min_length=2, max_length=16, description="models or pipelines that answer")
+    choose: Literal["vote", "logprob"] = Field(
+        "vote",
+        description="vote: the text that most of them give, of several the likeliest; logprob: the answer with the "
+        "highest mean log-probability of its tokens",
+    )
+
+
+class RouteCaseConfig(Settings):
+    """One way of a route, and which requests take it: those that no case before it takes."""
+
+    model: Name = Field(description="the model or pipeline that answers")
+    preset: Preset | None = Field(None, description="of the groups of its replicas that may get the request")
+    max_prompt_tokens: int | None = Field(None, ge=1, description="by length: prompts of up to so many tokens")
+    values: tuple[str, ...] = Field((), max_length=256, description="by header: its values")
+    examples: tuple[str, ...] = Field((), max_length=64, description="by classifier: texts of this kind")
+
+
+class RouteStepConfig(Settings):
+    """The first case that a request fits says which model answers, before anything of the answer is queued."""
+
+    kind: Literal["route"] = "route"
+    by: Literal["length", "header", "classifier"] = Field(
+        description="the length of the prompt, a header of the request, or the example that its last text is nearest to"
+    )
+    header: str | None = Field(None, pattern=r"^[a-z0-9-]+$", description="by header: its name, in lower case")
+    classifier: Name | None = Field(None, description="by classifier: a model with embeddings")
+    cases: tuple[RouteCaseConfig, ...] = Field(
+        min_length=2, max_length=64, description="in their order; but for a classifier, the last is for all others"
+    )
+
+    @model_validator(mode="after")
+    def _cases_are_told_apart(self) -> RouteStepConfig:
+        condition = {"length": "max_prompt_tokens", "header": "values", "classifier": "examples"}[self.by]
+        for name in ("header", "classifier"):
+            if (getattr(self, name) is None) == (self.by == name):
+                raise ValueError(f"{name} is for a route by {name}, which needs it, and this one is by {self.by}")
+        for index, case in enumerate(self.cases):
+            is_for_others = index == len(self.cases) - 1 and self.by != "classifier"
+            given = [name for name in ("max_prompt_tokens", "values", "examples") if getattr(case, name)]
+            wanted = [] if is_for_others else [condition]
+            if given != wanted:
+                raise ValueError(
+                    f"cases[{index}] has {', '.join(given) or 'no condition'}; of a route by {self.by} it "
+                    f"{'is for all others and has none' if is_for_others else f'has {condition}'}"
+                )
+        return self
+
+
+RankingStepConfig = RerankStepConfig | EmbedStepConfig
+AnsweringStepConfig = GenerateStepConfig | CascadeStepConfig | EnsembleStepConfig | RouteStepConfig
 PipelineStepConfig = RankingStepConfig | AnsweringStepConfig
 PipelineStep = Annotated[
     PipelineStepConfig,
@@ -754,6 +821,8 @@ class PipelineConfig(Settings):
     def _the_last_step_answers(self) -> PipelineConfig:
         *earlier, last = self.steps
         for index, step in enumerate(earlier):
+            if index and isinstance(step, EmbedStepConfig) and step.index is not None:
+                raise ValueError(f"steps[{index}]: an index is for the first step: it replaces the documents before it")
             if isinstance(step, AnsweringStepConfig):
                 raise ValueError(
                     f"steps[{index}]: {step.kind} answers, so no step comes behind it; make it the last, or name this "
@@ -804,15 +873,16 @@ class ApplicationConfig(Settings):
         pipelines = {pipeline.name: pipeline for pipeline in self.pipelines}
         for index, pipeline in enumerate(self.pipelines):
             for place, step in enumerate(pipeline.steps):
-                may_be_pipeline = isinstance(step, AnsweringStepConfig)
-                known = [*models, *(pipelines if may_be_pipeline else ())]
-                for field, name in named_by(step):
+                for field, name, answers in named_by(step):
+                    known = [*models, *(pipelines if answers else ())]
                     if name not in known:
-                        what = "model or pipeline" if may_be_pipeline else "model"
+                        what = "model or pipeline" if answers else "model"
                         raise ValueError(
                             f"pipelines[{index}].steps[{place}].{field}: there is no {what} {name!r}; there are "
                             f"{', '.join(known)}"
                         )
+                if isinstance(step, RouteStepConfig):
+                    self._check_presets(step, f"pipelines[{index}].steps[{place}]")
         for index, name in enumerate(pipelines):
             circle = _circle(name, pipelines)
             if circle:
@@ -821,20 +891,52 @@ class ApplicationConfig(Settings):
                 )
         return self
 
+    def _check_presets(self, route: RouteStepConfig, path: str) -> None:
+        models = {model.name: model for model in self.models}
+        for index, case in enumerate(route.cases):
+            if case.preset is None:
+                continue
+            where = f"{path}.cases[{index}].preset"
+            if case.model not in models:
+                raise ValueError(f"{where}: {case.model} is a pipeline; a preset is for the replicas of a model")
+            model = models[case.model]
+            presets = {model.scheduler_of(group.name).preset for group in model.replicas.groups}
+            if case.preset not in presets:
+                raise ValueError(
+                    f"{where}: got {case.preset!r}; the groups of {case.model} have "
+                    f"{', '.join(sorted(presets)) or 'no preset, as there are none'}"
+                )
 
-def named_by(step: PipelineStepConfig) -> list[tuple[str, str]]:
-    """The models and pipelines that a step runs, each with the field that names it."""
-    if isinstance(step, CascadeStepConfig):
-        return [("small", step.small), ("large", step.large)]
-    return [("model", step.model)]
+
+class NamedByStep(NamedTuple):
+    """A model or pipeline that a step runs."""
+
+    field: str  # that names it
+    name: str
+    answers: bool  # else it ranks or classifies, which only models do
+
+
+def named_by(step: PipelineStepConfig) -> list[NamedByStep]:
+    """The models and pipelines that a step runs."""
+    match step:
+        case CascadeStepConfig():
+            return [NamedByStep("small", step.small, True), NamedByStep("large", step.large, True)]
+        case EnsembleStepConfig():
+            return [NamedByStep(f"models[{index}]", name, True) for index, name in enumerate(step.models)]
+        case RouteStepConfig():
+            asked = [] if step.classifier is None else [NamedByStep("classifier", step.classifier, False)]
+            cases = enumerate(step.cases)
+            return asked + [NamedByStep(f"cases[{index}].model", case.model, True) for index, case in cases]
+        case _:
+            return [NamedByStep("model", step.model, isinstance(step, AnsweringStepConfig))]
 
 
 def _circle(name: str, pipelines: Mapping[str, PipelineConfig], before: tuple[str, ...] = ()) -> tuple[str, ...]:
     """The names on a way from a pipeline back to one before it; none where there is no such way."""
     if name in before:
         return (*before, name)
-    for _, inner in named_by(pipelines[name].steps[-1]):
-        if inner in pipelines and (circle := _circle(inner, pipelines, (*before, name))):
+    for inner in named_by(pipelines[name].steps[-1]):
+        if inner.name in pipelines and (circle := _circle(inner.name, pipelines, (*before, name))):
             return circle
     return ()
 
@@ -868,21 +970,26 @@ def leaves(branch: type[BaseModel], path: str = "") -> Iterator[tuple[str, Field
         elif inner:
             parameters = {key: value for kind in inner for key, value in parameters_of(kind).items()}
             yield from ((f"{below}.{key}", value) for key, value in parameters.items())
+            for key, value in parameters.items():
+                for branch_below in branches_of(value):
+                    yield from leaves(branch_below, f"{below}.{key}[].")
 
 
 def branches_of(field: FieldInfo) -> tuple[type[BaseModel], ...]:
     """The branches a setting may hold: none for a plain value, several where there is a choice by name or kind."""
 
-    def within(annotation: Any) -> Iterator[type[BaseModel]]:
-        if get_origin(annotation) in (tuple, Union, UnionType):
-            for inner in get_args(annotation):
-                yield from within(inner)
-        elif get_origin(annotation) is Annotated:
-            yield from within(get_args(annotation)[0])
-        elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield annotation
+    return tuple(branches_within(field.annotation))
 
-    return tuple(within(field.annotation))
+
+def branches_within(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The branches that an annotation names."""
+    if get_origin(annotation) in (tuple, Union, UnionType):
+        for inner in get_args(annotation):
+            yield from branches_within(inner)
+    elif get_origin(annotation) is Annotated:
+        yield from branches_within(get_args(annotation)[0])
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
 
 
 def choice_of(kind: type[BaseModel]) -> str:

@@ -55,6 +55,10 @@ def _section(branch: type[BaseModel], path: str) -> Iterator[str]:
         below = _marked(f"{path}.{name}" if path else name, branch.model_fields[name])
         if len(kinds) == 1:
             yield from _section(kinds[0], below)
+            continue
+        for parameter, field in ((each, field) for kind in kinds for each, field in parameters_of(kind).items()):
+            for inner_branch in branches_of(field):
+                yield from _section(inner_branch, _marked(f"{below}.{parameter}", field))
 
 
 def _marked(path: str, field: FieldInfo) -> str:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
+from copy import copy
 from itertools import count
 from typing import Any
 
@@ -49,9 +50,10 @@ class CountingRunner:
                 assert slot not in written, f"slot {slot} written twice in one step"
                 written.add(slot)
                 self._slots[slot] = token
-        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
+        num_prompt_tokens = {each.request.request_id: each.num_prompt_tokens for each in batch.sequences}
+        for item in batch.sampled:
             if item.adjustments is not None:
-                self._check_adjustments(item, sequence.num_prompt_tokens)
+                self._check_adjustments(item, num_prompt_tokens[item.request_id])
         token_ids = [self._draw(item.block_ids, item.end) for item in batch.sampled]
         result = self._with_logprobs(batch, token_ids) if batch.has_logprobs else StepResult(token_ids)
         pooled = {item.request_id: self._pooled(item) for item in batch.scheduled if item.pooling is not None}
@@ -235,8 +237,24 @@ class SteppingMatcher:
         """Nothing is left to find out."""
 
     def advance(self, token_id: int) -> None:
-        assert token_id == self._token_ids[self.num_advanced % len(self._token_ids)], "it was not allowed"
+        assert self.num_allowed([token_id]), "it was not allowed"
         self.num_advanced += 1
+
+    def after(self, token_id: int) -> SteppingMatcher:
+        other = copy(self)
+        if self.num_allowed([token_id]):
+            other.num_advanced += 1
+        else:
+            other.failure = "it was not allowed"
+        return other
+
+    def num_allowed(self, token_ids: Several[int]) -> int:
+        pairs = enumerate(zip(token_ids, self.forced(len(token_ids)), strict=True))
+        return next((at for at, (given, allowed) in pairs if given != allowed), len(token_ids))
+
+    def forced(self, at_most: int) -> list[int]:
+        places = range(self.num_advanced, self.num_advanced + at_most)
+        return [self._token_ids[place % len(self._token_ids)] for place in places]
 
 
 class MadeMatchers:

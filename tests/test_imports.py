@@ -63,6 +63,9 @@ ALLOWED = {
         "app.versions", "app.engine.request", "app.engine.view",
         "msgspec", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
+    "app.api.pipelines": {
+        "app.api", "app.config", "app.disk", "app.errors", "app.engine.request", "app.metrics", "numpy",
+    },
     "app.fleet.autoscaling": {"app.config"},
     "app.assembly": {
         "app.child_process", "app.config", "app.cores", "app.disk", "app.errors", "app.versions", "app.engine",

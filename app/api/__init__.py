@@ -5,7 +5,7 @@ from app.api.client import Client
 from app.api.endpoints.batch_routes import batch_routes
 from app.api.handler import RequestHandler
 from app.api.http.routes import build_app
-from app.api.pipelines import Pipeline, pipelines_of
+from app.api.pipelines import Pipeline, fill_indexes, pipelines_of
 
 __all__ = [
     "Client",
@@ -14,5 +14,6 @@ __all__ = [
     "ServedModel",
     "batch_routes",
     "build_app",
+    "fill_indexes",
     "pipelines_of",
 ]

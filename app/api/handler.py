@@ -174,17 +174,23 @@ class RequestHandler:
         client: Client,
         size: int,
         shared: SharedFields | None = None,
+        *,
+        reserves: bool = True,
     ) -> Call:
-        """What a body of this size asks of a model, checked, and what it may need reserved."""
-        reservation = client.reservation
-        with self.counting_refusals(model.base):
-            limits = self.limits.shared_by(client.num_bodies)
-            call = await self.threads.encode(
+        """What a body of this size asks of a model, checked; `reserves`: and what it may need reserved."""
+        reservation, limits = client.reservation, self.limits.shared_by(client.num_bodies)
+
+        async def encoded() -> Call:
+            return await self.threads.encode(
                 reservation.account.name,
                 parsed.encoded_size(size),
                 lambda: endpoint.prepare(parsed, model, limits, shared),
             )
-            call = with_headers(call.for_request(client.request_id).with_adapter(), client.headers)
+
+        if not reserves:
+            return await encoded()
+        with self.counting_refusals(model.base):
+            call = with_headers((await encoded()).for_request(client.request_id).with_adapter(), client.headers)
             return apply_key(reservation, call, parsed, share_prefixes=self.config.share_prefixes)
 
     async def handle_item(

@@ -47,6 +47,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
     pooling: Pooling | None = None
     adapter: object = None  # as the model runner has loaded it
     second_text_at: int = 0  # as the request has it
+    # Where there are drafts and a draw depends on the tokens before it: the item up to each of its tokens.
+    draws: tuple[ScheduledSequence, ...] = ()
 
     @property
     def wants_logprobs(self) -> bool:
@@ -133,7 +135,8 @@ class Batch:
     @cached_property
     def matchers(self) -> tuple[Matcher, ...]:
         """The matchers of the items for which a token is drawn."""
-        return tuple([item.matcher for item in self.scheduled if item.matcher is not None])
+        items = self.sampled if self.has_drafts else self.scheduled
+        return tuple([item.matcher for item in items if item.matcher is not None])
 
     @cached_property
     def lacks_history(self) -> bool:
@@ -159,8 +162,10 @@ class Batch:
 EMPTY_BATCH = Batch((), ())
 
 
-def _by_draw(item: ScheduledSequence) -> list[ScheduledSequence]:
+def _by_draw(item: ScheduledSequence) -> Several[ScheduledSequence]:
     """The item up to each of its tokens."""
+    if item.draws:
+        return item.draws
     shorter = [structs.replace(item, token_ids=item.token_ids[:end]) for end in range(1, len(item.token_ids))]
     return [*shorter, item]
 

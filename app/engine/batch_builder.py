@@ -7,7 +7,7 @@ from collections.abc import Sequence as Several
 from msgspec import structs
 
 from app.engine.batch import Batch, ScheduledSequence
-from app.engine.request import Pooling
+from app.engine.request import Pooling, SamplingParams
 from app.engine.sequence import Sequence
 
 # Prompt tokens of one step that get log-probabilities, at most. Each takes a row of logits: 300 MB in all with a
@@ -126,8 +126,10 @@ class BatchBuilder:
 
     def add_drafts(self, place: int, drafts: Several[int]) -> None:
         """Add drafts to what the step computes of a sequence that decodes, as do all others; it has the blocks."""
-        item = self.scheduled[place]
-        self.scheduled[place] = structs.replace(item, token_ids=(*item.token_ids, *drafts))
+        item, sequence = self.scheduled[place], self.sequences[place]
+        is_simple = sequence.draws_simply and item.matcher is None
+        draws = () if is_simple else draws_over(item, sequence, drafts, self._eos_token_ids)
+        self.scheduled[place] = structs.replace(item, token_ids=(*item.token_ids, *drafts), draws=draws)
         self.num_tokens_left -= len(drafts)
         self._has_drafts = True
 
@@ -157,7 +159,7 @@ class BatchBuilder:
             sequence.block_ids,
             samples,
             sampling,
-            banned_token_ids=banned_token_ids(sequence, self._eos_token_ids) if knows_all else (),
+            banned_token_ids=_banned(sequence, self._eos_token_ids) if knows_all else (),
             adjustments=sequence.current_adjustments() if knows_all else None,
             targets=targets,
             first_target=first_target,
@@ -189,16 +191,39 @@ def with_history(item: ScheduledSequence, sequence: Sequence, eos_token_ids: fro
     return structs.replace(
         item,
         lacks_history=False,
-        banned_token_ids=banned_token_ids(sequence, eos_token_ids),
+        banned_token_ids=_banned(sequence, eos_token_ids),
         adjustments=sequence.current_adjustments(),
     )
 
 
-def banned_token_ids(sequence: Sequence, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
-    """The tokens that may not be drawn next; all tokens before it must be known."""
-    sampling = sequence.request.sampling
-    banned = _ends_of_bad_words(sampling.bad_words, sequence.generated_token_ids) if sampling.bad_words else ()
-    if sequence.num_generated_tokens < sampling.min_tokens:
+def draws_over(
+    item: ScheduledSequence, sequence: Sequence, drafts: Several[int], eos_token_ids: frozenset[int]
+) -> tuple[ScheduledSequence, ...]:
+    """An item with one token, and that item behind each draft: penalties, bans and matcher as they are there."""
+    draws, generated, sampling = [item], list(sequence.generated_token_ids), sequence.request.sampling
+    for draft in drafts:
+        before = draws[-1]
+        generated.append(draft)
+        behind = structs.replace(
+            before,
+            token_ids=(*before.token_ids, draft),
+            banned_token_ids=banned_token_ids(sampling, generated, eos_token_ids),
+            adjustments=None if before.adjustments is None else before.adjustments.after(draft),
+            matcher=None if before.matcher is None else before.matcher.after(draft),
+        )
+        draws.append(behind)
+    return tuple(draws)
+
+
+def _banned(sequence: Sequence, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
+    """Those that may not be drawn behind all tokens of a sequence, which must be known."""
+    return banned_token_ids(sequence.request.sampling, sequence.generated_token_ids, eos_token_ids)
+
+
+def banned_token_ids(sampling: SamplingParams, generated: list[int], eos_token_ids: frozenset[int]) -> tuple[int, ...]:
+    """The tokens that may not be drawn behind these generated ones."""
+    banned = _ends_of_bad_words(sampling.bad_words, generated) if sampling.bad_words else ()
+    if len(generated) < sampling.min_tokens:
         return (*banned, *eos_token_ids, *sampling.stop_token_ids)
     if sampling.ignore_eos and sampling.grammar is not None:  # only a grammar that is complete may draw them
         return (*banned, *eos_token_ids)

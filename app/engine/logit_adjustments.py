@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from copy import copy
 
 from app.engine.request import SamplingParams
 
@@ -39,6 +40,16 @@ class LogitAdjustments:
         if self._sampling.presence_penalty or self._sampling.frequency_penalty:
             for token in new:
                 self._deduct(token)
+
+    def after(self, token_id: int) -> LogitAdjustments:
+        """What they will be behind one more generated token. These stay."""
+        if not self._sampling.has_penalties:
+            return self
+        other = copy(self)
+        for name in ("seen", "generated", "deducted", "deductions", "_places", "_counts"):
+            setattr(other, name, copy(getattr(self, name)))
+        other.follow([*self.generated, token_id])
+        return other
 
     def deductions_of(self, tokens: Sequence[int]) -> list[float]:
         """What is added to their logits for presence and frequency."""

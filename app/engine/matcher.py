@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import takewhile
 from typing import Protocol
 
 from app.engine.request import Request
@@ -31,6 +32,18 @@ class Matcher(Protocol):
 
     def advance(self, token_id: int) -> None:
         """Advance by a drawn token. Takes no time: what may follow is computed by `prepare` or `allowed`."""
+        ...
+
+    def after(self, token_id: int) -> Matcher:
+        """Another matcher, behind one more token; it has failed where the token is not allowed. This one stays."""
+        ...
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, may follow in a row."""
+        ...
+
+    def forced(self, at_most: int) -> list[int]:
+        """The next tokens, where only one text may follow: those that most probably write it. Often none."""
         ...
 
 
@@ -66,6 +79,15 @@ class TokenSet:
     def advance(self, token_id: int) -> None:
         """The set stays the same."""
 
+    def after(self, token_id: int) -> Matcher:
+        return self
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        return len(list(takewhile(partial(has_token, self._allowed), token_ids)))
+
+    def forced(self, at_most: int) -> list[int]:
+        return []
+
 
 @lru_cache(maxsize=8)
 def _bits_of(token_ids: tuple[int, ...], vocab_size: int) -> bytes:
@@ -94,6 +116,21 @@ def without_tokens(allowed: bytes, token_ids: Iterable[int]) -> bytes:
     for token_id in token_ids:
         bits[token_id >> 3] &= ~(1 << (token_id & 7))
     return bytes(bits)
+
+
+def has_token(allowed: bytes, token_id: int) -> bool:
+    """Whether the bit of this token is set."""
+    return bool(allowed[token_id >> 3] & 1 << (token_id & 7))
+
+
+def tokens_of(allowed: bytes, *, at_most: int) -> list[int]:
+    """The tokens with a set bit, ascending; none of them if there are more than `at_most`."""
+    bits = int.from_bytes(allowed, "little")
+    found: list[int] = []
+    while bits and len(found) < at_most:
+        found.append((bits & -bits).bit_length() - 1)
+        bits &= bits - 1
+    return [] if bits else found
 
 
 def any_token(allowed: bytes) -> bool:

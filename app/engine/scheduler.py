@@ -384,7 +384,7 @@ class Scheduler:
         if not all(each.is_decoding for each in sequences):
             return
         for place, sequence in enumerate(sequences):
-            drafts = drafter.draft(sequence) if sequence.may_have_drafts else ()
+            drafts = drafter.draft(sequence)
             if not drafts:  # the common case, made short
                 continue
             at_most = min(builder.num_tokens_left, self._num_draftable(sequence, is_short=is_short))

@@ -107,11 +107,6 @@ class Sequence:
         return 0 < len(self.generated_token_ids) == self.num_computed_tokens - self.num_prompt_tokens + 1
 
     @property
-    def may_have_drafts(self) -> bool:
-        """Whether what may be drawn next depends on no token that a draft stands for; while `is_decoding`."""
-        return not self.looks_back and len(self.generated_token_ids) >= self.request.sampling.min_tokens
-
-    @property
     def is_scoring(self) -> bool:
         """Whether log-probabilities of prompt tokens are wanted that are not known yet."""
         wanted = self.request.sampling.prompt_logprobs is not None

@@ -100,7 +100,9 @@ class Sleeper:
 
     @property
     def _switch_s(self) -> float:
-        return self._sleep_s + self.stats.last_wake_s
+        """As measured last; the start, which checks the model too, is not measured as a wake."""
+        stats = self.stats
+        return self._sleep_s + stats.last_wake_s if stats.num_wakes else 0.0
 
     def _sleep(self) -> None:
         engine, began_at = self._engine, self._engine.now()

@@ -129,13 +129,11 @@ class Grammars:
         self,
         read_vocabulary: Callable[[], Vocabulary],
         *,
-        vocab_size: int,
         limits: CompileLimits = CompileLimits(),
     ) -> None:
         """`read_vocabulary` is called when the first grammar comes; it may raise InvalidSetup."""
         self._limits = limits
         self._read_vocabulary = read_vocabulary
-        self._vocab_size = vocab_size
         self._tools: _Tools | None = None  # made when the first grammar comes
         self._is_unreadable = False
         self._making_tools = threading.Lock()
@@ -324,11 +322,14 @@ class Grammars:
     def _begin(self, compiled: _Compiled, request: Request, key: Key) -> Matcher:
         """A matcher behind the request's generated tokens."""
 
+        assert self._tools is not None, "a grammar has been compiled with them"
+        texts = self._tools.vocabulary.tokens
+
         def begin(matcher: LLMatcher) -> GrammarMatcher:
             return GrammarMatcher(
                 matcher,
                 stop_token_ids=set(request.sampling.stop_token_ids),
-                vocab_size=self._vocab_size,
+                texts=texts,
                 spent=compiled.matched,
                 on_failure=partial(self._drop, key),
             )

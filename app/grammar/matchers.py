@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import Self
 
 from llguidance import LLMatcher
 
-from app.engine.matcher import any_token, with_tokens, without_tokens
+from app.engine.matcher import any_token, has_token, tokens_of, with_tokens, without_tokens
 from app.grammar.compiling import reason_of
 from app.grammar.free_text import FreePlace, FreeText
+
+_MAX_WAYS = 32  # in which one text may go on, tokens of it: more are not looked at
 
 
 class LazyMatcher(ABC):
@@ -35,6 +39,37 @@ class LazyMatcher(ABC):
         """Note a drawn token."""
         self._drawn.append(token_id)
         self._allowed = None
+
+    def after(self, token_id: int) -> Self:
+        """See `Matcher`."""
+        other = self.copied()
+        other.advance(token_id)
+        return other
+
+    def copied(self) -> Self:
+        """Another in the same place."""
+        self.catch_up()
+        other = copy(self)
+        other._drawn = []
+        other._separate()
+        return other
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """See `Matcher`."""
+        ahead = self
+        for number, token_id in enumerate(token_ids):
+            if not has_token(ahead.allowed(), token_id):
+                return number
+            ahead = ahead.after(token_id)
+        return len(token_ids)
+
+    @abstractmethod
+    def forced(self, at_most: int) -> list[int]:
+        """See `Matcher`."""
+
+    @abstractmethod
+    def _separate(self) -> None:
+        """Of a copy: share nothing with the original that changes."""
 
     def catch_up(self) -> None:
         """Consume the drawn tokens now, and not in a step."""
@@ -71,18 +106,19 @@ class GrammarMatcher(LazyMatcher):
         matcher: LLMatcher,
         *,
         stop_token_ids: Iterable[int],
-        vocab_size: int,
+        texts: Sequence[bytes],
         spent: MatchingTime,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         """`stop_token_ids`: the request's own, beside the model's end tokens, which `matcher` knows.
 
-        `spent` is increased by what it takes.
+        `texts`: those of the model's tokens. `spent` is increased by what it takes.
         """
         super().__init__()
         self._matcher = matcher
         self._stop_token_ids = frozenset(stop_token_ids)
-        self._num_bytes = -(-vocab_size // 8)
+        self._texts = texts
+        self._num_bytes = -(-len(texts) // 8)
         self._spent = spent
         self._on_failure = on_failure
         self.failure: str | None = None
@@ -100,8 +136,37 @@ class GrammarMatcher(LazyMatcher):
 
     def accepts(self, token_id: int) -> bool:
         """Whether this token may follow."""
+        return self.num_allowed([token_id]) == 1
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """See `Matcher`."""
         self.catch_up()
-        return self._matcher.validate_tokens([token_id]) == 1
+        return self._matcher.validate_tokens(list(token_ids))
+
+    def forced(self, at_most: int) -> list[int]:
+        """See `Matcher`."""
+        found: list[int] = []
+        ahead = self
+        while len(found) < at_most and (token_id := ahead._forced_token()) is not None:
+            found.append(token_id)
+            ahead = ahead.after(token_id)
+        return found
+
+    def _forced_token(self) -> int | None:
+        """The longest of the tokens that may follow, if the others begin as it does."""
+        self.catch_up()
+        if self.failure is not None or not self._matcher.deep_copy().compute_ff_bytes():
+            return None  # it need not be searched for, as there is a choice
+        allowed = tokens_of(self.allowed(), at_most=_MAX_WAYS)
+        longest = max(allowed, key=lambda token_id: len(self._texts[token_id]), default=None)
+        if longest is None or not all(self._texts[longest].startswith(self._texts[each]) for each in allowed):
+            return None
+        return longest
+
+    def _separate(self) -> None:
+        """What a draft does to the matcher is no reason to compile the grammar anew."""
+        self._matcher = self._matcher.deep_copy()
+        self._on_failure = _do_nothing
 
     def _consume(self, token_id: int) -> None:
         """See `LazyMatcher`; behind a stop token nothing comes."""
@@ -157,6 +222,15 @@ class TaggedMatcher(LazyMatcher):
     def failure(self) -> str | None:
         return None if self._inside is None else self._inside.failure
 
+    def forced(self, at_most: int) -> list[int]:
+        """See `Matcher`. Free text is never forced."""
+        self.catch_up()
+        return [] if self._inside is None or self._may_leave() else self._inside.forced(at_most)
+
+    def _separate(self) -> None:
+        if self._inside is not None:
+            self._inside = self._inside.copied()
+
     def _compute_allowed(self) -> bytes:
         if self._inside is None:
             return self._text.allowed(self._place)
@@ -186,6 +260,10 @@ class TaggedMatcher(LazyMatcher):
 
     def _leave(self) -> None:
         self._inside, self._place = None, self._text.middle
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def either(one: bytes, other: bytes) -> bytes:

@@ -53,6 +53,17 @@ class ThoughtMatcher(LazyMatcher):
     def failure(self) -> str | None:
         return None if self._output is None else self._output.failure
 
+    def forced(self, at_most: int) -> list[int]:
+        """See `Matcher`. A thought is never forced."""
+        self.catch_up()
+        if self._output is None or self._phase is not _Phase.OUTPUT:
+            return []
+        return self._output.forced(at_most)
+
+    def _separate(self) -> None:
+        if self._output is not None:
+            self._output = self._output.copied()
+
     def _compute_allowed(self) -> bytes:
         """See `LazyMatcher`."""
         nothing = bytes(len(self._table.all))

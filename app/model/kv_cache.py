@@ -55,6 +55,11 @@ class KVCache:
                 self.scales[index] = torch.zeros(num_blocks, layer.num_kv_heads, 2, block_size, device=device)
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of its memory."""
+        return [*self._keys.values(), *self._values.values(), *self.scales.values()]
+
+    @property
     def in_fp8(self) -> bool:
         """Whether keys and values are."""
         return bool(self.scales)

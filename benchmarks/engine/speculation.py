@@ -2,15 +2,17 @@
 
     python -m benchmarks.engine.speculation --model DIR [--streams 32] [--tokens 160] [--rounds 8] [--threads 2]
 
-Four cases: one stream that repeats a text, one that changes words of it, one that answers questions, and `--streams` of
-these at once. Copies are greedy, answers are sampled at temperature 0.7. Both ways share the weights and the KV memory;
-what they generate is compared. The last line of stdout is one JSON object: for each case the ratio of speeds (median
-over the rounds, lowest, highest), tokens per second, and how many tokens were drafted and kept.
+Cases: one stream that repeats a text, one that changes words of it, one that answers questions, `--streams` of these at
+once, one stream of JSON by a schema, and `--streams` of that. Copies are greedy, all else is sampled at temperature
+0.7. Both ways share the weights and the KV memory; what they generate is compared. The last line of stdout is one JSON
+object: for each case the ratio of speeds (median over the rounds, lowest, highest), tokens per second, and how many
+tokens were drafted and kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -18,10 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.assembly import assemble, build_sync_engine, drafter_of
+from app.assembly import assemble, build_matchers, build_sync_engine, drafter_of
 from app.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from app.engine.engine import Engine
-from app.engine.request import Request, SamplingParams
+from app.engine.matcher import Matchers
+from app.engine.request import Grammar, GrammarKind, Request, SamplingParams
 from app.text import Tokenizer
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
 from benchmarks.harness.figures import table
@@ -48,6 +51,22 @@ _WORDS = (  # what the bundled model was trained to repeat
     "garden winter stone orange apple silver candle window river forest bridge",
 )
 _EDITS = (("harbour", "station"), ("order", "item"), ("Town", "City"))
+_PERSON = {
+    "type": "object",
+    "properties": {
+        "first_name": {"type": "string", "maxLength": 20},
+        "profession": {"enum": ["teacher", "carpenter", "engineer", "musician"]},
+        "year_of_birth": {"type": "integer", "minimum": 1900, "maximum": 2020},
+        "favourite_places": {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 3},
+    },
+    "required": ["first_name", "profession", "year_of_birth", "favourite_places"],
+    "additionalProperties": False,
+}
+_PEOPLE = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "array", "items": _PERSON, "minItems": 100}))
+_WANTED = (
+    "List people of a small town as JSON, with first_name, profession, year_of_birth and favourite_places of each.",
+    "Write a JSON list of the people in a story: first_name, profession, year_of_birth, favourite_places.",
+)
 _QUESTIONS = (
     "Tell me a story about a fox and a lighthouse.",
     "What should I see in a city that I visit for one day?",
@@ -64,6 +83,15 @@ class Case:
     prompts: Sequence[str]
     temperature: float = 0.0
     streams: int = 1
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An engine, and what reads the grammars of its requests."""
+
+    engine: Engine
+    matchers: Matchers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,8 +111,10 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         drafter=drafter_of(SpeculationConfig(method="lookup", max_drafts=given.max_drafts)),
     )  # fmt: skip
     tokenizer = Tokenizer.load(given.model)
-    engines = {WITHOUT: plain, WITH: speculating}
+    matchers = build_matchers(config, plain.facts)
+    engines = {WITHOUT: Served(plain, matchers), WITH: Served(speculating, matchers)}
     found = {case.name: _compared(case, engines, tokenizer, given) for case in _cases(given)}
+    matchers.close()
     print(_in_words(found))
     return {"cases": found}
 
@@ -103,28 +133,32 @@ def _cases(given: argparse.Namespace) -> list[Case]:
 
 def _chats(given: argparse.Namespace) -> list[Case]:
     crowd = (_QUESTIONS * given.streams)[: given.streams]
+    writers = (_WANTED * given.streams)[: given.streams]
+    streams = given.streams
     return [
         Case(name="chat", prompts=_QUESTIONS, temperature=0.7),
-        Case(name=f"chat, {given.streams} streams", prompts=crowd, temperature=0.7, streams=given.streams),
+        Case(name=f"chat, {streams} streams", prompts=crowd, temperature=0.7, streams=streams),
+        Case(name="JSON", prompts=_WANTED, temperature=0.7, grammar=_PEOPLE),
+        Case(name=f"JSON, {streams} streams", prompts=writers, temperature=0.7, streams=streams, grammar=_PEOPLE),
     ]
 
 
 def _compared(
-    case: Case, engines: dict[str, Engine], tokenizer: Tokenizer, given: argparse.Namespace
+    case: Case, engines: dict[str, Served], tokenizer: Tokenizer, given: argparse.Namespace
 ) -> dict[str, Any]:
     requests = [_request(case, number, tokenizer, given.tokens) for number in range(len(case.prompts))]
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     generated = {name: _serve(engine, requests, case.streams)[1] for name, engine in engines.items()}  # warm up
     if generated[WITH] != generated[WITHOUT]:
         raise BenchmarkError(f"{case.name}: the tokens with speculation are others than without")
-    before = engines[WITH].stats()
+    before = engines[WITH].engine.stats()
     for number, name in turns(list(engines), rounds=given.rounds):
         took, tokens = _serve(engines[name], requests, case.streams)
         if tokens != generated[WITHOUT]:
             raise BenchmarkError(f"{case.name}, {name}: the tokens of round {number} are others")
         seconds[name].append(took)
         tell(f"{case.name}: round {number} of {given.rounds}: {name}: {took:.3f} s")
-    after = engines[WITH].stats()
+    after = engines[WITH].engine.stats()
     num_tokens = sum(map(len, generated[WITH].values()))
     ratios = sorted(slow / fast for slow, fast in zip(seconds[WITHOUT], seconds[WITH], strict=True))
     speeds = {name: round(num_tokens / statistics.median(each), 1) for name, each in seconds.items()}
@@ -138,18 +172,20 @@ def _compared(
 
 def _request(case: Case, number: int, tokenizer: Tokenizer, max_tokens: int) -> Request:
     prompt = tokenizer.encode_chat([{"role": "user", "content": case.prompts[number]}])
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=case.temperature, seed=number)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=case.temperature, seed=number, grammar=case.grammar)
     return Request(request_id=f"{number}", prompt_token_ids=tuple(prompt), sampling=sampling)
 
 
-def _serve(engine: Engine, requests: Sequence[Request], streams: int) -> tuple[float, dict[str, list[int]]]:
+def _serve(served: Served, requests: Sequence[Request], streams: int) -> tuple[float, dict[str, list[int]]]:
     """Seconds from the first step to the last, so many requests at a time, and what each generates."""
+    engine = served.engine
     engine.clear_prefix_cache()
+    matchers = [served.matchers.matcher_of(request).result() for request in requests]
     generated: dict[str, list[int]] = {request.request_id: [] for request in requests}
     began_at = time.perf_counter()
     for start in range(0, len(requests), streams):
-        for request in requests[start : start + streams]:
-            engine.add(request)
+        for request, matcher in list(zip(requests, matchers, strict=True))[start : start + streams]:
+            engine.add(request, matcher=matcher)
         while engine.has_work:
             for delta in engine.step():
                 generated[delta.request_id] += delta.token_ids

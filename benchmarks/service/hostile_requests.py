@@ -20,7 +20,7 @@ VALID: dict[str, dict[str, Any]] = {
         "max_completion_tokens": 2, "temperature": 0.5, "top_p": 0.9, "stop": ["x"], "seed": 1, "n": 1,
         "logprobs": True, "top_logprobs": 2, "logit_bias": {"5": 1}, "stream": False,
         "tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],
-        "tool_choice": "none", "chat_template_kwargs": {},
+        "tool_choice": "none", "chat_template_kwargs": {}, "documents": ["one", {"text": "two"}],
     },
     "/v1/completions": {
         "prompt": ["one two", "three"], "max_tokens": 2, "logprobs": 1, "echo": True, "best_of": 1, "stop": "y",
@@ -29,7 +29,7 @@ VALID: dict[str, dict[str, Any]] = {
     },
     "/v1/responses": {
         "input": [{"role": "user", "content": "Hi"}], "instructions": "Be short.", "max_output_tokens": 2,
-        "text": {"format": {"type": "text"}}, "metadata": {"a": "b"}, "store": False,
+        "text": {"format": {"type": "text"}}, "metadata": {"a": "b"}, "store": False, "documents": ["one"],
     },
     "/v1/messages": {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "system": "Be short.",

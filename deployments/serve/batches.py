@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from app.api import RequestHandler, ServedModel, pipelines_of
+from app.api import RequestHandler, ServedModel, fill_indexes, pipelines_of
 from app.api.endpoints.admin import ProcessReport
 from app.config import ApplicationConfig, ServedModelConfig
 from app.errors import CarouselError, Failure, Unavailable, traceback_of
@@ -115,6 +115,7 @@ class Batches:
         for name, adapters in self._adapters.items():
             adapters.on_change = partial(handler.names.serve_adapters, name)
             await adapters.found()
+        self._filling = asyncio.create_task(fill_indexes(pipelines))
         self._metrics.loop.start()
         self._metrics.loop.add_queue("bodies", lambda: handler.threads.num_waiting)
         self._following = asyncio.create_task(self._keys.follow())

@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from app.api import RequestHandler, batch_routes, build_app, pipelines_of
+from app.api import RequestHandler, batch_routes, build_app, fill_indexes, pipelines_of
 from app.api.auth.limits import SharedPools
 from app.api.endpoints.admin import ProcessReport
 from app.api.endpoints.cancellation import RunningCalls
@@ -92,17 +92,19 @@ class Ingress:
         self._following = asyncio.create_task(self._keys.follow())
         to_ray = RayMetrics(lambda: families_of_requests(self._metrics.requests.snapshot()))
         self._handing_over = asyncio.create_task(to_ray.hand_over_for_ever())
+        pipelines = pipelines_of(self._config.pipelines, models)
         handler = RequestHandler(
             models,
             self._config.api,
             self._metrics.requests,
             self._keys.authenticator,
-            pipelines=pipelines_of(self._config.pipelines, models),
+            pipelines=pipelines,
             tracer=tracer_of_environment(),
         )
         for name, adapters in self._adapters.items():
             adapters.on_change = partial(handler.names.serve_adapters, name)
         await asyncio.gather(*(adapters.found() for adapters in self._adapters.values()))
+        self._filling = asyncio.create_task(fill_indexes(pipelines))
         self._metrics.loop.start()
         self._metrics.loop.add_queue("bodies", lambda: handler.threads.num_waiting)
         return build_app(

@@ -21,6 +21,8 @@ from app.config import (
     SchedulerConfig,
     ServedModelConfig,
     branches_of,
+    branches_within,
+    choice_of,
     leaves,
     names_of,
 )
@@ -333,7 +335,12 @@ def _shown(value: object) -> str:
 def _suggestion(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
     branch: Any = root
     for part in location[:-1]:
-        branch = get_args(branch)[0] if isinstance(part, int) else _annotation(branch.model_fields[part])
+        if isinstance(part, int):
+            branch = get_args(branch)[0]
+        elif isinstance(branch, type) and issubclass(branch, BaseModel):
+            branch = _annotation(branch.model_fields[part])
+        else:  # one of several kinds, by its name
+            branch = next(kind for kind in branches_within(branch) if choice_of(kind) == part)
     assert issubclass(branch, BaseModel), "only a branch of settings can have an extra field"
     close = difflib.get_close_matches(str(location[-1]), branch.model_fields, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(branch.model_fields)}"

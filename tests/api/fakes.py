@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -38,11 +39,15 @@ class ScriptedGenerate:
         self.requests: list[Request] = []
         self.open: set[str] = set()
 
-    async def __call__(self, request: Request) -> AsyncIterator[TokenDelta]:
+    def __call__(self, request: Request) -> AsyncIterator[TokenDelta]:
+        return self.following(self.script, request)
+
+    async def following(self, script: Script, request: Request) -> AsyncIterator[TokenDelta]:
+        """The same by another script."""
         self.requests.append(request)
         self.open.add(request.request_id)
         try:
-            for step in self.script(request):
+            for step in script(request):
                 await asyncio.sleep(0)
                 if isinstance(step, Exception):
                     raise step
@@ -77,11 +82,15 @@ class Service:
         max_model_len: int = MAX_MODEL_LEN,
         pooling: Pooling | None = None,
         pipelines: Sequence[Mapping[str, Any]] = (),
+        models: Sequence[Mapping[str, Any]] | None = None,
+        scripts: Mapping[str, Script] = MappingProxyType({}),
         facts: Mapping[str, Any] = MappingProxyType({}),
         **settings: Any,
     ) -> None:
+        """`scripts`: of single models, by their names. `models`: their settings, which only pipelines look at."""
         self.tokenizer = tokenizer
         self.generate = ScriptedGenerate(script)
+        self.script_of = dict(scripts)
         self.is_ready = True
         usual = ModelFacts(max_model_len=max_model_len, vocab_size=763, eos_token_ids=(4,), embedding_size=4)
         self.models = [
@@ -89,7 +98,7 @@ class Service:
                 name=name,
                 tokenizer=tokenizer,
                 facts=replace(usual, **facts),
-                generate=generate or self.generate,
+                generate=generate or (partial(self._scripted, name) if scripts else self.generate),
                 created=1_700_000_000,
                 aliases=aliases,
                 tool_format=tool_format,
@@ -100,7 +109,7 @@ class Service:
         ]
         self.pipelines: list[Pipeline] = []
         if pipelines:
-            configs = {"models": [{"name": name} for name in names], "pipelines": pipelines}
+            configs = {"models": models or [{"name": name} for name in names], "pipelines": pipelines}
             self.pipelines = pipelines_of(ApplicationConfig.model_validate(configs).pipelines, self.models)
         limits = {name: settings.pop(name) for name in RequestLimits.__slots__ if name in settings}
         self.handler = RequestHandler(
@@ -110,6 +119,9 @@ class Service:
             limits=RequestLimits(**limits),
         )
         self.app: ASGIApp = build_app(self.handler, self._is_ready)
+
+    def _scripted(self, name: str, request: Request) -> AsyncIterator[TokenDelta]:
+        return self.generate.following(self.script_of[name], request)
 
     async def _is_ready(self) -> bool:
         return self.is_ready

@@ -47,7 +47,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Tokenizer) -> Iterator[Grammars]:
-    made = Grammars(lambda: vocabulary_of(tokenizer), vocab_size=END + 1)
+    made = Grammars(lambda: vocabulary_of(tokenizer))
     yield made
     made.close()
 

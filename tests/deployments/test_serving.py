@@ -124,8 +124,8 @@ def are_equal(stats: list[Any]) -> bool:
 def test_every_endpoint_that_says_how_it_goes_is_there(service: Service) -> None:
     assert httpx.get(f"{service.url}/health").status_code == 200
     assert httpx.get(f"{service.url}/ready").status_code == 200
-    listed = httpx.get(f"{service.url}/v1/models").json()
-    assert [model["id"] for model in listed["data"]] == ["turns", "least", "held", "narrow", "trial", "unsure"]
+    listed = [model["id"] for model in httpx.get(f"{service.url}/v1/models").json()["data"]]
+    assert listed == ["turns", "least", "held", "narrow", "trial", "ranker", "unsure", "found"]
 
 
 def test_log_probabilities_come_the_whole_way(service: Service) -> None:
@@ -191,6 +191,23 @@ def test_a_cascade_asks_the_large_model_where_the_small_one_is_not_certain(servi
     assert answer.json()["model"] == answer.headers["x-carousel-pipeline-model"] == "least"
     small, large = answer.json()["usage"]["pipeline"]["steps"]
     assert (small["model"], small["mean_logprob"] < 0, large["model"]) == ("turns", True, "least")
+
+
+def test_documents_are_ranked_by_an_encoder_and_the_best_one_is_read_by_the_model(service: Service) -> None:
+    documents = ["w6 w7", "w4 w5 w9", "w8"]
+    body = {"model": "ranker", "query": "w4 w5", "documents": documents}
+    ranked = httpx.post(f"{service.url}/v1/rerank", json=body, timeout=60).json()["results"]
+    assert sorted(each["index"] for each in ranked) == [0, 1, 2]
+    assert ranked == sorted(ranked, key=lambda each: -each["relevance_score"])
+    alone = [
+        httpx.post(f"{service.url}/v1/rerank", json=body | {"documents": [document]}, timeout=60).json()["results"][0]
+        for document in documents
+    ]
+    for each in ranked:
+        assert each["relevance_score"] == pytest.approx(alone[each["index"]]["relevance_score"], abs=1e-5)
+    answer = ask(service, "found", prompt="w4 w5", documents=documents)
+    step, _ = answer.json()["usage"]["pipeline"]["steps"]
+    assert [each["index"] for each in step["kept"]] == [ranked[0]["index"]]
 
 
 def test_mixed_questions_all_at_once_are_all_answered_right(service: Service) -> None:
@@ -329,7 +346,7 @@ def test_the_ingress_has_no_torch_and_replicas_with_weights_do(service: Service)
         title = Path(f"/proc/{pid}/cmdline").read_text().strip("\0 ")
         if title.startswith("ray::ServeReplica:carousel:"):
             loads_torch[title.rpartition(":")[2]] = "libtorch" in Path(f"/proc/{pid}/maps").read_text()
-    with_weights = {"replica-turns", "replica-least"}
+    with_weights = {"replica-turns", "replica-least", "replica-ranker"}
     others = {"ingress", "replica-held", "replica-narrow", "replica-trial"}
     assert loads_torch == dict.fromkeys(with_weights, True) | dict.fromkeys(others, False)
 

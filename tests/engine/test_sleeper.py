@@ -93,6 +93,15 @@ class Dozing:
             self.go()
         raise AssertionError("it still has work")
 
+    def doze(self) -> None:
+        """Sleep and wake once, so that the time of a switch is known."""
+        self.go()
+        self.clock.advance(AFTER_S)
+        self.go()
+        self.engine.add(make_request())
+        self.go_on()
+        self.go()
+
     @property
     def state(self) -> SleepState:
         return self.sleeper.stats.state
@@ -203,8 +212,13 @@ def test_other_settings_hold_after_sleep(dozing: Dozing) -> None:
 
 
 @contextmanager
-def two_on_one_device(folder: Path, clock: FakeClock | None = None, **settings: Any) -> Iterator[tuple[Dozing, Dozing]]:
-    """The second waits for the first; neither has a request. Both need 6 of 10 bytes."""
+def two_on_one_device(
+    folder: Path, clock: FakeClock | None = None, *, has_dozed: bool = True, **settings: Any
+) -> Iterator[tuple[Dozing, Dozing]]:
+    """The second waits for the first; neither has a request. Both need 6 of 10 bytes.
+
+    has_dozed: the first knows how long its switch takes, and has done something in this turn.
+    """
     clock = clock or FakeClock()
     path = folder / "device.json"
     first = Dozing(path, clock, **settings)
@@ -212,6 +226,9 @@ def two_on_one_device(folder: Path, clock: FakeClock | None = None, **settings: 
     first.turns.leave()
     first.sleeper.stats = first.sleeper.stats._replace(state=SleepState.ASLEEP)
     second = Dozing(path, clock, **settings)
+    if has_dozed:
+        second.doze()
+        second.outcome = Outcome()
     try:
         yield second, first
     finally:
@@ -250,6 +267,15 @@ def test_a_busy_engine_gives_way_after_its_turn_and_both_end_with_their_tokens(t
             assert each.sleeper.stats.num_turns_ended >= 1
 
 
+def test_the_first_turn_is_short_as_no_switch_was_measured(dozing: Dozing, tmp_path: Path) -> None:
+    other = DeviceTurns(tmp_path / "device.json", name="other", num_bytes=6, total_bytes=10, clock=dozing.clock)
+    dozing.engine.add(make_request(max_tokens=100))
+    dozing.go()
+    assert not other.ask()
+    assert dozing.turns.ends_at() == pytest.approx(dozing.clock() + SHORTEST_TURN_S, abs=0.1)
+    other.close()
+
+
 def test_an_engine_whose_requests_are_gone_waits_for_the_memory_no_longer(tmp_path: Path) -> None:
     with two_on_one_device(tmp_path) as (awake, asleep):
         request = make_request()
@@ -263,7 +289,7 @@ def test_an_engine_whose_requests_are_gone_waits_for_the_memory_no_longer(tmp_pa
 
 
 def test_a_turn_in_which_nothing_was_done_goes_on(tmp_path: Path) -> None:
-    with two_on_one_device(tmp_path, prefill_chunk_tokens=4, max_step_tokens=8) as (awake, asleep):
+    with two_on_one_device(tmp_path, has_dozed=False, prefill_chunk_tokens=4, max_step_tokens=8) as (awake, asleep):
         awake.engine.add(make_request(tuple(range(2, 42)), max_tokens=3))
         asleep.engine.add(make_request())
         asleep.go()

@@ -97,6 +97,7 @@ class LocalReplica:
             step_age_s=engine.step_age_s,
             weights=self.weights,
             adapters=None if engine.adapters is None else engine.adapters.stats().loaded,
+            sleep=engine.sleep,
         )
         return structs.replace(report, sends_views=self.sends_views)
 

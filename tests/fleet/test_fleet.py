@@ -5,14 +5,19 @@ import random
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from app.engine.async_engine import AsyncEngine
+from app.engine.device_turns import DeviceTurns
 from app.engine.request import FinishReason, Request, TokenDelta
+from app.engine.sleeper import Sleeper
+from app.engine.stats import SleepState
 from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, ReplicasLost, Unavailable
 from app.fleet.dispatch import Group
 from tests.engine.test_engine_logprobs import check as check_logprobs
-from tests.fakes import FakeClock, Outcome, expected_tokens, make_request
+from tests.fakes import FakeClock, Outcome, build_fake_engine, expected_tokens, make_request
 from tests.fleet.replicas import LocalFleet, LocalReplica
 from tests.waiting import until
 
@@ -256,6 +261,37 @@ def test_a_replica_whose_step_does_not_end_is_given_up_though_it_sends_heartbeat
             assert tokens == expected(request)
             assert [len(replica.served) for replica in local.replicas] == [1, 1]
             assert local.counts.resumes == {"stuck": 1}
+
+    asyncio.run(main())
+
+
+def test_a_request_waits_for_a_sleeping_replica_and_goes_on_elsewhere_when_that_is_lost(tmp_path: Path) -> None:
+    """Waiting for memory is no step and no silence."""
+
+    async def main() -> None:
+        request = make_request((5, 6, 7), max_tokens=30)
+        turns, others = (
+            DeviceTurns(tmp_path / "device.json", name=name, num_bytes=6, total_bytes=10) for name in ("own", "other")
+        )
+        turns.wait()
+        local = LocalFleet(1, silence_s=2.0, stuck_s=0.2)
+        [dozing] = local.replicas
+        dozing.engine.shutdown()
+        engine = build_fake_engine(runner=dozing.runner)
+        sleeper = Sleeper(engine, turns, after_s=0.0, started_in_s=0.0)
+        dozing.engine = AsyncEngine(engine, max_requests=10, sleeper=sleeper)
+        await until(lambda: dozing.engine.sleep.state is SleepState.ASLEEP)
+        assert others.ask()
+        async with local:
+            [answer] = start(local, [request])
+            await until(lambda: dozing.engine.sleep.state is SleepState.QUEUED)
+            await asyncio.sleep(0.4)
+            assert not local.counts.resumes
+            local.join_another()
+            dozing.kill()
+            tokens, _ = await answer
+            assert tokens == expected(request)
+        others.close()
 
     asyncio.run(main())
 

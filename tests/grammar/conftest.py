@@ -26,6 +26,6 @@ def tokenizer(demo_path: Path) -> Tokenizer:
 @pytest.fixture(scope="session")
 def grammars(vocabulary: Vocabulary) -> Iterator[Grammars]:
     """With two seconds for each grammar, as by default."""
-    compiled = Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)
+    compiled = Grammars(lambda: vocabulary)
     yield compiled
     compiled.close()

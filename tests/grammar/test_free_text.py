@@ -42,7 +42,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": 
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Grammars]:
-    made = Grammars(lambda: TABLE, vocab_size=len(TOKENS))
+    made = Grammars(lambda: TABLE)
     yield made
     made.close()
 

@@ -19,7 +19,6 @@ from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
 from app.grammar.compiling import lark_of, new_matcher, walk
 from app.grammar.grammars import CompileLimits, Grammars
 from app.grammar.vocabulary import Vocabulary
-from tests.grammar.conftest import DEMO_VOCAB_SIZE
 from tests.grammar.documents import allowed_ids, request_for
 from tests.grammar.hostile_grammars import Case, cases
 from tests.waiting import eventually, stop_child
@@ -30,7 +29,7 @@ TIMEOUT_S = 1.0
 @pytest.fixture(scope="module")
 def grammars(vocabulary: Vocabulary) -> Iterator[Grammars]:
     limits = CompileLimits(timeout_s=TIMEOUT_S, memory_bytes=256_000_000)
-    made = Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE, limits=limits)
+    made = Grammars(lambda: vocabulary, limits=limits)
     made.matcher_of(request_for(Grammar(GrammarKind.REGEX, "a"))).result(30)
     yield made
     made.close()
@@ -98,7 +97,7 @@ def test_other_threads_run_while_a_large_grammar_is_compiled_and_matched(vocabul
 )
 def test_time_and_memory_are_limited(vocabulary: Vocabulary, limits: CompileLimits, name: str, words: str) -> None:
     [(_, kind, text)] = [case for case in cases() if case[0] == name]
-    grammars = Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE, limits=limits)
+    grammars = Grammars(lambda: vocabulary, limits=limits)
     with pytest.raises(InvalidRequest, match=words):
         grammars.matcher_of(request_for(Grammar(kind, text))).result(30)
     # A busy machine may refuse a small one too within so short a time; others then, because refusals are remembered.
@@ -124,7 +123,7 @@ def test_a_remembered_refusal_names_the_field_that_it_came_in_now(grammars: Gram
 
 
 def test_a_grammar_is_not_to_blame_for_a_process_that_had_died_before(vocabulary: Vocabulary) -> None:
-    with closing(Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)) as grammars:
+    with closing(Grammars(lambda: vocabulary)) as grammars:
         process = worker_of(grammars)
         process.kill()
         process.wait()
@@ -132,7 +131,7 @@ def test_a_grammar_is_not_to_blame_for_a_process_that_had_died_before(vocabulary
 
 
 def test_a_grammar_is_tried_again_where_its_process_was_killed(vocabulary: Vocabulary) -> None:
-    with closing(Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)) as grammars:
+    with closing(Grammars(lambda: vocabulary)) as grammars:
         process = worker_of(grammars)
         stop_child(process.pid)  # so that it is killed over this grammar
         tried = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "once more")))
@@ -143,7 +142,7 @@ def test_a_grammar_is_tried_again_where_its_process_was_killed(vocabulary: Vocab
 
 
 def test_where_the_process_is_killed_each_time_the_grammar_is_not_refused_for_ever(vocabulary: Vocabulary) -> None:
-    with closing(Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)) as grammars:
+    with closing(Grammars(lambda: vocabulary)) as grammars:
         process = worker_of(grammars)
         stop_child(process.pid)
         tried = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "killed")))
@@ -159,7 +158,7 @@ def test_where_the_process_is_killed_each_time_the_grammar_is_not_refused_for_ev
 def test_waiting_for_the_processor_is_no_fault_of_a_grammar(vocabulary: Vocabulary) -> None:
     [schema] = [text for name, _, text in cases() if name == "many required"]  # a tenth of a second of CPU, or more
     limits = CompileLimits(timeout_s=1.0)
-    with closing(Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE, limits=limits)) as grammars:
+    with closing(Grammars(lambda: vocabulary, limits=limits)) as grammars:
         process = worker_of(grammars)
         tried = grammars.matcher_of(request_for(Grammar(GrammarKind.JSON_SCHEMA, schema)))
         time.sleep(0.05)
@@ -176,7 +175,7 @@ def test_one_tenants_expensive_grammars_delay_no_other_tenant(vocabulary: Vocabu
         json.dumps({"properties": {name: {"type": "string"} for name in of_one}, "required": of_one})
         for of_one in names
     ]
-    with closing(Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)) as grammars:
+    with closing(Grammars(lambda: vocabulary)) as grammars:
         worker_of(grammars)
         one, other = ({"tenant": name} for name in ("one", "other"))
         expensive = [grammars.matcher_of(request_for(Grammar(GrammarKind.JSON_SCHEMA, text), **one)) for text in large]
@@ -195,7 +194,7 @@ def test_one_tenant_does_not_take_all_places(vocabulary: Vocabulary) -> None:
     def asked(text: str, tenant: str) -> Future[Matcher | None]:
         return grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text), tenant=tenant))
 
-    with closing(Grammars(read_late, vocab_size=DEMO_VOCAB_SIZE, limits=CompileLimits(max_waiting=4))) as grammars:
+    with closing(Grammars(read_late, limits=CompileLimits(max_waiting=4))) as grammars:
         many = [asked(f"a{number}", "one") for number in range(6)]
         few = [asked(f"b{number}", "other") for number in range(2)]
         assert [isinstance(each.exception(1), Overloaded) for each in many[2:]] == [True] * 4
@@ -204,7 +203,7 @@ def test_one_tenant_does_not_take_all_places(vocabulary: Vocabulary) -> None:
 
 
 def test_at_the_end_those_that_wait_hear_of_it(vocabulary: Vocabulary) -> None:
-    grammars = Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)
+    grammars = Grammars(lambda: vocabulary)
     process = worker_of(grammars)
     stop_child(process.pid)
     asked = [grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text))) for text in ("now", "later")]
@@ -246,7 +245,7 @@ def test_a_cancelled_request_takes_no_place_in_the_queue(vocabulary: Vocabulary)
         let_go.wait(30)
         return vocabulary
 
-    grammars = Grammars(read_late, vocab_size=DEMO_VOCAB_SIZE, limits=CompileLimits(max_waiting=2))
+    grammars = Grammars(read_late, limits=CompileLimits(max_waiting=2))
     first = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "first")))
     for number in range(5):
         assert grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, f"{number}"))).cancel()
@@ -256,7 +255,7 @@ def test_a_cancelled_request_takes_no_place_in_the_queue(vocabulary: Vocabulary)
 
 
 def test_compiled_grammars_are_kept_up_to_a_number(vocabulary: Vocabulary) -> None:
-    grammars = Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE, limits=CompileLimits(max_cached=3))
+    grammars = Grammars(lambda: vocabulary, limits=CompileLimits(max_cached=3))
 
     assert [is_cached(grammars, text) for text in "abcd"] == [False] * 4
     assert [is_cached(grammars, text) for text in "dcba"] == [True, True, True, False]
@@ -266,7 +265,7 @@ def test_compiled_grammars_are_kept_up_to_a_number(vocabulary: Vocabulary) -> No
 def test_a_grammar_that_has_learned_much_is_compiled_anew(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)) as grammars:
+    with closing(Grammars(lambda: vocabulary)) as grammars:
         matcher = compiled(grammars, ".{0,1000}x")
         assert matcher is not None
         assert is_cached(grammars, ".{0,1000}x")
@@ -279,7 +278,7 @@ def test_a_grammar_that_has_learned_much_is_compiled_anew(
 def test_of_all_cached_grammars_those_that_have_learned_most_are_forgotten(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)) as grammars:
+    with closing(Grammars(lambda: vocabulary)) as grammars:
         large = [f".{{0,1000}}x{number}" for number in range(3)]
         assert compiled(grammars, "a small one") is not None
         monkeypatch.setattr("app.grammar.grammars.MAX_CACHED_S", 0.001)
@@ -300,7 +299,7 @@ def test_when_too_many_wait_others_are_told_to_come_back(vocabulary: Vocabulary)
         let_go.wait(30)
         return vocabulary
 
-    grammars = Grammars(read_late, vocab_size=DEMO_VOCAB_SIZE, limits=CompileLimits(max_waiting=2))
+    grammars = Grammars(read_late, limits=CompileLimits(max_waiting=2))
     waiting = [grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text))) for text in ("a", "b")]
     with pytest.raises(Overloaded, match="2 requests wait for their grammars"):
         grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "c"))).result(1)

@@ -13,11 +13,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from app.assembly import build_matchers, build_sync_engine
+from app.assembly import assemble, build_matchers, build_sync_engine
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.matcher import Matchers
 from app.engine.request import FinishReason, Grammar, GrammarKind, Request, SamplingParams, Thought
+from app.engine.speculation.drafter import LookupDrafter
 from app.model.matcher_preparer import MatcherPreparer
 from app.text import Tokenizer
 from tests.fakes import Outcome
@@ -62,6 +63,35 @@ def answers(engine: Engine, matchers: Matchers, requests: Sequence[Request], *, 
 
 def texts(outcome: Outcome, tokenizer: Tokenizer) -> dict[str, str]:
     return {name: tokenizer.decode(token_ids) for name, token_ids in outcome.token_ids.items()}
+
+
+class EagerDrafter(LookupDrafter):
+    """Drafts whatever it takes."""
+
+    def begin(self, num_sequences: int) -> bool:
+        self._least_chance = 0.05
+        return True
+
+
+def test_forced_tokens_and_lookups_as_drafts_change_no_document(engine: Engine, matchers: Matchers) -> None:
+    drafting = assemble(
+        CONFIG.scheduler, CONFIG.cache, num_blocks=engine.stats().num_blocks, runner=engine.runner, facts=engine.facts,
+        drafter=EagerDrafter(6),
+    )  # fmt: skip
+    thought = Thought(begin="<t>", end="</t>", is_open=True, max_tokens=12)
+    schemas = [for_schema(f"{seed}", random_schema(seed), max_tokens=160, seed=seed) for seed in range(16)]
+    others = [
+        asking("regex", GrammarKind.REGEX, PATTERN, repetition_penalty=1.2),
+        for_schema("list", LISTS, frequency_penalty=0.1, logprobs=1),
+        asking("chosen", GrammarKind.CHOICE, json.dumps(["one story", "one stone"]), min_tokens=3),
+        for_schema("thinking", LISTS, grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(LISTS), thought=thought)),
+    ]
+    expected, found = (answers(each, matchers, [*schemas, *others]) for each in (engine, drafting))
+    engine.clear_prefix_cache()  # both have the same KV memory
+    assert found.token_ids == expected.token_ids
+    assert found.reasons == expected.reasons
+    assert found.logprobs == expected.logprobs
+    assert drafting.stats().total_accepted_tokens > 100
 
 
 def test_random_schemas_give_valid_documents(engine: Engine, matchers: Matchers, tokenizer: Tokenizer) -> None:

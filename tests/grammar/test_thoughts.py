@@ -24,7 +24,7 @@ ANY = Grammar(GrammarKind.TEXT, "")
 
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
-    made = Grammars(lambda: VOCABULARY, vocab_size=len(TOKENS))
+    made = Grammars(lambda: VOCABULARY)
     yield made
     made.close()
 

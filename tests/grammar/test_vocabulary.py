@@ -34,7 +34,7 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
 
 
 def grammars_of(vocabulary: Vocabulary) -> Grammars:
-    return Grammars(lambda: vocabulary, vocab_size=len(vocabulary.tokens))
+    return Grammars(lambda: vocabulary)
 
 
 def test_tokens_of_bytes_are_their_bytes(byte_level: Vocabulary) -> None:
@@ -86,7 +86,7 @@ def test_without_a_tokenizer_structured_outputs_are_refused_and_no_path_is_told(
 
     with pytest.raises(InvalidSetup, match="cannot be read for grammars"):
         read()
-    grammars = Grammars(read, vocab_size=9)
+    grammars = Grammars(read)
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="no grammar can be matched") as refused:
             grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "a"))).result(60)

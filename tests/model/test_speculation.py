@@ -24,6 +24,8 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.7, "top_k": 20, "seed": 6},
     {"temperature": 1.0, "seed": 7, "logit_bias": ((9, 4.0),), "logprobs": 0},
     {"temperature": 1.0, "seed": 8, "presence_penalty": 0.5},
+    {"temperature": 0.7, "seed": 9, "repetition_penalty": 1.3, "frequency_penalty": 0.2, "min_tokens": 12},
+    {"temperature": 0.5, "seed": 10, "bad_words": ((7,), (8, 9)), "logprobs": 1},
     {"temperature": 0.0, "prompt_logprobs": 1, "stop_token_ids": (11, 12, 13, 14)},
 ]
 

@@ -60,13 +60,7 @@ class EmbeddingsWriter(Writer):
 
     async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
         """Wait for all vectors and write them."""
-        vectors = [array("f")] * len(progress.outputs)
-
-        def keep(piece: ChoiceDelta) -> None:
-            if piece.finish_reason is not None:
-                vectors[piece.index] = normalised(array("f", vector_of(piece))[: self.body.dimensions])
-
-        await progress.read(pieces, keep)
+        vectors = await vectors_of(progress, pieces, dimensions=self.body.dimensions)
         progress.log_end()
         num_tokens = progress.call.num_prompt_tokens
         return {
@@ -86,6 +80,20 @@ class EmbeddingsWriter(Writer):
         if sys.byteorder == "big":
             little_endian.byteswap()
         return base64.b64encode(little_endian.tobytes()).decode()
+
+
+async def vectors_of(
+    progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None], *, dimensions: int | None = None
+) -> list[array[float]]:
+    """Wait for the vectors of all requests of a call. Each has the length 1, and `dimensions` numbers if so many."""
+    vectors = [array("f")] * len(progress.outputs)
+
+    def keep(piece: ChoiceDelta) -> None:
+        if piece.finish_reason is not None:
+            vectors[piece.index] = normalised(array("f", vector_of(piece))[:dimensions])
+
+    await progress.read(pieces, keep)
+    return vectors
 
 
 def vector_of(piece: ChoiceDelta) -> bytes:

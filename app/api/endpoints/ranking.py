@@ -172,11 +172,11 @@ async def _scores(
 
 
 async def best_documents(
-    body: RerankRequest, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]
+    number: int, top_n: int | None, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]
 ) -> list[tuple[int, float]]:
-    """Wait for all scores of a call; the indices of its best documents, the best first, each with its score."""
-    scores = await _scores(progress, pieces, num_firsts=1, num_pairs=len(body.documents))
-    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
+    """Wait for the scores of this number of documents; the indices of the best, the best first, with their scores."""
+    scores = await _scores(progress, pieces, num_firsts=1, num_pairs=number)
+    best = sorted(range(number), key=lambda index: -scores[index])[:top_n]
     return [(index, scores[index]) for index in best]
 
 
@@ -187,7 +187,8 @@ class RerankWriter(Writer):
     body: RerankRequest
 
     async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
-        best = await best_documents(self.body, progress, pieces)
+        body = self.body
+        best = await best_documents(len(body.documents), body.top_n, progress, pieces)
         num_tokens = progress.call.num_prompt_tokens
         return {
             "id": progress.call.call_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,18 +11,28 @@ from app.api.auth.limits import Account
 from app.api.call import ServedModel
 from app.api.output.progress import Json
 from app.api.pipelines.cascade import CascadeStep
+from app.api.pipelines.ensemble import EnsembleStep
+from app.api.pipelines.index import DocumentIndex, IndexStep, read_index
 from app.api.pipelines.ranking import RerankStep
+from app.api.pipelines.route import ByExample, ByHeader, ByLength, Chooser, RouteCase, RouteStep
 from app.api.pipelines.run import PendingAnswer, PipelineRun, Target
 from app.config import (
-    AnsweringStepConfig,
     CascadeStepConfig,
+    EmbedStepConfig,
+    EnsembleStepConfig,
     GenerateStepConfig,
     PipelineConfig,
     PipelineStepConfig,
     RankingStepConfig,
+    RerankStepConfig,
+    RouteStepConfig,
     named_by,
 )
-from app.errors import InvalidSetup
+from app.errors import InvalidSetup, traceback_of
+
+logger = logging.getLogger(__name__)
+
+RankingStep = RerankStep | IndexStep
 
 
 class AnsweringStep(Protocol):
@@ -57,7 +68,7 @@ class Pipeline:
     """Steps under one name."""
 
     name: str
-    ranking: tuple[RerankStep, ...]
+    ranking: tuple[RankingStep, ...]
     answering: AnsweringStep
 
     async def answer(self, run: PipelineRun) -> PendingAnswer:
@@ -74,6 +85,8 @@ class Pipeline:
     def models(self) -> Iterator[ServedModel]:
         """All models that may run; one may come twice."""
         yield from (step.model for step in self.ranking)
+        if isinstance(self.answering, RouteStep):
+            yield from self.answering.others
         for target in self.answering.targets:
             yield from (target,) if isinstance(target, ServedModel) else target.models()
 
@@ -102,6 +115,17 @@ def pipelines_of(configs: Iterable[PipelineConfig], models: Iterable[ServedModel
     return [builder.pipeline(config.name) for config in builder.configs]
 
 
+async def fill_indexes(pipelines: Iterable[Pipeline]) -> None:
+    """Have the vectors of all indexes computed, as far as they are not kept. Requests may come meanwhile."""
+    for pipeline in pipelines:
+        for step in pipeline.ranking:
+            if isinstance(step, IndexStep):
+                try:
+                    await step.index.matrix()
+                except Exception as error:  # the next request tries again
+                    logger.error("the index of %s has no vectors: %s", step.name, traceback_of(error))
+
+
 class _Builder:
     """Makes each pipeline once, those that it names before it."""
 
@@ -125,19 +149,32 @@ class _Builder:
         return self._built[name]
 
     def _check(self, path: str, step: PipelineStepConfig) -> None:
-        for field, name in named_by(step):
-            model = self._models.get(name)
+        for named in named_by(step):
+            model = self._models.get(named.name)
             if model is None:
                 continue
-            if isinstance(step, AnsweringStepConfig):
-                if not model.facts.generates:
-                    raise InvalidSetup(f"{path}.{field}: {name} is an encoder, which answers nothing; name another")
-            elif not (model.gives_embeddings or model.facts.scores_pairs):
-                raise InvalidSetup(f"{path}.{field}: {name} gives neither embeddings nor scores; name another")
+            wrong = ""
+            if named.answers:
+                wrong = "" if model.facts.generates else "is an encoder, which answers nothing"
+            elif isinstance(step, RerankStepConfig):
+                may_rank = model.gives_embeddings or model.facts.scores_pairs
+                wrong = "" if may_rank else "gives neither embeddings nor scores"
+            elif not model.gives_embeddings:
+                wrong = "gives no embeddings"
+            if wrong:
+                raise InvalidSetup(f"{path}.{named.field}: {named.name} {wrong}; name another model")
 
-    def _ranking(self, name: str, step: PipelineStepConfig) -> RerankStep:
+    def _ranking(self, name: str, step: PipelineStepConfig) -> RankingStep:
         assert isinstance(step, RankingStepConfig), "the config is checked"
-        return RerankStep(name=name, model=self._models[step.model], top_n=step.top_n)
+        model = self._models[step.model]
+        if isinstance(step, EmbedStepConfig) and step.index is not None:
+            try:
+                documents = read_index(step.index)
+            except InvalidSetup as error:
+                raise InvalidSetup(f"the index of {name}: {error.message}") from error
+            index = DocumentIndex(step.index, documents, model)
+            return IndexStep(name=name, model=model, top_n=step.top_n, index=index)
+        return RerankStep(name=name, kind=step.kind, model=model, top_n=step.top_n)
 
     def _answering(self, name: str, step: PipelineStepConfig) -> AnsweringStep:
         match step:
@@ -150,7 +187,19 @@ class _Builder:
                     large=self._target(step.large),
                     min_mean_logprob=step.min_mean_logprob,
                 )
+            case EnsembleStepConfig():
+                return EnsembleStep(name=name, targets=tuple(map(self._target, step.models)), choose=step.choose)
+            case RouteStepConfig():
+                cases = tuple(RouteCase(self._target(case.model), case.preset or "") for case in step.cases)
+                return RouteStep(name=name, cases=cases, chooser=self._chooser(step))
         raise AssertionError(f"the config is checked, and {step.kind} does not answer")
+
+    def _chooser(self, step: RouteStepConfig) -> Chooser:
+        if step.classifier is not None:
+            return ByExample(self._models[step.classifier], [case.examples for case in step.cases])
+        if step.header is not None:
+            return ByHeader(step.header, [case.values for case in step.cases[:-1]])
+        return ByLength([case.max_prompt_tokens for case in step.cases if case.max_prompt_tokens is not None])
 
     def _target(self, name: str) -> Target:
         return self._models.get(name) or self.pipeline(name)

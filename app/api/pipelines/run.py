@@ -5,7 +5,7 @@ A request for a model alone is the shortest such way: one call, and nothing to r
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,18 +15,21 @@ from app.api.call import Call, ServedModel
 from app.api.client import Client
 from app.api.endpoints.table import Endpoint
 from app.api.generation import SharedFields
+from app.api.http.headers import GROUP_HEADER, PRESET_HEADER
 from app.api.output.choices import ChoiceDelta, generate_choices, token_deltas
 from app.api.output.progress import Json, Progress
 from app.api.output.token_details import LEAST_LOGPROB
 from app.api.request_trace import StepTimes
-from app.api.schemas.requests import QueuedRequest
+from app.api.schemas.requests import GenerationRequest, QueuedRequest
 from app.engine.request import Generate, Request, TokenDelta
-from app.errors import DeadlineMissed
+from app.errors import DeadlineMissed, InvalidRequest
 from app.metrics import RequestMetrics
+
+_REPLICA_HEADERS = (GROUP_HEADER, PRESET_HEADER)  # which replicas of the model that answers
 
 
 class Prepare(Protocol):
-    """Checks a body for a model, reserves what it may need, and makes its call."""
+    """Checks a body for a model, makes its call and reserves what that may need."""
 
     def __call__(
         self,
@@ -36,6 +39,8 @@ class Prepare(Protocol):
         client: Client,
         size: int,
         shared: SharedFields | None = None,
+        *,
+        reserves: bool = True,
     ) -> Awaitable[Call]: ...
 
 
@@ -75,30 +80,30 @@ class StepReport:
     """What one step has done with one model: its times, its tokens, its decision."""
 
     step: Step
-    progress: Progress
-    began_at: float  # by the clock of the event loop
-    times: StepTimes | None  # where traces are sent
+    began_at: float  # by the monotonic clock
+    progress: Progress | None = None  # None: no model ran
+    times: StepTimes | None = None  # where traces are sent
     ended_at: float | None = None
     decided: Json = field(default_factory=dict)
 
     def end(self, **decided: object) -> None:
         """The step has its result."""
-        self.ended_at = asyncio.get_running_loop().time()
         self.decided |= decided
-        if self.times is not None:
-            self.times.end()
+        if self.ended_at is None:
+            self.ended_at = time.monotonic()
+            if self.times is not None:
+                self.times.end()
 
     def as_json(self) -> Json:
-        ended_at = asyncio.get_running_loop().time() if self.ended_at is None else self.ended_at
-        return {
-            "name": self.step.name,
-            "kind": self.step.kind,
-            "model": self.progress.call.model.name,
-            "ms": round(1000 * (ended_at - self.began_at), 1),
-            "prompt_tokens": self.progress.call.num_prompt_tokens,
-            "completion_tokens": sum(output.num_tokens for output in self.progress.outputs),
-            **self.decided,
-        }
+        ended_at = time.monotonic() if self.ended_at is None else self.ended_at
+        entry: Json = {"name": self.step.name, "kind": self.step.kind}
+        if self.progress is not None:
+            entry |= {
+                "model": self.progress.call.model.name,
+                "prompt_tokens": self.progress.call.num_prompt_tokens,
+                "completion_tokens": sum(output.num_tokens for output in self.progress.outputs),
+            }
+        return entry | {"ms": round(1000 * (ended_at - self.began_at), 1)} | self.decided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +118,7 @@ class PipelineRun:
     arrived_at: float  # by the clock of the metrics
     size: int  # of the body, see `size_of`
     shared: Mapping[str, SharedFields] = field(default_factory=dict)  # by the model's name
-    numbers: Sequence[int] | None = None  # of the documents in the body, where a step has chosen them
+    sources: Sequence[Json] | None = None  # of the documents in the body, where a step has chosen them
     is_judged: bool = False  # it is of interest how sure a model is of its answer
     reports: list[StepReport] = field(default_factory=list)
 
@@ -121,9 +126,24 @@ class PipelineRun:
         """The same run, of which it is of interest how sure models are of their answers."""
         return replace(self, is_judged=True)
 
-    def with_documents(self, documents: Sequence[str], numbers: Sequence[int]) -> PipelineRun:
-        """The same run with other documents in its body; `numbers`: of each, what the client knows it by."""
-        return replace(self, body=self.body.model_copy(update={"documents": list(documents)}), numbers=numbers)
+    def with_documents(self, documents: Sequence[str], sources: Sequence[Json]) -> PipelineRun:
+        """The same run with other documents in its body; `sources`: of each, what the client knows it by."""
+        body = self.body.model_copy(update={"documents": list(documents)})
+        size = self.size + sum(map(len, documents))
+        return replace(self, body=body, size=size, sources=sources)
+
+    def with_preset(self, preset: str) -> PipelineRun:
+        """The same run for replicas with this preset, unless the client has chosen some."""
+        headers = self.client.headers
+        if any(headers.get(name) for name in _REPLICA_HEADERS):
+            return self
+        return replace(self, client=replace(self.client, headers={**headers, PRESET_HEADER: preset}))
+
+    @property
+    def question(self) -> str:
+        """The last text of the user. Raises InvalidRequest where there is none."""
+        assert isinstance(self.body, GenerationRequest), "pipelines are for endpoints that generate"
+        return self.body.question
 
     async def answer(self, target: Target) -> PendingAnswer:
         """The answer of a model or pipeline, with all done that must be done before its first token."""
@@ -144,16 +164,41 @@ class PipelineRun:
 
         return start
 
-    async def call(self, model: ServedModel) -> Call:
-        """The call of the body on a model, checked and reserved."""
-        return await self.prepare(self.endpoint, self.body, model, self.client, self.size, self.shared.get(model.name))
+    async def call(self, model: ServedModel, *, reserves: bool = True) -> Call:
+        """The call of the body on a model, checked, and what it may need reserved."""
+        shared = self.shared.get(model.name)
+        return await self.prepare(self.endpoint, self.body, model, self.client, self.size, shared, reserves=reserves)
+
+    async def call_aside(
+        self, endpoint: Endpoint, model: ServedModel, *, question_param: str, **fields: object
+    ) -> Call:
+        """The call of a step that does not answer, for the same tenant, in the same class, with the same deadline.
+
+        `fields` are checked values of the endpoint's body. An error about `question_param` names the client's field.
+        """
+        body = self.body
+        assert isinstance(body, GenerationRequest), "pipelines are for endpoints that generate"
+        shared = {name: getattr(body, name) for name in QueuedRequest.model_fields}
+        asked = endpoint.schema.model_construct(**{**shared, **fields})
+        headers = {name: value for name, value in self.client.headers.items() if name not in _REPLICA_HEADERS}
+        try:
+            return await self.prepare(endpoint, asked, model, replace(self.client, headers=headers), self.size)
+        except InvalidRequest as error:
+            if error.param == question_param:
+                error.param = body.prompt_param
+            raise
+
+    def note(self, step: Step, **decided: object) -> None:
+        """A step has decided something without a model."""
+        now = time.monotonic()
+        self.reports.append(StepReport(step=step, began_at=now, ended_at=now, decided=dict(decided)))
 
     def begin(self, call: Call, step: Step | None = None) -> Progress:
         """The progress of a call that begins now, with the time that the steps before have left.
 
         What it uses counts for the key, whether its output is shown or not. Raises DeadlineMissed.
         """
-        trace, now = self.client.trace, asyncio.get_running_loop().time()
+        trace, now = self.client.trace, time.monotonic()
         if self.reports:
             call = _with_less_time(call, now - self.reports[0].began_at)
         progress = Progress.measured(call, self.client.request_id, self.metrics, arrived_at=self.arrived_at)
@@ -190,10 +235,12 @@ class PipelineRun:
             return {}
         headers = {"x-carousel-pipeline-model": answer.progress.call.model.name}
         for report in self.reports:
-            if "mean_logprob" in report.decided:
+            if "mean_logprob" in report.decided and report.decided.get("is_chosen", True):
                 headers["x-carousel-pipeline-logprob"] = f"{report.decided['mean_logprob']:.4f}"
+            if "case" in report.decided:
+                headers["x-carousel-pipeline-case"] = str(report.decided["case"])
             if "kept" in report.decided:
-                kept = [str(each["index"]) for each in report.decided["kept"]]
+                kept = [str(each.get("id", each["index"])) for each in report.decided["kept"]]
                 headers["x-carousel-pipeline-documents"] = ",".join(kept)
         return headers
 
@@ -230,6 +277,13 @@ class ReadAnswer:
     def mean_logprob(self) -> float:
         assert self.of.confidence is not None, "its run is judged"
         return self.of.confidence.mean_logprob
+
+    @property
+    def texts(self) -> tuple[object, ...]:
+        """Of each choice, what it says and calls; equal for answers that say the same."""
+        outputs = self.of.progress.outputs
+        calls = [[call["function"] for call in output.calls] for output in outputs]
+        return tuple((str(output.text).strip(), str(called)) for output, called in zip(outputs, calls, strict=True))
 
     def decided(self, **decided: object) -> None:
         """Note what has come of it."""

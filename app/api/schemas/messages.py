@@ -29,6 +29,7 @@ from app.api.schemas.requests import (
     from_validation_error,
     joined_text,
     not_larger,
+    without_user,
 )
 from app.engine.request import MAX_TENANT_LENGTH
 from app.errors import InvalidRequest
@@ -288,7 +289,11 @@ class MessagesRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
 
     @property
     def question(self) -> str:
-        return self.as_chat().question
+        for message in reversed(self.messages):
+            text = _text_of(message.content) if message.role == "user" else None
+            if text is not None:
+                return text
+        raise without_user("messages")
 
     def as_chat(self) -> ChatRequest:
         """The chat with the same answer. Raises InvalidRequest when fields or messages disagree."""

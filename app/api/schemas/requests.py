@@ -569,6 +569,11 @@ class Conversation(Schema):
         return self.chat_template_kwargs
 
 
+def without_user(param: str) -> InvalidRequest:
+    """The error of a conversation that gives documents nothing to be about."""
+    return InvalidRequest(f"documents are for a message of the user, and {param} has none; add one", param="documents")
+
+
 def documents_text(documents: Sequence[str]) -> str:
     """Documents as they stand in a prompt, before the text that asks about them."""
     numbered = "".join(f"[{number}] {text}\n\n" for number, text in enumerate(documents, start=1))
@@ -642,9 +647,7 @@ class ChatRequest(Conversation, GenerationRequest):
         for at in reversed(range(len(self.messages))):
             if self.messages[at].role == "user":
                 return at
-        raise InvalidRequest(
-            f"documents are for a message of the user, and {self.prompt_param} has none; add one", param="documents"
-        )
+        raise without_user(self.prompt_param)
 
     @property
     def asked_logprobs(self) -> tuple[str, int | None]:
@@ -698,21 +701,16 @@ class CompletionRequest(GenerationRequest):
         [prompt, *others] = self.prompt
         if others or not isinstance(prompt, str):
             raise InvalidRequest(
-                "documents are ranked for one prompt that is a text; send one, and not as token ids", param="prompt"
+                "documents are for one prompt that is a text; send one, and not as token ids", param="prompt"
             )
         return prompt
 
     def with_documents_written(self) -> CompletionRequest:
-        """The same request with its documents before each prompt."""
+        """The same request with its documents before the prompt."""
         if not self.documents:
             return self
-        if not all(isinstance(prompt, str) for prompt in self.prompt):
-            raise InvalidRequest(
-                "documents are written before prompts that are texts; send no token ids, or no documents",
-                param="documents",
-            )
-        prompts = [f"{documents_text(self.documents)}{prompt}" for prompt in self.prompt]
-        return self.model_copy(update={"prompt": prompts, "documents": []})
+        prompt = documents_text(self.documents) + self.question
+        return self.model_copy(update={"prompt": [prompt], "documents": []})
 
     @property
     def asked_logprobs(self) -> tuple[str, int | None]:

@@ -30,6 +30,7 @@ from app.api.schemas.requests import (
     from_validation_error,
     joined_text,
     not_larger,
+    without_user,
 )
 from app.errors import InvalidRequest
 
@@ -222,7 +223,10 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
 
     @property
     def question(self) -> str:
-        return self.as_chat().question
+        for item in reversed(self.input):
+            if isinstance(item, InputMessage) and item.role == "user":
+                return item.content
+        raise without_user("input")
 
     def as_chat(self) -> ChatRequest:
         """The chat with the same response. Raises InvalidRequest when fields or items disagree."""

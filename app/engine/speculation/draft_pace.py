@@ -59,6 +59,7 @@ class DraftPace:
 
     def __init__(self) -> None:
         self._classes: dict[int, _SizeClass] = {}
+        self._of_size: dict[int, _SizeClass] = {}  # by the number of sequences
 
     def least_chance(self, num_sequences: int) -> float:
         """The chance of being kept below which a draft is not worth computing in a step of so many sequences.
@@ -85,7 +86,8 @@ class DraftPace:
             known.num_kept.note(num_kept / num_sequences)
 
     def _class_of(self, num_sequences: int) -> _SizeClass:
-        number = round(_PER_DOUBLING * log2(num_sequences))
-        if number not in self._classes:
-            self._classes[number] = _SizeClass()
-        return self._classes[number]
+        found = self._of_size.get(num_sequences)
+        if found is None:
+            number = round(_PER_DOUBLING * log2(num_sequences))
+            found = self._of_size[num_sequences] = self._classes.setdefault(number, _SizeClass())
+        return found

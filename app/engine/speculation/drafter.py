@@ -8,6 +8,7 @@ from math import log
 from typing import Protocol
 
 from app.engine.batch import Batch, StepResult
+from app.engine.matcher import Matcher
 from app.engine.sequence import Sequence
 from app.engine.speculation.draft_pace import DraftPace
 from app.engine.speculation.prompt_lookup import PromptLookup
@@ -15,9 +16,13 @@ from app.engine.speculation.prompt_lookup import PromptLookup
 _NEWEST_SHARE = 1 / 8  # of a draft in a sequence's acceptance
 _NEWEST_SHARE_OF_ALL = 1 / 64  # in that of all sequences
 _FIRST_ACCEPTANCE = 0.7
+_FIRST_ACCEPTANCE_OF_FORCED = 0.9
 # So many equal tokens in a row are tried whatever became of drafts before: a text is copied. Without drafts, too, a
 # match grows token by token.
 _LONG_MATCH = 8
+# Of so many steps one is looked at, while no sequence is promising: looking takes 3% of a step of the smallest models.
+_ONE_OF = 4
+_NUM_HOPEFUL = 8  # looks without a match, after which a sequence is not promising
 
 
 class Drafter(Protocol):
@@ -51,31 +56,49 @@ class SequenceDrafts:
     """What a drafter knows of a running sequence."""
 
     lookup: PromptLookup
+    are_forced: bool = False  # the last drafts: by its grammar
     acceptance: float = _FIRST_ACCEPTANCE  # the chance of a draft behind kept ones
+    num_noted: int = 0  # steps with drafts
+    num_unmatched: int = 0  # looks without a match since the last one
 
     def note(self, num_drafts: int, num_kept: int) -> None:
-        """So many drafts were computed, and kept."""
-        self.acceptance = updated(self.acceptance, num_drafts, num_kept, _NEWEST_SHARE)
+        """So many drafts were computed, and kept. The first steps say more than what others of its kind did."""
+        self.num_noted += 1
+        share = max(_NEWEST_SHARE, 1 / (1 + self.num_noted))
+        self.acceptance = updated(self.acceptance, num_drafts, num_kept, share)
 
     def num_worthwhile(self, least_chance: float) -> int:
         """How many drafts in a row have at least this chance to be kept."""
-        chance = self.acceptance
-        if self.lookup.num_matched >= _LONG_MATCH:
-            chance = max(chance, _FIRST_ACCEPTANCE)
-        return 0 if least_chance >= chance else int(log(max(least_chance, 1e-6)) / log(min(chance, 0.999)))
+        is_long = self.lookup.num_matched >= _LONG_MATCH
+        return _num_worthwhile(max(self.acceptance, _FIRST_ACCEPTANCE) if is_long else self.acceptance, least_chance)
+
+
+def _num_worthwhile(chance: float, least_chance: float) -> int:
+    """How many drafts in a row have at least the least chance, if each behind kept ones has `chance`."""
+    return 0 if least_chance >= chance else int(log(max(least_chance, 1e-6)) / log(min(chance, 0.999)))
 
 
 @dataclass(slots=True)
 class LookupDrafter:
-    """Drafts by prompt lookup: as many as recent acceptance and step times make worthwhile, `max_drafts` at most."""
+    """Drafts what a grammar forces, else by prompt lookup: as many as recent acceptance and step times make
+    worthwhile, `max_drafts` at most."""
 
     max_drafts: int
     _pace: DraftPace = field(default_factory=DraftPace)
     _acceptance: float = _FIRST_ACCEPTANCE  # of all sequences
+    _acceptance_of_forced: float = _FIRST_ACCEPTANCE_OF_FORCED
     _least_chance: float = 1.0
+    _num_steps: int = 0
+    _is_promising: bool = True  # any sequence of the last step that was looked at
+    _is_passing: bool = False  # the current step is not looked at
     _last_end: float | None = None  # of a step after which others followed at once
 
     def begin(self, num_sequences: int) -> bool:
+        self._num_steps += 1
+        self._is_passing = not self._is_promising and self._num_steps % _ONE_OF > 0
+        if self._is_passing:
+            return False
+        self._is_promising = False
         self._least_chance = self._pace.least_chance(num_sequences)
         return self._least_chance < 1.0
 
@@ -83,14 +106,33 @@ class LookupDrafter:
         drafts = sequence.drafts
         if drafts is None:
             lookup = PromptLookup(sequence.request.prompt_token_ids)
-            drafts = sequence.drafts = SequenceDrafts(lookup, self._acceptance)
+            drafts = sequence.drafts = SequenceDrafts(lookup, acceptance=self._acceptance)
+        forced = self._forced(sequence.matcher)
+        drafts.are_forced = bool(forced)
+        if forced:
+            return forced
         drafts.lookup.follow(sequence.generated_token_ids)
-        if not drafts.lookup.has_match():
+        has_match = drafts.lookup.has_match()
+        number = drafts.num_worthwhile(self._least_chance)
+        drafts.num_unmatched = 0 if has_match else drafts.num_unmatched + 1
+        if number and drafts.num_unmatched < _NUM_HOPEFUL:
+            self._is_promising = True
+        if not has_match:
             return ()
-        return drafts.lookup.draft(min(self.max_drafts, drafts.num_worthwhile(self._least_chance)))
+        found = drafts.lookup.draft(min(self.max_drafts, number))
+        return found if sequence.matcher is None else found[: sequence.matcher.num_allowed(found)]
+
+    def _forced(self, matcher: Matcher | None) -> list[int]:
+        if matcher is None:
+            return []
+        self._is_promising = True
+        number = _num_worthwhile(self._acceptance_of_forced, self._least_chance)
+        return matcher.forced(min(self.max_drafts, number))
 
     def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
         last_end, self._last_end = self._last_end, at if goes_on else None
+        if self._is_passing:
+            return
         num_sequences = len(batch.sequences)
         num_drafts = batch.num_scheduled_tokens - num_sequences if batch.has_drafts else 0
         if num_drafts == 0 and batch.num_scheduled_tokens != len(batch.sampled):
@@ -105,5 +147,12 @@ class LookupDrafter:
             for item, sequence, num_kept in zip(batch.scheduled, batch.sequences, result.num_kept, strict=True):
                 number = len(item.token_ids) - 1
                 if number and sequence.drafts is not None:
-                    sequence.drafts.note(number, num_kept - 1)
-                    self._acceptance = updated(self._acceptance, number, num_kept - 1, _NEWEST_SHARE_OF_ALL)
+                    self._note(sequence.drafts, number, num_kept - 1)
+
+    def _note(self, drafts: SequenceDrafts, number: int, num_kept: int) -> None:
+        if drafts.are_forced:
+            share = _NEWEST_SHARE_OF_ALL
+            self._acceptance_of_forced = updated(self._acceptance_of_forced, number, num_kept, share)
+        else:
+            drafts.note(number, num_kept)
+            self._acceptance = updated(self._acceptance, number, num_kept, _NEWEST_SHARE_OF_ALL)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import Batch, ScheduledSequence, StepResult
 
 
 def kept_tokens(batch: Batch, result: StepResult) -> StepResult:
@@ -20,7 +20,7 @@ def kept_tokens(batch: Batch, result: StepResult) -> StepResult:
     start = 0
     for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
         draws = result.token_ids[start : start + len(item.token_ids)]
-        number = _num_kept(draws, item.token_ids[1:], sequence.end_token_ids)
+        number = _num_kept(draws, item, sequence.end_token_ids)
         if item.request_id in logprobs:
             logprobs[item.request_id] = logprobs[item.request_id][:number]
         token_ids += draws[:number]
@@ -29,11 +29,15 @@ def kept_tokens(batch: Batch, result: StepResult) -> StepResult:
     return result._replace(token_ids=token_ids, logprobs=logprobs, num_kept=num_kept)
 
 
-def _num_kept(draws: Sequence[int], drafts: Sequence[int], end_token_ids: Collection[int]) -> int:
-    """The first draw is always kept, each further one if the draft before it is what was drawn there, and no end."""
+def _num_kept(draws: Sequence[int], item: ScheduledSequence, end_token_ids: Collection[int]) -> int:
+    """The first draw is always kept, each further one if the draft before it is what was drawn there, and no end.
+
+    None is kept where a matcher cannot say what may be drawn: if it is the first of a step, its request ends.
+    """
     number = 1
-    for drawn, draft in zip(draws, drafts, strict=False):
-        if drawn != draft or drawn in end_token_ids:
+    for drawn, draft in zip(draws, item.token_ids[1:], strict=False):
+        matcher = item.draws[number].matcher if item.draws else None
+        if drawn != draft or drawn in end_token_ids or (matcher is not None and matcher.failure is not None):
             break
         number += 1
     return number

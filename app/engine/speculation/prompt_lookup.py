@@ -36,7 +36,7 @@ class PromptLookup:
                 self._source += 1
                 self.num_matched += 1
             else:
-                self._source = 0
+                self._source = self.num_matched = 0
             tokens.append(token_id)
             self._last_ngram = tuple(tokens[-NGRAM:])
 

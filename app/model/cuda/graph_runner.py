@@ -34,6 +34,7 @@ from app.model.cuda.captured_inputs import (
     smallest_fitting,
 )
 from app.model.cuda.decoder import CudaDecoder
+from app.model.cuda.offload import OffDevice
 from app.model.forward import DeviceForward, Prediction, TransformersForward
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel
@@ -90,6 +91,8 @@ class GraphModelRunner(LeadingRunner):
         self._mixed_sizes = mixed_sizes(max_rows=max_rows, max_tokens=max_tokens)
         self.num_padding_tokens = 0  # that replays have computed for nothing
         self._capture = capture  # None once it has been used
+        self._captured_by = capture
+        self._away: OffDevice | None = None  # while it sleeps
         self._finding_loss = FindingLoss(synchronize) if synchronize is not None else nullcontext()
 
     def prepare(self) -> None:
@@ -104,6 +107,29 @@ class GraphModelRunner(LeadingRunner):
             self._capture_all(self._capture)
             self._compare_captured()
         self._capture = None
+
+    @torch.inference_mode()
+    def sleep(self) -> None:
+        """See SleepingRunner. The weights go to the host's memory."""
+        cache, device = self._attention.cache, self._model.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._graphs.clear()
+        self._drawn = self._logits = self._likeliest = None
+        self._away = OffDevice(self._model.tensors(), cache.tensors)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def wake(self) -> None:
+        """See SleepingRunner. Captures the steps again: their addresses are others."""
+        assert self._away is not None, "it sleeps"
+        self._away.come_back()
+        self._away = None
+        if isinstance(self._captured_by, CudaCapture):
+            self._captured_by.renew()
+        self._capture = self._captured_by
+        self.prepare()
 
     def _compare_captured(self) -> None:
         if self._group is not None and self._group.minimum(len(self._graphs)) != self._group.maximum(len(self._graphs)):
@@ -389,11 +415,15 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self.renew()
         # One stream for all warm-ups and captures, and no other work: cuBLAS keeps a workspace of some 32 MiB for each
         # stream, and where a graph of another owner on the same stream is destroyed, torch frees it under the others
         # (pytorch issue 193402).
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def renew(self) -> None:
+        """Capture into another pool from now on: one whose graphs have all gone is not taken again."""
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Record the work of `function` on the device; the result replays it and returns its output tensor.

@@ -13,6 +13,7 @@ from app.engine.async_engine import AsyncEngine
 from app.engine.request import Pooling
 from app.errors import InvalidSetup
 from app.text import Tokenizer
+from deployments.serve.settings import parse
 from tests.api.fakes import CASCADE, Service, say
 
 GENERATE = {"kind": "generate", "model": "a"}
@@ -46,6 +47,13 @@ def test_its_settings_are_checked(steps: list[Any], more: dict[str, Any], words:
     with pytest.raises(ValidationError) as refused:
         checked(*steps, **more)
     assert words in str(refused.value)
+
+
+def test_an_unknown_setting_of_a_case_is_named_with_its_place() -> None:
+    cases = [{"model": "a", "value": ["x"]}, {"model": "b"}]
+    step = {"kind": "route", "by": "header", "header": "x-tier", "cases": cases}
+    with pytest.raises(InvalidSetup, match=r"pipelines\[0\]\.steps\[0\]\.cases\[0\]\.value: .* did you mean 'values'"):
+        parse({"models": [{"name": "a"}, {"name": "b"}], "pipelines": [{"name": "p", "steps": [step]}]})
 
 
 def test_cascades_are_written_as_pipelines_now() -> None:

@@ -116,7 +116,7 @@ def test_the_ranking_step_asks_as_rerank_does(tokenizer: Tokenizer) -> None:
 
 def test_a_model_alone_has_all_documents_in_its_prompt(tokenizer: Tokenizer) -> None:
     service = rag(tokenizer)
-    answer = ask(service, "/v1/completions", model="writer", prompt=["Hi", "Ho"], documents=["a", "b"])
+    answer = ask(service, "/v1/completions", model="writer", prompt="Hi", documents=["a", "b"])
     assert "pipeline" not in answer.json["usage"]
     written = tokenizer.encode("Use these documents:\n\n[1] a\n\n[2] b\n\nHi", add_special_tokens=True)
     assert prompts(service)[0] == tokenizer.decode(written, skip_special_tokens=False)
@@ -133,7 +133,7 @@ def test_a_model_alone_has_all_documents_in_its_prompt(tokenizer: Tokenizer) -> 
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 900}]}, "messages", "400"),
         ("/v1/completions", {"prompt": ["a", "b"]}, "prompt", "one prompt"),
         ("/v1/completions", {"prompt": [5, 6]}, "prompt", "token ids"),
-        ("/v1/completions", {"prompt": [5, 6], "model": "writer"}, "documents", "no token ids"),
+        ("/v1/completions", {"prompt": [5, 6], "model": "writer"}, "prompt", "not as token ids"),
         ("/v1/chat/completions", {"temperature": 9}, "temperature", "less than or equal to 2"),
     ],
 )

@@ -16,7 +16,7 @@ def test_both_ways_are_measured_in_turn_and_give_the_same_tokens(
     options = ["--model", str(demo_path), "--words", "--tokens", "16", "--streams", "3", "--rounds", "2"]
     assert speculation.main([*options, "--threads", "1"]) == 0
     cases = json.loads(capsys.readouterr().out.splitlines()[-1])["cases"]
-    assert list(cases) == ["copy", "chat", "chat, 3 streams"]
+    assert list(cases) == ["copy", "chat", "chat, 3 streams", "JSON", "JSON, 3 streams"]
     for found in cases.values():
         assert 0 < found["lowest"] <= found["speed_ratio"] <= found["highest"]
         assert found["drafted_per_run"] >= found["kept_per_run"]

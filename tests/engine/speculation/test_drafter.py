@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from app.engine.batch import Batch, StepResult
 from app.engine.engine import Engine
-from app.engine.request import FinishReason
-from app.engine.speculation.drafter import LookupDrafter, SequenceDrafts
+from app.engine.request import FinishReason, Grammar, GrammarKind, Request
+from app.engine.speculation.drafter import Drafter, LookupDrafter, SequenceDrafts
 from app.engine.speculation.prompt_lookup import PromptLookup
 from tests.engine.test_combinations import POLICIES, STRATEGIES, workload
 from tests.engine.test_overlapped_engine import LateRunner
@@ -15,6 +17,8 @@ from tests.fakes import (
     CountingRunner,
     FakeClock,
     KnowingDrafter,
+    MadeMatchers,
+    MatchedRunner,
     TimedRunner,
     build_fake_engine,
     expected_tokens,
@@ -66,6 +70,35 @@ def test_only_probes_have_drafts_where_a_step_is_bound_by_computing() -> None:
     assert sum(with_drafts[20:]) <= 1 + len(with_drafts) / 64, "probes"
 
 
+def asking(text: str, **sampling: Any) -> Request:
+    grammar = Grammar(GrammarKind.REGEX, text)
+    return make_request(request_id=text, grammar=grammar, **{"max_tokens": 30} | sampling)
+
+
+@pytest.mark.parametrize("drafter", [LookupDrafter(4), KnowingDrafter(3)], ids=["forced", "wrong"])
+def test_a_grammar_has_the_same_tokens_and_the_same_end_with_drafts(drafter: Drafter) -> None:
+    requests = [
+        asking("3 4 5 6"),
+        asking("7 8", frequency_penalty=0.5),
+        asking("9 10 11 !"),
+        make_request(max_tokens=9),
+    ]
+    plain, drafting = (
+        build_fake_engine(runner=MatchedRunner(), clock=FakeClock(), drafter=each) for each in (None, drafter)
+    )
+    outcomes = []
+    for engine in (plain, drafting):
+        for request in requests:
+            engine.add(request, matcher=MadeMatchers().matcher_of(request).result())
+        outcomes.append(run_to_end(engine))
+    assert outcomes[0].token_ids == outcomes[1].token_ids
+    assert outcomes[0].reasons == outcomes[1].reasons
+    assert outcomes[1].reasons["9 10 11 !"] is FinishReason.ERROR
+    assert drafting.stats().total_drafted_tokens > 0
+    if isinstance(drafter, LookupDrafter):
+        assert drafting.stats().total_steps < plain.stats().total_steps / 2
+
+
 def test_no_draft_goes_beyond_max_tokens_and_none_shares_a_step_with_a_prompt() -> None:
     engine, runner, _ = cycling(base_s=0.01, row_s=0.0)
     outcome = run_to_end(engine, make_request((9,), max_tokens=21, request_id="one"))
@@ -91,12 +124,12 @@ def test_an_end_token_among_drafts_ends_the_request_there() -> None:
     [{"presence_penalty": 0.5}, {"repetition_penalty": 1.5}, {"bad_words": ((30, 31),)}, {"min_tokens": 60}],
     ids=lambda sampling: next(iter(sampling)),
 )
-def test_where_a_draw_depends_on_the_tokens_before_it_nothing_is_drafted(sampling: dict[str, object]) -> None:
+def test_a_draw_that_depends_on_the_tokens_before_it_sees_the_drafts_among_them(sampling: dict[str, object]) -> None:
     engine = build_fake_engine(drafter=KnowingDrafter(3))
     request = make_request(max_tokens=60, request_id="one", **sampling)
     outcome = run_to_end(engine, request)
     assert outcome.token_ids["one"] == expected_tokens(request.prompt_token_ids, 60)
-    assert engine.stats().total_drafted_tokens == 0
+    assert engine.stats().total_accepted_tokens > 30
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -113,6 +113,37 @@ def some_requests() -> list[Request]:
     ]
 
 
+def test_a_model_that_was_off_the_device_has_the_same_tokens_again(small_path: Path) -> None:
+    """On a CPU the capture is done again on tensors at other addresses, as it is on a GPU."""
+    model, requests, capture = load(small_path), some_requests(), RunAgain()
+    assert model.module is not None
+    for each in (*model.module.parameters(), *model.module.buffers()):
+        each.data = each.data.clone()  # on a CPU they are mapped from their file
+    engine = engine_with(model, capture)
+    engine.prepare()
+    expected = run_to_end(plain_engine(small_path), *requests).token_ids
+    assert run_to_end(engine, *requests).token_ids == expected
+    engine.sleep()
+    assert {each.untyped_storage().nbytes() for each in model.tensors() if each.numel()} == {0}
+    engine.wake()
+    again = [replace(each, request_id=f"{each.request_id}-again") for each in requests]
+    found = run_to_end(engine, *again).token_ids
+    assert list(found.values()) == list(expected.values())
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a GPU")
+def test_a_gpus_memory_is_free_in_sleep(small_path: Path) -> None:
+    model = load(small_path)
+    engine = engine_with(model, CudaCapture(model.device))
+    engine.prepare()
+    awake = torch.cuda.memory_reserved()
+    engine.sleep()
+    assert torch.cuda.memory_reserved() < awake
+    engine.wake()
+    requests = some_requests()
+    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(small_path), *requests).token_ids
+
+
 def test_replayed_steps_give_the_tokens_of_eager_ones(tiny_model_path: Callable[[str], Path]) -> None:
     path, requests, capture = tiny_model_path("llama"), some_requests(), RunAgain()
     engine = engine_with(load(path), capture)

@@ -1,0 +1,178 @@
+"""Documents of a file, found by the cosines of their embeddings, which are computed once and kept on the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import logging
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from app.api.call import ServedModel
+from app.api.output.progress import Json
+from app.api.pipelines.run import PipelineRun
+from app.api.pipelines.vectors import own_vectors, question_vector
+from app.api.schemas.requests import GenerationRequest
+from app.disk import cache_folder, take_lock, write_atomically
+from app.errors import InvalidRequest, InvalidSetup, Unavailable
+
+logger = logging.getLogger(__name__)
+
+MAX_INDEX_BYTES = 64 * 1024 * 1024
+MAX_INDEX_DOCUMENTS = 20_000
+# The cosine of vectors of one text that the same weights have made, in different batches, in bfloat16 too.
+_SAME = 0.9995
+_LOCK_POLL_S = 1.0
+
+Matrix = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedDocument:
+    """One line of an index."""
+
+    text: str
+    source: Json  # what a client knows it by: its number, and its id if it has one
+
+
+class DocumentIndex:
+    """The documents of a file and their vectors."""
+
+    def __init__(self, path: str, documents: Sequence[IndexedDocument], model: ServedModel) -> None:
+        self._path = path
+        self._model = model
+        self.documents = documents
+        self._matrix: Matrix | None = None  # [num_documents, embedding_size], each row of length 1
+        self._num_computed = 0
+        self._lock = asyncio.Lock()
+
+    async def best(self, question: array[float], top_n: int) -> list[tuple[IndexedDocument, float]]:
+        """The documents with the highest cosines, the highest first. Raises Unavailable while there are no vectors."""
+        if self._matrix is None and self._lock.locked():
+            raise Unavailable(
+                f"the vectors of {Path(self._path).name} are being computed: {self._num_computed:,} of "
+                f"{len(self.documents):,}; try again"
+            )
+        matrix = await self.matrix()
+        scores = matrix @ np.frombuffer(question, np.float32)
+        order = np.argsort(-scores, kind="stable")[:top_n]
+        return [(self.documents[at], float(scores[at])) for at in order.tolist()]
+
+    async def matrix(self) -> Matrix:
+        """The vectors: those that are kept, where the model still makes them, else new ones.
+
+        Of several processes one computes and the others wait.
+        """
+        async with self._lock:
+            if self._matrix is None:
+                kept = await asyncio.to_thread(self._place)
+                while (lock := take_lock(kept.with_suffix(".lock"))) is None:  # noqa: ASYNC110 - another process has it
+                    await asyncio.sleep(_LOCK_POLL_S)
+                try:
+                    matrix = await self._kept(kept)
+                    self._matrix = await self._computed(kept) if matrix is None else matrix
+                finally:
+                    os.close(lock)
+        return self._matrix
+
+    def _place(self) -> Path:
+        """Where the vectors are kept, under a digest of the documents and of what is known of the model."""
+        folder = cache_folder() / "indexes"
+        folder.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256(f"{self._model.name}\n{self._model.pooling}\n{self._model.facts}\n".encode())
+        for document in self.documents:
+            digest.update(f"{len(document.text)}\n{document.text}".encode())
+        return folder / f"{digest.hexdigest()[:32]}.npy"
+
+    async def _kept(self, kept: Path) -> Matrix | None:
+        """What is kept, unless the model makes other vectors now: its weights may have changed under its name."""
+        try:
+            matrix: Matrix = await asyncio.to_thread(np.load, kept, allow_pickle=False)
+        except (OSError, ValueError):  # there is none, or it is broken
+            return None
+        some = sorted({0, len(self.documents) // 2, len(self.documents) - 1})
+        vectors = await own_vectors([self.documents[at].text for at in some], self._model, is_background=True)
+        if matrix.shape != (len(self.documents), len(vectors[0])):
+            return None
+        cosines = [float(matrix[at] @ np.frombuffer(each, np.float32)) for at, each in zip(some, vectors, strict=True)]
+        if min(cosines) < _SAME:
+            logger.info("index %s: %s has other weights now, vectors are computed anew", self._path, self._model.name)
+            return None
+        return matrix
+
+    async def _computed(self, kept: Path) -> Matrix:
+        def note(number: int) -> None:
+            self._num_computed = number
+
+        texts = [document.text for document in self.documents]
+        vectors = await own_vectors(texts, self._model, is_background=True, on_progress=note)
+        matrix: Matrix = np.stack([np.frombuffer(each, np.float32) for each in vectors])
+        written = io.BytesIO()
+        np.save(written, matrix, allow_pickle=False)
+        await asyncio.to_thread(write_atomically, kept, written.getvalue())
+        logger.info("index %s: %d vectors computed by %s", self._path, len(texts), self._model.name)
+        return matrix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexStep:
+    """Takes the best documents of an index."""
+
+    name: str
+    model: ServedModel
+    top_n: int
+    index: DocumentIndex
+    kind: str = "embed"
+
+    async def ranked(self, run: PipelineRun) -> PipelineRun:
+        """The run with the documents that are found, the best first.
+
+        Raises InvalidRequest for a request with documents of its own, and Unavailable.
+        """
+        body = run.body
+        assert isinstance(body, GenerationRequest), "pipelines are for endpoints that generate"
+        if body.documents:
+            raise InvalidRequest(f"{body.model} takes its documents from an index; leave yours out", param="documents")
+        question = await question_vector(run, self.model, self)
+        best = await self.index.best(question, self.top_n)
+        run.reports[-1].end(kept=[document.source | {"score": score} for document, score in best])
+        return run.with_documents([document.text for document, _ in best], [document.source for document, _ in best])
+
+
+def read_index(path: str) -> list[IndexedDocument]:
+    """The documents of a file. Raises InvalidSetup with the place of what is wrong."""
+    file = Path(path).expanduser()
+    try:
+        num_bytes = file.stat().st_size
+        if num_bytes > MAX_INDEX_BYTES:
+            raise InvalidSetup(f"{path} has {num_bytes:,} bytes; at most {MAX_INDEX_BYTES:,} are read")
+        documents = list(_documents(path, file.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSetup(f"{path} cannot be read: {error}") from error
+    if not 0 < len(documents) <= MAX_INDEX_DOCUMENTS:
+        raise InvalidSetup(f"{path} has {len(documents):,} documents; it should have 1 to {MAX_INDEX_DOCUMENTS:,}")
+    return documents
+
+
+def _documents(path: str, content: str) -> Iterator[IndexedDocument]:
+    lines = [(number, line) for number, line in enumerate(content.split("\n"), start=1) if line.strip()]
+    for index, (number, line) in enumerate(lines):
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise InvalidSetup(f"{path}:{number} is not JSON: {error}") from error
+        text = value.get("text") if isinstance(value, dict) else None
+        if not isinstance(text, str) or not text.strip():
+            raise InvalidSetup(f'{path}:{number} should be an object like {{"text": "...", "id": "..."}} with a text')
+        own_id = value.get("id")
+        if not isinstance(own_id, str | int | None):
+            raise InvalidSetup(f"{path}:{number} has an id that is neither text nor a number")
+        yield IndexedDocument(text, {"index": index} | ({} if own_id is None else {"id": own_id}))

@@ -1,0 +1,70 @@
+"""Vectors of a pipeline's own texts, such as examples and indexes, and of the text that they are compared with."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from app.api.call import Call, RequestLimits, ServedModel
+from app.api.endpoints.embeddings import vectors_of
+from app.api.endpoints.table import ENDPOINTS
+from app.api.generation import SharedFields, pooling_call
+from app.api.output.choices import generate_choices
+from app.api.output.progress import Progress
+from app.api.pipelines.run import PipelineRun, Step
+from app.api.schemas.requests import EmbeddingsRequest
+from app.errors import InvalidRequest, Overloaded
+from app.metrics import RequestMetrics
+
+_AT_ONCE = 32  # own texts in one call
+
+
+async def question_vector(run: PipelineRun, model: ServedModel, step: Step) -> array[float]:
+    """The vector of the last text of the user, of length 1."""
+    call = await run.call_aside(_VECTORS, model, question_param="input", input=[run.question])
+    progress = run.begin(call, step)
+    [vector] = await vectors_of(progress, generate_choices(progress.call))
+    return vector
+
+
+async def own_vectors(
+    texts: Sequence[str],
+    model: ServedModel,
+    *,
+    is_background: bool,
+    on_progress: Callable[[int], object] = lambda number: None,
+) -> list[array[float]]:
+    """The vectors of texts of the service's own, of length 1, which no key pays for.
+
+    Where the replicas are full, it waits and tries again. `on_progress` is told how many there are.
+    """
+    vectors: list[array[float]] = []
+    while len(vectors) < len(texts):
+        some: list[str | list[int]] = [*texts[len(vectors) : len(vectors) + _AT_ONCE]]
+        body = EmbeddingsRequest.model_construct(input=some, service_tier="flex" if is_background else "auto")
+        call = _prepare_vectors(body, model, RequestLimits())
+        call = replace(call, requests=tuple(replace(each, deadline_s=None) for each in call.requests))
+        progress = Progress.measured(call, call.call_id, RequestMetrics(), arrived_at=0.0)
+        try:
+            vectors += await vectors_of(progress, generate_choices(call))
+        except Overloaded as error:
+            await asyncio.sleep(error.retry_after_s)
+        on_progress(len(vectors))
+    return vectors
+
+
+def _prepare_vectors(
+    body: EmbeddingsRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
+) -> Call:
+    """As for /v1/embeddings, but texts are cut to what the model reads."""
+    longest = model.facts.max_model_len
+    texts = [text for text in body.input if isinstance(text, str)]
+    prompts = model.tokenizer.encode_up_to(texts, longest, longest=longest)
+    if not all(prompt.token_ids for prompt in prompts):
+        raise InvalidRequest("there is a text without tokens; give each at least one", param="input")
+    return pooling_call("embd", body, model, limits, prompts, model.pooling)
+
+
+_VECTORS = replace(ENDPOINTS["/v1/embeddings"], prepare=_prepare_vectors)

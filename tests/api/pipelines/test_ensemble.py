@@ -1,0 +1,117 @@
+"""Several models answer: which answer is chosen, and what becomes of the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+
+from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from app.errors import Overloaded
+from app.text import Tokenizer
+from tests.api.fakes import CASCADE, WAIT, Connection, Service, Step, last
+from tests.api.keys import bearer, entry
+from tests.waiting import until
+
+NAMES = ("a", "b", "c")
+
+
+def saying(tokenizer: Tokenizer, said: Mapping[str, tuple[str, float]]) -> Any:
+    """By the model's name: the text, and the log-probability of each of its tokens."""
+
+    def generate_of(name: str) -> Any:
+        text, logprob = said[name]
+
+        def script(request: Request) -> Iterable[Step]:
+            for token_id in tokenizer.encode(text, add_special_tokens=False):
+                yield TokenDelta(request.request_id, (token_id,), logprobs=(TokenLogprobs(logprob, 1),))
+            yield last(request, (), FinishReason.LENGTH)
+
+        return script
+
+    return generate_of
+
+
+def ensemble(tokenizer: Tokenizer, choose: str, said: Mapping[str, tuple[str, float]], **settings: Any) -> Service:
+    steps = [{"kind": "ensemble", "models": list(NAMES), "choose": choose}]
+    scripts = {name: saying(tokenizer, said)(name) for name in NAMES}
+    return Service(tokenizer, names=NAMES, pipelines=[{"name": "all", "steps": steps}], scripts=scripts, **settings)
+
+
+@pytest.mark.parametrize(
+    ("choose", "said", "chosen"),
+    [
+        ("vote", {"a": ("3", -0.1), "b": (" 4 ", -0.9), "c": ("4", -0.5)}, "c"),
+        ("vote", {"a": ("3", -0.3), "b": ("4", -0.2), "c": ("5", -0.9)}, "b"),
+        ("logprob", {"a": ("3", -0.1), "b": ("4", -0.9), "c": ("4", -0.5)}, "a"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_chosen_answer_is_given(
+    tokenizer: Tokenizer, choose: str, said: dict[str, tuple[str, float]], chosen: str, stream: bool
+) -> None:
+    service = ensemble(tokenizer, choose, said)
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = service.chat(model="all", **options)
+    final = answer.chunks[-1] if stream else answer.json
+    assert final["model"] == answer.headers["x-carousel-pipeline-model"] == chosen
+    assert float(answer.headers["x-carousel-pipeline-logprob"]) == said[chosen][1]
+    steps = final["usage"]["pipeline"]["steps"]
+    assert {step["model"]: step["is_chosen"] for step in steps} == {name: name == chosen for name in NAMES}
+    assert {step["model"]: step["mean_logprob"] for step in steps} == {
+        name: pytest.approx(logprob) for name, (_, logprob) in said.items()
+    }
+    texts = [text.strip() for text, _ in said.values()]
+    assert {step["model"]: step["votes"] for step in steps} == {
+        name: texts.count(text.strip()) for name, (text, _) in said.items()
+    }
+    if stream:
+        text = "".join(choice["delta"].get("content", "") for chunk in answer.chunks for choice in chunk["choices"])
+    else:
+        text = final["choices"][0]["message"]["content"]
+    assert text == said[chosen][0]
+
+
+def test_all_of_them_count_for_a_key(tokenizer: Tokenizer) -> None:
+    service = ensemble(tokenizer, "vote", dict.fromkeys(NAMES, ("3 4", -0.1)), keys=[entry(tokens_per_minute=100_000)])
+    body = {"model": "all", "prompt": [5, 6, 7], "max_tokens": 50}
+    usage = service.call("POST", "/v1/completions", body, bearer()).json["usage"]
+    account = service.handler.authenticator.account_named(entry()["name"])
+    assert account.usage.num_tokens == 3 * usage["total_tokens"]
+
+
+def test_an_error_of_one_ends_the_others(tokenizer: Tokenizer) -> None:
+    service = ensemble(tokenizer, "vote", dict.fromkeys(NAMES, ("3 4", -0.1)))
+    service.script_of["b"] = lambda request: [Overloaded("full")]
+    service.script_of["c"] = lambda request: [(20,), WAIT]
+    assert service.chat(model="all").status == 429
+    assert not service.generate.open
+
+
+def test_a_disconnect_ends_all_of_them(tokenizer: Tokenizer) -> None:
+    service = ensemble(tokenizer, "vote", dict.fromkeys(NAMES, ("3 4", -0.1)))
+    service.script_of.update(dict.fromkeys(NAMES, lambda request: [(20,), WAIT]))
+    body = {"model": "all", "messages": [{"role": "user", "content": "Hi"}]}
+
+    async def main() -> None:
+        async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
+            await until(lambda: len(service.generate.open) == 3)
+            connection.hang_up()
+            await connection.finished()
+            assert not service.generate.open
+
+    asyncio.run(main())
+
+
+def test_a_cascade_may_be_one_of_them(tokenizer: Tokenizer) -> None:
+    said = {"small": ("3", -0.4), "large": ("4", -0.2)}
+    steps = [{"kind": "ensemble", "models": ["both", "large"], "choose": "logprob"}]
+    scripts = {name: saying(tokenizer, said)(name) for name in said}
+    pipelines = [CASCADE, {"name": "all", "steps": steps}]
+    service = Service(tokenizer, names=tuple(said), pipelines=pipelines, scripts=scripts)
+    answer = service.chat(model="all").json
+    assert answer["model"] == "large"
+    told = {step["name"]: (step["model"], step["is_chosen"]) for step in answer["usage"]["pipeline"]["steps"]}
+    assert told == {"both[0]": ("small", False), "all[0]": ("large", True)}

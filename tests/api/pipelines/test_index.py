@@ -1,0 +1,176 @@
+"""An index: which documents are found, when their vectors are computed, and what is refused at start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.api import fill_indexes
+from app.api.pipelines import index as index_module
+from app.api.pipelines.index import IndexStep, read_index
+from app.engine.request import FinishReason, Pooling, Request, TokenDelta
+from app.errors import InvalidSetup, Overloaded
+from app.text import Tokenizer
+from tests.api.fakes import WAIT, Answer, Connection, Service, Step, say
+from tests.waiting import until
+
+LINES = [{"text": "Cats sleep.", "id": "cats"}, {"text": "Dogs bark.", "id": "dogs"}, {"text": "Fish swim."}]
+ANGLES = {"Dogs": 10.0, "Cats": 60.0, "Fish": 90.0, "barks": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+class Computing:
+    """Vectors by what is in a text, turned by some degrees: other weights turn them otherwise."""
+
+    def __init__(self, tokenizer: Tokenizer, turned: float = 0.0) -> None:
+        self._tokenizer = tokenizer
+        self._says = say(tokenizer, "3 4")
+        self.turned = turned
+        self.refusals = 0
+
+    def __call__(self, request: Request) -> Iterable[Step]:
+        if request.pooling is None:
+            return self._says(request)
+        if self.refusals:
+            self.refusals -= 1
+            return [Overloaded("full", retry_after_s=0.001)]
+        text = self._tokenizer.decode(request.prompt_token_ids)
+        angle = math.radians(self.turned + next(angle for words, angle in ANGLES.items() if words in text))
+        vector = array("f", [math.cos(angle), math.sin(angle)]).tobytes()
+        return [TokenDelta(request.request_id, (), FinishReason.STOP, embedding=vector)]
+
+
+def indexed(tokenizer: Tokenizer, folder: Path, script: Any, steps: Iterable[Any] = ()) -> Service:
+    file = folder / "documents.jsonl"
+    file.write_text("\n".join(map(json.dumps, LINES)) + "\n")
+    embed = {"kind": "embed", "model": "finder", "top_n": 2, "index": str(file)}
+    pipelines = [{"name": "rag", "steps": [embed, *steps, {"kind": "generate", "model": "writer"}]}]
+    return Service(tokenizer, script, names=("finder", "writer"), pipelines=pipelines, pooling=Pooling.LAST)
+
+
+def ask(service: Service, **fields: Any) -> Answer:
+    return service.chat(model="rag", messages=[{"role": "user", "content": "What barks?"}], **fields)
+
+
+def num_embedded(service: Service) -> int:
+    return sum(each.pooling is not None for each in service.generate.requests)
+
+
+def test_the_nearest_documents_are_in_the_prompt(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    service = indexed(tokenizer, tmp_path, Computing(tokenizer))
+    answer = ask(service)
+    assert answer.status == 200, answer.body
+    [found, answered] = answer.json["usage"]["pipeline"]["steps"]
+    assert (found["kind"], found["model"], answered["model"]) == ("embed", "finder", "writer")
+    assert found["kept"] == [
+        {"index": 1, "id": "dogs", "score": pytest.approx(math.cos(math.radians(10)), abs=1e-6)},
+        {"index": 0, "id": "cats", "score": pytest.approx(0.5, abs=1e-6)},
+    ]
+    assert answer.headers["x-carousel-pipeline-documents"] == "dogs,cats"
+    prompt = tokenizer.decode(service.generate.requests[-1].prompt_token_ids)
+    assert "[1] Dogs bark.\n\n[2] Cats sleep.\n\nWhat barks?" in prompt
+
+
+def test_vectors_are_computed_once_in_the_background_and_kept(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    computing = Computing(tokenizer)
+    computing.refusals = 2
+    service = indexed(tokenizer, tmp_path, computing)
+    asyncio.run(fill_indexes(service.pipelines))
+    own = [each for each in service.generate.requests if each.is_background]
+    assert len(own) == len(service.generate.requests) >= len(LINES)
+    before = len(own)
+    for _ in range(2):
+        assert ask(service).status == 200
+    assert num_embedded(service) == before + 2  # the questions
+    again = indexed(tokenizer, tmp_path, Computing(tokenizer))
+    [step] = again.pipelines[0].ranking
+    assert isinstance(step, IndexStep)
+    kept = asyncio.run(step.index.matrix())
+    assert kept.shape == (3, 2)
+    assert ask(again).headers["x-carousel-pipeline-documents"] == "dogs,cats"
+
+
+def test_vectors_of_other_weights_are_computed_anew(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asyncio.run(fill_indexes(indexed(tokenizer, tmp_path, Computing(tokenizer)).pipelines))
+    changed = indexed(tokenizer, tmp_path, Computing(tokenizer, turned=30.0))
+    with caplog.at_level("INFO", logger="app.api.pipelines.index"):
+        assert ask(changed).json["usage"]["pipeline"]["steps"][0]["kept"][0]["score"] == pytest.approx(
+            math.cos(math.radians(10)), abs=1e-6
+        )
+    assert "other weights" in caplog.text
+
+
+def test_documents_found_may_be_ranked_again(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rerank = {"kind": "rerank", "model": "finder", "top_n": 1}
+    service = indexed(tokenizer, tmp_path, Computing(tokenizer), [rerank])
+    steps = ask(service).json["usage"]["pipeline"]["steps"]
+    assert [each["id"] for each in steps[1]["kept"]] == ["dogs"]
+
+
+def test_own_documents_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    answer = ask(indexed(tokenizer, tmp_path, Computing(tokenizer)), documents=["a"])
+    assert (answer.status, answer.error["param"]) == (400, "documents")
+    assert "from an index" in answer.error["message"]
+
+
+def test_a_request_that_comes_too_early_is_told_how_far_it_is(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def waiting(request: Request) -> Iterable[Step]:
+        return [WAIT] if request.is_background else Computing(tokenizer)(request)
+
+    service = indexed(tokenizer, tmp_path, waiting)
+    body = {"model": "rag", "messages": [{"role": "user", "content": "What barks?"}]}
+
+    async def main() -> None:
+        filling = asyncio.create_task(fill_indexes(service.pipelines))
+        await until(lambda: bool(service.generate.open))
+        async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
+            await connection.finished()
+            answer = connection.answer()
+        filling.cancel()
+        await asyncio.gather(filling, return_exceptions=True)
+        assert answer.status == 503
+        assert "0 of 3; try again" in answer.error["message"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "has 0 documents"),
+        ('{"text": "a"}\n{"text": ', "documents.jsonl:2 is not JSON"),
+        ('{"text": "a"}\n\n["a"]', "documents.jsonl:3 should be an object"),
+        ('{"text": " "}', "with a text"),
+        ('{"text": "a", "id": {}}', "an id that is neither"),
+        ('{"text": "a"}\n' * 4, "has 4 documents; it should have 1 to 3"),
+        ('{"text": "' + "a" * 200 + '"}', "bytes; at most 100 are read"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, words: str
+) -> None:
+    monkeypatch.setattr(index_module, "MAX_INDEX_DOCUMENTS", 3)
+    monkeypatch.setattr(index_module, "MAX_INDEX_BYTES", 100)
+    file = tmp_path / "documents.jsonl"
+    file.write_text(content)
+    with pytest.raises(InvalidSetup) as refused:
+        read_index(str(file))
+    assert words in refused.value.message
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetup, match="cannot be read"):
+        read_index(str(tmp_path / "none.jsonl"))

@@ -1,0 +1,152 @@
+"""A route: which case a request takes, and where it goes then."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from app.api import RequestHandler, pipelines_of
+from app.config import ApiConfig, ApplicationConfig
+from app.engine.request import FinishReason, Pooling, Request, TokenDelta
+from app.metrics import RequestMetrics
+from app.text import Tokenizer
+from tests.api.fakes import Answer, Service, Step, say
+from tests.api.keys import bearer, entry
+
+ANGLES = {"code": 0.0, "Write a function": 10.0, "poem": 90.0, "Sing": 80.0}
+
+
+def computing(tokenizer: Tokenizer) -> Any:
+    says = say(tokenizer, "3 4")
+
+    def script(request: Request) -> Iterable[Step]:
+        if request.pooling is None:
+            return says(request)
+        text = tokenizer.decode(request.prompt_token_ids)
+        angle = math.radians(next(angle for words, angle in ANGLES.items() if words in text))
+        vector = array("f", [math.cos(angle), math.sin(angle)]).tobytes()
+        return [TokenDelta(request.request_id, (), FinishReason.STOP, embedding=vector)]
+
+    return script
+
+
+def routed(tokenizer: Tokenizer, cases: list[dict[str, Any]], **settings: Any) -> Service:
+    step = {key: settings.pop(key) for key in ("by", "header", "classifier") if key in settings}
+    pipelines = [{"name": "auto", "steps": [{"kind": "route", "cases": cases, **step}]}]
+    script = computing(tokenizer)
+    return Service(tokenizer, script, names=("a", "b"), pipelines=pipelines, pooling=Pooling.LAST, **settings)
+
+
+def taken(answer: Answer) -> tuple[str, int]:
+    assert answer.status == 200, answer.body
+    [case] = [step["case"] for step in answer.json["usage"]["pipeline"]["steps"] if "case" in step]
+    assert answer.headers["x-carousel-pipeline-case"] == str(case)
+    assert answer.json["model"] == answer.headers["x-carousel-pipeline-model"]
+    return answer.json["model"], case
+
+
+def test_by_length_the_first_case_with_room_is_taken(tokenizer: Tokenizer) -> None:
+    cases = [{"model": "a", "max_prompt_tokens": 5}, {"model": "b"}]
+    service = routed(tokenizer, cases, by="length", keys=[entry(tokens_per_minute=100_000)])
+    for prompt, expected in (([5] * 5, ("a", 0)), ([5] * 6, ("b", 1))):
+        body = {"model": "auto", "prompt": prompt, "max_tokens": 20}
+        assert taken(service.call("POST", "/v1/completions", body, bearer())) == expected
+    account = service.handler.authenticator.account_named(entry()["name"])
+    assert account.usage.num_tokens == 11 + 2 * (1 + len(tokenizer.encode("3 4", add_special_tokens=False)))
+
+
+def test_a_case_that_cannot_hold_the_request_is_passed_over_and_refuses_nothing(tokenizer: Tokenizer) -> None:
+    cases = [{"model": "a", "max_prompt_tokens": 1000}, {"model": "b"}]
+    service = routed(tokenizer, cases, by="length")
+    short, long = service.models
+    models = [replace(short, facts=replace(short.facts, max_model_len=20)), long]
+    pipelines = [{"name": "auto", "steps": [{"kind": "route", "by": "length", "cases": cases}]}]
+    config = ApplicationConfig.model_validate({"models": [{"name": "a"}, {"name": "b"}], "pipelines": pipelines})
+    metrics = RequestMetrics(["a", "b"])
+    handler = RequestHandler(models, ApiConfig(), metrics, pipelines=pipelines_of(config.pipelines, models))
+    for num_tokens, taken_by in ((10, "a"), (30, "b")):
+        body = {"model": "auto", "prompt": [5] * num_tokens, "max_tokens": 5}
+        assert asyncio.run(handler.handle_item("", "/v1/completions", body)).body["model"] == taken_by
+    assert not any(metrics.snapshot()["a"].refused.values())
+
+
+def test_by_header_its_value_counts(tokenizer: Tokenizer) -> None:
+    cases = [{"model": "a", "values": ["gold", "silver"]}, {"model": "b"}]
+    service = routed(tokenizer, cases, by="header", header="x-tier")
+    for headers, expected in (({"x-tier": "silver"}, ("a", 0)), ({"x-tier": "tin"}, ("b", 1)), ({}, ("b", 1))):
+        body = {"model": "auto", "messages": [{"role": "user", "content": "Hi"}]}
+        assert taken(service.call("POST", "/v1/chat/completions", body, headers)) == expected
+
+
+def test_by_classifier_the_nearest_example_counts_and_examples_are_computed_once(tokenizer: Tokenizer) -> None:
+    cases = [{"model": "a", "examples": ["code", "code, please"]}, {"model": "b", "examples": ["poem"]}]
+    service = routed(tokenizer, cases, by="classifier", classifier="a", keys=[entry(tokens_per_minute=100_000)])
+    for text, expected in (("Write a function", ("a", 0)), ("Sing", ("b", 1))):
+        body = {"model": "auto", "messages": [{"role": "user", "content": text}]}
+        answer = service.call("POST", "/v1/chat/completions", body, bearer())
+        assert taken(answer) == expected
+        [classified, answered] = answer.json["usage"]["pipeline"]["steps"]
+        assert (classified["model"], classified["score"]) == ("a", pytest.approx(math.cos(math.radians(10))))
+        assert (answered["kind"], answered["model"]) == ("route", expected[0])
+    assert len([each for each in service.generate.requests if each.pooling]) == 2 + 3
+    account = service.handler.authenticator.account_named(entry()["name"])
+    own = [each for each in service.generate.requests if each.tenant != account.name]
+    assert len(own) == 3  # the examples, which no key pays for
+    paid = sum(len(each.prompt_token_ids) for each in service.generate.requests if each not in own)
+    num_generated = 2 * (1 + len(tokenizer.encode("3 4", add_special_tokens=False)))
+    assert account.usage.num_tokens == paid + num_generated
+
+
+def test_a_key_must_be_for_the_classifier_too(tokenizer: Tokenizer) -> None:
+    cases = [{"model": "b", "examples": ["code"]}, {"model": "b", "examples": ["poem"]}]
+    service = routed(tokenizer, cases, by="classifier", classifier="a", keys=[entry(models=["b"])])
+    assert service.call("POST", "/v1/completions", {"model": "auto", "prompt": "Sing"}, bearer()).status == 403
+
+
+def test_a_preset_is_that_of_the_case_unless_the_client_names_one(tokenizer: Tokenizer) -> None:
+    groups = [{"name": "fast", "scheduler": {"preset": "latency"}}, {"name": "rest"}]
+    cases = [{"model": "a", "values": ["gold"], "preset": "latency"}, {"model": "b"}]
+    models = [{"name": "a", "replicas": {"groups": groups}}, {"name": "b"}]
+    service = routed(tokenizer, cases, by="header", header="x-tier", models=models)
+    body = {"model": "auto", "prompt": "Hi"}
+    for headers, preset in (
+        ({"x-tier": "gold"}, "latency"),
+        ({}, ""),
+        ({"x-tier": "gold", "x-carousel-preset": "batch"}, "batch"),
+        ({"x-tier": "gold", "x-carousel-group": "rest"}, ""),
+    ):
+        service.call("POST", "/v1/completions", body, headers)
+        assert service.generate.requests[-1].preset == preset
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"by": "length"}, "cases[0] has values; of a route by length it has max_prompt_tokens"),
+        ({"header": None}, "header is for a route by header, which needs it, and this one is by header"),
+        ({"classifier": "a"}, "classifier is for a route by classifier"),
+        ({"cases": [{"model": "a", "values": ["x"]}]}, "at least 2 items"),
+        ({"cases": [{"model": "a"}, {"model": "b"}]}, "cases[0] has no condition"),
+        ({"cases": [{"model": "a", "values": ["x"]}, {"model": "b", "values": ["y"]}]}, "for all others and has none"),
+        ({"cases": [{"model": "a", "values": ["x"]}, {"model": "c"}]}, "steps[0].cases[1].model: there is no model or"),
+        ({"cases": [{"model": "a", "values": ["x"], "preset": "batch"}, {"model": "b"}]}, "preset: got 'batch'"),
+        ({"by": "size"}, "'length', 'header' or 'classifier'"),
+    ],
+)  # fmt: skip
+def test_its_settings_are_checked(settings: dict[str, Any], words: str) -> None:
+    cases = [{"model": "a", "values": ["x"]}, {"model": "b"}]
+    route = {"kind": "route", "by": "header", "header": "x-tier", "cases": cases} | settings
+    if "by" in settings:
+        del route["header"]
+    with pytest.raises(ValidationError) as refused:
+        ApplicationConfig.model_validate(
+            {"models": [{"name": "a"}, {"name": "b"}], "pipelines": [{"name": "p", "steps": [route]}]}
+        )
+    assert words in str(refused.value)
