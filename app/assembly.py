@@ -479,12 +479,15 @@ def planned_cpu_memory(config: EngineConfig, adapters: PlannedAdapters = Planned
     """The sizes of a replica on a CPU like this machine's, from the model's config.json alone.
 
     Raises:
-        InvalidSetup: there is no such model, or nothing says how long its context is.
+        InvalidSetup: there is no such model, nothing says how long its context is, or adapters have too high a rank.
         UnsupportedModel: it cannot be served, or the native decoder does not compute it.
     """
+    from app.model.adapters import MAX_RANK
     from app.model.cpu.adapters import AdaptedModel
     from app.model.loader import dtype_of, model_of_config
 
+    if adapters.rank > MAX_RANK:
+        raise InvalidSetup(f"adapters of rank {adapters.rank}: at most {MAX_RANK} is computed")
     location, block_size = resolve_model_path(config.model.path), config.cache.block_size
     dtype = dtype_of(config.model, location).dtype
     model = model_of_config(config.model, location, dtype=dtype, native_block_size=block_size)

@@ -59,15 +59,17 @@ def hidden_name(name: str) -> str:
     return f".{name}.tmp"
 
 
-def take_lock(path: Path) -> int | None:
+def take_lock(path: Path, *, waits: bool = False) -> int | None:
     """A lock on a folder, or on a file that is made where there is none; None when another process has it.
+
+    waits: until that one lets go of it, instead.
 
     It is held by the descriptor that this gives, so it ends with its process, however that ends. On NFS only a file can
     be locked.
     """
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         return None

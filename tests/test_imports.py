@@ -36,6 +36,7 @@ ALLOWED = {
     "app.model.adapters": {"app.errors", "app.engine.batch", "app.model", "torch", "pydantic", "safetensors"},
     "app.model.gguf": {"app.disk", "app.errors", "gguf", "numpy", "tokenizers", "transformers"},
     "app.model.cpu.checkpoint": {"app.model", "torch", "safetensors", "transformers"},
+    "app.model.cpu.weights": {"app.model", "torch", "transformers", "pydantic"},
     "app.model.cpu.kept_check": {"app.engine.request", "app.model", "torch", "pydantic"},
     "app.model.simulated": {"app.config", "app.engine.batch", "app.engine.request", "pydantic"},
     "app.text": {"app.config", "app.errors", "app.engine.request", "tokenizers", "transformers", "jinja2"},

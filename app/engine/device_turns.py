@@ -7,16 +7,16 @@ together have theirs together. Of others each has its turn, first come, first se
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from uuid import uuid4
-
-import msgspec
 
 from app.config import GIB
 from app.errors import InvalidSetup
@@ -28,7 +28,8 @@ TURN_PER_SWITCH = 10.0
 SHORTEST_TURN_S = 0.5
 
 
-class Occupant(msgspec.Struct):
+@dataclass(slots=True)
+class Occupant:
     """An engine that has memory of the device, or waits for it."""
 
     key: str  # of its process and its socket
@@ -39,8 +40,16 @@ class Occupant(msgspec.Struct):
     since: float  # when it began to wait or its turn began, by `time.monotonic`, which all processes of a host share
 
 
-_decode = msgspec.json.Decoder(list[Occupant]).decode
-_encode = msgspec.json.encode
+def _encode(occupants: list[Occupant]) -> bytes:
+    return json.dumps([asdict(each) for each in occupants]).encode()
+
+
+def _decode(written: bytes) -> list[Occupant]:
+    """Nothing of what another version wrote."""
+    try:
+        return [Occupant(**each) for each in json.loads(written or b"[]")]
+    except (ValueError, TypeError):
+        return []
 
 
 class DeviceTurns:
@@ -176,11 +185,7 @@ class DeviceTurns:
 
     def _known(self, written: bytes) -> list[Occupant]:
         """Those of the file without processes that have ended; this engine is as it knows itself."""
-        try:
-            found = _decode(written) if written else []
-        except msgspec.DecodeError:  # it was written by another version
-            found = []
-        own = self._own
+        found, own = _decode(written), self._own
         if self._is_in and all(each.key != own.key for each in found):
             found.append(own)  # the file was removed
         return [own if each.key == own.key else each for each in found if each.key == own.key or _lives(each.key)]

@@ -26,11 +26,12 @@ from app.model.attention import (
 )
 from app.model.cpu.checkpoint import Checkpoint, MappedModel, add_positions
 from app.model.cpu.decoder import NativeDecoder
-from app.model.cpu.kept_check import CheckedModel, KeptCheck, from_json, to_json
+from app.model.cpu.kept_check import CheckedModel, KeptCheck, digest_of_files, from_json, to_json
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team, is_fast, library
 from app.model.cpu.ranks import RankMemory
-from app.model.cpu.weights import BITS, NativeWeights, input_unit, pack_weights, why_not_native
+from app.model.cpu.shared_weights import Sharing, shared_weights
+from app.model.cpu.weights import BITS, Allocate, NativeWeights, input_unit, pack_weights, why_not_native
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
 from app.model.cuda.fp8 import why_no_fp8, why_not_in_fp8
@@ -113,7 +114,8 @@ def load_model(
     """Load weights from safetensors and try one short forward pass. Code from a model repository never runs.
 
     block_size: of the KV memory; native code supports only some sizes.
-    checks: a folder that keeps which models in local folders have passed; they are not tried again.
+    checks: a folder that keeps which models in local folders have passed; they are not tried again. It also has the
+        locks of weights that are shared with other processes.
     group: the ranks that have a part of the model each; all call this function.
 
     Raises:
@@ -134,7 +136,7 @@ def load_model(
     check = _kept_check(config, checks, Path(location), dtype, block_size) if may_be_native else None
     checked = None if check is None else check.read()
     if checked is not None:
-        return _load_checked(config, location, checked, dtype)
+        return _load_checked(config, location, checked, dtype, checks)
     found = _check_architecture(config, location)
     quantised = Quantised.of(read_config(config, location))
     is_packed = may_be_native and library() is not None
@@ -146,7 +148,7 @@ def load_model(
     facts, limit = _facts_of(config, module, probe), _limit_of(module)
     if mapped is None:
         _check_positions(config, module, probe, facts.max_model_len)
-    native = _native_weights(config, module, mapped, probe, block_size) if may_be_native else None
+    native = _native_weights(config, location, module, mapped, probe, block_size, checks) if may_be_native else None
     if native is None and mapped is not None and may_be_native:
         module = _with_weights(device, config, found, location, dtype, quantised)
     may_join = device.type == "cpu" and config.backend != "torch" and not uses_triton
@@ -337,12 +339,28 @@ def _kept_check(
     )
 
 
-def _load_checked(config: ModelConfig, location: str, checked: CheckedModel, dtype: torch.dtype) -> LoadedModel:
+def _load_checked(
+    config: ModelConfig, location: str, checked: CheckedModel, dtype: torch.dtype, checks: Path | None
+) -> LoadedModel:
     settings = checked.settings
     part = None if settings.num_ranks == 1 else partial(part_of, settings)
-    weights = Checkpoint(Path(location), dtype, Quantised.of(read_config(config, location)), part=part)
-    native = pack_weights(weights, settings, bits=BITS[config.quantization], release=weights.release)
+
+    def pack(allocate: Allocate) -> NativeWeights:
+        weights = Checkpoint(Path(location), dtype, Quantised.of(read_config(config, location)), part=part)
+        bits = BITS[config.quantization]
+        return pack_weights(weights, settings, bits=bits, release=weights.release, allocate=allocate)
+
+    native = shared_weights(pack, _sharing(config, Path(location), settings, dtype, checks))
     return _of_check(config, checked, native, dtype)
+
+
+def _sharing(
+    config: ModelConfig, folder: Path | None, settings: DecoderSettings, dtype: torch.dtype, checks: Path | None
+) -> Sharing | None:
+    """folder: of the model's files. settings: one rank's, where there are several."""
+    if checks is None or folder is None:
+        return None
+    return Sharing(digest_of_files(folder, dtype, config.quantization, settings), checks)
 
 
 def _of_check(config: ModelConfig, checked: CheckedModel, native: NativeWeights, dtype: torch.dtype) -> LoadedModel:
@@ -848,7 +866,13 @@ def _difference(ours: _Output, own: _Output, quantization: str = "none") -> str 
 
 
 def _native_weights(
-    config: ModelConfig, module: PreTrainedModel, mapped: MappedModel | None, probe: Probe, block_size: int
+    config: ModelConfig,
+    location: str,
+    module: PreTrainedModel,
+    mapped: MappedModel | None,
+    probe: Probe,
+    block_size: int,
+    checks: Path | None,
 ) -> NativeWeights | None:
     """The weights for the C++ decoder, if it is fast on this machine and computes what the model computes.
 
@@ -864,10 +888,15 @@ def _native_weights(
         return None
     own = _with_first_logits(module, probe)
     settings, bits = settings_of(module, probe.rules), BITS[config.quantization]
-    if mapped is None:
-        weights = pack_weights(by_expert(module.state_dict()).get, settings, bits=bits)
-    else:
-        weights = pack_weights(mapped.checkpoint, settings, bits=bits, release=mapped.checkpoint.release)
+
+    def pack(allocate: Allocate) -> NativeWeights:
+        if mapped is None:
+            return pack_weights(by_expert(module.state_dict()).get, settings, bits=bits, allocate=allocate)
+        release = mapped.checkpoint.release
+        return pack_weights(mapped.checkpoint, settings, bits=bits, release=release, allocate=allocate)
+
+    folder = None if checks is None else _folder_of(config, location)
+    weights = shared_weights(pack, _sharing(config, folder, settings, module.dtype, checks))
     ours = _native_output(weights, probe.layers, probe.token_ids, block_size)
     difference = _difference(ours, own, config.quantization)
     if difference is not None and bits:
@@ -950,7 +979,7 @@ def load_native_rank(
             raise
         logger.info("%s runs on transformers' code: %s", config.path, error)
         return None
-    part = _load_checked(config, str(folder), replace(checked, settings=settings), dtype)
+    part = _load_checked(config, str(folder), replace(checked, settings=settings), dtype, checks)
     part = replace(part, ranks=RankMemory.of_group(settings, group))
     assert part.native is not None
     if group.minimum(int(group.rank > 0 or whole is not None)):  # rank 0 has something to compare with

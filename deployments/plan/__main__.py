@@ -44,6 +44,8 @@ def _memory(options: argparse.Namespace) -> None:
         raise InvalidSetup("--tensor-parallel is planned for GPUs only; with --cpu leave it out")
     if card is not None and options.adapters:
         raise InvalidSetup("--adapters are planned for CPUs only: a GPU computes with none")
+    if card is not None and options.replicas > 1:
+        raise InvalidSetup("--replicas is planned for CPUs only, where replicas share their weights; see --num-gpus")
     # torch takes seconds to import; mistakes are said before
     from app.assembly import PlannedAdapters
     from deployments.plan.memory import CpuPlan, GpuPlan, config_of
@@ -64,7 +66,12 @@ def _memory(options: argparse.Namespace) -> None:
         },
     )
     plan: CpuPlan | GpuPlan = (
-        CpuPlan(config, options.cpu, PlannedAdapters(number=options.adapters, rank=options.rank))
+        CpuPlan(
+            config,
+            options.cpu,
+            PlannedAdapters(number=options.adapters, rank=options.rank),
+            num_replicas=options.replicas,
+        )
         if card is None
         else GpuPlan(config, card, share=options.num_gpus, num_ranks=options.tensor_parallel)
     )
@@ -174,6 +181,7 @@ def _add_memory(memory: argparse.ArgumentParser) -> None:
         "--cpu", nargs="?", const="", metavar="MEMORY",
         help="a machine's memory, such as 16GiB; alone: what this machine has available now",
     )  # fmt: skip
+    memory.add_argument("--replicas", type=positive, default=1, help="on that machine's CPUs; they share their weights")
     memory.add_argument("--context", type=positive, help="tokens of prompt and output; default: the model's own")
     memory.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU; on a CPU as this machine chooses"

@@ -108,9 +108,9 @@ class GpuPlan:
 
 
 class CpuPlan:
-    """What one replica has of the memory of a machine, computed by its CPUs."""
+    """What each replica has of the memory of a machine, computed by its CPUs. The replicas share their weights."""
 
-    def __init__(self, config: EngineConfig, memory: str, adapters: PlannedAdapters) -> None:
+    def __init__(self, config: EngineConfig, memory: str, adapters: PlannedAdapters, *, num_replicas: int = 1) -> None:
         """memory: of the machine, such as 16GiB; empty for what this machine has available now.
 
         Raises InvalidSetup and UnsupportedModel as `planned_cpu_memory` does.
@@ -123,21 +123,25 @@ class CpuPlan:
         self._config = config
         self._where = f"a CPU with {num_bytes / GIB:.2f} GiB"
         self._planned: PlannedMemory = planned_cpu_memory(config, adapters)
-        self._left = num_bytes - self._planned.needs.total
+        needs = self._planned.needs
+        self._num_replicas = num_replicas
+        self._left = (num_bytes - needs.weights) // num_replicas - (needs.total - needs.weights)
 
     def table(self) -> str:
         """All parts in GiB, and what the rest holds; for a terminal."""
         needs = self._planned.needs
+        of_each = "" if self._num_replicas == 1 else f" of each of {self._num_replicas} replicas"
         rows = [
             ("weights", needs.weights),
-            ("largest step", needs.step),
-            *([("adapters", needs.adapters)] if needs.adapters else ()),
-            ("process", needs.context),
-            ("KV memory", max(0, self._left)),
+            (f"largest step{of_each}", needs.step),
+            *([(f"adapters{of_each}", needs.adapters)] if needs.adapters else ()),
+            (f"process{of_each}", needs.context),
+            (f"KV memory{of_each}", max(0, self._left)),
         ]
         most, quantization = max(0, self._left * 100 // GIB) / 100, self._config.model.quantization
         kind = self._planned.dtype if quantization == "none" else quantization
-        head = f"{self._config.model.path} on {self._where}, weights in {kind} (predicted)"
+        once = "" if self._num_replicas == 1 else ", once for all replicas"
+        head = f"{self._config.model.path} on {self._where}, weights in {kind}{once} (predicted)"
         return "\n".join([head, *_lines(rows), f"{_room(self._planned, self._left)} with cache.memory_gib: {most:g}"])
 
     def check(self) -> None:
@@ -145,14 +149,16 @@ class CpuPlan:
         missing = self._planned.sequence_bytes - self._left
         if missing > 0:
             smaller = "" if self._config.model.quantization == "int4" else "--quantization int8 or int4, or "
+            fewer = "" if self._num_replicas == 1 else ", --replicas"
             raise InvalidSetup(
                 f"{_does_not_fit(self._config, self._where, missing, self._planned)}; choose {smaller}a lower "
-                f"--context, --max-running or --max-step-tokens"
+                f"--context, --max-running{fewer} or --max-step-tokens"
             )
 
 
 def _lines(rows: list[tuple[str, int]]) -> list[str]:
-    return [f"  {name:<14}{num_bytes / GIB:>9.2f} GiB" for name, num_bytes in rows]
+    width = max(14, *(len(name) + 1 for name, _ in rows))
+    return [f"  {name:<{width}}{num_bytes / GIB:>9.2f} GiB" for name, num_bytes in rows]
 
 
 def _does_not_fit(config: EngineConfig, where: str, missing: int, planned: PlannedMemory) -> str:

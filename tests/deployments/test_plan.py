@@ -172,14 +172,31 @@ def test_adapters_take_of_a_cpus_memory(model: Path, capsys: pytest.CaptureFixtu
     assert f"adapters      {100 * 2 * 2 * numbers / 2**30:>9.2f} GiB" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+def test_replicas_of_a_machine_with_cpus_share_their_weights(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--cpu", "32GiB", "--context", "8192", "--dtype", "bfloat16", "--replicas", "4")
+    assert plan(model, *options) == 0
+    shown = capsys.readouterr().out
+    weights, *of_each = (float(part) for part in re.findall(r"([\d.]+) GiB$", shown, re.MULTILINE))
+    assert shown.count("of each of 4 replicas") == len(of_each) == 3
+    assert weights + 4 * sum(of_each) == pytest.approx(32, abs=0.06)
+    assert "once for all replicas" in shown
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
+        (("--gpu", "H200", "--replicas", "2"), "--replicas is planned for CPUs only"),
+        (
+            ("--cpu", "1GiB", "--replicas", "2", "--dtype", "bfloat16"),
+            "a lower --context, --max-running, --replicas or",
+        ),
         (
             ("--cpu", "1GiB", "--dtype", "bfloat16"),
             r"GiB are missing for one sequence of 40,960 .* --quantization int8",
         ),
         (("--gpu", "H200", "--adapters", "8"), "--adapters are planned for CPUs only"),
+        (("--cpu", "16GiB", "--adapters", "8", "--rank", "65"), "adapters of rank 65: at most 64 is computed"),
         (("--cpu", "1TB"), r"--cpu: got '1TB'; it is no size, such as 80GiB"),
         (("--cpu", "--tensor-parallel", "2"), "--tensor-parallel is planned for GPUs only"),
         (("--cpu", "--quantization", "fp8"), "only the decoder for CUDA computes, and device is cpu"),

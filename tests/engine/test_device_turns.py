@@ -137,9 +137,10 @@ def test_a_killed_process_holds_nothing(device: Device, tmp_path: Path) -> None:
     assert other.ask()
 
 
-def test_a_file_that_was_removed_or_is_not_understood_is_made_again(device: Device, tmp_path: Path) -> None:
+@pytest.mark.parametrize("written", ["", "{", "7", '[{"key": 1}]'])
+def test_a_file_that_is_not_understood_is_made_again(device: Device, tmp_path: Path, written: str) -> None:
     holder, other = device.engine(6), device.engine(6)
     assert holder.ask()
-    (tmp_path / "device.json").write_text("{")
+    (tmp_path / "device.json").write_text(written)
     assert holder.ends_at() is None
     assert not other.ask()

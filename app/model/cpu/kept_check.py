@@ -58,18 +58,8 @@ class KeptCheck:
         num_ranks: int = 1,
     ) -> None:
         """`folder` has the files of all checks, `location` is the folder of the model."""
-        code = library()
-        assert code is not None, "only models that native code can compute"
-        what = hashlib.sha256()
-        versions = (code._name, torch.__version__, version("transformers"))
-        for part in (*versions, location.resolve(), dtype, quantization, block_size, num_ranks):
-            what.update(f"{part}\0".encode())
-        for path in [*sorted(location.glob("*.json")), *sorted(Path(__file__).parents[1].rglob("*.py"))]:
-            what.update(path.read_bytes())
-        for path in sorted(location.glob("*.safetensors")):
-            stat = path.stat()
-            what.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}\0".encode())
-        self._file = folder / f"checked-{what.hexdigest()[:32]}.json"
+        digest = digest_of_files(location, dtype, quantization, block_size, num_ranks)
+        self._file = folder / f"checked-{digest}.json"
 
     def read(self) -> CheckedModel | None:
         """The results, if the model has passed."""
@@ -87,3 +77,22 @@ class KeptCheck:
             temporary.replace(self._file)
         except OSError as error:
             logger.warning("the model's next start will check it again: %s cannot be written: %s", self._file, error)
+
+
+def digest_of_files(location: Path, *others: object) -> str:
+    """Of the files in a model's folder, of all code that reads and computes them, and of what else matters.
+
+    Weights count as the same by name, size, inode and time of change.
+    """
+    code = library()
+    assert code is not None, "only models that native code can compute"
+    what = hashlib.sha256()
+    versions = (code._name, torch.__version__, version("transformers"))
+    for part in (*versions, location.resolve(), *others):
+        what.update(f"{part}\0".encode())
+    for path in [*sorted(location.glob("*.json")), *sorted(Path(__file__).parents[1].rglob("*.py"))]:
+        what.update(path.read_bytes())
+    for path in sorted(location.glob("*.safetensors")):
+        stat = path.stat()
+        what.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}\0".encode())
+    return what.hexdigest()[:32]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import torch
+from pydantic import PlainSerializer, PlainValidator, SerializationInfo, TypeAdapter, ValidationInfo
 
 from app.model.cpu.library import DTYPES, LANES, Team, in_large_pages, log_use_of_amx
 from app.model.llama import (
@@ -29,35 +32,59 @@ from app.model.positions import ROTARY_BY_LENGTH
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_Pack = Callable[..., torch.Tensor]  # `_packed` with a team and bits
-
 PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as in the sources
 BITS = {"none": 0, "int8": 8, "int4": 4}  # of a weight, by model.quantization; 0: the model's type
 GROUPS = {8: 64, 4: 32}  # inputs that share a scale, as in the sources
 _HEAD_BITS = 8  # where the layers are quantised, as in the sources
+
+# In JSON a tensor is its place in a memory, its shape and its type.
+_Placed = tuple[int, list[int], str]
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _place_of(tensor: torch.Tensor, info: SerializationInfo[ctypes.Array[Any]]) -> _Placed:
+    memory: ctypes.Array[Any] = info.context
+    return tensor.data_ptr() - ctypes.addressof(memory), list(tensor.shape), _name_of(tensor.dtype)
+
+
+def _tensor_at(placed: _Placed, info: ValidationInfo) -> torch.Tensor:
+    offset, shape, name = placed
+    return torch.frombuffer(info.context, dtype=_dtype_named(name), offset=offset, count=prod(shape)).view(shape)
+
+
+PlacedTensor = Annotated[torch.Tensor, PlainValidator(_tensor_at), PlainSerializer(_place_of)]
+PlacedDtype = Annotated[torch.dtype, PlainValidator(_dtype_named), PlainSerializer(_name_of)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeMlp:
     """The matrices of an MLP, or of one expert."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: PlacedTensor
+    down: PlacedTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLayer:
     """One layer; matrices packed, as they are or quantised, biases in float32, norms in the model's type."""
 
-    input_norm: torch.Tensor
-    query_key_value: torch.Tensor
-    query_key_value_bias: torch.Tensor | None
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    output: torch.Tensor
-    output_bias: torch.Tensor | None
-    post_attention_norm: torch.Tensor
-    router: torch.Tensor | None  # packed, never quantised; None where there are no experts
+    input_norm: PlacedTensor
+    query_key_value: PlacedTensor
+    query_key_value_bias: PlacedTensor | None
+    query_norm: PlacedTensor | None
+    key_norm: PlacedTensor | None
+    output: PlacedTensor
+    output_bias: PlacedTensor | None
+    post_attention_norm: PlacedTensor
+    router: PlacedTensor | None  # packed, never quantised; None where there are no experts
     mlps: tuple[NativeMlp, ...]  # one, or one for each expert
     sliding_window: int  # 0: none
 
@@ -68,10 +95,10 @@ class NativeWeights:
 
     settings: DecoderSettings
     layers: tuple[NativeLayer, ...]
-    embedding: torch.Tensor | None  # [rank_tokens, hidden_size]; None: its rows are read from the quantised head
-    final_norm: torch.Tensor
-    head: torch.Tensor
-    dtype: torch.dtype  # of everything that is not quantised
+    embedding: PlacedTensor | None  # [rank_tokens, hidden_size]; None: its rows are read from the quantised head
+    final_norm: PlacedTensor
+    head: PlacedTensor
+    dtype: PlacedDtype  # of everything that is not quantised
     weight_bits: int  # of the layers' matrices; 0: they and the head are not quantised
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -82,6 +109,18 @@ class NativeWeights:
             for value in (getattr(part, each.name) for each in fields(part)):
                 if isinstance(value, torch.Tensor):
                     yield value
+
+    def layout(self, memory: ctypes.Array[Any]) -> bytes:
+        """Their places in the memory that has them all, for `weights_at`."""
+        return _NATIVE_WEIGHTS.dump_json(self, context=memory)
+
+
+_NATIVE_WEIGHTS = TypeAdapter(NativeWeights)
+
+
+def weights_at(layout: bytes, memory: ctypes.Array[Any]) -> NativeWeights:
+    """Weights that lie in a memory as the layout says. They keep it."""
+    return _NATIVE_WEIGHTS.validate_json(layout, context=memory)
 
 
 def input_unit(quantization: str) -> int:
@@ -105,9 +144,20 @@ def why_not_native(model: PreTrainedModel) -> str | None:
     return f"sizes must be multiples of {LANES}, {', '.join(map(str, odd))} are not" if odd else None
 
 
+class Allocate(Protocol):
+    """Uninitialised memory of a shape; `device` meta: sizes alone."""
+
+    def __call__(self, *shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor: ...
+
+
 @torch.inference_mode()
 def pack_weights(
-    weights: Weights, settings: DecoderSettings, *, bits: int = 0, release: Callable[[], None] = lambda: None
+    weights: Weights,
+    settings: DecoderSettings,
+    *,
+    bits: int = 0,
+    release: Callable[[], None] = lambda: None,
+    allocate: Allocate = in_large_pages,
 ) -> NativeWeights:
     """Pack weights that are all of one type, one layer after the other. Does not change them.
 
@@ -116,21 +166,21 @@ def pack_weights(
     bits: 8 or 4 quantise the matrices of the layers so, and the head to 8 bits. An embedding that is tied to the head
     is not kept then; another one stays as it is: a step reads only its tokens' rows.
     release: called after each layer, when what was asked of `weights` so far has been packed.
+    allocate: gives the memory of all that is kept; nothing of it is a view of `weights`.
     """
-    embedding: torch.Tensor | None = given(weights, EMBEDDING)
-    assert embedding is not None
-    dtype, unpacked_head = embedding.dtype, given(weights, HEAD)
-    team = None
+    embedding = given(weights, EMBEDDING)
+    dtype, team = embedding.dtype, None
     if not embedding.is_meta:
         team = Team(torch.get_num_threads())
         _log_use_of_amx(settings, dtype, bits)
-    if bits and _are_equal(embedding, unpacked_head):
-        embedding = None
-    # First: the largest matrix, while nothing else is there.
-    head = _packed(team, [unpacked_head], bits=_HEAD_BITS if bits else 0)
-    del unpacked_head
+    pack = _Packing(team, bits, allocate)
+    # First: the largest matrices, while nothing else is there.
+    is_left_out = bits > 0 and _are_equal(embedding, given(weights, HEAD))
+    kept = None if is_left_out else pack.copy(embedding)
+    del embedding
+    head = pack([given(weights, HEAD)], bits=_HEAD_BITS if bits else 0)
     release()
-    layers, pack = [], partial(_packed, team, bits=bits)
+    layers = []
     for index, window in enumerate(settings.sliding_windows):
         own = partial(named, weights, f"model.layers.{index}.")
         layers.append(_pack_layer(own, pack, window, settings.experts.num_experts))
@@ -138,8 +188,8 @@ def pack_weights(
     return NativeWeights(
         settings=settings,
         layers=tuple(layers),
-        embedding=embedding,
-        final_norm=given(weights, "model.norm.weight"),
+        embedding=kept,
+        final_norm=pack.copy(given(weights, "model.norm.weight")),
         head=head,
         dtype=dtype,
         weight_bits=bits,
@@ -162,66 +212,93 @@ def _are_equal(embedding: torch.Tensor, head: torch.Tensor) -> bool:
     return torch.equal(embedding, head)
 
 
-def _pack_layer(weights: Weights, pack: _Pack, sliding_window: int, num_experts: int) -> NativeLayer:
+class _Packing:
+    """Brings weights into memory as the C++ reads them."""
+
+    def __init__(self, team: Team | None, bits: int, allocate: Allocate) -> None:
+        """team: None where weights have sizes and no numbers. bits: of matrices; 0: they are not quantised."""
+        self._team, self._bits, self._allocate = team, bits, allocate
+
+    def copy(self, weight: torch.Tensor) -> torch.Tensor:
+        return self._allocate(*weight.shape, dtype=weight.dtype, device=weight.device).copy_(weight)
+
+    def optional_copy(self, weight: torch.Tensor | None) -> torch.Tensor | None:
+        return None if weight is None else self.copy(weight)
+
+    def __call__(self, weights: Sequence[torch.Tensor], *, bits: int | None = None) -> torch.Tensor:
+        """Matrices side by side, in a memory of their own. weights: each [outputs, inputs]."""
+        return self.side_by_side(1, weights, bits=bits)[0]
+
+    def side_by_side(self, count: int, weights: Sequence[torch.Tensor], *, bits: int | None = None) -> torch.Tensor:
+        """Memory for `count` such as these, with these as the first: one alone may be smaller than a large page."""
+        bits = self._bits if bits is None else bits
+        shape, device = _packed_shape(weights, bits), weights[0].device
+        packed = self._allocate(count, *shape, dtype=torch.int32, device=device)
+        self.into(packed[0], weights, bits=bits)
+        return packed
+
+    def into(self, packed: torch.Tensor, weights: Sequence[torch.Tensor], *, bits: int | None = None) -> None:
+        """packed: of `_packed_shape`."""
+        if self._team is not None:
+            _pack(self._team, weights, packed, bits=self._bits if bits is None else bits)
+
+
+def _pack_layer(weights: Weights, pack: _Packing, sliding_window: int, num_experts: int) -> NativeLayer:
     router = weights("mlp.gate.weight")
     return NativeLayer(
-        input_norm=given(weights, "input_layernorm.weight"),
+        input_norm=pack.copy(given(weights, "input_layernorm.weight")),
         query_key_value=pack([given(weights, f"{name}.weight") for name in QUERIES_KEYS_VALUES]),
-        query_key_value_bias=joined_bias(weights, QUERIES_KEYS_VALUES, torch.float32),
-        query_norm=weights("self_attn.q_norm.weight"),
-        key_norm=weights("self_attn.k_norm.weight"),
+        query_key_value_bias=pack.optional_copy(joined_bias(weights, QUERIES_KEYS_VALUES, torch.float32)),
+        query_norm=pack.optional_copy(weights("self_attn.q_norm.weight")),
+        key_norm=pack.optional_copy(weights("self_attn.k_norm.weight")),
         output=pack([given(weights, "self_attn.o_proj.weight")]),
-        output_bias=joined_bias(weights, ("self_attn.o_proj",), torch.float32),
-        post_attention_norm=given(weights, "post_attention_layernorm.weight"),
+        output_bias=pack.optional_copy(joined_bias(weights, ("self_attn.o_proj",), torch.float32)),
+        post_attention_norm=pack.copy(given(weights, "post_attention_layernorm.weight")),
         router=None if router is None else pack([router], bits=0),
-        mlps=(_pack_mlp(weights, "mlp.", pack),) if router is None else _pack_experts(weights, num_experts, pack),
+        mlps=_pack_mlps(weights, pack, ["mlp."] if router is None else _expert_names(num_experts)),
         sliding_window=sliding_window,
     )
 
 
-def _pack_mlp(weights: Weights, prefix: str, pack: _Pack) -> NativeMlp:
-    gate, up, down = (given(weights, f"{prefix}{name}_proj.weight") for name in ("gate", "up", "down"))
-    return NativeMlp(gate_up=pack(_in_turn(gate, up)), down=pack([down]))
+def _expert_names(num_experts: int) -> list[str]:
+    return [f"mlp.experts.{expert}." for expert in range(num_experts)]
 
 
-def _pack_experts(weights: Weights, num_experts: int, pack: _Pack) -> tuple[NativeMlp, ...]:
-    """All experts of a layer side by side: one alone may be smaller than a large page."""
-    first = _pack_mlp(weights, "mlp.experts.0.", pack)
-    gate_up, down = (
-        in_large_pages(num_experts, *each.shape, dtype=each.dtype, device=each.device)
-        for each in (first.gate_up, first.down)
-    )
-    for expert in range(num_experts):
-        packed = _pack_mlp(weights, f"mlp.experts.{expert}.", pack) if expert else first
-        gate_up[expert], down[expert] = packed.gate_up, packed.down
-    return tuple(NativeMlp(gate_up=gate_up[expert], down=down[expert]) for expert in range(num_experts))
+def _pack_mlps(weights: Weights, pack: _Packing, names: Sequence[str]) -> tuple[NativeMlp, ...]:
+    """The MLP of a layer, or all its experts side by side."""
+    gate_up = pack.side_by_side(len(names), _gate_and_up(weights, names[0]))
+    down = pack.side_by_side(len(names), [given(weights, f"{names[0]}down_proj.weight")])
+    for expert, name in enumerate(names[1:], 1):
+        pack.into(gate_up[expert], _gate_and_up(weights, name))
+        pack.into(down[expert], [given(weights, f"{name}down_proj.weight")])
+    return tuple(NativeMlp(gate_up=gate_up[expert], down=down[expert]) for expert in range(len(names)))
 
 
-def _packed(team: Team | None, weights: Sequence[torch.Tensor], *, bits: int = 0) -> torch.Tensor:
-    """Matrices side by side as [panels, units of inputs, PANEL outputs] units of 32 bits, padded with zeros.
+def _gate_and_up(weights: Weights, name: str) -> list[torch.Tensor]:
+    """LANES outputs of one, the LANES of the other at the same place, and so on: a panel holds both factors."""
+    gate, up = (given(weights, f"{name}{each}_proj.weight") for each in ("gate", "up"))
+    return [torch.stack([gate.view(-1, LANES, gate.shape[1]), up.view(-1, LANES, up.shape[1])], 1).flatten(0, 2)]
+
+
+def _packed_shape(weights: Sequence[torch.Tensor], bits: int) -> tuple[int, int, int]:
+    """Of matrices side by side: [panels, units of inputs, PANEL outputs] units of 32 bits.
 
     Of 8 or 4 bits, [panels, groups of inputs × (1 + units), PANEL outputs]: the first unit of a group has its scale
     and its least weight, both in bfloat16; the others hold unsigned numbers: a weight is the least one and so many
     times the scale. Groups of 8 bits are rotated.
-
-    weights: each [outputs, inputs]. team: None where they have sizes and no numbers.
     """
-    weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0].contiguous()
-    num_outputs, num_inputs = weight.shape
-    num_units = num_inputs * weight.element_size() // 4
+    num_outputs, num_inputs = sum(len(weight) for weight in weights), weights[0].shape[1]
+    num_units = num_inputs * weights[0].element_size() // 4
     if bits:
         num_units = -(-num_inputs // GROUPS[bits]) * (1 + GROUPS[bits] * bits // 32)
-    packed = in_large_pages(-(-num_outputs // PANEL), num_units, PANEL, dtype=torch.int32, device=weight.device)
-    if team is None:
-        return packed
+    return -(-num_outputs // PANEL), num_units, PANEL
+
+
+def _pack(team: Team, weights: Sequence[torch.Tensor], packed: torch.Tensor, *, bits: int) -> None:
+    """Matrices side by side, padded with zeros. weights: each [outputs, inputs]. packed: of `_packed_shape`."""
+    weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0].contiguous()
     if bits:
         pack = getattr(team.code, f"carousel_pack_in_{bits}_bits_{DTYPES[weight.dtype]}")
-        pack(team.handle, weight.data_ptr(), num_outputs, num_inputs, packed.data_ptr())
+        pack(team.handle, weight.data_ptr(), *weight.shape, packed.data_ptr())
     else:
-        team.code.carousel_pack(team.handle, weight.data_ptr(), num_outputs, num_units, packed.data_ptr())
-    return packed
-
-
-def _in_turn(gate: torch.Tensor, up: torch.Tensor) -> list[torch.Tensor]:
-    """LANES outputs of one, the LANES of the other at the same place, and so on: a panel holds both factors."""
-    return [torch.stack([gate.view(-1, LANES, gate.shape[1]), up.view(-1, LANES, up.shape[1])], 1).flatten(0, 2)]
+        team.code.carousel_pack(team.handle, weight.data_ptr(), len(weight), packed.shape[1], packed.data_ptr())
