@@ -869,7 +869,7 @@ class ApplicationConfig(Settings):
 
     @model_validator(mode="after")
     def _pipelines_name_what_there_is(self) -> ApplicationConfig:
-        models = [model.name for model in self.models]
+        models = self._models_by_any_name()
         pipelines = {pipeline.name: pipeline for pipeline in self.pipelines}
         for index, pipeline in enumerate(self.pipelines):
             for place, step in enumerate(pipeline.steps):
@@ -892,8 +892,12 @@ class ApplicationConfig(Settings):
                 )
         return self
 
+    def _models_by_any_name(self) -> dict[str, ServedModelConfig]:
+        """Each model under its name, its aliases and the names of its adapters."""
+        return {name: model for model in self.models for name in (model.name, *model.aliases, *model.adapters)}
+
     def _check_presets(self, route: RouteStepConfig, path: str) -> None:
-        models = {model.name: model for model in self.models}
+        models = self._models_by_any_name()
         for index, case in enumerate(route.cases):
             if case.preset is None:
                 continue
@@ -910,7 +914,7 @@ class ApplicationConfig(Settings):
 
 
 class NamedByStep(NamedTuple):
-    """A model or pipeline that a step runs."""
+    """A model, by its name, an alias or an adapter, or a pipeline that a step runs."""
 
     field: str  # that names it
     name: str

@@ -181,10 +181,11 @@ class RequestHandler:
         reservation, limits = client.reservation, self.limits.shared_by(client.num_bodies)
 
         async def encoded() -> Call:
+            current = self.names.current(model)
             return await self.threads.encode(
                 reservation.account.name,
                 parsed.encoded_size(size),
-                lambda: endpoint.prepare(parsed, model, limits, shared),
+                lambda: endpoint.prepare(parsed, current, limits, shared),
             )
 
         if not reserves:

@@ -110,7 +110,7 @@ class Service:
         self.pipelines: list[Pipeline] = []
         if pipelines:
             configs = {"models": models or [{"name": name} for name in names], "pipelines": pipelines}
-            self.pipelines = pipelines_of(ApplicationConfig.model_validate(configs).pipelines, self.models)
+            self.pipelines = pipelines_of(ApplicationConfig.model_validate(configs), self.models)
         limits = {name: settings.pop(name) for name in RequestLimits.__slots__ if name in settings}
         self.handler = RequestHandler(
             self.models,

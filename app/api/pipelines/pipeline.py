@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
 from app.api.auth.limits import Account
-from app.api.call import ServedModel
+from app.api.call import ServedModel, by_any_name
 from app.api.output.progress import Json
 from app.api.pipelines.cascade import CascadeStep
 from app.api.pipelines.ensemble import EnsembleStep
@@ -18,10 +18,12 @@ from app.api.pipelines.ranking import RerankStep
 from app.api.pipelines.route import ByExample, ByHeader, ByLength, Chooser, RouteCase, RouteStep
 from app.api.pipelines.run import PendingAnswer, PipelineRun, Target
 from app.config import (
+    ApplicationConfig,
     CascadeStepConfig,
     EmbedStepConfig,
     EnsembleStepConfig,
     GenerateStepConfig,
+    NamedByStep,
     PipelineConfig,
     PipelineStepConfig,
     RankingStepConfig,
@@ -120,13 +122,19 @@ def _each_once(models: Iterable[ServedModel]) -> tuple[ServedModel, ...]:
     return tuple({model.name: model for model in models}.values())
 
 
-def pipelines_of(configs: Iterable[PipelineConfig], models: Iterable[ServedModel]) -> list[Pipeline]:
-    """The pipelines over these models, which have those that the configs name.
+def pipelines_of(config: ApplicationConfig, models: Iterable[ServedModel]) -> list[Pipeline]:
+    """The pipelines over these models, which are those of the config.
 
     Raises InvalidSetup for a model that cannot do what a step asks of it.
     """
-    builder = _Builder(list(configs), {model.name: model for model in models})
-    return [builder.pipeline(config.name) for config in builder.configs]
+    known = by_any_name(models)
+    adapters = {
+        name: replace(known[model.name], name=name, aliases=(), parent=model.name)
+        for model in config.models
+        for name in model.adapters
+    }
+    builder = _Builder(config.pipelines, known | adapters)
+    return [builder.pipeline(each.name) for each in config.pipelines]
 
 
 async def fill_indexes(pipelines: Iterable[Pipeline]) -> None:
@@ -144,14 +152,15 @@ class _Builder:
     """Makes each pipeline once, those that it names before it."""
 
     def __init__(self, configs: Sequence[PipelineConfig], models: Mapping[str, ServedModel]) -> None:
-        self.configs = configs
+        """`models`: by all their names. Of an adapter the content is looked up when a request comes."""
+        self._configs = configs
         self._models = models
         self._built: dict[str, Pipeline] = {}
 
     def pipeline(self, name: str) -> Pipeline:
         """The pipeline of this name."""
         if name not in self._built:
-            index, config = next((at, each) for at, each in enumerate(self.configs) if each.name == name)
+            index, config = next((at, each) for at, each in enumerate(self._configs) if each.name == name)
             for place, step in enumerate(config.steps):
                 self._check(f"pipelines[{index}].steps[{place}]", step)
             *ranking, last = config.steps
@@ -165,16 +174,7 @@ class _Builder:
     def _check(self, path: str, step: PipelineStepConfig) -> None:
         for named in named_by(step):
             model = self._models.get(named.name)
-            if model is None:
-                continue
-            wrong = ""
-            if named.answers:
-                wrong = "" if model.facts.generates else "is an encoder, which answers nothing"
-            elif isinstance(step, RerankStepConfig):
-                may_rank = model.gives_embeddings or model.facts.scores_pairs
-                wrong = "" if may_rank else "gives neither embeddings nor scores"
-            elif not model.gives_embeddings:
-                wrong = "gives no embeddings"
+            wrong = "" if model is None else _why_not(step, named, model)
             if wrong:
                 raise InvalidSetup(f"{path}.{named.field}: {named.name} {wrong}; name another model")
 
@@ -217,3 +217,15 @@ class _Builder:
 
     def _target(self, name: str) -> Target:
         return self._models.get(name) or self.pipeline(name)
+
+
+def _why_not(step: PipelineStepConfig, named: NamedByStep, model: ServedModel) -> str:
+    """What keeps a model from what a step asks of it; "" where nothing does."""
+    if named.answers:
+        return "" if model.facts.generates else "is an encoder, which answers nothing"
+    if isinstance(step, RerankStepConfig) and model.facts.scores_pairs:
+        return ""
+    if not model.gives_embeddings:
+        return "gives neither embeddings nor scores" if isinstance(step, RerankStepConfig) else "gives no embeddings"
+    keeps_vectors = isinstance(step, RouteStepConfig) or (isinstance(step, EmbedStepConfig) and step.index is not None)
+    return "is an adapter, which may change, and its vectors would be kept" if model.parent and keeps_vectors else ""

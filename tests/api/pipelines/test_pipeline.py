@@ -100,6 +100,18 @@ def test_a_circle_behind_sound_pipelines_is_found() -> None:
         )
 
 
+def test_a_step_may_name_an_alias(tokenizer: Tokenizer) -> None:
+    service = Service(
+        tokenizer,
+        say(tokenizer, "3 4"),
+        aliases=("default",),
+        models=[{"name": "demo", "aliases": ["default"]}],
+        pipelines=[{"name": "p", "steps": [{"kind": "generate", "model": "default"}]}],
+    )
+    answer = service.chat(model="p").json
+    assert (answer["model"], answer["usage"]["pipeline"]["steps"][0]["model"]) == ("demo", "demo")
+
+
 @pytest.mark.parametrize(
     ("facts", "pooling", "steps", "words"),
     [
@@ -112,7 +124,7 @@ def test_a_model_that_cannot_do_what_a_step_asks_is_refused_at_the_start(
 ) -> None:
     service = Service(tokenizer, names=("a", "b"), facts=facts, pooling=pooling)
     with pytest.raises(InvalidSetup) as refused:
-        pipelines_of(checked(*steps).pipelines, service.models)
+        pipelines_of(checked(*steps), service.models)
     assert words in str(refused.value)
 
 

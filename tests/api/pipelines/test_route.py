@@ -70,7 +70,7 @@ def test_a_case_that_cannot_hold_the_request_is_passed_over_and_refuses_nothing(
     pipelines = [{"name": "auto", "steps": [{"kind": "route", "by": "length", "cases": cases}]}]
     config = ApplicationConfig.model_validate({"models": [{"name": "a"}, {"name": "b"}], "pipelines": pipelines})
     metrics = RequestMetrics(["a", "b"])
-    handler = RequestHandler(models, ApiConfig(), metrics, pipelines=pipelines_of(config.pipelines, models))
+    handler = RequestHandler(models, ApiConfig(), metrics, pipelines=pipelines_of(config, models))
     for num_tokens, taken_by in ((10, "a"), (30, "b")):
         body = {"model": "auto", "prompt": [5] * num_tokens, "max_tokens": 5}
         assert asyncio.run(handler.handle_item("", "/v1/completions", body)).body["model"] == taken_by
@@ -108,6 +108,20 @@ def test_a_key_must_be_for_the_classifier_too(tokenizer: Tokenizer) -> None:
     cases = [{"model": "b", "examples": ["code"]}, {"model": "b", "examples": ["poem"]}]
     service = routed(tokenizer, cases, by="classifier", classifier="a", keys=[entry(models=["b"])])
     assert service.call("POST", "/v1/completions", {"model": "auto", "prompt": "Sing"}, bearer()).status == 403
+
+
+def test_a_preset_of_an_adapter_is_of_the_groups_of_its_model() -> None:
+    groups = [{"name": "fast", "scheduler": {"preset": "latency"}}]
+    models = [{"name": "a", "adapters": {"sql": "/sql"}, "replicas": {"groups": groups}}]
+
+    def config(preset: str) -> ApplicationConfig:
+        cases = [{"model": "sql", "values": ["gold"], "preset": preset}, {"model": "a"}]
+        step = {"kind": "route", "by": "header", "header": "x-tier", "cases": cases}
+        return ApplicationConfig.model_validate({"models": models, "pipelines": [{"name": "p", "steps": [step]}]})
+
+    config("latency")
+    with pytest.raises(ValidationError, match=r"cases\[0\].preset: got 'batch'; the groups of sql have latency"):
+        config("batch")
 
 
 def test_a_preset_is_that_of_the_case_unless_the_client_names_one(tokenizer: Tokenizer) -> None:
