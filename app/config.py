@@ -766,7 +766,9 @@ class RouteCaseConfig(Settings):
     model: Name = Field(description="the model or pipeline that answers")
     preset: Preset | None = Field(None, description="of the groups of its replicas that may get the request")
     max_prompt_tokens: int | None = Field(None, ge=1, description="by length: prompts of up to so many tokens")
-    values: tuple[str, ...] = Field((), max_length=256, description="by header: its values")
+    values: tuple[str, ...] = Field(
+        (), max_length=256, description="by header: its values; by classifier: labels of the model, instead of examples"
+    )
     examples: tuple[str, ...] = Field((), max_length=64, description="by classifier: texts of this kind")
 
 
@@ -775,22 +777,30 @@ class RouteStepConfig(Settings):
 
     kind: Literal["route"] = "route"
     by: Literal["length", "header", "classifier"] = Field(
-        description="the length of the prompt, a header of the request, or the example that its last text is nearest to"
+        description="the length of the prompt, a header of the request, or what its last text is: the example that it "
+        "is nearest to, or the label that a model gives it"
     )
     header: str | None = Field(None, pattern=r"^[a-z0-9-]+$", description="by header: its name, in lower case")
-    classifier: Name | None = Field(None, description="by classifier: a model with embeddings")
+    classifier: Name | None = Field(None, description="by classifier: a model with embeddings, or one with labels")
     cases: tuple[RouteCaseConfig, ...] = Field(
-        min_length=2, max_length=64, description="in their order; but for a classifier, the last is for all others"
+        min_length=2, max_length=64, description="in their order; but with examples, the last is for all others"
     )
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether its classifier gives labels, which the cases name; else they have examples."""
+        return self.classifier is not None and bool(self.cases[0].values)
 
     @model_validator(mode="after")
     def _cases_are_told_apart(self) -> RouteStepConfig:
         condition = {"length": "max_prompt_tokens", "header": "values", "classifier": "examples"}[self.by]
+        if self.has_labels:
+            condition = "values"
         for name in ("header", "classifier"):
             if (getattr(self, name) is None) == (self.by == name):
                 raise ValueError(f"{name} is for a route by {name}, which needs it, and this one is by {self.by}")
         for index, case in enumerate(self.cases):
-            is_for_others = index == len(self.cases) - 1 and self.by != "classifier"
+            is_for_others = index == len(self.cases) - 1 and condition != "examples"
             given = [name for name in ("max_prompt_tokens", "values", "examples") if getattr(case, name)]
             wanted = [] if is_for_others else [condition]
             if given != wanted:

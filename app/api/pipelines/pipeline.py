@@ -15,7 +15,7 @@ from app.api.pipelines.cascade import CascadeStep
 from app.api.pipelines.ensemble import EnsembleStep
 from app.api.pipelines.index import DocumentIndex, IndexStep, read_index
 from app.api.pipelines.ranking import RerankStep
-from app.api.pipelines.route import ByExample, ByHeader, ByLength, Chooser, RouteCase, RouteStep
+from app.api.pipelines.route import ByExample, ByHeader, ByLabel, ByLength, Chooser, RouteCase, RouteStep
 from app.api.pipelines.run import PendingAnswer, PipelineRun, Target
 from app.config import (
     ApplicationConfig,
@@ -209,6 +209,8 @@ class _Builder:
         raise AssertionError(f"the config is checked, and {step.kind} does not answer")
 
     def _chooser(self, step: RouteStepConfig) -> Chooser:
+        if step.classifier is not None and step.has_labels:
+            return ByLabel(self._models[step.classifier], [case.values for case in step.cases[:-1]])
         if step.classifier is not None:
             return ByExample(self._models[step.classifier], [case.examples for case in step.cases])
         if step.header is not None:
@@ -225,6 +227,9 @@ def _why_not(step: PipelineStepConfig, named: NamedByStep, model: ServedModel) -
         return "" if model.facts.generates else "is an encoder, which answers nothing"
     if isinstance(step, RerankStepConfig) and model.facts.scores_pairs:
         return ""
+    if isinstance(step, RouteStepConfig) and step.has_labels:
+        wrong = {value for case in step.cases for value in case.values} - {*model.facts.labels}
+        return f"has no label {min(wrong)!r}: it has {', '.join(model.facts.labels) or 'none'}" if wrong else ""
     if not model.gives_embeddings:
         return "gives neither embeddings nor scores" if isinstance(step, RerankStepConfig) else "gives no embeddings"
     keeps_vectors = isinstance(step, RouteStepConfig) or (isinstance(step, EmbedStepConfig) and step.index is not None)
