@@ -79,9 +79,10 @@ def test_a_pipeline_may_name_another_of_a_later_place(tokenizer: Tokenizer) -> N
 
 def test_pipelines_that_each_name_the_two_before_are_checked_and_listed_at_once(tokenizer: Tokenizer) -> None:
     names = ["a", "b", *(f"p{index}" for index in range(40))]
+    route = {"kind": "route", "by": "header", "header": "x-tier"}
     pipelines = [
-        {"name": name, "steps": [{"kind": "cascade", "small": small, "large": large}]}
-        for small, large, name in zip(names, names[1:], names[2:], strict=False)
+        {"name": name, "steps": [route | {"cases": [{"model": first, "values": ["gold"]}, {"model": second}]}]}
+        for first, second, name in zip(names, names[1:], names[2:], strict=False)
     ]
     began_at = time.process_time()
     service = Service(tokenizer, names=("a", "b"), pipelines=pipelines[::-1], keys=[entry(models=["a", "b"])])
