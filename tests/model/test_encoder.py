@@ -105,14 +105,14 @@ def test_each_label_of_a_classifier_has_its_probability(kind: str, problem_type:
     assert (engine.facts.labels, engine.facts.scores_pairs) == (("code", "poem", "talk"), False)
     requests = some_requests(Pooling.SCORE)
     outcome = run_to_end(engine, *requests)
-    best = set()
+    found = []
     for request in requests:
         logits = alone(model, request, has_types=kind == "bert").logits[0]
         expected = logits.softmax(dim=0) if problem_type is None else logits.sigmoid()
         scores = torch.tensor(array("f", outcome.embeddings[request.request_id]))
         assert (scores - expected).abs().max() <= TOLERANCE
-        best.add(int(scores.argmax()))
-    assert len(best) > 1, "equal labels would show nothing"
+        found.append(scores)
+    assert (torch.stack(found).amax(dim=0) - torch.stack(found).amin(dim=0)).min() > 0.02, "equal ones show nothing"
 
 
 def test_a_model_may_leave_its_logits_as_they_are(tmp_path: Path) -> None:
@@ -198,7 +198,6 @@ def test_the_files_of_sentence_transformers_say_how_vectors_are_made(
             lambda folder: write_pooling(folder, "cls_token", module="Dense"),
             "a module that is not computed here: Dense",
         ),
-        (lambda folder: save_tiny_encoder("bert", folder, num_labels=3), "has 3 labels; only models with one"),
         (lambda folder: save_tiny_encoder("mistral", folder, num_labels=1), "attention asks for sliding_window"),
         (
             lambda folder: save_tiny_encoder(
