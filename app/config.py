@@ -883,8 +883,9 @@ class ApplicationConfig(Settings):
                         )
                 if isinstance(step, RouteStepConfig):
                     self._check_presets(step, f"pipelines[{index}].steps[{place}]")
+        sound: set[str] = set()
         for index, name in enumerate(pipelines):
-            circle = _circle(name, pipelines)
+            circle = _circle(name, pipelines, sound)
             if circle:
                 raise ValueError(
                     f"pipelines[{index}]: it would answer itself: {' → '.join(circle)}; name a model in one of them"
@@ -931,13 +932,20 @@ def named_by(step: PipelineStepConfig) -> list[NamedByStep]:
             return [NamedByStep("model", step.model, isinstance(step, AnsweringStepConfig))]
 
 
-def _circle(name: str, pipelines: Mapping[str, PipelineConfig], before: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """The names on a way from a pipeline back to one before it; none where there is no such way."""
+def _circle(
+    name: str, pipelines: Mapping[str, PipelineConfig], sound: set[str], before: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    """The names on a way from a pipeline back to one before it; none where there is no such way.
+
+    `sound`: pipelines without such a way, which are not walked again; those that are found join them.
+    """
     if name in before:
         return (*before, name)
-    for inner in named_by(pipelines[name].steps[-1]):
-        if inner.name in pipelines and (circle := _circle(inner.name, pipelines, (*before, name))):
-            return circle
+    if name not in sound:
+        for inner in named_by(pipelines[name].steps[-1]):
+            if inner.name in pipelines and (circle := _circle(inner.name, pipelines, sound, (*before, name))):
+                return circle
+        sound.add(name)
     return ()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from app.api.auth.limits import Account
@@ -63,7 +64,7 @@ class GenerateStep:
         return await start()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """Steps under one name."""
 
@@ -77,33 +78,46 @@ class Pipeline:
             run = await step.ranked(run)
         return await self.answering.answer(run)
 
-    def answering_models(self) -> Iterator[ServedModel]:
-        """The models that may answer, those of pipelines that it names too; one may come twice."""
-        for target in self.answering.targets:
-            yield from (target,) if isinstance(target, ServedModel) else target.answering_models()
+    @cached_property
+    def answering_models(self) -> tuple[ServedModel, ...]:
+        """The models that may answer, those of pipelines that it names too, each once."""
+        return _each_once(
+            model
+            for target in self.answering.targets
+            for model in ((target,) if isinstance(target, ServedModel) else target.answering_models)
+        )
 
-    def models(self) -> Iterator[ServedModel]:
-        """All models that may run; one may come twice."""
-        yield from (step.model for step in self.ranking)
+    @cached_property
+    def models(self) -> tuple[ServedModel, ...]:
+        """All models that may run, each once."""
+        aside = [step.model for step in self.ranking]
         if isinstance(self.answering, RouteStep):
-            yield from self.answering.others
-        for target in self.answering.targets:
-            yield from (target,) if isinstance(target, ServedModel) else target.models()
+            aside += self.answering.others
+        of_targets = (
+            model
+            for target in self.answering.targets
+            for model in ((target,) if isinstance(target, ServedModel) else target.models)
+        )
+        return _each_once((*aside, *of_targets))
 
     def is_for(self, account: Account) -> bool:
         """Whether the account may use all of its models."""
-        return all(account.may_use(model.base) for model in self.models())
+        return all(account.may_use(model.base) for model in self.models)
 
     def check_account(self, account: Account) -> None:
         """Raises NotPermitted where the account may not use one of the models."""
-        for model in self.models():
+        for model in self.models:
             account.check_model(model.base)
 
     def entry(self) -> Json:
         """Its entry in /v1/models: the context is the smallest of the models that may answer."""
-        models = list(self.answering_models())
+        models = self.answering_models
         longest = min(model.facts.max_model_len for model in models)
         return models[0].entry(self.name) | {"max_model_len": longest}
+
+
+def _each_once(models: Iterable[ServedModel]) -> tuple[ServedModel, ...]:
+    return tuple({model.name: model for model in models}.values())
 
 
 def pipelines_of(configs: Iterable[PipelineConfig], models: Iterable[ServedModel]) -> list[Pipeline]:

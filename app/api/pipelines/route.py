@@ -63,7 +63,7 @@ class ByLength:
     async def choose(self, run: PipelineRun, step: RouteStep) -> int:
         for index, most in enumerate(self.max_prompt_tokens):
             target = step.cases[index].target
-            model = target if isinstance(target, ServedModel) else next(target.answering_models())
+            model = target if isinstance(target, ServedModel) else target.answering_models[0]
             try:
                 num_tokens = (await run.call(model, reserves=False)).num_prompt_tokens
             except ContextTooLong:
