@@ -97,7 +97,10 @@ def expand_kernel(
     tile_columns: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """Add to the outputs what adapters make of them. Grid: (num_tiles, tiles of columns of each part)."""
+    """Add to the outputs what adapters make of them. Grid: (num_tiles, tiles of columns of each part).
+
+    A tile of outputs needs at least one number for each thread, because it changes in place.
+    """
     num_tiles = tl.num_programs(0)
     num_outputs: tl.constexpr = first_size + second_size + third_size
     second_tile: tl.constexpr = (first_size + tile_columns - 1) // tile_columns
