@@ -177,7 +177,7 @@ def test_adapters_take_of_a_gpus_memory_what_those_of_the_highest_rank_need(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert plan(model, "--gpu", "H200", "--context", "8192") == 0
-    assert "adapters" not in capsys.readouterr().out
+    assert "adapters  " not in capsys.readouterr().out
     assert plan(model, "--gpu", "H200", "--context", "8192", "--max-step-tokens", "512", "--adapters", "100") == 0
     # Between both products of a step: 512 tokens, 2 splits of the inputs, 3 parts of rank 64 in float32.
     expected = 100 * 2 * 2 * 64 * NUMBERS_OF_RANK + 100 * 2 * 7 * 4 + 512 * 2 * 3 * 64 * 4

@@ -306,12 +306,14 @@ def test_without_memory_for_adapters_or_in_transformers_code_there_are_none(
 
 
 @pytest.mark.usefixtures("rounded_fp8")
-def test_weights_in_fp8_are_adapted(folder: Path) -> None:
+def test_weights_in_fp8_are_adapted(folder: Path, tmp_path: Path) -> None:
+    save_adapter(tmp_path / "strong", small_model(), rank=16, size=0.3)
+    merge(small_model(), tmp_path / "strong", 8 / 16).save_pretrained(tmp_path / "merged")
     model, _ = load_adapting(folder / "base", dtype="bfloat16", quantization="fp8")
     runner = runner_of(model)
-    first = runner.load_adapter(folder / "first")
-    found, plain = compute(runner, under(first, piece(TOKENS[:6], 0, [0, 1])), piece(TOKENS[:6], 0, [2, 3]))
-    expected = merged_logits(folder / "merged-first", TOKENS[:6], torch.bfloat16)
+    strong = runner.load_adapter(tmp_path / "strong")
+    found, plain = compute(runner, under(strong, piece(TOKENS[:6], 0, [0, 1])), piece(TOKENS[:6], 0, [2, 3]))
+    expected = merged_logits(tmp_path / "merged", TOKENS[:6], torch.bfloat16)
     size, most = torch.linalg.vector_norm(expected), _MAX_DIFFERENCES["fp8"][1]
     assert torch.linalg.vector_norm(found - expected) / size < most
     assert torch.linalg.vector_norm(plain - expected) / size > most
