@@ -173,9 +173,8 @@ def test_a_captured_step_with_adapters_waits_for_nothing_and_takes_two_launches_
     folder: Path,
 ) -> None:
     model, slots = load_adapting(folder / "base")
-    runner = runner_of(model)
     for size in (decode_size(2), StepSize(8, 4, 2)):
-        found = []
+        runner, found = runner_of(model), []
         for has_adapters in (False, True):
             with counting(computes=False) as counts:
                 runner.compute_padding(replace(size, has_adapters=has_adapters))

@@ -27,7 +27,7 @@ _WITHOUT = "none"
 
 @torch.inference_mode()
 def measure(bench: Bench) -> None:
-    sequences, context, tokens = bench.sized((32, _CONTEXT, 2048), (3, 20, 5))
+    sequences, context, tokens = bench.sized((32, _CONTEXT, 2048), (2, 5, 3))
     num_slots = bench.sized(_NUM_ADAPTERS, 2)
     decode, prompt = [(context - 1, 1)] * sequences, [(0, tokens)]
     num_blocks = max(blocks_needed(each, block_size=BLOCK_SIZE) for each in (decode, prompt))
