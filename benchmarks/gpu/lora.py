@@ -21,13 +21,12 @@ from benchmarks.gpu.steps import blocks_needed, step_of
 from benchmarks.harness.turns import median_of_ratios, turns
 
 _NUM_ADAPTERS = 8
-_CONTEXT = 1024
 _WITHOUT = "none"
 
 
 @torch.inference_mode()
 def measure(bench: Bench) -> None:
-    sequences, context, tokens = bench.sized((32, _CONTEXT, 2048), (2, 5, 3))
+    sequences, context, tokens = bench.sized((32, 1024, 2048), (2, 5, 3))
     num_slots = bench.sized(_NUM_ADAPTERS, 2)
     decode, prompt = [(context - 1, 1)] * sequences, [(0, tokens)]
     num_blocks = max(blocks_needed(each, block_size=BLOCK_SIZE) for each in (decode, prompt))
