@@ -50,7 +50,7 @@ def measure(bench: Bench) -> None:
                 _WITHOUT if not number else str(number): step_of(
                     pieces, num_blocks=num_blocks, block_size=BLOCK_SIZE, adapters=loaded[:number]
                 )
-                for number in (0, 1, num_slots)
+                for number in bench.sized((0, 1, num_slots), (0, num_slots))
             }
             _put(bench, runner, name, rank, kinds)
         for each in loaded:
