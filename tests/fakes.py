@@ -6,7 +6,7 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from copy import copy
@@ -30,7 +30,7 @@ from app.engine.request import (
     TokenLogprobs,
 )
 from app.engine.sequence import Sequence
-from app.engine.speculation.drafter import Drafter
+from app.engine.speculation.drafter import Drafter, Take, one_by_one
 from app.engine.trace.recorder import Recorder
 from app.errors import CarouselError, InvalidRequest
 
@@ -137,7 +137,12 @@ class KnowingDrafter:
     def begin(self, num_sequences: int) -> bool:
         return True
 
-    def draft(self, sequence: Sequence) -> list[int]:
+    def draft(
+        self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
+    ) -> Iterator[tuple[int, Several[int]]]:
+        return one_by_one(sequences, take, self._draft_of)
+
+    def _draft_of(self, sequence: Sequence) -> list[int]:
         known = list(sequence.token_ids(0, sequence.num_tokens))
         drafts: list[int] = []
         for place in range(self._num_drafts):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Several
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 
 from app.assembly import assemble, drafter_of
 from app.config import CacheConfig, SchedulerConfig, SpeculationConfig
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.engine import Engine
 from app.engine.request import Request
 from app.engine.sequence import Sequence
+from app.engine.speculation.drafter import Take, one_by_one
 from tests.fakes import Outcome, make_request, run_to_end
 from tests.model.test_equivalence import build, random_requests
 from tests.tiny_models import VOCAB_SIZE
@@ -39,7 +41,12 @@ class RecallingDrafter:
     def begin(self, num_sequences: int) -> bool:
         return True
 
-    def draft(self, sequence: Sequence) -> list[int]:
+    def draft(
+        self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
+    ) -> Iterator[tuple[int, Several[int]]]:
+        return one_by_one(sequences, take, self._draft_of)
+
+    def _draft_of(self, sequence: Sequence) -> list[int]:
         at = sequence.num_generated_tokens
         drafts = list(self._token_ids[sequence.request.request_id][at : at + 5])
         return [token if (at + place) % 7 else (token + 1) % VOCAB_SIZE for place, token in enumerate(drafts)]

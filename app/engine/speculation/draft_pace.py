@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import log2
 
+from app.engine.batch import Batch, StepResult
+
 _NEWEST_SHARE = 1 / 16  # of a step in the averages
 _MIN_STEPS = 4  # of each kind, before they are compared
 _MARGIN = 1.25  # a draft must bring so much more than it takes
@@ -39,16 +41,17 @@ class _SizeClass:
     drafted_s: _Average = field(default_factory=_Average)  # of one sequence's tokens, with drafts
     num_drafts: _Average = field(default_factory=_Average)  # of one sequence, in a step with any
     num_kept: _Average = field(default_factory=_Average)  # of one sequence's tokens, in such a step
-    num_steps: int = 0
+    probe_every: int = _PROBE_EVERY
+    num_until_probe: int = _PROBE_EVERY  # steps
 
     @property
     def is_known(self) -> bool:
         return min(self.plain_s.number, self.drafted_s.number) >= _MIN_STEPS
 
     def least_chance(self) -> float:
-        """At which a draft brings as much as it takes."""
+        """At which a draft brings as much as it takes. As long as it is not known, both kinds of steps are tried."""
         if not self.is_known:
-            return _AT_FIRST
+            return _AT_FIRST if self.drafted_s.number < _MIN_STEPS else 1.0
         plain_s, drafted_s = max(self.plain_s.value, 1e-9), max(self.drafted_s.value, 1e-9)
         draft_s = max(0.0, drafted_s - plain_s) / self.num_drafts.value
         return _MARGIN * draft_s * max(1 / plain_s, self.num_kept.value / drafted_s)
@@ -57,22 +60,41 @@ class _SizeClass:
 class DraftPace:
     """One engine's. What it says depends on the steps and times that it gets, and on nothing else."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_probe_every: int = _PROBE_EVERY) -> None:
+        """While nothing is worthwhile, each probe comes after twice as many steps, up to that."""
+        self._max_probe_every = max_probe_every
+        self._last_end: float | None = None  # of a step after which others followed at once
         self._classes: dict[int, _SizeClass] = {}
         self._of_size: dict[int, _SizeClass] = {}  # by the number of sequences
 
-    def least_chance(self, num_sequences: int) -> float:
+    def least_chance(self, num_sequences: int, *, chance: float = 1.0) -> float:
         """The chance of being kept below which a draft is not worth computing in a step of so many sequences.
 
-        1 and more: none is. Called once for a step that may have drafts. From time to time it says otherwise, so that
-        steps with and without drafts stay known.
+        1 and more: none is. `chance`: of the likeliest draft that there may be. Called once for a step that may have
+        drafts. From time to time it says otherwise, so that steps with and without drafts stay known.
         """
         known = self._class_of(num_sequences)
-        known.num_steps += 1
+        known.num_until_probe -= 1
         least = known.least_chance()
-        if known.is_known and known.num_steps % _PROBE_EVERY == 0:
-            return 1.0 if least < 1.0 else _AT_FIRST
-        return least
+        if not known.is_known or known.num_until_probe > 0:
+            return least
+        is_drafting = least < chance
+        known.probe_every = _PROBE_EVERY if is_drafting else min(2 * known.probe_every, self._max_probe_every)
+        known.num_until_probe = known.probe_every
+        return 1.0 if is_drafting else min(_AT_FIRST, chance**2)
+
+    def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool, counts: bool = True) -> None:
+        """As `Drafter.stepped`. A step that does not count, and one with a prompt in it, says nothing of drafts."""
+        last_end, self._last_end = self._last_end, at if goes_on else None
+        num_sequences = len(batch.sequences)
+        num_drafts = batch.num_scheduled_tokens - num_sequences if batch.has_drafts else 0
+        if counts and (num_drafts or batch.num_scheduled_tokens == len(batch.sampled)):
+            self.note(
+                num_sequences=num_sequences,
+                num_drafts=num_drafts,
+                num_kept=len(result.token_ids),
+                seconds=at - (batch.began_at if last_end is None else last_end),
+            )
 
     def note(self, *, num_sequences: int, num_drafts: int, num_kept: int, seconds: float) -> None:
         """A step of so many sequences took so long; `num_kept` tokens came of it."""
