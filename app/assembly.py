@@ -6,6 +6,7 @@ not load torch.
 
 from __future__ import annotations
 
+import filecmp
 import json
 import logging
 import os
@@ -279,22 +280,26 @@ def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
         runner=runner,
         facts=replace(loaded.model.facts, pooling=sentences.pooling),
         adapters=_adapters_of(config, runner) if devices.tensor_parallel == 1 else None,
-        drafter=drafter_of(config.speculation) if loaded.draft is None else _model_drafter(config, loaded, devices),
+        drafter=(
+            drafter_of(config.speculation)
+            if loaded.draft is None
+            else _model_drafter(config, loaded.model.facts, loaded.draft, devices)
+        ),
         # On a GPU the KV memory was sized by what such a step leaves of it.
         largest_step=config.scheduler if loaded.model.device.type == "cuda" else None,
     )
 
 
-def _model_drafter(config: EngineConfig, loaded: LoadedRunner, devices: Devices) -> ModelDrafter:
-    """Raises InvalidSetup where the draft model has other tokens."""
-    draft, of_draft = loaded.draft, _of_draft_model(config)
-    assert draft is not None and of_draft is not None, "the caller has seen the draft model"
-    _check_tokens(config.model, of_draft.model, loaded.model.facts, draft.model.facts)
+def _model_drafter(config: EngineConfig, facts: ModelFacts, draft: LoadedRunner, devices: Devices) -> ModelDrafter:
+    """facts: of the model itself. Raises InvalidSetup where the draft model has other tokens."""
+    of_draft = _of_draft_model(config)
+    assert of_draft is not None, "it was loaded with these settings"
+    _check_tokens(config.model, of_draft.model, facts, draft.model.facts)
     return ModelDrafter(
         _runner_of(of_draft, draft, devices),
         max_drafts=config.speculation.max_drafts,
         max_model_len=draft.model.facts.max_model_len,
-        facts=loaded.model.facts,
+        facts=facts,
     )
 
 
@@ -308,7 +313,8 @@ def _of_draft_model(config: EngineConfig) -> EngineConfig | None:
 
 
 def _check_tokens(model: ModelConfig, draft: ModelConfig, facts: ModelFacts, of_draft: ModelFacts) -> None:
-    """Raises InvalidSetup where a draft model does not have the same token for every id."""
+    """Raises InvalidSetup where a draft model does not have the same token for every id. Takes seconds where their
+    tokenizers are not equal files."""
     from app.grammar.vocabulary import read_vocabulary
 
     fix = f"choose a draft model of the family of {model.path}, or another speculation.method"
@@ -318,6 +324,9 @@ def _check_tokens(model: ModelConfig, draft: ModelConfig, facts: ModelFacts, of_
             f"speculation.model: {draft.path} has {of_draft_number:,} tokens and {model.path} {number:,}; a draft "
             f"model needs the same: {fix}"
         )
+    files = [Path(resolve_model_path(each.path)) / "tokenizer.json" for each in (model, draft)]
+    if all(file.is_file() for file in files) and filecmp.cmp(*files, shallow=False):
+        return
     ours, theirs = (
         read_vocabulary(resolve_model_path(each.path), each.revision, vocab_size=number, eos_token_ids=()).tokens
         for each in (model, draft)
