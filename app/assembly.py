@@ -324,8 +324,8 @@ def _check_tokens(model: ModelConfig, draft: ModelConfig, facts: ModelFacts, of_
             f"speculation.model: {draft.path} has {of_draft_number:,} tokens and {model.path} {number:,}; a draft "
             f"model needs the same: {fix}"
         )
-    files = [Path(resolve_model_path(each.path)) / "tokenizer.json" for each in (model, draft)]
-    if all(file.is_file() for file in files) and filecmp.cmp(*files, shallow=False):
+    file, other_file = (Path(resolve_model_path(each.path)) / "tokenizer.json" for each in (model, draft))
+    if file.is_file() and other_file.is_file() and filecmp.cmp(file, other_file, shallow=False):
         return
     ours, theirs = (
         read_vocabulary(resolve_model_path(each.path), each.revision, vocab_size=number, eos_token_ids=()).tokens

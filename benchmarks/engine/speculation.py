@@ -6,9 +6,9 @@
 Cases: one stream that repeats a text, one that changes words of it, one that answers questions, `--streams` of these at
 once, one stream of JSON by a schema, and `--streams` of that. Copies are greedy, all else is sampled at temperature
 0.7. Drafts are looked up, or drawn by a draft model: of `--draft-model` the first `--draft-layers` layers with its norm
-and head, and its weights in 8 or 4 bits, where asked. Both ways share the model; what they generate is compared. The last line of stdout is one JSON
-object: for each case the ratio of speeds (median over the rounds, lowest, highest), tokens per second, and how many
-tokens were drafted and kept.
+and head, and its weights in 8 or 4 bits, where asked. Both ways share the model, and what they generate is compared.
+The last line of stdout is one JSON object: for each case the ratio of speeds (median over the rounds, lowest, highest),
+tokens per second, and how many tokens were drafted and kept.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def test_all_drafts_of_a_model_that_draws_the_same_are_kept_with_shared_prefixes
 
 def test_what_the_draft_model_computes_again_of_a_shared_prefix_disturbs_no_sequence_that_has_it() -> None:
     drafting = DraftRunner()
-    engine = build_fake_engine(drafter=model_drafter(drafting))
+    engine = build_fake_engine(drafter=model_drafter(drafting), clock=FakeClock())
     prompt = tuple(range(5, 21))
     engine.add(make_request(prompt, max_tokens=40))
     for _ in range(4):
@@ -129,7 +129,11 @@ def test_a_draft_model_that_draws_others_is_hardly_asked() -> None:
 def test_long_prompts_are_caught_up_with_in_chunks_those_that_lack_the_fewest_first() -> None:
     drafting = DraftRunner()
     engine = build_fake_engine(
-        num_blocks=600, drafter=model_drafter(drafting), max_step_tokens=600, prefill_chunk_tokens=600
+        num_blocks=600,
+        drafter=model_drafter(drafting),
+        clock=FakeClock(),
+        max_step_tokens=600,
+        prefill_chunk_tokens=600,
     )
     short = make_request(tuple(range(5, 25)), max_tokens=100, request_id="short")
     long = make_request(tuple(range(2, 45)) * 13, max_tokens=100, request_id="long")
@@ -144,14 +148,14 @@ def test_long_prompts_are_caught_up_with_in_chunks_those_that_lack_the_fewest_fi
 
 def test_a_prompt_that_is_long_beside_what_is_expected_after_it_is_not_caught_up_with() -> None:
     drafting = DraftRunner()
-    engine = build_fake_engine(num_blocks=600, drafter=model_drafter(drafting), max_step_tokens=600)
+    engine = build_fake_engine(num_blocks=600, drafter=model_drafter(drafting), clock=FakeClock(), max_step_tokens=600)
     run_to_end(engine, make_request(tuple(range(2, 45)) * 3, max_tokens=8))
     assert drafting.batches == []
 
 
 def test_a_sequence_beyond_what_the_draft_model_can_compute_is_not_drafted_for() -> None:
     drafting = DraftRunner()
-    engine = build_fake_engine(drafter=model_drafter(drafting, max_model_len=20))
+    engine = build_fake_engine(drafter=model_drafter(drafting, max_model_len=20), clock=FakeClock())
     outcome = run_to_end(engine, make_request((5, 6, 7), max_tokens=40, request_id="one"))
     assert outcome.token_ids["one"] == expected_tokens((5, 6, 7), 40)
     assert max(item.end for batch in drafting.batches for item in batch.scheduled) == 20
@@ -164,7 +168,7 @@ def test_a_draft_model_that_fails_ends_speculation_and_no_request(caplog: pytest
                 raise RuntimeError("no memory")
             return super().run(batch)
 
-    engine = build_fake_engine(drafter=model_drafter(FailingRunner()))
+    engine = build_fake_engine(drafter=model_drafter(FailingRunner()), clock=FakeClock())
     with caplog.at_level(logging.ERROR):
         outcome = run_to_end(engine, make_request((5, 6, 7), max_tokens=40, request_id="one"))
     assert outcome.token_ids["one"] == expected_tokens((5, 6, 7), 40)
@@ -187,7 +191,7 @@ def test_the_draft_model_sleeps_and_wakes_with_the_engine() -> None:
             self.told.append("wake")
 
     drafting = SleepyRunner()
-    engine = build_fake_engine(drafter=model_drafter(drafting))
+    engine = build_fake_engine(drafter=model_drafter(drafting), clock=FakeClock())
     engine.add(make_request((5, 6, 7), max_tokens=40, request_id="one"))
     first = [token for _ in range(5) for delta in engine.step() for token in delta.token_ids]
     engine.sleep()

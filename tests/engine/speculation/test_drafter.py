@@ -125,16 +125,18 @@ def test_an_end_token_among_drafts_ends_the_request_there() -> None:
     assert outcome.reasons["one"] is FinishReason.STOP
 
 
-@pytest.mark.parametrize("drafter", [KnowingDrafter(3), model_drafter(wrong_every=6)], ids=["known", "draft_model"])
+@pytest.mark.parametrize(
+    "make_drafter", [lambda: KnowingDrafter(3), lambda: model_drafter(wrong_every=6)], ids=["known", "draft_model"]
+)
 @pytest.mark.parametrize(
     "sampling",
     [{"presence_penalty": 0.5}, {"repetition_penalty": 1.5}, {"bad_words": ((30, 31),)}, {"min_tokens": 60}],
     ids=lambda sampling: next(iter(sampling)),
 )
 def test_a_draw_that_depends_on_the_tokens_before_it_sees_the_drafts_among_them(
-    sampling: dict[str, object], drafter: Drafter
+    sampling: dict[str, object], make_drafter: Callable[[], Drafter]
 ) -> None:
-    engine = build_fake_engine(drafter=drafter)
+    engine = build_fake_engine(drafter=make_drafter(), clock=FakeClock())
     request = make_request(max_tokens=60, request_id="one", **sampling)
     outcome = run_to_end(engine, request)
     assert outcome.token_ids["one"] == expected_tokens(request.prompt_token_ids, 60)
