@@ -386,6 +386,12 @@ class EngineConfig(Settings):
     speculation: SpeculationConfig = SpeculationConfig()
     step_log: StepLogConfig = StepLogConfig()
 
+    @property
+    def model_paths(self) -> dict[str, str]:
+        """The folders, files or hub ids of all its models, by setting."""
+        draft = self.speculation.model
+        return {"model.path": self.model.path} | ({} if draft is None else {"speculation.model": draft})
+
 
 class GroupConfig(Settings):
     """One arm of an A/B trial: a share of the requests, and replicas of its own with settings of their own."""
