@@ -460,7 +460,7 @@ def _start_ranks(config: EngineConfig, devices: Devices) -> Ranks:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LoadedRunner:
     """A model, and what runs its steps."""
 
@@ -489,16 +489,10 @@ def load_runner(config: EngineConfig, *, gpu_share: float = 1.0, group: RankGrou
     )
     if group is not None:
         num_blocks = group.minimum(num_blocks)
-    return LoadedRunner(
-        model=model,
-        runner=_with_kv_memory(config, model, num_blocks, group),
-        num_blocks=num_blocks,
-        draft=None
-        if of_draft is None or draft is None
-        else LoadedRunner(
-            model=draft, runner=_with_kv_memory(of_draft, draft, num_blocks, None), num_blocks=num_blocks
-        ),
-    )
+    loaded = LoadedRunner(model, _with_kv_memory(config, model, num_blocks, group), num_blocks)
+    if of_draft is None or draft is None:
+        return loaded
+    return replace(loaded, draft=LoadedRunner(draft, _with_kv_memory(of_draft, draft, num_blocks, None), num_blocks))
 
 
 def _num_threads(config: EngineConfig, group: RankGroup | None) -> int:

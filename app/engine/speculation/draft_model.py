@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 MAX_CATCH_UP_TOKENS = 256
 _MAX_CATCH_UP_SHARE = 8  # of the tokens that a sequence is expected to generate yet: more are not worth computing
 _NUM_BEHIND = 2  # tokens that the draft model lacks of a sequence for which it drafted in the step before, at most
-_MAX_PROBE_EVERY = 1024  # steps, as a probe computes what the draft model lacks
 _NEWEST_SHARE = 1 / 32  # of a draft in the acceptance
 
 
@@ -66,7 +65,7 @@ class ModelDrafter:
         self._max_drafts = max_drafts
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(facts.eos_token_ids)
-        self._pace = DraftPace(max_probe_every=_MAX_PROBE_EVERY)
+        self._pace = DraftPace(by_model=True)
         self._acceptance = FIRST_ACCEPTANCE
         self._number = 0  # of drafts for each sequence of the current step
         self._has_computed = False  # anything in the current step

@@ -17,6 +17,7 @@ _MIN_STEPS = 4  # of each kind, before they are compared
 _MARGIN = 1.25  # a draft must bring so much more than it takes
 _AT_FIRST = 0.3  # the least chance while too little is known
 _PROBE_EVERY = 64  # steps of one size: one of them without drafts, or with drafts where they are not worth it
+_MAX_PROBE_EVERY = 1024  # of a draft model: it first computes what it has missed
 _HELD_UP = 3.0  # times the average: what a pause of the system takes is no step's time
 _PER_DOUBLING = 12  # size classes
 
@@ -48,10 +49,15 @@ class _SizeClass:
     def is_known(self) -> bool:
         return min(self.plain_s.number, self.drafted_s.number) >= _MIN_STEPS
 
+    @property
+    def lacks_plain(self) -> bool:
+        """Whether only steps without drafts are missing."""
+        return self.plain_s.number < _MIN_STEPS <= self.drafted_s.number
+
     def least_chance(self) -> float:
-        """At which a draft brings as much as it takes. As long as it is not known, both kinds of steps are tried."""
+        """At which a draft brings as much as it takes."""
         if not self.is_known:
-            return _AT_FIRST if self.drafted_s.number < _MIN_STEPS else 1.0
+            return _AT_FIRST
         plain_s, drafted_s = max(self.plain_s.value, 1e-9), max(self.drafted_s.value, 1e-9)
         draft_s = max(0.0, drafted_s - plain_s) / self.num_drafts.value
         return _MARGIN * draft_s * max(1 / plain_s, self.num_kept.value / drafted_s)
@@ -60,9 +66,11 @@ class _SizeClass:
 class DraftPace:
     """One engine's. What it says depends on the steps and times that it gets, and on nothing else."""
 
-    def __init__(self, *, max_probe_every: int = _PROBE_EVERY) -> None:
-        """While nothing is worthwhile, each probe comes after twice as many steps, up to that."""
-        self._max_probe_every = max_probe_every
+    def __init__(self, *, by_model: bool = False) -> None:
+        """by_model: drafts take time before the step, and are never missing. So steps without are measured first, and
+        while nothing is worthwhile, each probe comes after twice as many steps as the one before."""
+        self._by_model = by_model
+        self._max_probe_every = _MAX_PROBE_EVERY if by_model else _PROBE_EVERY
         self._last_end: float | None = None  # of a step after which others followed at once
         self._classes: dict[int, _SizeClass] = {}
         self._of_size: dict[int, _SizeClass] = {}  # by the number of sequences
@@ -75,8 +83,8 @@ class DraftPace:
         """
         known = self._class_of(num_sequences)
         known.num_until_probe -= 1
-        least = known.least_chance()
-        if not known.is_known or known.num_until_probe > 0:
+        least = 1.0 if self._by_model and known.lacks_plain else known.least_chance()
+        if known.num_until_probe > 0:
             return least
         is_drafting = least < chance
         known.probe_every = _PROBE_EVERY if is_drafting else min(2 * known.probe_every, self._max_probe_every)
