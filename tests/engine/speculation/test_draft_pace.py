@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from app.engine.speculation.draft_pace import _MAX_PROBE_EVERY, _PROBE_EVERY, DraftPace
 
 
@@ -59,7 +61,7 @@ def test_probes_of_a_draft_model_become_rarer_while_they_find_nothing_worthwhile
     pace = paced(8, base_s=0.0, row_s=0.002, num_drafts=32, num_kept=40, by_model=True)
     said = [pace.least_chance(8, chance=0.4) for _ in range(8 * _MAX_PROBE_EVERY)]
     probes = [step for step, each in enumerate(said) if each < 0.4]
-    gaps = [after - before for before, after in zip(probes, probes[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(probes)]
     assert gaps[:4] == [2 * _PROBE_EVERY, 4 * _PROBE_EVERY, 8 * _PROBE_EVERY, 16 * _PROBE_EVERY]
     assert set(gaps[4:]) == {_MAX_PROBE_EVERY}
 
