@@ -67,8 +67,8 @@ class DraftPace:
     """One engine's. What it says depends on the steps and times that it gets, and on nothing else."""
 
     def __init__(self, *, by_model: bool = False) -> None:
-        """by_model: drafts take time before a step, and are never missing. So steps without them are measured on purpose,
-        and while none is worthwhile, each probe comes after twice as many steps as the one before."""
+        """by_model: drafts take time before a step, and are never missing. So steps without them are measured on
+        purpose, and while none is worthwhile, each probe comes after twice as many steps as the one before."""
         self._by_model = by_model
         self._max_probe_every = _MAX_PROBE_EVERY if by_model else _PROBE_EVERY
         self._last_end: float | None = None  # of a step after which others followed at once
