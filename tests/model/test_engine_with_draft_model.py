@@ -17,6 +17,7 @@ from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.speculation.draft_model import ModelDrafter
 from app.errors import InvalidSetup
+from app.grammar.vocabulary import Vocabulary
 from tests.fakes import make_request, run_to_end
 from tests.model.test_reloading import KV_GIB, SLEEPS, resident_gib
 from tests.tiny_encoders import save_tiny_encoder
@@ -37,6 +38,16 @@ def tokens_of(engine: Engine) -> list[list[int]]:
     requests = [make_request(tuple(range(5, 40)), max_tokens=24, temperature=float(n), seed=n) for n in range(2)]
     outcome = run_to_end(engine, *requests)
     return [outcome.token_ids[request.request_id] for request in requests]
+
+
+def vocabulary_of(
+    location: str, revision: str | None, *, vocab_size: int, eos_token_ids: tuple[int, ...]
+) -> Vocabulary:
+    """As `read_vocabulary`, without a process of its own."""
+    tokens = [b""] * vocab_size
+    for text, token_id in json.loads((Path(location) / "tokenizer.json").read_text())["model"]["vocab"].items():
+        tokens[token_id] = text.encode()
+    return Vocabulary(tokens=tuple(tokens), special_token_ids=(), eos_token_ids=eos_token_ids)
 
 
 def test_the_same_model_as_draft_model_has_half_of_the_blocks_and_nearly_all_drafts_kept(demo_path: Path) -> None:
@@ -79,8 +90,9 @@ def test_a_draft_model_with_another_number_of_tokens_is_refused(
 
 
 def test_a_draft_model_with_other_tokens_is_refused_with_their_number_and_the_first(
-    demo_path: Path, tmp_path: Path
+    demo_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("app.grammar.vocabulary.read_vocabulary", vocabulary_of)
     folder = shutil.copytree(demo_path, tmp_path / "other")
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())

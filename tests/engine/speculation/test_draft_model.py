@@ -14,6 +14,7 @@ from tests.fakes import (
     EOS,
     VOCAB_SIZE,
     CountingRunner,
+    EagerModelDrafter,
     FakeClock,
     MatchedRunner,
     TimedRunner,
@@ -51,12 +52,9 @@ class MatchedDraftRunner(MatchedRunner):
     may_write_twice = True
 
 
-def model_drafter(
-    runner: ModelRunner | None = None, *, wrong_every: int = 0, max_drafts: int = 3, max_model_len: int = 1000
-) -> ModelDrafter:
+def model_drafter(runner: ModelRunner | None = None, *, wrong_every: int = 0) -> ModelDrafter:
     facts = ModelFacts(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
-    runner = runner or DraftRunner(wrong_every=wrong_every)
-    return ModelDrafter(runner, max_drafts=max_drafts, max_model_len=max_model_len, facts=facts)
+    return ModelDrafter(runner or DraftRunner(wrong_every=wrong_every), max_drafts=3, max_model_len=1000, facts=facts)
 
 
 def timed(*, step_s: float, draft_s: float, wrong_every: int = 0, **scheduler: int) -> tuple[Engine, TimedRunner]:
@@ -155,7 +153,9 @@ def test_a_prompt_that_is_long_beside_what_is_expected_after_it_is_not_caught_up
 
 def test_a_sequence_beyond_what_the_draft_model_can_compute_is_not_drafted_for() -> None:
     drafting = DraftRunner()
-    engine = build_fake_engine(drafter=model_drafter(drafting, max_model_len=20), clock=FakeClock())
+    facts = ModelFacts(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    drafter = EagerModelDrafter(drafting, max_drafts=4, max_model_len=20, facts=facts)
+    engine = build_fake_engine(drafter=drafter)
     outcome = run_to_end(engine, make_request((5, 6, 7), max_tokens=40, request_id="one"))
     assert outcome.token_ids["one"] == expected_tokens((5, 6, 7), 40)
     assert max(item.end for batch in drafting.batches for item in batch.scheduled) == 20
@@ -172,9 +172,8 @@ def test_a_draft_model_that_fails_ends_speculation_and_no_request(caplog: pytest
     with caplog.at_level(logging.ERROR):
         outcome = run_to_end(engine, make_request((5, 6, 7), max_tokens=40, request_id="one"))
     assert outcome.token_ids["one"] == expected_tokens((5, 6, 7), 40)
-    assert [record.getMessage() for record in caplog.records] == [
-        "the draft model failed; nothing is drafted any more: RuntimeError: no memory"
-    ]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the draft model failed; nothing is drafted any more: RuntimeError")
 
 
 def test_the_draft_model_sleeps_and_wakes_with_the_engine() -> None:
