@@ -789,7 +789,9 @@ class RouteCaseConfig(Settings):
     model: Name = Field(description="the model or pipeline that answers")
     preset: Preset | None = Field(None, description="of the groups of its replicas that may get the request")
     max_prompt_tokens: int | None = Field(None, ge=1, description="by length: prompts of up to so many tokens")
-    values: tuple[str, ...] = Field((), max_length=256, description="by header: its values")
+    values: tuple[str, ...] = Field(
+        (), max_length=256, description="by header: its values; by classifier: labels of the model, instead of examples"
+    )
     examples: tuple[str, ...] = Field((), max_length=64, description="by classifier: texts of this kind")
 
 
@@ -798,22 +800,30 @@ class RouteStepConfig(Settings):
 
     kind: Literal["route"] = "route"
     by: Literal["length", "header", "classifier"] = Field(
-        description="the length of the prompt, a header of the request, or the example that its last text is nearest to"
+        description="the length of the prompt, a header of the request, or what its last text is: the example that it "
+        "is nearest to, or the label that a model gives it"
     )
     header: str | None = Field(None, pattern=r"^[a-z0-9-]+$", description="by header: its name, in lower case")
-    classifier: Name | None = Field(None, description="by classifier: a model with embeddings")
+    classifier: Name | None = Field(None, description="by classifier: a model with embeddings, or one with labels")
     cases: tuple[RouteCaseConfig, ...] = Field(
-        min_length=2, max_length=64, description="in their order; but for a classifier, the last is for all others"
+        min_length=2, max_length=64, description="in their order; but with examples, the last is for all others"
     )
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether its classifier gives labels, which the cases name; else they have examples."""
+        return self.classifier is not None and bool(self.cases[0].values)
 
     @model_validator(mode="after")
     def _cases_are_told_apart(self) -> RouteStepConfig:
         condition = {"length": "max_prompt_tokens", "header": "values", "classifier": "examples"}[self.by]
+        if self.has_labels:
+            condition = "values"
         for name in ("header", "classifier"):
             if (getattr(self, name) is None) == (self.by == name):
                 raise ValueError(f"{name} is for a route by {name}, which needs it, and this one is by {self.by}")
         for index, case in enumerate(self.cases):
-            is_for_others = index == len(self.cases) - 1 and self.by != "classifier"
+            is_for_others = index == len(self.cases) - 1 and condition != "examples"
             given = [name for name in ("max_prompt_tokens", "values", "examples") if getattr(case, name)]
             wanted = [] if is_for_others else [condition]
             if given != wanted:
@@ -892,7 +902,7 @@ class ApplicationConfig(Settings):
 
     @model_validator(mode="after")
     def _pipelines_name_what_there_is(self) -> ApplicationConfig:
-        models = [model.name for model in self.models]
+        models = self._models_by_any_name()
         pipelines = {pipeline.name: pipeline for pipeline in self.pipelines}
         for index, pipeline in enumerate(self.pipelines):
             for place, step in enumerate(pipeline.steps):
@@ -906,16 +916,21 @@ class ApplicationConfig(Settings):
                         )
                 if isinstance(step, RouteStepConfig):
                     self._check_presets(step, f"pipelines[{index}].steps[{place}]")
+        sound: set[str] = set()
         for index, name in enumerate(pipelines):
-            circle = _circle(name, pipelines)
+            circle = _circle(name, pipelines, sound)
             if circle:
                 raise ValueError(
                     f"pipelines[{index}]: it would answer itself: {' → '.join(circle)}; name a model in one of them"
                 )
         return self
 
+    def _models_by_any_name(self) -> dict[str, ServedModelConfig]:
+        """Each model under its name, its aliases and the names of its adapters."""
+        return {name: model for model in self.models for name in (model.name, *model.aliases, *model.adapters)}
+
     def _check_presets(self, route: RouteStepConfig, path: str) -> None:
-        models = {model.name: model for model in self.models}
+        models = self._models_by_any_name()
         for index, case in enumerate(route.cases):
             if case.preset is None:
                 continue
@@ -932,7 +947,7 @@ class ApplicationConfig(Settings):
 
 
 class NamedByStep(NamedTuple):
-    """A model or pipeline that a step runs."""
+    """A model, by its name, an alias or an adapter, or a pipeline that a step runs."""
 
     field: str  # that names it
     name: str
@@ -954,13 +969,20 @@ def named_by(step: PipelineStepConfig) -> list[NamedByStep]:
             return [NamedByStep("model", step.model, isinstance(step, AnsweringStepConfig))]
 
 
-def _circle(name: str, pipelines: Mapping[str, PipelineConfig], before: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """The names on a way from a pipeline back to one before it; none where there is no such way."""
+def _circle(
+    name: str, pipelines: Mapping[str, PipelineConfig], sound: set[str], before: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    """The names on a way from a pipeline back to one before it; none where there is no such way.
+
+    `sound`: pipelines without such a way, which are not walked again; those that are found join them.
+    """
     if name in before:
         return (*before, name)
-    for inner in named_by(pipelines[name].steps[-1]):
-        if inner.name in pipelines and (circle := _circle(inner.name, pipelines, (*before, name))):
-            return circle
+    if name not in sound:
+        for inner in named_by(pipelines[name].steps[-1]):
+            if inner.name in pipelines and (circle := _circle(inner.name, pipelines, sound, (*before, name))):
+                return circle
+        sound.add(name)
     return ()
 
 

@@ -181,10 +181,11 @@ class RequestHandler:
         reservation, limits = client.reservation, self.limits.shared_by(client.num_bodies)
 
         async def encoded() -> Call:
+            current = self.names.current(model)
             return await self.threads.encode(
                 reservation.account.name,
                 parsed.encoded_size(size),
-                lambda: endpoint.prepare(parsed, model, limits, shared),
+                lambda: endpoint.prepare(parsed, current, limits, shared),
             )
 
         if not reserves:
@@ -327,7 +328,7 @@ class RequestHandler:
                 endpoint.prepare(without_documents, model, limits, shared)
                 return shared
 
-            models = (target,) if isinstance(target, ServedModel) else target.answering_models()
+            models = (target,) if isinstance(target, ServedModel) else target.answering_models
             fields = {each.name: await self.threads.encode(account.name, size, partial(check, each)) for each in models}
         # What is left to do with them for each prompt is to write the tools and the documents into it.
         is_written = parsed.documents or (isinstance(parsed, ChatRequest) and parsed.tools)
@@ -350,7 +351,7 @@ class RequestHandler:
             parsed = await self.parse(body, size, endpoint.schema, account)
             model = self.names.answering(parsed, account)
             if isinstance(model, Pipeline):
-                names = dict.fromkeys(each.name for each in model.answering_models())
+                names = [each.name for each in model.answering_models]
                 raise InvalidRequest(
                     f"{parsed.model} is a pipeline, which this server's batches do not run; name {' or '.join(names)}",
                     param="model",

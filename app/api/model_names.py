@@ -55,6 +55,19 @@ class ModelNames:
             f"there is no model {name[:100]!r}; this server has {served}", param="model", code="model_not_found"
         )
 
+    def current(self, model: ServedModel) -> ServedModel:
+        """A model of a pipeline as it is served now: an adapter is found by its name. Raises NotFound."""
+        if not model.parent:
+            return model
+        served = self.models.get(model.name)
+        if served is None or served.parent != model.parent:
+            raise NotFound(
+                f"the adapter {model.name!r} of {model.parent} is not served now; ask for another model",
+                param="model",
+                code="model_not_found",
+            )
+        return served
+
     def answering(self, body: QueuedRequest, account: Account) -> ServedModel | Pipeline:
         """What answers a body. Raises InvalidRequest, NotFound, NotPermitted."""
         pipeline = self.pipelines.get(body.model or "") if isinstance(body, GenerationRequest) else None

@@ -375,7 +375,8 @@ class AsyncEngine:
             return
         try:
             while self._run_commands():
-                self._rest()
+                if self._rest():
+                    continue  # what came meanwhile goes first: requests may have been cancelled
                 if self._engine.idle_s == 0.0:
                     self._step_began_at = self._engine.now()
                     self._step()
@@ -395,10 +396,12 @@ class AsyncEngine:
             if self._sleeper is not None:
                 self._sleeper.close()
 
-    def _rest(self) -> None:
-        """Let the engine sleep or wake if it is time; no step is running, so none counts as hung."""
-        if self._sleeper is not None and self._sleeper.advance():
-            self._stats = self._engine.stats()
+    def _rest(self) -> bool:
+        """Let the engine sleep or wake if it is time, and return whether it did. It is no step, so none is hung."""
+        if self._sleeper is None or not self._sleeper.advance():
+            return False
+        self._stats = self._engine.stats()
+        return True
 
     def _turns_changed(self) -> None:
         """Called by the thread that listens to the other engines of the device."""

@@ -28,6 +28,7 @@ class ModelFacts:
     embedding_size: int | None = None  # numbers in an embedding; None: the model gives none
     generates: bool = True  # else it reads a prompt as a whole, in one step without KV memory: an encoder
     scores_pairs: bool = False  # it gives a score for a pair of texts, a cross-encoder
+    labels: tuple[str, ...] = ()  # of a classifier, which gives a score for each of them
     pooling: str | None = None  # of its embeddings, a `Pooling`, as its files have it
 
 
@@ -83,7 +84,7 @@ class Pooling(StrEnum):
     LAST = "last"  # the last token's
     MEAN = "mean"  # the mean of all tokens'
     CLS = "cls"  # the first token's; only of encoders
-    SCORE = "score"  # no embedding: the one number that a cross-encoder makes of its prompt
+    SCORE = "score"  # no embedding: the number that a cross-encoder makes of its prompt, or a classifier for each label
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

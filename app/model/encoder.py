@@ -1,4 +1,4 @@
-"""Runs the steps of a model that reads whole prompts and generates nothing: an encoder or a cross-encoder."""
+"""Runs the steps of a model that reads whole prompts and generates nothing: an encoder, alone or with a head."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ScoreHead:
-    """What makes a score of a cross-encoder's states."""
+    """What makes scores of a cross-encoder's or classifier's states: one, or one for each label."""
 
-    head: nn.Module  # [num_sequences, hidden_size] → logits [num_sequences, 1]
+    head: nn.Module  # [num_sequences, hidden_size] → logits [num_sequences, num_scores]
     activation: Activation
     reads_last: bool  # the last token's state, of a causal model; else the first one's
 
@@ -79,7 +79,7 @@ class Encoder:
 
 
 class EncoderRunner:
-    """Runs batches of whole prompts; each gives a vector or, of a cross-encoder, a score."""
+    """Runs batches of whole prompts; each gives a vector or, of a model with a head, its scores."""
 
     def __init__(self, encoder: Encoder, device: torch.device, score: ScoreHead | None = None) -> None:
         self._encoder = encoder
@@ -98,7 +98,7 @@ class EncoderRunner:
 
 
 def scores_of(states: torch.Tensor, sequences: tuple[ScheduledSequence, ...], score: ScoreHead) -> torch.Tensor:
-    """states: of all tokens, [num_tokens, hidden_size] → [num_sequences, 1]."""
+    """states: of all tokens, [num_tokens, hidden_size] → [num_sequences, num_scores]."""
     lengths = [len(item.token_ids) for item in sequences]
     ends = list(accumulate(lengths))
     places = [end - 1 if score.reads_last else end - length for end, length in zip(ends, lengths, strict=True)]

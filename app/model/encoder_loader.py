@@ -88,6 +88,7 @@ def load_encoder(config: ModelConfig, location: str) -> LoadedEncoder:
     module = _loaded(config, location, chosen.dtype, device)
     base, own = module.base_model, _own_outputs(module)
     encoder, score = Encoder(base, device), _score_head(config, module)
+    labels = () if score is None else _labels_of(module.config)
     _compare(config, encoder, score, own)
     sentences = sentence_settings(config, location)
     if sentences.why_not is not None:
@@ -103,7 +104,8 @@ def load_encoder(config: ModelConfig, location: str) -> LoadedEncoder:
         eos_token_ids=(),
         embedding_size=own[0].shape[-1] if score is None else None,
         generates=False,
-        scores_pairs=score is not None,
+        scores_pairs=score is not None and not labels,
+        labels=labels,
         pooling=sentences.pooling or Pooling.MEAN,
     )
     return LoadedEncoder(runner=EncoderRunner(encoder, device, score), facts=facts, dtype=chosen.dtype, device=device)
@@ -123,10 +125,6 @@ def _loaded(config: ModelConfig, location: str, dtype: torch.dtype, device: torc
     if getattr(found, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{config.path} is an encoder-decoder model ({found.model_type})")
     is_classifier = str((found.architectures or [""])[0]).endswith(CLASSIFIER)
-    if is_classifier and found.num_labels != 1:
-        raise UnsupportedModel(
-            f"{config.path} has {found.num_labels} labels; only models with one, the score of a pair, are served"
-        )
     kind = AutoModelForSequenceClassification if is_classifier else AutoModel
     try:
         module: PreTrainedModel
@@ -185,10 +183,26 @@ def _score_head(config: ModelConfig, module: PreTrainedModel) -> ScoreHead | Non
     return ScoreHead(_FirstTokenHead(module), activation, reads_last=False)
 
 
+def _labels_of(found: PreTrainedConfig) -> tuple[str, ...]:
+    """None of a model with one, which is the score of a pair."""
+    if found.num_labels == 1:
+        return ()
+    return tuple(str(found.id2label[index]) for index in range(found.num_labels))
+
+
+def _softmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.float().softmax(dim=-1)
+
+
 def _activation_of(config: ModelConfig, found: PreTrainedConfig) -> Activation:
-    """As sentence-transformers and vLLM have it: the one that its config.json names, else the sigmoid."""
+    """As sentence-transformers and vLLM have it: the one that its config.json names, else the sigmoid of one logit.
+
+    Those of several labels are by default probabilities, as transformers' pipelines have them.
+    """
     named = getattr(found, "sentence_transformers", None) or {}
     name = named.get("activation_fn") or getattr(found, "sbert_ce_default_activation_function", None)
+    if name is None and found.num_labels > 1 and found.problem_type != "multi_label_classification":
+        return _softmax
     name = str(name or _SIGMOID)
     if name not in _ACTIVATIONS:
         raise UnsupportedModel(

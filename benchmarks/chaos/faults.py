@@ -1,4 +1,4 @@
-"""Rows R1 to R11: processes that are killed or stopped, and a network that loses packets, while streams run."""
+"""Rows R1 to R12: processes that are killed or stopped, and a network that loses packets, while streams run."""
 
 from __future__ import annotations
 
@@ -34,6 +34,19 @@ _CRASH_TOKEN = 0  # a special token: no replica draws it, no other prompt has it
 _NUM_ALIKE = 12  # tokens
 _STEP_TIMEOUT_S = 4.0  # of ranks
 _NUM_ADAPTERS = 4
+_RANKING = "ranked"
+_PIPELINES: list[dict[str, Any]] = [
+    {"name": "alone", "steps": [{"kind": "generate", "model": MODEL_NAME}]},
+    {
+        "name": "careful",
+        "steps": [{"kind": "cascade", "small": MODEL_NAME, "large": "alone", "min_mean_logprob": -1.5}],
+    },
+    {"name": "together", "steps": [{"kind": "ensemble", "models": [MODEL_NAME, "alone"]}]},
+    {
+        "name": _RANKING,
+        "steps": [{"kind": "embed", "model": MODEL_NAME, "top_n": 2}, {"kind": "generate", "model": "careful"}],
+    },
+]
 
 Row = dict[str, Any]
 Mend = Callable[[], None]
@@ -149,6 +162,31 @@ async def kill_with_adapters(size: Size) -> list[Row]:
         adapters = {name: str(path) for name, path in paths.items()}
         async with under_traffic(size, requests=requests, weights=True, adapters=adapters) as (running, traffic):
             return [await fault.figures(running, traffic, size)]
+
+
+async def kill_with_pipelines(size: Size) -> list[Row]:
+    """R12: the same with requests for pipelines, or for the model: an answer is whole if each of its steps was."""
+    fault = Fault(
+        row="R12", text="kill -9 one of 3 replicas with real weights and pipelines", choose=_replicas(1),
+        quiet_s=_QUIET_AFTER_KILL_S,
+    )  # fmt: skip
+    names = (MODEL_NAME, *(each["name"] for each in _PIPELINES))
+    requests = [
+        _for_pipeline(asked, name)
+        for asked, name in zip(mixed(size.streams, max_tokens=(60, 200)), cycle(names), strict=False)
+    ]
+    async with under_traffic(size, requests=requests, weights=True, pipelines=_PIPELINES) as (running, traffic):
+        found = await fault.figures(running, traffic, size)
+        return [found | {"by_pipeline": by_kind(traffic.answers, traffic.reference)}]
+
+
+def _for_pipeline(asked: Asked, name: str) -> Asked:
+    """The request for this pipeline; that which ranks documents has some, and its prompt as text."""
+    body: Row = {**asked.body, "model": name}
+    if name == _RANKING:
+        numbers = [str(number) for number in body["prompt"]]
+        body |= {"prompt": " ".join(numbers), "documents": [" ".join(numbers[at : at + 5]) for at in range(5)]}
+    return replace(asked, name=f"{name} {asked.name}", body=body)
 
 
 async def stop_one_of_three(size: Size) -> list[Row]:

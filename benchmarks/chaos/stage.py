@@ -181,6 +181,7 @@ def application(
     max_waiting: int = 96,
     model: str = "models/demo",
     adapters: Mapping[str, str] = MappingProxyType({}),
+    pipelines: Sequence[Mapping[str, Any]] = (),
     **replicas: Any,
 ) -> dict[str, Any]:
     """The `args` of an application with simulated replicas, or with real `weights`, which adapters need.
@@ -204,6 +205,7 @@ def application(
                 "replicas": {"num_replicas": num_replicas, "num_cpus": 0.1, "drain_timeout_s": 30} | replicas,
             }
         ],
+        "pipelines": list(pipelines),
     }
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+from app.api.schemas.requests import documents_text
+
 Json = dict[str, Any]
 Mark = tuple[str, str, str]
 
@@ -23,7 +25,7 @@ _WORDS = tuple(map("".join, product("bdfglmnprstvk", "aeiou", "bdfglmnprstvk", "
 
 KINDS = (
     "whole", "stream", "background", "abort", "again", "logprobs", "n", "echo", "prompt_logprobs", "choice", "schema",
-    "reply", "message", "ranking", "batch",
+    "reply", "message", "ranking", "documents", "batch",
 )  # fmt: skip
 GREEDY_TEXT = frozenset(  # nothing but the secret is said first
     ("whole", "stream", "background", "again", "logprobs", "reply", "message", "ranking")
@@ -94,6 +96,16 @@ class Question:
     def is_stream(self) -> bool:
         return bool(self.body.get("stream"))
 
+    @property
+    def conversations(self) -> list[list[Json]]:
+        """All that its prompts may be made of: of documents, a pipeline keeps one."""
+        documents = self.body.get("documents")
+        if self.kind != "documents" or documents is None:
+            return [each.messages for each in self.secrets]
+        [secret] = self.secrets
+        kept = [documents, *([each] for each in documents)]
+        return [[{"role": "user", "content": documents_text(each) + secret.question}] for each in kept]
+
 
 def question(
     kind: str,
@@ -126,6 +138,7 @@ def question(
         "reply": ("responses", {"input": secret.question, "max_output_tokens": 100, "temperature": 0, "store": False}),
         "message": ("messages", {"messages": secret.messages, "max_tokens": 100, "temperature": 0}),
         "ranking": ("rerank", _ranking(secret, source)),
+        "documents": (_CHAT, chat | ids | {"documents": _ranking(secret, source)["documents"]}),
         "batch": ("batch", {"prompts": [each.messages for each in secrets], "max_tokens": 100, "temperature": 0}),
     }
     endpoint, body = bodies[kind]
@@ -251,25 +264,30 @@ def _of_logprobs(choice: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
 class Prefixes:
     """What of a prompt its own earlier requests explain to be cached: whole blocks of equal beginnings."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, computed_by: Mapping[str, Sequence[str]]) -> None:
+        """`computed_by`: of each name that requests ask for, the model and adapters that may compute its prompts."""
         self._block_size = block_size
+        self._computed_by = computed_by
         self._seen: dict[tuple[int, str | None, str], Counter[tuple[int, ...]]] = {}
 
-    def add(self, asked: Question, prompt_ids: Sequence[int]) -> None:
-        """A request is about to be sent."""
-        seen = self._seen.setdefault(self._owner(asked), Counter())
-        seen.update(self._beginnings(prompt_ids))
+    def add(self, asked: Question, prompts: Iterable[Sequence[int]]) -> None:
+        """A request is about to be sent, with one of these prompts or all."""
+        beginnings = {each for prompt_ids in prompts for each in self._beginnings(prompt_ids)}
+        for owner in self._owners(asked):
+            self._seen.setdefault(owner, Counter()).update(beginnings)
 
     def num_explained(self, asked: Question, prompt_ids: Sequence[int]) -> int:
         """Tokens that may be cached, by what was sent so far; this request is among it."""
-        seen = self._seen[self._owner(asked)]
         num_own = 0 if asked.kind in ("n", "batch") else 1  # those send prompts that begin alike at once
-        explained = [len(each) for each in self._beginnings(prompt_ids) if seen[each] > num_own]
+        seen = [self._seen[owner] for owner in self._owners(asked)]
+        explained = [
+            len(each) for each in self._beginnings(prompt_ids) if any(counted[each] > num_own for counted in seen)
+        ]
         return max(explained, default=0)
 
-    def _owner(self, asked: Question) -> tuple[int, str | None, str]:
-        """What shares KV: a tenant's requests of one salt and one adapter."""
-        return asked.tenant, asked.salt, asked.body["model"]
+    def _owners(self, asked: Question) -> list[tuple[int, str | None, str]]:
+        """What shares KV: a tenant's requests of one salt and one adapter. A pipeline may compute with several."""
+        return [(asked.tenant, asked.salt, each) for each in self._computed_by[asked.body["model"]]]
 
     def _beginnings(self, prompt_ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
         ends = range(self._block_size, len(prompt_ids) + 1, self._block_size)

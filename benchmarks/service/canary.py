@@ -2,10 +2,11 @@
 
     python -m benchmarks.service.canary --requests 20000
 
-Starts the service as `make serve` does, with two replicas of the bundled model, two adapters, little KV memory,
-speculation, API keys and batches. Tenants send requests of all kinds (`canaries.py`), each with words of its own that
-the model repeats; halfway, one replica is killed. Every answer is searched for the words of all other requests, in its
-texts, its token ids and its log-probabilities. Progress goes to stderr; the last line of stdout is one JSON object:
+Starts the service as `make serve` does, with two replicas of the bundled model, two adapters, pipelines of these,
+little KV memory, speculation, API keys and batches. Tenants send requests of all kinds (`canaries.py`), each with words
+of its own that the model repeats; halfway, one replica is killed. Every answer is searched for the words of all other
+requests, in its texts, its token ids and its log-probabilities. Progress goes to stderr; the last line of stdout is one
+JSON object:
 
     answers             by kind: how many were searched; `own`: in how many their own secret was found
     statuses            of all answers; `left`: the client closed the connection, `cut_off`: the server did
@@ -38,6 +39,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from app.text import Tokenizer
@@ -49,6 +51,7 @@ from benchmarks.harness.random_adapter import projections_in, save_random_adapte
 from benchmarks.service.canaries import GREEDY_TEXT, KINDS, Heard, Json, Prefixes, Question, Secrets, heard, question
 
 BLOCK_SIZE = 16
+DOCUMENTS = "documents"  # the pipeline that chooses some of a request's
 MIN_SANG = 0.95  # the model itself repeats 99 of 100
 _TELL_EVERY_S = 10.0
 _MAX_TOLD = 20  # of each kind of finding
@@ -80,16 +83,27 @@ class Canary:
     """Asks, listens and searches. In one event loop."""
 
     def __init__(
-        self, target: Target, keys: Sequence[str], tokenizer: Tokenizer, *, models: Sequence[str], seed: int
+        self,
+        target: Target,
+        keys: Sequence[str],
+        tokenizer: Tokenizer,
+        *,
+        models: Sequence[str],
+        pipelines: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        seed: int,
     ) -> None:
-        """`keys` are the tenants' API keys, `models` what requests ask for."""
+        """`keys` are the tenants' API keys, `models` and `pipelines` what requests ask for.
+
+        Of each pipeline, the models that may compute.
+        """
         self._target = target
         self._keys = keys
         self._tokenizer = tokenizer
         self._models = models
+        self._pipelines = tuple(pipelines)
         self._source = random.Random(seed)
         self._secrets = Secrets(self._source)
-        self._prefixes = Prefixes(BLOCK_SIZE)
+        self._prefixes = Prefixes(BLOCK_SIZE, {**{each: (each,) for each in models}, **pipelines})
         self._earlier: dict[int, list[Question]] = {}  # by tenant; those that may be asked again
         self._num_owners = 0
         self.kinds: Sequence[str] = KINDS
@@ -145,17 +159,24 @@ class Canary:
         salt = self._source.choice([None, "mine", f"{self._num_owners}", f"{self._num_owners}"])
         prompt_ids = self._tokenizer.encode_chat(secrets[0].messages)
         asked = question(
-            kind, model=self._source.choice(self._models), tenant=tenant, salt=salt, secrets=secrets,
+            kind, model=self._source.choice(self._names_for(kind)), tenant=tenant, salt=salt, secrets=secrets,
             prompt_ids=prompt_ids, source=self._source,
         )  # fmt: skip
         if kind == "again":
             earlier.append(asked)
         return asked
 
+    def _names_for(self, kind: str) -> Sequence[str]:
+        """What a request of a kind may ask for. One in the background may be sent again when a step of it has run."""
+        if kind == "documents" and self._pipelines:
+            return (DOCUMENTS,)
+        if kind in ("ranking", "background"):
+            return self._models
+        return (*self._models, *(name for name in self._pipelines if name != DOCUMENTS))
+
     async def _ask(self, asked: Question) -> None:
-        prompts = [self._tokenizer.encode_chat(each.messages) for each in asked.secrets]
-        for each in prompts:
-            self._prefixes.add(asked, each)
+        prompts = [self._tokenizer.encode_chat(each) for each in asked.conversations]
+        self._prefixes.add(asked, prompts)
         answer = await self._answer(asked)
         for _ in range(_MAX_TRIES - 1 if asked.kind == "background" else 0):  # such are refused while all is taken
             if answer is None:
@@ -250,7 +271,10 @@ def measured(given: argparse.Namespace) -> Json:
         args = application(given.model, keys, f"{folder}/batches", adapters, num_blocks=given.num_blocks)
         with stage(args) as running:
             models = [MODEL_NAME, *adapters]
-            canary = Canary(running.target, keys, Tokenizer.load(given.model), models=models, seed=given.seed)
+            pipelines = dict.fromkeys([each["name"] for each in pipelines_of(models)], models)
+            canary = Canary(
+                running.target, keys, Tokenizer.load(given.model), models=models, pipelines=pipelines, seed=given.seed
+            )
             return asyncio.run(_run(canary, running, given))
 
 
@@ -260,6 +284,23 @@ def _adapters(model: Path, folder: Path, number: int) -> dict[str, str]:
     for seed, path in enumerate(paths.values()):
         save_random_adapter(path, projections_in(model), rank=8, seed=seed, scale=_SCALE)
     return {name: str(path) for name, path in paths.items()}
+
+
+def pipelines_of(models: Sequence[str]) -> list[Json]:
+    """Steps of all kinds over these models; none without two, as a cascade needs them."""
+    if len(models) < 2:
+        return []
+    first, second, *_ = models
+    cases = [{"model": second, "max_prompt_tokens": 60}, {"model": "careful"}]
+    return [
+        {"name": "careful", "steps": [{"kind": "cascade", "small": second, "large": first, "min_mean_logprob": -0.01}]},
+        {"name": "together", "steps": [{"kind": "ensemble", "models": [first, second]}]},
+        {"name": "auto", "steps": [{"kind": "route", "by": "length", "cases": cases}]},
+        {
+            "name": DOCUMENTS,
+            "steps": [{"kind": "embed", "model": first, "top_n": 1}, {"kind": "generate", "model": "auto"}],
+        },
+    ]
 
 
 def application(model: str, keys: Sequence[str], folder: str, adapters: Mapping[str, str], *, num_blocks: int) -> Json:
@@ -281,6 +322,7 @@ def application(model: str, keys: Sequence[str], folder: str, adapters: Mapping[
                 "replicas": {"num_replicas": 2, "num_cpus": 0.1, "drain_timeout_s": 5},
             }
         ],
+        "pipelines": pipelines_of([MODEL_NAME, *adapters]),
         "api": {"keys": entries, "metrics_for": "public"},
         "batches": {"path": folder},
     }

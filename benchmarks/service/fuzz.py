@@ -3,8 +3,8 @@
     python -m benchmarks.service.fuzz --cases 100000 --rate 400
 
 Starts the service as `make serve` does, with simulated replicas, and sends malformed, extreme and cut off requests to
-every endpoint that takes JSON, `--rate` a second, while honest clients stream. Times with and without the attack take
-turns. Progress goes to stderr; the last line of stdout is one JSON object:
+every endpoint that takes JSON, and to pipelines, `--rate` a second, while honest clients stream. Times with and without
+the attack take turns. Progress goes to stderr; the last line of stdout is one JSON object:
 
     outcomes            answers by status; `closed`: the connection ended without one; `hung_up`: the attacker did,
                         without one after 2 s, or 0.2 s where the request was cut off
@@ -39,6 +39,21 @@ from benchmarks.harness.service import Service, service
 from benchmarks.service.hostile_requests import HostileRequest, hostile_requests
 
 MODEL_NAME = "simulated"
+PIPELINES: list[dict[str, Any]] = [
+    {"name": "alone", "steps": [{"kind": "generate", "model": MODEL_NAME}]},
+    {"name": "careful", "steps": [{"kind": "cascade", "small": MODEL_NAME, "large": "alone"}]},
+    {"name": "together", "steps": [{"kind": "ensemble", "models": [MODEL_NAME, "careful"]}]},
+    {
+        "name": "auto",
+        "steps": [
+            {
+                "kind": "route",
+                "by": "length",
+                "cases": [{"model": "careful", "max_prompt_tokens": 20}, {"model": "together"}],
+            }
+        ],
+    },
+]
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # before an answer
 PATIENCE_S = 2.0  # of an attacker with an answer
 HONEST_TIMEOUT_S = 30.0
@@ -52,6 +67,7 @@ class Plan:
     """How much, how fast."""
 
     cases: int
+    models: Sequence[str] = ()  # that hostile requests name, beside those that name none
     rate: float  # hostile requests a second
     connections: int  # hostile ones at once, at most
     honest_rate: float
@@ -80,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measured(given: argparse.Namespace) -> dict[str, Any]:
     plan = Plan(
-        cases=given.cases, rate=given.rate, connections=given.connections, honest_rate=given.honest_rate,
+        cases=given.cases, models=[each["name"] for each in PIPELINES],
+        rate=given.rate, connections=given.connections, honest_rate=given.honest_rate,
         window_s=given.window_s, seed=given.seed,
     )  # fmt: skip
     with service(application(given)) as running:
@@ -97,12 +114,13 @@ def application(given: argparse.Namespace) -> dict[str, Any]:
                 "replicas": {"num_replicas": given.replicas, "num_cpus": 0.1, "drain_timeout_s": 5},
             }
         ],
+        "pipelines": PIPELINES,
     }
 
 
 def attack(running: Service, plan: Plan) -> dict[str, Any]:
     """Times with and without an attack by turns until all cases are sent; the figures of the page's docstring."""
-    tally, cases = Tally(), hostile_requests(plan.seed)
+    tally, cases = Tally(), hostile_requests(plan.seed, plan.models)
     before = running.processes()
     memory = [resident(before)]
     asyncio.run(_window(running.target, plan, Tally(), []))

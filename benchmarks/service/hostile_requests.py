@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "one two", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"tokens": [5, 6, 7]},
 }  # fmt: skip
+_GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _HEADERS = (
     "x-carousel-deadline-s: nan", "x-carousel-deadline-s: -1", "x-carousel-deadline-s: 1e999", "x-strict: true",
     "Authorization: Bearer \x80\xff", "Authorization: ", "x-request-id: " + "r" * 5000, "Content-Encoding: gzip",
@@ -70,8 +71,8 @@ class HostileRequest:
     is_cut: bool = False
 
 
-def hostile_requests(seed: int) -> Iterator[HostileRequest]:
-    """Without end; the same ones for the same seed."""
+def hostile_requests(seed: int, models: Sequence[str] = ()) -> Iterator[HostileRequest]:
+    """Without end; the same ones for the same seed. `models`: what half of those that generate ask for."""
     source = random.Random(seed)
     makers: tuple[tuple[int, Callable[[random.Random, str, Any], HostileRequest]], ...] = (
         (60, _mutated), (10, _not_json), (8, _broken_text), (8, _twice_the_same_key), (6, _odd_header), (4, _cut_short),
@@ -81,7 +82,10 @@ def hostile_requests(seed: int) -> Iterator[HostileRequest]:
     while True:
         path = source.choice(list(VALID))
         [(_, make)] = source.choices(makers, weights)
-        yield make(source, path, copy.deepcopy(VALID[path]))
+        body = copy.deepcopy(VALID[path])
+        if models and path in _GENERATING and source.random() < 0.5:
+            body["model"] = source.choice(models)
+        yield make(source, path, body)
 
 
 def _mutated(source: random.Random, path: str, body: Any) -> HostileRequest:

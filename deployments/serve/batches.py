@@ -107,7 +107,7 @@ class Batches:
             client = ModelClient(model, self._handles[model.name], metrics)
             models.append(await served_model(model, self._paths[model.name], client))
             self._adapters[model.name] = FleetAdapters(model.name, self._handles[model.name], client.transport)
-        pipelines = pipelines_of(config.pipelines, models)
+        pipelines = pipelines_of(config, models)
         handler = RequestHandler(
             models, config.api, self._metrics.requests, self._keys.authenticator, pipelines=pipelines,
             tracer=tracer_of_environment(),

@@ -92,7 +92,7 @@ class Ingress:
         self._following = asyncio.create_task(self._keys.follow())
         to_ray = RayMetrics(lambda: families_of_requests(self._metrics.requests.snapshot()))
         self._handing_over = asyncio.create_task(to_ray.hand_over_for_ever())
-        pipelines = pipelines_of(self._config.pipelines, models)
+        pipelines = pipelines_of(self._config, models)
         handler = RequestHandler(
             models,
             self._config.api,

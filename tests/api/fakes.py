@@ -85,9 +85,10 @@ class Service:
         models: Sequence[Mapping[str, Any]] | None = None,
         scripts: Mapping[str, Script] = MappingProxyType({}),
         facts: Mapping[str, Any] = MappingProxyType({}),
+        facts_of: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         **settings: Any,
     ) -> None:
-        """`scripts`: of single models, by their names. `models`: their settings, which only pipelines look at."""
+        """`scripts`, `facts_of`: of single models, by their names. `models`: settings, which only pipelines look at."""
         self.tokenizer = tokenizer
         self.generate = ScriptedGenerate(script)
         self.script_of = dict(scripts)
@@ -97,7 +98,7 @@ class Service:
             ServedModel(
                 name=name,
                 tokenizer=tokenizer,
-                facts=replace(usual, **facts),
+                facts=replace(usual, **{**facts, **facts_of.get(name, {})}),
                 generate=generate or (partial(self._scripted, name) if scripts else self.generate),
                 created=1_700_000_000,
                 aliases=aliases,
@@ -110,7 +111,7 @@ class Service:
         self.pipelines: list[Pipeline] = []
         if pipelines:
             configs = {"models": models or [{"name": name} for name in names], "pipelines": pipelines}
-            self.pipelines = pipelines_of(ApplicationConfig.model_validate(configs).pipelines, self.models)
+            self.pipelines = pipelines_of(ApplicationConfig.model_validate(configs), self.models)
         limits = {name: settings.pop(name) for name in RequestLimits.__slots__ if name in settings}
         self.handler = RequestHandler(
             self.models,

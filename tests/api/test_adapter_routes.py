@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from app.api import build_app
 from app.api.endpoints.adapters import AdapterFindings, LoadedAdapters
-from app.engine.request import Adapter
-from app.errors import UnsupportedAdapter
+from app.engine.request import Adapter, FinishReason, Pooling, Request, TokenDelta
+from app.errors import InvalidSetup, UnsupportedAdapter
 from app.text import Tokenizer
-from tests.api.fakes import Answer, Service, say
+from tests.api.fakes import Answer, Script, Service, Step, say
 from tests.api.keys import ADMIN_KEY, KEY, OTHER_KEY, bearer, entry
 
 
@@ -39,11 +41,23 @@ class Replicas:
         self.service.handler.names.serve_adapters("demo", self.adapters.values())
 
 
+def answering(tokenizer: Tokenizer) -> Script:
+    """Three numbers, or a vector where one is asked for."""
+    vector = array("f", [1.0, 0.0]).tobytes()
+
+    def script(request: Request) -> Iterable[Step]:
+        if request.pooling is None:
+            return say(tokenizer, "3 4 5.")(request)
+        return [TokenDelta(request.request_id, (), FinishReason.STOP, embedding=vector)]
+
+    return script
+
+
 class Adapted:
     """A service of two models, of which the first can have adapters."""
 
     def __init__(self, tokenizer: Tokenizer, **settings: Any) -> None:
-        self.service = Service(tokenizer, say(tokenizer, "3 4 5."), names=("demo", "other"), **settings)
+        self.service = Service(tokenizer, answering(tokenizer), names=("demo", "other"), **settings)
         self.replicas = Replicas(self.service)
         self.service.app = build_app(self.service.handler, self._is_ready, adapters={"demo": self.replicas})
 
@@ -123,6 +137,58 @@ def test_what_is_refused(adapted: Adapted, body: Any, status: int, param: str) -
     answer = adapted.post(body)
     assert (answer.status, answer.json["error"]["param"]) == (status, param)
     assert adapted.replicas.adapters == {}
+
+
+SQL_STEPS: list[Any] = [
+    [{"kind": "generate", "model": "sql"}],
+    [{"kind": "cascade", "small": "sql", "large": "other"}],
+    [{"kind": "route", "by": "length", "cases": [{"model": "sql", "max_prompt_tokens": 9}, {"model": "other"}]}],
+    [{"kind": "embed", "model": "sql", "top_n": 1}, {"kind": "generate", "model": "sql"}],
+]
+
+
+def with_pipeline(tokenizer: Tokenizer, steps: Any) -> Adapted:
+    models = [{"name": "demo", "adapters": {"sql": "/sql"}}, {"name": "other"}]
+    return Adapted(tokenizer, models=models, pipelines=[{"name": "p", "steps": steps}], pooling=Pooling.LAST)
+
+
+@pytest.mark.parametrize("steps", SQL_STEPS)
+def test_a_step_may_name_an_adapter_which_is_then_as_it_is_served_now(tokenizer: Tokenizer, steps: Any) -> None:
+    adapted = with_pipeline(tokenizer, steps)
+    body = COMPLETION | {"model": "p"} | ({"documents": ["red", "blue"]} if len(steps) > 1 else {})
+    for path in ("/sql", "/sql-2"):
+        adapted.load("sql", path)
+        adapted.service.generate.requests.clear()
+        answer = adapted.service.call("POST", "/v1/completions", body)
+        assert (answer.status, answer.json["model"]) == (200, "sql"), answer.body
+        carried = [each.adapter for each in adapted.service.generate.requests]
+        assert carried == [Adapter(name="sql", path=path, digest=f"digest of {path}")] * len(carried)
+    adapted.service.call("DELETE", "/admin/adapters/sql")
+    gone = adapted.service.call("POST", "/v1/completions", body)
+    assert (gone.status, gone.json["error"]["code"]) == (404, "model_not_found")
+    assert "the adapter 'sql' of demo is not served now" in gone.json["error"]["message"]
+
+
+def test_an_adapter_of_another_model_does_not_take_its_place_in_a_pipeline(tokenizer: Tokenizer) -> None:
+    adapted = with_pipeline(tokenizer, SQL_STEPS[0])
+    adapted.service.handler.names.serve_adapters("other", [Adapter(name="sql", path="/sql", digest="x")])
+    assert adapted.service.call("POST", "/v1/completions", COMPLETION | {"model": "p"}).status == 404
+
+
+CASES = [{"model": "demo", "examples": ["a"]}, {"model": "other", "examples": ["b"]}]
+
+
+@pytest.mark.parametrize(
+    ("step", "field"),
+    [
+        ({"kind": "embed", "model": "sql", "index": "documents.jsonl"}, "model"),
+        ({"kind": "route", "by": "classifier", "classifier": "sql", "cases": CASES}, "classifier"),
+    ],
+)
+def test_vectors_of_an_adapter_are_not_kept(tokenizer: Tokenizer, step: Any, field: str) -> None:
+    steps = [step] if step["kind"] == "route" else [step, {"kind": "generate", "model": "demo"}]
+    with pytest.raises(InvalidSetup, match=rf"pipelines\[0\]\.steps\[0\]\.{field}: sql is an adapter"):
+        with_pipeline(tokenizer, steps)
 
 
 def test_a_key_for_the_base_is_for_its_adapters_and_no_other_is(tokenizer: Tokenizer) -> None:

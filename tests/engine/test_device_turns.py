@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Event
 
@@ -14,16 +17,28 @@ from app.child_process import child_environment
 from app.engine.device_turns import SHORTEST_TURN_S, TURN_PER_SWITCH, DeviceTurns
 from app.errors import InvalidSetup
 from tests.fakes import FakeClock
+from tests.waiting import eventually
 
-HOLDS = """
+ASKS = """
 import sys, time
 from pathlib import Path
 from app.engine.device_turns import DeviceTurns
 turns = DeviceTurns(Path(sys.argv[1]), name="killed", num_bytes=6, total_bytes=10)
-assert turns.ask()
-print("holds", flush=True)
+print("has it" if turns.ask() else "waits", flush=True)
 time.sleep(60)
 """
+
+
+@contextmanager
+def asking_process(path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A process that has asked for six of ten bytes, and what it got; killed at the end."""
+    command = [sys.executable, "-c", ASKS, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment()) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline().decode().strip()
+        finally:
+            process.kill()
 
 
 class Device:
@@ -127,12 +142,37 @@ def test_others_are_told_of_a_change(device: Device) -> None:
 
 
 def test_a_killed_process_holds_nothing(device: Device, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLDS, str(tmp_path / "device.json")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment()) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"holds\n"
+    with asking_process(tmp_path / "device.json") as (process, answer):
+        assert answer == "has it"
         other = device.engine(6)
         assert not other.ask()
+        os.kill(process.pid, signal.SIGKILL)
+    assert other.ask()
+
+
+def test_one_that_starts_and_waits_goes_on_when_the_process_with_the_memory_is_killed(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.engine.device_turns.RECHECK_S", 0.05)
+    with asking_process(tmp_path / "device.json") as (process, _), ThreadPoolExecutor(1) as thread:
+        other, third = device.engine(6), device.engine(2)
+        started = thread.submit(other.wait)
+        eventually(lambda: len(json.loads((tmp_path / "device.json").read_text())) == 2)
+        assert not third.ask()  # it would fit beside the one with the memory, but comes behind the one that waits
+        assert not started.done()
+        os.kill(process.pid, signal.SIGKILL)
+        started.result(timeout=20)
+    assert third.ask()
+
+
+def test_a_killed_process_that_waited_first_holds_up_no_other(device: Device, tmp_path: Path) -> None:
+    holder, other = device.engine(6), device.engine(6)
+    assert holder.ask()
+    with asking_process(tmp_path / "device.json") as (process, answer):
+        assert answer == "waits"
+        assert not other.ask()
+        holder.leave()
+        assert not other.ask()  # the process is before it
         os.kill(process.pid, signal.SIGKILL)
     assert other.ask()
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,7 +22,8 @@ from app.engine.engine import Engine
 from app.engine.request import Request
 from app.engine.sleeper import Sleeper
 from app.engine.stats import SleepState
-from app.errors import DeadlineMissed, Overloaded
+from app.errors import DeadlineMissed, EngineStopped, Overloaded
+from tests.engine.test_device_turns import asking_process
 from tests.engine.test_overlapped_engine import LateRunner
 from tests.fakes import (
     CountingRunner,
@@ -37,13 +41,20 @@ WAKE_S = 0.2
 
 
 class DozingRunner(CountingRunner):
-    """Has no KV memory while it sleeps; waking takes time."""
+    """Has no KV memory while it sleeps; waking takes time, and until it may."""
 
     def __init__(self, clock: FakeClock | None = None, *, wake_s: float = WAKE_S) -> None:
         super().__init__()
         self.clock = clock or FakeClock()
         self.wake_s = wake_s
         self.has_memory = True
+        self.may_wake = threading.Event()
+        self.may_wake.set()
+
+    @property
+    def computed(self) -> set[str]:
+        """The ids of all requests that were computed."""
+        return {item.request_id for batch in self.batches for item in batch.scheduled}
 
     def run(self, batch: Batch) -> StepResult:
         assert self.has_memory, "nothing is computed in sleep"
@@ -56,6 +67,7 @@ class DozingRunner(CountingRunner):
 
     def wake(self) -> None:
         assert not self._slots
+        assert self.may_wake.wait(20)
         self.clock.advance(self.wake_s)
         self.has_memory = True
 
@@ -408,6 +420,124 @@ def test_requests_wait_for_the_memory_within_the_bounds_and_end_with_shutdown(tm
             assert len(await each) == 4
         with suppress(asyncio.CancelledError):
             await waiting[0]
+
+    with dozing_service(tmp_path / "device.json") as (engine, _):
+        asyncio.run(main(engine))
+
+
+@contextmanager
+def waking(path: Path) -> Iterator[tuple[AsyncEngine, DozingRunner]]:
+    """A service whose next wake lasts until its runner may."""
+    with dozing_service(path) as (engine, runner):
+        runner.may_wake.clear()
+        try:
+            yield engine, runner
+        finally:
+            runner.may_wake.set()
+
+
+async def asked_in_sleep(engine: AsyncEngine, request: Request) -> asyncio.Future[list[int]]:
+    """A request that has begun to wake the engine."""
+    await until(lambda: engine.sleep.state is SleepState.ASLEEP)
+    asked = asyncio.ensure_future(heard(engine, request))
+    await until(lambda: engine.sleep.state is SleepState.WAKING)
+    return asked
+
+
+def test_a_request_cancelled_during_the_wake_is_never_computed_and_others_are(tmp_path: Path) -> None:
+    async def main(engine: AsyncEngine, runner: DozingRunner) -> None:
+        cancelled = await asked_in_sleep(engine, make_request((5, 6, 7)))
+        request = make_request((8, 9))
+        kept = asyncio.ensure_future(heard(engine, request))
+        await until(lambda: engine.num_requests == 2)
+        cancelled.cancel()
+        await until(lambda: engine.num_requests == 1)  # its client need not wait for the wake
+        runner.may_wake.set()
+        assert await kept == expected_tokens(request.prompt_token_ids, 4)
+        assert runner.computed == {request.request_id}
+
+    with waking(tmp_path / "device.json") as (engine, runner):
+        asyncio.run(main(engine, runner))
+
+
+def test_an_engine_whose_only_request_is_cancelled_during_the_wake_sleeps_again(tmp_path: Path) -> None:
+    async def main(engine: AsyncEngine, runner: DozingRunner) -> None:
+        (await asked_in_sleep(engine, make_request())).cancel()
+        await until(lambda: engine.num_requests == 0)
+        runner.may_wake.set()
+        await until(lambda: engine.sleep.num_wakes == 1 and engine.sleep.state is SleepState.ASLEEP)
+        assert runner.computed == set()
+
+    with waking(tmp_path / "device.json") as (engine, runner):
+        asyncio.run(main(engine, runner))
+
+
+def test_a_deadline_that_passes_during_the_wake_is_missed_and_nothing_computed(tmp_path: Path) -> None:
+    async def main(engine: AsyncEngine, runner: DozingRunner) -> None:
+        request = make_request((8, 9))
+        late = await asked_in_sleep(engine, make_request((5, 6, 7), deadline_s=0.03))
+        kept = asyncio.ensure_future(heard(engine, request))
+        await until(lambda: engine.num_requests == 2)
+        await asyncio.sleep(0.04)
+        runner.may_wake.set()
+        with pytest.raises(DeadlineMissed):
+            await late
+        assert await kept == expected_tokens(request.prompt_token_ids, 4)
+        assert runner.computed == {request.request_id}
+
+    with waking(tmp_path / "device.json") as (engine, runner):
+        asyncio.run(main(engine, runner))
+
+
+def test_shutdown_during_the_wake_ends_its_requests_and_gives_the_memory_back(tmp_path: Path) -> None:
+    async def main(engine: AsyncEngine, runner: DozingRunner) -> None:
+        asked = await asked_in_sleep(engine, make_request())
+        stopping = asyncio.create_task(asyncio.to_thread(engine.shutdown))
+        with suppress(EngineStopped):
+            await until(lambda: engine.check_health() is not None)
+        runner.may_wake.set()
+        await stopping
+        with pytest.raises(EngineStopped):
+            await asked
+        assert runner.computed == set()
+
+    with waking(tmp_path / "device.json") as (engine, runner):
+        asyncio.run(main(engine, runner))
+        turns_on(tmp_path / "device.json", clock=lambda: 0.0).close()
+
+
+def test_shutdown_in_sleep_ends_what_waits_for_memory_and_its_place_in_the_order(tmp_path: Path) -> None:
+    async def main(engine: AsyncEngine) -> None:
+        await until(lambda: engine.sleep.state is SleepState.ASLEEP)
+        with_memory = turns_on(tmp_path / "device.json", clock=lambda: 1e9)  # its turn has no end
+        asked = asyncio.ensure_future(heard(engine, make_request()))
+        await until(lambda: engine.sleep.state is SleepState.QUEUED)
+        assert with_memory.ends_at() is not None
+        await asyncio.to_thread(engine.shutdown)
+        with pytest.raises(EngineStopped):
+            await asked
+        assert with_memory.ends_at() is None
+        with_memory.close()
+
+    with dozing_service(tmp_path / "device.json") as (engine, _):
+        asyncio.run(main(engine))
+
+
+def test_requests_go_on_when_the_process_that_has_the_memory_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.engine.sleeper.RECHECK_S", 0.05)
+
+    async def main(engine: AsyncEngine) -> None:
+        await until(lambda: engine.sleep.state is SleepState.ASLEEP)
+        with asking_process(tmp_path / "device.json") as (process, answer):
+            assert answer == "has it"
+            requests = [make_request((5, 6 + n)) for n in range(3)]
+            asked = [asyncio.ensure_future(heard(engine, each)) for each in requests]
+            await until(lambda: engine.sleep.state is SleepState.QUEUED)
+            os.kill(process.pid, signal.SIGKILL)
+            answers = await asyncio.wait_for(asyncio.gather(*asked), 20)
+        assert answers == [expected_tokens(each.prompt_token_ids, 4) for each in requests]
 
     with dozing_service(tmp_path / "device.json") as (engine, _):
         asyncio.run(main(engine))

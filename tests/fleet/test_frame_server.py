@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import pytest
 import uvloop
 from msgspec import structs
 
+from app.engine.async_engine import AsyncEngine
 from app.engine.request import FinishReason, Grammar, GrammarKind, Queued, Request, TokenDelta
+from app.engine.stats import SleepState
 from app.engine.view import EngineView
 from app.errors import Failure, InvalidRequest, Overloaded
 from app.fleet import Address, Frame, FrameServer, Outbox, connect
 from app.fleet.frame_server import MAX_HELLO_BYTES, Hello
 from app.fleet.frames import AbortRequest, Message, SubmitRequest, WatchEngine, encode, frame_decoder
-from tests.fakes import build_fake_engine, make_request
+from tests.engine.test_sleeper import dozing_service, turns_on
+from tests.fakes import build_fake_engine, expected_tokens, make_request
 from tests.fleet.test_frames import REPORT
 from tests.waiting import until
 
@@ -268,6 +272,38 @@ def test_a_replica_has_drained_when_the_last_delta_of_the_last_request_is_sent()
             assert (await frames.next()).deltas == (TokenDelta("a", (5,), FinishReason.LENGTH),)
 
     with_replica(scene)
+
+
+def test_a_replica_that_sleeps_wakes_for_what_it_has_before_it_has_drained(tmp_path: Path) -> None:
+    async def scene(engine: AsyncEngine, server: FrameServer) -> None:
+        await until(lambda: engine.sleep.state is SleepState.ASLEEP)
+        await server.drain()
+        assert engine.sleep.num_wakes == 0
+        with_memory = turns_on(tmp_path / "device.json", clock=lambda: 1e9)
+        request = make_request()
+        async with frames_from(await server.open(), "one") as frames:
+            frames.send(SubmitRequest(request))
+            await until(lambda: engine.sleep.state is SleepState.QUEUED)
+            draining = asyncio.create_task(server.drain())
+            await asyncio.sleep(0)
+            assert not draining.done()
+            with_memory.close()
+            await draining
+            token_ids: list[int] = []
+            while len(token_ids) < request.sampling.max_tokens:
+                token_ids += [each for delta in (await frames.next()).deltas for each in delta.token_ids]
+        assert token_ids == expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
+        assert engine.sleep.num_wakes == 1
+
+    async def main(engine: AsyncEngine) -> None:
+        server = FrameServer("127.0.0.1", engine, lambda: REPORT)
+        try:
+            await asyncio.wait_for(scene(engine, server), 20)
+        finally:
+            await server.close()
+
+    with dozing_service(tmp_path / "device.json") as (engine, _), asyncio.Runner(loop_factory=LOOP_FACTORY) as runner:
+        runner.run(main(engine))
 
 
 def test_there_are_heartbeats_when_nothing_happens() -> None:

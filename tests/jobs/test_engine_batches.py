@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from app.api import RequestHandler, ServedModel, pipelines_of
-from app.config import ApiConfig, BatchesConfig, PipelineConfig
+from app.config import ApiConfig, ApplicationConfig, BatchesConfig
 from app.errors import Failure, InvalidRequest
 from app.jobs import BatchLimits, NewBatch
 from app.jobs.engine_batches import EngineExecution
@@ -132,8 +132,9 @@ async def service(
     limits: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
 ) -> AsyncIterator[LocalBatchService]:
     keys = keys or ApiConfig()
-    careful = PipelineConfig.model_validate({"name": "careful", "steps": [{"kind": "generate", "model": "demo"}]})
-    handler = RequestHandler(models, keys, pipelines=pipelines_of([careful], models))
+    careful = {"name": "careful", "steps": [{"kind": "generate", "model": "demo"}]}
+    config = ApplicationConfig.model_validate({"models": [{"name": "demo"}], "pipelines": [careful]})
+    handler = RequestHandler(models, keys, pipelines=pipelines_of(config, models))
     execution = EngineExecution(handler, engines.pool, weights={"demo": weights}, max_at_once=max_at_once)
     async with LocalBatchService(folder, BatchesConfig(), execution, limits=limits) as opened:
         yield opened

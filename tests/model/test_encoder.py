@@ -95,6 +95,26 @@ def test_scores_are_the_sigmoid_of_the_models_own_logits(kind: str, tmp_path: Pa
     assert max(scores) - min(scores) > 0.05, "equal scores would show nothing"
 
 
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "llama"])
+@pytest.mark.parametrize("problem_type", [None, "multi_label_classification"])
+def test_each_label_of_a_classifier_has_its_probability(kind: str, problem_type: str | None, tmp_path: Path) -> None:
+    model = save_tiny_encoder(
+        kind, tmp_path, num_labels=3, problem_type=problem_type, id2label={0: "code", 1: "poem", 2: "talk"}
+    )
+    engine = build(tmp_path)
+    assert (engine.facts.labels, engine.facts.scores_pairs) == (("code", "poem", "talk"), False)
+    requests = some_requests(Pooling.SCORE)
+    outcome = run_to_end(engine, *requests)
+    found = []
+    for request in requests:
+        logits = alone(model, request, has_types=kind == "bert").logits[0]
+        expected = logits.softmax(dim=0) if problem_type is None else logits.sigmoid()
+        scores = torch.tensor(array("f", outcome.embeddings[request.request_id]))
+        assert (scores - expected).abs().max() <= TOLERANCE
+        found.append(scores)
+    assert (torch.stack(found).amax(dim=0) - torch.stack(found).amin(dim=0)).min() > 0.02, "equal ones show nothing"
+
+
 def test_a_model_may_leave_its_logits_as_they_are(tmp_path: Path) -> None:
     names = {"activation_fn": "torch.nn.modules.linear.Identity", "version": "5.1.0"}
     model = save_tiny_encoder("bert", tmp_path, num_labels=1, sentence_transformers=names)
@@ -178,7 +198,6 @@ def test_the_files_of_sentence_transformers_say_how_vectors_are_made(
             lambda folder: write_pooling(folder, "cls_token", module="Dense"),
             "a module that is not computed here: Dense",
         ),
-        (lambda folder: save_tiny_encoder("bert", folder, num_labels=3), "has 3 labels; only models with one"),
         (lambda folder: save_tiny_encoder("mistral", folder, num_labels=1), "attention asks for sliding_window"),
         (
             lambda folder: save_tiny_encoder(
@@ -209,9 +228,6 @@ def test_settings_for_models_that_generate_are_refused(tmp_path: Path) -> None:
 def test_missing_weights_are_refused(tmp_path: Path) -> None:
     save_tiny_encoder("bert", tmp_path)
     config = (tmp_path / "config.json").read_text()
-    (tmp_path / "config.json").write_text(config.replace("BertModel", "BertForSequenceClassification"))
-    with pytest.raises(UnsupportedModel, match="2 labels"):
-        build(tmp_path)
     (tmp_path / "config.json").write_text(
         config.replace('"BertModel"', '"BertForSequenceClassification"').replace(
             "{", '{"id2label": {"0": "score"}, "label2id": {"score": 0},', 1

@@ -86,11 +86,17 @@ async def vectors_of(
     progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None], *, dimensions: int | None = None
 ) -> list[array[float]]:
     """Wait for the vectors of all requests of a call. Each has the length 1, and `dimensions` numbers if so many."""
+    vectors = await numbers_of(progress, pieces)
+    return [normalised(vector[:dimensions]) for vector in vectors]
+
+
+async def numbers_of(progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> list[array[float]]:
+    """Wait for what the model gives for all requests of a call: vectors of any length, or scores of labels."""
     vectors = [array("f")] * len(progress.outputs)
 
     def keep(piece: ChoiceDelta) -> None:
         if piece.finish_reason is not None:
-            vectors[piece.index] = normalised(array("f", vector_of(piece))[:dimensions])
+            vectors[piece.index] = array("f", vector_of(piece))
 
     await progress.read(pieces, keep)
     return vectors

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from app.api.auth.limits import Account
-from app.api.call import ServedModel
+from app.api.call import ServedModel, by_any_name
 from app.api.output.progress import Json
 from app.api.pipelines.cascade import CascadeStep
 from app.api.pipelines.ensemble import EnsembleStep
 from app.api.pipelines.index import DocumentIndex, IndexStep, read_index
 from app.api.pipelines.ranking import RerankStep
-from app.api.pipelines.route import ByExample, ByHeader, ByLength, Chooser, RouteCase, RouteStep
+from app.api.pipelines.route import ByExample, ByHeader, ByLabel, ByLength, Chooser, RouteCase, RouteStep
 from app.api.pipelines.run import PendingAnswer, PipelineRun, Target
 from app.config import (
+    ApplicationConfig,
     CascadeStepConfig,
     EmbedStepConfig,
     EnsembleStepConfig,
     GenerateStepConfig,
+    NamedByStep,
     PipelineConfig,
     PipelineStepConfig,
     RankingStepConfig,
@@ -63,7 +66,7 @@ class GenerateStep:
         return await start()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """Steps under one name."""
 
@@ -77,42 +80,61 @@ class Pipeline:
             run = await step.ranked(run)
         return await self.answering.answer(run)
 
-    def answering_models(self) -> Iterator[ServedModel]:
-        """The models that may answer, those of pipelines that it names too; one may come twice."""
-        for target in self.answering.targets:
-            yield from (target,) if isinstance(target, ServedModel) else target.answering_models()
+    @cached_property
+    def answering_models(self) -> tuple[ServedModel, ...]:
+        """The models that may answer, those of pipelines that it names too, each once."""
+        return _each_once(
+            model
+            for target in self.answering.targets
+            for model in ((target,) if isinstance(target, ServedModel) else target.answering_models)
+        )
 
-    def models(self) -> Iterator[ServedModel]:
-        """All models that may run; one may come twice."""
-        yield from (step.model for step in self.ranking)
+    @cached_property
+    def models(self) -> tuple[ServedModel, ...]:
+        """All models that may run, each once."""
+        aside = [step.model for step in self.ranking]
         if isinstance(self.answering, RouteStep):
-            yield from self.answering.others
-        for target in self.answering.targets:
-            yield from (target,) if isinstance(target, ServedModel) else target.models()
+            aside += self.answering.others
+        of_targets = (
+            model
+            for target in self.answering.targets
+            for model in ((target,) if isinstance(target, ServedModel) else target.models)
+        )
+        return _each_once((*aside, *of_targets))
 
     def is_for(self, account: Account) -> bool:
         """Whether the account may use all of its models."""
-        return all(account.may_use(model.base) for model in self.models())
+        return all(account.may_use(model.base) for model in self.models)
 
     def check_account(self, account: Account) -> None:
         """Raises NotPermitted where the account may not use one of the models."""
-        for model in self.models():
+        for model in self.models:
             account.check_model(model.base)
 
     def entry(self) -> Json:
         """Its entry in /v1/models: the context is the smallest of the models that may answer."""
-        models = list(self.answering_models())
+        models = self.answering_models
         longest = min(model.facts.max_model_len for model in models)
         return models[0].entry(self.name) | {"max_model_len": longest}
 
 
-def pipelines_of(configs: Iterable[PipelineConfig], models: Iterable[ServedModel]) -> list[Pipeline]:
-    """The pipelines over these models, which have those that the configs name.
+def _each_once(models: Iterable[ServedModel]) -> tuple[ServedModel, ...]:
+    return tuple({model.name: model for model in models}.values())
+
+
+def pipelines_of(config: ApplicationConfig, models: Iterable[ServedModel]) -> list[Pipeline]:
+    """The pipelines over these models, which are those of the config.
 
     Raises InvalidSetup for a model that cannot do what a step asks of it.
     """
-    builder = _Builder(list(configs), {model.name: model for model in models})
-    return [builder.pipeline(config.name) for config in builder.configs]
+    known = by_any_name(models)
+    adapters = {
+        name: replace(known[model.name], name=name, aliases=(), parent=model.name)
+        for model in config.models
+        for name in model.adapters
+    }
+    builder = _Builder(config.pipelines, known | adapters)
+    return [builder.pipeline(each.name) for each in config.pipelines]
 
 
 async def fill_indexes(pipelines: Iterable[Pipeline]) -> None:
@@ -130,14 +152,15 @@ class _Builder:
     """Makes each pipeline once, those that it names before it."""
 
     def __init__(self, configs: Sequence[PipelineConfig], models: Mapping[str, ServedModel]) -> None:
-        self.configs = configs
+        """`models`: by all their names. Of an adapter the content is looked up when a request comes."""
+        self._configs = configs
         self._models = models
         self._built: dict[str, Pipeline] = {}
 
     def pipeline(self, name: str) -> Pipeline:
         """The pipeline of this name."""
         if name not in self._built:
-            index, config = next((at, each) for at, each in enumerate(self.configs) if each.name == name)
+            index, config = next((at, each) for at, each in enumerate(self._configs) if each.name == name)
             for place, step in enumerate(config.steps):
                 self._check(f"pipelines[{index}].steps[{place}]", step)
             *ranking, last = config.steps
@@ -151,16 +174,7 @@ class _Builder:
     def _check(self, path: str, step: PipelineStepConfig) -> None:
         for named in named_by(step):
             model = self._models.get(named.name)
-            if model is None:
-                continue
-            wrong = ""
-            if named.answers:
-                wrong = "" if model.facts.generates else "is an encoder, which answers nothing"
-            elif isinstance(step, RerankStepConfig):
-                may_rank = model.gives_embeddings or model.facts.scores_pairs
-                wrong = "" if may_rank else "gives neither embeddings nor scores"
-            elif not model.gives_embeddings:
-                wrong = "gives no embeddings"
+            wrong = "" if model is None else _why_not(step, named, model)
             if wrong:
                 raise InvalidSetup(f"{path}.{named.field}: {named.name} {wrong}; name another model")
 
@@ -195,6 +209,8 @@ class _Builder:
         raise AssertionError(f"the config is checked, and {step.kind} does not answer")
 
     def _chooser(self, step: RouteStepConfig) -> Chooser:
+        if step.classifier is not None and step.has_labels:
+            return ByLabel(self._models[step.classifier], [case.values for case in step.cases[:-1]])
         if step.classifier is not None:
             return ByExample(self._models[step.classifier], [case.examples for case in step.cases])
         if step.header is not None:
@@ -203,3 +219,18 @@ class _Builder:
 
     def _target(self, name: str) -> Target:
         return self._models.get(name) or self.pipeline(name)
+
+
+def _why_not(step: PipelineStepConfig, named: NamedByStep, model: ServedModel) -> str:
+    """What keeps a model from what a step asks of it; "" where nothing does."""
+    if named.answers:
+        return "" if model.facts.generates else "is an encoder, which answers nothing"
+    if isinstance(step, RerankStepConfig) and model.facts.scores_pairs:
+        return ""
+    if isinstance(step, RouteStepConfig) and step.has_labels:
+        wrong = {value for case in step.cases for value in case.values} - {*model.facts.labels}
+        return f"has no label {min(wrong)!r}: it has {', '.join(model.facts.labels) or 'none'}" if wrong else ""
+    if not model.gives_embeddings:
+        return "gives neither embeddings nor scores" if isinstance(step, RerankStepConfig) else "gives no embeddings"
+    keeps_vectors = isinstance(step, RouteStepConfig) or (isinstance(step, EmbedStepConfig) and step.index is not None)
+    return "is an adapter, which may change, and its vectors would be kept" if model.parent and keeps_vectors else ""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from app.api.call import ServedModel
 from app.api.pipelines.run import PendingAnswer, PipelineRun, Target
-from app.api.pipelines.vectors import own_vectors, question_vector
+from app.api.pipelines.vectors import own_vectors, question_scores, question_vector
 from app.errors import ContextTooLong
 
 
@@ -45,7 +45,7 @@ class RouteStep:
     @property
     def others(self) -> tuple[ServedModel, ...]:
         """Models that run and do not answer."""
-        return (self.chooser.model,) if isinstance(self.chooser, ByExample) else ()
+        return (self.chooser.model,) if isinstance(self.chooser, ByExample | ByLabel) else ()
 
     async def answer(self, run: PipelineRun) -> PendingAnswer:
         """Choose, then as the case's target answers."""
@@ -63,7 +63,7 @@ class ByLength:
     async def choose(self, run: PipelineRun, step: RouteStep) -> int:
         for index, most in enumerate(self.max_prompt_tokens):
             target = step.cases[index].target
-            model = target if isinstance(target, ServedModel) else next(target.answering_models())
+            model = target if isinstance(target, ServedModel) else target.answering_models[0]
             try:
                 num_tokens = (await run.call(model, reserves=False)).num_prompt_tokens
             except ContextTooLong:
@@ -87,6 +87,22 @@ class ByHeader:
         given = run.client.headers.get(self.header, "").strip()
         chosen = next((index for index, values in enumerate(self.values) if given in values), len(self.values))
         run.note(step, case=chosen)
+        return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class ByLabel:
+    """The first case that names the label with the highest score for the last text of the user."""
+
+    model: ServedModel
+    labels: Sequence[Sequence[str]]  # of all cases but the last
+
+    async def choose(self, run: PipelineRun, step: RouteStep) -> int:
+        scores = await question_scores(run, self.model, step)
+        best = max(range(len(scores)), key=scores.__getitem__)
+        label = self.model.facts.labels[best]
+        chosen = next((index for index, labels in enumerate(self.labels) if label in labels), len(self.labels))
+        run.reports[-1].end(case=chosen, label=label, score=scores[best])
         return chosen
 
 

@@ -6,7 +6,7 @@ A request for a model alone is the shortest such way: one call, and nothing to r
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -62,11 +62,13 @@ class OtherPipeline(Protocol):
     @property
     def name(self) -> str: ...
 
-    def models(self) -> Iterator[ServedModel]:
-        """All models that may run; one may come twice."""
+    @property
+    def models(self) -> Sequence[ServedModel]:
+        """All models that may run, each once."""
 
-    def answering_models(self) -> Iterator[ServedModel]:
-        """Those that may answer."""
+    @property
+    def answering_models(self) -> Sequence[ServedModel]:
+        """Those that may answer, each once."""
 
     async def answer(self, run: PipelineRun) -> PendingAnswer:
         """Run all steps that come before the first token of the answer."""

@@ -1,4 +1,4 @@
-"""Vectors of a pipeline's own texts, such as examples and indexes, and of the text that they are compared with."""
+"""What models say of the last text of the user, and vectors of a pipeline's own texts, such as examples and indexes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import isfinite
 
 from app.api.call import Call, RequestLimits, ServedModel
-from app.api.endpoints.embeddings import vectors_of
+from app.api.endpoints.embeddings import numbers_of, vectors_of
 from app.api.endpoints.table import ENDPOINTS
 from app.api.generation import SharedFields, pooling_call
 from app.api.output.choices import generate_choices
 from app.api.output.progress import Progress
 from app.api.pipelines.run import PipelineRun, Step
 from app.api.schemas.requests import EmbeddingsRequest
-from app.errors import InvalidRequest, Overloaded
+from app.engine.request import Pooling
+from app.errors import Failure, InvalidRequest, Overloaded
 from app.metrics import RequestMetrics
 
 _AT_ONCE = 32  # own texts in one call
@@ -27,6 +29,16 @@ async def question_vector(run: PipelineRun, model: ServedModel, step: Step) -> a
     progress = run.begin(call, step)
     [vector] = await vectors_of(progress, generate_choices(progress.call))
     return vector
+
+
+async def question_scores(run: PipelineRun, model: ServedModel, step: Step) -> array[float]:
+    """The score of each label of a classifier for the last text of the user. Raises Failure for one that is none."""
+    call = await run.call_aside(_VECTORS, model, question_param="input", input=[run.question])
+    progress = run.begin(call, step)
+    [scores] = await numbers_of(progress, generate_choices(progress.call))
+    if not all(map(isfinite, scores)):
+        raise Failure(f"{model.name} gave the scores {scores.tolist()}")
+    return scores
 
 
 async def own_vectors(
@@ -58,13 +70,14 @@ async def own_vectors(
 def _prepare_vectors(
     body: EmbeddingsRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
 ) -> Call:
-    """As for /v1/embeddings, but texts are cut to what the model reads."""
+    """As for /v1/embeddings, but texts are cut to what the model reads, and a classifier gives its scores."""
     longest = model.facts.max_model_len
     texts = [text for text in body.input if isinstance(text, str)]
     prompts = model.tokenizer.encode_up_to(texts, longest, longest=longest)
     if not all(prompt.token_ids for prompt in prompts):
         raise InvalidRequest("there is a text without tokens; give each at least one", param="input")
-    return pooling_call("embd", body, model, limits, prompts, model.pooling)
+    pooling = Pooling.SCORE if model.facts.labels else model.pooling
+    return pooling_call("embd", body, model, limits, prompts, pooling)
 
 
 _VECTORS = replace(ENDPOINTS["/v1/embeddings"], prepare=_prepare_vectors)

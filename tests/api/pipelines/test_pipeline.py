@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from app.errors import InvalidSetup
 from app.text import Tokenizer
 from deployments.serve.settings import parse
 from tests.api.fakes import CASCADE, Service, say
+from tests.api.keys import bearer, entry
 
 GENERATE = {"kind": "generate", "model": "a"}
 RERANK = {"kind": "rerank", "model": "b"}
@@ -75,6 +77,42 @@ def test_a_pipeline_may_name_another_of_a_later_place(tokenizer: Tokenizer) -> N
     ]
 
 
+def test_pipelines_that_each_name_the_two_before_are_checked_and_listed_at_once(tokenizer: Tokenizer) -> None:
+    names = ["a", "b", *(f"p{index}" for index in range(40))]
+    route = {"kind": "route", "by": "header", "header": "x-tier"}
+    pipelines = [
+        {"name": name, "steps": [route | {"cases": [{"model": first, "values": ["gold"]}, {"model": second}]}]}
+        for first, second, name in zip(names, names[1:], names[2:], strict=False)
+    ]
+    began_at = time.process_time()
+    service = Service(tokenizer, names=("a", "b"), pipelines=pipelines[::-1], keys=[entry(models=["a", "b"])])
+    listed = service.call("GET", "/v1/models", None, bearer()).json["data"]
+    assert time.process_time() - began_at < 1
+    assert {each["id"] for each in listed} == {*names}
+    last = service.pipelines[0]
+    assert [sorted(each.name for each in of) for of in (last.models, last.answering_models)] == [["a", "b"]] * 2
+
+
+def test_a_circle_behind_sound_pipelines_is_found() -> None:
+    inner, first = [GENERATE], [{"kind": "cascade", "small": "q", "large": "r"}]
+    with pytest.raises(ValidationError, match=r"pipelines\[0\]: it would answer itself: p → r → s → r"):
+        checked(
+            *first, q=inner, r=[{"kind": "generate", "model": "s"}], s=[{"kind": "cascade", "small": "q", "large": "r"}]
+        )
+
+
+def test_a_step_may_name_an_alias(tokenizer: Tokenizer) -> None:
+    service = Service(
+        tokenizer,
+        say(tokenizer, "3 4"),
+        aliases=("default",),
+        models=[{"name": "demo", "aliases": ["default"]}],
+        pipelines=[{"name": "p", "steps": [{"kind": "generate", "model": "default"}]}],
+    )
+    answer = service.chat(model="p").json
+    assert (answer["model"], answer["usage"]["pipeline"]["steps"][0]["model"]) == ("demo", "demo")
+
+
 @pytest.mark.parametrize(
     ("facts", "pooling", "steps", "words"),
     [
@@ -87,7 +125,7 @@ def test_a_model_that_cannot_do_what_a_step_asks_is_refused_at_the_start(
 ) -> None:
     service = Service(tokenizer, names=("a", "b"), facts=facts, pooling=pooling)
     with pytest.raises(InvalidSetup) as refused:
-        pipelines_of(checked(*steps).pipelines, service.models)
+        pipelines_of(checked(*steps), service.models)
     assert words in str(refused.value)
 
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from app.api import RequestHandler, pipelines_of
 from app.config import ApiConfig, ApplicationConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta
+from app.errors import InvalidSetup
 from app.metrics import RequestMetrics
 from app.text import Tokenizer
 from tests.api.fakes import Answer, Service, Step, say
@@ -70,7 +71,7 @@ def test_a_case_that_cannot_hold_the_request_is_passed_over_and_refuses_nothing(
     pipelines = [{"name": "auto", "steps": [{"kind": "route", "by": "length", "cases": cases}]}]
     config = ApplicationConfig.model_validate({"models": [{"name": "a"}, {"name": "b"}], "pipelines": pipelines})
     metrics = RequestMetrics(["a", "b"])
-    handler = RequestHandler(models, ApiConfig(), metrics, pipelines=pipelines_of(config.pipelines, models))
+    handler = RequestHandler(models, ApiConfig(), metrics, pipelines=pipelines_of(config, models))
     for num_tokens, taken_by in ((10, "a"), (30, "b")):
         body = {"model": "auto", "prompt": [5] * num_tokens, "max_tokens": 5}
         assert asyncio.run(handler.handle_item("", "/v1/completions", body)).body["model"] == taken_by
@@ -104,10 +105,73 @@ def test_by_classifier_the_nearest_example_counts_and_examples_are_computed_once
     assert account.usage.num_tokens == paid + num_generated
 
 
+LABELLED = [{"model": "b", "values": ["code", "sql"]}, {"model": "b", "values": ["poem"]}, {"model": "b"}]
+
+
+def labelled(tokenizer: Tokenizer, cases: list[dict[str, Any]], scores: dict[str, list[float]]) -> Service:
+    """`a` is a classifier, `b` answers."""
+
+    def classifying(request: Request) -> Iterable[Step]:
+        assert request.pooling is Pooling.SCORE
+        text = tokenizer.decode(request.prompt_token_ids)
+        vector = array("f", next(each for words, each in scores.items() if words in text)).tobytes()
+        return [TokenDelta(request.request_id, (), FinishReason.STOP, embedding=vector)]
+
+    step = {"kind": "route", "by": "classifier", "classifier": "a", "cases": cases}
+    return Service(
+        tokenizer,
+        names=("a", "b"),
+        scripts={"a": classifying, "b": say(tokenizer, "3 4")},
+        pipelines=[{"name": "auto", "steps": [step]}],
+        facts_of={"a": {"generates": False, "embedding_size": None, "labels": ("code", "poem", "talk", "sql")}},
+    )
+
+
+def test_by_classifier_the_label_with_the_highest_score_counts(tokenizer: Tokenizer) -> None:
+    scores = {
+        "function": [0.7, 0.1, 0.1, 0.1], "table": [0.2, 0.1, 0.1, 0.6], "Sing": [0.2, 0.6, 0.1, 0.1],
+        "Hello": [0.3, 0.1, 0.5, 0.1],
+    }  # fmt: skip
+    service = labelled(tokenizer, LABELLED, scores)
+    for text, case, label in (("function", 0, "code"), ("table", 0, "sql"), ("Sing", 1, "poem"), ("Hello", 2, "talk")):
+        answer = service.call("POST", "/v1/completions", {"model": "auto", "prompt": f"{text}!"})
+        assert taken(answer) == ("b", case)
+        classified = answer.json["usage"]["pipeline"]["steps"][0]
+        assert (classified["label"], classified["score"]) == (label, pytest.approx(max(scores[text])))
+
+
+def test_labels_that_the_model_has_not_are_refused_and_scores_that_are_none_fail(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidSetup, match=r"classifier: a has no label 'prose': it has code, poem, talk, sql; name"):
+        labelled(tokenizer, [{"model": "b", "values": ["prose"]}, {"model": "b"}], {})
+    service = labelled(tokenizer, LABELLED, {"Hi": [math.nan] * 4})
+    assert service.call("POST", "/v1/completions", {"model": "auto", "prompt": "Hi"}).status == 500
+
+
+def test_a_model_with_labels_gives_neither_vectors_nor_scores_of_pairs(tokenizer: Tokenizer) -> None:
+    service = labelled(tokenizer, LABELLED, {})
+    for path, body in (("embeddings", {"input": "x"}), ("score", {"text_1": "x", "text_2": ["y"]})):
+        answer = service.call("POST", f"/v1/{path}", body | {"model": "a"})
+        assert (answer.status, answer.error["param"]) == (400, "model")
+
+
 def test_a_key_must_be_for_the_classifier_too(tokenizer: Tokenizer) -> None:
     cases = [{"model": "b", "examples": ["code"]}, {"model": "b", "examples": ["poem"]}]
     service = routed(tokenizer, cases, by="classifier", classifier="a", keys=[entry(models=["b"])])
     assert service.call("POST", "/v1/completions", {"model": "auto", "prompt": "Sing"}, bearer()).status == 403
+
+
+def test_a_preset_of_an_adapter_is_of_the_groups_of_its_model() -> None:
+    groups = [{"name": "fast", "scheduler": {"preset": "latency"}}]
+    models = [{"name": "a", "adapters": {"sql": "/sql"}, "replicas": {"groups": groups}}]
+
+    def config(preset: str) -> ApplicationConfig:
+        cases = [{"model": "sql", "values": ["gold"], "preset": preset}, {"model": "a"}]
+        step = {"kind": "route", "by": "header", "header": "x-tier", "cases": cases}
+        return ApplicationConfig.model_validate({"models": models, "pipelines": [{"name": "p", "steps": [step]}]})
+
+    config("latency")
+    with pytest.raises(ValidationError, match=r"cases\[0\].preset: got 'batch'; the groups of sql have latency"):
+        config("batch")
 
 
 def test_a_preset_is_that_of_the_case_unless_the_client_names_one(tokenizer: Tokenizer) -> None:
@@ -126,6 +190,9 @@ def test_a_preset_is_that_of_the_case_unless_the_client_names_one(tokenizer: Tok
         assert service.generate.requests[-1].preset == preset
 
 
+XS = {"model": "a", "values": ["x"]}
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -138,6 +205,8 @@ def test_a_preset_is_that_of_the_case_unless_the_client_names_one(tokenizer: Tok
         ({"cases": [{"model": "a", "values": ["x"]}, {"model": "c"}]}, "steps[0].cases[1].model: there is no model or"),
         ({"cases": [{"model": "a", "values": ["x"], "preset": "batch"}, {"model": "b"}]}, "preset: got 'batch'"),
         ({"by": "size"}, "'length', 'header' or 'classifier'"),
+        ({"by": "classifier", "classifier": "a", "cases": [XS, XS]}, "cases[1] has values; of a route by classifier"),
+        ({"by": "classifier", "classifier": "a", "cases": [{"model": "a"}] * 2}, "by classifier it has examples"),
     ],
 )  # fmt: skip
 def test_its_settings_are_checked(settings: dict[str, Any], words: str) -> None:

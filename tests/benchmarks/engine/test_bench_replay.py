@@ -449,7 +449,7 @@ def test_a_log_with_drafts_of_a_draft_model_is_replayed(
 ) -> None:
     config = EngineConfig.model_validate({
         "model": {"path": str(demo_path), "device": "cpu"},
-        "cache": {"num_blocks": 16, "block_size": 4},
+        "cache": {"num_blocks": 6},
         "scheduler": {"max_running": 4, "max_step_tokens": 32},
         "speculation": {"method": "draft_model", "model": str(demo_path), "max_drafts": 3},
         "step_log": {"path": str(tmp_path / "log")},

@@ -28,6 +28,13 @@ def test_the_same_seed_makes_the_same_requests_of_every_kind() -> None:
     assert {request.kind for request in some if request.is_cut} == {"cut_short", "broken_head", "stopped_chunks"}
 
 
+def test_some_that_generate_ask_for_the_given_models() -> None:
+    some = [request.data for request in islice(hostile_requests(1, ["auto"]), 300)]
+    asking = [data for data in some if b'"model": "auto"' in data]
+    assert len(asking) > 30
+    assert all(b"rerank" not in data and b"tokenize" not in data for data in asking)
+
+
 def test_no_hostile_request_is_a_server_error_and_honest_ones_are_answered(demo_path: Path) -> None:
     with simulated_service(demo_path, step_ms=5) as url:
         target = Target.parse(url.replace("/v1", ""))
