@@ -39,7 +39,7 @@ _PIPELINES: list[dict[str, Any]] = [
     {"name": "alone", "steps": [{"kind": "generate", "model": MODEL_NAME}]},
     {
         "name": "careful",
-        "steps": [{"kind": "cascade", "small": MODEL_NAME, "large": "alone", "min_mean_logprob": -1.5}],
+        "steps": [{"kind": "cascade", "small": MODEL_NAME, "large": "alone", "min_mean_logprob": -0.001}],
     },
     {"name": "together", "steps": [{"kind": "ensemble", "models": [MODEL_NAME, "alone"]}]},
     {
