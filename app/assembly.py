@@ -24,6 +24,7 @@ from zlib import crc32
 from app.child_process import PROJECT, child_command, child_environment
 from app.config import (
     GIB,
+    MAX_LOADED_ADAPTERS,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -377,8 +378,8 @@ def _that_sleeps(config: EngineConfig, loaded: LoadedRunner) -> ModelRunner:
 
 
 def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | None:
-    """None where the runner computes with no adapters: on a GPU."""
-    if not isinstance(runner, AdaptingRunner):
+    """None where the runner computes with no adapters."""
+    if not isinstance(runner, AdaptingRunner) or not runner.adapts:
         return None
     from app.model.adapter_files import adapter_digest, adapter_folder, another_base
 
@@ -399,7 +400,8 @@ def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | No
             logger.warning("the adapter %s fits by its sizes, but %s", adapter.name, difference)
         return weights
 
-    return AdapterStore(load, max_loaded=model.max_loaded_adapters)
+    max_loaded = model.max_loaded_adapters or MAX_LOADED_ADAPTERS
+    return AdapterStore(load, unload=runner.unload_adapter, max_loaded=max_loaded)
 
 
 def _names_in_config(location: str) -> list[str]:
@@ -747,7 +749,13 @@ def assemble(
     )
     if isinstance(runner, LaunchingRunner):
         return OverlappedEngine(
-            scheduler=deciding, runner=runner, facts=facts, clock=clock, largest_step=largest_step, recorder=recorder
+            scheduler=deciding,
+            runner=runner,
+            facts=facts,
+            clock=clock,
+            largest_step=largest_step,
+            recorder=recorder,
+            adapters=adapters,
         )
     return Engine(
         scheduler=deciding,

@@ -28,6 +28,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 GIB = 1024**3
+MAX_LOADED_ADAPTERS = 8  # where the settings name no number
 KvType = Literal["auto", "int8", "fp8"]  # of keys and values
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
 
@@ -71,8 +72,12 @@ class ModelConfig(Settings):
     max_model_len: int | None = Field(
         None, ge=2, description="tokens of prompt + output; default: the model's own limit"
     )
-    max_loaded_adapters: int = Field(
-        8, ge=1, le=1024, description="LoRA adapters in memory at once; the least recently used goes first"
+    max_loaded_adapters: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="LoRA adapters in memory at once; the least recently used goes first; default: 8, on a GPU, where "
+        "their memory is taken at the start, only of a model with `adapters`, else none",
     )
     simulated: dict[str, Any] | None = Field(
         None,
@@ -554,6 +559,15 @@ class ServedModelConfig(Settings):
     )
     engine: EngineConfig = EngineConfig()
     replicas: ReplicasConfig = ReplicasConfig()
+
+    @property
+    def engine_with_adapters(self) -> EngineConfig:
+        """The engine's settings; where adapters are configured, so is how many are in memory at once."""
+        model = self.engine.model
+        if not self.adapters or model.max_loaded_adapters is not None:
+            return self.engine
+        model = model.model_copy(update={"max_loaded_adapters": MAX_LOADED_ADAPTERS})
+        return self.engine.model_copy(update={"model": model})
 
     def scheduler_of(self, group: str) -> SchedulerConfig:
         """The scheduler's settings on the replicas of a group; the engine's for "" and for a group there is not."""

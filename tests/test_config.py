@@ -48,3 +48,14 @@ def test_the_version_names_the_preset_and_hashes_the_values() -> None:
 def test_an_unknown_preset_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValidationError, match="'latency', 'throughput', 'mixed' or 'batch'"):
         SchedulerConfig.model_validate({"preset": "fast"})
+
+
+def test_a_model_with_adapters_has_a_number_of_them_in_memory() -> None:
+    def number(**fields: object) -> int | None:
+        served = ServedModelConfig.model_validate({"name": "m"} | fields)
+        return served.engine_with_adapters.model.max_loaded_adapters
+
+    own = {"engine": {"model": {"max_loaded_adapters": 3}}}
+    assert number() is None
+    assert number(adapters={"a": "/a"}) == 8
+    assert number(adapters={"a": "/a"}, **own) == number(**own) == 3

@@ -38,9 +38,9 @@ class HeldAdapter:
 class AdapterStore:
     """Loads adapters when requests need them. Any thread may call."""
 
-    def __init__(self, load: Callable[[Adapter], object], *, max_loaded: int) -> None:
-        """load: reads an adapter; may take seconds; raises UnsupportedAdapter."""
-        self._load = load
+    def __init__(self, load: Callable[[Adapter], object], *, unload: Callable[[object], None], max_loaded: int) -> None:
+        """load: reads an adapter; may take seconds; raises UnsupportedAdapter. unload: takes what it gave."""
+        self._load, self._unload = load, unload
         self._max_loaded = max_loaded
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()  # by digest, the least recently used first
         self._num_loads = 0
@@ -78,12 +78,13 @@ class AdapterStore:
         """Forget an adapter that no request uses; one that is in use goes when others need its place."""
         with self._lock:
             if digest in self._loaded and not self._loaded[digest].num_users:
-                del self._loaded[digest]
+                self._forget(digest)
 
     def unload_unused(self) -> None:
         """Forget every adapter that no request uses."""
         with self._lock:
-            self._loaded = OrderedDict((digest, each) for digest, each in self._loaded.items() if each.num_users)
+            for digest in [digest for digest, each in self._loaded.items() if not each.num_users]:
+                self._forget(digest)
 
     def stats(self) -> AdapterStats:
         with self._lock:
@@ -115,7 +116,10 @@ class AdapterStore:
                     f"(engine.model.max_loaded_adapters); try again shortly"
                 )
             logger.info("adapter %s (%s) unloaded for another", self._loaded[unused].name, unused)
-            del self._loaded[unused]
+            self._forget(unused)
+
+    def _forget(self, digest: str) -> None:
+        self._unload(self._loaded.pop(digest).weights)
 
 
 class _Loaded:

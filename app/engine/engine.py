@@ -32,8 +32,9 @@ from app.errors import InvalidRequest, InvalidSetup, Quarantined, StepFailed, de
 logger = logging.getLogger(__name__)
 
 NO_ADAPTERS = (
-    "this replica computes with no adapters: they need a CPU (model.device: cpu) and replicas.tensor_parallel: 1, and "
-    "no encoder and no model that is simulated"
+    "this replica computes with no adapters: they need replicas.tensor_parallel: 1, and no encoder and no model that "
+    "is simulated; on a GPU also engine.model.max_loaded_adapters, for their memory is taken at the start, and a model "
+    "that the decoder for CUDA computes (the replica's log says whether it does)"
 )
 _TELL_EVERY_S = 10.0  # of changed limits, at most
 
@@ -88,13 +89,22 @@ class PaddingRunner(ModelRunner, Protocol):
 
 @runtime_checkable
 class AdaptingRunner(ModelRunner, Protocol):
-    """A model runner that computes with LoRA adapters."""
+    """A model runner that may compute with LoRA adapters."""
+
+    @property
+    def adapts(self) -> bool:
+        """Whether it does; else no adapter is loaded."""
+        ...
 
     def load_adapter(self, folder: Path) -> object:
         """Read an adapter, for `ScheduledSequence.adapter`. Any thread may call, beside a step.
 
         Raises UnsupportedAdapter.
         """
+        ...
+
+    def unload_adapter(self, adapter: object) -> None:
+        """No step that is run or launched from now on has it; one that is launched already may. Any thread may call."""
         ...
 
 
@@ -397,8 +407,15 @@ class Engine:
     def wake(self) -> None:
         """Have the memory again; may take seconds. What the model runner raises leaves the engine asleep."""
         assert self._is_asleep, "it is awake"
-        for each in self._with_memory():
-            each.wake()
+        awake: list[Sleeping] = []
+        try:
+            for each in self._with_memory():
+                each.wake()
+                awake.append(each)
+        except BaseException:
+            for each in awake:
+                each.sleep()
+            raise
         self._is_asleep = False
         self._recorder.woke()
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from app.config import SchedulerConfig
+from app.engine.adapter_store import AdapterStore
 from app.engine.batch import Batch
 from app.engine.engine import Engine, LaunchingRunner, PendingStep
 from app.engine.isolation import tried
@@ -50,6 +51,7 @@ class OverlappedEngine(Engine):
         clock: Callable[[], float] = time.monotonic,
         largest_step: SchedulerConfig | None = None,
         recorder: Recorder | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         super().__init__(
             scheduler=scheduler,
@@ -58,6 +60,7 @@ class OverlappedEngine(Engine):
             clock=clock,
             largest_step=largest_step,
             recorder=recorder,
+            adapters=adapters,
         )
         self._launcher = runner
         self._launched: _Launched | None = None

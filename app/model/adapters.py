@@ -18,8 +18,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from app.engine.batch import Batch
 from app.errors import UnsupportedAdapter, first_line
 from app.model.adapter_files import CONFIG, WEIGHTS
+from app.model.llama import DecoderSettings
 
 MAX_RANK = 64
+# The linear layers of a Llama-like layer that our decoders compute together, by the product's name.
+PRODUCTS = {
+    "query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
 _TENSOR = re.compile(r"base_model\.model\.(?P<linear>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
 
 
@@ -43,6 +51,33 @@ class LowRankUpdate:
 
 
 AdapterWeights = Mapping[str, LowRankUpdate]  # by the linear layer's name in the model
+
+
+def linear_sizes(settings: DecoderSettings, *, has_experts: Sequence[bool]) -> dict[str, Sizes]:
+    """The linear layers that adapters may change, by name; of layers with experts those of attention.
+
+    has_experts: by layer.
+    """
+    sizes = _sizes_of_layer(settings)
+    return {
+        f"model.layers.{index}.{linear}": size
+        for index, is_mixture in enumerate(has_experts)
+        for linear, size in sizes.items()
+        if not is_mixture or linear.startswith("self_attn.")
+    }
+
+
+def _sizes_of_layer(settings: DecoderSettings) -> dict[str, Sizes]:
+    hidden, inner = settings.hidden_size, settings.intermediate_size
+    query, kv = settings.num_heads * settings.head_dim, settings.num_kv_heads * settings.head_dim
+    outputs = {"q": query, "k": kv, "v": kv}
+    return {
+        **{f"self_attn.{name}_proj": Sizes(hidden, size) for name, size in outputs.items()},
+        "self_attn.o_proj": Sizes(query, hidden),
+        "mlp.gate_proj": Sizes(hidden, inner),
+        "mlp.up_proj": Sizes(hidden, inner),
+        "mlp.down_proj": Sizes(inner, hidden),
+    }
 
 
 class PeftConfig(BaseModel):
@@ -111,7 +146,8 @@ class LinearUpdates:
     @contextmanager
     def of(self, batch: Batch) -> Iterator[None]:
         """Around a forward pass of this batch."""
-        self._parts = _tokens_by_adapter(batch) if batch.has_adapters else ()
+        parts = tokens_by_adapter(batch) if batch.has_adapters else ()
+        self._parts = [(cast(AdapterWeights, adapter), torch.tensor(tokens)) for adapter, tokens in parts]
         try:
             yield
         finally:
@@ -126,16 +162,15 @@ class LinearUpdates:
                 output.view(-1, output.shape[-1])[tokens] += rows @ update.down.T @ update.up.T
 
 
-def _tokens_by_adapter(batch: Batch) -> list[tuple[AdapterWeights, torch.Tensor]]:
-    """Each adapter of a step with its tokens, as places in the packed row."""
-    found: dict[int, tuple[AdapterWeights, list[int]]] = {}
+def tokens_by_adapter(batch: Batch) -> list[tuple[object, list[int]]]:
+    """Each adapter of a step, as its sequences have it, with its tokens as places in the packed row, ascending."""
+    found: dict[int, tuple[object, list[int]]] = {}
     end = 0
     for item in batch.scheduled:
         begin, end = end, end + len(item.token_ids)
         if item.adapter is not None:
-            weights = cast(AdapterWeights, item.adapter)
-            found.setdefault(id(weights), (weights, []))[1].extend(range(begin, end))
-    return [(weights, torch.tensor(tokens)) for weights, tokens in found.values()]
+            found.setdefault(id(item.adapter), (item.adapter, []))[1].extend(range(begin, end))
+    return list(found.values())
 
 
 def _by_pattern(pattern: Mapping[str, float], linear: str, default: float) -> float:

@@ -59,10 +59,12 @@ class DeviceForward(Protocol):
         *,
         logits_indices: torch.Tensor | None = None,
         hidden_indices: torch.Tensor | None = None,
+        adapted: Any = None,
     ) -> Prediction:
         """token_ids, positions: [1, num_tokens]; step: of the attention that it was built with.
 
         logits_indices: the tokens for which logits are wanted; None: all.
+        adapted: the rows with adapters, of a model that has memory for them; None: none.
         """
         ...
 
@@ -103,6 +105,7 @@ class TransformersForward:
         *,
         logits_indices: torch.Tensor | None = None,
         hidden_indices: torch.Tensor | None = None,
+        adapted: None = None,
     ) -> Prediction:
         """As DeviceForward has it."""
         with self._last_hidden.kept(hidden_indices) as kept:

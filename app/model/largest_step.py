@@ -8,6 +8,7 @@ is seen, it follows from sizes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -36,14 +37,16 @@ def needs_of(config: EngineConfig, model: LoadedModel, largest: Batch) -> Memory
     The KV memory is a single block here: sizes of steps do not depend on what it holds.
     """
     is_cuda = model.device.type == "cuda"
-    weights = num_bytes_of(model.tensors())
+    of_slots = 0 if model.adapters is None else num_bytes_of(model.adapters.tensors())
     runner = with_one_block(config, model)
     step = _peak_of(lambda: runner.launch(largest), model.device)
     return MemoryNeeds(
-        weights=weights,
+        weights=num_bytes_of(model.tensors()) - of_slots,
         step=step,
         graphs=_of_graphs(config, model) if config.model.backend != "torch" else 0,
         workspaces=(_NUM_WORKSPACES - is_cuda) * WORKSPACE_BYTES,
+        # The largest step has none: what it would take for them is counted here.
+        adapters=0 if model.adapters is None else of_slots + model.adapters.step_bytes(largest.num_tokens),
     )
 
 
@@ -64,12 +67,18 @@ def _of_graphs(config: EngineConfig, model: LoadedModel) -> int:
     limits = config.scheduler
     decode = [decode_size(num_rows) for num_rows in graph_sizes(limits.max_running)]
     mixed = mixed_sizes(max_rows=limits.max_running, max_tokens=limits.max_step_tokens)
-    peaks = [_of_captured(config, model, sizes[-1]) for sizes in (decode, mixed) if sizes]
+    has_adapters = model.adapters is not None
+    largest = [replace(sizes[-1], has_adapters=has_adapters) for sizes in (decode, mixed) if sizes]
+    peaks = [_of_captured(config, model, size) for size in largest]
     with AllocatedBytes(model.device) as counted:
         with_one_block(config, model).compute_padding(decode[0])
     of_ours = _KERNELS_OF_ATTENTION * len(model.layers) if model.joined is None else num_kernels_of(model.joined)
-    num_kernels = counted.num_kernels + of_ours
-    return graph_bytes(step=max(peaks), num_kernels=num_kernels, num_graphs=len(decode) + len(mixed))
+    num_kernels, num_graphs = counted.num_kernels + of_ours, len(decode) + len(mixed)
+    num_bytes = graph_bytes(step=max(peaks), num_kernels=num_kernels, num_graphs=num_graphs)
+    if model.adapters is None:
+        return num_bytes
+    num_kernels += model.adapters.num_kernels
+    return num_bytes + graph_bytes(step=0, num_kernels=num_kernels, num_graphs=num_graphs)
 
 
 def _of_captured(config: EngineConfig, model: LoadedModel, size: StepSize) -> int:

@@ -32,6 +32,7 @@ from app.model.cpu.library import Team, is_fast, library
 from app.model.cpu.ranks import RankMemory
 from app.model.cpu.shared_weights import Sharing, shared_weights
 from app.model.cpu.weights import BITS, Allocate, NativeWeights, input_unit, pack_weights, why_not_native
+from app.model.cuda.adapters import AdapterSlots
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
 from app.model.cuda.fp8 import why_no_fp8, why_not_in_fp8
@@ -84,6 +85,7 @@ class LoadedModel:
     module: PreTrainedModel | None  # None where the weights are in `native` or `joined`
     native: NativeWeights | None
     joined: JoinedWeights | None = None  # of the decoder for CUDA
+    adapters: AdapterSlots | None = None  # beside `joined`, where adapters may be loaded
     facts: ModelFacts
     layers: dict[int, LayerShape]  # by layer index
     dtype: torch.dtype
@@ -98,6 +100,8 @@ class LoadedModel:
             yield from self.native.tensors()
         if self.joined is not None:
             yield from self.joined.tensors()
+        if self.adapters is not None:
+            yield from self.adapters.tensors()
         if self.module is not None:
             yield from (*self.module.parameters(), *self.module.buffers())
 
@@ -485,7 +489,7 @@ def _joined_without_numbers(
     add_positions(module)
     settings, num_positions = _joined_settings(module, rules, own, model.group), model.facts.max_model_len
     joined = join_weights(module, settings, num_positions=num_positions, quantised=config.quantization == "fp8")
-    return replace(model, module=None, joined=joined)
+    return replace(model, module=None, joined=joined, adapters=_slots_for_adapters(config, joined, model.group))
 
 
 def _packed_without_numbers(
@@ -1061,12 +1065,19 @@ def _with_joined_weights(
     if ranks is not None and not ranks.minimum(int(difference is None)):
         difference = difference or "the output differs on another rank"
     if difference is None:
-        return joined
+        return replace(joined, adapters=_slots_for_adapters(config, weights, model.group))
     if config.quantization != "none":
         raise _not_quantised(config, difference)
     logger.warning("%s runs on transformers' code, slower: in the decoder for CUDA %s", config.path, difference)
     del weights, joined  # before the same weights are read again
     return replace(model, module=read_again())
+
+
+def _slots_for_adapters(config: ModelConfig, weights: JoinedWeights, group: Exchange | None) -> AdapterSlots | None:
+    """None where no number of adapters is set: their memory is taken whether or not any is loaded."""
+    if config.max_loaded_adapters is None or group is not None:
+        return None
+    return AdapterSlots(weights, config.max_loaded_adapters)
 
 
 def _joined_settings(

@@ -37,14 +37,14 @@ class MemoryNeeds:
     graphs: int  # memory of the captured steps, and the graphs themselves
     workspaces: int  # of libraries
     context: int = CONTEXT_BYTES  # on a CPU the process
-    adapters: int = 0  # LoRA adapters that are loaded
+    adapters: int = 0  # LoRA adapters that are loaded; on a GPU those that may be
 
     @property
     def total(self) -> int:
         return self.weights + self.step + self.graphs + self.workspaces + self.context + self.adapters
 
     def __str__(self) -> str:
-        parts = ("weights", "step", "graphs", "workspaces", "context")
+        parts = ("weights", "step", "graphs", "workspaces", "context", *(["adapters"] if self.adapters else []))
         return ", ".join(f"{name} {getattr(self, name) / GIB:.2f}" for name in parts) + " GiB"
 
 

@@ -28,9 +28,14 @@ class ReloadingRunner:
         assert self._runner is not None, "nothing is computed in sleep"
         return self._runner.run(batch)
 
+    adapts = True  # see AdaptingRunner
+
     def load_adapter(self, folder: Path) -> object:
         """See AdaptingRunner; it may be asleep."""
         return self._adapting.prepare(read_adapter(folder, self._adapting.sizes))
+
+    def unload_adapter(self, adapter: object) -> None:
+        """As `TorchModelRunner` has it."""
 
     def sleep(self) -> None:
         """See SleepingRunner. What the allocator keeps goes back to the system."""

@@ -39,11 +39,16 @@ class TorchModelRunner(LeadingRunner):
     def prepare(self) -> None:
         """Nothing: all is ready for the first step."""
 
+    adapts = True  # see `AdaptingRunner`
+
     @torch.inference_mode()
     def load_adapter(self, folder: Path) -> object:
         """See `AdaptingRunner`."""
         assert isinstance(self.forward, AdaptableForward), "every forward pass of this runner is"
         return self.forward.prepare_adapter(read_adapter(folder, self.forward.linear_sizes()))
+
+    def unload_adapter(self, adapter: object) -> None:
+        """Nothing: its memory goes with the last step that holds it."""
 
     @torch.inference_mode()
     def follow(self, batch: Batch) -> None:

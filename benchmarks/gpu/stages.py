@@ -34,6 +34,7 @@ STAGES = (
     ),
     Stage("attention", "benchmarks.gpu.attention", 80, "decode GB/s, prefill TFLOP/s; stages x warps x tile"),
     Stage("experts", "benchmarks.gpu.experts", 15, "a layer's experts against the bytes of those that are chosen"),
+    Stage("lora", "benchmarks.gpu.lora", 60, "decode steps and prompts with LoRA adapters against none"),
     Stage("sampler", "benchmarks.gpu.sampler", 15, "draws: greedy, T = 1, top-p, top-k, grammar, penalties, logprobs"),
     Stage("engine", "benchmarks.gpu.engine", 110, "the whole engine on requests of ragged lengths"),
     Stage("transformers", "benchmarks.gpu.transformers_batching", 50, "transformers' own batching, the same requests"),

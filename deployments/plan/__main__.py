@@ -42,8 +42,8 @@ def _memory(options: argparse.Namespace) -> None:
     card = None if options.gpu is None else card_of(options.gpu)
     if card is None and options.tensor_parallel > 1:
         raise InvalidSetup("--tensor-parallel is planned for GPUs only; with --cpu leave it out")
-    if card is not None and options.adapters:
-        raise InvalidSetup("--adapters are planned for CPUs only: a GPU computes with none")
+    if card is not None and options.rank is not None:
+        raise InvalidSetup("--rank is for CPUs only: a GPU takes memory for adapters of the highest rank")
     if card is not None and options.replicas > 1:
         raise InvalidSetup("--replicas is planned for CPUs only, where replicas share their weights; see --num-gpus")
     if card is not None and options.draft_model is not None:
@@ -60,6 +60,7 @@ def _memory(options: argparse.Namespace) -> None:
             "dtype": options.dtype or ("bfloat16" if on_gpu else None),
             "quantization": options.quantization,
             "max_model_len": options.context,
+            "max_loaded_adapters": options.adapters if on_gpu else None,
         },
         cache={"gpu_memory_fraction": options.gpu_memory_fraction, "dtype": options.cache_dtype},
         scheduler={
@@ -75,7 +76,7 @@ def _memory(options: argparse.Namespace) -> None:
         CpuPlan(
             config,
             options.cpu,
-            PlannedAdapters(number=options.adapters, rank=options.rank),
+            PlannedAdapters(number=options.adapters or 0, rank=options.rank or 16),
             num_replicas=options.replicas,
         )
         if card is None
@@ -204,9 +205,9 @@ def _add_memory(memory: argparse.ArgumentParser) -> None:
     memory.add_argument(
         "--max-step-tokens", type=positive, help="scheduler.max_step_tokens (8192 on a GPU, 512 on a CPU)"
     )
-    memory.add_argument("--adapters", type=positive, default=0, metavar="N", help="LoRA adapters that are loaded (0)")
+    memory.add_argument("--adapters", type=positive, metavar="N", help="LoRA adapters that are loaded (none)")
     memory.add_argument("--draft-model", metavar="MODEL", help="speculation.model, beside the model on a CPU")
-    memory.add_argument("--rank", type=positive, default=16, metavar="N", help="of the adapters, at most 64 (16)")
+    memory.add_argument("--rank", type=positive, metavar="N", help="of the adapters on a CPU, at most 64 (16)")
     memory.add_argument("--gpu-memory-fraction", type=float, default=0.9, help="cache.gpu_memory_fraction")
 
 

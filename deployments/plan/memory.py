@@ -36,6 +36,11 @@ class GpuPlan:
                 f"more"
             )
         self._planned: PlannedMemory = planned_memory(config, num_ranks=num_ranks)
+        if config.model.max_loaded_adapters is not None and not self._planned.needs.adapters:
+            raise InvalidSetup(
+                f"--adapters: {config.model.path} on {self._where} computes with none; it needs the decoder for CUDA "
+                f"(a Llama-like model) and --tensor-parallel 1"
+            )
 
     def table(self) -> str:
         """All parts in GiB, and what the rest holds; for a terminal."""
@@ -43,6 +48,7 @@ class GpuPlan:
         left = gpu.left_for_kv(needs)
         rows = [
             ("weights", needs.weights),
+            *([("adapters", needs.adapters)] if needs.adapters else ()),
             ("largest step", needs.step),
             ("CUDA graphs", needs.graphs),
             ("workspaces", needs.workspaces),

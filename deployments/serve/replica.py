@@ -49,7 +49,7 @@ class Replica:
         self._user_config: object = {}
         self._switch: Switch | None = None
         devices = Devices.of(model.replicas)
-        config = with_threads(model.engine, threads, num_ranks=devices.tensor_parallel)
+        config = with_threads(model.engine_with_adapters, threads, num_ranks=devices.tensor_parallel)
         self._engine = build_engine(config.model_copy(update={"scheduler": self._deployed}), devices)
         self._weights = digest_of_weights(model.engine)
         self._adapters = self._configured_adapters(model.adapters)

@@ -19,6 +19,8 @@ CONFIG = {
     "eos_token_id": 151645,
 }  # fmt: skip
 NUM_MATRICES = 2 * 4096 * (4096 * 2 + 1024 * 2 + 12288 * 3)  # numbers in those of the layers
+# Of a LoRA adapter in a layer: inputs of q, k and v, of o, of gate and up, and of down; then the outputs of all.
+NUMBERS_OF_RANK = 3 * 4096 + 4096 + 2 * 4096 + 12288 + 4096 + 2 * 1024 + 4096 + 2 * 12288 + 4096
 NUM_PARAMETERS = 2 * 151936 * 4096 + 2 * (4096 * (4096 * 2 + 1024 * 2 + 12288 * 3) + 2 * 4096 + 2 * 128) + 4096
 
 
@@ -167,9 +169,19 @@ def test_adapters_take_of_a_cpus_memory(model: Path, capsys: pytest.CaptureFixtu
     assert plan(model, *options) == 0
     assert "adapters  " not in capsys.readouterr().out
     assert plan(model, *options, "--adapters", "100", "--rank", "32") == 0
-    # Inputs of q, k and v, of o, of gate and up, and of down; then the outputs of all. Two layers, two bytes each.
-    numbers = 32 * (3 * 4096 + 4096 + 2 * 4096 + 12288 + 4096 + 2 * 1024 + 4096 + 2 * 12288 + 4096)
-    assert f"adapters      {100 * 2 * 2 * numbers / 2**30:>9.2f} GiB" in capsys.readouterr().out
+    # Two layers, two bytes each.
+    assert f"adapters      {100 * 2 * 2 * 32 * NUMBERS_OF_RANK / 2**30:>9.2f} GiB" in capsys.readouterr().out
+
+
+def test_adapters_take_of_a_gpus_memory_what_those_of_the_highest_rank_need(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(model, "--gpu", "H200", "--context", "8192") == 0
+    assert "adapters  " not in capsys.readouterr().out
+    assert plan(model, "--gpu", "H200", "--context", "8192", "--max-step-tokens", "512", "--adapters", "100") == 0
+    # Between both products of a step: 512 tokens, 2 splits of the inputs, 3 parts of rank 64 in float32.
+    expected = 100 * 2 * 2 * 64 * NUMBERS_OF_RANK + 100 * 2 * 7 * 4 + 512 * 2 * 3 * 64 * 4
+    assert f"adapters      {expected / 2**30:>9.2f} GiB" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
@@ -210,7 +222,8 @@ def test_replicas_of_a_machine_with_cpus_share_their_weights(model: Path, capsys
             ("--cpu", "1GiB", "--dtype", "bfloat16"),
             r"GiB are missing for one sequence of 40,960 .* --quantization int8",
         ),
-        (("--gpu", "H200", "--adapters", "8"), "--adapters are planned for CPUs only"),
+        (("--gpu", "H200", "--adapters", "8", "--rank", "16"), "--rank is for CPUs only"),
+        (("--gpu", "H200", "--tensor-parallel", "2", "--adapters", "8"), "on each of 2 H200 computes with none"),
         (("--cpu", "16GiB", "--adapters", "8", "--rank", "65"), "adapters of rank 65: at most 64 is computed"),
         (("--gpu", "H200", "--draft-model", "some/model"), "--draft-model is planned for CPUs only"),
         (("--cpu", "1TB"), r"--cpu: got '1TB'; it is no size, such as 80GiB"),

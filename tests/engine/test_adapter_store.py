@@ -23,7 +23,7 @@ def store_of(max_loaded: int) -> tuple[AdapterStore, list[str]]:
         read.append(each.name)
         return object()
 
-    return AdapterStore(load, max_loaded=max_loaded), read
+    return AdapterStore(load, unload=lambda weights: None, max_loaded=max_loaded), read
 
 
 def test_the_least_recently_used_goes_first() -> None:

@@ -29,10 +29,20 @@ time.sleep(60)
 """
 
 
+CHANGES = """
+import fcntl, sys, time
+lock = open(sys.argv[1] + ".lock", "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+open(sys.argv[1] + ".tmp", "w").write('[{"key": "half of an ')
+print("changes", flush=True)
+time.sleep(60)
+"""
+
+
 @contextmanager
-def asking_process(path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def asking_process(path: Path, script: str = ASKS) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A process that has asked for six of ten bytes, and what it got; killed at the end."""
-    command = [sys.executable, "-c", ASKS, str(path)]
+    command = [sys.executable, "-c", script, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment()) as process:
         assert process.stdout is not None
         try:
@@ -147,6 +157,19 @@ def test_a_killed_process_holds_nothing(device: Device, tmp_path: Path) -> None:
         other = device.engine(6)
         assert not other.ask()
         os.kill(process.pid, signal.SIGKILL)
+    assert other.ask()
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_the_order_as_it_was(device: Device, tmp_path: Path) -> None:
+    holder, other = device.engine(6), device.engine(6)
+    assert holder.ask()
+    with asking_process(tmp_path / "device", CHANGES) as (process, answer), ThreadPoolExecutor(1) as thread:
+        assert answer == "changes"
+        asked = thread.submit(other.ask)
+        assert not asked.done()
+        os.kill(process.pid, signal.SIGKILL)
+        assert asked.result(timeout=20) is False
+    holder.leave()
     assert other.ask()
 
 

@@ -22,7 +22,7 @@ from app.engine.engine import Engine
 from app.engine.request import Request
 from app.engine.sleeper import Sleeper
 from app.engine.stats import SleepState
-from app.errors import DeadlineMissed, EngineStopped, Overloaded
+from app.errors import DeadlineMissed, EngineStopped, InvalidSetup, Overloaded
 from tests.engine.test_device_turns import asking_process
 from tests.engine.test_overlapped_engine import LateRunner
 from tests.fakes import (
@@ -50,6 +50,7 @@ class DozingRunner(CountingRunner):
         self.has_memory = True
         self.may_wake = threading.Event()
         self.may_wake.set()
+        self.wake_error: Exception | None = None
 
     @property
     def computed(self) -> set[str]:
@@ -68,6 +69,8 @@ class DozingRunner(CountingRunner):
     def wake(self) -> None:
         assert not self._slots
         assert self.may_wake.wait(20)
+        if self.wake_error is not None:
+            raise self.wake_error
         self.clock.advance(self.wake_s)
         self.has_memory = True
 
@@ -502,6 +505,20 @@ def test_shutdown_during_the_wake_ends_its_requests_and_gives_the_memory_back(tm
         assert runner.computed == set()
 
     with waking(tmp_path / "device.json") as (engine, runner):
+        asyncio.run(main(engine, runner))
+        turns_on(tmp_path / "device.json", clock=lambda: 0.0).close()
+
+
+def test_a_wake_that_fails_ends_the_engine_and_gives_the_memory_back(tmp_path: Path) -> None:
+    async def main(engine: AsyncEngine, runner: DozingRunner) -> None:
+        await until(lambda: engine.sleep.state is SleepState.ASLEEP)
+        runner.wake_error = InvalidSetup("the file of the weights is gone")
+        with pytest.raises(EngineStopped):
+            await heard(engine, make_request())
+        with pytest.raises(EngineStopped):
+            engine.check_health()
+
+    with dozing_service(tmp_path / "device.json") as (engine, runner):
         asyncio.run(main(engine, runner))
         turns_on(tmp_path / "device.json", clock=lambda: 0.0).close()
 

@@ -85,7 +85,9 @@ class LocalReplica:
         self.runner = SteppedRunner(step_s)
         self.has_other_files = False  # than adapters were named with
         engine = build_fake_engine(
-            runner=self.runner, num_blocks=400, adapters=AdapterStore(self._load_adapter, max_loaded=4)
+            runner=self.runner,
+            num_blocks=400,
+            adapters=AdapterStore(self._load_adapter, unload=lambda weights: None, max_loaded=4),
         )
         self.engine = AsyncEngine(engine, max_requests=max_requests)
         self.group = group

@@ -9,18 +9,9 @@ from typing import NamedTuple
 import torch
 
 from app.engine.batch import Batch
-from app.model.adapters import AdapterWeights, LowRankUpdate, Sizes
+from app.model.adapters import PRODUCTS, AdapterWeights, LowRankUpdate, Sizes, linear_sizes
 from app.model.cpu.library import LANES, AdapterLayer, LowRank, in_large_pages
 from app.model.cpu.weights import NativeWeights
-from app.model.llama import DecoderSettings
-
-# The linear layers that are computed together, by the product's name.
-_PRODUCTS = {
-    "query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "output": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
 
 
 class AdaptedModel(NamedTuple):
@@ -32,7 +23,9 @@ class AdaptedModel(NamedTuple):
 
     @classmethod
     def of(cls, weights: NativeWeights) -> AdaptedModel:
-        return cls(linear_sizes(weights), len(weights.layers), weights.dtype)
+        has_experts = [layer.router is not None for layer in weights.layers]
+        sizes = linear_sizes(weights.settings, has_experts=has_experts)
+        return cls(sizes, len(weights.layers), weights.dtype)
 
     def prepare(self, weights: AdapterWeights) -> NativeAdapter:
         """See AdaptableForward."""
@@ -43,7 +36,7 @@ class AdaptedModel(NamedTuple):
         linears = (
             [self.sizes.get(f"model.layers.{index}.{linear}") for linear in product]
             for index in range(self.num_layers)
-            for product in _PRODUCTS.values()
+            for product in PRODUCTS.values()
         )
         shapes = ([None if each is None else _Shape(rank + rank % 2, each) for each in product] for product in linears)
         return sum(map(_packed_numbers, shapes)) * self.dtype.itemsize
@@ -58,7 +51,7 @@ class NativeAdapter:
         by_product = [
             (layer, product, [_with_even_rank(weights.get(f"model.layers.{index}.{linear}")) for linear in linears])
             for index, layer in enumerate(self._layers)
-            for product, linears in _PRODUCTS.items()
+            for product, linears in PRODUCTS.items()
         ]
         # What `_layers` points to, in the order in which a step reads it.
         num_bytes = sum(_packed_numbers(map(_shape_of, updates)) for _, _, updates in by_product) * self._dtype.itemsize
@@ -111,30 +104,6 @@ def adapter_columns(batch: Batch) -> AdapterColumns:
             number = numbers.setdefault(item.adapter.address, len(numbers))
         of_token += [number] * len(item.token_ids)
     return AdapterColumns((ctypes.c_void_p * len(numbers))(*numbers), torch.tensor(of_token))
-
-
-def linear_sizes(weights: NativeWeights) -> dict[str, Sizes]:
-    """The linear layers that adapters may change, by name; of layers with experts those of attention."""
-    sizes = _sizes_of_layer(weights.settings)
-    return {
-        f"model.layers.{index}.{linear}": size
-        for index, layer in enumerate(weights.layers)
-        for linear, size in sizes.items()
-        if layer.router is None or linear.startswith("self_attn.")
-    }
-
-
-def _sizes_of_layer(settings: DecoderSettings) -> dict[str, Sizes]:
-    hidden, inner = settings.hidden_size, settings.intermediate_size
-    query, kv = settings.num_heads * settings.head_dim, settings.num_kv_heads * settings.head_dim
-    outputs = {"q": query, "k": kv, "v": kv}
-    return {
-        **{f"self_attn.{name}_proj": Sizes(hidden, size) for name, size in outputs.items()},
-        "self_attn.o_proj": Sizes(query, hidden),
-        "mlp.gate_proj": Sizes(hidden, inner),
-        "mlp.up_proj": Sizes(hidden, inner),
-        "mlp.down_proj": Sizes(inner, hidden),
-    }
 
 
 class _Shape(NamedTuple):

@@ -14,7 +14,8 @@ from itertools import accumulate, chain
 
 import torch
 
-from app.engine.batch import Batch
+from app.engine.batch import EMPTY_BATCH, Batch
+from app.model.cuda.adapters import AdaptedRows, AdapterSlots
 from app.model.cuda.attention import PaddedPieces, Segment, TritonAttention, TritonStep
 from app.model.inputs import PackedColumns, packed_columns, to_device
 
@@ -35,6 +36,7 @@ class StepSize:
     num_tokens: int
     num_rows: int  # sequences, and tokens for which logits are computed
     max_longer: int = 0  # sequences with several tokens; 0: a decode step, one token of each
+    has_adapters: bool = False  # any sequence may be computed with an adapter
 
     @property
     def is_mixed(self) -> bool:
@@ -96,22 +98,27 @@ def smallest_fitting(batch: Batch, *, decode: Sequence[StepSize], mixed: Sequenc
 class CapturedInputs:
     """The tensors that the work of one captured step reads."""
 
-    def __init__(self, size: StepSize, attention: TritonAttention) -> None:
+    def __init__(self, size: StepSize, attention: TritonAttention, adapters: AdapterSlots | None = None) -> None:
+        """adapters: their memory, for a size that has adapters."""
         self.size = size
         self._attention = attention
-        columns = self._padded(PackedColumns([], [], [], []), [])
+        self._adapters = adapters if size.has_adapters else None
+        columns = self._columns(EMPTY_BATCH, PackedColumns([], [], [], []), [])
         ends = list(accumulate(map(_room, columns)))
         self._facts = to_device(_joined(columns), attention.device)
         views = [self._facts[end - _room(column) :][: len(column)] for column, end in zip(columns, ends, strict=True)]
         self.token_ids, self.positions, self._slots, self.logits_indices = views[:4]
         self._single = views[4].view(4, -1)
+        self.adapted = None  # the rows with adapters, where the size has any
+        if self._adapters is not None:
+            self.adapted = AdaptedRows(self._adapters, views[5], views[6].view(3, -1))
         self._pieces = self._spare_pieces() if size.is_mixed else None
 
     def fill(self, batch: Batch) -> None:
         """Copy a step's inputs to the device, without waiting: one copy, and one for each shape of prefill tiles."""
         packed = packed_columns(batch, block_size=self._attention.block_size)
         single, longer = self._attention.segments(batch.scheduled)
-        numbers = _joined(self._padded(packed, single))
+        numbers = _joined(self._columns(batch, packed, single))
         self._facts.copy_(torch.tensor(numbers, dtype=torch.long, pin_memory=self._facts.is_cuda), non_blocking=True)
         if self._pieces is not None:
             self._pieces.fill(longer, first_spare=len(packed.token_ids))
@@ -119,12 +126,13 @@ class CapturedInputs:
     def begin(self) -> TritonStep:
         return self._attention.begin_captured(self._slots, single=self._single, pieces=self._pieces)
 
-    def _padded(self, packed: PackedColumns, single: Sequence[Segment]) -> list[list[int]]:
-        attention = self._attention
-        return padded_columns(
+    def _columns(self, batch: Batch, packed: PackedColumns, single: Sequence[Segment]) -> list[list[int]]:
+        attention, adapters = self._attention, self._adapters
+        columns = padded_columns(
             packed, single, size=self.size,
             scratch_slot=attention.scratch_slot, scratch_row=attention.tables.scratch_row,
         )  # fmt: skip
+        return columns if adapters is None else [*columns, *adapters.columns(batch, num_tokens=self.size.num_tokens)]
 
     def _spare_pieces(self) -> PaddedPieces:
         return PaddedPieces(

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch.nn import functional
 
+from app.model.cuda.adapters import AdaptedRows
 from app.model.cuda.attention import TritonAttention, TritonStep, padded
 from app.model.cuda.experts import ExpertMixture
 from app.model.cuda.fp8 import Fp8Rows, Rows, empty_inputs, linear, plain
@@ -63,6 +64,7 @@ class CudaDecoder:
         *,
         logits_indices: torch.Tensor | None = None,
         hidden_indices: torch.Tensor | None = None,
+        adapted: AdaptedRows | None = None,
     ) -> Prediction:
         """As DeviceForward has it."""
         residual = functional.embedding(token_ids[0], self._weights.embedding)  # [num_tokens, hidden_size]
@@ -71,10 +73,10 @@ class CudaDecoder:
         for index, layer in enumerate(self._layers):
             normed = empty_inputs(layer.query_key_value, len(residual))
             self._add_norm(addend, residual, layer.input_norm, normed)
-            addend = self._attention_output(index, layer, normed, positions[0], step)
+            addend = self._attention_output(index, layer, normed, positions[0], step, adapted)
             normed = empty_inputs(layer.gate_up, len(residual))
             self._add_norm(addend, residual, layer.post_attention_norm, normed)
-            addend = self._mlp_output(layer, normed, lengths[index])
+            addend = self._mlp_output(index, layer, normed, lengths[index], adapted)
         hidden = self._add_norm(addend, residual, self._weights.final_norm, torch.empty_like(residual))
         wanted = hidden if logits_indices is None else hidden[logits_indices]
         logits = functional.linear(wanted, self._weights.head)
@@ -86,17 +88,31 @@ class CudaDecoder:
         )
 
     def _attention_output(
-        self, index: int, layer: JoinedLayer, normed: Rows, positions: torch.Tensor, step: TritonStep
+        self,
+        index: int,
+        layer: JoinedLayer,
+        normed: Rows,
+        positions: torch.Tensor,
+        step: TritonStep,
+        adapted: AdaptedRows | None,
     ) -> torch.Tensor:
         """[num_tokens, hidden_size]"""
         num_heads, num_kv_heads = self._settings.num_heads, self._settings.num_kv_heads
         joined = linear(normed, layer.query_key_value, layer.query_key_value_bias)
+        if adapted is not None:
+            adapted.add(index, "query_key_value", normed, joined)
         heads = joined.view(len(joined), num_heads + 2 * num_kv_heads, self._settings.head_dim)
         self._rotate_and_write(index, layer, heads, positions, step.slots)
         attended = step.attend_written(index, heads[:, :num_heads], layer.rules)
-        return self._summed(linear(self._as_inputs(attended.flatten(1), layer.output), layer.output, layer.output_bias))
+        inputs = self._as_inputs(attended.flatten(1), layer.output)
+        output = linear(inputs, layer.output, layer.output_bias)
+        if adapted is not None:
+            adapted.add(index, "output", inputs, output)
+        return self._summed(output)
 
-    def _mlp_output(self, layer: JoinedLayer, normed: Rows, lengths: torch.Tensor) -> torch.Tensor:
+    def _mlp_output(
+        self, index: int, layer: JoinedLayer, normed: Rows, lengths: torch.Tensor, adapted: AdaptedRows | None
+    ) -> torch.Tensor:
         """[num_tokens, hidden_size]; of experts without ranks [num_tokens, num_chosen, hidden_size], to be added up.
 
         lengths: [num_experts] of zeros.
@@ -105,7 +121,13 @@ class CudaDecoder:
             chosen = self._mixture(plain(normed), layer.router, plain(layer.gate_up), plain(layer.down), lengths)
             return chosen if self._group is None else self._summed(chosen.sum(dim=1))
         gate_up = linear(normed, layer.gate_up)
-        return self._summed(linear(self._gated(gate_up, empty_inputs(layer.down, len(gate_up))), layer.down))
+        if adapted is not None:
+            adapted.add(index, "gate_up", normed, gate_up)
+        gated = self._gated(gate_up, empty_inputs(layer.down, len(gate_up)))
+        output = linear(gated, layer.down)
+        if adapted is not None:
+            adapted.add(index, "down", gated, output)
+        return self._summed(output)
 
     def _summed(self, part: torch.Tensor) -> torch.Tensor:
         """Of ranks with some heads, or some inner numbers of an MLP each, the sum over all of them."""

@@ -77,7 +77,8 @@ def _place_of_tile(lengths, tile, num_experts: tl.constexpr, experts_padded: tl.
 
 
 @triton.jit
-def _product(left, right, total, widen: tl.constexpr):
+def product(left, right, total, widen: tl.constexpr):
+    """The total plus left times right, in float32."""
     if widen:
         return total + tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
     return tl.dot(left, right, total, input_precision="ieee")
@@ -120,8 +121,8 @@ def expert_gate_kernel(
         left = tl.load(x + token[:, None] * depth + at[None, :], mask=is_row & is_at[None, :], other=0.0)
         inner = columns[None, :] * depth + at[:, None]
         inside = is_column & is_at[:, None]
-        gate = _product(left, tl.load(weight + inner, mask=inside, other=0.0), gate, widen)
-        up = _product(left, tl.load(weight + size * depth + inner, mask=inside, other=0.0), up, widen)
+        gate = product(left, tl.load(weight + inner, mask=inside, other=0.0), gate, widen)
+        up = product(left, tl.load(weight + size * depth + inner, mask=inside, other=0.0), up, widen)
     dtype = output.dtype.element_ty
     gate = gate.to(dtype).to(tl.float32)
     active = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
@@ -163,7 +164,7 @@ def expert_down_kernel(
         is_at = at < depth
         left = tl.load(x + assignment[:, None] * depth + at[None, :], mask=is_row & is_at[None, :], other=0.0)
         inner = columns[None, :] * depth + at[:, None]
-        total = _product(left, tl.load(weight + inner, mask=is_column & is_at[:, None], other=0.0), total, widen)
+        total = product(left, tl.load(weight + inner, mask=is_column & is_at[:, None], other=0.0), total, widen)
     dtype = output.dtype.element_ty
     share = tl.load(shares + assignment, mask=place < length, other=0.0)
     out = output + assignment[:, None] * size + columns[None, :]

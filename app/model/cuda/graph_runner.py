@@ -14,14 +14,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from app.engine.batch import Batch, DeviceLost, ScheduledSequence, StepResult
 from app.errors import InvalidSetup, described, first_line
+from app.model.adapters import read_adapter
+from app.model.cuda.adapters import AdaptedRows, SlottedAdapter
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.captured_inputs import (
@@ -108,6 +111,23 @@ class GraphModelRunner(LeadingRunner):
             self._compare_captured()
         self._capture = None
 
+    @property
+    def adapts(self) -> bool:
+        """See AdaptingRunner."""
+        return self._model.adapters is not None
+
+    @torch.inference_mode()
+    def load_adapter(self, folder: Path) -> SlottedAdapter:
+        """See AdaptingRunner; it may be asleep."""
+        assert self._model.adapters is not None, "it adapts"
+        return self._model.adapters.load(read_adapter(folder, self._model.adapters.sizes))
+
+    def unload_adapter(self, adapter: object) -> None:
+        """See AdaptingRunner."""
+        assert self._model.adapters is not None, "it adapts"
+        assert isinstance(adapter, SlottedAdapter), "loaded here"
+        self._model.adapters.free(adapter)
+
     @torch.inference_mode()
     def sleep(self) -> None:
         """See SleepingRunner. The weights go to the host's memory."""
@@ -116,6 +136,8 @@ class GraphModelRunner(LeadingRunner):
             torch.cuda.synchronize(device)
         self._graphs.clear()
         self._drawn = self._logits = self._likeliest = None
+        if self._model.adapters is not None:
+            self._model.adapters.leave_device()
         self._away = OffDevice(self._model.tensors(), cache.tensors)
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -126,6 +148,8 @@ class GraphModelRunner(LeadingRunner):
         assert self._away is not None, "it sleeps"
         self._away.come_back()
         self._away = None
+        if self._model.adapters is not None:
+            self._model.adapters.come_back()
         if isinstance(self._captured_by, CudaCapture):
             self._captured_by.renew()
         self._capture = self._captured_by
@@ -186,7 +210,14 @@ class GraphModelRunner(LeadingRunner):
                 self._attention.begin_step(batch, inputs),
                 logits_indices=inputs.logits_indices,
                 hidden_indices=inputs.hidden_indices,
+                adapted=self._adapted_rows(batch),
             )
+
+    def _adapted_rows(self, batch: Batch) -> AdaptedRows | None:
+        if not batch.has_adapters:
+            return None
+        assert self._model.adapters is not None, "it has loaded them"
+        return self._model.adapters.rows(batch)
 
     def _replayed(self, graph: _Graph, batch: Batch) -> Prediction:
         """The next replay overwrites it."""
@@ -211,7 +242,9 @@ class GraphModelRunner(LeadingRunner):
         if not self._graphs:
             return None
         size = smallest_fitting(batch, decode=self._decode_sizes, mixed=self._mixed_sizes)
-        return None if size is None else self._graphs[size]
+        if size is None or not batch.has_adapters:
+            return None if size is None else self._graphs[size]
+        return self._graphs.get(replace(size, has_adapters=True))
 
     @torch.inference_mode()
     def _capture_all(self, capture: Capture) -> None:
@@ -222,6 +255,8 @@ class GraphModelRunner(LeadingRunner):
             return
         self._decode_sizes = tuple(size for size in self._decode_sizes if size in self._graphs)
         self._mixed_sizes = self._capture_mixed(capture) if has_room else ()
+        if self.adapts:
+            self._capture_adapted(capture)
         logger.info(
             "steps run from %d CUDA graphs: decode steps of up to %d sequences, steps with prompts of up to %d tokens",
             len(self._graphs), self._decode_sizes[-1].num_rows,
@@ -275,8 +310,22 @@ class GraphModelRunner(LeadingRunner):
                     break
         return tuple(captured)
 
+    def _capture_adapted(self, capture: Capture) -> None:
+        """The captured sizes once more, for steps with adapters: those without are spared the launches."""
+        for size in reversed(self._graphs_ascending()):
+            adapted = replace(size, has_adapters=True)
+            try:
+                self._graphs[adapted] = self._captured(adapted, capture)
+            except RuntimeError as error:
+                logger.warning(
+                    "steps of %d tokens and fewer with adapters run without CUDA graphs, slower (%s)%s",
+                    size.num_tokens, first_line(error),
+                    ". Lower cache.gpu_memory_fraction for them" if is_out_of_memory(error) else "",
+                )  # fmt: skip
+                return
+
     def _captured(self, size: StepSize, capture: Capture) -> _Graph:
-        inputs = CapturedInputs(size, self._attention)
+        inputs = CapturedInputs(size, self._attention, self._model.adapters)
         return _Graph(inputs, capture(lambda: self._static_logits(inputs)))
 
     @torch.inference_mode()
@@ -285,7 +334,7 @@ class GraphModelRunner(LeadingRunner):
 
         No column is of a sequence.
         """
-        return self._static_logits(CapturedInputs(size, self._attention))
+        return self._static_logits(CapturedInputs(size, self._attention, self._model.adapters))
 
     def _static_logits(self, inputs: CapturedInputs) -> torch.Tensor:
         """The captured work: from inputs on the device to logits on the device."""
@@ -295,6 +344,7 @@ class GraphModelRunner(LeadingRunner):
                 inputs.positions[None],
                 inputs.begin(),
                 logits_indices=inputs.logits_indices if inputs.size.is_mixed else None,
+                adapted=inputs.adapted,
             ).logits
         num_rows = logits.shape[0]
         if self._logits is None or self._likeliest is None:

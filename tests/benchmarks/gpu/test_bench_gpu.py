@@ -49,8 +49,8 @@ def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_an_unknown_stage_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert driver.main(["--out", str(tmp_path), "--stand-in", "--stages", "rate"]) == 2
-    assert "there is no stage 'rate'; did you mean rates?" in capsys.readouterr().err
+    assert driver.main(["--out", str(tmp_path), "--stand-in", "--stages", "memori"]) == 2
+    assert "there is no stage 'memori'; did you mean memory?" in capsys.readouterr().err
 
 
 def test_a_stage_that_fails_leaves_the_end_of_what_it_said_and_the_next_goes_on(

@@ -131,6 +131,16 @@ def test_experts_are_measured_against_the_bytes_of_those_that_are_chosen(measure
     assert all(row["us"] > 0 for row in rows)
 
 
+def test_steps_with_adapters_stand_beside_those_without(measured: Measured) -> None:
+    figures, tables = measured("lora")
+    rows = tables["steps with adapters"]
+    assert [(row["step"], row["tokens"], row["adapters"]) for row in rows] == [
+        ("decode", 2, "none"), ("decode", 2, "2"), ("prompt", 3, "none"), ("prompt", 3, "2"),
+    ]  # fmt: skip
+    assert all(row["step_ms"] > 0 for row in rows)
+    assert figures["ratio_2_of_rank_3"] > 0
+
+
 def test_another_launch_reaches_the_kernels() -> None:
     seen: list[dict[str, object]] = []
     kernel = SimpleNamespace(write_kernel={1: lambda *_, **options: seen.append(options)})

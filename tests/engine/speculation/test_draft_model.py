@@ -176,19 +176,35 @@ def test_a_draft_model_that_fails_ends_speculation_and_no_request(caplog: pytest
     assert record.getMessage().startswith("the draft model failed; nothing is drafted any more: RuntimeError")
 
 
+class SleepyRunner(DraftRunner):
+    """Notes when it sleeps and wakes; it can fail to wake."""
+
+    def __init__(self, *, wakes: bool = True) -> None:
+        super().__init__()
+        self._wakes = wakes
+        self.told: list[str] = []
+
+    def sleep(self) -> None:
+        self.told.append("sleep")
+        self._slots.clear()
+
+    def wake(self) -> None:
+        if not self._wakes:
+            raise RuntimeError("no memory")
+        self.told.append("wake")
+
+
+def test_where_the_draft_model_does_not_wake_the_model_gives_its_memory_up_again() -> None:
+    runner = SleepyRunner()
+    engine = build_fake_engine(runner=runner, drafter=model_drafter(SleepyRunner(wakes=False)))
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine.wake()
+    assert engine.is_asleep
+    assert runner.told == ["sleep", "wake", "sleep"]
+
+
 def test_the_draft_model_sleeps_and_wakes_with_the_engine() -> None:
-    class SleepyRunner(DraftRunner):
-        def __init__(self) -> None:
-            super().__init__()
-            self.told: list[str] = []
-
-        def sleep(self) -> None:
-            self.told.append("sleep")
-            self._slots.clear()
-
-        def wake(self) -> None:
-            self.told.append("wake")
-
     drafting = SleepyRunner()
     engine = build_fake_engine(drafter=model_drafter(drafting), clock=FakeClock())
     engine.add(make_request((5, 6, 7), max_tokens=40, request_id="one"))

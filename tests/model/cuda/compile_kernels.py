@@ -26,9 +26,10 @@ from triton.compiler import ASTSource
 
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
+from app.model.adapters import PRODUCTS
 from app.model.attention import AttentionRules
-from app.model.cuda import attention as triton_attention
 from app.model.cuda import (
+    adapter_kernels,
     batch_invariant,
     decoder_kernels,
     expert_kernels,
@@ -37,6 +38,8 @@ from app.model.cuda import (
     sampler,
     sampler_kernels,
 )
+from app.model.cuda import adapters as triton_adapters
+from app.model.cuda import attention as triton_attention
 from app.model.cuda import decoder as triton_decoder
 from app.model.cuda import experts as triton_experts
 from app.model.cuda import kernels as attention_kernels
@@ -226,6 +229,30 @@ def launch_experts(
     )  # fmt: skip
 
 
+def launch_adapters(
+    *, hidden_size: int, num_heads: int, num_kv_heads: int, inner_size: int, in_fp8: bool = False, **_: object
+) -> None:
+    """Both products of a layer, for each of its matrices."""
+    meta, dtype = torch.device("meta"), torch.bfloat16
+    settings = SimpleNamespace(
+        hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=128,
+        intermediate_size=inner_size,
+    )  # fmt: skip
+    weights = SimpleNamespace(
+        settings=settings, layers=[SimpleNamespace(router=None)], embedding=torch.zeros(1, dtype=dtype, device=meta)
+    )
+    slots = triton_adapters.AdapterSlots(weights, 8)  # type: ignore[arg-type]
+    numbers = torch.zeros(3, 4, dtype=torch.long, device=meta)
+    rows = triton_adapters.AdaptedRows(slots, numbers[0], numbers)
+    for name, linears in PRODUCTS.items():
+        sizes = [slots.sizes[f"model.layers.0.{linear}"] for linear in linears]
+        inputs: fp8.Rows = torch.zeros(4, sizes[0].num_inputs, dtype=dtype, device=meta)
+        if in_fp8:
+            inputs = fp8.Fp8Rows(inputs.to(fp8.FP8), torch.zeros(4, 1, device=meta))
+        output = torch.zeros(4, sum(each.num_outputs for each in sizes), dtype=dtype, device=meta)
+        rows.add(0, name, inputs, output)
+
+
 def launch_sampler(dtype: torch.dtype) -> None:
     items = [ScheduledSequence("r", (0,), 0, [0], True, SamplingParams(max_tokens=1))] * 2
     logits = torch.zeros(2, 128_256, dtype=dtype)
@@ -293,6 +320,11 @@ def compile_all() -> list[Compiled]:
     for shape_name in ("llama8b", "llama70b"):
         with compiling(triton_decoder, decoder_kernels, f"{shape_name}-fp8", results, FP8_ARCHITECTURES):
             launch_decoder(**DECODERS[shape_name], in_fp8=True)  # type: ignore[arg-type]
+        with compiling(triton_adapters, adapter_kernels, f"{shape_name}-fp8", results, FP8_ARCHITECTURES):
+            launch_adapters(**DECODERS[shape_name], in_fp8=True)  # type: ignore[arg-type]
+    for shape_name, decoder in DECODERS.items():
+        with compiling(triton_adapters, adapter_kernels, shape_name, results):
+            launch_adapters(**decoder)  # type: ignore[arg-type]
     for shape_name, experts in EXPERTS.items():
         with compiling(triton_experts, expert_kernels, shape_name, results):
             launch_experts(**experts)  # type: ignore[arg-type]

@@ -1,0 +1,137 @@
+"""Triton kernels of LoRA adapters: two grouped products, to the rank and back to a layer's outputs.
+
+`adapters.py` says when which of them runs. Imported only there, on first use, because importing it needs Triton.
+
+Rows come in tiles of one adapter. Tiles, ranks and matrices are read from the device, and grids follow from the largest
+number of tiles, so a captured launch serves every mix of adapters. A program without work reads two numbers. Sums run
+over tiles of one size in one order, so a row's bits depend on nothing that shares its step.
+
+No `from __future__ import annotations` here: Triton reads the annotations. `widen` is set in Triton's interpreter,
+which cannot multiply matrices of bfloat16.
+"""
+
+import triton
+import triton.language as tl
+
+from app.model.cuda.expert_kernels import product
+
+
+@triton.jit
+def _rows_of_tile(tiles, order, num_tiles, rows: tl.constexpr):
+    """Of a program's tile: places in the order, the tokens there, and which of them there are."""
+    tile, at = tl.program_id(0), tl.arange(0, rows)
+    is_row = at < tl.load(tiles + 2 * num_tiles + tile)
+    places = tl.load(tiles + num_tiles + tile) + at
+    return places, tl.load(order + places, mask=is_row, other=0), is_row
+
+
+@triton.jit(do_not_specialize=["num_places"])
+def shrink_kernel(
+    x,  # [num_tokens, num_inputs]
+    scales,  # [num_tokens]; read where x is in FP8
+    order,  # [num_places] int64: tokens, those of one adapter one after the other
+    tiles,  # [3, num_tiles] int64: slot, first place in the order, number of rows; slot -1: no tile
+    down,  # [num_slots, num_parts, max_rank, num_inputs]
+    ranks,  # [num_parts, num_slots] int32; 0: the adapter leaves this part as it is
+    low,  # [num_splits, num_places, num_parts, max_rank] float32; written up to the rank, rounded up to its tile
+    num_places,
+    num_slots: tl.constexpr,
+    num_parts: tl.constexpr,
+    num_inputs: tl.constexpr,
+    max_rank: tl.constexpr,
+    split: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_ranks: tl.constexpr,
+    tile_depth: tl.constexpr,
+    in_fp8: tl.constexpr,
+    widen: tl.constexpr,
+):
+    """Sums over one split of the inputs. Grid: (num_tiles, num_parts * tiles of ranks, num_splits)."""
+    num_tiles = tl.num_programs(0)
+    slot = tl.load(tiles + tl.program_id(0))
+    rank_tiles: tl.constexpr = max_rank // tile_ranks
+    part, rank_tile = tl.program_id(1) // rank_tiles, tl.program_id(1) % rank_tiles
+    rank = tl.load(ranks + part * num_slots + slot, mask=slot >= 0, other=0)
+    if rank_tile * tile_ranks >= rank:
+        return
+    places, tokens, is_row = _rows_of_tile(tiles, order, num_tiles, tile_rows)
+    ranks_here = rank_tile * tile_ranks + tl.arange(0, tile_ranks)
+    matrix = down + (slot * num_parts + part) * (max_rank * num_inputs)
+    dtype = down.dtype.element_ty
+    total = tl.zeros([tile_rows, tile_ranks], tl.float32)
+    for start in range(0, split, tile_depth):
+        at = tl.program_id(2) * split + start + tl.arange(0, tile_depth)
+        is_at = at < num_inputs
+        left = tl.load(x + tokens[:, None] * num_inputs + at[None, :], mask=is_row[:, None] & is_at[None, :], other=0.0)
+        if in_fp8:
+            scale = tl.load(scales + tokens, mask=is_row, other=0.0)
+            left = (left.to(tl.float32) * scale[:, None]).to(dtype)
+        right = tl.load(
+            matrix + ranks_here[None, :] * num_inputs + at[:, None],
+            mask=(ranks_here < rank)[None, :] & is_at[:, None],
+            other=0.0,
+        )
+        total = product(left, right, total, widen)
+    row = (tl.program_id(2) * num_places + places) * num_parts + part
+    tl.store(low + row[:, None] * max_rank + ranks_here[None, :], total, mask=is_row[:, None])
+
+
+@triton.jit(do_not_specialize=["num_places"])
+def expand_kernel(
+    low,  # as `shrink_kernel` leaves it
+    order,
+    tiles,
+    up,  # [num_slots, num_outputs, max_rank]
+    ranks,
+    output,  # [num_tokens, num_outputs]: of all parts, one after the other; changes in place
+    num_places,
+    num_slots: tl.constexpr,
+    num_parts: tl.constexpr,
+    first_size: tl.constexpr,  # outputs of the parts; 0 where there is none
+    second_size: tl.constexpr,
+    third_size: tl.constexpr,
+    max_rank: tl.constexpr,
+    num_splits: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_ranks: tl.constexpr,
+    tile_columns: tl.constexpr,
+    widen: tl.constexpr,
+):
+    """Add to the outputs what adapters make of them. Grid: (num_tiles, tiles of columns of each part).
+
+    A tile of outputs needs at least one number for each thread, because it changes in place.
+    """
+    num_tiles = tl.num_programs(0)
+    num_outputs: tl.constexpr = first_size + second_size + third_size
+    second_tile: tl.constexpr = (first_size + tile_columns - 1) // tile_columns
+    third_tile: tl.constexpr = second_tile + (second_size + tile_columns - 1) // tile_columns
+    slot, column_tile = tl.load(tiles + tl.program_id(0)), tl.program_id(1)
+    part = (column_tile >= second_tile).to(tl.int32) + (column_tile >= third_tile).to(tl.int32)
+    rank = tl.load(ranks + part * num_slots + slot, mask=slot >= 0, other=0)
+    if rank == 0:
+        return
+    first_tile = tl.where(part == 0, 0, tl.where(part == 1, second_tile, third_tile))
+    begin = tl.where(part == 0, 0, tl.where(part == 1, first_size, first_size + second_size))
+    size = tl.where(part == 0, first_size, tl.where(part == 1, second_size, third_size))
+    in_part = (column_tile - first_tile) * tile_columns + tl.arange(0, tile_columns)
+    is_column, columns = in_part < size, begin + in_part
+    places, tokens, is_row = _rows_of_tile(tiles, order, num_tiles, tile_rows)
+    matrix = up + slot * (num_outputs * max_rank)
+    dtype = up.dtype.element_ty
+    total = tl.zeros([tile_rows, tile_columns], tl.float32)
+    for start in range(0, rank, tile_ranks):
+        ranks_here = start + tl.arange(0, tile_ranks)
+        left = tl.zeros([tile_rows, tile_ranks], tl.float32)
+        for number in range(num_splits):
+            row = (number * num_places + places) * num_parts + part
+            left += tl.load(low + row[:, None] * max_rank + ranks_here[None, :], mask=is_row[:, None], other=0.0)
+        right = tl.load(
+            matrix + columns[None, :] * max_rank + ranks_here[:, None],
+            mask=is_column[None, :] & (ranks_here < rank)[:, None],
+            other=0.0,
+        )
+        total = product(left.to(dtype), right, total, widen)
+    out = output + tokens[:, None] * num_outputs + columns[None, :]
+    is_own = is_row[:, None] & is_column[None, :]
+    total += tl.load(out, mask=is_own, other=0.0).to(tl.float32)
+    tl.store(out, total.to(output.dtype.element_ty), mask=is_own)

@@ -1,0 +1,239 @@
+"""LoRA adapters (Hu et al., 2021) beside the matrices of the decoder for CUDA: rows × down × up is added to a product.
+
+The matrices of all adapters that may be loaded lie in slots of one memory, which is allocated at the start: a captured
+step finds them at the same addresses whatever is loaded. A step's rows are put in tiles of one adapter; all tiles are
+one launch with `down` and one with `up` for each product, as the grouped products of Punica (Chen et al., 2023,
+arXiv 2310.18547) and S-LoRA (Sheng et al., 2023, arXiv 2311.03285) are. Not yet measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from app.engine.batch import Batch
+from app.model.adapters import MAX_RANK, PRODUCTS, AdapterWeights, LowRankUpdate, Sizes, linear_sizes, tokens_by_adapter
+from app.model.cuda.attention import padded
+from app.model.cuda.fp8 import Fp8Rows, Rows
+from app.model.cuda.launching import kernels_of
+from app.model.cuda.weights import JoinedWeights
+from app.model.inputs import to_device
+
+_TILE_ROWS = _TILE_RANKS = 16  # the least that matrix instructions take
+_TILE_COLUMNS = 128
+_TILE_DEPTH_BYTES = 256
+# Inputs that one program adds up. Its size follows from the layer alone, because a row's bits follow from it.
+_SPLIT = 2048
+
+
+class AdaptedColumns(NamedTuple):
+    """A step's rows with adapters, before they are tensors."""
+
+    order: list[int]  # tokens as places in the packed row, those of one adapter one after the other
+    tiles: list[int]  # [3 * num_tiles]: slots, first places in the order, numbers of rows; slot -1: no tile
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """The same on the device, int64, and the memory of the adapters."""
+
+    slots: AdapterSlots
+    order: torch.Tensor  # [num_places]
+    tiles: torch.Tensor  # [3, num_tiles]
+
+    def add(self, layer: int, product: str, inputs: Rows, output: torch.Tensor) -> None:
+        """Add to a product's outputs what the adapters of these rows make of its inputs.
+
+        inputs: [num_tokens, num_inputs]; output: [num_tokens, num_outputs], contiguous; changes in place.
+        """
+        self.slots.add(layer, product, inputs, output, self)
+
+
+@dataclass(frozen=True, slots=True)
+class SlottedAdapter:
+    """An adapter that is in a slot, as the `adapter` of scheduled sequences."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class _StackedUpdates:
+    """What all adapters add to one product of one layer. Its parts are the linear layers that are joined in it."""
+
+    outputs: tuple[int, ...]  # of each part
+    down: torch.Tensor  # [num_slots, num_parts, MAX_RANK, num_inputs]
+    up: torch.Tensor  # [num_slots, outputs of all parts, MAX_RANK]
+    ranks: torch.Tensor  # [num_parts, num_slots] int32; 0: the adapter leaves the part as it is
+
+    @classmethod
+    def of(cls, parts: Sequence[Sizes], num_slots: int, like: torch.Tensor) -> _StackedUpdates:
+        outputs = tuple(each.num_outputs for each in parts)
+        return cls(
+            outputs,
+            down=like.new_empty(num_slots, len(parts), MAX_RANK, parts[0].num_inputs),
+            up=like.new_empty(num_slots, sum(outputs), MAX_RANK),
+            ranks=like.new_zeros(len(parts), num_slots, dtype=torch.int32),
+        )
+
+    def write(self, slot: int, updates: Sequence[LowRankUpdate | None]) -> None:
+        """updates: of each part, on the host."""
+        ups = torch.split(self.up[slot], list(self.outputs))
+        for part, (update, up) in enumerate(zip(updates, ups, strict=True)):
+            self.ranks[part, slot] = 0 if update is None else update.rank
+            if update is not None:
+                self.down[slot, part, : update.rank].copy_(update.down.to(self.down.dtype))
+                # Whole rows: a copy to parts of them would take memory of the device.
+                up.copy_(functional.pad(update.up, (0, MAX_RANK - update.rank)).to(up.dtype))
+
+
+class AdapterSlots:
+    """The memory of the adapters of a model, and the products with them. Any thread may load and free."""
+
+    def __init__(self, weights: JoinedWeights, num_slots: int) -> None:
+        has_experts = [layer.router is not None for layer in weights.layers]
+        self.sizes = linear_sizes(weights.settings, has_experts=has_experts)  # by name
+        self.num_slots = num_slots
+        like = weights.embedding
+        self._device = like.device
+        self._kernels = kernels_of("adapter_kernels", self._device)
+        self._stacked: dict[tuple[int, str], _StackedUpdates] = {}  # by layer and product
+        for index in range(len(weights.layers)):
+            for product, linears in PRODUCTS.items():
+                parts = [self.sizes.get(_name(index, linear)) for linear in linears]
+                known = [each for each in parts if each is not None]
+                if known:
+                    self._stacked[index, product] = _StackedUpdates.of(known, num_slots, like)
+        self._free = list(reversed(range(num_slots)))
+        self._writing = threading.Lock()
+        self._late: dict[int, AdapterWeights] | None = None  # what is loaded while the memory is away; None: it is here
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for each in self._stacked.values():
+            yield from (each.down, each.up, each.ranks)
+
+    @property
+    def num_kernels(self) -> int:
+        """Launches in a step with adapters."""
+        return 2 * len(self._stacked)
+
+    def step_bytes(self, num_tokens: int) -> int:
+        """What a step takes beside its outputs, if every token has an adapter."""
+        return max(_low_size(each, num_tokens).numel() for each in self._stacked.values()) * torch.float32.itemsize
+
+    def load(self, weights: AdapterWeights) -> SlottedAdapter:
+        """Write an adapter to a free slot; there must be one. The steps launched so far may still use the slot."""
+        slot = self._free.pop()
+        try:
+            with self._writing:
+                if self._late is None:
+                    self._write(slot, weights)
+                else:
+                    self._late[slot] = weights
+        except BaseException:
+            self._free.append(slot)
+            raise
+        return SlottedAdapter(slot)
+
+    def free(self, adapter: SlottedAdapter) -> None:
+        """No step that is launched from now on uses it. Waits for nothing."""
+        if (late := self._late) is not None:
+            late.pop(adapter.slot, None)
+        self._free.append(adapter.slot)
+
+    def leave_device(self) -> None:
+        """Write nothing to the memory before `come_back`: it goes away."""
+        with self._writing:
+            self._late = {}
+
+    def come_back(self) -> None:
+        """The memory is here again, as it was."""
+        with self._writing:
+            late, self._late = self._late or {}, None
+            while late:
+                self._write(*late.popitem())
+
+    def columns(self, batch: Batch, *, num_tokens: int | None = None) -> AdaptedColumns:
+        """A step's rows; padded to those of a captured step of `num_tokens` tokens, if that is given."""
+        order: list[int] = []
+        tiles: list[tuple[int, int, int]] = []
+        for adapter, tokens in tokens_by_adapter(batch):
+            assert isinstance(adapter, SlottedAdapter), "loaded by the decoder that computes with it"
+            for first in range(0, len(tokens), _TILE_ROWS):
+                tiles.append((adapter.slot, len(order) + first, min(_TILE_ROWS, len(tokens) - first)))
+            order += tokens
+        if num_tokens is not None:
+            order += [0] * (num_tokens - len(order))
+            tiles += [(-1, 0, 0)] * (self._max_tiles(num_tokens) - len(tiles))
+        return AdaptedColumns(order, [number for column in zip(*tiles, strict=True) for number in column])
+
+    def rows(self, batch: Batch) -> AdaptedRows:
+        """A step's rows on the device; the batch has adapters."""
+        order, tiles = (to_device(column, self._device) for column in self.columns(batch))
+        return AdaptedRows(self, order, tiles.view(3, -1))
+
+    def add(self, layer: int, product: str, inputs: Rows, output: torch.Tensor, rows: AdaptedRows) -> None:
+        """See `AdaptedRows`."""
+        stacked = self._stacked.get((layer, product))
+        if stacked is None:  # of experts
+            return
+        values, scales = inputs if isinstance(inputs, Fp8Rows) else (inputs, inputs)
+        num_inputs, num_places, num_tiles = values.shape[1], len(rows.order), rows.tiles.shape[1]
+        size = _low_size(stacked, num_places)
+        num_splits, _, num_parts, _ = size
+        low = torch.empty(size, dtype=torch.float32, device=output.device)
+        depth = _TILE_DEPTH_BYTES // stacked.down.element_size()
+        options = {
+            "num_slots": self.num_slots, "num_parts": num_parts, "max_rank": MAX_RANK, "tile_rows": _TILE_ROWS,
+            "tile_ranks": _TILE_RANKS, "widen": self._device.type == "cpu",
+        }  # fmt: skip
+        self._kernels.shrink_kernel[(num_tiles, num_parts * MAX_RANK // _TILE_RANKS, num_splits)](
+            values, scales, rows.order, rows.tiles, stacked.down, stacked.ranks, low, num_places,
+            num_inputs=num_inputs, split=min(_SPLIT, padded(num_inputs, depth)), tile_depth=depth,
+            in_fp8=isinstance(inputs, Fp8Rows), num_warps=2, num_stages=4, **options,
+        )  # fmt: skip
+        first, second, third = (*stacked.outputs, 0, 0)[:3]
+        num_columns = sum(-(-size // _TILE_COLUMNS) for size in stacked.outputs)
+        self._kernels.expand_kernel[(num_tiles, num_columns)](
+            low, rows.order, rows.tiles, stacked.up, stacked.ranks, output, num_places, first_size=first,
+            second_size=second, third_size=third, num_splits=num_splits, tile_columns=_TILE_COLUMNS, num_warps=4,
+            num_stages=2, **options,
+        )  # fmt: skip
+
+    def _max_tiles(self, num_tokens: int) -> int:
+        """Each adapter's last tile may be short, and none is without a row."""
+        return min(num_tokens, -(-num_tokens // _TILE_ROWS) + self.num_slots)
+
+    def _write(self, slot: int, weights: AdapterWeights) -> None:
+        with _beside_steps(self._device):
+            for (index, product), stacked in self._stacked.items():
+                stacked.write(slot, [weights.get(_name(index, linear)) for linear in PRODUCTS[product]])
+
+
+def _low_size(stacked: _StackedUpdates, num_places: int) -> torch.Size:
+    """Of what stands between both products: [num_splits, num_places, num_parts, MAX_RANK]."""
+    _, num_parts, max_rank, num_inputs = stacked.down.shape
+    return torch.Size((-(-num_inputs // _SPLIT), num_places, num_parts, max_rank))
+
+
+@contextmanager
+def _beside_steps(device: torch.device) -> Iterator[None]:
+    """Around copies to memory that later steps do not read before they are complete: after the steps launched so far,
+    beside those launched meanwhile. Waits for the copies."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def _name(layer: int, linear: str) -> str:
+    return f"model.layers.{layer}.{linear}"

@@ -1,0 +1,332 @@
+"""LoRA adapters in the decoder for CUDA: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from app.assembly import adapter_at, build_sync_engine
+from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.engine.batch import Batch, ScheduledSequence
+from app.engine.engine import Engine
+from app.engine.request import Request
+from app.errors import UnsupportedAdapter
+from app.model.adapters import MAX_RANK, read_adapter
+from app.model.loader import _MAX_DIFFERENCES, LoadedModel
+from tests.fakes import make_request, run_to_end
+from tests.lora import merge, save_adapter
+from tests.tiny_models import build_tiny_model
+
+pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
+
+from app.model.cuda.adapters import AdapterSlots
+from app.model.cuda.attention import TritonAttention
+from app.model.cuda.captured_inputs import CapturedInputs, StepSize, decode_size
+from app.model.cuda.fp8 import in_fp8
+from app.model.cuda.graph_runner import GraphModelRunner
+from tests.model.cuda.counting import counting
+from tests.model.cuda.test_cuda_decoder import DEVICE, attention_for, generate_plainly, load, piece
+from tests.model.cuda.test_graph_runner import RunAgain, RunsOutAt
+
+RANKS = {"first": 5, "second": 64, "third": 16}  # one that is odd, the largest, and a whole tile
+NUM_SLOTS = 2
+TOKENS = tuple(range(3, 25))  # more than a tile of rows
+
+
+@pytest.fixture(autouse=True)
+def _triton_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta"))
+
+
+def small_model(architecture: str = "llama") -> PreTrainedModel:
+    """Triton's interpreter is slow."""
+    return build_tiny_model(
+        architecture, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, layer_types=["full_attention"]
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base, adapters, and the base with each of them merged in."""
+    folder = tmp_path_factory.mktemp("adapters")
+    small_model().save_pretrained(folder / "base")
+    for name, rank in RANKS.items():
+        save_adapter(folder / name, small_model(), rank=rank, seed=rank, size=0.1)
+        merged = merge(small_model(), folder / name, 8 / rank)
+        merged.save_pretrained(folder / f"merged-{name}")
+    return folder
+
+
+def load_adapting(path: Path, **changes: Any) -> tuple[LoadedModel, AdapterSlots]:
+    model = load(path, max_loaded_adapters=NUM_SLOTS, **changes)
+    assert model.adapters is not None
+    return model, model.adapters
+
+
+def runner_of(model: LoadedModel) -> GraphModelRunner:
+    return GraphModelRunner(model, attention_for(model), max_rows=6, capture=None)
+
+
+def under(adapter: object, item: ScheduledSequence) -> ScheduledSequence:
+    return structs.replace(item, adapter=adapter)
+
+
+def merged_logits(path: Path, tokens: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Of the last token, by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0, -1]
+    return logits.float()
+
+
+@torch.inference_mode()
+def compute(runner: GraphModelRunner, *items: ScheduledSequence) -> torch.Tensor:
+    """[num_sampled, vocab_size], on the host."""
+    return runner._predict(Batch(items, ())).logits.float().cpu().clone()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_are_those_of_merged_weights_for_adapters_of_any_rank_and_the_base_in_one_step(
+    dtype: str, folder: Path
+) -> None:
+    model, _ = load_adapting(folder / "base", dtype=dtype)
+    runner = runner_of(model)
+    first, second = (runner.load_adapter(folder / name) for name in ("first", "second"))
+    shorter = TOKENS[:3]
+    found = compute(
+        runner,
+        under(first, piece(TOKENS, 0, [0, 1, 2, 3, 4, 5])),
+        under(second, piece(shorter, 0, [6])),
+        piece(shorter, 0, [7]),
+    )
+    whole = ("merged-first", TOKENS), ("merged-second", shorter), ("base", shorter)
+    for logits, (name, tokens) in zip(found, whole, strict=True):
+        expected = merged_logits(folder / name, tokens, model.dtype)
+        error = torch.linalg.vector_norm(logits - expected) / torch.linalg.vector_norm(expected)
+        assert error < (1e-5 if dtype == "float32" else 0.06)
+    assert not torch.allclose(found[1], found[2], atol=0.5)
+
+
+def test_biases_stay_and_of_layers_with_experts_attention_is_adapted(tmp_path: Path) -> None:
+    small_model("qwen2_moe").save_pretrained(tmp_path / "base")
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    save_adapter(tmp_path / "own", small_model("qwen2_moe"), targets=targets, size=0.1)
+    merge(small_model("qwen2_moe"), tmp_path / "own", 8 / 4).save_pretrained(tmp_path / "merged")
+    runner = runner_of(load_adapting(tmp_path / "base")[0])
+    adapter = runner.load_adapter(tmp_path / "own")
+    found = compute(runner, under(adapter, piece(TOKENS[:6], 0, [0, 1])))[0]
+    torch.testing.assert_close(found, merged_logits(tmp_path / "merged", TOKENS[:6]), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("equal_rows")
+def test_a_sequences_logits_do_not_depend_on_the_adapters_beside_it(folder: Path) -> None:
+    """Bit for bit: alone, in chunks, beside rows of another adapter and of none."""
+    model, _ = load_adapting(folder / "base")
+    alone, among = (
+        GraphModelRunner(model, attention_for(model, batch_invariant=True), max_rows=6, capture=None) for _ in range(2)
+    )
+    first, second = (alone.load_adapter(folder / name) for name in ("first", "second"))
+    blocks = [0, 1, 2, 3, 4, 5]
+    expected = compute(alone, under(first, piece(TOKENS, 0, blocks)))[0]
+    for start, size in ((0, 2), (2, 19), (21, 1)):
+        item = piece(TOKENS[start : start + size], start, blocks)
+        found = compute(among, under(second, piece((9,), 0, [6])), under(first, item), piece((9, 8), 0, [7]))
+    assert torch.equal(found[1], expected)
+
+
+def test_replayed_steps_are_eager_ones_whatever_is_in_the_slots(folder: Path) -> None:
+    """The stand-in for a graph does its work again on the tensors that were there at its capture."""
+    model, _ = load_adapting(folder / "base")
+    capture = RunAgain()
+    replaying = GraphModelRunner(model, attention_for(model), max_rows=3, max_tokens=10, capture=capture)
+    eager = runner_of(model)
+    replaying.prepare()
+    first = replaying.load_adapter(folder / "first")
+    second = replaying.load_adapter(folder / "second")
+    steps = (
+        (under(first, piece(TOKENS[:7], 0, [0, 1])), piece((9,), 0, [2]), under(second, piece((5, 6), 0, [3]))),
+        (under(first, piece((11,), 7, [0, 1])), under(second, piece((5,), 2, [3])), piece((7,), 1, [2])),
+        (under(second, piece((12,), 3, [3])),),
+        (piece((7,), 2, [2]),),
+    )
+    for items in steps:
+        num_replayed = len(capture.replayed)
+        torch.testing.assert_close(compute(replaying, *items), compute(eager, *items), atol=1e-4, rtol=1e-4)
+        assert len(capture.replayed) == num_replayed + 1
+
+    replaying.unload_adapter(first)
+    third = replaying.load_adapter(folder / "third")
+    assert third == first, "its slot is taken again"
+    found = compute(replaying, under(third, piece(TOKENS[:7], 0, [0, 1])))[0]
+    torch.testing.assert_close(found, merged_logits(folder / "merged-third", TOKENS[:7]), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counted in Triton's interpreter")
+def test_a_captured_step_with_adapters_waits_for_nothing_and_takes_two_launches_more_for_a_product(
+    folder: Path,
+) -> None:
+    model, slots = load_adapting(folder / "base")
+    for size in (decode_size(2), StepSize(8, 4, 2)):
+        runner, found = runner_of(model), []
+        for has_adapters in (False, True):
+            with counting(computes=False) as counts:
+                runner.compute_padding(replace(size, has_adapters=has_adapters))
+            assert not counts.waits
+            found.append(counts)
+        without, adapted = found
+        assert len(adapted.operators) - len(without.operators) == 0
+        of_ours = [each.kernel for each in adapted.kernels if each.kernel in ("shrink_kernel", "expand_kernel")]
+        assert of_ours == ["shrink_kernel", "expand_kernel"] * 4
+        assert len(adapted.kernels) - len(without.kernels) == len(of_ours) == slots.num_kernels
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counted in Triton's interpreter")
+def test_tiles_and_ranks_that_are_not_there_are_not_read(folder: Path) -> None:
+    """Of a captured step: only the adapters in it cost what their matrices have."""
+    model, slots = load_adapting(folder / "base")
+    adapter = runner_of(model).load_adapter(folder / "first")
+    inputs = CapturedInputs(replace(decode_size(4), has_adapters=True), attention_for(model), slots)
+    x, output = torch.randn(4, 64), torch.zeros(4, 64)
+    moved = []
+    for items in (
+        (piece((3,), 0, [0]), piece((4,), 0, [1])),
+        (piece((3,), 0, [0]), under(adapter, piece((4,), 0, [1]))),
+    ):
+        inputs.fill(Batch(items, ()))
+        assert inputs.adapted is not None
+        with torch.inference_mode(), counting() as counts:
+            inputs.adapted.add(0, "down", x, output)
+        moved.append(counts)
+    nothing, one = moved
+    num_tiles = 4
+    for kernel in ("shrink_kernel", "expand_kernel"):
+        assert nothing.traffic(kernel).read <= num_tiles * 8
+        assert nothing.traffic(kernel).written == 0
+        matrix = RANKS["first"] * 64 * 4
+        assert matrix < one.traffic(kernel).read < matrix + 64 * 4 + 16 * 4 + 200 + 64 * 4
+    assert not output[0].any()
+    assert output[1].any()
+
+
+def test_where_memory_ends_during_capture_steps_with_adapters_run_eagerly(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, _ = load_adapting(folder / "base")
+    runner = GraphModelRunner(model, attention_for(model), max_rows=4, capture=RunsOutAt(4))
+    with caplog.at_level(logging.WARNING):
+        runner.prepare()
+    assert "steps of 2 tokens and fewer with adapters run without CUDA graphs" in caplog.text
+    first = runner.load_adapter(folder / "first")
+    found = compute(runner, under(first, piece(TOKENS[:1], 0, [0])))[0]
+    torch.testing.assert_close(found, merged_logits(folder / "merged-first", TOKENS[:1]), atol=1e-3, rtol=1e-4)
+
+
+def test_a_lower_rank_in_a_slot_leaves_nothing_of_a_higher_one(folder: Path) -> None:
+    model, slots = load_adapting(folder / "base")
+    runner = runner_of(model)
+    with torch.inference_mode():
+        for each in slots.tensors():  # as memory may be that was never written
+            each.fill_(0 if each.dtype is torch.int32 else float("nan"))
+    runner.unload_adapter(runner.load_adapter(folder / "second"))
+    first = runner.load_adapter(folder / "first")
+    found = compute(runner, under(first, piece(TOKENS[:7], 0, [0, 1])))[0]
+    torch.testing.assert_close(found, merged_logits(folder / "merged-first", TOKENS[:7]), atol=1e-3, rtol=1e-4)
+
+
+def test_an_adapter_that_is_refused_keeps_no_slot(folder: Path, tmp_path: Path) -> None:
+    save_adapter(tmp_path / "wide", small_model(), rank=MAX_RANK + 1)
+    runner = runner_of(load_adapting(folder / "base")[0])
+    for _ in range(NUM_SLOTS + 1):
+        with pytest.raises(UnsupportedAdapter, match=f"rank {MAX_RANK + 1}; at most {MAX_RANK}"):
+            runner.load_adapter(tmp_path / "wide")
+    assert {runner.load_adapter(folder / name).slot for name in ("first", "second")} == {0, 1}
+
+
+def test_an_adapter_that_is_loaded_in_sleep_is_there_afterwards(folder: Path) -> None:
+    model, slots = load_adapting(folder / "base")
+    runner = runner_of(model)
+    first = runner.load_adapter(folder / "first")
+    runner.sleep()
+    assert {each.untyped_storage().nbytes() for each in slots.tensors()} == {0}
+    second = runner.load_adapter(folder / "second")
+    runner.wake()
+    for adapter, name in ((first, "first"), (second, "second")):
+        found = compute(runner, under(adapter, piece(TOKENS[:5], 0, [0, 1])))[0]
+        torch.testing.assert_close(found, merged_logits(folder / f"merged-{name}", TOKENS[:5]), atol=1e-3, rtol=1e-4)
+
+
+def build(folder: Path, **model: Any) -> Engine:
+    return build_sync_engine(
+        EngineConfig(
+            model=ModelConfig(path=str(folder / "base"), dtype="float32", **model),
+            cache=CacheConfig(block_size=4, num_blocks=14),
+            scheduler=SchedulerConfig(max_running=3, max_step_tokens=12, prefill_chunk_tokens=7),
+        )
+    )
+
+
+def some_requests(folder: Path) -> dict[str, Request]:
+    """By the folder of what is to generate the same. More adapters than there are slots."""
+    made = {f"merged-{name}": adapter_at(name, str(folder / name)) for name in RANKS}
+    return {
+        name: replace(make_request((5, 6, 7), max_tokens=3, ignore_eos=True), adapter=adapter)
+        for name, adapter in (made | {"base": None}).items()
+    }
+
+
+@pytest.mark.usefixtures("triton_here")
+def test_an_engines_tokens_are_those_of_merged_weights_and_slots_are_used_again(folder: Path) -> None:
+    engine = build(folder, max_loaded_adapters=NUM_SLOTS)
+    requests = some_requests(folder)
+    for names in (("base", "merged-first", "merged-second"), ("merged-third",), ("merged-first",)):
+        wave = {name: replace(requests[name], request_id=f"{names}-{name}") for name in names}
+        outcome = run_to_end(engine, *wave.values())
+        for name, request in wave.items():
+            tokens = outcome.token_ids[request.request_id]
+            assert tokens == generate_plainly(folder / name, request.prompt_token_ids, 3), name
+    assert engine.adapters is not None
+    assert engine.adapters.stats().num_loads == 4
+    assert len(engine.adapters.stats().loaded) == NUM_SLOTS
+
+
+@pytest.mark.usefixtures("triton_here")
+@pytest.mark.parametrize("model", [{}, {"max_loaded_adapters": 2, "backend": "attention"}])
+def test_without_memory_for_adapters_or_in_transformers_code_there_are_none(
+    model: dict[str, Any], folder: Path
+) -> None:
+    assert build(folder, **model).adapters is None
+
+
+@pytest.mark.usefixtures("rounded_fp8")
+def test_weights_in_fp8_are_adapted(folder: Path, tmp_path: Path) -> None:
+    save_adapter(tmp_path / "strong", small_model(), rank=16, size=0.3)
+    merge(small_model(), tmp_path / "strong", 8 / 16).save_pretrained(tmp_path / "merged")
+    model, _ = load_adapting(folder / "base", dtype="bfloat16", quantization="fp8")
+    runner = runner_of(model)
+    strong = runner.load_adapter(tmp_path / "strong")
+    found, plain = compute(runner, under(strong, piece(TOKENS[:6], 0, [0, 1])), piece(TOKENS[:6], 0, [2, 3]))
+    expected = merged_logits(tmp_path / "merged", TOKENS[:6], torch.bfloat16)
+    size, most = torch.linalg.vector_norm(expected), _MAX_DIFFERENCES["fp8"][1]
+    assert torch.linalg.vector_norm(found - expected) / size < most
+    assert torch.linalg.vector_norm(plain - expected) / size > most
+
+
+@torch.inference_mode()
+def test_inputs_in_fp8_are_read_with_their_scales(folder: Path) -> None:
+    model, slots = load_adapting(folder / "base", dtype="bfloat16")
+    weights = read_adapter(folder / "third", slots.sizes)
+    rows = slots.rows(Batch((under(slots.load(weights), piece(TOKENS[:3], 0, [0])),), ()))
+    torch.manual_seed(0)
+    inputs = in_fp8(torch.randn(3, 64, device=model.device))
+    output = torch.zeros(3, 64, dtype=torch.bfloat16, device=model.device)
+    rows.add(0, "down", inputs, output)
+    update = weights["model.layers.0.mlp.down_proj"]
+    expected = (inputs.values.float() * inputs.scales).cpu() @ update.down.T @ update.up.T
+    torch.testing.assert_close(output.float().cpu(), expected, atol=0.02 * float(expected.abs().max()), rtol=0.02)
