@@ -99,10 +99,9 @@ class Question:
     @property
     def conversations(self) -> list[list[Json]]:
         """All that its prompts may be made of: of documents, a pipeline keeps one."""
-        documents = self.body.get("documents")
-        if self.kind != "documents" or documents is None:
+        if self.kind != "documents":
             return [each.messages for each in self.secrets]
-        [secret] = self.secrets
+        documents, [secret] = self.body["documents"], self.secrets
         kept = [documents, *([each] for each in documents)]
         return [[{"role": "user", "content": documents_text(each) + secret.question}] for each in kept]
 
