@@ -6,6 +6,7 @@ not load torch.
 
 from __future__ import annotations
 
+import filecmp
 import json
 import logging
 import os
@@ -44,6 +45,7 @@ from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Adapter, ModelFacts
 from app.engine.scheduler import Scheduler
 from app.engine.sleeper import Sleeper
+from app.engine.speculation.draft_model import ModelDrafter
 from app.engine.speculation.drafter import Drafter, LookupDrafter
 from app.engine.trace.entries import Header
 from app.engine.trace.recorder import Recorder, StepRecorder
@@ -179,18 +181,24 @@ def _device_memory(config: EngineConfig) -> _DeviceMemory:
 
 
 def _needs_on_cpu(config: EngineConfig) -> int:
-    """Bytes of weights, KV memory and the largest step. Of a model that was checked before, without transformers."""
-    from app.model.loader import model_of_check
-
-    cache = config.cache
-    location = resolve_model_path(config.model.path)
-    model = model_of_check(config.model, location, block_size=cache.block_size, checks=cache_folder())
+    """Bytes of weights, KV memory and the largest step."""
+    cache, draft = config.cache, _of_draft_model(config)
     try:
-        planned = planned_cpu_memory(config) if model is None else _planned_of_native(config, model)
+        planned = _planned_by_check(config)
+        planned = planned if draft is None else planned.beside(_planned_by_check(draft))
     except UnsupportedModel as error:
         raise InvalidSetup(f"replicas.sleep_after_s: {error}; set no sleep_after_s") from error
     kv = int(cache.memory_gib * GIB) if cache.num_blocks is None else cache.num_blocks * planned.block_bytes
     return planned.needs.weights + planned.needs.step + kv
+
+
+def _planned_by_check(config: EngineConfig) -> PlannedMemory:
+    """The sizes of the model itself. Of one that was checked before, without transformers."""
+    from app.model.loader import model_of_check
+
+    location = resolve_model_path(config.model.path)
+    model = model_of_check(config.model, location, block_size=config.cache.block_size, checks=cache_folder())
+    return _planned_by_config(config) if model is None else _planned_of_native(config, model)
 
 
 def adapter_at(name: str, path: str) -> Adapter:
@@ -256,6 +264,8 @@ def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
     location = resolve_model_path(config.model.path)
     if is_encoder(config.model, location):
         return _build_encoder(config, devices, location)
+    if devices.tensor_parallel > 1:
+        _refuse_draft_model(config, f"replicas.tensor_parallel is {devices.tensor_parallel}")
     if devices.tensor_parallel == 1:
         loaded = load_runner(config, gpu_share=devices.gpu_share)
     else:
@@ -264,16 +274,84 @@ def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
             loaded = load_runner(config, group=ranks.group)
         loaded.runner.lead(ranks)
     sentences = sentence_settings(config.model, location)
-    runner = loaded.runner if devices.sleep_after_s is None else _that_sleeps(config, loaded)
+    runner = _runner_of(config, loaded, devices)
     return assemble_recorded(
         config,
         num_blocks=loaded.num_blocks,
         runner=runner,
         facts=replace(loaded.model.facts, pooling=sentences.pooling),
         adapters=_adapters_of(config, runner) if devices.tensor_parallel == 1 else None,
+        drafter=(
+            drafter_of(config.speculation)
+            if loaded.draft is None
+            else _model_drafter(config, loaded.model.facts, loaded.draft, devices)
+        ),
         # On a GPU the KV memory was sized by what such a step leaves of it.
         largest_step=config.scheduler if loaded.model.device.type == "cuda" else None,
     )
+
+
+def _model_drafter(config: EngineConfig, facts: ModelFacts, draft: LoadedRunner, devices: Devices) -> ModelDrafter:
+    """facts: of the model itself. Raises InvalidSetup where the draft model has other tokens."""
+    of_draft = _of_draft_model(config)
+    assert of_draft is not None, "it was loaded with these settings"
+    _check_tokens(config.model, of_draft.model, facts, draft.model.facts)
+    return ModelDrafter(
+        _runner_of(of_draft, draft, devices),
+        max_drafts=config.speculation.max_drafts,
+        max_model_len=draft.model.facts.max_model_len,
+        facts=facts,
+    )
+
+
+def _of_draft_model(config: EngineConfig) -> EngineConfig | None:
+    """The settings with which the draft model is loaded; None where there is none."""
+    path = config.speculation.model
+    if path is None:
+        return None
+    model = config.model.model_copy(update={"path": path, "revision": None, "max_model_len": None})
+    return config.model_copy(update={"model": model, "speculation": SpeculationConfig()})
+
+
+def _check_tokens(model: ModelConfig, draft: ModelConfig, facts: ModelFacts, of_draft: ModelFacts) -> None:
+    """Raises InvalidSetup where a draft model does not have the same token for every id. Takes seconds where their
+    tokenizers are not equal files."""
+    from app.grammar.vocabulary import read_vocabulary
+
+    fix = f"choose a draft model of the family of {model.path}, or another speculation.method"
+    number, of_draft_number = facts.vocab_size, of_draft.vocab_size
+    if number != of_draft_number:
+        raise InvalidSetup(
+            f"speculation.model: {draft.path} has {of_draft_number:,} tokens and {model.path} {number:,}; a draft "
+            f"model needs the same: {fix}"
+        )
+    file, other_file = (Path(resolve_model_path(each.path)) / "tokenizer.json" for each in (model, draft))
+    if file.is_file() and other_file.is_file() and filecmp.cmp(file, other_file, shallow=False):
+        return
+    ours, theirs = (
+        read_vocabulary(resolve_model_path(each.path), each.revision, vocab_size=number, eos_token_ids=()).tokens
+        for each in (model, draft)
+    )
+    others = [token_id for token_id, (own, other) in enumerate(zip(ours, theirs, strict=True)) if own != other]
+    if others:
+        first = others[0]
+        raise InvalidSetup(
+            f"speculation.model: {len(others):,} of {number:,} tokens of {draft.path} are others than those of "
+            f"{model.path}, the first with the id {first}: {theirs[first]!r}, not {ours[first]!r}; {fix}"
+        )
+
+
+def _refuse_draft_model(config: EngineConfig, reason: str) -> None:
+    """Raises InvalidSetup where the settings name a draft model."""
+    if config.speculation.model is not None:
+        raise InvalidSetup(
+            f"speculation.method is draft_model, and {reason}: a draft model needs a decoder on a CPU, computed by one "
+            f"process; set speculation.method to off"
+        )
+
+
+def _runner_of(config: EngineConfig, loaded: LoadedRunner, devices: Devices) -> ModelRunner:
+    return loaded.runner if devices.sleep_after_s is None else _that_sleeps(config, loaded)
 
 
 def _that_sleeps(config: EngineConfig, loaded: LoadedRunner) -> ModelRunner:
@@ -289,7 +367,7 @@ def _that_sleeps(config: EngineConfig, loaded: LoadedRunner) -> ModelRunner:
             f"the native decoder gives them up (the log says why it was not chosen). Set no sleep_after_s"
         )
     cache = config.cache.model_copy(update={"num_blocks": loaded.num_blocks})
-    again = config.model_copy(update={"cache": cache})
+    again = config.model_copy(update={"cache": cache, "speculation": SpeculationConfig()})
 
     def load() -> TorchModelRunner:
         runner = load_runner(again).runner
@@ -339,6 +417,7 @@ def _build_encoder(config: EngineConfig, devices: Devices, location: str) -> Eng
     from app.model.encoder_loader import load_encoder
     from app.model.memory import refusing_to_run_short
 
+    _refuse_draft_model(config, f"{config.model.path} is an encoder")
     if devices.tensor_parallel > 1:
         raise InvalidSetup(
             f"replicas.tensor_parallel is {devices.tensor_parallel}; {config.model.path} is an encoder, which is not "
@@ -383,45 +462,73 @@ def _start_ranks(config: EngineConfig, devices: Devices) -> Ranks:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LoadedRunner:
     """A model, and what runs its steps."""
 
     model: LoadedModel
     runner: TorchModelRunner | GraphModelRunner
     num_blocks: int  # of its KV memory
+    draft: LoadedRunner | None = None  # the draft model, with as many
 
 
 def load_runner(config: EngineConfig, *, gpu_share: float = 1.0, group: RankGroup | None = None) -> LoadedRunner:
-    """Load the model, or one rank's part of it, and size its KV memory. All ranks of a group call it."""
-    import torch
+    """Load the model, or one rank's part of it, and its draft model, and size the KV memory of both.
 
-    from app.model.backends import build_runner, check_kv_device
-    from app.model.kv_cache import num_blocks_that_fit
-    from app.model.loader import device_of, load_model
-    from app.model.memory import refusing_to_run_short
+    All ranks of a group call it.
+    """
+    from app.model.kv_cache import block_bytes, num_blocks_that_fit
 
-    num_ranks = 1 if group is None else group.size
-    num_threads = config.model.num_threads or max(1, num_cores() // num_ranks)
-    torch.set_num_threads(num_threads)
-    check_kv_device(config, device_of(config.model))
-    with refusing_to_run_short("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
-        model = load_model(
-            config.model,
-            resolve_model_path(config.model.path),
-            block_size=config.cache.block_size,
-            checks=cache_folder(),
-            group=group,
-        )
+    model, of_draft = _load_model(config, group), _of_draft_model(config)
+    draft = None if of_draft is None else _load_model(of_draft, None)
     is_measured = model.device.type == "cuda" and config.cache.num_blocks is None
     num_blocks = num_blocks_that_fit(
         config.cache,
         model.layers,
         dtype=model.dtype,
         gpu_bytes=_gpu_bytes_for_kv(config, model, gpu_share) if is_measured else None,
+        draft_bytes=0 if draft is None else block_bytes(config.cache, draft.layers, dtype=draft.dtype),
     )
     if group is not None:
         num_blocks = group.minimum(num_blocks)
+    loaded = LoadedRunner(model, _with_kv_memory(config, model, num_blocks, group), num_blocks)
+    if of_draft is None or draft is None:
+        return loaded
+    return replace(loaded, draft=LoadedRunner(draft, _with_kv_memory(of_draft, draft, num_blocks, None), num_blocks))
+
+
+def _num_threads(config: EngineConfig, group: RankGroup | None) -> int:
+    return config.model.num_threads or max(1, num_cores() // (1 if group is None else group.size))
+
+
+def _load_model(config: EngineConfig, group: RankGroup | None) -> LoadedModel:
+    import torch
+
+    from app.model.backends import check_kv_device
+    from app.model.loader import device_of, load_model
+    from app.model.memory import refusing_to_run_short
+
+    device = device_of(config.model)
+    if device.type != "cpu":
+        _refuse_draft_model(config, f"{config.model.path} runs on {device.type}")
+    torch.set_num_threads(_num_threads(config, group))
+    check_kv_device(config, device)
+    with refusing_to_run_short("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
+        return load_model(
+            config.model,
+            resolve_model_path(config.model.path),
+            block_size=config.cache.block_size,
+            checks=cache_folder(),
+            group=group,
+        )
+
+
+def _with_kv_memory(
+    config: EngineConfig, model: LoadedModel, num_blocks: int, group: RankGroup | None
+) -> TorchModelRunner | GraphModelRunner:
+    from app.model.backends import build_runner
+
+    num_threads = _num_threads(config, group)
     logger.info(
         "%s on %s in %s%s%s, threads: %d, %d KV blocks of %d tokens",
         config.model.path, model.device, model.dtype,
@@ -429,8 +536,7 @@ def load_runner(config: EngineConfig, *, gpu_share: float = 1.0, group: RankGrou
         "" if config.cache.dtype == "auto" else f", KV memory in {config.cache.dtype}",
         num_threads, num_blocks, config.cache.block_size,
     )  # fmt: skip
-    runner = build_runner(config, model, num_blocks=num_blocks, num_threads=num_threads)
-    return LoadedRunner(model=model, runner=runner, num_blocks=num_blocks)
+    return build_runner(config, model, num_blocks=num_blocks, num_threads=num_threads)
 
 
 def _gpu_bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float) -> int:
@@ -468,6 +574,13 @@ class PlannedMemory:
         """KV memory of a sequence of the whole context."""
         return -(-self.context // self.block_size) * self.block_bytes
 
+    def beside(self, draft: PlannedMemory) -> PlannedMemory:
+        """With a draft model, which has KV memory in as many blocks."""
+        needs = replace(
+            self.needs, weights=self.needs.weights + draft.needs.weights, step=self.needs.step + draft.needs.step
+        )
+        return replace(self, needs=needs, block_bytes=self.block_bytes + draft.block_bytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedAdapters:
@@ -485,11 +598,18 @@ def planned_cpu_memory(config: EngineConfig, adapters: PlannedAdapters = Planned
         UnsupportedModel: it cannot be served, or the native decoder does not compute it.
     """
     from app.model.adapters import MAX_RANK
-    from app.model.cpu.adapters import AdaptedModel
-    from app.model.loader import dtype_of, model_of_config
 
     if adapters.rank > MAX_RANK:
         raise InvalidSetup(f"adapters of rank {adapters.rank}: at most {MAX_RANK} is computed")
+    planned, of_draft = _planned_by_config(config, adapters), _of_draft_model(config)
+    return planned if of_draft is None else planned.beside(_planned_by_config(of_draft))
+
+
+def _planned_by_config(config: EngineConfig, adapters: PlannedAdapters = PlannedAdapters()) -> PlannedMemory:
+    """The sizes of the model itself."""
+    from app.model.cpu.adapters import AdaptedModel
+    from app.model.loader import dtype_of, model_of_config
+
     location, block_size = resolve_model_path(config.model.path), config.cache.block_size
     dtype = dtype_of(config.model, location).dtype
     model = model_of_config(config.model, location, dtype=dtype, native_block_size=block_size)
@@ -545,6 +665,7 @@ def planned_memory(config: EngineConfig, *, num_ranks: int = 1) -> PlannedMemory
 
 def _build_simulated(config: EngineConfig) -> Engine:
     """Without torch: a simulated replica starts in a moment and is small."""
+    _refuse_draft_model(config, f"{config.model.path} is simulated")
     from app.model.description import read_description
     from app.model.simulated import SimulatedCosts, SimulatedModelRunner, num_simulated_blocks
 
@@ -561,7 +682,9 @@ def _build_simulated(config: EngineConfig) -> Engine:
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
     )
-    return assemble_recorded(config, num_blocks=num_blocks, runner=runner, facts=model.facts)
+    return assemble_recorded(
+        config, num_blocks=num_blocks, runner=runner, facts=model.facts, drafter=drafter_of(config.speculation)
+    )
 
 
 def assemble_recorded(
@@ -572,6 +695,7 @@ def assemble_recorded(
     facts: ModelFacts,
     largest_step: SchedulerConfig | None = None,
     adapters: AdapterStore | None = None,
+    drafter: Drafter | None = None,
 ) -> Engine:
     """As `assemble`, with the step log that the config asks for. Raises InvalidSetup when it cannot be written."""
     return assemble(
@@ -583,13 +707,13 @@ def assemble_recorded(
         recorder=recorder_of(config, runner=runner, facts=facts, num_blocks=num_blocks),
         largest_step=largest_step,
         adapters=adapters,
-        drafter=drafter_of(config.speculation),
+        drafter=drafter,
     )
 
 
 def drafter_of(settings: SpeculationConfig) -> Drafter | None:
-    """What drafts by these settings; None: nothing."""
-    return None if settings.method == "off" else LookupDrafter(settings.max_drafts)
+    """What drafts without a draft model by these settings; None: nothing."""
+    return LookupDrafter(settings.max_drafts) if settings.method == "lookup" else None
 
 
 def assemble(

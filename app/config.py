@@ -359,10 +359,27 @@ class StepLogConfig(Settings):
 class SpeculationConfig(Settings):
     """Drafts of the next tokens, computed in one step and kept where they are what would be drawn."""
 
-    method: Literal["lookup", "off"] = Field(
-        "off", description="lookup: what followed the same tokens before, and what grammars force; on CPUs only"
+    method: Literal["lookup", "draft_model", "off"] = Field(
+        "off",
+        description="lookup: what followed the same tokens before, and what grammars force; draft_model: what a "
+        "smaller model draws; both on CPUs only",
+    )
+    model: str | None = Field(
+        None,
+        min_length=1,
+        description="folder, GGUF file or hub id of the draft model, which has the same tokens; its type, quantization "
+        "and threads are the model's",
     )
     max_drafts: int = Field(8, ge=1, le=64, description="drafts for one request in one step, at most")
+
+    @model_validator(mode="after")
+    def _a_draft_model_is_named(self) -> SpeculationConfig:
+        if (self.method == "draft_model") != (self.model is not None):
+            raise ValueError(
+                f"method is {self.method} and model is {self.model}: method: draft_model needs a model, and no other "
+                f"method has one"
+            )
+        return self
 
 
 class EngineConfig(Settings):
@@ -373,6 +390,12 @@ class EngineConfig(Settings):
     scheduler: SchedulerConfig = SchedulerConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     step_log: StepLogConfig = StepLogConfig()
+
+    @property
+    def model_paths(self) -> dict[str, str]:
+        """The folders, files or hub ids of all its models, by setting."""
+        draft = self.speculation.model
+        return {"model.path": self.model.path} | ({} if draft is None else {"speculation.model": draft})
 
 
 class GroupConfig(Settings):

@@ -6,7 +6,7 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from copy import copy
@@ -30,7 +30,8 @@ from app.engine.request import (
     TokenLogprobs,
 )
 from app.engine.sequence import Sequence
-from app.engine.speculation.drafter import Drafter
+from app.engine.speculation.draft_model import ModelDrafter
+from app.engine.speculation.drafter import Drafter, Take, one_by_one
 from app.engine.trace.recorder import Recorder
 from app.errors import CarouselError, InvalidRequest
 
@@ -45,6 +46,8 @@ class CountingRunner:
     It also checks what every batch promises: token by token, nothing is skipped and nothing computed without a block.
     """
 
+    may_write_twice = False  # the same token into a slot in one step
+
     def __init__(self, block_size: int = 4) -> None:
         self.batches: list[Batch] = []
         self.deductions: list[dict[int, float]] = []  # by token, of every draw with adjustments
@@ -57,14 +60,15 @@ class CountingRunner:
         for item in batch.scheduled:
             for position, token in enumerate(item.token_ids, start=item.start):
                 slot = self._slot(item.block_ids, position)
-                assert slot not in written, f"slot {slot} written twice in one step"
+                is_same = self.may_write_twice and self._slots.get(slot) == token
+                assert is_same or slot not in written, f"slot {slot} written twice in one step"
                 written.add(slot)
                 self._slots[slot] = token
         num_prompt_tokens = {each.request.request_id: each.num_prompt_tokens for each in batch.sequences}
         for item in batch.sampled:
             if item.adjustments is not None:
                 self._check_adjustments(item, num_prompt_tokens[item.request_id])
-        token_ids = [self._draw(item.block_ids, item.end) for item in batch.sampled]
+        token_ids = [self._draw(item) for item in batch.sampled]
         result = self._with_logprobs(batch, token_ids) if batch.has_logprobs else StepResult(token_ids)
         pooled = {item.request_id: self._pooled(item) for item in batch.scheduled if item.pooling is not None}
         assert batch.has_pooling == bool(pooled)
@@ -110,9 +114,9 @@ class CountingRunner:
         assert item.start < position <= item.end, "only tokens that are computed in this step predict"
         return logprobs_after(self._seen(item.block_ids, position), token_id, num_top)
 
-    def _draw(self, block_ids: list[int], end: int) -> int:
+    def _draw(self, item: ScheduledSequence) -> int:
         """A function of every token in the KV cache, as a real model's is."""
-        return next_token(self._seen(block_ids, end))
+        return next_token(self._seen(item.block_ids, item.end))
 
     def _seen(self, block_ids: list[int], end: int) -> list[int]:
         """The tokens in the KV cache before a position."""
@@ -137,7 +141,12 @@ class KnowingDrafter:
     def begin(self, num_sequences: int) -> bool:
         return True
 
-    def draft(self, sequence: Sequence) -> list[int]:
+    def draft(
+        self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
+    ) -> Iterator[tuple[int, Several[int]]]:
+        return one_by_one(sequences, take, self._draft_of)
+
+    def _draft_of(self, sequence: Sequence) -> list[int]:
         known = list(sequence.token_ids(0, sequence.num_tokens))
         drafts: list[int] = []
         for place in range(self._num_drafts):
@@ -146,6 +155,15 @@ class KnowingDrafter:
 
     def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
         """Nothing to learn."""
+
+
+class EagerModelDrafter(ModelDrafter):
+    """Drafts four tokens in every step, whatever it takes."""
+
+    def begin(self, num_sequences: int) -> bool:
+        super().begin(num_sequences)
+        self._number = 4
+        return True
 
 
 def hidden_state(token_ids: list[int]) -> list[float]:

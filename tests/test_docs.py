@@ -136,7 +136,8 @@ def test_the_page_of_dependencies_has_all_of_them() -> None:
 
 
 def test_the_picture_of_the_packages_has_all_of_them() -> None:
-    assert imported().keys() == draw_pictures.PLACES.keys() | (imported().keys() & draw_pictures.EVERYWHERE)
+    packages = imported().keys()
+    assert packages == draw_pictures.PLACES.keys() | (packages & draw_pictures.EVERYWHERE)
 
 
 def prose(page: Path) -> str:

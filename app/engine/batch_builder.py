@@ -200,19 +200,23 @@ def draws_over(
     item: ScheduledSequence, sequence: Sequence, drafts: Several[int], eos_token_ids: frozenset[int]
 ) -> tuple[ScheduledSequence, ...]:
     """An item with one token, and that item behind each draft: penalties, bans and matcher as they are there."""
-    draws, generated, sampling = [item], list(sequence.generated_token_ids), sequence.request.sampling
+    draws, generated = [item], list(sequence.generated_token_ids)
     for draft in drafts:
-        before = draws[-1]
         generated.append(draft)
-        behind = structs.replace(
-            before,
-            token_ids=(*before.token_ids, draft),
-            banned_token_ids=banned_token_ids(sampling, generated, eos_token_ids),
-            adjustments=None if before.adjustments is None else before.adjustments.after(draft),
-            matcher=None if before.matcher is None else before.matcher.after(draft),
-        )
-        draws.append(behind)
+        draws.append(behind_draft(draws[-1], generated, eos_token_ids))
     return tuple(draws)
+
+
+def behind_draft(item: ScheduledSequence, generated: list[int], eos_token_ids: frozenset[int]) -> ScheduledSequence:
+    """An item with the last of these generated tokens, a draft, behind it."""
+    draft = generated[-1]
+    return structs.replace(
+        item,
+        token_ids=(*item.token_ids, draft),
+        banned_token_ids=banned_token_ids(item.sampling, generated, eos_token_ids),
+        adjustments=None if item.adjustments is None else item.adjustments.after(draft),
+        matcher=None if item.matcher is None else item.matcher.after(draft),
+    )
 
 
 def _banned(sequence: Sequence, eos_token_ids: frozenset[int]) -> tuple[int, ...]:

@@ -109,8 +109,8 @@ class AdaptingRunner(ModelRunner, Protocol):
 
 
 @runtime_checkable
-class SleepingRunner(ModelRunner, Protocol):
-    """A model runner that can be without its memory for a while."""
+class Sleeping(Protocol):
+    """What can be without its memory for a while."""
 
     def sleep(self) -> None:
         """Give up the memory of weights and KV. No step follows before `wake`."""
@@ -119,6 +119,11 @@ class SleepingRunner(ModelRunner, Protocol):
     def wake(self) -> None:
         """Have the weights again, and KV memory with nothing in it; may take seconds. The thread of `run` calls."""
         ...
+
+
+@runtime_checkable
+class SleepingRunner(ModelRunner, Sleeping, Protocol):
+    """A model runner that can be without its memory for a while."""
 
 
 @runtime_checkable
@@ -396,16 +401,28 @@ class Engine:
         self._recorder.slept()
         if self.adapters is not None:
             self.adapters.unload_unused()
-        if isinstance(self.runner, SleepingRunner):  # not where a step log is run again
-            self.runner.sleep()
+        for each in self._with_memory():
+            each.sleep()
 
     def wake(self) -> None:
         """Have the memory again; may take seconds. What the model runner raises leaves the engine asleep."""
         assert self._is_asleep, "it is awake"
-        if isinstance(self.runner, SleepingRunner):
-            self.runner.wake()
+        awake: list[Sleeping] = []
+        try:
+            for each in self._with_memory():
+                each.wake()
+                awake.append(each)
+        except BaseException:
+            for each in awake:
+                each.sleep()
+            raise
         self._is_asleep = False
         self._recorder.woke()
+
+    def _with_memory(self) -> list[Sleeping]:
+        """What gives up memory in sleep: nothing where a step log is run again."""
+        either: tuple[object, ...] = (self.runner, self._scheduler.drafter)
+        return [each for each in either if isinstance(each, Sleeping)]
 
     def close(self) -> None:
         """Let the recorder write what it has, end the runner's processes. The engine must not be used afterwards."""

@@ -383,15 +383,19 @@ class Scheduler:
             return
         if not all(each.is_decoding for each in sequences):
             return
-        for place, sequence in enumerate(sequences):
-            drafts = drafter.draft(sequence)
-            if not drafts:  # the common case, made short
-                continue
-            at_most = min(builder.num_tokens_left, self._num_draftable(sequence, is_short=is_short))
-            if at_most > 0:
-                drafts = drafts[:at_most]
-                self._running.extend(sequence, 1 + len(drafts))
-                builder.add_drafts(place, drafts)
+        num_tokens_left = builder.num_tokens_left
+
+        def take(sequence: Sequence, at_most: int) -> int:
+            nonlocal num_tokens_left
+            number = min(at_most, num_tokens_left, self._num_draftable(sequence, is_short=is_short))
+            if number <= 0:
+                return 0
+            self._running.extend(sequence, 1 + number)
+            num_tokens_left -= number
+            return number
+
+        for place, drafts in drafter.draft(builder.scheduled, sequences, take):
+            builder.add_drafts(place, drafts)
 
     def _num_draftable(self, sequence: Sequence, *, is_short: bool) -> int:
         """How many drafts it has blocks for and may come to be; the last token that it may have is always drawn."""
@@ -403,6 +407,10 @@ class Scheduler:
         """What the last `schedule` decided beside its batch, for the trace. Forgets it, and with it its sequences."""
         decision, self._decision = self._decision, SchedulingDecision()
         return decision
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self._drafter
 
     # ------------------------------------------------------------------ update
 

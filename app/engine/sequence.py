@@ -60,7 +60,8 @@ class Sequence:
     prefix_ids: list[int] = field(default_factory=list)  # of its full, computed blocks
     adjustments: LogitAdjustments | None = None  # while it runs and has penalties or biases; see `current_adjustments`
     pooled: list[float] | None = None  # of the computed tokens: the hidden states that its embedding is made of
-    drafts: SequenceDrafts | None = None  # while it runs and has been drafted for
+    drafts: SequenceDrafts | None = None  # while it runs and has been drafted for by lookup
+    num_draft_computed_tokens: int = 0  # known tokens with KV in the draft model's memory, in the same blocks
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -165,7 +166,7 @@ class Sequence:
         """
         blocks = self.blocks
         self.blocks, self.block_ids, self.prefix_ids = [], [], []
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = self.num_draft_computed_tokens = 0
         self.pooled = None
         self.adjustments = self.drafts = None
         return blocks

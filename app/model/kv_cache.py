@@ -95,11 +95,17 @@ def block_bytes(config: CacheConfig, layers: dict[int, LayerShape], *, dtype: to
 
 
 def num_blocks_that_fit(
-    config: CacheConfig, layers: dict[int, LayerShape], *, dtype: torch.dtype, gpu_bytes: int | None = None
+    config: CacheConfig,
+    layers: dict[int, LayerShape],
+    *,
+    dtype: torch.dtype,
+    gpu_bytes: int | None = None,
+    draft_bytes: int = 0,
 ) -> int:
     """The pool's size: as configured, or what the memory settings leave room for. dtype: of the model.
 
     gpu_bytes: what a GPU has left for KV memory (`memory.py`); None on a CPU.
+    draft_bytes: what one block takes of a draft model's KV memory.
 
     Raises:
         InvalidSetup: not even one block fits.
@@ -107,7 +113,7 @@ def num_blocks_that_fit(
     if config.num_blocks is not None:
         return config.num_blocks
     memory_bytes = int(config.memory_gib * GIB) if gpu_bytes is None else gpu_bytes
-    of_block = block_bytes(config, layers, dtype=dtype)
+    of_block = block_bytes(config, layers, dtype=dtype) + draft_bytes
     num_blocks = memory_bytes // of_block
     if num_blocks < 1:
         raise InvalidSetup(

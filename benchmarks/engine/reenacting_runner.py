@@ -5,7 +5,7 @@ With a real runner inside they compute, and draw what it draws.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -16,6 +16,7 @@ from app.engine.engine import ModelRunner
 from app.engine.matcher import TokenSet
 from app.engine.request import Request
 from app.engine.sequence import Sequence as EngineSequence
+from app.engine.speculation.drafter import Take, one_by_one
 from app.engine.trace.entries import (
     NOTHING,
     Entry,
@@ -96,7 +97,12 @@ class ReenactingRunner:
     def begin(self, num_sequences: int) -> bool:
         return True
 
-    def draft(self, sequence: EngineSequence) -> list[int]:
+    def draft(
+        self, items: Sequence[ScheduledSequence], sequences: Sequence[EngineSequence], take: Take
+    ) -> Iterator[tuple[int, Sequence[int]]]:
+        return one_by_one(sequences, take, self._draft_of)
+
+    def _draft_of(self, sequence: EngineSequence) -> list[int]:
         """As many as are recorded: the tokens that were kept then, and behind them others than were drawn."""
         scheduled = self._record.scheduled or NOTHING
         if not scheduled.counts or sequence.arrival not in scheduled.numbers:

@@ -20,7 +20,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from app.assembly import adapter_at, build_matchers, build_sync_engine
-from app.config import EngineConfig
+from app.config import EngineConfig, SpeculationConfig
 from app.engine.engine import NO_ADAPTERS, Engine
 from app.engine.request import Adapter
 from app.engine.trace.entries import Arrival, DroppedEntries, Entry, Header, Reconfigured, StepRecord
@@ -198,7 +198,8 @@ def _engine_of(config: EngineConfig, run: RecordedRun) -> Engine:
         assert adapter is not None, "taken out above"
         _check_adapter(adapter)
     tell(f"loading {config.model.path}")
-    engine = build_sync_engine(config)
+    # What was drafted is in the log.
+    engine = build_sync_engine(config.model_copy(update={"speculation": SpeculationConfig()}))
     if adapters and engine.adapters is None:
         raise BenchmarkError(f"the log has requests with adapters; {NO_ADAPTERS}")
     return engine

@@ -1,12 +1,14 @@
 """Tokens per second with and without speculation: one model serves the same conversations both ways, in turn.
 
     python -m benchmarks.engine.speculation --model DIR [--streams 32] [--tokens 160] [--rounds 8] [--threads 2]
+        [--draft-model DIR [--draft-layers N] [--draft-quantization int4]]
 
 Cases: one stream that repeats a text, one that changes words of it, one that answers questions, `--streams` of these at
 once, one stream of JSON by a schema, and `--streams` of that. Copies are greedy, all else is sampled at temperature
-0.7. Both ways share the weights and the KV memory; what they generate is compared. The last line of stdout is one JSON
-object: for each case the ratio of speeds (median over the rounds, lowest, highest), tokens per second, and how many
-tokens were drafted and kept.
+0.7. Drafts are looked up, or drawn by a draft model: of `--draft-model` the first `--draft-layers` layers with its norm
+and head, and its weights in 8 or 4 bits, where asked. Both ways share the model, and what they generate is compared.
+The last line of stdout is one JSON object: for each case the ratio of speeds (median over the rounds, lowest, highest),
+tokens per second, and how many tokens were drafted and kept.
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from app.assembly import assemble, build_matchers, build_sync_engine, drafter_of
+from app.assembly import assemble, build_matchers, build_sync_engine, drafter_of, load_runner
 from app.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from app.engine.engine import Engine
 from app.engine.matcher import Matchers
 from app.engine.request import Grammar, GrammarKind, Request, SamplingParams
+from app.engine.speculation.draft_model import ModelDrafter
+from app.engine.speculation.drafter import Drafter
 from app.text import Tokenizer
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
 from benchmarks.harness.figures import table
@@ -108,15 +114,38 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     plain = build_sync_engine(config)
     speculating = assemble(
         config.scheduler, config.cache, num_blocks=plain.stats().num_blocks, runner=plain.runner, facts=plain.facts,
-        drafter=drafter_of(SpeculationConfig(method="lookup", max_drafts=given.max_drafts)),
+        drafter=_drafter(given, config, plain),
     )  # fmt: skip
     tokenizer = Tokenizer.load(given.model)
     matchers = build_matchers(config, plain.facts)
     engines = {WITHOUT: Served(plain, matchers), WITH: Served(speculating, matchers)}
-    found = {case.name: _compared(case, engines, tokenizer, given) for case in _cases(given)}
+    cases = [case for case in _cases(given) if given.cases in case.name]
+    found = {case.name: _compared(case, engines, tokenizer, given) for case in cases}
     matchers.close()
     print(_in_words(found))
     return {"cases": found}
+
+
+def _drafter(given: argparse.Namespace, config: EngineConfig, plain: Engine) -> Drafter | None:
+    if given.draft_model is None:
+        return drafter_of(SpeculationConfig(method="lookup", max_drafts=given.max_drafts))
+    with TemporaryDirectory() as folder:
+        path = given.draft_model if given.draft_layers is None else _first_layers(given, Path(folder))
+        model = ModelConfig(path=str(path), num_threads=given.threads, quantization=given.draft_quantization)
+        cache = config.cache.model_copy(update={"num_blocks": plain.stats().num_blocks})
+        draft = load_runner(config.model_copy(update={"model": model, "cache": cache}))
+    return ModelDrafter(
+        draft.runner, max_drafts=given.max_drafts, max_model_len=draft.model.facts.max_model_len, facts=plain.facts
+    )
+
+
+def _first_layers(given: argparse.Namespace, folder: Path) -> Path:
+    """The draft model without its later layers; not trained further."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(given.draft_model, dtype="auto", num_hidden_layers=given.draft_layers)
+    model.save_pretrained(folder)
+    return folder
 
 
 def _cases(given: argparse.Namespace) -> list[Case]:
@@ -211,6 +240,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--streams", type=positive, default=32, metavar="N", help="conversations at once (32)")
     parser.add_argument("--tokens", type=positive, default=160, metavar="N", help="of an answer, at most (160)")
     parser.add_argument("--max-drafts", type=positive, default=8, metavar="N", help="speculation.max_drafts (8)")
+    parser.add_argument("--draft-model", metavar="DIR", help="drafts are this model's, which has the same tokens")
+    parser.add_argument("--draft-layers", type=positive, metavar="N", help="its first ones only (all)")
+    parser.add_argument("--draft-quantization", choices=("none", "int8", "int4"), default="none", help="(none)")
+    parser.add_argument("--cases", default="", metavar="TEXT", help="only those with this in their names (all)")
     parser.add_argument("--threads", type=positive, default=2, metavar="N", help="of the model (2)")
     parser.add_argument("--rounds", type=positive, default=8, metavar="N", help="runs each way (8)")
     return parser

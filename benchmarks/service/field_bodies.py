@@ -160,22 +160,32 @@ class _Filler:
 
     def minimal(self, schema: Json, number: int = 0) -> Any:
         """The least value of a schema; texts and integers with another number are others."""
+        return self._maker(schema)(number)
+
+    def _maker(self, schema: Json) -> Callable[[int], Any]:
+        """A number → the least value with it."""
         while len(_options(schema)) > 1:
             schema = _options(schema)[0]
         schema = self._resolved(schema)
         if "const" in schema or "enum" in schema:
-            return schema.get("const", next(iter(schema.get("enum", [None]))))
+            value = schema.get("const", next(iter(schema.get("enum", [None]))))
+            return lambda _: value
         kind = schema.get("type")
         if kind == "object":
             known = schema.get("properties", {})
             # A message needs content, which its schema says as a rule between fields.
             required = [*schema.get("required", ()), *({"role", "content"} & known.keys())]
-            return {name: self.minimal(known[name], number) for name in required if name in known}
+            makers = {name: self._maker(known[name]) for name in required if name in known}
+            return lambda number: {name: make(number) for name, make in makers.items()}
         if kind == "array":
-            return [self.minimal(schema.get("items", {}), each) for each in range(schema.get("minItems", 0))]
+            if not (length := schema.get("minItems", 0)):
+                return lambda _: []
+            make_item = self._maker(schema.get("items", {}))
+            return lambda _: [make_item(each) for each in range(length)]
         if kind in ("integer", "number"):
-            return max(schema.get("minimum", 0), min(schema.get("maximum", 700), number % 700))
-        return f"w{number}" if kind == "string" else True if kind == "boolean" else {}
+            least, most = schema.get("minimum", 0), schema.get("maximum", 700)
+            return lambda number: max(least, min(most, number % 700))
+        return (lambda number: f"w{number}") if kind == "string" else lambda _: True if kind == "boolean" else {}
 
     def fields(self, schema: Json, size: int) -> Iterator[_Filled]:
         """Values of a schema, in each of which one field is filled to so many bytes, however deep it is."""
@@ -219,8 +229,9 @@ class _Filler:
     def _arrays(self, schema: Json, size: int) -> Iterator[_Filled]:
         item = self._resolved(schema.get("items", {}))
         most = schema.get("maxItems", size)
-        length = len(json.dumps(self.minimal(item, 10**5))) + 2
-        yield _Filled("", "most", [self.minimal(item, number) for number in range(min(most, size // length))])
+        make = self._maker(item)
+        length = len(json.dumps(make(10**5))) + 2
+        yield _Filled("", "most", [make(number) for number in range(min(most, size // length))])
         wrong: Any = -1 if item.get("type") == "integer" else None
         yield _Filled("", "wrong", [wrong] * (size // (len(json.dumps(wrong)) + 2)))
         if item.get("type") not in ("integer", "number"):

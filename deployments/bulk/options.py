@@ -31,8 +31,8 @@ class PoolSettings:
 
     @property
     def is_local_model(self) -> bool:
-        path = self.served.engine.model.path
-        return resolve_model_path(path) != path or Path(path).is_dir()
+        paths = self.served.engine.model_paths.values()
+        return all(resolve_model_path(path) != path or Path(path).is_dir() for path in paths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,11 +140,11 @@ def check_folders(config: ServeFile) -> None:
     """
     for application in config.applications.values():
         for index, served in enumerate(application.models):
-            path = served.engine.model.path
-            if not _is_local(path) and path.startswith(("/", ".", "~")):
-                raise InvalidSetup(
-                    f"models[{index}].engine.model.path: got {path!r}; there is no such folder or file here"
-                )
+            for setting, path in served.engine.model_paths.items():
+                if not _is_local(path) and path.startswith(("/", ".", "~")):
+                    raise InvalidSetup(
+                        f"models[{index}].engine.{setting}: got {path!r}; there is no such folder or file here"
+                    )
         if application.batches is not None:
             _check_writable(application.batches.path)
 
@@ -190,7 +190,8 @@ def _show_progress() -> None:
 
 
 def _all_models_are_local(config: ServeFile) -> bool:
-    return all(_is_local(model.engine.model.path) for served in config.applications.values() for model in served.models)
+    models = [model for served in config.applications.values() for model in served.models]
+    return all(_is_local(path) for model in models for path in model.engine.model_paths.values())
 
 
 def _is_local(path: str) -> bool:

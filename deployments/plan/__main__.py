@@ -46,6 +46,8 @@ def _memory(options: argparse.Namespace) -> None:
         raise InvalidSetup("--rank is for CPUs only: a GPU takes memory for adapters of the highest rank")
     if card is not None and options.replicas > 1:
         raise InvalidSetup("--replicas is planned for CPUs only, where replicas share their weights; see --num-gpus")
+    if card is not None and options.draft_model is not None:
+        raise InvalidSetup("--draft-model is planned for CPUs only: a GPU speculates nothing")
     # torch takes seconds to import; mistakes are said before
     from app.assembly import PlannedAdapters
     from deployments.plan.memory import CpuPlan, GpuPlan, config_of
@@ -64,6 +66,10 @@ def _memory(options: argparse.Namespace) -> None:
         scheduler={
             "max_running": options.max_running or (256 if on_gpu else None),
             "max_step_tokens": options.max_step_tokens or (8192 if on_gpu else None),
+        },
+        speculation={
+            "method": None if options.draft_model is None else "draft_model",
+            "model": options.draft_model,
         },
     )
     plan: CpuPlan | GpuPlan = (
@@ -200,6 +206,7 @@ def _add_memory(memory: argparse.ArgumentParser) -> None:
         "--max-step-tokens", type=positive, help="scheduler.max_step_tokens (8192 on a GPU, 512 on a CPU)"
     )
     memory.add_argument("--adapters", type=positive, metavar="N", help="LoRA adapters that are loaded (none)")
+    memory.add_argument("--draft-model", metavar="MODEL", help="speculation.model, beside the model on a CPU")
     memory.add_argument("--rank", type=positive, metavar="N", help="of the adapters on a CPU, at most 64 (16)")
     memory.add_argument("--gpu-memory-fraction", type=float, default=0.9, help="cache.gpu_memory_fraction")
 

@@ -185,6 +185,21 @@ def test_adapters_take_of_a_gpus_memory_what_those_of_the_highest_rank_need(
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+def test_a_draft_model_takes_of_a_cpus_memory(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for options in ((), ("--draft-model", str(model))):
+        assert plan(model, "--cpu", "16GiB", "--context", "8192", "--dtype", "bfloat16", *options) == 0
+        shown = capsys.readouterr().out
+        weights = re.search(r"weights +([\d.]+) GiB", shown)
+        kv = re.search(r"([\d,]+) bytes of KV a token", shown)
+        assert weights is not None
+        assert kv is not None
+        found.append((float(weights[1]), int(kv[1].replace(",", ""))))
+    alone, both = found
+    assert both == (pytest.approx(2 * alone[0], abs=0.02), 2 * alone[1])
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 def test_replicas_of_a_machine_with_cpus_share_their_weights(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--cpu", "32GiB", "--context", "8192", "--dtype", "bfloat16", "--replicas", "4")
     assert plan(model, *options) == 0
@@ -210,6 +225,7 @@ def test_replicas_of_a_machine_with_cpus_share_their_weights(model: Path, capsys
         (("--gpu", "H200", "--adapters", "8", "--rank", "16"), "--rank is for CPUs only"),
         (("--gpu", "H200", "--tensor-parallel", "2", "--adapters", "8"), "on each of 2 H200 computes with none"),
         (("--cpu", "16GiB", "--adapters", "8", "--rank", "65"), "adapters of rank 65: at most 64 is computed"),
+        (("--gpu", "H200", "--draft-model", "some/model"), "--draft-model is planned for CPUs only"),
         (("--cpu", "1TB"), r"--cpu: got '1TB'; it is no size, such as 80GiB"),
         (("--cpu", "--tensor-parallel", "2"), "--tensor-parallel is planned for GPUs only"),
         (("--cpu", "--quantization", "fp8"), "only the decoder for CUDA computes, and device is cpu"),

@@ -75,9 +75,9 @@ class LateRunner(FailingOnDemand):
         assert len(item.token_ids) == 1, "only a token that was just drawn is unknown"
         return structs.replace(item, token_ids=(self._drawn[-1 - item.token_ids[0]],))
 
-    def _draw(self, block_ids: list[int], end: int) -> int:
+    def _draw(self, item: ScheduledSequence) -> int:
         try:
-            return super()._draw(block_ids, end)
+            return super()._draw(item)
         except KeyError:  # the step before failed, and with it the sequence
             assert self._has_failed
             return 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -17,11 +17,11 @@ from app.assembly import assemble, build_matchers, build_sync_engine
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.matcher import Matchers
-from app.engine.request import FinishReason, Grammar, GrammarKind, Request, SamplingParams, Thought
-from app.engine.speculation.drafter import LookupDrafter
+from app.engine.request import FinishReason, Grammar, GrammarKind, ModelFacts, Request, SamplingParams, Thought
+from app.engine.speculation.drafter import Drafter, LookupDrafter
 from app.model.matcher_preparer import MatcherPreparer
 from app.text import Tokenizer
-from tests.fakes import Outcome
+from tests.fakes import EagerModelDrafter, Outcome
 from tests.grammar.random_schemas import random_schema
 
 CONFIG = EngineConfig(scheduler=SchedulerConfig(max_running=16))
@@ -73,10 +73,20 @@ class EagerDrafter(LookupDrafter):
         return True
 
 
-def test_forced_tokens_and_lookups_as_drafts_change_no_document(engine: Engine, matchers: Matchers) -> None:
+def drafting_with_a_model(facts: ModelFacts) -> Drafter:
+    """The same model as a draft model, with KV memory of its own."""
+    return EagerModelDrafter(build_sync_engine(CONFIG).runner, max_drafts=4, max_model_len=2048, facts=facts)
+
+
+@pytest.mark.parametrize(
+    "make_drafter", [lambda facts: EagerDrafter(6), drafting_with_a_model], ids=["forced_and_lookups", "draft_model"]
+)
+def test_drafts_change_no_document(
+    make_drafter: Callable[[ModelFacts], Drafter], engine: Engine, matchers: Matchers
+) -> None:
     drafting = assemble(
         CONFIG.scheduler, CONFIG.cache, num_blocks=engine.stats().num_blocks, runner=engine.runner, facts=engine.facts,
-        drafter=EagerDrafter(6),
+        drafter=make_drafter(engine.facts),
     )  # fmt: skip
     thought = Thought(begin="<t>", end="</t>", is_open=True, max_tokens=12)
     schemas = [for_schema(f"{seed}", random_schema(seed), max_tokens=160, seed=seed) for seed in range(16)]

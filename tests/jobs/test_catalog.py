@@ -117,10 +117,12 @@ def num_steps(catalog: Catalog, call: Callable[[], object]) -> int:
 def test_an_owners_list_costs_the_same_however_much_others_have(tmp_path: Path) -> None:
     file = StoredFile(id="", owner="bob", bytes=1, created_at=5, expires_at=90, filename="f", purpose="batch")
     with closing(Catalog(tmp_path)) as catalog:
+        catalog._connection.execute("BEGIN")  # otherwise each row is a transaction of its own
         catalog._connection.executemany(
             "INSERT INTO files (id, owner, bytes, created_at, expires_at, filename, purpose) VALUES (?,?,?,?,?,?,?)",
             [(f"file-{n}", *astuple(file)[1:]) for n in range(20_000)],
         )
+        catalog._connection.execute("COMMIT")
         catalog.add_file(replace(file, id="file-ann", owner="ann"))
         page = PageOf(owner="ann", limit=10)
         assert num_steps(catalog, lambda: catalog.files(page, now=6)) <= 1

@@ -16,7 +16,7 @@ from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerShape
-from tests.model.cpu.builds import PLAIN_AMX, built_with
+from tests.model.cpu.builds import PLAIN_AMX, QUICK, built_with
 
 NUM_BLOCKS, NUM_HEADS, NUM_KV_HEADS, DIM = 24, 4, 2, 16
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def native_attention(
         pytest.skip("no C++ compiler here")
     pages = NativeKVCache(layers, num_blocks=num_blocks, block_size=16, dtype=dtype, in_int8=in_int8)
     poison(pages)
-    with built_with(PLAIN_AMX) if in_tiles else nullcontext():
+    with built_with(PLAIN_AMX, *QUICK) if in_tiles else nullcontext():
         return NativeAttention(pages, Team(num_threads))
 
 

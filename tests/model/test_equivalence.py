@@ -45,6 +45,12 @@ def random_requests(num_requests: int, vocab_size: int, *, seed: int = 1) -> tup
     return tuple(requests)
 
 
+@pytest.fixture(scope="module")
+def reference_of_the_bundled_model(demo_path: Path) -> Reference:
+    requests = random_requests(33, 763, seed=2)
+    return Reference(requests, generate_plainly(demo_path, requests))
+
+
 def generate_plainly(path: Path, requests: tuple[Request, ...]) -> dict[str, list[int]]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     model.generation_config.eos_token_id = None
@@ -162,9 +168,8 @@ def test_the_references_tell_tokens_apart(reference) -> None:  # type: ignore[no
 
 
 @pytest.mark.parametrize("way", ["torch", "attention", "decoder"])
-def test_the_bundled_model(demo_path: Path, way: str) -> None:
-    requests = random_requests(33, 763, seed=2)
-    expected = generate_plainly(demo_path, requests)
+def test_the_bundled_model(demo_path: Path, way: str, reference_of_the_bundled_model: Reference) -> None:
+    requests, expected = reference_of_the_bundled_model.requests, reference_of_the_bundled_model.token_ids
     for settings in ({"num_slots": 3200}, {"num_slots": 240, "max_step_tokens": 40, "prefill_chunk_tokens": 7}):
         assert run_to_end(build(demo_path, way=way, **settings), *requests).token_ids == expected
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Several
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 
 from app.assembly import assemble, drafter_of
 from app.config import CacheConfig, SchedulerConfig, SpeculationConfig
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.engine import Engine
 from app.engine.request import Request
 from app.engine.sequence import Sequence
-from tests.fakes import Outcome, make_request, run_to_end
+from app.engine.speculation.drafter import Drafter, Take, one_by_one
+from tests.fakes import EagerModelDrafter, Outcome, make_request, run_to_end
 from tests.model.test_equivalence import build, random_requests
 from tests.tiny_models import VOCAB_SIZE
 
@@ -39,7 +41,12 @@ class RecallingDrafter:
     def begin(self, num_sequences: int) -> bool:
         return True
 
-    def draft(self, sequence: Sequence) -> list[int]:
+    def draft(
+        self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
+    ) -> Iterator[tuple[int, Several[int]]]:
+        return one_by_one(sequences, take, self._draft_of)
+
+    def _draft_of(self, sequence: Sequence) -> list[int]:
         at = sequence.num_generated_tokens
         drafts = list(self._token_ids[sequence.request.request_id][at : at + 5])
         return [token if (at + place) % 7 else (token + 1) % VOCAB_SIZE for place, token in enumerate(drafts)]
@@ -56,12 +63,12 @@ def requests_of_all_kinds() -> tuple[Request, ...]:
     )
 
 
-def speculating(engine: Engine, token_ids: Mapping[str, list[int]], *, num_slots: int, block_size: int) -> Engine:
+def speculating(engine: Engine, drafter: Drafter, *, num_slots: int, block_size: int) -> Engine:
     """Another engine on the same model."""
     return assemble(
         SchedulerConfig(max_running=33, max_step_tokens=60, prefill_chunk_tokens=9),
         CacheConfig(block_size=block_size), num_blocks=num_slots // block_size, runner=engine.runner,
-        facts=engine.facts, drafter=RecallingDrafter(token_ids),
+        facts=engine.facts, drafter=drafter,
     )  # fmt: skip
 
 
@@ -85,7 +92,7 @@ def test_all_that_callers_hear_is_the_same(architecture: str, way: str, tiny_mod
     expected = run_to_end(engine, *requests)
     block_size = 4 if way == "torch" else 16
     for num_slots in (1600, 320):  # the smaller one preempts
-        other = speculating(engine, expected.token_ids, num_slots=num_slots, block_size=block_size)
+        other = speculating(engine, RecallingDrafter(expected.token_ids), num_slots=num_slots, block_size=block_size)
         found = run_to_end(other, *requests)
         stats = other.stats()
         assert found.token_ids == expected.token_ids
@@ -94,6 +101,32 @@ def test_all_that_callers_hear_is_the_same(architecture: str, way: str, tiny_mod
             assert heard(found) == heard(expected)
         assert stats.total_drafted_tokens > stats.total_accepted_tokens > 30
         assert (stats.total_preemptions > 0) == (num_slots == 320)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "draft", "way"),
+    [("llama", "llama", "decoder"), ("llama", "qwen3_moe", "decoder"), ("gemma2", "gpt2", "torch")],
+)
+def test_all_that_callers_hear_is_the_same_with_a_draft_model(
+    architecture: str, draft: str, way: str, tiny_model_path: Callable[[str], Path]
+) -> None:
+    requests = requests_of_all_kinds()
+    engine = build(tiny_model_path(architecture), way=way, num_slots=1600)
+    expected = run_to_end(engine, *requests)
+    block_size = 4 if way == "torch" else 16
+    for num_slots in (1600, 320):  # the smaller one preempts
+        drafting = build(tiny_model_path(draft), way=way, num_slots=num_slots)
+        drafter = EagerModelDrafter(drafting.runner, max_drafts=4, max_model_len=256, facts=engine.facts)
+        other = speculating(engine, drafter, num_slots=num_slots, block_size=block_size)
+        found = run_to_end(other, *requests)
+        stats = other.stats()
+        assert found.token_ids == expected.token_ids
+        assert found.reasons == expected.reasons
+        if way == "decoder":
+            assert heard(found) == heard(expected)
+        assert (stats.total_preemptions > 0) == (num_slots == 320)
+        kept = stats.total_accepted_tokens / stats.total_drafted_tokens
+        assert kept > 0.95 if draft == architecture else kept < 0.3, "else some requests end among drafts"
 
 
 def test_an_engine_of_the_settings_looks_drafts_up(tiny_model_path: Callable[[str], Path]) -> None:

@@ -10,11 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import log2
 
+from app.engine.batch import Batch, StepResult
+
 _NEWEST_SHARE = 1 / 16  # of a step in the averages
 _MIN_STEPS = 4  # of each kind, before they are compared
 _MARGIN = 1.25  # a draft must bring so much more than it takes
 _AT_FIRST = 0.3  # the least chance while too little is known
 _PROBE_EVERY = 64  # steps of one size: one of them without drafts, or with drafts where they are not worth it
+_MAX_PROBE_EVERY = 1024  # of a draft model: it first computes what it has missed
 _HELD_UP = 3.0  # times the average: what a pause of the system takes is no step's time
 _PER_DOUBLING = 12  # size classes
 
@@ -39,11 +42,17 @@ class _SizeClass:
     drafted_s: _Average = field(default_factory=_Average)  # of one sequence's tokens, with drafts
     num_drafts: _Average = field(default_factory=_Average)  # of one sequence, in a step with any
     num_kept: _Average = field(default_factory=_Average)  # of one sequence's tokens, in such a step
-    num_steps: int = 0
+    probe_every: int = _PROBE_EVERY
+    num_until_probe: int = _PROBE_EVERY  # steps
 
     @property
     def is_known(self) -> bool:
         return min(self.plain_s.number, self.drafted_s.number) >= _MIN_STEPS
+
+    @property
+    def lacks_plain(self) -> bool:
+        """Whether only steps without drafts are missing."""
+        return self.plain_s.number < _MIN_STEPS <= self.drafted_s.number
 
     def least_chance(self) -> float:
         """At which a draft brings as much as it takes."""
@@ -57,22 +66,43 @@ class _SizeClass:
 class DraftPace:
     """One engine's. What it says depends on the steps and times that it gets, and on nothing else."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_model: bool = False) -> None:
+        """by_model: drafts take time before a step, and are never missing. So steps without them are measured on
+        purpose, and while none is worthwhile, each probe comes after twice as many steps as the one before."""
+        self._by_model = by_model
+        self._max_probe_every = _MAX_PROBE_EVERY if by_model else _PROBE_EVERY
+        self._last_end: float | None = None  # of a step after which others followed at once
         self._classes: dict[int, _SizeClass] = {}
         self._of_size: dict[int, _SizeClass] = {}  # by the number of sequences
 
-    def least_chance(self, num_sequences: int) -> float:
+    def least_chance(self, num_sequences: int, *, chance: float = 1.0) -> float:
         """The chance of being kept below which a draft is not worth computing in a step of so many sequences.
 
-        1 and more: none is. Called once for a step that may have drafts. From time to time it says otherwise, so that
-        steps with and without drafts stay known.
+        1 and more: none is. `chance`: of the likeliest draft that there may be. Called once for a step that may have
+        drafts. From time to time it says otherwise, so that steps with and without drafts stay known.
         """
         known = self._class_of(num_sequences)
-        known.num_steps += 1
-        least = known.least_chance()
-        if known.is_known and known.num_steps % _PROBE_EVERY == 0:
-            return 1.0 if least < 1.0 else _AT_FIRST
-        return least
+        known.num_until_probe -= 1
+        least = 1.0 if self._by_model and known.lacks_plain else known.least_chance()
+        if known.num_until_probe > 0:
+            return least
+        is_drafting = least < chance
+        known.probe_every = _PROBE_EVERY if is_drafting else min(2 * known.probe_every, self._max_probe_every)
+        known.num_until_probe = known.probe_every
+        return 1.0 if is_drafting else min(_AT_FIRST, chance**2)
+
+    def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool, counts: bool = True) -> None:
+        """As `Drafter.stepped`. A step that does not count, and one with a prompt in it, says nothing of drafts."""
+        last_end, self._last_end = self._last_end, at if goes_on else None
+        num_sequences = len(batch.sequences)
+        num_drafts = batch.num_scheduled_tokens - num_sequences if batch.has_drafts else 0
+        if counts and (num_drafts or batch.num_scheduled_tokens == len(batch.sampled)):
+            self.note(
+                num_sequences=num_sequences,
+                num_drafts=num_drafts,
+                num_kept=len(result.token_ids),
+                seconds=at - (batch.began_at if last_end is None else last_end),
+            )
 
     def note(self, *, num_sequences: int, num_drafts: int, num_kept: int, seconds: float) -> None:
         """A step of so many sequences took so long; `num_kept` tokens came of it."""

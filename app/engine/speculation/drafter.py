@@ -1,13 +1,14 @@
-"""Decides what is drafted for each sequence of a step: by looking it up, and by how drafts have done of late."""
+"""Drafters decide what is drafted for each sequence of a step. Here the one that looks drafts up."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from math import log
 from typing import Protocol
 
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.matcher import Matcher
 from app.engine.sequence import Sequence
 from app.engine.speculation.draft_pace import DraftPace
@@ -15,7 +16,7 @@ from app.engine.speculation.prompt_lookup import PromptLookup
 
 _NEWEST_SHARE = 1 / 8  # of a draft in a sequence's acceptance
 _NEWEST_SHARE_OF_ALL = 1 / 64  # in that of all sequences
-_FIRST_ACCEPTANCE = 0.7
+FIRST_ACCEPTANCE = 0.7
 _FIRST_ACCEPTANCE_OF_FORCED = 0.9
 # So many equal tokens in a row are tried whatever became of drafts before: a text is copied. Without drafts, too, a
 # match grows token by token.
@@ -23,6 +24,9 @@ _LONG_MATCH = 8
 # Of so many steps one is looked at, while no sequence is promising: looking takes 3% of a step of the smallest models.
 _ONE_OF = 4
 _NUM_HOPEFUL = 8  # looks without a match, after which a sequence is not promising
+
+# Gives a sequence the blocks for at most so many drafts; returns for how many there is room. Called once for each.
+Take = Callable[[Sequence, int], int]
 
 
 class Drafter(Protocol):
@@ -32,8 +36,13 @@ class Drafter(Protocol):
         """Whether the next step, of so many sequences, may have drafts. Called before `draft`."""
         ...
 
-    def draft(self, sequence: Sequence) -> Several[int]:
-        """The tokens that may follow the known ones of a sequence. The first of them may be computed, or none."""
+    def draft(
+        self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
+    ) -> Iterator[tuple[int, Several[int]]]:
+        """For some of the sequences, by their places, the tokens that may follow the known ones: as many as are taken.
+
+        items: what the step computes of each sequence, its last token.
+        """
         ...
 
     def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
@@ -42,6 +51,16 @@ class Drafter(Protocol):
         `goes_on`: another step follows at once.
         """
         ...
+
+
+def one_by_one(
+    sequences: Several[Sequence], take: Take, draft: Callable[[Sequence], Several[int]]
+) -> Iterator[tuple[int, Several[int]]]:
+    """As `Drafter.draft`, of drafts that are found for each sequence apart."""
+    for place, sequence in enumerate(sequences):
+        drafts = draft(sequence)
+        if drafts and (number := take(sequence, len(drafts))):  # the common case, made short: there are none
+            yield place, drafts[:number]
 
 
 def updated(acceptance: float, num_drafts: int, num_kept: int, newest_share: float) -> float:
@@ -57,7 +76,7 @@ class SequenceDrafts:
 
     lookup: PromptLookup
     are_forced: bool = False  # the last drafts: by its grammar
-    acceptance: float = _FIRST_ACCEPTANCE  # the chance of a draft behind kept ones
+    acceptance: float = FIRST_ACCEPTANCE  # the chance of a draft behind kept ones
     num_noted: int = 0  # steps with drafts
     num_unmatched: int = 0  # looks without a match since the last one
 
@@ -70,10 +89,10 @@ class SequenceDrafts:
     def num_worthwhile(self, least_chance: float) -> int:
         """How many drafts in a row have at least this chance to be kept."""
         is_long = self.lookup.num_matched >= _LONG_MATCH
-        return _num_worthwhile(max(self.acceptance, _FIRST_ACCEPTANCE) if is_long else self.acceptance, least_chance)
+        return num_worthwhile(max(self.acceptance, FIRST_ACCEPTANCE) if is_long else self.acceptance, least_chance)
 
 
-def _num_worthwhile(chance: float, least_chance: float) -> int:
+def num_worthwhile(chance: float, least_chance: float) -> int:
     """How many drafts in a row have at least the least chance, if each behind kept ones has `chance`."""
     return 0 if least_chance >= chance else int(log(max(least_chance, 1e-6)) / log(min(chance, 0.999)))
 
@@ -85,13 +104,12 @@ class LookupDrafter:
 
     max_drafts: int
     _pace: DraftPace = field(default_factory=DraftPace)
-    _acceptance: float = _FIRST_ACCEPTANCE  # of all sequences
+    _acceptance: float = FIRST_ACCEPTANCE  # of all sequences
     _acceptance_of_forced: float = _FIRST_ACCEPTANCE_OF_FORCED
     _least_chance: float = 1.0
     _num_steps: int = 0
     _is_promising: bool = True  # any sequence of the last step that was looked at
     _is_passing: bool = False  # the current step is not looked at
-    _last_end: float | None = None  # of a step after which others followed at once
 
     def begin(self, num_sequences: int) -> bool:
         self._num_steps += 1
@@ -102,7 +120,12 @@ class LookupDrafter:
         self._least_chance = self._pace.least_chance(num_sequences)
         return self._least_chance < 1.0
 
-    def draft(self, sequence: Sequence) -> Several[int]:
+    def draft(
+        self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
+    ) -> Iterator[tuple[int, Several[int]]]:
+        return one_by_one(sequences, take, self._draft_of)
+
+    def _draft_of(self, sequence: Sequence) -> Several[int]:
         drafts = sequence.drafts
         if drafts is None:
             lookup = PromptLookup(sequence.request.prompt_token_ids)
@@ -126,23 +149,11 @@ class LookupDrafter:
         if matcher is None:
             return []
         self._is_promising = True
-        number = _num_worthwhile(self._acceptance_of_forced, self._least_chance)
+        number = num_worthwhile(self._acceptance_of_forced, self._least_chance)
         return matcher.forced(min(self.max_drafts, number))
 
     def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
-        last_end, self._last_end = self._last_end, at if goes_on else None
-        if self._is_passing:
-            return
-        num_sequences = len(batch.sequences)
-        num_drafts = batch.num_scheduled_tokens - num_sequences if batch.has_drafts else 0
-        if num_drafts == 0 and batch.num_scheduled_tokens != len(batch.sampled):
-            return  # a prompt is computed beside
-        self._pace.note(
-            num_sequences=num_sequences,
-            num_drafts=num_drafts,
-            num_kept=len(result.token_ids),
-            seconds=at - (batch.began_at if last_end is None else last_end),
-        )
+        self._pace.stepped(batch, result, at=at, goes_on=goes_on, counts=not self._is_passing)
         if batch.has_drafts:
             for item, sequence, num_kept in zip(batch.scheduled, batch.sequences, result.num_kept, strict=True):
                 number = len(item.token_ids) - 1

@@ -444,6 +444,29 @@ def test_a_real_log_is_replayed(
     assert found["num_steps"] > 15
 
 
+def test_a_log_with_drafts_of_a_draft_model_is_replayed(
+    demo_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = EngineConfig.model_validate({
+        "model": {"path": str(demo_path), "device": "cpu"},
+        "cache": {"num_blocks": 6},
+        "scheduler": {"max_running": 4, "max_step_tokens": 32},
+        "speculation": {"method": "draft_model", "model": str(demo_path), "max_drafts": 3},
+        "step_log": {"path": str(tmp_path / "log")},
+    })  # fmt: skip
+    engine = build_sync_engine(config)
+    run_to_end(engine, *[
+        make_request((3, *range(20, 24 + number)), max_tokens=20, temperature=float(number % 2), ignore_eos=True)
+        for number in range(6)
+    ])  # fmt: skip
+    assert engine.stats().total_preemptions > 0
+    assert engine.stats().total_drafted_tokens > 0
+    engine.close()
+    for options in ((), ("--simulated",)):
+        assert main([str(tmp_path / "log"), *options]) == 0
+        assert capsys.readouterr().out.startswith("the same: ")
+
+
 def test_a_log_of_an_encoder_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny_encoder("bert", tmp_path / "model")
     config = EngineConfig.model_validate({

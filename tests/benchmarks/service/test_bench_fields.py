@@ -50,7 +50,6 @@ def collecting_garbage_as_served() -> Iterator[None]:
     thresholds = gc.get_threshold()
     freeze_loaded()
     yield
-    gc.unfreeze()
     gc.set_threshold(*thresholds)
 
 

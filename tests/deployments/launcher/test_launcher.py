@@ -178,6 +178,17 @@ def test_a_model_folder_that_is_not_there_is_told(launch: Launch, config: dict[s
     assert "models[0].engine.model.path: got '/nowhere/model'; there is no such folder or file here" in output
 
 
+def test_a_draft_model_that_is_not_there_is_told(config: dict[str, Any], tmp_path: Path) -> None:
+    engine = config["applications"][0]["args"]["models"][0]["engine"]
+    engine["speculation"] = {"method": "draft_model", "model": "/nowhere/draft"}
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(config))
+    with pytest.raises(
+        InvalidSetup, match=r"models\[0\]\.engine\.speculation\.model: got '/nowhere/draft'; there is no"
+    ):
+        check_folders(read_serve_file(path))
+
+
 @pytest.mark.parametrize("name", ["models/other.gguf", "models/cut.gguf"])
 def test_a_gguf_file_that_cannot_be_read_is_told(name: str, config: dict[str, Any], tmp_path: Path) -> None:
     """Relative paths too, which could be hub ids."""

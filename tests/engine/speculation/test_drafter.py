@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from app.engine.engine import Engine
 from app.engine.request import FinishReason, Grammar, GrammarKind, Request
 from app.engine.speculation.drafter import Drafter, LookupDrafter, SequenceDrafts
 from app.engine.speculation.prompt_lookup import PromptLookup
+from tests.engine.speculation.test_draft_model import MatchedDraftRunner, model_drafter
 from tests.engine.test_combinations import POLICIES, STRATEGIES, workload
 from tests.engine.test_overlapped_engine import LateRunner
 from tests.fakes import (
@@ -75,7 +77,11 @@ def asking(text: str, **sampling: Any) -> Request:
     return make_request(request_id=text, grammar=grammar, **{"max_tokens": 30} | sampling)
 
 
-@pytest.mark.parametrize("drafter", [LookupDrafter(4), KnowingDrafter(3)], ids=["forced", "wrong"])
+@pytest.mark.parametrize(
+    "drafter",
+    [LookupDrafter(4), KnowingDrafter(3), model_drafter(MatchedDraftRunner())],
+    ids=["forced", "wrong", "draft_model"],
+)
 def test_a_grammar_has_the_same_tokens_and_the_same_end_with_drafts(drafter: Drafter) -> None:
     requests = [
         asking("3 4 5 6"),
@@ -95,7 +101,7 @@ def test_a_grammar_has_the_same_tokens_and_the_same_end_with_drafts(drafter: Dra
     assert outcomes[0].reasons == outcomes[1].reasons
     assert outcomes[1].reasons["9 10 11 !"] is FinishReason.ERROR
     assert drafting.stats().total_drafted_tokens > 0
-    if isinstance(drafter, LookupDrafter):
+    if not isinstance(drafter, KnowingDrafter):
         assert drafting.stats().total_steps < plain.stats().total_steps / 2
 
 
@@ -120,12 +126,17 @@ def test_an_end_token_among_drafts_ends_the_request_there() -> None:
 
 
 @pytest.mark.parametrize(
+    "make_drafter", [lambda: KnowingDrafter(3), lambda: model_drafter(wrong_every=6)], ids=["known", "draft_model"]
+)
+@pytest.mark.parametrize(
     "sampling",
     [{"presence_penalty": 0.5}, {"repetition_penalty": 1.5}, {"bad_words": ((30, 31),)}, {"min_tokens": 60}],
     ids=lambda sampling: next(iter(sampling)),
 )
-def test_a_draw_that_depends_on_the_tokens_before_it_sees_the_drafts_among_them(sampling: dict[str, object]) -> None:
-    engine = build_fake_engine(drafter=KnowingDrafter(3))
+def test_a_draw_that_depends_on_the_tokens_before_it_sees_the_drafts_among_them(
+    sampling: dict[str, object], make_drafter: Callable[[], Drafter]
+) -> None:
+    engine = build_fake_engine(drafter=make_drafter(), clock=FakeClock())
     request = make_request(max_tokens=60, request_id="one", **sampling)
     outcome = run_to_end(engine, request)
     assert outcome.token_ids["one"] == expected_tokens(request.prompt_token_ids, 60)
@@ -134,11 +145,15 @@ def test_a_draw_that_depends_on_the_tokens_before_it_sees_the_drafts_among_them(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy["name"])
-def test_the_tokens_are_the_same_under_every_strategy_and_policy(strategy: object, policy: str) -> None:
+@pytest.mark.parametrize("make_drafter", [lambda: KnowingDrafter(3), lambda: model_drafter(wrong_every=5)],
+                         ids=["known", "draft_model"])  # fmt: skip
+def test_the_tokens_are_the_same_under_every_strategy_and_policy(
+    make_drafter: Callable[[], Drafter], strategy: object, policy: str
+) -> None:
     clock, requests = FakeClock(), workload()[:32]
     engine = build_fake_engine(
         runner=TimedRunner(clock), clock=clock, num_blocks=14, max_running=6, max_waiting=100,
-        strategy=strategy, policy=policy, drafter=KnowingDrafter(3),
+        strategy=strategy, policy=policy, drafter=make_drafter(),
     )  # fmt: skip
     outcome = run_to_end(engine, *requests, clock=clock)
     for request in requests:

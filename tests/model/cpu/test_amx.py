@@ -24,7 +24,7 @@ from transformers import (
 from app.config import ModelConfig
 from app.model.cpu import library as native
 from app.model.loader import LoadedModel, load_model
-from tests.model.cpu.builds import PLAIN_AMX, built_with
+from tests.model.cpu.builds import PLAIN_AMX, QUICK, built_with
 from tests.model.cpu.test_decoder import BLOCKS, PROMPT, check_same_bits_in_any_step, chunk, decoder_of, step
 from tests.tiny_models import VOCAB_SIZE
 
@@ -72,7 +72,7 @@ def test_products_have_the_units_order_of_sums_for_any_number_of_rows(tmp_path: 
 def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(kind: str, in_int8: bool, tmp_path: Path) -> None:
     """Bit for bit: in one step alone, token by token, in chunks beside others, on other threads, with shared blocks."""
     model = load(tmp_path, kind)
-    with built_with(PLAIN_AMX):
+    with built_with(PLAIN_AMX, *QUICK):
         crowded, whole = check_same_bits_in_any_step(model, in_int8=in_int8)
 
         sharing = [chunk(PROMPT, 69, 1, [*BLOCKS[:4], block]) for block in range(13, 32)]
@@ -85,7 +85,7 @@ def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(kind: str, in
 @torch.inference_mode()
 def test_logits_are_those_of_vector_instructions_but_for_rounding(kind: str, tmp_path: Path) -> None:
     model = load(tmp_path, kind)
-    with built_with(PLAIN_AMX):
+    with built_with(PLAIN_AMX, *QUICK):
         in_tiles = decoder_of(model)
     by_vectors = decoder_of(model)
     for start, size in ((0, 40), *((at, 1) for at in range(40, 70))):
@@ -100,7 +100,7 @@ def test_logits_are_those_of_vector_instructions_but_for_rounding(kind: str, tmp
 def test_quantised_weights_give_the_bits_of_vector_instructions(quantization: str, kind: str, tmp_path: Path) -> None:
     """Sums of whole numbers are exact, whatever their order."""
     model = load(tmp_path, kind, dtype="float32", quantization=quantization)
-    with built_with(PLAIN_AMX):
+    with built_with(PLAIN_AMX, *QUICK):
         in_tiles = decoder_of(model)
     by_vectors = decoder_of(model)
     for start, size in ((0, 1), (1, 16), (17, 37), (54, 16)):
@@ -114,7 +114,7 @@ def test_sizes_that_do_not_fit_are_left_to_vector_instructions(
     shape: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    with built_with(PLAIN_AMX):
+    with built_with(PLAIN_AMX, *QUICK):
         model = load(tmp_path, **shape)
         whole = step(decoder_of(model), chunk(PROMPT, 0, 70, BLOCKS))[0]
         pieces = decoder_of(model)
@@ -129,7 +129,7 @@ def test_without_the_kernels_permission_vector_instructions_serve(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    with built_with("-DCAROUSEL_PLAIN_AMX=95"):
+    with built_with("-DCAROUSEL_PLAIN_AMX=95", *QUICK):
         refused = step(decoder_of(load(tmp_path)), chunk(PROMPT, 0, 70, BLOCKS))
     assert "not AMX: the kernel refuses it (Operation not supported)" in caplog.text
     if "amx_bf16" not in native._cpu():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,7 +15,12 @@ from app.model.cuda.attention import TritonAttention
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_interpreter() -> Iterator[None]:
-    """A function that a kernel calls finds Triton's language replaced; the interpreter would do that again."""
+    """Without work of the interpreter that has no result.
+
+    A function that a kernel calls finds Triton's language replaced; it would be replaced again. Sums of integers would
+    be computed twice to find overflows, which are told only with the interpreter's `debug`. The table of numpy's types
+    would be built for each value.
+    """
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -27,8 +34,18 @@ def _quick_interpreter() -> Iterator[None]:
             again(function.fn)
         return function.rewrite()(*given, **named)
 
+    of_pointers, of_numbers = interpreter._get_np_dtype, cache(interpreter._get_np_dtype)
+
+    def numpy_type(of: Any) -> Any:
+        scalar = of.scalar
+        return of_pointers(scalar) if scalar.is_ptr() else of_numbers(scalar)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.InterpretedFunction, "__call__", called)
+        options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+        assert not options.debug
+        patch.setattr(interpreter.interpreter_builder, "options", options)
+        patch.setattr(interpreter, "_get_np_dtype", numpy_type)
         yield
 
 

@@ -1,0 +1,163 @@
+"""Drafts with a smaller model: it computes the same sequences, in KV memory of its own under the same block ids.
+
+Speculative decoding with a draft model is Leviathan et al., 2023, and Chen et al., 2023. Here the draft model draws
+with the seed, position, filters, penalties and matcher of the request. As the noise of a draw depends on seed and
+position alone, its draws equal the model's more often than independent ones would (Gumbel coupling: Daliri, Musco and
+Suresh, 2024). No torch here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+
+from msgspec import structs
+
+from app.engine.batch import Batch, ScheduledSequence, StepResult
+from app.engine.batch_builder import behind_draft
+from app.engine.engine import ModelRunner, SleepingRunner
+from app.engine.isolation import tried
+from app.engine.request import ModelFacts
+from app.engine.sequence import Sequence
+from app.engine.speculation.draft_pace import DraftPace
+from app.engine.speculation.drafter import FIRST_ACCEPTANCE, Take, num_worthwhile, updated
+from app.errors import described
+
+logger = logging.getLogger(__name__)
+
+# Of all sequences that the draft model has not followed, in one step. Those that need the fewest go first.
+MAX_CATCH_UP_TOKENS = 256
+_MAX_CATCH_UP_SHARE = 8  # of the tokens that a sequence is expected to generate yet: more are not worth computing
+_NUM_BEHIND = 2  # tokens that the draft model lacks of a sequence for which it drafted in the step before, at most
+_NEWEST_SHARE = 1 / 32  # of a draft in the acceptance
+
+
+@dataclass(slots=True)
+class _Drafting:
+    """What the draft model computes next of one sequence."""
+
+    place: int  # in the step
+    sequence: Sequence
+    item: ScheduledSequence
+    number: int  # of drafts; 0: it only catches up
+    drafts: list[int] = field(default_factory=list)
+
+    def go_on(self, draft: int, eos_token_ids: frozenset[int]) -> None:
+        """The item draws this."""
+        self.drafts.append(draft)
+        if len(self.drafts) < self.number:
+            generated = [*self.sequence.generated_token_ids, *self.drafts]
+            behind = behind_draft(self.item, generated, eos_token_ids)
+            self.item = structs.replace(behind, token_ids=(draft,), start=self.item.end)
+
+
+class ModelDrafter:
+    """Drafts as many tokens for each sequence as acceptance and step times make worthwhile, `max_drafts` at most."""
+
+    def __init__(self, runner: ModelRunner, *, max_drafts: int, max_model_len: int, facts: ModelFacts) -> None:
+        """runner: of the draft model, with as much KV memory, in blocks, as the model of these facts.
+
+        max_model_len: of the draft model. Longer sequences are not drafted for.
+        """
+        self._runner = runner
+        self._max_drafts = max_drafts
+        self._max_model_len = max_model_len
+        self._eos_token_ids = frozenset(facts.eos_token_ids)
+        self._pace = DraftPace(by_model=True)
+        self._acceptance = FIRST_ACCEPTANCE
+        self._number = 0  # of drafts for each sequence of the current step
+        self._has_computed = False  # anything in the current step
+        self._has_failed = False
+
+    def begin(self, num_sequences: int) -> bool:
+        self._has_computed = False
+        if self._has_failed:
+            return False
+        least_chance = self._pace.least_chance(num_sequences, chance=self._acceptance)
+        self._number = min(self._max_drafts, num_worthwhile(self._acceptance, least_chance))
+        return self._number > 0
+
+    def draft(
+        self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
+    ) -> Iterator[tuple[int, Several[int]]]:
+        step = self._first_step(items, sequences, take)
+        drafting = [each for each in step if each.number]
+        while step:
+            self._has_computed = True
+            batch = Batch(tuple([each.item for each in step]), tuple([each.sequence for each in step]))
+            result = tried(self._runner.run, batch)
+            if isinstance(result, Exception):
+                self._has_failed = True
+                logger.error("the draft model failed; nothing is drafted any more: %s", described(result))
+                return
+            for each in step:
+                each.sequence.num_draft_computed_tokens = each.item.end
+            for each, draft in zip([each for each in step if each.number], result.token_ids, strict=True):
+                each.go_on(draft, self._eos_token_ids)
+            step = [each for each in drafting if len(each.drafts) < each.number]
+        for each in drafting:
+            yield each.place, each.drafts
+
+    def _first_step(
+        self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
+    ) -> list[_Drafting]:
+        """The tokens that the draft model lacks. It draws a draft for each sequence of which it then has all."""
+        found: list[_Drafting] = []
+        num_left = MAX_CATCH_UP_TOKENS
+        for place in sorted(range(len(sequences)), key=lambda place: _num_lacking(sequences[place])):
+            sequence = sequences[place]
+            num_lacking, num_fitting = _num_lacking(sequence), self._max_model_len - sequence.num_tokens + 1
+            num_tokens = num_lacking if num_lacking <= _NUM_BEHIND else min(num_lacking, num_left)
+            if num_fitting < 1 or not num_tokens or not _is_worth_catching_up(sequence):
+                continue
+            number = take(sequence, min(self._number, num_fitting)) if num_tokens == num_lacking else 0
+            if num_tokens == num_lacking and not number:
+                continue
+            if num_lacking > _NUM_BEHIND:
+                num_left -= num_tokens
+            item, start = items[place], sequence.num_draft_computed_tokens
+            first = structs.replace(
+                item,
+                token_ids=sequence.token_ids(start, start + num_tokens),
+                start=start,
+                samples=number > 0,
+                matcher=item.matcher if number else None,
+                adapter=None,
+            )
+            found.append(_Drafting(place, sequence, first, number))
+        return found
+
+    def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
+        # A step in which the draft model has only caught up is of neither kind.
+        counts = batch.has_drafts or not self._has_computed
+        self._pace.stepped(batch, result, at=at, goes_on=goes_on, counts=counts)
+        for sequence in batch.sequences:  # the KV of drafts that were not kept is of no use; the last token has none
+            known = min(sequence.num_draft_computed_tokens, sequence.num_tokens - 1)
+            sequence.num_draft_computed_tokens = known
+        if batch.has_drafts:
+            for item, num_kept in zip(batch.scheduled, result.num_kept, strict=True):
+                num_drafts = len(item.token_ids) - 1
+                if num_drafts:
+                    self._acceptance = updated(self._acceptance, num_drafts, num_kept - 1, _NEWEST_SHARE)
+
+    def sleep(self) -> None:
+        """Give up the memory of the draft model; every sequence waits."""
+        if isinstance(self._runner, SleepingRunner):
+            self._runner.sleep()
+
+    def wake(self) -> None:
+        """Have the memory again. Raises what the runner raises."""
+        if isinstance(self._runner, SleepingRunner):
+            self._runner.wake()
+
+
+def _num_lacking(sequence: Sequence) -> int:
+    """Known tokens that the draft model has not computed."""
+    return sequence.num_tokens - sequence.num_draft_computed_tokens
+
+
+def _is_worth_catching_up(sequence: Sequence) -> bool:
+    num_expected = max(1, sequence.num_predicted_tokens - sequence.num_generated_tokens)
+    return _num_lacking(sequence) <= _NUM_BEHIND + _MAX_CATCH_UP_SHARE * num_expected
