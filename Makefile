@@ -28,9 +28,10 @@ serve: .venv/runtime.done
 bulk: .venv/runtime.done
 	@$(BIN)/python -m deployments.bulk --input $(INPUT) --output $(OUTPUT) --resume
 
-# Tests that need no cluster share the cores; live ones look at clocks and come one after the other.
+# Tests that need no cluster share the cores, in the order of folders: by their number of tests, slow files would come
+# last. Live ones look at clocks and come one after the other.
 test: .venv/dev.done
-	$(BIN)/python -m pytest -m "not serve" -n $(TEST_PROCESSES) --dist loadfile
+	$(BIN)/python -m pytest -m "not serve" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m "serve and not browser"
 
 browser: .venv/dev.done

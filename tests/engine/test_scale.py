@@ -96,12 +96,18 @@ def numbered_requests() -> Iterator[Request]:
 
 @contextmanager
 def counted_instructions(work: Work) -> Iterator[None]:
+    num_instructions = 0
+
     def trace(frame: FrameType, event: str, _: object) -> Any:
         if not frame.f_code.co_filename.startswith(ENGINE_ROOM):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        work.num_instructions += event == "opcode"
-        return trace
+        return of_frame
+
+    def of_frame(_frame: FrameType, event: str, _: object) -> Any:
+        nonlocal num_instructions
+        num_instructions += event == "opcode"
+        return of_frame
 
     before = sys.gettrace()
     sys.settrace(trace)
@@ -109,6 +115,7 @@ def counted_instructions(work: Work) -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
+        work.num_instructions += num_instructions
 
 
 def work_of_steps(*, num_waiting: int) -> Work:

@@ -110,6 +110,8 @@ class AdapterSlots:
                 if known:
                     self._stacked[index, product] = _StackedUpdates.of(known, num_slots, like)
         self._free = list(reversed(range(num_slots)))
+        # One for all writes: torch hands out the same 32 again and again, and one of them captures graphs.
+        self._stream = torch.cuda.Stream(like.device) if like.is_cuda else None  # type: ignore[no-untyped-call]
         self._writing = threading.Lock()
         self._late: dict[int, AdapterWeights] | None = None  # what is loaded while the memory is away; None: it is here
 
@@ -210,7 +212,7 @@ class AdapterSlots:
         return min(num_tokens, -(-num_tokens // _TILE_ROWS) + self.num_slots)
 
     def _write(self, slot: int, weights: AdapterWeights) -> None:
-        with _beside_steps(self._device):
+        with _beside_steps(self._stream):
             for (index, product), stacked in self._stacked.items():
                 stacked.write(slot, [weights.get(_name(index, linear)) for linear in PRODUCTS[product]])
 
@@ -222,14 +224,13 @@ def _low_size(stacked: _StackedUpdates, num_places: int) -> torch.Size:
 
 
 @contextmanager
-def _beside_steps(device: torch.device) -> Iterator[None]:
+def _beside_steps(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Around copies to memory that later steps do not read before they are complete: after the steps launched so far,
     beside those launched meanwhile. Waits for the copies."""
-    if device.type != "cuda":
+    if stream is None:
         yield
         return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()

@@ -13,7 +13,7 @@ from app.model.cpu import library as native
 
 # Half of the compiler's time. Products and sums are joined as with -O3, so bits are the same.
 QUICK = ("-O1", "-fexpensive-optimizations")
-PLAIN_AMX = "-DCAROUSEL_PLAIN_AMX=0"  # plain C++ in place of AMX; built with QUICK it is as fast
+PLAIN_AMX = "-DCAROUSEL_PLAIN_AMX=0"  # plain C++ in place of AMX
 
 
 @contextmanager

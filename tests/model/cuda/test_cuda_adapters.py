@@ -30,7 +30,7 @@ from app.model.cuda.adapters import AdapterSlots
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import CapturedInputs, StepSize, decode_size
 from app.model.cuda.fp8 import in_fp8
-from app.model.cuda.graph_runner import GraphModelRunner
+from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
 from tests.model.cuda.counting import counting
 from tests.model.cuda.test_cuda_decoder import DEVICE, attention_for, generate_plainly, load, piece
 from tests.model.cuda.test_graph_runner import RunAgain, RunsOutAt
@@ -166,6 +166,23 @@ def test_replayed_steps_are_eager_ones_whatever_is_in_the_slots(folder: Path) ->
     assert third == first, "its slot is taken again"
     found = compute(replaying, under(third, piece(TOKENS[:7], 0, [0, 1])))[0]
     torch.testing.assert_close(found, merged_logits(folder / "merged-third", TOKENS[:7]), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_a_graph_finds_what_is_written_to_a_slot_after_its_capture_and_no_launched_step_does(folder: Path) -> None:
+    model, _ = load_adapting(folder / "base")
+    runner = GraphModelRunner(
+        model, attention_for(model), max_rows=3, max_tokens=10, capture=CudaCapture(model.device)
+    )  # fmt: skip
+    runner.prepare()
+    for name in ("first", "third"):
+        adapter = runner.load_adapter(folder / name)
+        with torch.inference_mode():
+            logits = runner._predict(Batch((under(adapter, piece(TOKENS[:7], 0, [0, 1])),), ())).logits.clone()
+        runner.unload_adapter(adapter)
+        runner.unload_adapter(runner.load_adapter(folder / "second"))
+        expected = merged_logits(folder / f"merged-{name}", TOKENS[:7])
+        torch.testing.assert_close(logits[0].float().cpu(), expected, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="counted in Triton's interpreter")
