@@ -70,7 +70,7 @@ def test_a_wrong_kernel_shows_in_its_error() -> None:
 def test_memory_that_was_predicted_stands_beside_what_a_start_finds(measured: Measured) -> None:
     figures, tables = measured("memory")
     parts = {row["part"]: row for row in tables["memory beside KV, GiB"]}
-    assert set(parts) == {"weights", "step", "graphs", "workspaces", "context"}
+    assert set(parts) == {"weights", "step", "graphs", "workspaces", "context", "adapters"}
     assert figures["graphs"] > 0
     assert figures["worst_step_s"] > 0
     assert figures["predicted_gib"] > figures["kv_gib"] > 0
