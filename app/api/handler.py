@@ -321,11 +321,12 @@ class RequestHandler:
             account.max_tokens(parsed.asked_tokens, parsed.length_param)
             account.check_priority(parsed.priority)
             limits = self.limits.shared_by(num_bodies)
-            without_documents = parsed.model_copy(update={"documents": []})  # a pipeline may leave most of them out
+            # A pipeline may leave most documents out.
+            written = parsed if isinstance(target, ServedModel) else parsed.model_copy(update={"documents": []})
 
             def check(model: ServedModel) -> SharedFields:
                 shared = shared_fields(parsed, model, limits)
-                endpoint.prepare(without_documents, model, limits, shared)
+                endpoint.prepare(written, model, limits, shared)
                 return shared
 
             models = (target,) if isinstance(target, ServedModel) else target.answering_models

@@ -156,6 +156,8 @@ def test_a_bad_prompt_fails_alone_with_the_error_that_it_would_have_had(
         ({"prompts": ["Hi"], "stop": ["x" * 300]}, "stop"),
         ({"prompts": ["Hi"], "max_tokens": 200}, "max_tokens"),
         ({"prompts": ["Hi"], "logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"prompts": ["Hi"], "documents": ["3 " * 5_000]}, "prompt"),
+        ({"prompts": [chat("Hi")], "documents": ["3 " * 5_000]}, "messages"),
     ],
     ids=lambda value: str(value)[:60],
 )
