@@ -174,7 +174,8 @@ class Decoder {
             std::fill_n(to, shape_.hidden_size, 0.0f);
             return;
         }
-        if (!embedding_) return read_column<HEAD_BITS>(head(), token, to);
+        if (!embedding_ && shape_.weight_bits) return read_column<HEAD_BITS>(head(), token, to);
+        if (!embedding_) return read_column<T>(head(), token, to);
         const T* from = embedding_ + token * shape_.hidden_size;
         for (int64_t at = 0; at < shape_.hidden_size; at += LANES) store(load(from + at), to + at);
     }

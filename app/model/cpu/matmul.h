@@ -23,6 +23,23 @@ struct Matrix {
     int64_t num_columns;  // outputs
 };
 
+// One column of a packed matrix.
+template <typename T>
+inline void read_column(const Matrix& matrix, int64_t column, float* to) {
+    const int64_t num_units = matrix.num_inputs / PER_UNIT<T>;
+    const uint32_t* unit = matrix.panels + column / PANEL * PANEL * num_units + column % PANEL;
+    for (int64_t first = 0; first < matrix.num_inputs; first += LANES) {
+        uint32_t units[LANES / PER_UNIT<T>];
+        for (uint32_t& own : units) {
+            own = *unit;
+            unit += PANEL;
+        }
+        T numbers[LANES];
+        std::memcpy(numbers, units, sizeof(numbers));
+        store(load(numbers), to + first);
+    }
+}
+
 // What a tile fetches for later while it reads a panel: a place for each unit, `stride` apart; 0: nothing. Past the end
 // it does no harm.
 struct Ahead {

@@ -95,7 +95,7 @@ class NativeWeights:
 
     settings: DecoderSettings
     layers: tuple[NativeLayer, ...]
-    embedding: PlacedTensor | None  # [rank_tokens, hidden_size]; None: its rows are read from the quantised head
+    embedding: PlacedTensor | None  # [rank_tokens, hidden_size]; None: its rows are read from the head
     final_norm: PlacedTensor
     head: PlacedTensor
     dtype: PlacedDtype  # of everything that is not quantised
@@ -163,8 +163,9 @@ def pack_weights(
 
     Of weights on the meta device the packed ones are there too: they have sizes and no numbers.
 
-    bits: 8 or 4 quantise the matrices of the layers so, and the head to 8 bits. An embedding that is tied to the head
-    is not kept then; another one stays as it is: a step reads only its tokens' rows.
+    An embedding that is tied to the head is not kept. Another one is not packed: a step reads only its tokens' rows.
+
+    bits: 8 or 4 quantise the matrices of the layers so, and the head to 8 bits.
     release: called after each layer, when what was asked of `weights` so far has been packed.
     allocate: gives the memory of all that is kept; nothing of it is a view of `weights`.
     """
@@ -175,8 +176,7 @@ def pack_weights(
         _log_use_of_amx(settings, dtype, bits)
     pack = _Packing(team, bits, allocate)
     # First: the largest matrices, while nothing else is there.
-    is_left_out = bits > 0 and _are_equal(embedding, given(weights, HEAD))
-    kept = None if is_left_out else pack.copy(embedding)
+    kept = None if _are_equal(embedding, given(weights, HEAD)) else pack.copy(embedding)
     del embedding
     head = pack([given(weights, HEAD)], bits=_HEAD_BITS if bits else 0)
     release()

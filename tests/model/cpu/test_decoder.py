@@ -102,6 +102,22 @@ def test_logits_are_the_models_own(architecture: str, dtype: str, tiny_model_pat
     check_logits(tiny_model_path(architecture), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_rows_of_a_tied_embedding_are_read_from_the_head(dtype: str, tmp_path: Path) -> None:
+    own = build_tiny_model("llama", tie_word_embeddings=True)
+    own.save_pretrained(tmp_path)
+    model = load(tmp_path, dtype)
+    assert model.native is not None
+    assert model.native.embedding is None
+    embedding = own.get_input_embeddings().weight.detach().to(DTYPES[dtype]).contiguous()
+    kept = dataclasses.replace(model, native=dataclasses.replace(model.native, embedding=embedding))
+    every_token = list(range(VOCAB_SIZE))
+    blocks = list(range(-(-VOCAB_SIZE // 16)))
+    logits = [step(decoder_of(each), chunk(every_token, 0, VOCAB_SIZE, blocks)) for each in (model, kept)]
+    assert torch.equal(*logits)
+
+
 def check_logits(path: Path, dtype: str) -> None:
     own = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation="eager").eval()
     expected = own(torch.tensor([PROMPT])).logits[0, -1].float()
