@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,6 +30,14 @@ class ModelFacts:
     scores_pairs: bool = False  # it gives a score for a pair of texts, a cross-encoder
     labels: tuple[str, ...] = ()  # of a classifier, which gives a score for each of them
     pooling: str | None = None  # of its embeddings, a `Pooling`, as its files have it
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> ModelFacts:
+        """Those that were written as JSON. Raises TypeError if they are none."""
+        fields: dict[str, Any] = {}
+        for name, value in found.items():
+            fields[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**fields)
 
 
 class FinishReason(StrEnum):

@@ -139,7 +139,7 @@ def _without_tuner(config: SchedulerConfig) -> SchedulerConfig:
 
 def facts_of(header: Header) -> ModelFacts:
     """What the recorded engine knew of its model."""
-    return ModelFacts(**header.facts | {"eos_token_ids": tuple(header.facts["eos_token_ids"])})
+    return ModelFacts.of_json(header.facts)
 
 
 class Shares:

@@ -8,7 +8,7 @@ once, one stream of JSON by a schema, and `--streams` of that. Copies are greedy
 0.7. Drafts are looked up, or drawn by a draft model: of `--draft-model` the first `--draft-layers` layers with its norm
 and head, and its weights in 8 or 4 bits, where asked. Both ways share the model, and what they generate is compared.
 The last line of stdout is one JSON object: for each case the ratio of speeds (median over the rounds, lowest, highest),
-tokens per second, and how many tokens were drafted and kept.
+tokens per second, and how many tokens were drafted and kept in a run, with the first one, which is not timed.
 """
 
 from __future__ import annotations
@@ -177,25 +177,25 @@ def _compared(
 ) -> dict[str, Any]:
     requests = [_request(case, number, tokenizer, given.tokens) for number in range(len(case.prompts))]
     seconds: dict[str, list[float]] = {name: [] for name in engines}
+    before = engines[WITH].engine.stats()
     generated = {name: _serve(engine, requests, case.streams)[1] for name, engine in engines.items()}  # warm up
     if generated[WITH] != generated[WITHOUT]:
         raise BenchmarkError(f"{case.name}: the tokens with speculation are others than without")
-    before = engines[WITH].engine.stats()
     for number, name in turns(list(engines), rounds=given.rounds):
         took, tokens = _serve(engines[name], requests, case.streams)
         if tokens != generated[WITHOUT]:
             raise BenchmarkError(f"{case.name}, {name}: the tokens of round {number} are others")
         seconds[name].append(took)
         tell(f"{case.name}: round {number} of {given.rounds}: {name}: {took:.3f} s")
-    after = engines[WITH].engine.stats()
+    after, num_runs = engines[WITH].engine.stats(), 1 + given.rounds
     num_tokens = sum(map(len, generated[WITH].values()))
     ratios = sorted(slow / fast for slow, fast in zip(seconds[WITHOUT], seconds[WITH], strict=True))
     speeds = {name: round(num_tokens / statistics.median(each), 1) for name, each in seconds.items()}
     return {
         "speed_ratio": round(statistics.median(ratios), 3), "lowest": round(ratios[0], 3),
         "highest": round(ratios[-1], 3), "tokens_per_s": speeds, "num_tokens": num_tokens,
-        "drafted_per_run": (after.total_drafted_tokens - before.total_drafted_tokens) / given.rounds,
-        "kept_per_run": (after.total_accepted_tokens - before.total_accepted_tokens) / given.rounds,
+        "drafted_per_run": (after.total_drafted_tokens - before.total_drafted_tokens) / num_runs,
+        "kept_per_run": (after.total_accepted_tokens - before.total_accepted_tokens) / num_runs,
     }  # fmt: skip
 
 

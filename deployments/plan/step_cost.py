@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -231,9 +231,7 @@ class MeasuredReplica:
             found = json.loads(path.expanduser().read_text(encoding="utf-8"))
             if found.pop("step_cost") != _FORMAT:
                 raise ValueError("another format")
-            facts: dict[str, Any] = found.pop("facts")
-            facts["eos_token_ids"] = tuple(facts["eos_token_ids"])
-            return cls(facts=ModelFacts(**facts), cost=StepCost(**found.pop("cost")), **found)
+            return cls(facts=ModelFacts.of_json(found.pop("facts")), cost=StepCost(**found.pop("cost")), **found)
         except OSError as error:
             raise InvalidSetup(f"{path}: {error.strerror}") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -169,16 +169,17 @@ def pack_weights(
     release: called after each layer, when what was asked of `weights` so far has been packed.
     allocate: gives the memory of all that is kept; nothing of it is a view of `weights`.
     """
-    embedding = given(weights, EMBEDDING)
+    embedding, head = given(weights, EMBEDDING), given(weights, HEAD)
     dtype, team = embedding.dtype, None
     if not embedding.is_meta:
         team = Team(torch.get_num_threads())
         _log_use_of_amx(settings, dtype, bits)
     pack = _Packing(team, bits, allocate)
     # First: the largest matrices, while nothing else is there.
-    kept = None if _are_equal(embedding, given(weights, HEAD)) else pack.copy(embedding)
+    kept = None if _are_equal(embedding, head) else pack.copy(embedding)
     del embedding
-    head = pack([given(weights, HEAD)], bits=_HEAD_BITS if bits else 0)
+    packed_head = pack([head], bits=_HEAD_BITS if bits else 0)
+    del head
     release()
     layers = []
     for index, window in enumerate(settings.sliding_windows):
@@ -190,7 +191,7 @@ def pack_weights(
         layers=tuple(layers),
         embedding=kept,
         final_norm=pack.copy(given(weights, "model.norm.weight")),
-        head=head,
+        head=packed_head,
         dtype=dtype,
         weight_bits=bits,
     )
