@@ -38,7 +38,7 @@ from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
 from app.engine.block_pool import BlockPool, NoBlocks
 from app.engine.device_turns import DeviceTurns
-from app.engine.engine import AdaptingRunner, Engine, LaunchingRunner, ModelRunner, SleepingRunner
+from app.engine.engine import AdaptingRunner, Engine, LaunchingRunner, ModelRunner, Sleeping
 from app.engine.largest_batch import largest_batch
 from app.engine.matcher import Matchers
 from app.engine.overlapped_engine import OverlappedEngine
@@ -264,11 +264,10 @@ def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
     location = resolve_model_path(config.model.path)
     if is_encoder(config.model, location):
         return _build_encoder(config, devices, location)
-    if devices.tensor_parallel > 1:
-        _refuse_draft_model(config, f"replicas.tensor_parallel is {devices.tensor_parallel}")
     if devices.tensor_parallel == 1:
         loaded = load_runner(config, gpu_share=devices.gpu_share)
     else:
+        _refuse_draft_model(config, f"replicas.tensor_parallel is {devices.tensor_parallel}")
         ranks = _start_ranks(config, devices)
         with ranks.loading():
             loaded = load_runner(config, group=ranks.group)
@@ -359,7 +358,7 @@ def _that_sleeps(config: EngineConfig, loaded: LoadedRunner) -> ModelRunner:
     from app.model.reloading import ReloadingRunner
     from app.model.runner import TorchModelRunner
 
-    if isinstance(loaded.runner, SleepingRunner):
+    if isinstance(loaded.runner, Sleeping):
         return loaded.runner
     if loaded.model.native is None or not isinstance(loaded.runner, TorchModelRunner):
         raise InvalidSetup(
@@ -747,17 +746,8 @@ def assemble(
         takes_whole_prompts=not facts.generates,
         drafter=None if launches else drafter,
     )
-    if isinstance(runner, LaunchingRunner):
-        return OverlappedEngine(
-            scheduler=deciding,
-            runner=runner,
-            facts=facts,
-            clock=clock,
-            largest_step=largest_step,
-            recorder=recorder,
-            adapters=adapters,
-        )
-    return Engine(
+    build: Callable[..., Engine] = OverlappedEngine if launches else Engine
+    return build(
         scheduler=deciding,
         runner=runner,
         facts=facts,

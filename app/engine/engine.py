@@ -110,7 +110,7 @@ class AdaptingRunner(ModelRunner, Protocol):
 
 @runtime_checkable
 class Sleeping(Protocol):
-    """What can be without its memory for a while."""
+    """A model runner, or a drafter, that can be without its memory for a while."""
 
     def sleep(self) -> None:
         """Give up the memory of weights and KV. No step follows before `wake`."""
@@ -119,11 +119,6 @@ class Sleeping(Protocol):
     def wake(self) -> None:
         """Have the weights again, and KV memory with nothing in it; may take seconds. The thread of `run` calls."""
         ...
-
-
-@runtime_checkable
-class SleepingRunner(ModelRunner, Sleeping, Protocol):
-    """A model runner that can be without its memory for a while."""
 
 
 @runtime_checkable

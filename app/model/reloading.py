@@ -38,7 +38,7 @@ class ReloadingRunner:
         """As `TorchModelRunner` has it."""
 
     def sleep(self) -> None:
-        """See SleepingRunner. What the allocator keeps goes back to the system."""
+        """See Sleeping. What the allocator keeps goes back to the system."""
         self._runner = None
         gc.collect()
         libc = ctypes.CDLL(None)
@@ -46,5 +46,5 @@ class ReloadingRunner:
             libc.malloc_trim(0)
 
     def wake(self) -> None:
-        """See SleepingRunner. Raises what loading raises."""
+        """See Sleeping. Raises what loading raises."""
         self._runner = self._load()

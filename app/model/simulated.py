@@ -81,11 +81,11 @@ class SimulatedModelRunner:
         return result
 
     def sleep(self) -> None:
-        """See SleepingRunner."""
+        """See Sleeping."""
         self._slots = array("Q")
 
     def wake(self) -> None:
-        """See SleepingRunner. Takes `wake_ms`."""
+        """See Sleeping. Takes `wake_ms`."""
         self._sleep(self._costs.wake_ms / 1000)
         self._slots = self._blank_slots()
 

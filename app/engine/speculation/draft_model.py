@@ -17,7 +17,7 @@ from msgspec import structs
 
 from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.batch_builder import behind_draft
-from app.engine.engine import ModelRunner, SleepingRunner
+from app.engine.engine import ModelRunner, Sleeping
 from app.engine.isolation import tried
 from app.engine.request import ModelFacts
 from app.engine.sequence import Sequence
@@ -144,12 +144,12 @@ class ModelDrafter:
 
     def sleep(self) -> None:
         """Give up the memory of the draft model; every sequence waits."""
-        if isinstance(self._runner, SleepingRunner):
+        if isinstance(self._runner, Sleeping):
             self._runner.sleep()
 
     def wake(self) -> None:
         """Have the memory again. Raises what the runner raises."""
-        if isinstance(self._runner, SleepingRunner):
+        if isinstance(self._runner, Sleeping):
             self._runner.wake()
 
 

@@ -130,7 +130,7 @@ class GraphModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def sleep(self) -> None:
-        """See SleepingRunner. The weights go to the host's memory."""
+        """See Sleeping. The weights go to the host's memory."""
         cache, device = self._attention.cache, self._model.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -144,7 +144,7 @@ class GraphModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def wake(self) -> None:
-        """See SleepingRunner. Captures the steps again: their addresses are others."""
+        """See Sleeping. Captures the steps again: their addresses are others."""
         assert self._away is not None, "it sleeps"
         self._away.come_back()
         self._away = None
