@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from pydantic import ValidationError
 
@@ -13,7 +11,7 @@ from deployments.serve.settings import parse
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {
         "old": "write new",
         "models[].engine.cache.old": "leave it out",
@@ -22,7 +20,6 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "api.old[].name": "write names",
     }
     monkeypatch.setattr(removed, "REMOVED", rows)
-    yield
 
 
 @pytest.mark.usefixtures("table")
@@ -50,7 +47,7 @@ def test_all_removed_settings_are_named_at_once_with_what_to_write_instead() -> 
 
 @pytest.mark.usefixtures("table")
 def test_a_branch_alone_is_checked_too() -> None:
-    with pytest.raises(ValidationError, match="cache.old: this setting is gone; leave it out"):
+    with pytest.raises(ValidationError, match=r"cache\.old: this setting is gone; leave it out"):
         EngineConfig.model_validate({"cache": {"old": 1}})
     with pytest.raises(ValidationError, match="old: this setting is gone; write policy"):
         SchedulerConfig.model_validate({"old": 1})
