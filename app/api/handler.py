@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from app.api.auth.keys import Authenticator, authenticator_of
+from app.api.auth.keys import Authenticator, without_keys
 from app.api.auth.limits import Account, apply_key, bounded_call
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.generation import SharedFields, shared_fields
@@ -94,7 +94,7 @@ class RequestHandler:
         limits: RequestLimits = RequestLimits(),  # noqa: B008 - frozen
         tracer: Tracer | None = None,
     ) -> None:
-        """`authenticator` knows the keys; by default, those of the config. `pipelines` are of these models.
+        """`authenticator` knows the keys; by default there are none. `pipelines` are of these models.
 
         `tracer` gets a trace of each HTTP request and of each attempt at an item.
         """
@@ -103,7 +103,7 @@ class RequestHandler:
         self.limits = limits
         self.tracer = tracer
         self.metrics = metrics or RequestMetrics(model.name for model in models)
-        self.authenticator = authenticator or authenticator_of(config)
+        self.authenticator = authenticator or without_keys(config)
         self.threads = BodyThreads()
         self.turns = asyncio.Lock()  # of large answers at the event loop, see `JsonAnswer`
         self._unknown_fields = UnknownFields()

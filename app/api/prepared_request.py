@@ -26,7 +26,7 @@ _MAX_ID_SHOWN = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """The limits of the HTTP API for one request. A key has its own beside them (`api.keys`).
+    """The limits of the HTTP API for one request. A key has its own beside them (the file `api.keys_file`).
 
     They are constants: no deployment needs others.
     """

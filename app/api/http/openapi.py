@@ -67,7 +67,7 @@ _TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
 
 def openapi_document(config: ApiConfig, limits: RequestLimits, *, has_batches: bool = False) -> Json:
     """The whole description, as OpenAPI 3.1; `has_batches`: files and batches are served too."""
-    needs_key = bool(config.keys or config.keys_file)
+    needs_key = config.keys_file is not None
     schemes = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
