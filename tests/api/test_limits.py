@@ -422,7 +422,7 @@ def test_a_request_that_generates_holds_no_body(tokenizer: Tokenizer, monkeypatc
                 await stack.enter_async_context(connection)
                 await until(lambda number=number: len(service.generate.open) == number)  # type: ignore[misc]
             account = service.handler.authenticator.accounts[0]
-                assert not account._pools.body_bytes.held(account)
+            assert not account._pools.body_bytes.held(account)
 
     asyncio.run(run())
 
