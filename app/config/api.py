@@ -17,7 +17,7 @@ class KeyConfig(Settings):
     """An API key, of which only a hash is known, and what its holder may do."""
 
     name: Name = Field(description="name of the key: the tenant of its requests")
-    sha256: str = Field(description="hash of the key, as `python -m scripts.make_key` prints it")
+    sha256: str = Field(description="hash of the key, as `carousel key` prints it")
     models: tuple[Name, ...] = Field((), description="models it may use; none named: all")
     requests_per_minute: int | None = Field(None, ge=1, le=10**9, description="requests a minute; default: any number")
     tokens_per_minute: int | None = Field(
@@ -38,7 +38,7 @@ class KeyConfig(Settings):
         if not re.fullmatch(r"[0-9a-f]{64}", sha256):  # it may be the key itself, which no message should show
             raise ValueError(
                 f"sha256 has {len(sha256):,} characters; it should be the 64 hexadecimal digits of the key's hash, as "
-                f"`python -m scripts.make_key` prints them"
+                f"`carousel key` prints them"
             )
         return sha256
 

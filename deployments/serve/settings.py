@@ -94,7 +94,7 @@ def check_exposure(host: str, config: ApiConfig) -> None:
     elif host not in LOOPBACK and not config.allow_unauthenticated:
         raise InvalidSetup(
             f"http_options.host: got {host!r} without API keys: every machine that reaches this one could use it; "
-            f"give the application `api.keys_file` (`python -m scripts.make_key NAME` prints an entry), listen on "
+            f"give the application `api.keys_file` (`carousel key NAME` prints an entry), listen on "
             f"127.0.0.1, or set `api.allow_unauthenticated: true`"
         )
 
@@ -103,7 +103,7 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
     """The API keys in a file, at least one. Raises InvalidSetup with one line per mistake."""
     entries = _read_yaml(path)
     if not isinstance(entries, list) or not entries:
-        raise InvalidSetup(f"{path}: should be a list of keys; `python -m scripts.make_key NAME` prints an entry")
+        raise InvalidSetup(f"{path}: should be a list of keys; `carousel key NAME` prints an entry")
     try:
         return KeysConfig.model_validate({"keys": entries}).keys
     except ValidationError as error:
