@@ -17,13 +17,14 @@ ALLOWED = {
     "app": set(),
     "app.config": {"pydantic"},
     "app.errors": {"pydantic"},
+    "app.fair": set(),
     "app.json_pieces": {"pydantic_core"},
     "app.fleet.dispatch": {"app.errors", "msgspec"},
-    "app.engine": {"app.config", "app.errors", "msgspec"},
+    "app.engine": {"app.config", "app.errors", "app.fair", "msgspec"},
     "app.child_process": set(),
     "app.grammar": {
-        "app.child_process", "app.config", "app.errors", "app.engine.matcher", "app.engine.request", "llguidance",
-        "transformers",
+        "app.child_process", "app.config", "app.errors", "app.fair", "app.engine.matcher", "app.engine.request",
+        "llguidance", "transformers",
     },
     "app.fleet": {
         "app.fleet.dispatch", "app.errors", "app.engine.throughput", "app.engine.request", "app.engine.stats",
@@ -50,7 +51,7 @@ ALLOWED = {
     "app.webhooks.receiver": {"app.config", "app.errors", "app.webhooks.addresses", "app.webhooks.signature"},
     # The offline core knows no request handling: the API's batch routes use it.
     "app.jobs": {
-        "app.config", "app.disk", "app.errors", "app.json_pieces", "app.webhooks",
+        "app.config", "app.disk", "app.errors", "app.fair", "app.json_pieces", "app.webhooks",
         "aiohttp", "fsspec", "numpy", "pyarrow", "pydantic_core",
     },
     "app.jobs.preparation": {
@@ -61,8 +62,8 @@ ALLOWED = {
     },
     "app.jobs.engine_batches": {"app.api", "app.config", "app.disk", "app.errors", "app.jobs"},
     "app.api": {
-        "app.jobs", "app.webhooks.receiver", "app.config", "app.errors", "app.json_pieces", "app.text", "app.metrics",
-        "app.versions", "app.engine.request", "app.engine.view",
+        "app.jobs", "app.webhooks.receiver", "app.config", "app.errors", "app.fair", "app.json_pieces", "app.text",
+        "app.metrics", "app.versions", "app.engine.request", "app.engine.view",
         "msgspec", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.api.pipelines": {

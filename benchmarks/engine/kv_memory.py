@@ -23,7 +23,7 @@ from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kv_cache import NativeKVCache
-from app.model.cpu.library import Team
+from app.model.cpu.library import ThreadPool
 from app.model.cpu.weights import BITS
 from app.model.inputs import build_inputs
 from app.model.loader import load_model
@@ -44,14 +44,14 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     model = load_model(config, resolve_model_path(config.path), block_size=BLOCK_SIZE)
     assert model.native is not None, "the log says why"
     torch.set_num_threads(1)  # as in a replica with the native decoder
-    num_blocks, team = max(given.sequences) * -(-given.length // BLOCK_SIZE), Team(given.threads)
+    num_blocks, threads = max(given.sequences) * -(-given.length // BLOCK_SIZE), ThreadPool(given.threads)
     decoders, figures = {}, dict[str, Any]()
     for name in (given.dtype, "int8"):
         pages = NativeKVCache(
             model.layers, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=model.dtype, in_int8=name == "int8"
         )
         figures[f"{name}_mib"] = round(_fill(pages) / 2**20)
-        decoders[name] = NativeDecoder(model.native, pages, team)
+        decoders[name] = NativeDecoder(model.native, pages, threads)
     tell(f"KV memory: {figures}")
     for number in given.sequences:
         batch = _batch(number, length=given.length, num_tokens=given.tokens)

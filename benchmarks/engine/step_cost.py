@@ -26,7 +26,7 @@ from app.config import CacheConfig, SchedulerConfig
 from app.engine.batch import Batch
 from app.engine.engine import Engine
 from app.engine.request import ModelFacts, Request, SamplingParams
-from app.model.cpu.library import Team
+from app.model.cpu.library import ThreadPool
 from app.model.cpu.sampling import NativeAdjust, NativeDraw, NativeLogprobs
 from app.model.forward import Prediction
 from app.model.inputs import ModelInputs
@@ -103,10 +103,10 @@ class DrawnLogits:
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)  # as in a replica with the native decoder
-    team = Team(given.threads)
+    threads = ThreadPool(given.threads)
     runner = TorchModelRunner(
         DrawnLogits(rows=given.rows, vocab_size=given.vocabulary), torch.device("cpu"),
-        draw=NativeDraw(team), adjust=NativeAdjust(team), compute_logprobs=NativeLogprobs(team),
+        draw=NativeDraw(threads), adjust=NativeAdjust(threads), compute_logprobs=NativeLogprobs(threads),
     )  # fmt: skip
     chosen = [name for name in FEATURES if not given.of or any(part in name for part in given.of)]
     found: dict[str, dict[str, float]] = {}

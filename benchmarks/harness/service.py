@@ -95,7 +95,7 @@ def service(
         config.write_text(json.dumps(serve_file(application, port, layout)), encoding="utf-8")  # JSON is YAML
         token = secrets.token_hex(32)
         launcher = subprocess.Popen(
-            [sys.executable, "-m", "deployments.launcher", str(config), *["--dashboard"] * with_dashboard],
+            [sys.executable, "-m", "deployments.cli", "serve", str(config), *["--dashboard"] * with_dashboard],
             env=_environment(token) | ({_CLUSTER: "1"} if layout.may_be_joined else {}),
             stdout=sys.stderr,
         )

@@ -99,7 +99,7 @@ def check_exposure(host: str, config: ApiConfig) -> None:
     if not all_keys(config) and host not in LOOPBACK and not config.allow_unauthenticated:
         raise InvalidSetup(
             f"http_options.host: got {host!r} without API keys: every machine that reaches this one could use it; "
-            f"give the application `api.keys_file` (`python -m scripts.make_key NAME` prints an entry), listen on "
+            f"give the application `api.keys_file` (`carousel key NAME` prints an entry), listen on "
             f"127.0.0.1, or set `api.allow_unauthenticated: true`"
         )
 
@@ -108,7 +108,7 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
     """The API keys in a file, at least one. Raises InvalidSetup with one line per mistake."""
     entries = _read_yaml(path)
     if not isinstance(entries, list) or not entries:
-        raise InvalidSetup(f"{path}: should be a list of keys; `python -m scripts.make_key NAME` prints an entry")
+        raise InvalidSetup(f"{path}: should be a list of keys; `carousel key NAME` prints an entry")
     try:
         return ApplicationConfig.model_validate({"api": {"keys": entries}}).api.keys
     except ValidationError as error:

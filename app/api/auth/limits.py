@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from app.config import KeyConfig
 from app.errors import InvalidRequest, LimitReached, NotPermitted
+from app.fair import SharedPool
 
 # How soon a place among the requests at once is free cannot be known, and a retry is cheap.
 CONCURRENCY_RETRY_S = 1.0
@@ -59,34 +60,14 @@ class TokenBucket:
         return self._balance
 
 
-class SharedPool:
-    """What all accounts of a process share, for example places: an account may hold as many as are free.
-
-    So an account alone may hold half of all, and one that comes later half of what the others leave. As places are
-    given back, accounts that want more come to hold equally many (dynamic thresholds: Choudhury and Hahne, 1998).
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._num_held = 0
-
-    def allows(self, num_held: int, num_more: int) -> bool:
-        """Whether an account that holds so many may have more."""
-        return num_held + num_more <= self.size - self._num_held
-
-    def take(self, amount: int) -> None:
-        """Take an amount; a negative amount is given back."""
-        self._num_held += amount
-
-
 class SharedPools:
     """The pools of one process."""
 
     def __init__(self, max_requests: int = sys.maxsize) -> None:
         """`max_requests`: requests that the process serves at once; by default, any number."""
-        self.requests = SharedPool(max_requests)
-        self.body_bytes = SharedPool(MAX_BODY_BYTES_AT_ONCE)
-        self.logprobs = SharedPool(MAX_LOGPROBS_AT_ONCE)
+        self.requests = SharedPool[Account](max_requests)
+        self.body_bytes = SharedPool[Account](MAX_BODY_BYTES_AT_ONCE)
+        self.logprobs = SharedPool[Account](MAX_LOGPROBS_AT_ONCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +107,8 @@ class Account:
         """
         self._clock = clock
         self._pools = pools or SharedPools()
-        self._num_body_bytes = self._num_logprobs = 0
         self._may_administer_without_key = may_administer
-        self._num_requests = self._num_refused = self._num_running = self._num_tokens = 0
+        self._num_requests = self._num_refused = self._num_tokens = 0
         self.set_limits(key)
 
     def set_limits(self, key: KeyConfig | None) -> None:
@@ -147,6 +127,10 @@ class Account:
         return self.key.admin if self.key else self._may_administer_without_key
 
     @property
+    def _num_running(self) -> int:
+        return self._pools.requests.held(self)
+
+    @property
     def usage(self) -> Usage:
         return Usage(self._num_requests, self._num_refused, self._num_running, self._num_tokens)
 
@@ -162,8 +146,7 @@ class Account:
             self._num_refused += 1
             raise
         finally:
-            self._num_running -= 1
-            self._pools.requests.take(-1)
+            self._pools.requests.take(self, -1)
             reservation.release_body()
             self.hold_logprobs(-reservation.num_logprobs)
             num_used = reservation.num_used()
@@ -199,30 +182,26 @@ class Account:
 
     def hold_body(self, num_bytes: int) -> None:
         """Count bytes of a body; fewer than none are given back. Raises LimitReached."""
-        if num_bytes == 0:
-            return
-        if num_bytes > 0 and not self._pools.body_bytes.allows(self._num_body_bytes, num_bytes):
+        pool = self._pools.body_bytes
+        if num_bytes > 0 and not pool.allows(self, num_bytes):
             raise LimitReached(
-                f"{self._num_body_bytes:,} bytes of other bodies {self._of_sender} are being read, and of the "
-                f"{self._pools.body_bytes.size:,} that this server reads at once no more are free; send fewer at once",
+                f"{pool.held(self):,} bytes of other bodies {self._of_sender} are being read, and of the "
+                f"{pool.size:,} that this server reads at once no more are free; send fewer at once",
                 retry_after_s=CONCURRENCY_RETRY_S,
             )
-        self._num_body_bytes += num_bytes
-        self._pools.body_bytes.take(num_bytes)
+        pool.take(self, num_bytes)
 
     def hold_logprobs(self, number: int) -> None:
         """Count log-probabilities that an answer may have; fewer than none are given back. Raises LimitReached."""
-        if number == 0:
-            return
-        if number > 0 and not self._pools.logprobs.allows(self._num_logprobs, number):
+        pool = self._pools.logprobs
+        if number > 0 and not pool.allows(self, number):
             raise LimitReached(
                 f"this answer may have {number:,} log-probabilities; others under way {self._of_sender} may have "
-                f"{self._num_logprobs:,}, and of the {self._pools.logprobs.size:,} that this server holds at once not "
+                f"{pool.held(self):,}, and of the {pool.size:,} that this server holds at once not "
                 f"so many more are free; wait for one of them, or ask for fewer tokens",
                 retry_after_s=CONCURRENCY_RETRY_S,
             )
-        self._num_logprobs += number
-        self._pools.logprobs.take(number)
+        pool.take(self, number)
 
     def check_priority(self, asked: int) -> None:
         """Raises InvalidRequest when the key may not go before others by so much."""
@@ -267,12 +246,11 @@ class Account:
             self._num_refused += 1
             raise
         self._num_requests += 1
-        self._num_running += 1
-        self._pools.requests.take(1)
+        self._pools.requests.take(self, 1)
 
     def _check_concurrency(self) -> None:
         limit = self.key.max_concurrency if self.key else None
-        if limit is None and not self._pools.requests.allows(self._num_running, 1):
+        if limit is None and not self._pools.requests.allows(self, 1):
             raise LimitReached(
                 f"{self._num_running:,} requests {self._of_sender} are under way, and of the "
                 f"{self._pools.requests.size:,} places for them no more are free; wait for one of them",

@@ -15,12 +15,12 @@ import yaml
 from app.api.auth.keys import NoAuthentication
 from app.config import ApiConfig
 from app.errors import Failure, InvalidSetup, Unauthenticated
+from deployments.cli import make_key
 from deployments.serve import keys_file
 from deployments.serve.batches import Batches
 from deployments.serve.ingress import Ingress
 from deployments.serve.keys_file import Keys
 from deployments.serve.settings import read_keys, read_serve_file
-from scripts.make_key import make_key
 from tests.api.keys import KEY, OTHER_KEY, entry
 from tests.waiting import until
 
