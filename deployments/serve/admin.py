@@ -16,7 +16,6 @@ from app.config import PolicyConfig, ServedModelConfig, StrategyConfig
 from app.errors import Unavailable
 from deployments.serve.metrics import answers_of
 from deployments.serve.registries import registry_of
-from deployments.serve.settings import deployment_name
 from deployments.serve.transport import Scheduling, ServeTransport, Switch
 
 
@@ -27,7 +26,7 @@ class AdminCollector:
         self, models: Iterable[ServedModelConfig], authenticator: Authenticator, batches: DeploymentHandle | None = None
     ) -> None:
         """`batches` is the deployment that sends the requests of batches, where it is served."""
-        self._registries = {model.name: registry_of(deployment_name(model)) for model in models}
+        self._registries = {model.name: registry_of(model.deployment_name) for model in models}
         self._authenticator = authenticator
         self._others = [] if batches is None else [batches]
 

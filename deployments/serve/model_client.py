@@ -21,7 +21,7 @@ from app.text.tool_calls import FORMATS, ToolFormat, format_of
 from deployments.ray_internals import route_in_this_loop
 from deployments.serve.errors import to_carousel_error
 from deployments.serve.registries import register
-from deployments.serve.settings import deployment_name, groups_of
+from deployments.serve.settings import groups_of
 from deployments.serve.transport import ServeTransport
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class ModelClient:
             block_size=model.engine.cache.block_size,
             clock=time.monotonic,
         )
-        register(deployment_name(model), registry)
+        register(model.deployment_name, registry)
         # The router and the registry share this loop: neither has locks.
         route_in_this_loop(handle)
         self._handle = handle
