@@ -30,11 +30,10 @@ from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.errors import ClientGone, error_response, from_http_exception, is_anthropic, log_error
 from app.api.http.guard import Routes
-from app.api.http.headers import headers_of, is_strict, wants_explanation, with_deadline
 from app.api.http.openapi import openapi_document
 from app.api.http.origins import OriginPolicy
 from app.api.http.sse import EventStream, WhileConnected
-from app.api.request_context import RequestContext
+from app.api.request_context import EXPLAIN_HEADER, headers_of, is_strict, with_deadline
 from app.api.request_trace import RequestTrace
 from app.errors import Failure
 from app.metrics import name_task
@@ -113,13 +112,12 @@ class _Computed:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, trace: RequestTrace | None) -> None:
         handler, scope_state, headers = self._handler, scope["state"], headers_of(scope)
-        context = RequestContext(
-            reservation=scope_state["reservation"],
-            request_id=scope_state["request_id"],
+        context = handler.context(
+            scope_state["reservation"],
+            scope_state["request_id"],
             has_own_id="x-request-id" in headers,
             headers=headers,
             is_strict=is_strict(headers),
-            arrived_at=handler.metrics.arrived(),
             trace=trace,
         )
         with handler.counting_refusals():
@@ -128,28 +126,27 @@ class _Computed:
             )
         async with WhileConnected(receive):
             try:
-                pending = await handler.handle(self._endpoint, body, context)
+                response = await handler.handle(self._endpoint, body, context)
             finally:
                 scope_state["request_id"] = context.request_id
             del body  # else it would be in memory until the last token
             context.reservation.release_body()
-            running = self._running.noted(context.request_id, context.reservation.account, pending.state.call)
-            response_headers = partial(pending.headers, explain=wants_explanation(headers))
-            with running:
-                if pending.is_streamed:
+            response_headers = partial(response.headers, explain=context.asks_for(EXPLAIN_HEADER))
+            with self._running.noted(context.request_id, context.reservation.account, response.prepared):
+                if response.is_streamed:
                     events = EventStream(
-                        pending.events(),
+                        response.events(),
                         headers=response_headers,
                         heartbeat_s=handler.limits.heartbeat_s,
-                        may_begin=pending.state.open_if_queued,
+                        may_begin=response.open_if_queued,
                     )
                     await events.send_to(send)
                 else:
-                    content = await pending.full_response()
+                    content = await response.full_response()
                     answer = JsonAnswer(content, handler.turns, headers=response_headers())
                     await answer(scope, receive, send)
             if trace is not None:
-                trace.attributes |= pending.state.trace_attributes()
+                trace.attributes |= response.trace_attributes()
 
 
 class Application:
