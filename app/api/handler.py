@@ -14,7 +14,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from app.api.auth.keys import Authenticator, authenticator_of
+from app.api.auth.keys import Authenticator, without_keys
 from app.api.auth.limits import Account, Reservation
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.generation import SharedFields, shared_fields
@@ -63,7 +63,7 @@ class RequestHandler:
         limits: RequestLimits = RequestLimits(),  # noqa: B008 - frozen
         tracer: Tracer | None = None,
     ) -> None:
-        """`authenticator` knows the keys; by default, those of the config. `pipelines` are of these models.
+        """`authenticator` knows the keys; by default there are none. `pipelines` are of these models.
 
         `tracer` gets a trace of each HTTP request and of each attempt at an item.
         """
@@ -72,7 +72,7 @@ class RequestHandler:
         self.limits = limits
         self.tracer = tracer
         self.metrics = metrics or RequestMetrics(model.name for model in models)
-        self.authenticator = authenticator or authenticator_of(config)
+        self.authenticator = authenticator or without_keys(config)
         self.threads = BodyThreads()
         self.turns = asyncio.Lock()  # of large answers at the event loop, see `JsonAnswer`
         self._unknown_fields = UnknownFields()

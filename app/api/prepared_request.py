@@ -18,7 +18,7 @@ from app.text.tool_calls import ToolFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """The limits of the HTTP API for one request. A key has its own beside them (`api.keys`).
+    """The limits of the HTTP API for one request. A key has its own beside them (the file `api.keys_file`).
 
     They are constants: no deployment needs others.
     """

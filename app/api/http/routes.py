@@ -62,7 +62,8 @@ def build_app(
     """
     config, authenticator = handler.config, handler.authenticator
     admin = AdminRoutes(authenticator, collect or only_this_process(authenticator))
-    openapi = openapi_document(config, handler.limits, has_batches=bool(batch_routes))
+    needs_key = not isinstance(authenticator, NoAuthentication)
+    openapi = openapi_document(config, handler.limits, needs_key=needs_key, has_batches=bool(batch_routes))
     service = ServiceRoutes(handler, is_ready, expose, openapi)
     running = running or RunningCalls(fleets)
     for_keys = [
@@ -81,7 +82,7 @@ def build_app(
     for_admins = [*admin.routes(), *SchedulerRoutes(handler, switches).routes()]
     for_admins += [*AdapterRoutes(handler, adapters).routes(), live.route()]
     {"public": open_routes, "keys": for_keys, "admins": for_admins}[config.metrics_for].append(service.metrics_route())
-    is_for_this_machine = isinstance(authenticator, NoAuthentication) and not config.allow_unauthenticated
+    is_for_this_machine = not needs_key and not config.allow_unauthenticated
     origins = OriginPolicy(config.allowed_origins, loopback_only=is_for_this_machine)
     return Application(Routes(open_routes, for_keys, for_admins), authenticator, origins)
 
