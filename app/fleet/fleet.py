@@ -119,9 +119,7 @@ class Fleet:
                     await self._suspects.begin(request.request_id)
                 try:
                     await self._begin_attempt(in_flight, avoid)
-                except (
-                    BaseException
-                ):  # refused, or its caller has gone: the next need not wait for its time to end
+                except BaseException:  # refused, or its caller has gone: the next need not wait for its time to end
                     self._suspects.end(request.request_id)
                     raise
                 try:
