@@ -163,7 +163,7 @@ def check(config: ApplicationConfig) -> None:
             filesystem_at(config.batches.files)
 
 
-def retuned(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:
+def apply_override(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:
     """The scheduler's settings under a `user_config`: what it names, and for the rest what was deployed.
 
     So the same `user_config` always means the same, whatever was set before.
@@ -213,7 +213,7 @@ def _check_user_configs(config: ApplicationConfig, deployments: Iterable[dict[st
     for deployment in deployments:
         model = models.get(str(deployment.get("name")))
         if model is not None and deployment.get("user_config") is not None:
-            retuned(model.engine.scheduler, deployment["user_config"])
+            apply_override(model.engine.scheduler, deployment["user_config"])
 
 
 def _check_simulated(where: str, model: ServedModelConfig) -> None:
