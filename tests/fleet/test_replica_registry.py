@@ -95,7 +95,9 @@ def test_a_request_that_is_not_to_wait_goes_where_a_slot_is_free_or_is_refused()
     assert refused.value.retry_after_s > 0
     registry.place(make_request(), REPLICAS)
     registry.note("a", make_report(num_requests=8, num_background=8))
-    assert registry.place(replace(make_request(), no_queue=True), REPLICAS).replica_id == "a", "background work gives way"
+    assert registry.place(replace(make_request(), no_queue=True), REPLICAS).replica_id == "a", (
+        "background work gives way"
+    )
     with pytest.raises(Overloaded):
         registry.place(replace(make_request(), no_queue=True), REPLICAS, avoid={"a"})
 
