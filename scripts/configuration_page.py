@@ -10,14 +10,23 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from app.config import PRESETS, ApplicationConfig, SchedulerConfig, branches_of, choice_of, names_of, parameters_of
+from app.config import (
+    PRESETS,
+    ApplicationConfig,
+    KeyConfig,
+    SchedulerConfig,
+    branches_of,
+    choice_of,
+    names_of,
+    parameters_of,
+)
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "configuration.md"
 
 _HEAD = """\
 # Configuration
 
-<!-- Written by `python -m scripts.configuration_page` from app/config.py. Change the settings there, not this page. -->
+<!-- Written by `python -m scripts.configuration_page` from app/config/. Change the settings there, not this page. -->
 
 The `args` of the application in the Serve config file (`deployments/serve.yaml`). Every setting has a default. A wrong
 value stops the start with its path and the fix; so does a name that is not on this page.
@@ -34,7 +43,8 @@ _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([_HEAD, *_section(ApplicationConfig, "")])
+    keys = f"## The file that `api.keys_file` names\n\nA list. An entry: {KeyConfig.__doc__}\n"
+    return "\n".join([_HEAD, *_section(ApplicationConfig, ""), keys, *_table(KeyConfig.model_fields.items())])
 
 
 def _section(branch: type[BaseModel], path: str) -> Iterator[str]:

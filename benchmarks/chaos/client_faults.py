@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
-from benchmarks.chaos.stage import Size, Stage, application, stage, under_traffic
+from benchmarks.chaos.stage import Size, Stage, application, stage
 from benchmarks.chaos.stream import Stream, follow, moment
-from benchmarks.chaos.traffic import Asked, Traffic, alike
-from benchmarks.chaos.verdict import judged, spread
+from benchmarks.chaos.traffic import Asked, alike
+from benchmarks.chaos.verdict import spread
 from benchmarks.harness.command import tell
-from benchmarks.harness.figures import percentile
 
 _TIMEOUT_S = 30.0
 _ABANDONED_AFTER_S = 0.5

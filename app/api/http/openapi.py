@@ -8,7 +8,6 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from app.api.call import RequestLimits
 from app.api.endpoints.adapters import AdapterToLoad
 from app.api.endpoints.batches import MAX_BATCHES_OF_PAGE, BatchRequest
 from app.api.endpoints.files import MAX_FILES_OF_PAGE
@@ -16,6 +15,7 @@ from app.api.endpoints.prompt_list import PromptListRequest
 from app.api.endpoints.scheduler import CHOICES
 from app.api.endpoints.table import ENDPOINTS
 from app.api.http.errors import MESSAGES_PATH, is_anthropic
+from app.api.prepared_request import RequestLimits
 from app.api.schemas.messages import CountTokensRequest
 from app.api.schemas.parameters import unavailable
 from app.api.schemas.requests import (
@@ -65,9 +65,10 @@ _TYPES: dict[type, str] = {str: "string", int: "integer", float: "number", dict:
 _TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
 
 
-def openapi_document(config: ApiConfig, limits: RequestLimits, *, has_batches: bool = False) -> Json:
+def openapi_document(
+    config: ApiConfig, limits: RequestLimits, *, needs_key: bool = False, has_batches: bool = False
+) -> Json:
     """The whole description, as OpenAPI 3.1; `has_batches`: files and batches are served too."""
-    needs_key = bool(config.keys or config.keys_file)
     schemes = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",

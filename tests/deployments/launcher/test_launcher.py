@@ -19,10 +19,10 @@ import pytest
 import yaml
 
 from app.errors import InvalidSetup
+from deployments.cli import make_key
 from deployments.launcher import foreground, supervisor
 from deployments.launcher.supervisor import check_folders, num_proxy_threads, session_members
 from deployments.serve.settings import ServeFile, parse, read_serve_file
-from scripts.make_key import make_key
 from tests.api.odd_requests import answered
 from tests.deployments.conftest import PLAIN_ENVIRONMENT, free_port, steps_of
 from tests.waiting import eventually

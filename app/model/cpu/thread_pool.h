@@ -22,9 +22,9 @@
 
 namespace carousel {
 
-class Team {
+class ThreadPool {
   public:
-    explicit Team(int size) : size_(size), runs_(size) {
+    explicit ThreadPool(int size) : size_(size), runs_(size) {
         amx::refusal();  // asks for permission, which holds for threads that begin later
         const std::vector<int> cpus = allowed_cpus();
         for (int member = 1; member < size; ++member)
@@ -35,7 +35,7 @@ class Team {
             });
     }
 
-    ~Team() {
+    ~ThreadPool() {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             ends_ = true;
@@ -154,8 +154,8 @@ class Team {
         }
     }
 
-    // A team with a thread for every CPU of this process is pinned: otherwise the kernel puts two threads on one CPU
-    // now and then, and the others wait. A smaller team is not: other teams on this machine would use the same CPUs.
+    // A pool with a thread for every CPU of this process is pinned: otherwise the kernel puts two threads on one CPU
+    // now and then, and the others wait. A smaller pool is not: other pools on this machine would use the same CPUs.
     static std::vector<int> allowed_cpus() {
         std::vector<int> cpus;
 #ifdef __linux__
@@ -201,7 +201,7 @@ class Team {
     alignas(64) std::atomic<int64_t> next_{0};
 };
 
-// One of several parts of a loop, for one thread: loops that a team shares can be divided by the caller instead.
+// One of several parts of a loop, for one thread: loops that a pool shares can be divided by the caller instead.
 struct LoopPart {
     int64_t index, num_parts;
 

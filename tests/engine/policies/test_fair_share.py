@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from app.engine.engine import Engine
+from app.engine.policies import FairShare
 from tests.fakes import CountingRunner, build_fake_engine, make_request, run_to_end
 
 POLITE = [f"polite-{n}" for n in range(9)]
@@ -90,9 +91,9 @@ def test_long_requests_are_charged_for_what_they_are() -> None:
                 waiting[tenant] += 1
         traffic.step()
         for tenant in sizes:
-            waiting[tenant] = traffic.engine._scheduler._policy._inner._num_waiting.get(tenant, 0)  # type: ignore[attr-defined]
-    totals = traffic.engine._scheduler._policy._inner._counters  # type: ignore[attr-defined]
-    assert jain(totals[tenant] for tenant in sizes) >= 0.995
+            waiting[tenant] = traffic.engine._scheduler._policy._inner.shares.num_waiting(tenant)  # type: ignore[attr-defined]
+    shares = traffic.engine._scheduler._policy._inner.shares  # type: ignore[attr-defined]
+    assert jain(shares.served(tenant) for tenant in sizes) >= 0.995
 
 
 @pytest.mark.parametrize("idle_steps", [50, 1000])
@@ -130,16 +131,11 @@ def test_a_new_tenant_does_not_wait_for_the_backlog_of_others() -> None:
 
 
 def test_idle_tenants_are_forgotten_in_the_end() -> None:
-    from app.engine import policies
-
     engine = build_fake_engine(policy="fair")
-    before, policies.MAX_IDLE_TENANTS = policies.MAX_IDLE_TENANTS, 50
-    try:
-        for number in range(300):
-            run_to_end(engine, make_request(tenant=f"tenant-{number}", max_tokens=1))
-    finally:
-        policies.MAX_IDLE_TENANTS = before
     policy = engine._scheduler._policy._inner  # type: ignore[attr-defined]
-    assert isinstance(policy, policies.FairShare)
-    assert len(policy._counters) <= 52
-    assert len(policy._order._heap) <= 52
+    assert isinstance(policy, FairShare)
+    policy.shares.max_idle = 50
+    for number in range(300):
+        run_to_end(engine, make_request(tenant=f"tenant-{number}", max_tokens=1))
+    assert len(policy.shares) <= 52
+    assert len(policy.shares._order) <= 52
