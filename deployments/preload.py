@@ -1,4 +1,4 @@
-"""Imports Ray Serve without pandas. Each process of a service imports this module first.
+"""Prepares Ray Serve in each process of a service, which imports this module first.
 
 Ray Serve 2.60 imports pandas where it is installed, for handlers that return data frames; none here does. The import
 takes as long as the rest of Serve, in each of a service's seven processes, and there is no setting for it. Where
@@ -18,3 +18,5 @@ if _NOT_IMPORTED not in sys.modules:
         importlib.import_module("ray.serve")
     finally:
         del sys.modules[_NOT_IMPORTED]
+
+importlib.import_module("deployments.ray_internals").keep_pages_with_the_service()

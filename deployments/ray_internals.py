@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 from ray._private import parameter
-from ray.serve._private import http_util
+from ray.serve._private import haproxy_templates, http_util
 from ray.serve._private import replica as serve_replica
 from ray.serve._private.api import _create_controller_and_proxy_refs
 from ray.serve._private.client import ServeControllerClient
@@ -58,6 +58,22 @@ def keep_calls_on_loopback() -> None:
 
     open_on_loopback.is_on_loopback = True  # type: ignore[attr-defined]
     serve_replica.add_port_to_grpc_server = open_on_loopback
+
+
+def keep_pages_with_the_service() -> None:
+    """Have HAProxy show its statistics and metrics where the service listens, not on all interfaces.
+
+    Ray's template has the addresses `*:` and `:`, and no setting for them. No upstream issue is known. Call it before
+    Serve's HAProxyManager is imported in this process.
+    """
+    template: str = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
+    for page in ("metrics_port", "stats_port"):
+        for everywhere in ("*:", ":"):
+            template = template.replace(
+                f"bind {everywhere}{{{{ config.{page} }}}}",
+                f"bind {{{{ config.frontend_host }}}}:{{{{ config.{page} }}}}",
+            )
+    haproxy_templates.HAPROXY_CONFIG_TEMPLATE = template
 
 
 def accept_odd_headers() -> None:

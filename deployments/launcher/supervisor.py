@@ -108,6 +108,8 @@ def environment(config: ServeFile, run_folder: Path, inherited: Mapping[str, str
         "RAY_USAGE_STATS_ENABLED": "0",
         # What each worker imports while it waits for work.
         "RAY_preload_python_modules": "deployments.preload",
+        # HAProxy's log of requests, to no reader: the ingress logs what matters. By default it opens a UDP port for it.
+        "RAY_SERVE_HAPROXY_LOG_TARGET": f"{run_folder}/log.sock",
         "RAY_SERVE_HAPROXY_NBTHREAD": str(num_proxy_threads(os.cpu_count() or 1)),
         # Most of what an idle service computes is its controller looking for changes, by default ten times a second.
         # Streams do not wait for it when a replica dies: the ingress sees that its line broke.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 
@@ -252,6 +253,18 @@ def test_keys_hold_on_a_running_service_and_no_file_of_it_shows_them(guarded: Gu
     assert sum(map(len, texts)) > 10_000
     for secret in (key, other_key, "the canary sings"):
         assert not any(secret.encode() in text for text in texts)
+
+
+def test_nothing_of_a_service_for_this_machine_listens_elsewhere(guarded: Guarded) -> None:
+    assert httpx.get(f"{guarded.url}/ready").status_code == 200
+    found = [
+        (process.name(), socket_.laddr)
+        for process in psutil.Process(guarded.process.pid).children(recursive=True)
+        for socket_ in process.net_connections()
+        if socket_.status == psutil.CONN_LISTEN or (socket_.type == socket.SOCK_DGRAM and not socket_.raddr)
+    ]
+    assert {"haproxy", "raylet", "gcs_server"} <= {name for name, _ in found}
+    assert [each for each in found if each[1].ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")] == []
 
 
 def test_it_leaves_nothing_behind_when_only_the_launcher_is_told(guarded: Guarded) -> None:
