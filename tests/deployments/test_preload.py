@@ -14,14 +14,21 @@ from deployments.serve.settings import ServeFile
 PROJECT = Path(__file__).parents[2]
 CODE = """
 import sys, deployments.preload, deployments.serve.replica, deployments.serve.ingress, deployments.launcher.foreground
-found = {"pandas", "pyarrow", "torch", "transformers", "aiohttp", "fsspec", "ray.data"} & sys.modules.keys()
+found = {"pandas", "fastapi", "pyarrow", "torch", "transformers", "aiohttp", "fsspec", "ray.data"} & sys.modules.keys()
 assert not found, found
 import pandas
 pandas.DataFrame()
+import fastapi
+from ray import serve
+app = fastapi.FastAPI()
+from ray.serve._private import http_util
+assert isinstance(app, http_util.FastAPI) and isinstance(fastapi.APIRouter(), serve.api.APIRouter)
+assert not isinstance(app, http_util.APIRoute) and not isinstance(deployments, http_util.FastAPI)
+assert http_util.jsonable_encoder({1}) == [1]
 """
 
 
-def test_the_processes_of_a_service_import_serve_without_pandas() -> None:
+def test_the_processes_of_a_service_import_serve_without_pandas_and_fastapi() -> None:
     subprocess.run([sys.executable, "-c", CODE], check=True, timeout=60, env=os.environ | {"PYTHONPATH": str(PROJECT)})
 
 
