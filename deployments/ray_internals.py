@@ -7,7 +7,7 @@ in `deployments` imports a private module of Ray, patches Ray or calls a private
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from ipaddress import ip_address
@@ -217,3 +217,18 @@ class RefusingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         except BaseException:
             self._remove_pending_request_from_indices(pending_request)
             raise
+
+
+class StopsWithServe:
+    """A deployment whose `stop` Serve calls when it stops a replica, and waits for.
+
+    Serve calls `__del__` and awaits what it gives, for at most the deployment's graceful_shutdown_timeout_s; it has no
+    public hook. Python calls `__del__`, too, and awaits nothing, so `stop` gives a coroutine only where there is
+    something to wait for.
+    """
+
+    def stop(self) -> Coroutine[Any, Any, None] | None:
+        """End what runs here. Also called when the constructor has failed."""
+
+    def __del__(self) -> Coroutine[Any, Any, None] | None:
+        return self.stop()

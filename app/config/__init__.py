@@ -4,7 +4,7 @@ A config says what was asked. What is measured (how many KV blocks fit, how long
 by the room that measured it and never written back.
 """
 
-from app.config.api import ApiConfig, KeyConfig
+from app.config.api import ApiConfig, KeyConfig, KeysConfig
 from app.config.application import ApplicationConfig, IngressConfig, ServedModelConfig
 from app.config.base import GIB, Name, Settings
 from app.config.batches import BatchesConfig, WebhooksConfig
@@ -79,6 +79,7 @@ __all__ = [
     "HybridConfig",
     "IngressConfig",
     "KeyConfig",
+    "KeysConfig",
     "KvType",
     "ModelConfig",
     "Name",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
 from dataclasses import replace
 
 from msgspec import structs
@@ -34,8 +33,6 @@ class InFlightRequest:
     def __init__(self, request: Request, *, began_at: float) -> None:
         self.request = request  # as its caller sent it
         self.num_attempts = 0
-        self.lost_on: list[str] = []  # the replicas that were lost while they had it
-        self.fruitless_on: list[str] = []  # the last of these in a row that were sound before and gave it no token
         self.weights = 0  # the digest of those that its tokens are of; 0 while not known
         self.lost_at: float | None = None  # when its last replica was lost, by the clock of `began_at`
         self._began_at = began_at
@@ -121,20 +118,6 @@ class InFlightRequest:
         self.replica_id = replica_id
         self.weights = weights
         self.is_trusted = is_trusted
-
-    def note_loss(self, now: float) -> None:
-        """The replica of the current attempt is lost."""
-        self.lost_at = now
-        self.lost_on.append(self.replica_id)
-        if self.has_progressed:
-            self.fruitless_on.clear()
-        elif self.is_trusted:
-            self.fruitless_on.append(self.replica_id)
-
-    def forgive(self, explained: Collection[str]) -> None:
-        """Do not count the loss of these replicas: another request is known to have killed them."""
-        self.lost_on = [each for each in self.lost_on if each not in explained]
-        self.fruitless_on = [each for each in self.fruitless_on if each not in explained]
 
     # ------------------------------------------------------------------ what arrives
 

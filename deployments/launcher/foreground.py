@@ -190,7 +190,7 @@ def _report_changes() -> NoReturn:
 
 def _welcome(config: ServeFile) -> str:
     application = next(iter(config.applications.values()))
-    model, needs_key = application.models[0].name, application.api.keys or application.api.keys_file
+    model, needs_key = application.models[0].name, application.api.keys_file
     key = " -H 'Authorization: Bearer <key>'" if needs_key else ""
     return (
         f"Ready at {_address(config)} - try:\n"

@@ -20,13 +20,20 @@ from app.text import Tokenizer, marks_of
 from app.text.tool_calls import FORMATS, ToolFormat, format_of
 from deployments.ray_internals import route_in_this_loop
 from deployments.serve.errors import to_carousel_error
-from deployments.serve.registries import register
 from deployments.serve.settings import deployment_name, groups_of
 from deployments.serve.transport import ServeTransport
 
 logger = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 3.0
+
+# By the name of the replica deployment. Routers find them here by import: Serve makes them and gives them nothing else.
+_registries: dict[str, ReplicaRegistry] = {}
+
+
+def registry_of(deployment: str) -> ReplicaRegistry | None:
+    """The registry of a deployment; None when this process sends no requests to it."""
+    return _registries.get(deployment)
 
 
 class ModelClient:
@@ -41,7 +48,7 @@ class ModelClient:
             block_size=model.engine.cache.block_size,
             clock=time.monotonic,
         )
-        register(deployment_name(model), registry)
+        _registries[deployment_name(model)] = registry
         # The router and the registry share this loop: neither has locks.
         route_in_this_loop(handle)
         self._handle = handle

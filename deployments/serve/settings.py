@@ -18,6 +18,7 @@ from app.config import (
     ApiConfig,
     ApplicationConfig,
     KeyConfig,
+    KeysConfig,
     SchedulerConfig,
     ServedModelConfig,
     branches_of,
@@ -68,7 +69,8 @@ def read_serve_file(path: Path) -> ServeFile:
     )
     for config in applications.values():
         check_exposure(file.host, config.api)
-        _check_models_of_keys(all_keys(config.api), config)
+        if config.api.keys_file is not None:
+            _check_models_of_keys(read_keys(Path(config.api.keys_file)), config)
     return file
 
 
@@ -82,21 +84,14 @@ def parse(args: object) -> ApplicationConfig:
     return config
 
 
-def all_keys(config: ApiConfig) -> tuple[KeyConfig, ...]:
-    """The keys of the settings and those of the file that they name. Raises InvalidSetup."""
-    keys = config.keys + (read_keys(Path(config.keys_file)) if config.keys_file else ())
-    try:
-        return ApiConfig(keys=keys).keys
-    except ValidationError as error:
-        raise InvalidSetup(f"{config.keys_file}: {_mistake(_causes(error)[0])}") from error
-
-
 def check_exposure(host: str, config: ApiConfig) -> None:
     """Raise InvalidSetup when other machines could use an application without a key and no setting allows it.
 
     `host` is where Serve listens. Reads the file of keys too, and raises for its mistakes.
     """
-    if not all_keys(config) and host not in LOOPBACK and not config.allow_unauthenticated:
+    if config.keys_file is not None:
+        read_keys(Path(config.keys_file))
+    elif host not in LOOPBACK and not config.allow_unauthenticated:
         raise InvalidSetup(
             f"http_options.host: got {host!r} without API keys: every machine that reaches this one could use it; "
             f"give the application `api.keys_file` (`carousel key NAME` prints an entry), listen on "
@@ -110,10 +105,10 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
     if not isinstance(entries, list) or not entries:
         raise InvalidSetup(f"{path}: should be a list of keys; `carousel key NAME` prints an entry")
     try:
-        return ApplicationConfig.model_validate({"api": {"keys": entries}}).api.keys
+        return KeysConfig.model_validate({"keys": entries}).keys
     except ValidationError as error:
-        mistakes = "\n".join(map(_mistake, _causes(error)))
-        raise InvalidSetup(mistakes.replace("api.keys", str(path))) from None  # it would show what is in the file
+        mistakes = [str(path) + _mistake(detail, KeysConfig).removeprefix("keys") for detail in _causes(error)]
+        raise InvalidSetup("\n".join(mistakes)) from None  # it would show what is in the file
 
 
 def num_pool_engines(config: ApplicationConfig) -> int:
@@ -184,7 +179,7 @@ def check(config: ApplicationConfig) -> None:
             filesystem_at(config.batches.files)
 
 
-def retuned(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:
+def apply_override(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:
     """The scheduler's settings under a `user_config`: what it names, and for the rest what was deployed.
 
     So the same `user_config` always means the same, whatever was set before.
@@ -241,7 +236,7 @@ def _check_user_configs(config: ApplicationConfig, deployments: Iterable[dict[st
     for deployment in deployments:
         model = models.get(str(deployment.get("name")))
         if model is not None and deployment.get("user_config") is not None:
-            retuned(model.engine.scheduler, deployment["user_config"])
+            apply_override(model.engine.scheduler, deployment["user_config"])
 
 
 def _check_device(where: str, model: ServedModelConfig) -> None:

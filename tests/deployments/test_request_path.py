@@ -30,7 +30,7 @@ PAGE = PROJECT / "docs" / "design" / "request-path.md"
 STEP_MS = 100
 MAX_STATIONS = {"In": 12, "Back": 8}
 # Functions on the way of a token that pass it on unchanged, or wait for it.
-PULLED = {"Fleet.generate", "_choice_pieces", "Writer.events"}
+PULLED = {"Fleet.generate", "_choice_pieces", "ResponseState.events"}
 
 
 class Station(NamedTuple):
