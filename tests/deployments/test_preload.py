@@ -13,7 +13,7 @@ from deployments.serve.settings import ServeFile
 
 PROJECT = Path(__file__).parents[2]
 CODE = """
-import sys, deployments.preload, deployments.serve.replica, deployments.serve.ingress, deployments.launcher.foreground
+import sys, deployments.preload, deployments.serve.replica, deployments.serve.ingress, deployments.launcher.rollout
 found = {"pandas", "fastapi", "pyarrow", "torch", "transformers", "aiohttp", "fsspec", "ray.data"} & sys.modules.keys()
 assert not found, found
 import pandas
