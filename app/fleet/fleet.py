@@ -192,7 +192,8 @@ class Fleet:
     async def _begin_attempt(self, in_flight: InFlightRequest, avoid: frozenset[str]) -> None:
         """Send a request to the replica that the registry chooses, as soon as there is one."""
         while True:
-            in_flight.seconds_left(self._clock())  # raises where none is left
+            if in_flight.num_attempts:
+                in_flight.seconds_left(self._clock())  # raises where none is left
             weights = in_flight.needs_weights
             replica_ids = self._open_replica_ids(weights)
             if not replica_ids and in_flight.request.no_queue and in_flight.lost_at is None:
@@ -200,36 +201,41 @@ class Fleet:
             replica_ids = replica_ids or await self._wait_for_replicas(weights)
             sent = in_flight.begin_attempt(self._clock())
             try:
-                replica_id = self._registry.place(sent, replica_ids, avoid=avoid)
+                decision = self._registry.place(sent, replica_ids, avoid=avoid)
                 break
             except Overloaded as full:
                 await self._wait_for_room(in_flight, full)
-        is_trusted = not self._registry.is_suspect(replica_id)
-        in_flight.place(replica_id, is_trusted=is_trusted, weights=weights or self._registry.weights_of(replica_id))
-        if is_trusted:
-            self._culprits.is_alive(replica_id)
-        self._in_flight[in_flight.attempt_id] = in_flight
-        decision = self._registry.decision(in_flight.attempt_id)
-        assert decision is not None, "a placed request has a decision"
+        chosen = decision.candidates[0]
+        in_flight.place(decision, weights=weights or chosen.weights)
+        if not chosen.is_suspect:
+            self._culprits.is_alive(chosen.replica_id)
+        self._in_flight[sent.request_id] = in_flight
         self._metrics.dispatched(decision.policy)
-        self._connections[replica_id].send(SubmitRequest(sent))
+        self._connections[chosen.replica_id].send(SubmitRequest(sent))
 
     def _with_place(self, in_flight: InFlightRequest, queued: Queued) -> Queued:
-        decision = self._registry.decision(in_flight.attempt_id)
-        queued = queued._replace(replica_id=in_flight.replica_id, group=self._registry.group_of(in_flight.replica_id))
-        if decision is None:
-            return queued
-        return queued._replace(why_there=decision.reason, loads_there=decision.explain_loads())
+        decision = in_flight.decision
+        assert decision is not None, "a replica has queued it"
+        return queued._replace(
+            replica_id=decision.replica_id,
+            group=decision.candidates[0].group,
+            why_there=decision.reason,
+            loads_there=decision.explain_loads(),
+        )
 
     def _end_attempt(self, in_flight: InFlightRequest) -> None:
         """The attempt is over, in whatever way: nothing of it stays."""
-        del self._in_flight[in_flight.attempt_id]
+        del self._in_flight[in_flight.sent.request_id]
         in_flight.has_ended = True
         replica_id = in_flight.replica_id
         if not in_flight.is_done and replica_id in self._connections:
-            self._connections[replica_id].send(AbortRequest(in_flight.attempt_id))
+            self._connections[replica_id].send(AbortRequest(in_flight.sent.request_id))
         num_generated = in_flight.num_tokens if in_flight.is_done else None
-        self._registry.end(in_flight.attempt_id, num_generated=num_generated)
+        self._registry.end(
+            in_flight.sent.request_id,
+            max_tokens=in_flight.request.sampling.max_tokens,
+            num_generated=num_generated,
+        )
         if replica_id not in self._registry.replica_ids:
             self._close_if_idle(replica_id)
 
@@ -276,8 +282,12 @@ class Fleet:
 
     def _open_replica_ids(self, weights: int) -> list[str]:
         """The replicas that take requests now, for tokens of these weights; 0: for any."""
-        registry = self._registry
-        return [each for each in registry.replica_ids if self._is_open(each) and registry.has_weights(each, weights)]
+        registry, found = self._registry, []
+        for each in registry.replica_ids:
+            connection = self._connections.get(each)
+            if connection is not None and connection.is_open and (not weights or registry.has_weights(each, weights)):
+                found.append(each)
+        return found
 
     def _is_open(self, replica_id: str) -> bool:
         """Whether a replica takes messages now. Once the fleet is closed, none does."""

@@ -79,16 +79,12 @@ class FrameReader(asyncio.Protocol):
         self._on_view = on_view
         self._decoder = frame_decoder()
         self._next_number = 0
+        self.is_open = False  # the first frame has come and the stream has not ended
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
         self._ended: asyncio.Future[ReplicaLost] = self._loop.create_future()
         self._silence_timer: asyncio.TimerHandle
         self._expect_frame_within(timeouts.silence_s)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the first frame has come and the stream has not ended."""
-        return self._next_number > 0 and not self._ended.done()
 
     async def ended(self) -> ReplicaLost:
         """Wait for the end of the stream; returns why it ended."""
@@ -102,6 +98,7 @@ class FrameReader(asyncio.Protocol):
             error = ReplicaLost("its stream ended", reason="ended")
         elif not isinstance(error, ReplicaLost):
             error = ReplicaLost(f"its stream broke: {described(error)}", reason="broken")
+        self.is_open = False
         self._silence_timer.cancel()
         self._ended.set_result(error)
 
@@ -126,7 +123,8 @@ class FrameReader(asyncio.Protocol):
                     self._on_view(frame.view)
         except Exception as error:
             self.end(error)
-        if is_first and self.is_open:
+        if is_first and self._next_number and not self._ended.done():
+            self.is_open = True
             self._on_begun()
 
     def connection_lost(self, exc: Exception | None) -> None:

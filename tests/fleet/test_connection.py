@@ -35,7 +35,7 @@ class Ingress:
         return FrameReader("r0", self.registry, self.in_flight, Counts(), self.timeouts)
 
     def frame(self, number: int, *token_ids: int, step_age_s: float = 0.0) -> bytes:
-        deltas = (TokenDelta(self.request.attempt_id, token_ids),) if token_ids else ()
+        deltas = (TokenDelta(self.request.sent.request_id, token_ids),) if token_ids else ()
         return encode(Frame(number, make_report(step_age_s=step_age_s), deltas))
 
 

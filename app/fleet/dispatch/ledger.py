@@ -82,7 +82,8 @@ class Ledger:
 
     def note(self, replica_id: str, report: ReplicaReport, *, now: float) -> None:
         """Take in a replica's report."""
-        self.replica(replica_id).note(report, now=now, usual_decode_tokens=self._usual_decode_tokens)
+        state = self._replicas.get(replica_id) or self.replica(replica_id)
+        state.note(report, now=now, usual_decode_tokens=self._usual_decode_tokens)
 
     def candidates(
         self,
@@ -94,21 +95,24 @@ class Ledger:
         session_replica_id: str | None = None,
     ) -> list[Candidate]:
         """These replicas in their order, with what is known of one request there. `num_cached_tokens` by replica id."""
-        states = {replica_id: self._replicas.get(replica_id) or ReplicaState() for replica_id in replica_ids}
-        reports = [state.report for state in states.values() if state.report is not None]
-        # A replica that has not reported yet accepts as many requests as the others.
-        max_requests = max((report.max_requests for report in reports), default=None)
-        return [
-            state.candidate(
-                replica_id,
-                now=now,
-                max_requests=max_requests,
-                is_background=is_background,
-                num_cached_tokens=num_cached_tokens.get(replica_id, 0),
-                holds_session=replica_id == session_replica_id,
+        states, max_requests = {}, None
+        for replica_id in replica_ids:
+            state = states[replica_id] = self._replicas.get(replica_id) or ReplicaState()
+            if state.report is not None:  # one that has not reported yet accepts as many requests as the others
+                max_requests = max(max_requests or 0, state.report.max_requests)
+        found = []
+        for replica_id, state in states.items():
+            found.append(
+                state.candidate(
+                    replica_id,
+                    now=now,
+                    max_requests=max_requests,
+                    is_background=is_background,
+                    num_cached_tokens=num_cached_tokens.get(replica_id, 0),
+                    holds_session=replica_id == session_replica_id,
+                )
             )
-            for replica_id, state in states.items()
-        ]
+        return found
 
     def keep_only(self, replica_ids: Collection[str]) -> None:
         """Forget the replicas that are gone, with all they had."""
@@ -190,11 +194,17 @@ class ReplicaState:
         holds_session: bool,
     ) -> Candidate:
         """This replica for one request. More than `max_requests` are refused."""
-        others = self._others
+        others, report = self._others, self.report
         is_known = (others.num_requests or others.num_prefill_tokens) and now - self._reported_at <= REPORT_LIFE_S
         work = self.ours + others if is_known else self.ours
-        report = self.report
         knows_speed = report is not None and now - self._worked_at <= SPEED_LIFE_S
+        # Requests that are computed before this one; before a foreground one, no background work that gives way.
+        num_before = work.num_requests
+        if not is_background:
+            num_staying = 0 if report is None else report.num_staying_background
+            num_before -= max(0, work.num_background - num_staying)
+        elif report is not None and max_requests is not None:  # a background request needs a free slot
+            max_requests = min(max_requests, report.max_running)
         return Candidate(
             replica_id=replica_id,
             num_requests=work.num_requests,
@@ -206,20 +216,8 @@ class ReplicaState:
             num_cached_tokens=num_cached_tokens,
             holds_session=holds_session,
             group="" if report is None else report.group,
-            is_full=max_requests is not None and self._is_full(work, max_requests, is_background=is_background),
-            has_slot=report is None
-            or (report.is_awake and self._num_in_the_way(work, is_background=is_background) < report.max_running),
+            is_full=max_requests is not None and num_before >= max_requests,
+            has_slot=report is None or (report.is_awake and num_before < report.max_running),
+            is_suspect=self.is_suspect,
+            weights=0 if report is None else report.weights,
         )
-
-    def _is_full(self, work: _Work, max_requests: int, *, is_background: bool) -> bool:
-        """A background request needs a free slot."""
-        if is_background and self.report is not None:
-            max_requests = min(max_requests, self.report.max_running)
-        return self._num_in_the_way(work, is_background=is_background) >= max_requests
-
-    def _num_in_the_way(self, work: _Work, *, is_background: bool) -> int:
-        """Requests that are computed before a new one; before a foreground one, no background work that gives way."""
-        if is_background:
-            return work.num_requests
-        num_staying = 0 if self.report is None else self.report.num_staying_background
-        return work.num_requests - work.num_background + min(work.num_background, num_staying)
