@@ -13,7 +13,6 @@ from app.api.endpoints.admin import Findings, ProcessReport, usage_of
 from app.config import ServedModelConfig
 from deployments.serve.metrics import answers_of
 from deployments.serve.model_client import registry_of
-from deployments.serve.settings import deployment_name
 
 
 class AdminCollector:
@@ -23,7 +22,7 @@ class AdminCollector:
         self, models: Iterable[ServedModelConfig], authenticator: Authenticator, batches: DeploymentHandle | None = None
     ) -> None:
         """`batches` is the deployment that sends the requests of batches, where it is served."""
-        self._registries = {model.name: registry_of(deployment_name(model)) for model in models}
+        self._registries = {model.name: registry_of(model.deployment_name) for model in models}
         self._authenticator = authenticator
         self._others = [] if batches is None else [batches]
 

@@ -20,7 +20,7 @@ from app.text import Tokenizer, marks_of
 from app.text.tool_calls import FORMATS, ToolFormat, format_of
 from deployments.ray_internals import route_in_this_loop
 from deployments.serve.errors import to_carousel_error
-from deployments.serve.settings import deployment_name, groups_of
+from deployments.serve.settings import groups_of
 from deployments.serve.transport import ServeTransport
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class ModelClient:
             block_size=model.engine.cache.block_size,
             clock=time.monotonic,
         )
-        _registries[deployment_name(model)] = registry
+        _registries[model.deployment_name] = registry
         # The router and the registry share this loop: neither has locks.
         route_in_this_loop(handle)
         self._handle = handle
