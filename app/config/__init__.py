@@ -5,7 +5,7 @@ by the room that measured it and never written back.
 """
 
 from app.config.api import ApiConfig, KeyConfig, KeysConfig
-from app.config.application import ApplicationConfig, IngressConfig, ServedModelConfig
+from app.config.application import ApplicationConfig, IngressConfig
 from app.config.base import GIB, Name, Settings
 from app.config.batches import BatchesConfig, WebhooksConfig
 from app.config.engine import (
@@ -17,6 +17,8 @@ from app.config.engine import (
     SpeculationConfig,
     StepLogConfig,
 )
+from app.config.mistakes import mistakes_of, shown
+from app.config.models import ServedModelConfig
 from app.config.pipelines import (
     CascadeStepConfig,
     EmbedStepConfig,
@@ -109,7 +111,9 @@ __all__ = [
     "branches_within",
     "choice_of",
     "leaves",
+    "mistakes_of",
     "named_by",
     "names_of",
     "parameters_of",
+    "shown",
 ]

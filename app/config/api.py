@@ -5,10 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import (
-    Field,
-    field_validator,
-)
+from pydantic import Field, field_validator
 
 from app.config.base import Name, Settings, repeated
 

@@ -18,7 +18,7 @@ import pytest
 
 from app.api import RequestHandler, ServedModel, build_app
 from app.config import ApiConfig, ServedModelConfig
-from app.fleet import FailoverLimits, Fleet, LivenessTimeouts, ReplicaRegistry
+from app.fleet import FailoverLimits, Fleet, ReplicaRegistry
 from app.fleet.dispatch import GroupChooser, make_policy
 from app.text import Tokenizer
 from deployments.serve import replica as replica_module
@@ -116,7 +116,7 @@ def fleet_of(replica: Any) -> Fleet:
     registry = ReplicaRegistry(policy, GroupChooser([]), block_size=16, clock=time.monotonic)
     handle = SimpleNamespace(frame_address=Remote(replica.frame_address))
     registry.set_replicas(["r0"])
-    limits = FailoverLimits(max_resumes=1, place_timeout_s=60.0, liveness=LivenessTimeouts(silence_s=60.0, step_s=60.0))
+    limits = FailoverLimits(max_resumes=1, place_timeout_s=60.0, silence_s=60.0, step_s=60.0)
     return Fleet(ServeTransport(handle, "ingress"), registry, limits, Counts())
 
 
