@@ -176,7 +176,9 @@ class RequestHandler:
         """What a body of this size asks of a model, checked; `reserves`: and what it may need reserved."""
         reservation = context.reservation
         with self.counting_refusals(model.base) if reserves else nullcontext():
-            work = partial(endpoint.prepare, parsed, self.names.current(model), context, shared)
+            if model.parent:
+                model = self.names.current(model)
+            work = partial(endpoint.prepare, parsed, model, context, shared)
             prepared = await self.threads.encode(reservation.account.name, parsed.encoded_size(size), work)
             if reserves:
                 reservation.reserve(

@@ -39,10 +39,10 @@ def prepare_chat(
         may_be_longer=body.truncate_prompt_tokens is not None,
     )
     reasoning = _reasoning(body, model, prompt)
+    if body.truncate_prompt_tokens is not None:
+        prompt = truncated(prompt, body, model)
     form = None if reasoning is None else partial(_with_thought, shared.grammar, reasoning, body, model, prompt)
-    return prepare_generation(
-        prefix, body, model, context, [truncated(prompt, body, model)], shared, reasoning=reasoning, form=form
-    )
+    return prepare_generation(prefix, body, model, context, [prompt], shared, reasoning=reasoning, form=form)
 
 
 def _with_thought(

@@ -19,7 +19,8 @@ from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
 from app.api.http.sse import DONE, EventStream, WhileConnected, event, event_pieces
-from app.api.request_context import RequestContext, is_strict, with_deadline
+from app.api.request_context import RequestContext, asks_for, with_deadline
+from app.api.schemas.parameters import STRICT_HEADER
 from app.errors import CarouselError, InvalidRequest
 from app.jobs import Answered, BatchService, JobState, Json, NewBatch, NewFile
 from app.jobs.items import as_batch_line, items_of_prompts
@@ -53,7 +54,7 @@ class ShortBatchRoutes:
             reservation_of(request),
             request.state.request_id,
             headers=request.headers,
-            is_strict=is_strict(request.headers),
+            is_strict=asks_for(request.headers, STRICT_HEADER),
         )
         prompts = await prompt_list(body, self._handler, context)
         if prompts.asked.is_async:

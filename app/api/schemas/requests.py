@@ -543,16 +543,6 @@ class GenerationRequest(QueuedRequest):
     def asked_tokens(self) -> int | None:
         return self.max_tokens
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return (
-            self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
-        )
-
 
 class Conversation(Schema):
     """What a chat template makes a prompt of."""
