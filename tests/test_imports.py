@@ -70,7 +70,8 @@ ALLOWED = {
         "msgspec", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.api.pipelines": {
-        "app.api", "app.config", "app.disk", "app.errors", "app.engine.request", "app.metrics", "numpy",
+        "app.api", "app.config", "app.disk", "app.errors", "app.engine.request", "app.json_pieces", "app.metrics",
+        "numpy",
     },
     "app.fleet.autoscaling": {"app.config"},
     "app.assembly": {

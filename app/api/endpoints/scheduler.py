@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol
 
 from pydantic import ConfigDict, ValidationError, WithJsonSchema
 from starlette.requests import Request
@@ -14,11 +14,11 @@ from starlette.routing import Route
 from app.api.handler import RequestHandler
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
-from app.api.schemas.requests import Schema, from_validation_error
+from app.api.schemas.fields import Schema, from_validation_error
 from app.config import Policy, PolicyConfig, SchedulerConfig, Strategy, StrategyConfig, names_of
 from app.errors import NotFound
+from app.json_pieces import Json
 
-Json = dict[str, Any]
 CHOICES = {
     "strategies": names_of(SchedulerConfig.model_fields["strategy"]),
     "policies": names_of(SchedulerConfig.model_fields["policy"]),
