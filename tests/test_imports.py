@@ -27,7 +27,7 @@ ALLOWED = {
     },
     "app.fleet": {
         "app.fleet.dispatch", "app.errors", "app.engine.throughput", "app.engine.request", "app.engine.stats",
-        "app.engine.view", "msgspec",
+        "app.engine.snapshot", "msgspec",
     },
     "app.model": {
         "app.config", "app.disk", "app.errors", "app.engine.batch", "app.engine.logit_adjustments",
@@ -62,7 +62,7 @@ ALLOWED = {
     "app.jobs.engine_batches": {"app.api", "app.config", "app.disk", "app.errors", "app.jobs"},
     "app.api": {
         "app.jobs", "app.webhooks.receiver", "app.config", "app.errors", "app.json_pieces", "app.text", "app.metrics",
-        "app.versions", "app.engine.request", "app.engine.view",
+        "app.versions", "app.engine.request", "app.engine.snapshot",
         "msgspec", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.api.pipelines": {

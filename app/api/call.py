@@ -11,7 +11,7 @@ from typing import Any
 
 from app.api.output.tool_calls import ToolUse
 from app.api.schemas.requests import MAX_ALLOWED_TOKEN_IDS
-from app.engine.request import Adapter, Generate, ModelFacts, Pooling, Request
+from app.engine.request import Adapter, Generate, ModelInfo, Pooling, Request
 from app.errors import InvalidRequest
 from app.text import Reasoning, ReasoningMarks, Tokenizer
 from app.text.tool_calls import ToolFormat
@@ -62,7 +62,7 @@ class ServedModel:
 
     name: str
     tokenizer: Tokenizer
-    facts: ModelFacts
+    facts: ModelInfo
     generate: Generate
     created: int  # seconds since 1970
     aliases: tuple[str, ...] = ()  # other names that clients may send

@@ -19,7 +19,7 @@ import torch
 
 from app.assembly import resolve_model_path
 from app.config import ModelConfig
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kv_cache import NativeKVCache
@@ -75,10 +75,10 @@ def _fill(pages: NativeKVCache) -> int:
     return sum(tensor.nbytes for tensor in pages.tensors)
 
 
-def _batch(number: int, *, length: int, num_tokens: int) -> Batch:
+def _batch(number: int, *, length: int, num_tokens: int) -> StepBatch:
     """The last tokens of some sequences of `length`."""
     blocks = torch.randperm(number * -(-length // BLOCK_SIZE)).view(number, -1).tolist()
-    return Batch(
+    return StepBatch(
         tuple(
             ScheduledSequence(
                 request_id=f"{at}", token_ids=(at,) * num_tokens, start=length - num_tokens, block_ids=own,
@@ -90,7 +90,7 @@ def _batch(number: int, *, length: int, num_tokens: int) -> Batch:
     )  # fmt: skip
 
 
-def _times_ms(decoder: NativeDecoder, batch: Batch) -> tuple[float, float]:
+def _times_ms(decoder: NativeDecoder, batch: StepBatch) -> tuple[float, float]:
     """Of a step, and of its attention."""
     inputs, before = build_inputs(batch, block_size=BLOCK_SIZE, device=CPU), decoder.seconds()
     began_at = time.perf_counter()

@@ -23,9 +23,9 @@ import torch
 
 from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.engine.engine import Engine
-from app.engine.request import ModelFacts, Request, SamplingParams
+from app.engine.request import ModelInfo, Request, SamplingParams
 from app.model.cpu.library import Team
 from app.model.cpu.sampling import NativeAdjust, NativeDraw, NativeLogprobs
 from app.model.forward import Prediction
@@ -96,7 +96,7 @@ class DrawnLogits:
         self._logits = (torch.randn(rows, vocab_size, generator=generator) * 3).bfloat16().float()
         self._likeliest = self._logits.argmax(-1)
 
-    def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
+    def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
         num_rows = inputs.logits_indices.shape[0]
         return Prediction(self._logits[:num_rows], self._likeliest[:num_rows])
 
@@ -126,7 +126,7 @@ def _engine(runner: TorchModelRunner, given: argparse.Namespace) -> Engine:
         CacheConfig(block_size=BLOCK_SIZE),
         num_blocks=16 * (LONG_PROMPT + LONG_OUTPUT + MAX_TOKENS) // BLOCK_SIZE,
         runner=runner,
-        facts=ModelFacts(max_model_len=65_536, vocab_size=given.vocabulary, eos_token_ids=(EOS,)),
+        facts=ModelInfo(max_model_len=65_536, vocab_size=given.vocabulary, eos_token_ids=(EOS,)),
     )
 
 

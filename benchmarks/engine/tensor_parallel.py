@@ -26,7 +26,7 @@ import torch
 from app.assembly import Devices, build_sync_engine
 from app.child_process import child_command, child_environment
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.engine import Engine
 from app.engine.request import Request, SamplingParams
 from app.model.parallel.channel import Channel, Kind, settings_of
@@ -52,7 +52,7 @@ class NothingFollower:
     def prepare(self) -> None:
         pass
 
-    def follow(self, _batch: Batch) -> None:
+    def follow(self, _batch: StepBatch) -> None:
         self._group.all_reduce(torch.ones(1))
 
 
@@ -89,7 +89,7 @@ def _median_nothing_ms(ranks: Ranks, num_sequences: int, num_steps: int) -> floa
             ScheduledSequence(f"{at}", (at,), step, own, True, SamplingParams(max_tokens=1))
             for at, own in enumerate(blocks)
         )
-        batch = Batch(tuple(items), ())
+        batch = StepBatch(tuple(items), ())
         began_at = time.perf_counter()
         with ranks.step(batch):
             ranks.group.all_reduce(torch.ones(1))

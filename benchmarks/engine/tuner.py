@@ -23,10 +23,10 @@ from typing import Any
 from app.assembly import assemble, build_sync_engine
 from app.config import CacheConfig, EngineConfig, SchedulerConfig, TargetsConfig
 from app.engine.async_engine import AsyncEngine
-from app.engine.engine import ModelRunner
+from app.engine.model_runner import ModelRunner
 from app.engine.request import Request, TokenDelta
 from app.engine.trace.recorder import Recorder
-from app.engine.tuner import Limits
+from app.engine.tuner import StepLimits
 from benchmarks.harness.command import command_parser, run_command, tell
 from benchmarks.harness.figures import table
 from benchmarks.service.plan_error import OpenLoop, trace_with_prompts
@@ -74,12 +74,12 @@ class PromiseLog(Recorder):
         self._num_long: dict[str, int] = {}
         self._in_time: set[str] = set()
         self._now = 0.0
-        self.moves: list[tuple[float, Limits]] = []
+        self.moves: list[tuple[float, StepLimits]] = []
 
     def arrived(self, request: Request, *, at: float) -> None:
         self._arrived[request.request_id] = at
 
-    def limited(self, limits: Limits) -> None:
+    def limited(self, limits: StepLimits) -> None:
         self.moves.append((self._now, limits))
 
     def step_ended(self, deltas: list[TokenDelta], *, at: float) -> None:
@@ -126,7 +126,7 @@ class Served:
     name: str
     scheduler: SchedulerConfig
     goodput: list[float]
-    moves: list[tuple[float, Limits]]
+    moves: list[tuple[float, StepLimits]]
 
     @property
     def mean(self) -> float:
@@ -154,7 +154,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     tuned = HIGHEST.model_copy(update={"targets": targets})
     found = [_simulated("tuner", tuned, traffic, replica, given)]
     for scheduler in _sweep():
-        limits = Limits.of(scheduler)
+        limits = StepLimits.of(scheduler)
         name = f"{limits.max_step_tokens} / {limits.prefill_chunk_tokens} / {limits.max_running}"
         found.append(_simulated(name, scheduler, traffic, replica, given))
         tell(f"{name}: {found[-1].mean:.2f} good requests/s")

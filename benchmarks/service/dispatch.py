@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import Any
 
 from app.config import CacheConfig, SchedulerConfig
-from app.engine.request import ModelFacts
+from app.engine.request import ModelInfo
 from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.figures import percentile
 from benchmarks.make_workload import make_workload
@@ -78,7 +78,7 @@ class Trial:
             num_threads=None,
             num_blocks=_KV_TOKENS // _CACHE.block_size,
             block_size=_CACHE.block_size,
-            facts=ModelFacts(max_model_len=_KV_TOKENS, vocab_size=_VOCAB_SIZE + 1, eos_token_ids=(_EOS,)),
+            facts=ModelInfo(max_model_len=_KV_TOKENS, vocab_size=_VOCAB_SIZE + 1, eos_token_ids=(_EOS,)),
             cost=StepCost.linear(self.step_s * slowdown, self.token_s * slowdown),
         )
 

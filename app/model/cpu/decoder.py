@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.model.adapters import AdapterWeights, Sizes
 from app.model.cpu.adapters import AdaptedModel, AdapterColumns, NativeAdapter, adapter_columns
 from app.model.cpu.attention import MAX_SEGMENT_TOKENS
@@ -77,7 +77,7 @@ class NativeDecoder:
         self._preparer = MatcherPreparer()
         self._cosine = self._sine = torch.empty(0)  # [num_positions, head_dim] each, of the model's type
 
-    def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
+    def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
         """Logits in float32, rounded to the model's type where weights are in it. Matchers are prepared meanwhile.
 
         Of several ranks only rank 0 has logits. Raises RankMissing if one does not come in time.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.model.cpu.checkpoint import Checkpoint
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kv_cache import NativeKVCache
@@ -77,7 +77,7 @@ class Ranks:
         return first
 
     def step(self, *items: ScheduledSequence) -> torch.Tensor:
-        batch = Batch(items, ())
+        batch = StepBatch(items, ())
         inputs = build_inputs(batch, block_size=16, device=torch.device("cpu"))
         prediction = self.all(lambda decoder: decoder.predict(batch, inputs))
         assert prediction.likeliest is not None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from app.config import ModelConfig
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 from app.errors import UnsupportedModel
 from app.model import loader
@@ -45,7 +45,7 @@ def logits_of_steps(model: LoadedModel, token_ids: Sequence[int], num_prompt: in
     found = []
     for start, end in zip(starts, [*starts[1:], len(token_ids)], strict=True):
         piece = ScheduledSequence("r", tuple(token_ids[start:end]), start, list(range(16)), True, GREEDY)
-        batch = Batch((piece,), ())
+        batch = StepBatch((piece,), ())
         inputs = build_inputs(batch, block_size=16, device=torch.device("cpu"))
         found.append(decoder.predict(batch, inputs).logits)
     return found
