@@ -17,7 +17,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "configur
 _HEAD = """\
 # Configuration
 
-<!-- Written by `python -m scripts.configuration_page` from app/config.py. Change the settings there, not this page. -->
+<!-- Written by `python -m scripts.configuration_page` from app/config/. Change the settings there, not this page. -->
 
 The `args` of the application in the Serve config file (`deployments/serve.yaml`). Every setting has a default. A wrong
 value stops the start with its path and the fix; so does a name that is not on this page.

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.api.call import RequestLimits
 from app.api.http.openapi import openapi_document
+from app.api.prepared_request import RequestLimits
 from app.config import ApiConfig, ApplicationConfig, leaves
 from app.metrics import BatchCounts, exposition
 from deployments.serve.settings import parse

@@ -1,4 +1,4 @@
-"""What endpoints share: prompts become token ids, and a request to generate becomes a `Call`, everything checked.
+"""What endpoints share: prompts become token ids, a body that generates a `PreparedRequest`, everything checked.
 
 Every mistake in a request is found here, before it uses anything that other requests need. Nothing is started.
 """
@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.api.call import Call, RequestLimits, ServedModel, TokenDetailOptions, check_token_ids
 from app.api.json_structure import MAX_STRUCTURE, check_structure
 from app.api.output.structured_output import grammar_of
 from app.api.output.tool_calls import ToolUse, tool_use
+from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel, TokenDetailOptions, check_token_ids
 from app.api.schemas.requests import ChatRequest, Conversation, GenerationRequest, QueuedRequest, template_messages
 from app.engine.request import Pooling, Request, SamplingParams
 from app.errors import ContextTooLong, InvalidRequest
@@ -198,7 +198,7 @@ def pooling_call(
     limits: RequestLimits,
     prompts: Iterable[EncodedText],
     pooling: Pooling | None,
-) -> Call:
+) -> PreparedRequest:
     """The call of prompts that fit, of which each is computed for a vector or a score, and generates nothing."""
     call_id = f"{prefix}-{uuid.uuid4().hex}"
     scheduling = scheduling_of(body, model)
@@ -213,7 +213,7 @@ def pooling_call(
         )
         for index, prompt in enumerate(prompts)
     ]
-    return Call(
+    return PreparedRequest(
         call_id=call_id,
         created=int(time.time()),
         model=model,
@@ -231,7 +231,7 @@ def call_of(
     shared: SharedFields,
     *,
     default_max_tokens: int | None,
-) -> Call:
+) -> PreparedRequest:
     """The call of a checked body. Raises InvalidRequest for what depends on the lengths of its prompts."""
     call_id = f"{prefix}-{uuid.uuid4().hex}"
     requests: list[Request] = []
@@ -253,7 +253,7 @@ def call_of(
                 **scheduling,
             )
             requests.append(request)
-    call = Call(
+    call = PreparedRequest(
         call_id=call_id,
         created=int(time.time()),
         model=model,
@@ -273,7 +273,7 @@ def call_of(
     return _with_bounded_logprobs(call, body, limits.max_answer_logprobs, is_open_ended=is_open_ended)
 
 
-def _check_allowed_token_ids(call: Call, number: int, most: int) -> None:
+def _check_allowed_token_ids(call: PreparedRequest, number: int, most: int) -> None:
     if number * len(call.requests) > most:
         raise InvalidRequest(
             f"allowed_token_ids has {number:,} ids for each of {len(call.requests):,} requests; this server accepts "
@@ -282,7 +282,9 @@ def _check_allowed_token_ids(call: Call, number: int, most: int) -> None:
         )
 
 
-def _with_bounded_logprobs(call: Call, body: GenerationRequest, most: int, *, is_open_ended: bool) -> Call:
+def _with_bounded_logprobs(
+    call: PreparedRequest, body: GenerationRequest, most: int, *, is_open_ended: bool
+) -> PreparedRequest:
     """The call with at most so many log-probabilities: an open-ended output is cut, all else refused."""
     num_logprobs, num_tokens = call.num_logprobs, call.requests[0].sampling.max_tokens
     if num_logprobs <= most:

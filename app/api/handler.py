@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 from app.api.auth.keys import Authenticator, authenticator_of
 from app.api.auth.limits import Account, apply_key, bounded_call
-from app.api.call import Call, RequestLimits, ServedModel
-from app.api.client import Client
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.generation import SharedFields, shared_fields
 from app.api.http.errors import error_body, error_status, log_error
@@ -25,8 +23,10 @@ from app.api.json_structure import size_of
 from app.api.model_names import ModelNames
 from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import Writer
-from app.api.output.progress import Progress
+from app.api.output.response_state import ResponseState
 from app.api.pipelines import Pipeline, PipelineRun
+from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
+from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace, Tracer
 from app.api.schemas.parameters import UnknownFields, parse
 from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelRequest, QueuedRequest
@@ -47,7 +47,7 @@ _ITEM_FIELDS: Json = {"priority": MAX_PRIORITY, **LOWEST_CLASS}
 class PendingResponse:
     """A request that is checked and has its tokens reserved. Its generation begins when the response is read."""
 
-    progress: Progress
+    state: ResponseState
     is_streamed: bool  # as the body asks
     _pieces: AsyncGenerator[ChoiceDelta, None]
     _writer: Writer
@@ -56,17 +56,17 @@ class PendingResponse:
 
     async def full_response(self) -> Json:
         """The response as one object."""
-        return await self._writer.full_response(self.progress, self._pieces)
+        return await self._writer.full_response(self.state, self._pieces)
 
     def events(self) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events."""
-        return self._writer.events(self.progress, self._pieces)
+        return self._writer.events(self.state, self._pieces)
 
     def headers(self, *, explain: bool) -> dict[str, str]:
         """Where the request went and how long that took, as far as it is known by now; `explain`: and why there."""
-        progress = self.progress
-        placement = progress.placement_headers(explain=explain, with_loads=self._shows_loads)
-        return {**placement, **progress.timing_headers(), **self._headers}
+        state = self.state
+        placement = state.placement_headers(explain=explain, with_loads=self._shows_loads)
+        return {**placement, **state.timing_headers(), **self._headers}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,30 +108,30 @@ class RequestHandler:
         self.turns = asyncio.Lock()  # of large answers at the event loop, see `JsonAnswer`
         self._unknown_fields = UnknownFields()
 
-    async def handle(self, endpoint: Endpoint, body: Mapping[str, Any], client: Client) -> PendingResponse:
+    async def handle(self, endpoint: Endpoint, body: Mapping[str, Any], context: RequestContext) -> PendingResponse:
         """Check a body, reserve what it may need, and prepare its response.
 
         Of a pipeline, all that comes before the first token of the answer has run then.
 
         Raises InvalidRequest, NotFound, NotPermitted and LimitReached.
         """
-        arrived_at = self.metrics.arrived() if client.arrived_at is None else client.arrived_at
+        arrived_at = self.metrics.arrived() if context.arrived_at is None else context.arrived_at
         size = size_of(body, MAX_SMALL_SIZE)
         with self.counting_refusals():
-            account = client.reservation.account
-            parsed = await self.parse(body, size, endpoint.schema, account, is_strict=client.is_strict)
-            if parsed.request_id is not None and not client.has_own_id:
-                client.request_id = parsed.request_id
+            account = context.reservation.account
+            parsed = await self.parse(body, size, endpoint.schema, account, is_strict=context.is_strict)
+            if parsed.request_id is not None and not context.has_own_id:
+                context.request_id = parsed.request_id
             target = self.names.answering(parsed, account)
-        return await self._response(self._run(endpoint, parsed, client, arrived_at, size), target)
+        return await self._response(self._run(endpoint, parsed, context, arrived_at, size), target)
 
     def _run(
-        self, endpoint: Endpoint, parsed: QueuedRequest, client: Client, arrived_at: float, size: int
+        self, endpoint: Endpoint, parsed: QueuedRequest, context: RequestContext, arrived_at: float, size: int
     ) -> PipelineRun:
         return PipelineRun(
             endpoint=endpoint,
             body=parsed,
-            client=client,
+            context=context,
             prepare=self._prepare,
             metrics=self.metrics,
             arrived_at=arrived_at,
@@ -141,12 +141,12 @@ class RequestHandler:
     async def _response(self, run: PipelineRun, target: ServedModel | Pipeline) -> PendingResponse:
         answer = await run.answer(target)
         return PendingResponse(
-            progress=answer.progress,
+            state=answer.state,
             is_streamed=run.body.wants_stream,
             _pieces=answer.pieces,
             _writer=run.endpoint.writer(run.body),
             _headers=run.headers(answer),
-            _shows_loads=run.client.reservation.account.may_administer,
+            _shows_loads=run.context.reservation.account.may_administer,
         )
 
     async def parse(
@@ -171,16 +171,16 @@ class RequestHandler:
         endpoint: Endpoint,
         parsed: QueuedRequest,
         model: ServedModel,
-        client: Client,
+        context: RequestContext,
         size: int,
         shared: SharedFields | None = None,
         *,
         reserves: bool = True,
-    ) -> Call:
+    ) -> PreparedRequest:
         """What a body of this size asks of a model, checked; `reserves`: and what it may need reserved."""
-        reservation, limits = client.reservation, self.limits.shared_by(client.num_bodies)
+        reservation, limits = context.reservation, self.limits.shared_by(context.num_bodies)
 
-        async def encoded() -> Call:
+        async def encoded() -> PreparedRequest:
             current = self.names.current(model)
             return await self.threads.encode(
                 reservation.account.name,
@@ -191,7 +191,7 @@ class RequestHandler:
         if not reserves:
             return await encoded()
         with self.counting_refusals(model.base):
-            call = with_headers((await encoded()).for_request(client.request_id).with_adapter(), client.headers)
+            call = with_headers((await encoded()).for_request(context.request_id).with_adapter(), context.headers)
             return apply_key(reservation, call, parsed, share_prefixes=self.config.share_prefixes)
 
     async def handle_item(
@@ -209,12 +209,12 @@ class RequestHandler:
         with self._item_traced(path, origin) as trace:
             try:
                 with self.authenticator.account_named(owner).reserve_item() as reservation:
-                    client = Client(reservation=reservation, request_id=request_id, trace=trace)
-                    pending = await self.handle(ENDPOINTS[path], {**body, **_ITEM_FIELDS, **tenant}, client)
+                    context = RequestContext(reservation=reservation, request_id=request_id, trace=trace)
+                    pending = await self.handle(ENDPOINTS[path], {**body, **_ITEM_FIELDS, **tenant}, context)
                     content = await pending.full_response()
                     if trace is not None:
-                        trace.attributes |= pending.progress.trace_attributes()
-                    return Answered(200, content, is_large=pending.progress.call.is_large)
+                        trace.attributes |= pending.state.trace_attributes()
+                    return Answered(200, content, is_large=pending.state.call.is_large)
             except Exception as error:
                 if _may_pass(error):
                     raise
@@ -239,13 +239,15 @@ class RequestHandler:
             if error is None or trace.has_replica:
                 self.tracer.record(trace)
 
-    async def handle_items(self, common: SharedBody, prompts: Sequence[Json], client: Client) -> list[Answered]:
+    async def handle_items(
+        self, common: SharedBody, prompts: Sequence[Json], context: RequestContext
+    ) -> list[Answered]:
         """The responses to several prompts of one client, in their order, computed side by side.
 
         Each prompt is a body with no other fields. Raises Overloaded, Unavailable or EngineStopped when none of them
         could be served now.
         """
-        async with aclosing(self._outcomes(common, prompts, client)) as ended:
+        async with aclosing(self._outcomes(common, prompts, context)) as ended:
             outcomes = sorted([outcome async for outcome in ended], key=lambda each: each.index)
         errors = [each.outcome for each in outcomes if isinstance(each.outcome, Exception)]
         if len(errors) == len(outcomes) and all(map(_may_pass, errors)):
@@ -253,15 +255,15 @@ class RequestHandler:
         return [each.answered(common.endpoint.path) for each in outcomes]
 
     async def items_as_they_end(
-        self, common: SharedBody, prompts: Sequence[Json], client: Client
+        self, common: SharedBody, prompts: Sequence[Json], context: RequestContext
     ) -> AsyncGenerator[tuple[int, Answered], None]:
         """The same responses, each with its index, as soon as it is there. Closing it ends those that still run."""
-        async with aclosing(self._outcomes(common, prompts, client)) as ended:
+        async with aclosing(self._outcomes(common, prompts, context)) as ended:
             async for outcome in ended:
                 yield outcome.index, outcome.answered(common.endpoint.path)
 
     async def _outcomes(
-        self, common: SharedBody, prompts: Sequence[Json], client: Client
+        self, common: SharedBody, prompts: Sequence[Json], context: RequestContext
     ) -> AsyncGenerator[_ItemOutcome, None]:
         """What comes of each prompt, as they end. Not a TaskGroup, which must not span a `yield`."""
         tasks = [
@@ -270,7 +272,7 @@ class RequestHandler:
                     index,
                     common,
                     prompt,
-                    replace(client, request_id=f"{client.request_id}-{index}", num_bodies=len(prompts)),
+                    replace(context, request_id=f"{context.request_id}-{index}", num_bodies=len(prompts)),
                 ),
                 name=task_name(),
             )
@@ -284,24 +286,24 @@ class RequestHandler:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _outcome(self, index: int, common: SharedBody, prompt: Json, client: Client) -> _ItemOutcome:
+    async def _outcome(self, index: int, common: SharedBody, prompt: Json, context: RequestContext) -> _ItemOutcome:
         began_at = self.metrics.arrived()
         outcome: Json | Exception
         try:
-            pending = await self._handle_shared(common, prompt, client)
+            pending = await self._handle_shared(common, prompt, context)
             outcome = await pending.full_response()
         except Exception as error:
             outcome = error
-        return _ItemOutcome(index, client.request_id, outcome, self.metrics.arrived() - began_at)
+        return _ItemOutcome(index, context.request_id, outcome, self.metrics.arrived() - began_at)
 
-    async def _handle_shared(self, common: SharedBody, prompt: Json, client: Client) -> PendingResponse:
+    async def _handle_shared(self, common: SharedBody, prompt: Json, context: RequestContext) -> PendingResponse:
         """As `handle`, for a body of which all but the prompt is checked."""
         arrived_at, endpoint, size = self.metrics.arrived(), common.endpoint, size_of(prompt, MAX_SMALL_SIZE)
         with self.counting_refusals():
-            account = client.reservation.account
-            own = await self.parse(prompt, size, endpoint.schema, account, is_strict=client.is_strict)
+            account = context.reservation.account
+            own = await self.parse(prompt, size, endpoint.schema, account, is_strict=context.is_strict)
         parsed = common.parsed.model_copy(update={name: getattr(own, name) for name in prompt})
-        run = self._run(endpoint, parsed, client, arrived_at, size + common.size)
+        run = self._run(endpoint, parsed, context, arrived_at, size + common.size)
         return await self._response(replace(run, shared=common.fields), common.target)
 
     async def check_shared(
@@ -339,7 +341,7 @@ class RequestHandler:
 
     async def prepare_item(
         self, owner: str, path: str, body: Mapping[str, Any], check: Callable[[QueuedRequest], None]
-    ) -> Call | Answered:
+    ) -> PreparedRequest | Answered:
         """The call of an item that engines of its own compute, or the response to an item that cannot run.
 
         What its key may never have is refused here. The key's limits by the minute do not count, as the item uses no

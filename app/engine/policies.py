@@ -1,6 +1,6 @@
 """Scheduling policies: which waiting sequence runs next, and which running one is preempted first.
 
-To add one: its settings in `app/config.py`, a class here, a line in `make_policy`.
+To add one: its settings in `app/config/scheduler.py`, a class here, a line in `make_policy`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Batching strategies: in which steps waiting sequences may join the running ones, and how many.
 
-To add one: its settings in `app/config.py`, a class here, a line in `make_strategy`.
+To add one: its settings in `app/config/scheduler.py`, a class here, a line in `make_strategy`.
 """
 
 from __future__ import annotations

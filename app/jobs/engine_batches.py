@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from app.api import RequestHandler
-from app.api.call import Call
+from app.api.prepared_request import PreparedRequest
 from app.api.schemas.requests import QueuedRequest
 from app.disk import write_atomically
 from app.errors import CarouselError, InvalidRequest
@@ -97,7 +97,7 @@ class EngineExecution(Execution):
             async for piece in pieces:
                 for item in piece:
                     call = await self._call(work, item)
-                    if isinstance(call, Call):
+                    if isinstance(call, PreparedRequest):
                         return call.model.name
                     work.on_results(work.results.append([BatchFormat(work.job.id).answered(item, call)]))
         return None
@@ -134,7 +134,7 @@ class EngineExecution(Execution):
                             own.append(item)
                     calls = [await self._call(work, item) for item in own]
                     yield [
-                        prepared(item, call) if isinstance(call, Call) else form.answered(item, call)
+                        prepared(item, call) if isinstance(call, PreparedRequest) else form.answered(item, call)
                         for item, call in zip(own, calls, strict=True)
                     ]
 
@@ -146,7 +146,7 @@ class EngineExecution(Execution):
         named = self._handler.names.models.get(name) if isinstance(name, str) else None
         return named is not None and named.name != model
 
-    async def _call(self, work: BatchWork, item: Item) -> Call | Answered:
+    async def _call(self, work: BatchWork, item: Item) -> PreparedRequest | Answered:
         body = dict(item.body)
         if body.get("seed") is None:  # of the batch's own: the same item in another batch is drawn anew
             body["seed"] = seed_of(f"{work.job.id}-{item.number}")
@@ -163,7 +163,7 @@ class EngineExecution(Execution):
                         continue
                     call = await self._call(work, item)
                     invalid = InvalidItem(number=item.number, id=item.id, reason=reason, code="job_failed")
-                    result = form.invalid(invalid) if isinstance(call, Call) else form.answered(item, call)
+                    result = form.invalid(invalid) if isinstance(call, PreparedRequest) else form.answered(item, call)
                     work.on_results(work.results.append([result]))
 
 

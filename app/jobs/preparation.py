@@ -10,9 +10,9 @@ import uuid
 from dataclasses import dataclass, replace
 
 from app.api import RequestHandler
-from app.api.call import Call
 from app.api.output.completion_writers import ChatFormat, CompletionFormat, single_choice_response
-from app.api.output.progress import ChoiceOutput, GrowingText
+from app.api.output.response_state import ChoiceOutput, GrowingText
+from app.api.prepared_request import PreparedRequest
 from app.api.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, QueuedRequest
 from app.engine.request import Request
 from app.errors import InvalidRequest
@@ -50,7 +50,7 @@ async def prepare_row(item: Item, handler: RequestHandler) -> PreparedItem | Inv
     return prepared(item, call)
 
 
-def prepared(item: Item, call: Call) -> PreparedItem:
+def prepared(item: Item, call: PreparedRequest) -> PreparedItem:
     """An item and its call, which `check_fits_engines` has passed: it has one request."""
     [request] = call.requests
     return PreparedItem(

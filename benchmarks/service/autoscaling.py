@@ -40,7 +40,10 @@ from benchmarks.harness.figures import table
 from deployments.plan.traces import Trace, read_trace
 
 TICK_S = 2.0  # between two decisions, as replicas report
-_UPSCALE_DELAY_S, _DOWNSCALE_DELAY_S = 10.0, 120.0  # as served: deployments/serve/autoscaling.py, app/config.py
+_UPSCALE_DELAY_S, _DOWNSCALE_DELAY_S = (
+    10.0,
+    120.0,
+)  # as served: deployments/serve/autoscaling.py, app/config/replicas.py
 _HOUR_S, _DAY_S = 3600.0, 86_400.0
 _PROMPT_TOKEN_S, _OUTPUT_TOKEN_S = 0.0002, 0.03  # that a request holds its slot
 _COPIES_WITHIN_S = 30.0

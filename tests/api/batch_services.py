@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 
 from app.api import RequestHandler, batch_routes, build_app
-from app.api.call import RequestLimits
 from app.api.http.guard import owner_of
+from app.api.prepared_request import RequestLimits
 from app.config import ApiConfig, BatchesConfig
 from app.jobs import BatchLimits
 from app.jobs.batch_runner import FleetExecution

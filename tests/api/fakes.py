@@ -13,7 +13,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from app.api import Pipeline, RequestHandler, ServedModel, build_app, pipelines_of
-from app.api.call import RequestLimits
+from app.api.prepared_request import RequestLimits
 from app.config import ApiConfig, ApplicationConfig
 from app.engine.request import FinishReason, Generate, ModelInfo, Pooling, Request, TokenDelta
 from app.text import ReasoningMarks, Tokenizer

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from app.api.auth.limits import Account
-from app.api.client import Client
 from app.api.endpoints.table import ENDPOINTS
+from app.api.request_context import RequestContext
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
 from app.errors import LimitReached
 from app.json_pieces import PIECE_BYTES
@@ -112,7 +112,7 @@ def test_a_log_probability_takes_few_bytes_until_it_is_sent(tokenizer: Tokenizer
 
     async def held(service: Service) -> int:
         with Account(None, lambda: 0.0).reserve() as reservation:
-            client = Client(reservation=reservation, request_id="r")
+            client = RequestContext(reservation=reservation, request_id="r")
             pending = await service.handler.handle(ENDPOINTS[path], body, client)
             answer = await pending.full_response()
             gc.collect()

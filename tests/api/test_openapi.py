@@ -9,9 +9,9 @@ import httpx
 import pytest
 from starlette.routing import Route, Router
 
-from app.api.call import RequestLimits
 from app.api.http.guard import Guard
 from app.api.http.openapi import BODIES, openapi_document
+from app.api.prepared_request import RequestLimits
 from app.api.schemas.parameters import MAX_NAME_LENGTH, MAX_REMEMBERED_NAMES, UnknownFields
 from app.api.schemas.requests import CompletionRequest
 from app.config import ApiConfig

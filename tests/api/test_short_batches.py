@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.api.call import RequestLimits
 from app.api.http.openapi import BATCH_BODIES, openapi_document
+from app.api.prepared_request import RequestLimits
 from app.config import ApiConfig, WebhooksConfig
 from app.errors import Overloaded, StepFailed
 from app.jobs import BatchLimits

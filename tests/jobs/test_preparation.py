@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from app.api import ServedModel
-from app.api.call import RequestLimits
 from app.api.endpoints.chat import prepare_chat
+from app.api.prepared_request import RequestLimits
 from app.api.schemas.requests import ChatRequest
 from app.jobs.job import InvalidItem
 from app.jobs.preparation import PreparedItem

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from app.api.call import Call
+from app.api.prepared_request import PreparedRequest
 from app.api.schemas.requests import QueuedRequest
 from app.config import KeyConfig
 from app.engine.request import Request
@@ -340,7 +340,9 @@ class Reservation:
         return sum(num_tokens() for num_tokens in self._usages)
 
 
-def apply_key(reservation: Reservation, call: Call, body: QueuedRequest, *, share_prefixes: bool) -> Call:
+def apply_key(
+    reservation: Reservation, call: PreparedRequest, body: QueuedRequest, *, share_prefixes: bool
+) -> PreparedRequest:
     """The call as its key allows it, with the tokens that it may need reserved on the key's account.
 
     The key's name is the tenant, whatever the body says of its `user`, and part of the session; without
@@ -359,7 +361,7 @@ def apply_key(reservation: Reservation, call: Call, body: QueuedRequest, *, shar
     return call
 
 
-def bounded_call(account: Account, call: Call, body: QueuedRequest) -> Call:
+def bounded_call(account: Account, call: PreparedRequest, body: QueuedRequest) -> PreparedRequest:
     """The call with outputs as long as its key allows.
 
     Raises InvalidRequest when it asks for longer ones, or to go before others.

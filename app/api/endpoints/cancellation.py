@@ -10,9 +10,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from app.api.auth.limits import Account
-from app.api.call import Call
 from app.api.endpoints.live import WatchedFleet
 from app.api.http.guard import reservation_of
+from app.api.prepared_request import PreparedRequest
 from app.errors import NotFound
 
 # Ends a request by its id, for an account of this name, for None whatever account has sent it; whether it was found.
@@ -28,10 +28,10 @@ class RunningCalls:
     def __init__(self, fleets: Mapping[str, WatchedFleet]) -> None:
         """`fleets` by the model's name."""
         self._fleets = fleets
-        self._calls: dict[str, list[tuple[str, Call]]] = {}  # with the account's name
+        self._calls: dict[str, list[tuple[str, PreparedRequest]]] = {}  # with the account's name
 
     @contextmanager
-    def noted(self, request_id: str, account: Account, call: Call) -> Iterator[None]:
+    def noted(self, request_id: str, account: Account, call: PreparedRequest) -> Iterator[None]:
         """While it runs."""
         entry = (account.name, call)
         ids = {request_id, call.call_id, *(each.request_id for each in call.requests)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from app.api.call import Call, RequestLimits, ServedModel
 from app.api.generation import SharedFields, call_of, encode_chat, shared_fields
+from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
 from app.api.schemas.requests import ChatRequest, ReasoningEffort
 from app.engine.request import Grammar, GrammarKind, Thought
 from app.errors import InvalidRequest
@@ -20,7 +20,7 @@ _EFFORTS: dict[ReasoningEffort, float] = {
 
 def prepare_chat(
     body: ChatRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
-) -> Call:
+) -> PreparedRequest:
     """Check and tokenize a chat. `shared` is known where another body has the same. Raises InvalidRequest."""
     shared = shared or shared_fields(body, model, limits)
     body = body.with_documents_written()
@@ -38,7 +38,9 @@ def prepare_chat(
     return _with_thought(replace(call, reasoning=reasoning), reasoning, body, prompt)
 
 
-def _with_thought(call: Call, reasoning: Reasoning, body: ChatRequest, prompt: tuple[int, ...]) -> Call:
+def _with_thought(
+    call: PreparedRequest, reasoning: Reasoning, body: ChatRequest, prompt: tuple[int, ...]
+) -> PreparedRequest:
     """The call with room for reasoning before an output that has a form, and with the limit of reasoning."""
     sampling = call.requests[0].sampling
     form, budget = sampling.grammar, _budget(body, sampling.max_tokens)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from app.api.call import Call, RequestLimits, ServedModel
 from app.api.generation import SharedFields, call_of, encode_prompts, shared_fields
+from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
 from app.api.schemas.requests import CompletionRequest
 from app.errors import InvalidRequest
 
@@ -14,7 +14,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's default; a chat may use the rest of the cont
 
 def prepare_completion(
     body: CompletionRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
-) -> Call:
+) -> PreparedRequest:
     """Check and tokenize one prompt or several. `shared` is known where another body has the same.
 
     Raises InvalidRequest.
@@ -44,7 +44,7 @@ def prepare_completion(
     return replace(call, prompt_texts=_prompt_texts(body, call)) if body.echo else call
 
 
-def _prompt_texts(body: CompletionRequest, call: Call) -> tuple[str, ...]:
+def _prompt_texts(body: CompletionRequest, call: PreparedRequest) -> tuple[str, ...]:
     """What is echoed of each prompt: the text as it was sent; of token ids and of what was cut short, theirs."""
     cut = body.truncate_prompt_tokens is not None
     prompts = [request.prompt_token_ids for request in call.requests[:: call.num_samples]]

@@ -9,11 +9,11 @@ from array import array
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from app.api.call import Call, RequestLimits, ServedModel
 from app.api.generation import SharedFields, encode_prompts, pooling_call
 from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import Writer
-from app.api.output.progress import Json, Progress
+from app.api.output.response_state import Json, ResponseState
+from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
 from app.api.schemas.requests import EmbeddingsRequest
 from app.errors import ContextTooLong, Failure, InvalidRequest
 from app.json_pieces import Rows
@@ -22,7 +22,7 @@ from app.text.text_pairs import EncodedText
 
 def prepare_embeddings(
     body: EmbeddingsRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
-) -> Call:
+) -> PreparedRequest:
     """Check and tokenize the texts. Raises InvalidRequest."""
     size = model.facts.embedding_size
     if model.pooling is None or size is None:
@@ -58,15 +58,15 @@ class EmbeddingsWriter(Writer):
 
     body: EmbeddingsRequest
 
-    async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
+    async def full_response(self, state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
         """Wait for all vectors and write them."""
-        vectors = await vectors_of(progress, pieces, dimensions=self.body.dimensions)
-        progress.log_end()
-        num_tokens = progress.call.num_prompt_tokens
+        vectors = await vectors_of(state, pieces, dimensions=self.body.dimensions)
+        state.log_end()
+        num_tokens = state.call.num_prompt_tokens
         return {
             "object": "list",
             "data": Rows(lambda: ([self._row(at, each)] for at, each in enumerate(vectors))),
-            "model": progress.call.model.name,
+            "model": state.call.model.name,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
 
@@ -83,22 +83,22 @@ class EmbeddingsWriter(Writer):
 
 
 async def vectors_of(
-    progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None], *, dimensions: int | None = None
+    state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None], *, dimensions: int | None = None
 ) -> list[array[float]]:
     """Wait for the vectors of all requests of a call. Each has the length 1, and `dimensions` numbers if so many."""
-    vectors = await numbers_of(progress, pieces)
+    vectors = await numbers_of(state, pieces)
     return [normalised(vector[:dimensions]) for vector in vectors]
 
 
-async def numbers_of(progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> list[array[float]]:
+async def numbers_of(state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]) -> list[array[float]]:
     """Wait for what the model gives for all requests of a call: vectors of any length, or scores of labels."""
-    vectors = [array("f")] * len(progress.outputs)
+    vectors = [array("f")] * len(state.outputs)
 
     def keep(piece: ChoiceDelta) -> None:
         if piece.finish_reason is not None:
             vectors[piece.index] = array("f", vector_of(piece))
 
-    await progress.read(pieces, keep)
+    await state.read(pieces, keep)
     return vectors
 
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from app.api.call import Call, RequestLimits, ServedModel
 from app.api.endpoints.chat import prepare_chat
 from app.api.generation import SharedFields
 from app.api.http.errors import MESSAGES_PATH, error_body
 from app.api.http.sse import named_event
 from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import Writer
-from app.api.output.progress import GrowingText, Json, Progress
+from app.api.output.response_state import GrowingText, Json, ResponseState
 from app.api.output.tool_calls import ToolCallDelta
+from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
 from app.api.schemas.messages import MessagesRequest
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -26,7 +26,7 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 def prepare_message(
     body: MessagesRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
-) -> Call:
+) -> PreparedRequest:
     """Check the body and tokenize its chat. Raises InvalidRequest."""
     call = prepare_chat(body.as_chat(), model, limits, shared)
     return replace(call, call_id=f"msg_{uuid.uuid4().hex}")
@@ -35,15 +35,15 @@ def prepare_message(
 class MessagesWriter(Writer):
     """The answers of one call on /v1/messages."""
 
-    async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
+    async def full_response(self, state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
         """Wait for the end and write the message."""
-        message = MessageBuilder(progress)
-        await progress.read(pieces, lambda piece: deque(message.add(piece), maxlen=0))  # no events are sent
-        progress.log_end()
+        message = MessageBuilder(state)
+        await state.read(pieces, lambda piece: deque(message.add(piece), maxlen=0))  # no events are sent
+        state.log_end()
         return message.as_json()
 
-    def event_writer(self, progress: Progress) -> MessageBuilder:
-        return MessageBuilder(progress)
+    def event_writer(self, state: ResponseState) -> MessageBuilder:
+        return MessageBuilder(state)
 
 
 class MessageBuilder:
@@ -54,8 +54,8 @@ class MessageBuilder:
     message_delta, message_stop, or error
     """
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, state: ResponseState) -> None:
+        self._state = state
         self._content: list[_Thinking | _Text | _ToolUse] = []
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
@@ -72,7 +72,7 @@ class MessageBuilder:
 
     def fail(self, error: Exception) -> Iterable[bytes]:
         """The event after an error."""
-        return (named_event(error_body(error, self._progress.request_id, MESSAGES_PATH)),)
+        return (named_event(error_body(error, self._state.request_id, MESSAGES_PATH)),)
 
     def add(self, piece: ChoiceDelta) -> Iterator[Json]:
         """Add a delta and yield its events."""
@@ -93,7 +93,7 @@ class MessageBuilder:
 
     def as_json(self) -> Json:
         """The message by now."""
-        call = self._progress.call
+        call = self._state.call
         return {
             "id": call.call_id,
             "type": "message",
@@ -107,14 +107,14 @@ class MessageBuilder:
 
     def _usage(self) -> Json:
         """As Anthropic counts: tokens of the prompt that were read from the cache are not input tokens."""
-        usage = self._progress.usage()
+        usage = self._state.usage()
         num_cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - num_cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": num_cached,
             "output_tokens": usage["completion_tokens"],
-            **self._progress.more_usage(),
+            **self._state.more_usage(),
         }
 
     def _say(self, text: str, kind: type[_Thinking | _Text]) -> Iterator[Json]:

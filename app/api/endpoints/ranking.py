@@ -12,12 +12,12 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import mul
 
-from app.api.call import Call, RequestLimits, ServedModel
 from app.api.endpoints.embeddings import normalised, vector_of
 from app.api.generation import SharedFields, check_texts, pooling_call
 from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import Writer
-from app.api.output.progress import Json, Progress
+from app.api.output.response_state import Json, ResponseState
+from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
 from app.api.schemas.ranking import RankingRequest, RerankRequest, ScoreRequest
 from app.engine.request import Pooling
 from app.errors import ContextTooLong, Failure, InvalidRequest
@@ -30,14 +30,14 @@ MAX_CALL_TOKENS = 1_000_000
 
 def prepare_rerank(
     body: RerankRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
-) -> Call:
+) -> PreparedRequest:
     """Check and tokenize a query and its documents. Raises InvalidRequest."""
     return _call_of(_Comparison(body, model, ("query", "documents"), *body.sides), "rerank", limits)
 
 
 def prepare_score(
     body: ScoreRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
-) -> Call:
+) -> PreparedRequest:
     """Check and tokenize the texts on both sides. Raises InvalidRequest."""
     if len(body.text_1) not in (1, len(body.text_2)):
         raise InvalidRequest(
@@ -112,7 +112,7 @@ class _Comparison:
                 )
 
 
-def _call_of(comparison: _Comparison, prefix: str, limits: RequestLimits) -> Call:
+def _call_of(comparison: _Comparison, prefix: str, limits: RequestLimits) -> PreparedRequest:
     comparison.check(limits)
     prompts = comparison.prompts()
     comparison.check_lengths(prompts)
@@ -162,20 +162,20 @@ class _Scores:
 
 
 async def _scores(
-    progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None], *, num_firsts: int, num_pairs: int
+    state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None], *, num_firsts: int, num_pairs: int
 ) -> list[float]:
     """Wait for all requests of a call."""
-    scores = _Scores(num_firsts, num_pairs, progress.call.model.facts.scores_pairs)
-    await progress.read(pieces, scores.add)
-    progress.log_end()
+    scores = _Scores(num_firsts, num_pairs, state.call.model.facts.scores_pairs)
+    await state.read(pieces, scores.add)
+    state.log_end()
     return scores.values
 
 
 async def best_documents(
-    number: int, top_n: int | None, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]
+    number: int, top_n: int | None, state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]
 ) -> list[tuple[int, float]]:
     """Wait for the scores of this number of documents; the indices of the best, the best first, with their scores."""
-    scores = await _scores(progress, pieces, num_firsts=1, num_pairs=number)
+    scores = await _scores(state, pieces, num_firsts=1, num_pairs=number)
     best = sorted(range(number), key=lambda index: -scores[index])[:top_n]
     return [(index, scores[index]) for index in best]
 
@@ -186,14 +186,14 @@ class RerankWriter(Writer):
 
     body: RerankRequest
 
-    async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
+    async def full_response(self, state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
         body = self.body
-        best = await best_documents(len(body.documents), body.top_n, progress, pieces)
-        num_tokens = progress.call.num_prompt_tokens
+        best = await best_documents(len(body.documents), body.top_n, state, pieces)
+        num_tokens = state.call.num_prompt_tokens
         return {
-            "id": progress.call.call_id,
+            "id": state.call.call_id,
             "object": "list",
-            "model": progress.call.model.name,
+            "model": state.call.model.name,
             "results": Rows(lambda: ([self._row(index, score)] for index, score in best)),
             "meta": {
                 "api_version": {"version": "2"},
@@ -214,14 +214,14 @@ class ScoreWriter(Writer):
 
     body: ScoreRequest
 
-    async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
-        scores = await _scores(progress, pieces, num_firsts=len(self.body.text_1), num_pairs=len(self.body.text_2))
-        num_tokens = progress.call.num_prompt_tokens
+    async def full_response(self, state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
+        scores = await _scores(state, pieces, num_firsts=len(self.body.text_1), num_pairs=len(self.body.text_2))
+        num_tokens = state.call.num_prompt_tokens
         return {
-            "id": progress.call.call_id,
+            "id": state.call.call_id,
             "object": "list",
-            "created": progress.call.created,
-            "model": progress.call.model.name,
+            "created": state.call.created,
+            "model": state.call.model.name,
             "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from app.api.call import Call, RequestLimits, ServedModel
 from app.api.endpoints.chat import prepare_chat
 from app.api.generation import SharedFields
 from app.api.http.errors import error_body
 from app.api.http.sse import named_event, named_event_pieces
 from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import Writer
-from app.api.output.progress import GrowingText, Json, Progress
+from app.api.output.response_state import GrowingText, Json, ResponseState
 from app.api.output.token_details import (
     CHAT_LOGPROBS,
     PackedLogprobs,
@@ -25,13 +24,14 @@ from app.api.output.token_details import (
     write_logprobs,
 )
 from app.api.output.tool_calls import ToolCallDelta
+from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
 from app.api.schemas.responses import ResponsesRequest
 from app.json_pieces import Rows, joined
 
 
 def prepare_response(
     body: ResponsesRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
-) -> Call:
+) -> PreparedRequest:
     """Check the body and tokenize its chat. Raises InvalidRequest."""
     call = prepare_chat(body.as_chat(), model, limits, shared)
     return replace(call, call_id=f"resp_{uuid.uuid4().hex}")
@@ -43,15 +43,15 @@ class ResponsesWriter(Writer):
 
     body: ResponsesRequest
 
-    async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
+    async def full_response(self, state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
         """Wait for the end and write the response."""
-        response = ResponseBuilder(self.body, progress)
-        await progress.read(pieces, lambda piece: deque(response.add(piece), maxlen=0))  # no events are sent
-        progress.log_end()
+        response = ResponseBuilder(self.body, state)
+        await state.read(pieces, lambda piece: deque(response.add(piece), maxlen=0))  # no events are sent
+        state.log_end()
         return response.as_json()
 
-    def event_writer(self, progress: Progress) -> ResponseBuilder:
-        return ResponseBuilder(self.body, progress)
+    def event_writer(self, state: ResponseState) -> ResponseBuilder:
+        return ResponseBuilder(self.body, state)
 
 
 class ResponseBuilder:
@@ -62,14 +62,14 @@ class ResponseBuilder:
     response.completed, or response.incomplete, or response.failed
     """
 
-    def __init__(self, body: ResponsesRequest, progress: Progress) -> None:
+    def __init__(self, body: ResponsesRequest, state: ResponseState) -> None:
         self._body = body
-        self._progress = progress
+        self._state = state
         self._output: list[_ReasoningItem | _Message | _FunctionCall] = []
         self._status = "in_progress"
         self._error: Json | None = None
         self._num_events = 0
-        self._names = TokenNames(progress.call.model.tokenizer)
+        self._names = TokenNames(state.call.model.tokenizer)
         self._pending_logprobs: list[TokenLogprob] = []  # of tokens without an event yet
         self.has_begun = False
 
@@ -86,7 +86,7 @@ class ResponseBuilder:
 
     def fail(self, error: Exception) -> Iterable[bytes]:
         """The events with which the response has failed."""
-        events = self._fail(error_body(error, self._progress.request_id)["error"])
+        events = self._fail(error_body(error, self._state.request_id)["error"])
         return joined(chain.from_iterable(map(named_event_pieces, events)))
 
     def add(self, piece: ChoiceDelta) -> Iterator[Json]:
@@ -116,7 +116,7 @@ class ResponseBuilder:
 
     def as_json(self) -> Json:
         """The response by now."""
-        body, call = self._body, self._progress.call
+        body, call = self._body, self._state.call
         is_incomplete = self._status == "incomplete"
         return {
             "id": call.call_id,
@@ -148,14 +148,14 @@ class ResponseBuilder:
         }
 
     def _usage(self) -> Json:
-        usage = self._progress.usage()
+        usage = self._state.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
-            **self._progress.more_usage(),
+            **self._state.more_usage(),
         }
 
     def _begin(self) -> Iterator[Json]:

@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from app.api.client import Client
 from app.api.endpoints.batch_results import encoded_json, result, results_of, speed
 from app.api.endpoints.prompt_list import PromptList, prompt_list
 from app.api.handler import RequestHandler
@@ -21,6 +20,7 @@ from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
 from app.api.http.headers import is_strict, with_deadline
 from app.api.http.sse import DONE, EventStream, WhileConnected, event, event_pieces
+from app.api.request_context import RequestContext
 from app.errors import CarouselError, InvalidRequest
 from app.jobs import Answered, BatchService, JobState, Json, NewBatch, NewFile
 from app.jobs.items import as_batch_line, items_of_prompts
@@ -55,12 +55,12 @@ class ShortBatchRoutes:
         if prompts.asked.is_async:
             return JSONResponse(await self._begin_job(self._owner_of(request), prompts))
         self._check_number(prompts)
-        client = Client(
+        context = RequestContext(
             reservation=reservation_of(request), request_id=request.state.request_id, headers=request.headers
         )
         if prompts.asked.stream:
-            return _Streamed(self._handler, prompts, client)
-        return JsonAnswer(await self._answer(request, prompts, client), self._handler.turns)
+            return _Streamed(self._handler, prompts, context)
+        return JsonAnswer(await self._answer(request, prompts, context), self._handler.turns)
 
     async def retrieve(self, request: Request) -> Response:
         """A batch, how far it is, and once it has ended what came of each prompt."""
@@ -83,10 +83,10 @@ class ShortBatchRoutes:
                 param="prompts",
             )
 
-    async def _answer(self, request: Request, prompts: PromptList, client: Client) -> Json:
+    async def _answer(self, request: Request, prompts: PromptList, context: RequestContext) -> Json:
         began_at = time.monotonic()
         async with WhileConnected(request.receive):
-            answers = await self._handler.handle_items(prompts.common, prompts.own_bodies(), client)
+            answers = await self._handler.handle_items(prompts.common, prompts.own_bodies(), context)
         results = [result(index, str(index), answered) for index, answered in enumerate(answers)]
         return _answered_at_once(prompts, answers, time.monotonic() - began_at) | {"results": results}
 
@@ -141,11 +141,11 @@ def _with_progress(batch: Json) -> Json:
 class _Streamed(Response):
     """The entries of a list as events, each as soon as it is there, then the object without them, then [DONE]."""
 
-    def __init__(self, handler: RequestHandler, prompts: PromptList, client: Client) -> None:
+    def __init__(self, handler: RequestHandler, prompts: PromptList, context: RequestContext) -> None:
         super().__init__()
         self._handler = handler
         self._prompts = prompts
-        self._client = client
+        self._context = context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         events = EventStream(
@@ -156,7 +156,7 @@ class _Streamed(Response):
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         prompts, began_at, answers = self._prompts, time.monotonic(), list[Answered]()
-        items = self._handler.items_as_they_end(prompts.common, prompts.own_bodies(), self._client)
+        items = self._handler.items_as_they_end(prompts.common, prompts.own_bodies(), self._context)
         async with aclosing(items):
             async for index, answered in items:
                 answers.append(replace(answered, body={"usage": answered.body.get("usage")}))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from app.api.call import Call, RequestLimits, ServedModel
 from app.api.endpoints.chat import prepare_chat
 from app.api.endpoints.completions import prepare_completion
 from app.api.endpoints.embeddings import EmbeddingsWriter, prepare_embeddings
@@ -16,6 +15,7 @@ from app.api.endpoints.responses import ResponsesWriter, prepare_response
 from app.api.generation import SharedFields
 from app.api.http.errors import MESSAGES_PATH
 from app.api.output.completion_writers import ChatFormat, ChoiceWriter, CompletionFormat, Writer
+from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
 from app.api.schemas.messages import MessagesRequest
 from app.api.schemas.ranking import RerankRequest, ScoreRequest
 from app.api.schemas.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, QueuedRequest
@@ -29,7 +29,7 @@ class Endpoint:
     path: str
     schema: type[QueuedRequest]
     # Checks and tokenizes a body of the schema; what it shares with another body need not be made again.
-    prepare: Callable[[Any, ServedModel, RequestLimits, SharedFields | None], Call]
+    prepare: Callable[[Any, ServedModel, RequestLimits, SharedFields | None], PreparedRequest]
     writer: Callable[[Any], Writer]  # writes the response to a body of the schema
     summary: str  # what it does, in the OpenAPI document
     response: str  # the schema of its response there

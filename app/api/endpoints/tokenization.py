@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from app.api.call import ServedModel, check_token_ids
 from app.api.generation import encode_chat, encode_prompts
 from app.api.handler import ParsedT, RequestHandler
 from app.api.http.answers import JsonAnswer
@@ -20,6 +19,7 @@ from app.api.http.errors import MESSAGES_PATH
 from app.api.http.guard import reservation_of
 from app.api.http.headers import is_strict
 from app.api.json_structure import size_of
+from app.api.prepared_request import ServedModel, check_token_ids
 from app.api.schemas.messages import CountTokensRequest
 from app.api.schemas.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from app.api.threads import MAX_SMALL_SIZE

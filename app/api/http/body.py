@@ -9,10 +9,10 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from app.api.auth.limits import Reservation
-from app.api.call import RequestLimits
 from app.api.http.errors import ClientGone
 from app.api.http.guard import reservation_of
 from app.api.json_structure import check_structure
+from app.api.prepared_request import RequestLimits
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
 from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, UnsupportedMediaType
 

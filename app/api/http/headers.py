@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from app.api.call import Call
+from app.api.prepared_request import PreparedRequest
 from app.api.schemas.parameters import STRICT_HEADER
 from app.engine.request import MAX_SESSION_LENGTH
 from app.errors import InvalidRequest
@@ -31,7 +31,7 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
     return headers
 
 
-def with_headers(call: Call, headers: Mapping[str, str]) -> Call:
+def with_headers(call: PreparedRequest, headers: Mapping[str, str]) -> PreparedRequest:
     """The call with what its headers ask for: group, preset, session, whether it waits, timings in `usage`.
 
     A stream has `usage` then too.

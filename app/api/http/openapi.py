@@ -8,7 +8,6 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from app.api.call import RequestLimits
 from app.api.endpoints.adapters import AdapterToLoad
 from app.api.endpoints.batches import MAX_BATCHES_OF_PAGE, BatchRequest
 from app.api.endpoints.files import MAX_FILES_OF_PAGE
@@ -16,6 +15,7 @@ from app.api.endpoints.prompt_list import PromptListRequest
 from app.api.endpoints.scheduler import CHOICES
 from app.api.endpoints.table import ENDPOINTS
 from app.api.http.errors import MESSAGES_PATH, is_anthropic
+from app.api.prepared_request import RequestLimits
 from app.api.schemas.messages import CountTokensRequest
 from app.api.schemas.parameters import unavailable
 from app.api.schemas.requests import (

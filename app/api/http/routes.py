@@ -16,7 +16,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from app.api.auth.keys import Authenticator, NoAuthentication
 from app.api.auth.limits import rate_limit_headers
-from app.api.client import Client
 from app.api.endpoints.adapters import AdapterFleet, AdapterRoutes
 from app.api.endpoints.admin import AdminRoutes, Collect, only_this_process
 from app.api.endpoints.cancellation import Cancel, CancelRoute, RunningCalls
@@ -35,6 +34,7 @@ from app.api.http.headers import headers_of, is_strict, wants_explanation, with_
 from app.api.http.openapi import openapi_document
 from app.api.http.origins import OriginPolicy
 from app.api.http.sse import EventStream, WhileConnected
+from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace
 from app.errors import Failure
 from app.metrics import name_task
@@ -112,10 +112,10 @@ class _Computed:
             tracer.record(trace)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, trace: RequestTrace | None) -> None:
-        handler, state, headers = self._handler, scope["state"], headers_of(scope)
-        client = Client(
-            reservation=state["reservation"],
-            request_id=state["request_id"],
+        handler, scope_state, headers = self._handler, scope["state"], headers_of(scope)
+        context = RequestContext(
+            reservation=scope_state["reservation"],
+            request_id=scope_state["request_id"],
             has_own_id="x-request-id" in headers,
             headers=headers,
             is_strict=is_strict(headers),
@@ -128,12 +128,12 @@ class _Computed:
             )
         async with WhileConnected(receive):
             try:
-                pending = await handler.handle(self._endpoint, body, client)
+                pending = await handler.handle(self._endpoint, body, context)
             finally:
-                state["request_id"] = client.request_id
+                scope_state["request_id"] = context.request_id
             del body  # else it would be in memory until the last token
-            client.reservation.release_body()
-            running = self._running.noted(client.request_id, client.reservation.account, pending.progress.call)
+            context.reservation.release_body()
+            running = self._running.noted(context.request_id, context.reservation.account, pending.state.call)
             response_headers = partial(pending.headers, explain=wants_explanation(headers))
             with running:
                 if pending.is_streamed:
@@ -141,7 +141,7 @@ class _Computed:
                         pending.events(),
                         headers=response_headers,
                         heartbeat_s=handler.limits.heartbeat_s,
-                        may_begin=pending.progress.open_if_queued,
+                        may_begin=pending.state.open_if_queued,
                     )
                     await events.send_to(send)
                 else:
@@ -149,7 +149,7 @@ class _Computed:
                     answer = JsonAnswer(content, handler.turns, headers=response_headers())
                     await answer(scope, receive, send)
             if trace is not None:
-                trace.attributes |= pending.progress.trace_attributes()
+                trace.attributes |= pending.state.trace_attributes()
 
 
 class Application:

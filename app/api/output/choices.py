@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from app.api.call import Call
 from app.api.output.token_details import LogprobsCollector, TokenDetails
 from app.api.output.tool_calls import ToolCallDelta, ToolUse
+from app.api.prepared_request import PreparedRequest
 from app.engine.request import EngineTimes, FinishReason, Generate, Queued, Request, TokenDelta
 from app.errors import Failure, Unavailable
 from app.metrics import task_name
@@ -44,7 +44,7 @@ class ChoiceDelta:
         return "stop" if self.finish_reason == "tool_calls" else self.finish_reason
 
 
-def generate_choices(call: Call) -> AsyncGenerator[ChoiceDelta, None]:
+def generate_choices(call: PreparedRequest) -> AsyncGenerator[ChoiceDelta, None]:
     """Run all requests of a call and yield their deltas as they come.
 
     Close it to abort those that still run. The first error of any choice ends all of them and is raised here.
@@ -55,7 +55,7 @@ def generate_choices(call: Call) -> AsyncGenerator[ChoiceDelta, None]:
     return choices[0] if len(choices) == 1 else _merge(choices, at_once=call.max_at_once or len(choices))
 
 
-async def _choice_pieces(call: Call, index: int) -> AsyncGenerator[ChoiceDelta, None]:
+async def _choice_pieces(call: PreparedRequest, index: int) -> AsyncGenerator[ChoiceDelta, None]:
     request = call.requests[index]
     text = GeneratedText(
         call.model.tokenizer,

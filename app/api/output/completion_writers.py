@@ -11,13 +11,13 @@ from typing import Protocol
 
 from pydantic_core import to_json
 
-from app.api.call import Call
 from app.api.http.errors import error_body, log_error
 from app.api.http.sse import DONE, event, event_pieces
 from app.api.output.choices import ChoiceDelta
-from app.api.output.progress import ChoiceOutput, Json, Progress, tool_call, usage_of
+from app.api.output.response_state import ChoiceOutput, Json, ResponseState, tool_call, usage_of
 from app.api.output.token_details import CHAT_LOGPROBS, COMPLETION_LOGPROBS, DetailsWriter, LogprobsForm
 from app.api.output.tool_calls import ToolCallDelta
+from app.api.prepared_request import PreparedRequest
 from app.json_pieces import joined
 
 
@@ -131,37 +131,37 @@ class Writer(ABC):
     """Writes the response of one endpoint to a call."""
 
     @abstractmethod
-    async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
+    async def full_response(self, state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
         """Wait for the end of all choices and write one response."""
 
-    def event_writer(self, progress: Progress) -> EventWriter:
+    def event_writer(self, state: ResponseState) -> EventWriter:
         """For the bodies of the endpoint that can ask for a stream."""
         raise AssertionError("no body of this endpoint asks for a stream")
 
     async def events(
-        self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]
+        self, state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]
     ) -> AsyncGenerator[bytes, None]:
         """The server-sent events of a call.
 
         An error before the first event is raised, so that it can have a status of its own; a later one becomes an
         event.
         """
-        writer = self.event_writer(progress)
+        writer = self.event_writer(state)
         try:
-            with progress.metrics:
+            with state.metrics:
                 async with aclosing(pieces):
                     async for piece in pieces:
-                        progress.add(piece, keep_text=False)
+                        state.add(piece, keep_text=False)
                         for written in writer.write(piece):
                             yield written
             last = writer.end()
-            progress.log_end()
+            state.log_end()
         except Exception as error:
-            if not writer.has_begun and not progress.is_open:
+            if not writer.has_begun and not state.is_open:
                 raise
-            log_error(error, progress.request_id)
-            if progress.trace is not None:
-                progress.trace.error = error
+            log_error(error, state.request_id)
+            if state.trace is not None:
+                state.trace.error = error
             last = writer.fail(error)
         for written in last:
             yield written
@@ -173,30 +173,30 @@ class ChoiceWriter(Writer):
 
     form: Format
 
-    async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
-        call, form = progress.call, self.form
+    async def full_response(self, state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
+        call, form = state.call, self.form
         details = DetailsWriter(call, form.logprobs) if call.detail_options else None
 
         def keep(piece: ChoiceDelta) -> None:
             if details is not None and piece.details is not None:
                 details.keep(piece.index, piece.details)
 
-        await progress.read(pieces, keep, keep_text=True)
-        progress.log_end()
-        body = _envelope(call, form.object) | {"choices": [], "usage": progress.usage()}
-        for request in range(len(progress.outputs)) if details is None else _best(call, details):
-            choice = form.choice(len(body["choices"]), progress.outputs[request])
+        await state.read(pieces, keep, keep_text=True)
+        state.log_end()
+        body = _envelope(call, form.object) | {"choices": [], "usage": state.usage()}
+        for request in range(len(state.outputs)) if details is None else _best(call, details):
+            choice = form.choice(len(body["choices"]), state.outputs[request])
             if details is not None:
                 choice |= details.of_choice(request)
                 form.with_prompt(body, choice, details.of_prompt(request))
             body["choices"].append(choice)
         return body
 
-    def event_writer(self, progress: Progress) -> EventWriter:
-        return _ChunkWriter(progress, self.form)
+    def event_writer(self, state: ResponseState) -> EventWriter:
+        return _ChunkWriter(state, self.form)
 
 
-def _best(call: Call, details: DetailsWriter) -> list[int]:
+def _best(call: PreparedRequest, details: DetailsWriter) -> list[int]:
     """The samples that the response has, by index: the likeliest of each prompt, in this order."""
     chosen: list[int] = []
     for first in range(0, len(call.requests), call.num_samples):
@@ -210,11 +210,11 @@ def _best(call: Call, details: DetailsWriter) -> list[int]:
 class _ChunkWriter:
     """The chunks of one streamed call."""
 
-    def __init__(self, progress: Progress, form: Format) -> None:
-        self._progress = progress
+    def __init__(self, state: ResponseState, form: Format) -> None:
+        self._state = state
         self._form = form
-        self._call = progress.call
-        self._envelope = _envelope(progress.call, form.chunk_object)
+        self._call = state.call
+        self._envelope = _envelope(state.call, form.chunk_object)
         self._begun: set[int] = set()
         self._text_events: dict[int, _TextEvents] = {}  # by choice, once it has a second text
         self._details = DetailsWriter(self._call, form.logprobs) if self._call.detail_options else None
@@ -263,16 +263,16 @@ class _ChunkWriter:
     def _chunk(self, choice: Json) -> Json:
         chunk = self._envelope | {"choices": [choice]}
         if self._call.include_usage:
-            chunk["usage"] = self._progress.usage() if self._call.continuous_usage else None
+            chunk["usage"] = self._state.usage() if self._call.continuous_usage else None
         return chunk
 
     def end(self) -> Iterable[bytes]:
         if not self._call.include_usage:
             return (DONE,)
-        return (event(self._envelope | {"choices": [], "usage": self._progress.usage()}) + DONE,)
+        return (event(self._envelope | {"choices": [], "usage": self._state.usage()}) + DONE,)
 
     def fail(self, error: Exception) -> Iterable[bytes]:
-        return (event(error_body(error, self._progress.request_id)) + DONE,)
+        return (event(error_body(error, self._state.request_id)) + DONE,)
 
 
 _MARK = "\0"
@@ -295,7 +295,7 @@ class _TextEvents:
         return b"%b%b%b" % (self._before, to_json(text), self._after)
 
 
-def _envelope(call: Call, object_name: str) -> Json:
+def _envelope(call: PreparedRequest, object_name: str) -> Json:
     return {
         "id": call.call_id,
         "object": object_name,

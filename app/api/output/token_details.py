@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from app.api.call import Call
+from app.api.prepared_request import PreparedRequest
 from app.engine.request import TokenDelta, TokenLogprobs
 from app.json_pieces import Rows
 from app.text import Tokenizer, TokenOffsets
@@ -42,7 +42,7 @@ class TokenDetails:
 class LogprobsCollector:
     """Collects the details of one choice, delta by delta. An echoed prompt is part of the first delta with details."""
 
-    def __init__(self, call: Call, index: int) -> None:
+    def __init__(self, call: PreparedRequest, index: int) -> None:
         """`index` is that of the choice's request in the call."""
         options, tokenizer = call.detail_options, call.model.tokenizer
         self._detail_options = options
@@ -252,7 +252,7 @@ class ChoiceDetails:
 class DetailsWriter:
     """Writes the details of one call's choices, in chunks and in full responses."""
 
-    def __init__(self, call: Call, form: LogprobsForm) -> None:
+    def __init__(self, call: PreparedRequest, form: LogprobsForm) -> None:
         self._call = call
         self._detail_options = call.detail_options
         self._form = form

@@ -9,14 +9,14 @@ from functools import cached_property
 from typing import Protocol
 
 from app.api.auth.limits import Account
-from app.api.call import ServedModel, by_any_name
-from app.api.output.progress import Json
+from app.api.output.response_state import Json
 from app.api.pipelines.cascade import CascadeStep
 from app.api.pipelines.ensemble import EnsembleStep
 from app.api.pipelines.index import DocumentIndex, IndexStep, read_index
 from app.api.pipelines.ranking import RerankStep
 from app.api.pipelines.route import ByExample, ByHeader, ByLabel, ByLength, Chooser, RouteCase, RouteStep
 from app.api.pipelines.run import PendingAnswer, PipelineRun, Target
+from app.api.prepared_request import ServedModel, by_any_name
 from app.config import (
     ApplicationConfig,
     CascadeStepConfig,

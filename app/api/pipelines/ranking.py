@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.api.call import ServedModel
 from app.api.endpoints.ranking import best_documents
 from app.api.endpoints.table import ENDPOINTS
 from app.api.output.choices import generate_choices
 from app.api.pipelines.run import PipelineRun
+from app.api.prepared_request import ServedModel
 from app.api.schemas.requests import GenerationRequest
 from app.errors import InvalidRequest
 
@@ -40,8 +40,8 @@ class RerankStep:
             top_n=self.top_n,
             max_tokens_per_doc=self.model.facts.max_model_len,  # a longer one is cut
         )
-        progress = run.begin(call, self)
-        best = await best_documents(len(documents), self.top_n, progress, generate_choices(progress.call))
+        state = run.begin(call, self)
+        best = await best_documents(len(documents), self.top_n, state, generate_choices(state.call))
         sources = run.sources or [{"index": index} for index in range(len(documents))]
         kept = [sources[index] for index, _ in best]
         run.reports[-1].end(kept=[{**source, "score": score} for source, (_, score) in zip(kept, best, strict=True)])

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from operator import mul
 from typing import Protocol
 
-from app.api.call import ServedModel
 from app.api.pipelines.run import PendingAnswer, PipelineRun, Target
 from app.api.pipelines.vectors import own_vectors, question_scores, question_vector
+from app.api.prepared_request import ServedModel
 from app.errors import ContextTooLong
 
 
@@ -84,7 +84,7 @@ class ByHeader:
     values: Sequence[Sequence[str]]  # of all cases but the last
 
     async def choose(self, run: PipelineRun, step: RouteStep) -> int:
-        given = run.client.headers.get(self.header, "").strip()
+        given = run.context.headers.get(self.header, "").strip()
         chosen = next((index for index, values in enumerate(self.values) if given in values), len(self.values))
         run.note(step, case=chosen)
         return chosen

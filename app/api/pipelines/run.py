@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-from app.api.call import Call, ServedModel
-from app.api.client import Client
 from app.api.endpoints.table import Endpoint
 from app.api.generation import SharedFields
 from app.api.http.headers import GROUP_HEADER, PRESET_HEADER
 from app.api.output.choices import ChoiceDelta, generate_choices, token_deltas
-from app.api.output.progress import Json, Progress
+from app.api.output.response_state import Json, ResponseState
 from app.api.output.token_details import LEAST_LOGPROB
+from app.api.prepared_request import PreparedRequest, ServedModel
+from app.api.request_context import RequestContext
 from app.api.request_trace import StepTimes
 from app.api.schemas.requests import GenerationRequest, QueuedRequest
 from app.engine.request import Generate, Request, TokenDelta
@@ -36,12 +36,12 @@ class Prepare(Protocol):
         endpoint: Endpoint,
         parsed: QueuedRequest,
         model: ServedModel,
-        client: Client,
+        context: RequestContext,
         size: int,
         shared: SharedFields | None = None,
         *,
         reserves: bool = True,
-    ) -> Awaitable[Call]: ...
+    ) -> Awaitable[PreparedRequest]: ...
 
 
 class Step(Protocol):
@@ -83,7 +83,7 @@ class StepReport:
 
     step: Step
     began_at: float  # by the monotonic clock
-    progress: Progress | None = None  # None: no model ran
+    state: ResponseState | None = None  # None: no model ran
     times: StepTimes | None = None  # where traces are sent
     ended_at: float | None = None
     decided: Json = field(default_factory=dict)
@@ -99,11 +99,11 @@ class StepReport:
     def as_json(self) -> Json:
         ended_at = time.monotonic() if self.ended_at is None else self.ended_at
         entry: Json = {"name": self.step.name, "kind": self.step.kind}
-        if self.progress is not None:
+        if self.state is not None:
             entry |= {
-                "model": self.progress.call.model.name,
-                "prompt_tokens": self.progress.call.num_prompt_tokens,
-                "completion_tokens": sum(output.num_tokens for output in self.progress.outputs),
+                "model": self.state.call.model.name,
+                "prompt_tokens": self.state.call.num_prompt_tokens,
+                "completion_tokens": sum(output.num_tokens for output in self.state.outputs),
             }
         return entry | {"ms": round(1000 * (ended_at - self.began_at), 1)} | self.decided
 
@@ -114,7 +114,7 @@ class PipelineRun:
 
     endpoint: Endpoint
     body: QueuedRequest
-    client: Client
+    context: RequestContext
     prepare: Prepare
     metrics: RequestMetrics
     arrived_at: float  # by the clock of the metrics
@@ -136,10 +136,10 @@ class PipelineRun:
 
     def with_preset(self, preset: str) -> PipelineRun:
         """The same run for replicas with this preset, unless the client has chosen some."""
-        headers = self.client.headers
+        headers = self.context.headers
         if any(headers.get(name) for name in _REPLICA_HEADERS):
             return self
-        return replace(self, client=replace(self.client, headers={**headers, PRESET_HEADER: preset}))
+        return replace(self, context=replace(self.context, headers={**headers, PRESET_HEADER: preset}))
 
     @property
     def question(self) -> str:
@@ -152,7 +152,7 @@ class PipelineRun:
         if isinstance(target, ServedModel):
             return self.generated(await self.call(target))
         pending = await target.answer(self)
-        pending.progress.extra_usage = partial(self._usage, target.name)
+        pending.state.extra_usage = partial(self._usage, target.name)
         return pending
 
     async def prepared(self, target: Target, step: Step) -> Callable[[], Awaitable[PendingAnswer]]:
@@ -166,14 +166,14 @@ class PipelineRun:
 
         return start
 
-    async def call(self, model: ServedModel, *, reserves: bool = True) -> Call:
+    async def call(self, model: ServedModel, *, reserves: bool = True) -> PreparedRequest:
         """The call of the body on a model, checked, and what it may need reserved."""
         shared = self.shared.get(model.name)
-        return await self.prepare(self.endpoint, self.body, model, self.client, self.size, shared, reserves=reserves)
+        return await self.prepare(self.endpoint, self.body, model, self.context, self.size, shared, reserves=reserves)
 
     async def call_aside(
         self, endpoint: Endpoint, model: ServedModel, *, question_param: str, **fields: object
-    ) -> Call:
+    ) -> PreparedRequest:
         """The call of a step that does not answer, for the same tenant, in the same class, with the same deadline.
 
         `fields` are checked values of the endpoint's body. An error about `question_param` names the client's field.
@@ -182,9 +182,9 @@ class PipelineRun:
         assert isinstance(body, GenerationRequest), "pipelines are for endpoints that generate"
         shared = {name: getattr(body, name) for name in QueuedRequest.model_fields}
         asked = endpoint.schema.model_construct(**{**shared, **fields})
-        headers = {name: value for name, value in self.client.headers.items() if name not in _REPLICA_HEADERS}
+        headers = {name: value for name, value in self.context.headers.items() if name not in _REPLICA_HEADERS}
         try:
-            return await self.prepare(endpoint, asked, model, replace(self.client, headers=headers), self.size)
+            return await self.prepare(endpoint, asked, model, replace(self.context, headers=headers), self.size)
         except InvalidRequest as error:
             if error.param == question_param:
                 error.param = body.prompt_param
@@ -195,47 +195,47 @@ class PipelineRun:
         now = time.monotonic()
         self.reports.append(StepReport(step=step, began_at=now, ended_at=now, decided=dict(decided)))
 
-    def begin(self, call: Call, step: Step | None = None) -> Progress:
+    def begin(self, call: PreparedRequest, step: Step | None = None) -> ResponseState:
         """The progress of a call that begins now, with the time that the steps before have left.
 
         What it uses counts for the key, whether its output is shown or not. Raises DeadlineMissed.
         """
-        trace, now = self.client.trace, time.monotonic()
+        trace, now = self.context.trace, time.monotonic()
         if self.reports:
             call = _with_less_time(call, now - self.reports[0].began_at)
-        progress = Progress.measured(call, self.client.request_id, self.metrics, arrived_at=self.arrived_at)
-        self.client.reservation.add_usage(progress.num_tokens)
+        state = ResponseState.measured(call, self.context.request_id, self.metrics, arrived_at=self.arrived_at)
+        self.context.reservation.add_usage(state.num_tokens)
         if trace is not None:
             trace.checked()
         if step is not None:
             times = None if trace is None else trace.step(f"{step.kind} {step.name}", call.model.name)
-            self.reports.append(StepReport(step=step, progress=progress, began_at=now, times=times))
-        return progress
+            self.reports.append(StepReport(step=step, state=state, began_at=now, times=times))
+        return state
 
-    def generated(self, call: Call, step: Step | None = None) -> PendingAnswer:
+    def generated(self, call: PreparedRequest, step: Step | None = None) -> PendingAnswer:
         """The output of a model, which begins when it is read."""
-        progress = self.begin(call, step)
+        state = self.begin(call, step)
         confidence = None
-        call = progress.call
+        call = state.call
         if self.is_judged:
             confidence = Confidence(call.model.generate)
             call = replace(call, model=replace(call.model, generate=confidence.generate))
         else:
-            progress.trace = self.client.trace
+            state.trace = self.context.trace
         report = None if step is None else self.reports[-1]
-        return PendingAnswer(progress=progress, pieces=generate_choices(call), report=report, confidence=confidence)
+        return PendingAnswer(state=state, pieces=generate_choices(call), report=report, confidence=confidence)
 
     def again(self, answer: ReadAnswer) -> PendingAnswer:
         """An answer that was read, once more. It was measured when it was generated."""
-        call = answer.of.progress.call
-        progress = Progress.measured(call, self.client.request_id, RequestMetrics(), arrived_at=self.arrived_at)
-        return replace(answer.of, progress=progress, pieces=_again(answer.pieces))
+        call = answer.of.state.call
+        state = ResponseState.measured(call, self.context.request_id, RequestMetrics(), arrived_at=self.arrived_at)
+        return replace(answer.of, state=state, pieces=_again(answer.pieces))
 
     def headers(self, answer: PendingAnswer) -> dict[str, str]:
         """What the steps of a pipeline have decided, as far as it is known before the first token."""
         if not self.reports:
             return {}
-        headers = {"x-carousel-pipeline-model": answer.progress.call.model.name}
+        headers = {"x-carousel-pipeline-model": answer.state.call.model.name}
         for report in self.reports:
             if "mean_logprob" in report.decided and report.decided.get("is_chosen", True):
                 headers["x-carousel-pipeline-logprob"] = f"{report.decided['mean_logprob']:.4f}"
@@ -254,7 +254,7 @@ class PipelineRun:
 class PendingAnswer:
     """An answer that begins when it is read."""
 
-    progress: Progress
+    state: ResponseState
     pieces: AsyncGenerator[ChoiceDelta, None]
     report: StepReport | None = None  # of the step that gives it
     confidence: Confidence | None = None  # where the run is judged
@@ -262,7 +262,7 @@ class PendingAnswer:
     async def read(self) -> ReadAnswer:
         """Wait for all of it. Raises what its generation raises."""
         pieces: list[ChoiceDelta] = []
-        await self.progress.read(self.pieces, pieces.append, keep_text=True)
+        await self.state.read(self.pieces, pieces.append, keep_text=True)
         if self.report is not None:
             self.report.end()
         return ReadAnswer(self, pieces)
@@ -283,7 +283,7 @@ class ReadAnswer:
     @property
     def texts(self) -> tuple[object, ...]:
         """Of each choice, what it says and calls; equal for answers that say the same."""
-        outputs = self.of.progress.outputs
+        outputs = self.of.state.outputs
         calls = [[call["function"] for call in output.calls] for output in outputs]
         return tuple((str(output.text).strip(), str(called)) for output, called in zip(outputs, calls, strict=True))
 
@@ -322,7 +322,7 @@ async def _again(pieces: Sequence[ChoiceDelta]) -> AsyncGenerator[ChoiceDelta, N
         yield piece
 
 
-def _with_less_time(call: Call, elapsed_s: float) -> Call:
+def _with_less_time(call: PreparedRequest, elapsed_s: float) -> PreparedRequest:
     """The call with its deadlines shortened by `elapsed_s`. Raises DeadlineMissed when no time is left."""
     deadlines = [request.deadline_s for request in call.requests if request.deadline_s is not None]
     if not deadlines:

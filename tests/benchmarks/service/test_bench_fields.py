@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from app.api.call import RequestLimits
 from app.api.http.openapi import BATCH_BODIES, BODIES, openapi_document
+from app.api.prepared_request import RequestLimits
 from app.config import ApiConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta
 from app.text import Tokenizer

@@ -131,7 +131,7 @@ class TokenDetailOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class PreparedRequest:
     """One API call, checked and tokenized: `num_samples` requests for each prompt, prompt by prompt.
 
     The `num_choices` likeliest of them are the answer.
@@ -171,7 +171,7 @@ class Call:
         """Whether to write its answer may take more than a few milliseconds."""
         return self.num_logprobs > MAX_LOGPROBS_ON_THE_LOOP or len(self.requests) > MAX_REQUESTS_ON_THE_LOOP
 
-    def for_request(self, request_id: str) -> Call:
+    def for_request(self, request_id: str) -> PreparedRequest:
         """The call with ids, its own and its requests', that begin with those of a client's request.
 
         So what the client knows finds its entries in the step log and the lines of an engine. A client may send one id
@@ -182,14 +182,14 @@ class Call:
         named = [replace(each, request_id=f"{call_id}-{index}") for index, each in enumerate(self.requests)]
         return replace(self, call_id=call_id, requests=tuple(named))
 
-    def with_adapter(self) -> Call:
+    def with_adapter(self) -> PreparedRequest:
         """The call with the adapter of its model, if that is one."""
         adapter = self.model.adapter
         if adapter is None:
             return self
         return replace(self, requests=tuple(replace(each, adapter=adapter) for each in self.requests))
 
-    def with_max_tokens(self, max_tokens: int) -> Call:
+    def with_max_tokens(self, max_tokens: int) -> PreparedRequest:
         """The call with outputs of at most so many tokens."""
         return replace(
             self,

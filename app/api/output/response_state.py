@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
 
-from app.api.call import Call
 from app.api.output.choices import ChoiceDelta
 from app.api.output.tool_calls import ToolCallDelta
+from app.api.prepared_request import PreparedRequest
 from app.api.request_trace import RequestTrace
 from app.engine.request import EngineTimes, Queued
 from app.metrics import CallMetrics, RequestMetrics
@@ -65,10 +65,10 @@ class ChoiceOutput:
 
 
 @dataclass(slots=True)
-class Progress:
+class ResponseState:
     """The outputs of all choices of a call by now."""
 
-    call: Call
+    call: PreparedRequest
     request_id: str
     metrics: CallMetrics
     outputs: list[ChoiceOutput] = field(init=False)
@@ -82,7 +82,9 @@ class Progress:
         self.outputs = [ChoiceOutput() for _ in self.call.requests]
 
     @classmethod
-    def measured(cls, call: Call, request_id: str, metrics: RequestMetrics, *, arrived_at: float) -> Progress:
+    def measured(
+        cls, call: PreparedRequest, request_id: str, metrics: RequestMetrics, *, arrived_at: float
+    ) -> ResponseState:
         """The progress of a call that `metrics` measures from `arrived_at` on, by their clock."""
         prompt_tokens = [len(request.prompt_token_ids) for request in call.requests]
         of_call = metrics.model(call.model.base).call(

@@ -10,7 +10,7 @@ from app.api.request_trace import RequestTrace
 
 
 @dataclass(slots=True, kw_only=True)
-class Client:
+class RequestContext:
     """The account that pays for a request, and what came with its body."""
 
     reservation: Reservation

@@ -1,0 +1,90 @@
+"""Who may use the HTTP API."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import (
+    Field,
+    field_validator,
+)
+
+from app.config.base import Name, Settings, repeated
+
+
+class KeyConfig(Settings):
+    """An API key, of which only a hash is known, and what its holder may do."""
+
+    name: Name = Field(description="name of the key: the tenant of its requests")
+    sha256: str = Field(description="hash of the key, as `python -m scripts.make_key` prints it")
+    models: tuple[Name, ...] = Field((), description="models it may use; none named: all")
+    requests_per_minute: int | None = Field(None, ge=1, le=10**9, description="requests a minute; default: any number")
+    tokens_per_minute: int | None = Field(
+        None, ge=1, le=10**12, description="tokens of prompts and outputs a minute; default: any number"
+    )
+    max_concurrency: int | None = Field(
+        None, ge=1, le=10**6, description="requests at once; default: as many as places are free"
+    )
+    max_tokens: int | None = Field(None, ge=1, le=10**9, description="output tokens of a choice; default: the model's")
+    min_priority: int = Field(
+        0, ge=-100, le=0, description="lowest `priority` that it may ask for: below 0 it may go before other keys"
+    )
+    admin: bool = Field(False, description="it opens the routes under /admin too")
+
+    @field_validator("sha256")
+    @classmethod
+    def _is_a_hash(cls, sha256: str) -> str:
+        if not re.fullmatch(r"[0-9a-f]{64}", sha256):  # it may be the key itself, which no message should show
+            raise ValueError(
+                f"sha256 has {len(sha256):,} characters; it should be the 64 hexadecimal digits of the key's hash, as "
+                f"`python -m scripts.make_key` prints them"
+            )
+        return sha256
+
+
+class ApiConfig(Settings):
+    """Which keys may use the HTTP API, and what they share."""
+
+    keys: tuple[KeyConfig, ...] = Field(
+        (), description="API keys; without any here and in `keys_file`, requests need none"
+    )
+    keys_file: str | None = Field(
+        None, min_length=1, description="YAML file with a list of such keys, followed while the service runs"
+    )
+    allow_unauthenticated: bool = Field(
+        False,
+        description="without keys, listen on other interfaces than loopback: any machine that reaches it may use it",
+    )
+    metrics_for: Literal["public", "keys", "admins"] = Field(
+        "keys",
+        description="which requests may read /metrics: all, those with a key, or those with a key that has `admin`",
+    )
+    allowed_origins: tuple[str, ...] = Field(
+        (),
+        max_length=64,
+        description="web pages that may use the API, by their origins, as https://chat.example.com (CORS); `*`: all",
+    )
+    share_prefixes: bool = Field(
+        False, description="cached prefixes serve all keys: faster, but times tell one what another has sent"
+    )
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _origins_are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in map(str.lower, origins):
+            if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+                raise ValueError(
+                    f"got {origin!r}; an origin is written as browsers send it: https://chat.example.com or "
+                    f"http://localhost:3000, without a path; `*` allows all"
+                )
+        return tuple(map(str.lower, origins))
+
+    @field_validator("keys")
+    @classmethod
+    def _keys_are_told_apart(cls, keys: tuple[KeyConfig, ...]) -> tuple[KeyConfig, ...]:
+        for what, values in (("name", [key.name for key in keys]), ("sha256", [key.sha256 for key in keys])):
+            twice = repeated(values)
+            if twice:
+                raise ValueError(f"keys have the same {what}: {', '.join(twice)}; give each its own")
+        return keys

@@ -1,0 +1,78 @@
+"""The settings of files, batches and webhooks."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from pydantic import (
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from app.config.base import GIB, Settings
+
+
+class WebhooksConfig(Settings):
+    """Messages about the end of a batch: their default receiver, and which receivers are allowed."""
+
+    url: str | None = Field(
+        None,
+        min_length=1,
+        max_length=2048,
+        description="webhooks: told of every batch that names no webhook of its own; may be in a private network, "
+        "over http and on any port",
+    )
+    secret_file: str | None = Field(
+        None, min_length=1, description="webhooks: file with the secret (`whsec_…`) that signs what goes to that url"
+    )
+    allowed_networks: tuple[str, ...] = Field(
+        (),
+        max_length=64,
+        description="webhooks: networks, as 10.1.0.0/16, in which receivers that batches name are allowed too, over "
+        "http and on any port: every key may have messages sent there",
+    )
+
+    @field_validator("allowed_networks")
+    @classmethod
+    def _networks_are_networks(cls, networks: tuple[str, ...]) -> tuple[str, ...]:
+        for network in networks:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                raise ValueError(f"{error}; give networks like 10.1.0.0/16 or fd00:1::/32") from None
+        return networks
+
+    @model_validator(mode="after")
+    def _url_and_secret_go_together(self) -> WebhooksConfig:
+        if (self.url is None) != (self.secret_file is None):
+            raise ValueError("url and secret_file go together: set both or neither")
+        return self
+
+
+class BatchesConfig(Settings):
+    """Files and batches over HTTP: where they are kept, what they may cost."""
+
+    path: str = Field(
+        "~/.local/share/carousel/batches",
+        min_length=1,
+        description="batches: folder that keeps files and batches over restarts; one service each",
+    )
+    files: str | None = Field(
+        None, min_length=1, description="batches: URL that fsspec opens, for the files' contents; default: in `path`"
+    )
+    max_total_bytes: int = Field(
+        20 * GIB, ge=1, le=10**15, description="batches: bytes of all files, beyond which none is taken"
+    )
+    max_in_flight: int = Field(32, ge=1, le=10_000, description="batches: items sent to the replicas at once")
+    keep_s: int | None = Field(
+        30 * 86_400, ge=1, description="batches: seconds a file is kept if its owner says nothing; null: for ever"
+    )
+    engines: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="batches: engines of its own that a batch gets, beside the replicas; 0: the replicas compute its "
+        "items, in the lowest class",
+    )
+    webhooks: WebhooksConfig = WebhooksConfig()

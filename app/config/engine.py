@@ -1,0 +1,170 @@
+"""The settings of one engine: weights, KV memory, drafts, and the record of its steps."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import (
+    Field,
+    model_validator,
+)
+
+from app.config.base import Settings
+from app.config.removed import refuse_removed
+from app.config.scheduler import SchedulerConfig
+
+MAX_LOADED_ADAPTERS = 8  # where the settings name no number
+KvType = Literal["auto", "int8", "fp8"]  # of keys and values
+
+
+class ModelConfig(Settings):
+    """Which weights to serve and how to hold them."""
+
+    path: str = Field("models/demo", min_length=1, description="folder of a transformers model, GGUF file, or hub id")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub model")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="auto: bfloat16 on CUDA; on a CPU bfloat16 where the checkpoint is in it and the native decoder is "
+        "fast in it, else float32",
+    )
+    quantization: Literal["none", "int8", "int4", "fp8"] = Field(
+        "none",
+        description="matrices in 8 or 4 bits, made at load. int8, int4: on a CPU, for models that the native decoder "
+        "computes; fp8: on a GPU of compute capability 8.9 or more, for those of the CUDA decoder; refused for others",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    num_threads: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="CPU threads of one replica's model; default: its share of the machine's cores",
+    )
+    backend: Literal["auto", "attention", "torch"] = Field(
+        "auto",
+        description="auto: the fastest code for the model and device; attention: transformers' code with the project's "
+        "attention; torch: transformers' code with plain torch attention on a CPU, without CUDA graphs on a GPU",
+    )
+    batch_invariant: bool = Field(
+        False, description="a request's logits equal in every bit whatever shares its steps; refused where it cannot be"
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="tokens of prompt + output; default: the model's own limit"
+    )
+    max_loaded_adapters: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="LoRA adapters in memory at once; the least recently used goes first; default: 8, on a GPU, where "
+        "their memory is taken at the start, only of a model with `adapters`, else none",
+    )
+    simulated: dict[str, Any] | None = Field(
+        None,
+        description="for tests and benchmarks: the parameters of a cost model, `SimulatedCosts` in "
+        "app/model/simulated.py, instead of weights; of `path`, the tokenizer and config.json are used",
+    )
+
+    @model_validator(mode="after")
+    def _quantised_weights_are_for_one_decoder(self) -> ModelConfig:
+        if self.quantization == "none":
+            return self
+        is_fp8 = self.quantization == "fp8"
+        wrong = [
+            f"{name} is {value}"
+            for name, value, is_wrong in (
+                ("device", self.device, self.device == ("cpu" if is_fp8 else "cuda")),
+                ("dtype", self.dtype, is_fp8 and self.dtype == "float32"),
+                ("backend", self.backend, self.backend != "auto"),
+                ("simulated", "set", self.simulated is not None),
+            )
+            if is_wrong
+        ]
+        if wrong:
+            raise ValueError(
+                f"quantization is {self.quantization}, which only {self.quantised_by} computes, and "
+                f"{' and '.join(wrong)}; set quantization: none, or leave those at their defaults"
+            )
+        return self
+
+    @property
+    def quantised_by(self) -> str:
+        """What computes with the quantised weights that are asked for."""
+        return "the decoder for CUDA" if self.quantization == "fp8" else "the native decoder on a CPU"
+
+
+class CacheConfig(Settings):
+    """The paged KV memory of one replica."""
+
+    block_size: int = Field(16, ge=1, le=256, description="token slots in one block")
+    memory_gib: float = Field(0.25, gt=0, description="KV memory on a CPU, GiB")
+    gpu_memory_fraction: float = Field(
+        0.9, gt=0, le=0.98, description="share of the GPU's memory for weights, step and KV"
+    )
+    dtype: KvType = Field(
+        "auto",
+        description="type of keys and values. auto: the model's. int8, fp8: with a scale for each token and KV head; "
+        "int8 by native attention on a CPU, fp8 on a GPU of compute capability 8.9 or more, refused elsewhere",
+    )
+    num_blocks: int | None = Field(None, ge=1, description="exact number of blocks, instead of the memory settings")
+    prefix_caching: bool = Field(True, description="share the KV of equal prompt prefixes between requests")
+
+
+class StepLogConfig(Settings):
+    """The record of every step's decisions, for `python -m benchmarks.engine.replay`. Off unless it has a path."""
+
+    path: str | None = Field(
+        None, min_length=1, description="folder for the record of every step; default: none is kept"
+    )
+    record_prompts: bool = Field(
+        True, description="prompts and outputs as token ids; else lengths and hashes, for replays without a model"
+    )
+    max_megabytes: int = Field(
+        1024, ge=16, le=1_000_000, description="MB of the records in that folder, at most; the oldest files are deleted"
+    )
+
+
+class SpeculationConfig(Settings):
+    """Drafts of the next tokens, computed in one step and kept where they are what would be drawn."""
+
+    method: Literal["lookup", "draft_model", "off"] = Field(
+        "off",
+        description="lookup: what followed the same tokens before, and what grammars force; draft_model: what a "
+        "smaller model draws; both on CPUs only",
+    )
+    model: str | None = Field(
+        None,
+        min_length=1,
+        description="folder, GGUF file or hub id of the draft model, which has the same tokens; its type, quantization "
+        "and threads are the model's",
+    )
+    max_drafts: int = Field(8, ge=1, le=64, description="drafts for one request in one step, at most")
+
+    @model_validator(mode="after")
+    def _a_draft_model_is_named(self) -> SpeculationConfig:
+        if (self.method == "draft_model") != (self.model is not None):
+            raise ValueError(
+                f"method is {self.method} and model is {self.model}: method: draft_model needs a model, and no other "
+                f"method has one"
+            )
+        return self
+
+
+class EngineConfig(Settings):
+    """Everything one engine needs."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    step_log: StepLogConfig = StepLogConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_removed_settings(cls, given: Any) -> Any:
+        refuse_removed(given, within="models[].engine")
+        return given
+
+    @property
+    def model_paths(self) -> dict[str, str]:
+        """The folders, files or hub ids of all its models, by setting."""
+        draft = self.speculation.model
+        return {"model.path": self.model.path} | ({} if draft is None else {"speculation.model": draft})

@@ -1,0 +1,148 @@
+"""How many replicas of an engine run, on what, and how requests reach them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import (
+    Field,
+    model_validator,
+)
+
+from app.config.base import Name, Settings, repeated
+
+
+class GroupConfig(Settings):
+    """One arm of an A/B trial: a share of the requests, and replicas of its own with settings of their own."""
+
+    name: Name = Field("a", description="what a caller may ask for in the header `x-carousel-group`")
+    share: float = Field(1.0, gt=0, le=1e6, description="of the requests and replicas, as a weight among the groups")
+    scheduler: dict[str, Any] = Field({}, description="settings that differ from `engine.scheduler`")
+
+
+class AutoscalingConfig(Settings):
+    """How many replicas there are, by the work that is outstanding and the KV memory in use."""
+
+    min_replicas: int = Field(1, ge=0, le=1024, description="as few at least; 0: none while there is nothing to do")
+    max_replicas: int = Field(4, ge=1, le=1024, description="as many at most")
+    target_tokens: int = Field(
+        8192,
+        ge=1,
+        le=10**12,
+        description="tokens still to compute that one replica should have, of prompts and outputs",
+    )
+    downscale_delay_s: float = Field(
+        120.0, ge=0, le=86_400, description="seconds of too little load before there are fewer"
+    )
+    scale_to_zero_after_s: float = Field(
+        600.0, ge=0, le=86_400, description="seconds without any request before the last replica goes"
+    )
+
+    @model_validator(mode="after")
+    def _limits_agree(self) -> AutoscalingConfig:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas={self.min_replicas} is above max_replicas={self.max_replicas}")
+        return self
+
+
+class ReplicasConfig(Settings):
+    """How many copies of one engine run, on what, and how requests are spread over them."""
+
+    num_replicas: int = Field(2, ge=1, le=1024, description="engines serving this model; with autoscaling, at first")
+    autoscaling: AutoscalingConfig | None = Field(
+        None, description="their number follows the load; default: it is fixed"
+    )
+    num_cpus: float = Field(0.5, gt=0, description="CPUs Ray reserves for each")
+    num_gpus: float = Field(0, ge=0, description="GPUs Ray reserves for each")
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="devices that compute each step of one replica together; Ray reserves as much for each",
+    )
+    dispatch: Literal["round_robin", "least_loaded", "prefix_affinity"] = Field(
+        "least_loaded",
+        description="how a replica is chosen: each in its turn, the one that would be done first by its outstanding "
+        "tokens and speed, or the one with the longest cached beginning of the prompt while its load is near the least",
+    )
+    groups: tuple[GroupConfig, ...] = Field((), max_length=64, description="arms of an A/B trial")
+    drain_timeout_s: float = Field(120.0, gt=0, description="seconds a stopping replica may finish what it has")
+    silence_timeout_s: float = Field(
+        3.0, ge=0.2, le=3600, description="seconds without a sign of life after which a replica counts as lost"
+    )
+    step_timeout_s: float = Field(
+        60.0, gt=0, le=86_400, description="seconds one step may take before its replica counts as hung"
+    )
+    place_timeout_s: float = Field(
+        30.0, gt=0, le=86_400, description="seconds a request waits for a replica while there is none"
+    )
+    sleep_after_s: float | None = Field(
+        None,
+        ge=0,
+        le=86_400,
+        description="seconds without a request after which a replica gives up the memory of its weights and KV, until "
+        "the next request; default: it keeps them",
+    )
+    device_memory_gib: float | None = Field(
+        None,
+        gt=0,
+        description="GiB that the replicas with `sleep_after_s` on one GPU, or on the CPUs of one machine, may have "
+        "together; those that do not fit take turns; default: 90% of what there is",
+    )
+
+    @model_validator(mode="after")
+    def _every_group_gets_a_replica(self) -> ReplicasConfig:
+        twice = repeated(group.name for group in self.groups)
+        if twice:
+            raise ValueError(f"groups have the same name: {', '.join(twice)}; give each its own")
+        if len(self.groups) > self.num_replicas:
+            raise ValueError(
+                f"{len(self.groups)} groups and num_replicas={self.num_replicas}: every group needs a replica; "
+                f"raise num_replicas or remove groups"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_sleeps_is_whole(self) -> ReplicasConfig:
+        if self.sleep_after_s is not None and self.tensor_parallel > 1:
+            raise ValueError(
+                f"sleep_after_s={self.sleep_after_s:g} and tensor_parallel={self.tensor_parallel}: the ranks of a "
+                f"replica do not sleep; remove one of the two"
+            )
+        if self.device_memory_gib is not None and self.sleep_after_s is None:
+            raise ValueError(
+                f"device_memory_gib={self.device_memory_gib:g} is for replicas that sleep: set sleep_after_s too"
+            )
+        return self
+
+    @property
+    def reserved_cpus(self) -> float:
+        """What Ray reserves for one replica."""
+        return self.num_cpus * self.tensor_parallel
+
+    @property
+    def reserved_gpus(self) -> float:
+        """What Ray reserves for one replica."""
+        return self.num_gpus * self.tensor_parallel
+
+    @property
+    def gpu_share(self) -> float:
+        """The part of a GPU's memory that is one replica's: two with `num_gpus: 0.5` have half a card each."""
+        return min(1.0, self.num_gpus or 1.0)
+
+    @property
+    def max_replicas(self) -> int:
+        """As many as there can ever be."""
+        return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas
+
+    @property
+    def initial_replicas(self) -> int:
+        """As many as there are at first: at least one, for the ingress asks it what the model allows."""
+        if self.autoscaling is None:
+            return self.num_replicas
+        return min(max(self.num_replicas, self.autoscaling.min_replicas), self.autoscaling.max_replicas)
+
+    @property
+    def may_sleep(self) -> bool:
+        """Whether there may be none while there is nothing to do."""
+        return self.autoscaling is not None and self.autoscaling.min_replicas == 0

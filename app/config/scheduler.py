@@ -1,0 +1,208 @@
+"""The settings of a scheduler: limits, strategies, policies and the presets."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    model_validator,
+)
+
+from app.config.base import Settings, chosen
+from app.config.removed import refuse_removed
+
+BatchSize = Annotated[int, Field(ge=1, le=4096, description="sequences in one batch; of adaptive, at most")]
+MaxWaitMs = Annotated[float, Field(ge=0, le=600_000, description="ms after which a batch goes, full or not")]
+Selective = Annotated[bool, Field(description="short sequences and chunks of long prompts never in one step")]
+
+
+class StaticConfig(Settings):
+    """No sequence joins until the whole batch has finished."""
+
+    name: Literal["static"] = "static"
+    batch_size: BatchSize = 8
+    max_wait_ms: MaxWaitMs = 50.0
+
+
+class DynamicConfig(Settings):
+    """Static, with a bound on a batch's prompt tokens: a time window."""
+
+    name: Literal["dynamic"] = "dynamic"
+    batch_size: BatchSize = 8
+    max_wait_ms: MaxWaitMs = 50.0
+    max_batch_tokens: int = Field(4096, ge=1, le=10_000_000, description="prompt tokens of one batch, at most")
+
+
+class BucketedConfig(Settings):
+    """Only prompts of one length class share a batch."""
+
+    name: Literal["bucketed"] = "bucketed"
+    batch_size: BatchSize = 8
+    max_wait_ms: MaxWaitMs = 50.0
+
+
+class SortedConfig(Settings):
+    """The request that has waited longest, with those of the nearest prompt lengths."""
+
+    name: Literal["sorted"] = "sorted"
+    batch_size: BatchSize = 8
+    max_wait_ms: MaxWaitMs = 50.0
+
+
+class AdaptiveConfig(Settings):
+    """Dynamic, with a batch size that follows the latency of the batches before."""
+
+    name: Literal["adaptive"] = "adaptive"
+    batch_size: BatchSize = 32
+    max_wait_ms: MaxWaitMs = 50.0
+    target_latency_ms: float = Field(2000.0, gt=0, le=3_600_000, description="ms that a batch should take")
+
+
+class ContinuousConfig(Settings):
+    """At every step, as slots, blocks and the token budget allow."""
+
+    name: Literal["continuous"] = "continuous"
+    selective: Selective = False
+
+
+class HybridConfig(Settings):
+    """Continuous, with a share of the step's budget that prefill may take while anything decodes."""
+
+    name: Literal["hybrid"] = "hybrid"
+    selective: Selective = False
+    prefill_share: float = Field(0.5, gt=0, le=1, description="share of a step's budget for prefill beside decoding")
+
+
+StrategyConfig = (
+    StaticConfig | DynamicConfig | BucketedConfig | SortedConfig | AdaptiveConfig | ContinuousConfig | HybridConfig
+)
+
+
+class FcfsConfig(Settings):
+    """By arrival."""
+
+    name: Literal["fcfs"] = "fcfs"
+
+
+class SjfConfig(Settings):
+    """The least estimated work first; waiting buys priority."""
+
+    name: Literal["sjf"] = "sjf"
+
+
+class PriorityConfig(Settings):
+    """The lowest priority number first; ten seconds of waiting outweigh one class."""
+
+    name: Literal["priority"] = "priority"
+    preemption: bool = Field(True, description="a waiting request may take the slot of a running one of a lower class")
+
+
+class FairConfig(Settings):
+    """The tenant that has been served the fewest tokens first."""
+
+    name: Literal["fair"] = "fair"
+
+
+class DeadlineConfig(Settings):
+    """Of each tenant the earliest deadline that can still be met first; between tenants as `fair`."""
+
+    name: Literal["deadline"] = "deadline"
+
+
+PolicyConfig = FcfsConfig | SjfConfig | PriorityConfig | FairConfig | DeadlineConfig
+
+
+Strategy = Annotated[
+    StrategyConfig, Field(discriminator="name"), BeforeValidator(lambda value: chosen(value, StrategyConfig))
+]
+Policy = Annotated[
+    PolicyConfig, Field(discriminator="name"), BeforeValidator(lambda value: chosen(value, PolicyConfig))
+]
+
+
+class TargetsConfig(Settings):
+    """What an engine holds by moving its limits while it serves. At least one of them."""
+
+    ttft_p99_s: float | None = Field(None, gt=0, le=3600, description="seconds to the first token, at most")
+    itl_p99_ms: float | None = Field(None, gt=0, le=60_000, description="ms between two tokens of a request, at most")
+
+    @model_validator(mode="after")
+    def _there_is_one(self) -> TargetsConfig:
+        if self.ttft_p99_s is None and self.itl_p99_ms is None:
+            raise ValueError("there is no target: set ttft_p99_s, itl_p99_ms or both, or leave out targets")
+        return self
+
+
+Preset = Literal["latency", "throughput", "mixed", "batch"]
+# What each preset sets where the config says nothing; for the rest there are the defaults. Measured on two cores of a
+# CPU: docs/results/strategies.md.
+PRESETS: dict[str, dict[str, Any]] = {
+    "latency": {"max_running": 16, "max_waiting": 32, "max_step_tokens": 128, "prefill_chunk_tokens": 64},
+    "throughput": {"max_running": 64, "max_waiting": 224},
+    "mixed": {},
+    "batch": {"max_running": 128, "max_waiting": 160, "max_step_tokens": 1024, "prefill_chunk_tokens": 512},
+}
+
+
+class SchedulerConfig(Settings):
+    """Limits of a step and of the queue, and their order. A strategy or policy is a name, or a name with parameters."""
+
+    preset: Preset = Field("mixed", description="values for what is not set here, see below")
+    strategy: Strategy = Field(ContinuousConfig(), description="when waiting requests may join")
+    policy: Policy = Field(FcfsConfig(), description="which waiting request goes first")
+    max_running: int = Field(32, ge=1, le=4096, description="requests computed in one step, at most")
+    max_waiting: int = Field(256, ge=0, le=1_000_000, description="requests queued on one replica, at most")
+    max_step_tokens: int = Field(512, ge=1, le=1_000_000, description="token budget of one step")
+    prefill_chunk_tokens: int = Field(256, ge=1, le=1_000_000, description="tokens of one prompt in one step, at most")
+    targets: TargetsConfig | None = Field(
+        None,
+        description="99th percentiles that each engine holds by lowering max_step_tokens, prefill_chunk_tokens and "
+        "max_running as far as needed; default: these stay as they are",
+    )
+
+    @property
+    def max_requests(self) -> int:
+        """Requests that one replica holds at once, running and waiting; background requests that yield do not count.
+
+        Serve's own limits are derived from it.
+        """
+        return self.max_running + self.max_waiting
+
+    @property
+    def version(self) -> str:
+        """The settings in a word: the names of preset, strategy and policy, and a hash of all values."""
+        values = self.model_dump_json(exclude={"preset"}, exclude_none=True)  # the preset is only a name of these
+        digest = hashlib.blake2b(values.encode(), digest_size=4).hexdigest()
+        return f"{self.preset}-{self.strategy.name}-{self.policy.name}-{digest}"
+
+    def changed(self, changes: Mapping[str, Any]) -> SchedulerConfig:
+        """With other settings. What was set stays unless it is named; what a preset filled in follows another preset.
+
+        Raises pydantic's ValidationError.
+        """
+        asked = {name: getattr(self, name) for name in self.model_fields_set}
+        return SchedulerConfig.model_validate({**asked, **changes})
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _preset_fills_in(cls, given: Any, validated: ModelWrapValidatorHandler[SchedulerConfig]) -> SchedulerConfig:
+        if not isinstance(given, Mapping):
+            return validated(given)
+        refuse_removed(given, within="models[].engine.scheduler")
+        config = validated({**PRESETS.get(str(given.get("preset")), {}), **given})
+        config.model_fields_set.intersection_update(given)  # what was asked, for `changed`
+        return config
+
+    @model_validator(mode="after")
+    def _every_running_request_gets_a_token(self) -> SchedulerConfig:
+        if self.max_step_tokens < self.max_running:
+            raise ValueError(
+                f"max_step_tokens={self.max_step_tokens} is below max_running={self.max_running}: "
+                f"every running request needs one token a step; raise max_step_tokens or lower max_running"
+            )
+        return self
