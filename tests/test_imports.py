@@ -31,7 +31,7 @@ ALLOWED = {
     },
     "app.model": {
         "app.config", "app.disk", "app.errors", "app.engine.batch", "app.engine.logit_adjustments",
-        "app.engine.request", "torch", "transformers", "triton",
+        "app.engine.model_runner", "app.engine.request", "torch", "transformers", "triton",
     },
     "app.model.adapter_files": {"app.errors", "transformers"},
     "app.model.adapters": {"app.errors", "app.engine.batch", "app.model", "torch", "pydantic", "safetensors"},
@@ -39,7 +39,9 @@ ALLOWED = {
     "app.model.cpu.checkpoint": {"app.model", "torch", "safetensors", "transformers"},
     "app.model.cpu.weights": {"app.model", "torch", "transformers", "pydantic"},
     "app.model.cpu.kept_check": {"app.engine.request", "app.model", "torch", "pydantic"},
-    "app.model.simulated": {"app.config", "app.engine.batch", "app.engine.request", "pydantic"},
+    "app.model.simulated": {
+        "app.config", "app.engine.batch", "app.engine.model_runner", "app.engine.request", "pydantic",
+    },
     "app.text": {"app.config", "app.errors", "app.engine.request", "tokenizers", "transformers", "jinja2"},
     "app.metrics": {
         "app.errors", "app.engine.histogram", "app.engine.stats", "app.engine.tuner", "app.engine.request",
