@@ -22,11 +22,11 @@ help:
 	@sed -n '2,9s/^# *//p' Makefile
 
 serve: .venv/runtime.done
-	@exec $(BIN)/python -m deployments.launcher $(if $(MODEL),--model "$(MODEL)" $(filter-out $(DEFAULT),$(CONFIG)),$(CONFIG))
+	@exec $(BIN)/carousel serve $(if $(MODEL),"$(MODEL)" $(filter-out $(DEFAULT),$(CONFIG)),$(CONFIG))
 
 # Interrupted, it goes on where it was; finished, it says so.
 bulk: .venv/runtime.done
-	@$(BIN)/python -m deployments.bulk --input $(INPUT) --output $(OUTPUT) --resume
+	@$(BIN)/carousel bulk --input $(INPUT) --output $(OUTPUT) --resume
 
 # Tests that need no cluster share the cores, in the order of folders: by their number of tests, slow files would come
 # last. Live ones look at clocks and come one after the other.

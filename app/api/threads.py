@@ -7,13 +7,13 @@ bodies, nor another tenant.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import Any, TypeVar
 
 from app.errors import Overloaded
+from app.fair import FairQueue
 
 MAX_SIZE_ON_THE_LOOP = 2000  # characters and values of a body; a text of so many is encoded in a millisecond
 MAX_SMALL_SIZE = 65_536  # the fields of such a body are checked, and its text encoded, in some tens of milliseconds
@@ -26,35 +26,32 @@ class FairThreads:
     """A few threads. Waiting tenants take turns, and one tenant never has more than its share of the threads."""
 
     def __init__(self, num_threads: int, *, max_per_tenant: int) -> None:
-        self._max_per_tenant = max_per_tenant
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="preparation")
         self._lock = Lock()
-        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # the next tenant first
-        self._running: Counter[str] = Counter()
+        self._queue: FairQueue[tuple[Future[Any], Callable[[], Any]]] = FairQueue(max_running=max_per_tenant)
 
     @property
     def num_waiting(self) -> int:
         """Pieces of work that no thread has begun."""
         with self._lock:
-            return sum(map(len, self._waiting.values()))
+            return len(self._queue)
 
     def submit(self, tenant: str, work: Callable[[], T]) -> Future[T]:
         """Queue work. Raises Overloaded when too much of this tenant's waits."""
         future: Future[T] = Future()
         with self._lock:
-            waiting = self._waiting.setdefault(tenant, deque())
-            if len(waiting) >= MAX_WAITING:
+            if self._queue.num_waiting(tenant) >= MAX_WAITING:
                 raise Overloaded(
                     f"{MAX_WAITING:,} large requests of this client wait to be checked; send fewer at once"
                 )
-            waiting.append((future, work))
+            self._queue.push(tenant, (future, work))
         self._executor.submit(self._run_all)
         return future
 
     def _run_all(self) -> None:
         """Run work until none may begin. What is passed over for its tenant's share begins when that has room."""
         while (taken := self._take()) is not None:
-            tenant, future, work = taken
+            tenant, (future, work) = taken
             try:
                 if future.set_running_or_notify_cancel():
                     _settle(future, work)
@@ -62,19 +59,11 @@ class FairThreads:
                 # An error's traceback has the frames. Else the future, its error and the body would be one cycle.
                 del taken, future, work
                 with self._lock:
-                    self._running -= Counter((tenant,))  # entries of zero are dropped
+                    self._queue.end(tenant)
 
-    def _take(self) -> tuple[str, Future[Any], Callable[[], Any]] | None:
+    def _take(self) -> tuple[str, tuple[Future[Any], Callable[[], Any]]] | None:
         with self._lock:
-            tenant = next((each for each in self._waiting if self._running[each] < self._max_per_tenant), None)
-            if tenant is None:
-                return None
-            waiting = self._waiting.pop(tenant)
-            future, work = waiting.popleft()
-            if waiting:
-                self._waiting[tenant] = waiting  # behind the others
-            self._running[tenant] += 1
-            return tenant, future, work
+            return self._queue.take()
 
 
 def _settle(future: Future[T], work: Callable[[], T]) -> None:

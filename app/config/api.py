@@ -5,10 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import (
-    Field,
-    field_validator,
-)
+from pydantic import Field, field_validator
 
 from app.config.base import Name, Settings, repeated
 
@@ -17,7 +14,7 @@ class KeyConfig(Settings):
     """An API key, of which only a hash is known, and what its holder may do."""
 
     name: Name = Field(description="name of the key: the tenant of its requests")
-    sha256: str = Field(description="hash of the key, as `python -m scripts.make_key` prints it")
+    sha256: str = Field(description="hash of the key, as `carousel key` prints it")
     models: tuple[Name, ...] = Field((), description="models it may use; none named: all")
     requests_per_minute: int | None = Field(None, ge=1, le=10**9, description="requests a minute; default: any number")
     tokens_per_minute: int | None = Field(
@@ -38,7 +35,7 @@ class KeyConfig(Settings):
         if not re.fullmatch(r"[0-9a-f]{64}", sha256):  # it may be the key itself, which no message should show
             raise ValueError(
                 f"sha256 has {len(sha256):,} characters; it should be the 64 hexadecimal digits of the key's hash, as "
-                f"`python -m scripts.make_key` prints them"
+                f"`carousel key` prints them"
             )
         return sha256
 
@@ -46,11 +43,11 @@ class KeyConfig(Settings):
 class ApiConfig(Settings):
     """Which keys may use the HTTP API, and what they share."""
 
-    keys: tuple[KeyConfig, ...] = Field(
-        (), description="API keys; without any here and in `keys_file`, requests need none"
-    )
     keys_file: str | None = Field(
-        None, min_length=1, description="YAML file with a list of such keys, followed while the service runs"
+        None,
+        min_length=1,
+        description="YAML file with a list of API keys, see below, followed while the service runs; without it, "
+        "requests need none",
     )
     allow_unauthenticated: bool = Field(
         False,
@@ -79,6 +76,12 @@ class ApiConfig(Settings):
                     f"http://localhost:3000, without a path; `*` allows all"
                 )
         return tuple(map(str.lower, origins))
+
+
+class KeysConfig(Settings):
+    """The content of the file of API keys."""
+
+    keys: tuple[KeyConfig, ...] = Field(min_length=1, description="at least one, with names and hashes of their own")
 
     @field_validator("keys")
     @classmethod

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
 from app.config.base import Settings
 from app.config.removed import refuse_removed
@@ -39,10 +36,10 @@ class ModelConfig(Settings):
         le=1024,
         description="CPU threads of one replica's model; default: its share of the machine's cores",
     )
-    backend: Literal["auto", "attention", "torch"] = Field(
+    backend: Literal["auto", "torch"] = Field(
         "auto",
-        description="auto: the fastest code for the model and device; attention: transformers' code with the project's "
-        "attention; torch: transformers' code with plain torch attention on a CPU, without CUDA graphs on a GPU",
+        description="auto: the fastest code for the model and device; torch: transformers' code with plain torch "
+        "attention on a CPU, without CUDA graphs on a GPU",
     )
     batch_invariant: bool = Field(
         False, description="a request's logits equal in every bit whatever shares its steps; refused where it cannot be"

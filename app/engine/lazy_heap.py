@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from app.engine.sequence import Sequence
@@ -23,6 +24,9 @@ class LazyHeap(Generic[KeyT]):
 
     def __len__(self) -> int:
         return len(self._heap) - self._num_finished
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for _, _, sequence in self._heap if not sequence.is_finished)
 
     def push(self, key: KeyT, sequence: Sequence) -> None:
         heapq.heappush(self._heap, (key, sequence.arrival, sequence))

@@ -5,19 +5,18 @@ To add one: its settings in `app/config/scheduler.py`, a class here, a line in `
 
 from __future__ import annotations
 
-import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Iterator
 from collections.abc import Sequence as Several
-from itertools import count, repeat
+from itertools import repeat
 from typing import Protocol
 
 from app.config import DeadlineConfig, FairConfig, FcfsConfig, PolicyConfig, PriorityConfig, SjfConfig
 from app.engine.batch import StepBatch
 from app.engine.lazy_heap import LazyHeap
 from app.engine.sequence import Sequence
+from app.fair import FairQueue, FairShares
 
-MAX_IDLE_TENANTS = 10_000
 # Under `sjf`, one second of waiting outweighs so many tokens of work.
 AGEING_TOKENS_PER_S = 1000.0
 # Under `sjf`, a shorter request that arrives later than this never goes first. It limits the waiting of requests of
@@ -124,6 +123,9 @@ class RankQueue:
     def __len__(self) -> int:
         return len(self._heap)
 
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._heap)
+
     def push(self, sequence: Sequence) -> None:
         self._heap.push(sequence.order_key, sequence)
 
@@ -135,6 +137,8 @@ class RankQueue:
 
     def note_finished(self, sequence: Sequence) -> None:
         self._heap.note_finished()
+
+    remove = note_finished  # as a `Line` of a fair queue
 
 
 # ---------------------------------------------------------------------- orders by rank
@@ -185,82 +189,37 @@ class PriorityFirst(SchedulingPolicy):
 class FairShare(SchedulingPolicy):
     """The tenant that has been served the fewest tokens first: the virtual token counter of Sheng et al. (2024).
 
-    Each tenant has a counter, charged for every prompt token that is computed and every token that is generated. A
-    tenant with no waiting request is idle. When it returns, its counter is lifted to the smallest of the tenants that
-    wait (or waited last), so that idling earns no credit.
+    A tenant is charged for every prompt token that is computed and every token that is generated.
     """
 
     counts_steps = True
 
     def __init__(self) -> None:
-        self._counters: dict[str, float] = {}  # by tenant; the longest idle first
-        self._num_waiting: dict[str, int] = {}  # by tenant, without those at 0
-        self._order = _TenantHeap(self._counters)
-        self._last_served = 0.0  # the counter of the tenant that was served last
+        self.shares = FairShares(max_idle=10_000)
 
     def order_key(self, sequence: Sequence) -> OrderKey:
         # Set when it joins: of the running ones, the one that joined at its tenant's highest counter goes last.
-        return (self.counter(sequence.request.tenant), *self.own_key(sequence))
+        return (self.shares.served(sequence.request.tenant), *self.own_key(sequence))
 
     def own_key(self, sequence: Sequence) -> OrderKey:
         """The sequence's place among those of its tenant, lowest first: by arrival."""
         return (sequence.arrival,)
 
-    def counter(self, tenant: str) -> float:
-        """What the tenant has been charged, in weighted tokens."""
-        return self._counters.get(tenant, 0.0)
-
-    @property
-    def has_several_tenants(self) -> bool:
-        """Whether there were requests of more than one."""
-        return len(self._counters) > 1
-
     def new_queue(self) -> PolicyQueue:
-        return _FairQueue(self)
+        return _TenantsQueue(self)
 
     def joined(self, sequence: Sequence) -> None:
         if sequence.request.is_background:
             return  # it runs on unused capacity, so its tenant is not charged
-        tenant = sequence.request.tenant
-        self._last_served = max(self._last_served, self.counter(tenant))
-        if sequence.num_preemptions == 0:  # a tenant is not charged for what a preemption makes us compute again
-            self._charge(tenant, sequence.num_uncomputed_tokens * PROMPT_WEIGHT)
+        # A tenant is not charged for what a preemption makes us compute again.
+        num_tokens = 0 if sequence.num_preemptions else sequence.num_uncomputed_tokens
+        self.shares.serve(sequence.request.tenant, num_tokens * PROMPT_WEIGHT)
 
     def computed(self, batch: StepBatch, num_kept: Several[int] = ()) -> None:
         numbers = num_kept or repeat(1)
         for item, sequence, number in zip(batch.scheduled, batch.sequences, numbers, strict=False):
             if item.samples and not sequence.request.is_background:
-                self._charge(sequence.request.tenant, number * GENERATED_WEIGHT)
-
-    def entered(self, tenant: str) -> None:
-        """One more request of this tenant waits."""
-        num_waiting = self._num_waiting.get(tenant, 0)
-        if num_waiting == 0:
-            lowest = self._order.first(self._num_waiting)
-            lifted = self._last_served if lowest is None else self.counter(lowest)
-            self._counters[tenant] = max(self._counters.pop(tenant, 0.0), lifted)
-            self._order.add(tenant)
-        self._num_waiting[tenant] = num_waiting + 1
-        if len(self._counters) > MAX_IDLE_TENANTS + len(self._num_waiting):
-            self._forget_longest_idle()
-
-    def left(self, tenant: str) -> None:
-        """One request less of this tenant waits."""
-        self._num_waiting[tenant] -= 1
-        if self._num_waiting[tenant] == 0:
-            del self._num_waiting[tenant]
-
-    def new_order(self) -> _TenantHeap:
-        """An order by counters, for the tenants of one queue."""
-        return _TenantHeap(self._counters)
-
-    def _charge(self, tenant: str, tokens: float) -> None:
-        if tenant in self._counters:
-            self._counters[tenant] += tokens
-
-    def _forget_longest_idle(self) -> None:
-        idle = next(tenant for tenant in self._counters if tenant not in self._num_waiting)
-        del self._counters[idle]
+                self.shares.charge(sequence.request.tenant, number * GENERATED_WEIGHT)
 
 
 class EarliestDeadlineFirst(FairShare):
@@ -277,7 +236,7 @@ class EarliestDeadlineFirst(FairShare):
 
     def order_key(self, sequence: Sequence) -> OrderKey:
         # Of one tenant alone, the running one with the latest deadline is preempted first; its counter says nothing.
-        return super().order_key(sequence) if self.has_several_tenants else (0.0, *self.own_key(sequence))
+        return super().order_key(sequence) if len(self.shares) > 1 else (0.0, *self.own_key(sequence))
 
     def own_key(self, sequence: Sequence) -> OrderKey:
         at = sequence.deadline_at
@@ -287,76 +246,25 @@ class EarliestDeadlineFirst(FairShare):
         return None if sequence.deadline_at is None else sequence.deadline_at - service_s
 
 
-class _FairQueue:
-    """One queue for each tenant; the next is the first of the tenant with the smallest counter."""
+class _TenantsQueue:
+    """The sequences of each tenant by their own rank, and the tenants by what they were served."""
 
     def __init__(self, policy: FairShare) -> None:
         self._policy = policy
-        self._queues: dict[str, RankQueue] = {}  # by tenant, without empty ones
-        self._order = policy.new_order()
+        self._queue: FairQueue[Sequence] = FairQueue(policy.shares, new_line=RankQueue)
 
     def push(self, sequence: Sequence) -> None:
-        tenant = sequence.request.tenant
-        self._policy.entered(tenant)
-        queue = self._queues.get(tenant)
-        if queue is None:
-            queue = self._queues[tenant] = RankQueue()
-            self._order.add(tenant)
         sequence.order_key = self._policy.own_key(sequence)
-        queue.push(sequence)
+        self._queue.push(sequence.request.tenant, sequence)
 
     def peek(self) -> Sequence:
-        return self._queues[self._next_tenant()].peek()
+        return self._queue.peek()
 
     def pop(self) -> Sequence:
-        tenant = self._next_tenant()
-        sequence = self._queues[tenant].pop()
-        self._leave(tenant)
-        return sequence
+        return self._queue.pop()
 
     def note_finished(self, sequence: Sequence) -> None:
-        tenant = sequence.request.tenant
-        self._queues[tenant].note_finished(sequence)
-        self._leave(tenant)
-
-    def _next_tenant(self) -> str:
-        tenant = self._order.first(self._queues)
-        assert tenant is not None, "the queue is not empty"
-        return tenant
-
-    def _leave(self, tenant: str) -> None:
-        self._policy.left(tenant)
-        if not len(self._queues[tenant]):
-            del self._queues[tenant]
-
-
-class _TenantHeap:
-    """Tenants by counter. An outdated counter is corrected at the top: counters only grow, so none hides a smaller."""
-
-    def __init__(self, counters: dict[str, float]) -> None:
-        self._counters = counters
-        self._heap: list[tuple[float, int, str]] = []
-        self._inside: set[str] = set()
-        self._turns = count()  # of equal counters, the one that was looked at longest ago goes first
-
-    def add(self, tenant: str) -> None:
-        """Put a tenant into the order; it is there once, however often it is added."""
-        if tenant not in self._inside:
-            self._inside.add(tenant)
-            heapq.heappush(self._heap, (self._counters.get(tenant, 0.0), next(self._turns), tenant))
-
-    def first(self, among: Collection[str]) -> str | None:
-        """The tenant with the smallest counter; one that is not `among` these leaves when it reaches the top."""
-        while self._heap:
-            counter, _, tenant = self._heap[0]
-            if tenant not in among:
-                heapq.heappop(self._heap)
-                self._inside.remove(tenant)
-            elif counter != self._counters[tenant]:
-                heapq.heapreplace(self._heap, (self._counters[tenant], next(self._turns), tenant))
-            else:
-                return tenant
-        return None
+        self._queue.remove(sequence.request.tenant, sequence)
 
 
 # ---------------------------------------------------------------------- background requests

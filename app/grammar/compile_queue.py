@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from app.engine.matcher import Matcher
 from app.engine.request import Grammar, Request
+from app.fair import FairQueue
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,7 +20,7 @@ class WaitingRequest:
 
 
 class CompileQueue:
-    """The next request is the oldest of the tenant that had its last turn longest ago. For one thread, or under a lock.
+    """Requests of tenants in turns, where all have places for so many. For one thread, or under a lock.
 
     Of one tenant one grammar is compiled at a time, so the grammars of one never keep all threads.
     """
@@ -28,15 +28,15 @@ class CompileQueue:
     def __init__(self, max_requests: int) -> None:
         """`max_requests`: those that wait and those that are being compiled."""
         self._max_requests = max_requests
-        self._waiting: OrderedDict[str, deque[WaitingRequest]] = OrderedDict()  # by tenant, the next turn first
-        self._compiling: set[str] = set()  # tenants
+        self._queue: FairQueue[WaitingRequest] = FairQueue(max_running=1)
+        self._num_compiling = 0
 
     def __len__(self) -> int:
-        return len(self._compiling) + sum(map(len, self._waiting.values()))
+        return self._num_compiling + len(self._queue)
 
     def num_of(self, tenant: str) -> int:
         """The requests of a tenant, with the one that is being compiled."""
-        return len(self._waiting.get(tenant, ())) + (tenant in self._compiling)
+        return self._queue.num_waiting(tenant) + self._queue.num_running(tenant)
 
     def add(self, new: WaitingRequest) -> WaitingRequest | None:
         """Add a request. Returns the one that has no place: where all are taken, a tenant with fewer takes a place of
@@ -44,42 +44,35 @@ class CompileQueue:
         """
         tenant, refused = new.request.tenant, None
         if len(self) >= self._max_requests:
-            largest = max([tenant, *self._waiting], key=self.num_of)
+            largest = max([tenant, *self._queue.lines], key=self.num_of)
             if self.num_of(largest) <= self.num_of(tenant) + 1:
                 return new
-            refused = self._waiting[largest][-1]
+            refused = list(self._queue.lines[largest])[-1]
             self.discard(refused)
-        self._waiting.setdefault(tenant, deque()).append(new)
+        self._queue.push(tenant, new)
         return refused
 
     def discard(self, left: WaitingRequest) -> None:
         """Remove a request, if it still waits."""
-        tenant = left.request.tenant
-        of_tenant = self._waiting.get(tenant)
-        if of_tenant is not None and left in of_tenant:
-            of_tenant.remove(left)
-            if not of_tenant:
-                del self._waiting[tenant]
+        if left in self._queue.lines.get(left.request.tenant, ()):
+            self._queue.remove(left.request.tenant, left)
 
     def take(self) -> WaitingRequest | None:
         """The next request, which is being compiled until `end`; None where no tenant has a turn now."""
-        tenant = next((each for each in self._waiting if each not in self._compiling), None)
-        if tenant is None:
+        taken = self._queue.take()
+        if taken is None:
             return None
-        taken = self._waiting[tenant].popleft()
-        if self._waiting[tenant]:
-            self._waiting.move_to_end(tenant)
-        else:
-            del self._waiting[tenant]
-        self._compiling.add(tenant)
-        return taken
+        self._num_compiling += 1
+        return taken[1]
 
     def end(self, taken: WaitingRequest) -> None:
         """A request is not being compiled any more."""
-        self._compiling.remove(taken.request.tenant)
+        self._num_compiling -= 1
+        self._queue.end(taken.request.tenant)
 
     def clear(self) -> list[WaitingRequest]:
         """Remove all that wait."""
-        left = [each for of_tenant in self._waiting.values() for each in of_tenant]
-        self._waiting.clear()
+        left = [each for line in self._queue.lines.values() for each in line]
+        for each in left:
+            self.discard(each)
         return left

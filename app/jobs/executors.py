@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 from app.errors import EngineStopped, Failure, Overloaded, Unavailable
+from app.fair import FairQueue
 from app.jobs.job import Answer, Answered, Item, ItemOrigin
 from app.jobs.outputs import ITEM_ATTEMPTS
 from app.jobs.runner import Executor, JobRun
@@ -123,8 +123,7 @@ class OwnerSlots:
 
     def __init__(self, num_slots: int) -> None:
         self._num_free = num_slots
-        self._num_held: Counter[str] = Counter()  # by owner
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by owner; each has some
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
 
     def locked(self) -> bool:
         """Whether `acquire` would wait."""
@@ -132,12 +131,9 @@ class OwnerSlots:
 
     async def acquire(self, owner: str) -> None:
         """Returns when the owner has one more."""
-        if self._num_free:
-            self._num_free -= 1
-            self._num_held[owner] += 1
-            return
         slot = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(slot)
+        self._queue.push(owner, slot)
+        self._give()
         try:
             await slot
         except asyncio.CancelledError:
@@ -147,18 +143,18 @@ class OwnerSlots:
 
     def release(self, owner: str) -> None:
         """The owner has one less."""
-        self._num_held -= Counter([owner])
-        while self._waiting:
-            following = min(self._waiting, key=self._num_held.__getitem__)
-            slots = self._waiting.pop(following)
-            slot = slots.popleft()
-            if slots:
-                self._waiting[following] = slots  # behind the others
-            if not slot.done():
-                self._num_held[following] += 1
-                slot.set_result(None)
-                return
+        self._queue.end(owner)
         self._num_free += 1
+        self._give()
+
+    def _give(self) -> None:
+        while self._num_free and (taken := self._queue.take()) is not None:
+            owner, slot = taken
+            if slot.done():  # it was cancelled
+                self._queue.end(owner)
+            else:
+                slot.set_result(None)
+                self._num_free -= 1
 
 
 class RequestExecutor(Executor[Item]):

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from app.fair import SharedPool
+
 # The database, logs and other programs need room when batches have used theirs. Of a small disk it is a share.
 RESERVE_BYTES = 512 * 1024 * 1024
 RESERVE_SHARE = 0.05
@@ -15,12 +17,10 @@ MIN_CHARGED_BYTES = 4096  # of a file: a block of the disk and a row of the cata
 def room_left(total: int, used: Mapping[str, int], owner: str) -> int:
     """What an owner may still take of a pool, below 0 when it has too much.
 
-    It is all that is free where owners are not told apart (""). Else an owner may have as much as then stays free for
-    others (dynamic thresholds: Choudhury and Hahne, 1998), so that one owner takes half of it, two take two thirds, and
-    there is always something for the next.
+    It is all that is free where owners are not told apart ("").
     """
-    free = total - sum(used.values())
-    return (free - used.get(owner, 0)) // 2 if owner else free
+    pool = SharedPool(total, used)
+    return pool.room_left(owner) if owner else pool.free
 
 
 def shortage_of_share(total: int, used: Mapping[str, int], owner: str, num_bytes: int = 0) -> str | None:

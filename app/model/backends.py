@@ -15,7 +15,7 @@ from app.model.attention import TorchAttention
 from app.model.cpu.attention import NativeAttention
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kv_cache import NativeKVCache
-from app.model.cpu.library import Team
+from app.model.cpu.library import ThreadPool
 from app.model.cpu.sampling import NativeAdjust, NativeDraw, NativeLogprobs
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
@@ -94,20 +94,24 @@ def _in_native_code(config: EngineConfig, model: LoadedModel, num_blocks: int, n
         dtype=model.dtype,
         in_int8=cache.dtype == "int8",
     )
-    team = Team(num_threads)
-    pages.provide(team)
+    threads = ThreadPool(num_threads)
+    pages.provide(threads)
     if model.native is None:
         assert model.module is not None, "a model has its weights in one of both"
-        forward = TransformersForward(model.module, NativeAttention(pages, team))
-        return _native_runner(forward, model.device, team)
-    torch.set_num_threads(1)  # torch has almost nothing to compute, and its waiting threads would slow the team's
-    decoder = NativeDecoder(model.native, pages, team, memory=model.ranks)
-    return _native_runner(decoder, model.device, team)
+        forward = TransformersForward(model.module, NativeAttention(pages, threads))
+        return _native_runner(forward, model.device, threads)
+    torch.set_num_threads(1)  # torch has almost nothing to compute, and its waiting threads would slow the pool's
+    decoder = NativeDecoder(model.native, pages, threads)
+    return _native_runner(decoder, model.device, threads)
 
 
-def _native_runner(forward: ForwardPass, device: torch.device, team: Team) -> TorchModelRunner:
+def _native_runner(forward: ForwardPass, device: torch.device, threads: ThreadPool) -> TorchModelRunner:
     return TorchModelRunner(
-        forward, device, draw=NativeDraw(team), adjust=NativeAdjust(team), compute_logprobs=NativeLogprobs(team)
+        forward,
+        device,
+        draw=NativeDraw(threads),
+        adjust=NativeAdjust(threads),
+        compute_logprobs=NativeLogprobs(threads),
     )
 
 

@@ -7,7 +7,7 @@ use.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,6 @@ _MIXTURES_WITH_SHARED_EXPERT = frozenset({"Qwen2MoeForCausalLM"})  # the C++ dec
 ARCHITECTURES = _MIXTURES | {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_VOCABULARY_UNIT = 32  # tokens that stay on one rank: those of a packed panel in C++
 QUERIES_KEYS_VALUES = tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v"))
 
 
@@ -58,14 +57,16 @@ class DecoderSettings:
     sliding_windows: tuple[int, ...]  # by layer; 0: none
     rotary_frequencies: tuple[float, ...]  # [head_dim / 2]
     rotary_scaling: float
-    rank: int = 0
-    num_ranks: int = 1  # the heads and inner sizes above are one rank's
 
-    @property
-    def rank_tokens(self) -> int:
-        """How many tokens' embeddings and outputs each rank has, rank after rank; the last one has what is left."""
-        units = -(-self.vocab_size // _VOCABULARY_UNIT)
-        return self.vocab_size if self.num_ranks == 1 else -(-units // self.num_ranks) * _VOCABULARY_UNIT
+    def of_rank(self, size: int) -> DecoderSettings:
+        """The part that each of `size` ranks has: some heads, and some inner numbers of each MLP and each expert."""
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=self.num_kv_heads // size,
+            intermediate_size=self.intermediate_size // size,
+            experts=replace(self.experts, intermediate_size=self.experts.intermediate_size // size),
+        )
 
     def rotary(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines by which heads are turned, each [num_positions, head_dim]. positions: [num_positions]."""

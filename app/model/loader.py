@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,12 +25,11 @@ from app.model.attention import (
 )
 from app.model.cpu.checkpoint import Checkpoint, MappedModel, add_positions
 from app.model.cpu.decoder import NativeDecoder
-from app.model.cpu.kept_check import CheckedModel, KeptCheck, digest_of_files, from_json, to_json
+from app.model.cpu.kept_check import CheckedModel, KeptCheck, digest_of_files
 from app.model.cpu.kv_cache import NativeKVCache
-from app.model.cpu.library import Team, is_fast, library
-from app.model.cpu.ranks import RankMemory
+from app.model.cpu.library import ThreadPool, is_fast, library
 from app.model.cpu.shared_weights import Sharing, shared_weights
-from app.model.cpu.weights import BITS, Allocate, NativeWeights, input_unit, pack_weights, why_not_native
+from app.model.cpu.weights import BITS, Allocate, NativeWeights, pack_weights, why_not_native
 from app.model.cuda.adapters import AdapterSlots
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
@@ -51,7 +49,6 @@ from app.model.llama import (
 from app.model.memory import is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
 from app.model.parallel.group import RankGroup
-from app.model.parallel.slices import part_of, settings_of_rank
 from app.model.parallel.split_plan import Exchange, SizesOfRank, SplitPlan, check_divisible
 from app.model.positions import fix_positions
 from app.model.quantised_checkpoint import Quantised, loading_options
@@ -64,7 +61,7 @@ logger = logging.getLogger(__name__)
 _SERVABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 _FILES = ["*.json", "model*.safetensors"]  # of a model on a hub
 _PROBE_TOKENS = 24
-_RANKS_WITHOUT_FP8 = "weights in FP8 are not divided among ranks; set replicas.tensor_parallel to 1"
+_NOT_AMONG_RANKS = "quantised weights are not divided among ranks; set replicas.tensor_parallel to 1"
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 # Of the first layer's output and of the whole model's, relative to their size, by number type or quantised weights.
 # Measured at most in tests/tiny_models.py, which has wide weights: 0.04 and 0.08 in 8 bits, 0.43 and 0.63 in 4.
@@ -91,7 +88,6 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     probe: Probe | None = None  # where Triton's kernels are compared with it: they need the whole KV memory
-    ranks: RankMemory | None = None  # where `native` is one rank's part
     group: Exchange | None = None  # where `module` or `joined` is a rank's part
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -129,10 +125,6 @@ def load_model(
     device = device_of(config)
     _check_quantization(config, device, num_ranks=1 if group is None else group.size)
     uses_triton = TritonAttention.fits(device)
-    if group is not None and device.type == "cpu" and config.backend == "auto" and not uses_triton:
-        part = load_native_rank(config, location, group, block_size=block_size, checks=checks)
-        if part is not None:
-            return part
     chosen = dtype_of(config, location)
     dtype = chosen.dtype
     logger.info("%s: the type is %s: %s", config.path, chosen.name, chosen.reason)
@@ -170,7 +162,7 @@ def load_model(
         probe=probe if uses_triton else None,
         group=group,
     )
-    if not uses_triton or config.backend != "auto":
+    if not uses_triton or config.backend == "torch":
         return loaded
     del module, probe, read  # their memory is needed
 
@@ -328,7 +320,7 @@ def _without_weights(found: PreTrainedConfig, location: str, dtype: torch.dtype)
 
 
 def _kept_check(
-    config: ModelConfig, checks: Path | None, location: Path, dtype: torch.dtype, block_size: int, num_ranks: int = 1
+    config: ModelConfig, checks: Path | None, location: Path, dtype: torch.dtype, block_size: int
 ) -> KeptCheck | None:
     """None where checks are not kept: of models on a hub, or without native code."""
     if checks is None or not location.is_dir() or not (config.quantization != "none" or is_fast(dtype)):
@@ -339,7 +331,6 @@ def _kept_check(
         dtype=dtype,
         quantization=config.quantization,
         block_size=block_size,
-        num_ranks=num_ranks,
     )
 
 
@@ -347,10 +338,9 @@ def _load_checked(
     config: ModelConfig, location: str, checked: CheckedModel, dtype: torch.dtype, checks: Path | None
 ) -> LoadedModel:
     settings = checked.settings
-    part = None if settings.num_ranks == 1 else partial(part_of, settings)
 
     def pack(allocate: Allocate) -> NativeWeights:
-        weights = Checkpoint(Path(location), dtype, Quantised.of(read_config(config, location)), part=part)
+        weights = Checkpoint(Path(location), dtype, Quantised.of(read_config(config, location)))
         bits = BITS[config.quantization]
         return pack_weights(weights, settings, bits=bits, release=weights.release, allocate=allocate)
 
@@ -361,7 +351,7 @@ def _load_checked(
 def _sharing(
     config: ModelConfig, folder: Path | None, settings: DecoderSettings, dtype: torch.dtype, checks: Path | None
 ) -> Sharing | None:
-    """folder: of the model's files. settings: one rank's, where there are several."""
+    """folder: of the model's files."""
     if checks is None or folder is None:
         return None
     return Sharing(digest_of_files(folder, dtype, config.quantization, settings), checks)
@@ -483,8 +473,8 @@ def _joined_without_numbers(
     """The model for the decoder for CUDA, if that computes it; else as it is. own: what the module gives."""
     reason = _why_not_joined(config, module, rules)
     if config.quantization == "fp8" and (model.group is not None or reason is not None):
-        raise _not_quantised(config, reason or _RANKS_WITHOUT_FP8)
-    if config.backend != "auto" or reason is not None:
+        raise _not_quantised(config, reason or _NOT_AMONG_RANKS)
+    if config.backend == "torch" or reason is not None:
         return model
     add_positions(module)
     settings, num_positions = _joined_settings(module, rules, own, model.group), model.facts.max_model_len
@@ -531,10 +521,12 @@ def _check_quantization(config: ModelConfig, device: torch.device, *, num_ranks:
         return
     if config.quantization == "fp8":
         reason = why_no_fp8(device, on_a_cpu="model.quantization: int8 and int4")
-        reason = reason or (_RANKS_WITHOUT_FP8 if num_ranks > 1 else None)
+        reason = reason or (_NOT_AMONG_RANKS if num_ranks > 1 else None)
         if reason is not None:
             raise _not_quantised(config, reason)
         return
+    if num_ranks > 1:
+        raise _not_quantised(config, _NOT_AMONG_RANKS)
     if device.type != "cpu":
         raise _not_quantised(config, f"it runs on {device.type}; set model.device to cpu")
     if library() is None:
@@ -587,7 +579,7 @@ def dtype_of(config: ModelConfig, location: str) -> ChosenDtype:
 
 def _why_not_bfloat16(config: ModelConfig, described: dict[str, Any]) -> str | None:
     if config.backend != "auto":
-        return f"transformers' code computes it (model.backend is {config.backend})"
+        return "transformers' code computes it (model.backend is torch)"
     architectures = described.get("architectures") or ["a model without a name"]
     if not ARCHITECTURES.issuperset(architectures):
         return f"transformers' code computes {', '.join(architectures)}"
@@ -703,8 +695,8 @@ def _check_ranks(config: ModelConfig, found: PreTrainedConfig, quantised: Quanti
     """Raises InvalidSetup, with the numbers, if `size` ranks cannot share a model; before any weight is read."""
     if quantised is not None or config.quantization != "none":
         raise InvalidSetup(
-            f"replicas.tensor_parallel: got {size}; quantised weights are divided only for the native decoder on a "
-            f"CPU, which does not compute {config.path} here (the log says why). Serve weights that are not quantised"
+            f"replicas.tensor_parallel: got {size}; quantised weights are not divided among ranks. Serve weights that "
+            f"are not quantised, or set replicas.tensor_parallel to 1"
         )
     check_divisible(found, size, path=config.path)
 
@@ -923,16 +915,9 @@ def _why_not_packed(
 
 
 def _native_output(
-    weights: NativeWeights,
-    layers: dict[int, LayerShape],
-    token_ids: torch.Tensor,
-    block_size: int,
-    ranks: RankMemory | None = None,
+    weights: NativeWeights, layers: dict[int, LayerShape], token_ids: torch.Tensor, block_size: int
 ) -> _Output:
-    """As `_with_first_logits` has it.
-
-    token_ids: [1, num_tokens]. ranks: where the weights are those of one rank; all call it, rank 0 has the output.
-    """
+    """As `_with_first_logits` has it. token_ids: [1, num_tokens]."""
     num_tokens = token_ids.shape[1]
     num_blocks = -(-num_tokens // block_size)
     pages = NativeKVCache(layers, num_blocks=num_blocks, block_size=block_size, dtype=weights.dtype)
@@ -945,82 +930,10 @@ def _native_output(
     )
 
     def logits(num_layers: int) -> torch.Tensor:
-        decoder = NativeDecoder(weights, pages, Team(1), num_layers=num_layers, memory=ranks)
+        decoder = NativeDecoder(weights, pages, ThreadPool(1), num_layers=num_layers)
         return decoder.compute(inputs, segments).logits[None]
 
     return _Output(logits(1), logits(len(weights.layers)))
-
-
-@torch.inference_mode()
-def load_native_rank(
-    config: ModelConfig, location: str, group: RankGroup, *, block_size: int, checks: Path | None
-) -> LoadedModel | None:
-    """One rank's part of a model for the C++ decoder; None if that cannot compute it so. All ranks of a group call it.
-
-    Rank 0 loads the model as one process does, with all checks, computes a few tokens and gives it back; then all ranks
-    together are compared with that. A check that is kept spares it.
-
-    Raises as `load_model` does, and InvalidSetup if quantised weights cannot be divided.
-    """
-    folder, dtype, num_ranks = _folder_of(config, location), dtype_of(config, location).dtype, group.size
-    has_all = folder is not None and library() is not None
-    if not group.minimum(int(has_all)) or folder is None:
-        return None
-    check, checked, whole = None, None, None
-    if group.rank == 0:
-        check = _kept_check(config, checks, folder, dtype, block_size, num_ranks)
-        checked = None if check is None else check.read()
-        if checked is None:
-            checked, whole = _tried_whole(config, folder, dtype, block_size, checks)
-    checked = from_json(group.send_all(to_json(checked)))
-    if checked is None:
-        return None
-    try:
-        unit = input_unit(config.quantization)
-        settings = settings_of_rank(checked.settings, rank=group.rank, size=num_ranks, unit=unit)
-    except InvalidSetup as error:
-        if config.quantization != "none":
-            raise
-        logger.info("%s runs on transformers' code: %s", config.path, error)
-        return None
-    part = _load_checked(config, str(folder), replace(checked, settings=settings), dtype, checks)
-    part = replace(part, ranks=RankMemory.of_group(settings, group))
-    assert part.native is not None
-    if group.minimum(int(group.rank > 0 or whole is not None)):  # rank 0 has something to compare with
-        ours = _native_output(part.native, part.layers, _tried_tokens(settings), block_size, part.ranks)
-        difference = None if whole is None else _difference(ours, whole, config.quantization)
-        if not group.minimum(int(difference is None)):
-            raise UnsupportedModel(
-                f"{config.path} computes other results on {num_ranks} ranks than on one: {difference}"
-            )
-        if check is not None:
-            check.write(checked)
-    return part
-
-
-def _tried_whole(
-    config: ModelConfig, folder: Path, dtype: torch.dtype, block_size: int, checks: Path | None
-) -> tuple[CheckedModel | None, _Output | None]:
-    """A model as one process loads it, and what it computes; None, None if that is not native."""
-    location = str(folder)
-    found, quantised = _check_architecture(config, location), Quantised.of(read_config(config, location))
-    if _mapped(found, folder, dtype, quantised) is None:
-        return None, None
-    model = load_model(config, location, block_size=block_size, checks=checks)
-    if model.native is None:
-        return None, None
-    settings = model.native.settings
-    output = _native_output(model.native, model.layers, _tried_tokens(settings), block_size)
-    # With the limits of the type that it is computed in: logits are always float32.
-    own = _Output(output.first_layer.to(dtype), output.logits.to(dtype), settings.experts.num_experts > 0)
-    check = _kept_check(config, checks, folder, dtype, block_size)
-    kept = None if check is None else check.read()  # with the model's own limit of length
-    return kept or CheckedModel(settings=settings, facts=model.facts), own
-
-
-def _tried_tokens(settings: DecoderSettings) -> torch.Tensor:
-    """[1, num_tokens], the same on all ranks."""
-    return _spread_tokens(settings.vocab_size, torch.arange(_PROBE_TOKENS)[None])
 
 
 def _with_first_logits(module: PreTrainedModel, probe: Probe) -> _Output:
@@ -1085,7 +998,7 @@ def _joined_settings(
 ) -> DecoderSettings:
     """own: what the module gives; its output layer may be one rank's part."""
     settings = replace(settings_of(module, rules), vocab_size=own.logits.shape[-1])
-    return settings if group is None else settings_of_rank(settings, rank=group.rank, size=group.size, unit=1)
+    return settings if group is None else settings.of_rank(group.size)
 
 
 def _why_not_joined(config: ModelConfig, module: PreTrainedModel, rules: dict[int, AttentionRules]) -> str | None:

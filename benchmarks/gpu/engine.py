@@ -20,7 +20,6 @@ VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
     "no overlap": ({}, False),
     "no graphs": ({"backend": "torch"}, True),
     "batch_invariant": ({"batch_invariant": True}, True),
-    "transformers' code": ({"backend": "attention"}, True),  # the last: its weights are not joined
 }
 
 
@@ -36,9 +35,6 @@ def measure(bench: Bench) -> None:
     model = made_model(engine_config(bench, **sizes))
     for name, (settings, overlaps) in VARIANTS.items():
         config = engine_config(bench, **sizes, **settings)
-        if config.model.backend == "attention":
-            del model  # there may be no room for both
-            model = made_model(config)
         cells = _served(engine_of(config, model, overlaps=overlaps), workload)
         bench.row("engine", variant=name, **cells)
         if overlaps and not settings:  # as it is served

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -36,6 +37,13 @@ _TEMPLATE = "chat_template.jinja"
 _TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _PORTS = range(20_000, 30_000)  # neither the kernel nor Ray takes ports from here by itself
+
+
+def write_keys(path: Path, keys: Mapping[str, str]) -> Path:
+    """Write the file of API keys of a service, from the keys by their names."""
+    entries = [{"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest()} for name, key in keys.items()]
+    path.write_text(json.dumps(entries))  # JSON is YAML
+    return path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +103,7 @@ def service(
         config.write_text(json.dumps(serve_file(application, port, layout)), encoding="utf-8")  # JSON is YAML
         token = secrets.token_hex(32)
         launcher = subprocess.Popen(
-            [sys.executable, "-m", "deployments.launcher", str(config), *["--dashboard"] * with_dashboard],
+            [sys.executable, "-m", "deployments.cli", "serve", str(config), *["--dashboard"] * with_dashboard],
             env=_environment(token) | ({_CLUSTER: "1"} if layout.may_be_joined else {}),
             stdout=sys.stderr,
         )

@@ -14,7 +14,7 @@ from app.config import ServedModelConfig
 from app.errors import InvalidSetup
 from app.jobs.items import RowSettings
 from app.jobs.remote_run import ServiceSettings
-from deployments.arguments import positive
+from deployments.cli import positive
 from deployments.serve.settings import parse, read_serve_file
 
 DEFAULT_PORT = 8000  # as in deployments/serve.yaml
@@ -127,7 +127,7 @@ def _service(given: argparse.Namespace) -> ServiceSettings:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m deployments.bulk", description="Answer every row of some files.")
+    parser = argparse.ArgumentParser(prog="carousel bulk", description="Answer every row of some files.")
     parser.add_argument("--input", required=True, metavar="FILE", help="JSONL or Parquet: a file, folder, glob or URI")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the run's own folder")
     parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl", help="of the results")

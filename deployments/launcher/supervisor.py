@@ -1,6 +1,4 @@
-"""`python -m deployments.launcher CONFIG`, or `--model MODEL`: what `make serve` runs.
-
-It checks, sets the environment, starts and stops.
+"""`carousel serve [MODEL or CONFIG]`: it checks, sets the environment, starts and stops.
 
 Two processes. This one checks the config and the ports, starts `deployments.launcher.foreground` with the environment
 that Ray and Serve read, and waits for a signal or for its end. It imports no Ray, so it answers at once
@@ -21,13 +19,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from app.assembly import resolve_model_path
+from app.config import ApplicationConfig
 from app.errors import InvalidSetup
 from deployments.launcher.trial import trial_config
-from deployments.serve.settings import LOOPBACK, ServeFile, read_serve_file
+from deployments.serve.settings import (
+    BATCHES_CPUS,
+    INGRESS_CPUS,
+    LOOPBACK,
+    ServeFile,
+    num_pool_engines,
+    read_serve_file,
+)
 
 PROJECT = Path(__file__).resolve().parents[2]
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -37,15 +43,15 @@ _MAX_PROXY_THREADS = 4  # as Serve has it
 _OUR_PORTS = range(20_000, 30_000)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal comes. The exit status is 0 after a signal, 1 when the service cannot start or has died."""
-    arguments = _arguments()
+    given = _parser().parse_args(arguments)
     for number in STOP_SIGNALS:  # a model may be fetched or read now: what is not whole goes
         signal.signal(number, signal.default_int_handler)
     _show_progress()
-    path = arguments.config or Path(arguments.model)
+    path = Path(given.what)
     try:
-        path = arguments.config or trial_config(arguments.model)
+        path = path if path.suffix in (".yaml", ".yml") else trial_config(given.what)
         config = read_serve_file(path)
         check_port(config, path)
         check_folders(config)
@@ -58,8 +64,15 @@ def main() -> int:
         return 0
     # In /tmp whatever TMPDIR says: Ray and HAProxy put sockets inside, and a socket's path may have 97 characters.
     run_folder = Path(tempfile.mkdtemp(prefix="carousel-", dir="/tmp"))
-    command = [sys.executable, "-m", "deployments.launcher.foreground", str(path), str(run_folder)]
-    command += ["--dashboard"] if arguments.dashboard else []
+    command = [
+        sys.executable,
+        "-m",
+        "deployments.launcher.foreground",
+        str(path),
+        str(run_folder),
+        str(reserved_cpus(config)),
+    ]
+    command += ["--dashboard"] if given.dashboard else []
     child = subprocess.Popen(command, env=environment(config, run_folder, os.environ), start_new_session=True)
     status = supervise(child)
     if status == 0:
@@ -110,6 +123,8 @@ def environment(config: ServeFile, run_folder: Path, inherited: Mapping[str, str
         "RAY_USAGE_STATS_ENABLED": "0",
         # What each worker imports while it waits for work.
         "RAY_preload_python_modules": "deployments.preload",
+        # HAProxy's log of requests, to no reader: the ingress logs what matters. By default it opens a UDP port for it.
+        "RAY_SERVE_HAPROXY_LOG_TARGET": f"{run_folder}/log.sock",
         "RAY_SERVE_HAPROXY_NBTHREAD": str(num_proxy_threads(os.cpu_count() or 1)),
         # Most of what an idle service computes is its controller looking for changes, by default ten times a second.
         # Streams do not wait for it when a replica dies: the ingress sees that its line broke.
@@ -126,6 +141,19 @@ def environment(config: ServeFile, run_folder: Path, inherited: Mapping[str, str
         defaults["HF_HUB_OFFLINE"] = "1"
     kept = {name: value for name, value in inherited.items() if name != "RAY_ADDRESS"}
     return defaults | kept | ours
+
+
+def reserved_cpus(file: ServeFile) -> float:
+    """What replicas, ingresses and batches reserve together, autoscaled to the most."""
+
+    def of(config: ApplicationConfig) -> float:
+        replicas = sum(model.replicas.max_replicas * model.replicas.reserved_cpus for model in config.models)
+        batches = BATCHES_CPUS if config.batches else 0.0
+        jobs = num_pool_engines(config) * max(model.replicas.reserved_cpus for model in config.models)
+        ingresses = (config.ingress.num_replicas + 1) * INGRESS_CPUS  # the next comes before one goes
+        return replicas + ingresses + batches + jobs
+
+    return sum(map(of, file.applications.values()))
 
 
 def num_proxy_threads(num_cores: int) -> int:
@@ -171,15 +199,15 @@ def check_port(config: ServeFile, path: Path) -> None:
             ) from error
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m deployments.launcher", description="Serve a config file here.")
-    parser.add_argument("config", type=Path, nargs="?", help="a Serve config file, as deployments/serve.yaml")
-    parser.add_argument("--model", help="instead of a config: smollm2, a model's folder, a GGUF file, or a hub id")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="carousel serve", description="Serve a model or a config file here.")
+    parser.add_argument(
+        "what", nargs="?", default=str(PROJECT / "deployments" / "serve.yaml"), metavar="MODEL or CONFIG",
+        help="smollm2, a model's folder, a GGUF file, or a hub id; or a Serve config file (.yaml). Default: the "
+        "bundled model, by deployments/serve.yaml",
+    )  # fmt: skip
     parser.add_argument("--dashboard", action="store_true", help="with Ray's dashboard on 127.0.0.1:8265")
-    arguments = parser.parse_args()
-    if (arguments.config is None) == (arguments.model is None):
-        parser.error("give a config file or --model: with a config, its model.path names the model")
-    return arguments
+    return parser
 
 
 def _show_progress() -> None:

@@ -18,7 +18,7 @@ from typing import get_args
 from app.config import EngineConfig, KvType, ServedModelConfig
 from app.cores import num_cores
 from app.errors import CarouselError, InvalidSetup
-from deployments.arguments import positive
+from deployments.cli import positive
 from deployments.plan.cards import card_of
 from deployments.serve.settings import read_serve_file
 from deployments.threads import share_of_cores
@@ -144,7 +144,7 @@ def _above_zero(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m deployments.plan", description=__doc__)
+    parser = argparse.ArgumentParser(prog="carousel plan", description=__doc__)
     plans = parser.add_subparsers(required=True, metavar="memory|trace")
     _add_memory(plans.add_parser("memory", help="weights, KV memory and the rest of a model on a GPU or a CPU"))
     _add_trace(plans.add_parser("trace", help="the settings and replicas that hold a promise on a trace"))

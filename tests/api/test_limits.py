@@ -10,9 +10,10 @@ import pytest
 
 from app.api.auth import limits
 from app.api.auth.keys import NoAuthentication
-from app.api.auth.limits import Account, SharedPool, SharedPools, TokenBucket
+from app.api.auth.limits import Account, SharedPools, TokenBucket
 from app.config import KeyConfig
 from app.errors import InvalidRequest, LimitReached, NotPermitted, Overloaded
+from app.fair import SharedPool
 from app.text import Tokenizer
 from tests.api.fakes import WAIT, Answer, Connection, Service, say
 from tests.api.keys import KEY, OTHER_KEY, bearer, entry
@@ -317,20 +318,18 @@ def test_requests_at_once_are_counted_until_their_last_byte(tokenizer: Tokenizer
 
 
 def test_an_account_may_hold_as_much_as_is_free_and_one_that_comes_later_finds_some() -> None:
-    pool, held = SharedPool(120), [0, 0, 0]
+    pool = SharedPool[int](120)
     for index in range(3):  # one after the other takes what it may have
-        while pool.allows(held[index], 1):
-            pool.take(1)
-            held[index] += 1
-    assert held == [60, 30, 15]
+        while pool.allows(index, 1):
+            pool.take(index, 1)
+    assert [pool.held(index) for index in range(3)] == [60, 30, 15]
     for _ in range(200):  # each gives one back in its turn, and takes one where it may
         for index in range(3):
-            pool.take(-1)
-            held[index] -= 1
+            pool.take(index, -1)
             for other in range(3):
-                if pool.allows(held[other], 1):
-                    pool.take(1)
-                    held[other] += 1
+                if pool.allows(other, 1):
+                    pool.take(other, 1)
+    held = [pool.held(index) for index in range(3)]
     assert max(held) - min(held) <= 1, held
 
 
@@ -348,7 +347,7 @@ def test_without_a_limit_of_its_own_a_key_may_have_half_of_the_places_and_others
         with pytest.raises(LimitReached):
             running.enter_context(bob.reserve())
         assert (alice.usage.num_refused, bob.usage.num_refused) == (1, 1)
-    assert pools.requests.allows(0, 8), "all are given back"
+    assert pools.requests.allows(alice, 8), "all are given back"
 
 
 def test_a_limit_of_its_own_goes_before_the_places_that_are_free() -> None:
@@ -422,7 +421,8 @@ def test_a_request_that_generates_holds_no_body(tokenizer: Tokenizer, monkeypatc
                 connection = Connection(service.app, "POST", "/v1/completions", [body], {})
                 await stack.enter_async_context(connection)
                 await until(lambda number=number: len(service.generate.open) == number)  # type: ignore[misc]
-            assert not service.handler.authenticator.accounts[0]._num_body_bytes
+            account = service.handler.authenticator.accounts[0]
+            assert not account._pools.body_bytes.held(account)
 
     asyncio.run(run())
 

@@ -18,7 +18,7 @@ import pytest
 
 from app.api import RequestHandler, ServedModel, build_app
 from app.config import ApiConfig, ServedModelConfig
-from app.fleet import FailoverLimits, Fleet, LivenessTimeouts, ReplicaRegistry
+from app.fleet import FailoverLimits, Fleet, ReplicaRegistry
 from app.fleet.dispatch import GroupChooser, make_policy
 from app.text import Tokenizer
 from deployments.serve import replica as replica_module
@@ -30,7 +30,7 @@ PAGE = PROJECT / "docs" / "design" / "request-path.md"
 STEP_MS = 100
 MAX_STATIONS = {"In": 12, "Back": 8}
 # Functions on the way of a token that pass it on unchanged, or wait for it.
-PULLED = {"Fleet.generate", "_choice_pieces", "Writer.events"}
+PULLED = {"Fleet.generate", "_choice_pieces", "ResponseState.events"}
 
 
 class Station(NamedTuple):
@@ -89,7 +89,7 @@ def fleet_of(replica: Any) -> Fleet:
     registry = ReplicaRegistry(policy, GroupChooser([]), block_size=16, clock=time.monotonic)
     handle = SimpleNamespace(frame_address=Remote(replica.frame_address))
     registry.set_replicas(["r0"])
-    limits = FailoverLimits(max_resumes=1, place_timeout_s=60.0, liveness=LivenessTimeouts(silence_s=60.0, step_s=60.0))
+    limits = FailoverLimits(max_resumes=1, place_timeout_s=60.0, silence_s=60.0, step_s=60.0)
     return Fleet(ServeTransport(handle, "ingress"), registry, limits, Counts())
 
 

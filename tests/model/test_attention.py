@@ -13,7 +13,7 @@ from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules, PagedAttention, TorchAttention
 from app.model.cpu.attention import NativeAttention
 from app.model.cpu.kv_cache import NativeKVCache
-from app.model.cpu.library import Team
+from app.model.cpu.library import ThreadPool
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerShape
 from tests.model.cpu.builds import PLAIN_AMX, QUICK, built_with
@@ -52,7 +52,7 @@ def native_attention(
     pages = NativeKVCache(layers, num_blocks=num_blocks, block_size=16, dtype=dtype, in_int8=in_int8)
     poison(pages)
     with built_with(PLAIN_AMX, *QUICK) if in_tiles else nullcontext():
-        return NativeAttention(pages, Team(num_threads))
+        return NativeAttention(pages, ThreadPool(num_threads))
 
 
 def poison(pages: NativeKVCache) -> None:

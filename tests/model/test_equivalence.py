@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,7 @@ from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.library import is_fast
 from app.model.forward import TransformersForward
 from tests.fakes import make_request, run_to_end
+from tests.model.transformers_code import transformers_code
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
 
 
@@ -79,19 +81,19 @@ def build(
     block_size = 4 if way == "torch" else 16
     if way != "torch" and not is_fast(torch.float32):
         pytest.skip("no C++ compiler here, or a CPU without wide vectors")
-    engine = build_sync_engine(
-        EngineConfig(
-            model=ModelConfig(
-                path=str(path), dtype="float32", device="cpu", num_threads=2 if way == "decoder" else 1,
-                backend={"decoder": "auto", "attention": "attention", "torch": "torch"}[way],
-            ),
-            cache=CacheConfig(
-                block_size=block_size, num_blocks=num_slots // block_size, prefix_caching=prefix_caching,
-                dtype=kv_dtype,
-            ),
-            scheduler=SchedulerConfig(**settings),
-        )
+    config = EngineConfig(
+        model=ModelConfig(
+            path=str(path), dtype="float32", device="cpu", num_threads=2 if way == "decoder" else 1,
+            backend="torch" if way == "torch" else "auto",
+        ),
+        cache=CacheConfig(
+            block_size=block_size, num_blocks=num_slots // block_size, prefix_caching=prefix_caching,
+            dtype=kv_dtype,
+        ),
+        scheduler=SchedulerConfig(**settings),
     )  # fmt: skip
+    with transformers_code() if way == "attention" else nullcontext():
+        engine = build_sync_engine(config)
     forward = engine.runner.forward  # type: ignore[attr-defined]
     computes = type(forward.attention) if isinstance(forward, TransformersForward) else type(forward)
     assert computes is {"decoder": NativeDecoder, "attention": NativeAttention, "torch": TorchAttention}[way]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from app.engine.engine import Engine
 from app.engine.request import Request, TokenLogprobs
-from app.model.cpu.library import Team, library
+from app.model.cpu.library import ThreadPool, library
 from app.model.cpu.sampling import NativeLogprobs
 from app.model.logprobs import compute_logprobs
 from tests.fakes import Outcome, make_request, run_to_end
@@ -146,7 +146,7 @@ def test_native_values_are_those_of_torch(vocab_size: int, num_top: int, spread:
     torch.manual_seed(0)
     logits = torch.randn(70, vocab_size) * spread
     rows, tokens = list(range(69, -1, -1)), torch.randint(vocab_size, (70,))
-    native = NativeLogprobs(Team(2))(logits, rows, tokens, num_top=num_top)
+    native = NativeLogprobs(ThreadPool(2))(logits, rows, tokens, num_top=num_top)
     plain = compute_logprobs(logits, rows, tokens, num_top=num_top)
     torch.testing.assert_close(native.logprobs, plain.logprobs, atol=1e-5, rtol=1e-6)
     torch.testing.assert_close(native.top_logprobs, plain.top_logprobs, atol=1e-5, rtol=1e-6)
@@ -159,7 +159,7 @@ def test_masked_and_equal_logits() -> None:
         pytest.skip("no C++ compiler here")
     logits = torch.full((1, 37), -math.inf)
     logits[0, [3, 9, 36]] = 2.0
-    found = NativeLogprobs(Team(1))(logits, [0], torch.tensor([9]), num_top=4)
+    found = NativeLogprobs(ThreadPool(1))(logits, [0], torch.tensor([9]), num_top=4)
     assert found.logprobs.tolist() == pytest.approx([-math.log(3)])
     assert found.ranks.tolist() == [1]
     assert found.top_token_ids[0, :3].tolist() == [3, 9, 36]

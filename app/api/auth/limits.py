@@ -1,4 +1,4 @@
-"""What one key may use: requests and tokens a minute, requests and bytes of bodies at once; how it changes a call.
+"""What one key may use: requests and tokens a minute, requests and bytes of bodies at once.
 
 All numbers are those of this process, by its clock.
 """
@@ -8,13 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from app.api.prepared_request import PreparedRequest
-from app.api.schemas.requests import QueuedRequest
 from app.config import KeyConfig
-from app.engine.request import Request
 from app.errors import InvalidRequest, LimitReached, NotPermitted
+from app.fair import SharedPool
 
 # How soon a place among the requests at once is free cannot be known, and a retry is cheap.
 CONCURRENCY_RETRY_S = 1.0
@@ -62,34 +60,14 @@ class TokenBucket:
         return self._balance
 
 
-class SharedPool:
-    """What all accounts of a process share, for example places: an account may hold as many as are free.
-
-    So an account alone may hold half of all, and one that comes later half of what the others leave. As places are
-    given back, accounts that want more come to hold equally many (dynamic thresholds: Choudhury and Hahne, 1998).
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._num_held = 0
-
-    def allows(self, num_held: int, num_more: int) -> bool:
-        """Whether an account that holds so many may have more."""
-        return num_held + num_more <= self.size - self._num_held
-
-    def take(self, amount: int) -> None:
-        """Take an amount; a negative amount is given back."""
-        self._num_held += amount
-
-
 class SharedPools:
     """The pools of one process."""
 
     def __init__(self, max_requests: int = sys.maxsize) -> None:
         """`max_requests`: requests that the process serves at once; by default, any number."""
-        self.requests = SharedPool(max_requests)
-        self.body_bytes = SharedPool(MAX_BODY_BYTES_AT_ONCE)
-        self.logprobs = SharedPool(MAX_LOGPROBS_AT_ONCE)
+        self.requests = SharedPool[Account](max_requests)
+        self.body_bytes = SharedPool[Account](MAX_BODY_BYTES_AT_ONCE)
+        self.logprobs = SharedPool[Account](MAX_LOGPROBS_AT_ONCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +107,8 @@ class Account:
         """
         self._clock = clock
         self._pools = pools or SharedPools()
-        self._num_body_bytes = self._num_logprobs = 0
         self._may_administer_without_key = may_administer
-        self._num_requests = self._num_refused = self._num_running = self._num_tokens = 0
+        self._num_requests = self._num_refused = self._num_tokens = 0
         self.set_limits(key)
 
     def set_limits(self, key: KeyConfig | None) -> None:
@@ -150,6 +127,10 @@ class Account:
         return self.key.admin if self.key else self._may_administer_without_key
 
     @property
+    def _num_running(self) -> int:
+        return self._pools.requests.held(self)
+
+    @property
     def usage(self) -> Usage:
         return Usage(self._num_requests, self._num_refused, self._num_running, self._num_tokens)
 
@@ -165,8 +146,7 @@ class Account:
             self._num_refused += 1
             raise
         finally:
-            self._num_running -= 1
-            self._pools.requests.take(-1)
+            self._pools.requests.take(self, -1)
             reservation.release_body()
             self.hold_logprobs(-reservation.num_logprobs)
             num_used = reservation.num_used()
@@ -202,30 +182,26 @@ class Account:
 
     def hold_body(self, num_bytes: int) -> None:
         """Count bytes of a body; fewer than none are given back. Raises LimitReached."""
-        if num_bytes == 0:
-            return
-        if num_bytes > 0 and not self._pools.body_bytes.allows(self._num_body_bytes, num_bytes):
+        pool = self._pools.body_bytes
+        if num_bytes > 0 and not pool.allows(self, num_bytes):
             raise LimitReached(
-                f"{self._num_body_bytes:,} bytes of other bodies {self._of_sender} are being read, and of the "
-                f"{self._pools.body_bytes.size:,} that this server reads at once no more are free; send fewer at once",
+                f"{pool.held(self):,} bytes of other bodies {self._of_sender} are being read, and of the "
+                f"{pool.size:,} that this server reads at once no more are free; send fewer at once",
                 retry_after_s=CONCURRENCY_RETRY_S,
             )
-        self._num_body_bytes += num_bytes
-        self._pools.body_bytes.take(num_bytes)
+        pool.take(self, num_bytes)
 
     def hold_logprobs(self, number: int) -> None:
         """Count log-probabilities that an answer may have; fewer than none are given back. Raises LimitReached."""
-        if number == 0:
-            return
-        if number > 0 and not self._pools.logprobs.allows(self._num_logprobs, number):
+        pool = self._pools.logprobs
+        if number > 0 and not pool.allows(self, number):
             raise LimitReached(
                 f"this answer may have {number:,} log-probabilities; others under way {self._of_sender} may have "
-                f"{self._num_logprobs:,}, and of the {self._pools.logprobs.size:,} that this server holds at once not "
+                f"{pool.held(self):,}, and of the {pool.size:,} that this server holds at once not "
                 f"so many more are free; wait for one of them, or ask for fewer tokens",
                 retry_after_s=CONCURRENCY_RETRY_S,
             )
-        self._num_logprobs += number
-        self._pools.logprobs.take(number)
+        pool.take(self, number)
 
     def check_priority(self, asked: int) -> None:
         """Raises InvalidRequest when the key may not go before others by so much."""
@@ -270,12 +246,11 @@ class Account:
             self._num_refused += 1
             raise
         self._num_requests += 1
-        self._num_running += 1
-        self._pools.requests.take(1)
+        self._pools.requests.take(self, 1)
 
     def _check_concurrency(self) -> None:
         limit = self.key.max_concurrency if self.key else None
-        if limit is None and not self._pools.requests.allows(self._num_running, 1):
+        if limit is None and not self._pools.requests.allows(self, 1):
             raise LimitReached(
                 f"{self._num_running:,} requests {self._of_sender} are under way, and of the "
                 f"{self._pools.requests.size:,} places for them no more are free; wait for one of them",
@@ -311,8 +286,14 @@ class Reservation:
     num_logprobs: int = 0
     _usages: list[Callable[[], int]] = field(default_factory=list)
 
-    def reserve(self, num_tokens: int) -> None:
-        """Reserve what a call may need at most. The end of the request settles it. Raises LimitReached."""
+    def reserve(self, num_tokens: int, *, num_logprobs: int = 0) -> None:
+        """Reserve what a request may need at most. Its end settles the tokens and gives the log-probabilities back.
+
+        Raises LimitReached.
+        """
+        if num_logprobs:
+            self.account.hold_logprobs(num_logprobs)
+            self.num_logprobs += num_logprobs
         self.account.reserve_tokens(num_tokens)
         self.num_reserved += num_tokens
 
@@ -320,11 +301,6 @@ class Reservation:
         """Count bytes of the body that have come, until `release_body` or the end. Raises LimitReached."""
         self.account.hold_body(num_bytes)
         self.num_body_bytes += num_bytes
-
-    def hold_logprobs(self, number: int) -> None:
-        """Count log-probabilities that the answer may have, until the end. Raises LimitReached."""
-        self.account.hold_logprobs(number)
-        self.num_logprobs += number
 
     def release_body(self) -> None:
         """The body is not in memory any more."""
@@ -338,51 +314,6 @@ class Reservation:
     def num_used(self) -> int:
         """Tokens of prompts and outputs by now."""
         return sum(num_tokens() for num_tokens in self._usages)
-
-
-def apply_key(
-    reservation: Reservation, call: PreparedRequest, body: QueuedRequest, *, share_prefixes: bool
-) -> PreparedRequest:
-    """The call as its key allows it, with the tokens that it may need reserved on the key's account.
-
-    The key's name is the tenant, whatever the body says of its `user`, and part of the session; without
-    `share_prefixes`, of the cache salt too. Raises InvalidRequest for outputs that are too long for the key or a
-    priority below its own, and LimitReached.
-    """
-    account = reservation.account
-    call = bounded_call(account, call, body)
-    if account.name:
-        call = replace(
-            call,
-            requests=tuple(_owned(each, account.name, share_prefixes=share_prefixes) for each in call.requests),
-        )
-    reservation.hold_logprobs(call.num_logprobs)
-    reservation.reserve(call.num_prompt_tokens + sum(request.sampling.max_tokens for request in call.requests))
-    return call
-
-
-def bounded_call(account: Account, call: PreparedRequest, body: QueuedRequest) -> PreparedRequest:
-    """The call with outputs as long as its key allows.
-
-    Raises InvalidRequest when it asks for longer ones, or to go before others.
-    """
-    account.check_priority(body.priority)
-    max_tokens = account.max_tokens(body.asked_tokens, body.length_param)
-    if max_tokens is None:
-        return call
-    min_tokens = max(request.sampling.min_tokens for request in call.requests)
-    if min_tokens > max_tokens:
-        raise InvalidRequest(
-            f"min_tokens is {min_tokens:,}; this API key may have at most {max_tokens:,}", param="min_tokens"
-        )
-    return call.with_max_tokens(max_tokens)
-
-
-def _owned(request: Request, name: str, *, share_prefixes: bool) -> Request:
-    # No name has a line end, so no two keys can agree on a salt or a session.
-    salt = request.cache_salt if share_prefixes else f"{name}\n{request.cache_salt}"
-    session = request.session and f"{name}\n{request.session}"
-    return replace(request, tenant=name, cache_salt=salt, session=session)
 
 
 def rate_limit_headers(state: Mapping[str, object]) -> dict[str, str]:

@@ -14,8 +14,8 @@ from app.api.endpoints.files import ExpiresAfter
 from app.api.endpoints.pages import page_of
 from app.api.endpoints.table import ENDPOINTS
 from app.api.http.body import read_json_object
-from app.api.http.headers import is_strict
 from app.api.prepared_request import RequestLimits
+from app.api.request_context import is_strict
 from app.api.schemas.parameters import refuse_unknown
 from app.api.schemas.requests import MAX_ID_LENGTH, Schema, from_validation_error
 from app.jobs import BatchService, NewBatch

@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from app.api.endpoints.pages import page_of
-from app.api.http.headers import is_strict
 from app.api.http.multipart import Form, read_form
+from app.api.request_context import is_strict
 from app.api.schemas.parameters import refuse_names
 from app.api.schemas.requests import Schema, from_validation_error
 from app.errors import InvalidRequest

@@ -17,9 +17,9 @@ from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.errors import MESSAGES_PATH
 from app.api.http.guard import reservation_of
-from app.api.http.headers import is_strict
 from app.api.json_structure import size_of
 from app.api.prepared_request import ServedModel, check_token_ids
+from app.api.request_context import is_strict
 from app.api.schemas.messages import CountTokensRequest
 from app.api.schemas.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from app.api.threads import MAX_SMALL_SIZE

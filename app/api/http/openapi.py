@@ -65,9 +65,10 @@ _TYPES: dict[type, str] = {str: "string", int: "integer", float: "number", dict:
 _TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
 
 
-def openapi_document(config: ApiConfig, limits: RequestLimits, *, has_batches: bool = False) -> Json:
+def openapi_document(
+    config: ApiConfig, limits: RequestLimits, *, needs_key: bool = False, has_batches: bool = False
+) -> Json:
     """The whole description, as OpenAPI 3.1; `has_batches`: files and batches are served too."""
-    needs_key = bool(config.keys or config.keys_file)
     schemes = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",

@@ -44,30 +44,30 @@ class ChoiceDelta:
         return "stop" if self.finish_reason == "tool_calls" else self.finish_reason
 
 
-def generate_choices(call: PreparedRequest) -> AsyncGenerator[ChoiceDelta, None]:
+def generate_choices(prepared: PreparedRequest) -> AsyncGenerator[ChoiceDelta, None]:
     """Run all requests of a call and yield their deltas as they come.
 
     Close it to abort those that still run. The first error of any choice ends all of them and is raised here.
     """
-    choices = [_choice_pieces(call, index) for index in range(len(call.requests))]
-    if call.tools is not None:
-        choices = [_with_calls(choice, call.tools) for choice in choices]
-    return choices[0] if len(choices) == 1 else _merge(choices, at_once=call.max_at_once or len(choices))
+    choices = [_choice_pieces(prepared, index) for index in range(len(prepared.requests))]
+    if prepared.tools is not None:
+        choices = [_with_calls(choice, prepared.tools) for choice in choices]
+    return choices[0] if len(choices) == 1 else _merge(choices, at_once=prepared.max_at_once or len(choices))
 
 
-async def _choice_pieces(call: PreparedRequest, index: int) -> AsyncGenerator[ChoiceDelta, None]:
-    request = call.requests[index]
+async def _choice_pieces(prepared: PreparedRequest, index: int) -> AsyncGenerator[ChoiceDelta, None]:
+    request, options = prepared.requests[index], prepared.detail_options
     text = GeneratedText(
-        call.model.tokenizer,
-        stop=call.stop,
+        prepared.model.tokenizer,
+        stop=prepared.stop,
         min_tokens=request.sampling.min_tokens,
-        skip_special_tokens=call.skip_special_tokens,
-        shown_token_ids=call.tools.token_ids if call.tools else frozenset(),
-        include_stop=call.include_stop,
-        reasoning=call.reasoning,
+        skip_special_tokens=prepared.skip_special_tokens,
+        shown_token_ids=prepared.tools.token_ids if prepared.tools else frozenset(),
+        include_stop=prepared.include_stop,
+        reasoning=prepared.reasoning,
     )
-    collector = LogprobsCollector(call, index) if call.detail_options else None
-    async with token_deltas(call.model.generate, request) as deltas:
+    collector = None if options is None else LogprobsCollector(prepared, options, index)
+    async with token_deltas(prepared.model.generate, request) as deltas:
         async for whole in deltas:
             is_short = len(whole.token_ids) <= MAX_TOKENS_AT_ONCE and not whole.prompt_logprobs
             for delta in (whole,) if is_short else _parts(whole):

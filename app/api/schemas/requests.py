@@ -635,8 +635,6 @@ class ChatRequest(Conversation, GenerationRequest):
 
     def with_documents_written(self) -> ChatRequest:
         """The same chat with its documents in the last message of the user, before its text."""
-        if not self.documents:
-            return self
         at, messages = self._asked_at(), list(self.messages)
         content = documents_text(self.documents) + (messages[at].content or "")
         messages[at] = messages[at].model_copy(update={"content": content})
@@ -707,8 +705,6 @@ class CompletionRequest(GenerationRequest):
 
     def with_documents_written(self) -> CompletionRequest:
         """The same request with its documents before the prompt."""
-        if not self.documents:
-            return self
         prompt = documents_text(self.documents) + self.question
         return self.model_copy(update={"prompt": [prompt], "documents": []})
 

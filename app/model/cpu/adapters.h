@@ -105,7 +105,7 @@ class AdaptedRows {
     int64_t adapter_of(int64_t row) const { return adapters_[row]; }
 
   private:
-    static constexpr int64_t PIECE_ROWS = 12;  // whole tiles; small, so that a team shares one adapter's rows
+    static constexpr int64_t PIECE_ROWS = 12;  // whole tiles; small, so that the threads share one adapter's rows
 
     std::vector<Piece> pieces_;
     std::vector<int64_t> order_, adapters_;
@@ -122,17 +122,10 @@ class Addition {
         for (int64_t adapter = 0; adapter < num_adapters; ++adapter) is_empty_ &= !of(adapter).down;
     }
 
-    // Before the product, with its inputs; shared by the team.
-    void reduce(Team& team, const T* inputs, int64_t num_inputs) const {
+    // Before the product, with its inputs; shared by the threads of the pool.
+    void reduce(ThreadPool& threads, const T* inputs, int64_t num_inputs) const {
         if (is_empty_) return;
-        team.share(rows_->pieces().size(), [&](int64_t task) { reduce(rows_->pieces()[task], inputs, num_inputs); });
-    }
-
-    // The same of the rows from `first` on.
-    Addition from(int64_t first) const {
-        Addition rest = *this;
-        rest.first_ += first;
-        return rest;
+        threads.share(rows_->pieces().size(), [&](int64_t task) { reduce(rows_->pieces()[task], inputs, num_inputs); });
     }
 
     // What a panel's sums of some rows get. It is valid until the thread asks for the next one.
@@ -168,7 +161,7 @@ class Addition {
     const LowRank& of(int64_t adapter) const { return adapters_[adapter][layer_].*product_; }
 
     bool is_adapted(int64_t row) const {
-        const int64_t adapter = rows_->adapter_of(first_ + row);
+        const int64_t adapter = rows_->adapter_of(row);
         return adapter >= 0 && of(adapter).down;
     }
 
@@ -195,8 +188,8 @@ class Addition {
     void expand(const AdaptedRows::Piece& piece, int64_t first, int64_t end, int64_t column, Vector* sums) const {
         const int64_t* const order = rows_->order().data();
         const int64_t *begin = order + piece.first, *last = begin + piece.count;
-        while (begin < last && *begin < first_ + first) ++begin;
-        while (begin < last && last[-1] >= first_ + end) --last;
+        while (begin < last && *begin < first) ++begin;
+        while (begin < last && last[-1] >= end) --last;
         const int64_t num_rows = last - begin;
         const LowRank& own = of(piece.adapter);
         for (int half = 0; half < 2; ++half) {
@@ -207,13 +200,13 @@ class Addition {
             const int64_t rank = own.rank[place.part], units = rank / PER_UNIT<T> * LANES;
             const uint32_t* columns = own.up[place.part] + place.block * units;
             multiply_lanes<T>(low, num_rows, LOW_STRIDE, rank, columns, columns + (parts_.in_turn ? 1 : 2) * units,
-                              [&](int64_t at, Vector row) { sums[2 * (begin[at] - first_ - first) + half] = row; });
+                              [&](int64_t at, Vector row) { sums[2 * (begin[at] - first) + half] = row; });
         }
     }
 
     const AdaptedRows* rows_ = nullptr;
     const AdapterLayer* const* adapters_ = nullptr;
-    int64_t layer_ = 0, first_ = 0;
+    int64_t layer_ = 0;
     LowRank AdapterLayer::* product_ = nullptr;
     Parts parts_ = {};
     T* low_ = nullptr;  // [order() of the rows][LOW_STRIDE]

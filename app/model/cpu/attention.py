@@ -12,7 +12,7 @@ import torch
 from app.engine.batch import StepBatch
 from app.model.attention import AttentionRules, AttentionStep
 from app.model.cpu.kv_cache import NativeKVCache
-from app.model.cpu.library import DTYPES, AttentionShape, Strides, Team, log_use_of_amx
+from app.model.cpu.library import DTYPES, AttentionShape, Strides, ThreadPool, log_use_of_amx
 from app.model.inputs import ModelInputs, Segments, build_segments
 
 MAX_SEGMENT_TOKENS = 32  # of one sequence in one piece of work
@@ -21,11 +21,11 @@ MAX_SEGMENT_TOKENS = 32  # of one sequence in one piece of work
 class NativeAttention:
     """KV memory in the kernel's own layout, and the kernel."""
 
-    def __init__(self, pages: NativeKVCache, team: Team) -> None:
+    def __init__(self, pages: NativeKVCache, threads: ThreadPool) -> None:
         self.block_size = pages.block_size
         self.pages = pages
-        self.function = getattr(team.code, f"carousel_attention_step_{DTYPES[pages.dtype]}")
-        self.team = team
+        self.function = getattr(threads.code, f"carousel_attention_step_{DTYPES[pages.dtype]}")
+        self.threads = threads
         if pages.dtype is torch.bfloat16:
             log_use_of_amx("bfloat16", *(2 * keys.shape[2] for keys in pages.keys.values()))
 
@@ -55,7 +55,7 @@ class _NativeStep:
         )  # fmt: skip
         strides = Strides(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2])
         attention.function(
-            attention.team.handle, ctypes.byref(shape), ctypes.byref(strides),
+            attention.threads.handle, ctypes.byref(shape), ctypes.byref(strides),
             query.data_ptr(), key.data_ptr(), value.data_ptr(), self._slots.data_ptr(), num_tokens,
             pages.keys[layer].data_ptr(), pages.values[layer].data_ptr(), None if scales is None else scales.data_ptr(),
             segments.segments.data_ptr(), segments.segments.shape[0], segments.tables.data_ptr(), output.data_ptr(),

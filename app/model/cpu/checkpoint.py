@@ -6,7 +6,6 @@ A weight is a view of its file, so its pages are in memory once however often it
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,18 +42,14 @@ class Checkpoint:
         location: Path,
         dtype: torch.dtype,
         quantised: Quantised | None = None,
-        *,
-        part: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """dtype: of the weights as they are given; one that the files have as well is not copied.
         quantised: what config.json says of the files. Weights of 8 bits are given multiplied by their scales.
-        part: of the weight of a name, a view of it. No more of it is read, unless it is multiplied by scales.
 
         Raises OSError if a file cannot be read.
         """
         self._dtype = dtype
         self._quantised = quantised
-        self._part = part
         self._files: dict[str, tuple[Any, str]] = {}  # by the name of a weight: its file, and its name there
         self._used: list[torch.Tensor] = []
         self._converted: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # by where they are mapped
@@ -74,15 +69,13 @@ class Checkpoint:
             assert self._quantised is not None, "only then there are scales"
             multiplied = multiplied_out(mapped, scales, self._quantised.block, self._dtype)
             advise(mapped, mmap.MADV_DONTNEED)
-            return self._part_of(name, multiplied)
-        weight = self._part_of(name, mapped)
-        if weight.dtype is self._dtype or not weight.is_contiguous():
+            return multiplied
+        if mapped.dtype is self._dtype:
             self._used.append(mapped)
-        if weight.dtype is self._dtype:
-            return weight
-        converted = self._converted.get(weight.data_ptr())
+            return mapped
+        converted = self._converted.get(mapped.data_ptr())
         if converted is None:  # else a tied head, while the embedding is there
-            converted = self._converted[weight.data_ptr()] = _converted(weight, self._dtype)
+            converted = self._converted[mapped.data_ptr()] = _converted(mapped, self._dtype)
         return converted
 
     def in_rows(self, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -90,7 +83,6 @@ class Checkpoint:
 
         None for a weight that is not quantised in this type, or of which a row has several scales.
         """
-        assert self._part is None, "nothing asks for rows of a part"
         numbers, scales = self._mapped(name), self._scales(name)
         if numbers is None or numbers.dtype is not dtype or scales is None or self._quantised is None:
             return None
@@ -99,9 +91,6 @@ class Checkpoint:
             return None
         self._used.append(numbers)
         return numbers, of_rows
-
-    def _part_of(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        return weight if self._part is None else self._part(name, weight)
 
     def release(self) -> None:
         """Give back the memory of all weights read so far. One that is used again is read from its file again."""
@@ -146,8 +135,6 @@ class Checkpoint:
 def _converted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A copy of a mapped weight. The pages of the mapped one are given back piece by piece."""
     converted = torch.empty_like(weight, dtype=dtype)
-    if not weight.is_contiguous():  # some of its columns
-        return converted.copy_(weight)
     for to, piece in zip(torch.split(converted.flatten(), _PIECE), torch.split(weight.flatten(), _PIECE), strict=True):
         to.copy_(piece)
         advise(piece, mmap.MADV_DONTNEED)

@@ -10,18 +10,15 @@
 #include "attention.h"
 #include "experts.h"
 #include "quantised.h"
-#include "ranks.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace carousel {
 
-struct DecoderShape {  // of one rank: its heads, and inner numbers of its MLPs
+struct DecoderShape {
     int64_t hidden_size, num_heads, num_kv_heads, head_dim, rotary_dim, intermediate_size, vocab_size, block_size,
         num_layers, weight_bits;  // weight_bits: of the layers' matrices; 0: they and the head are of the model's type
-    int64_t rank_tokens;  // of the vocabulary, with their embeddings and outputs, on each rank; the last has what is left
     float epsilon, scaling;
     ExpertsShape experts;
-    RanksShape ranks;
 };
 
 struct MlpWeights {
@@ -54,8 +51,8 @@ struct DecoderStep {
     const int64_t* rows;         // [num_rows], ascending: the tokens of which anything is wanted
     const int64_t* logits_rows;  // [num_logits], ascending: the rows of which logits are wanted
     const void *cosine, *sine;   // [num_positions][rotary_dim]
-    float* logits;               // [num_logits][vocab_size]; only rank 0 has them
-    int64_t* likeliest;          // [num_logits], the first of the greatest logits of each; the same
+    float* logits;               // [num_logits][vocab_size]
+    int64_t* likeliest;          // [num_logits], the first of the greatest logits of each
     float* hidden;               // [num_rows][hidden_size], behind the final norm; null: all rows have logits instead
     int64_t num_adapters;
     const AdapterLayer* const* adapters;  // [num_adapters][num_layers]
@@ -71,22 +68,19 @@ template <typename T>
 class Decoder {
   public:
     Decoder(const DecoderShape& shape, const LayerWeights* layers, const void* embedding, const void* final_norm,
-            const uint32_t* head, Team& team)
+            const uint32_t* head, ThreadPool& threads)
         : shape_(shape), layers_(layers, layers + shape.num_layers), embedding_(static_cast<const T*>(embedding)),
-          final_norm_(static_cast<const T*>(final_norm)), head_(head), team_(team),
+          final_norm_(static_cast<const T*>(final_norm)), head_(head), threads_(threads),
           query_size_(shape.num_heads * shape.head_dim), kv_size_(shape.num_kv_heads * shape.head_dim),
-          projected_size_(query_size_ + 2 * kv_size_), first_token_(shape.ranks.rank * shape.rank_tokens),
-          num_tokens_(tokens_of(shape.ranks.rank)), ranks_(shape.ranks), routing_(shape.experts) {}
+          projected_size_(query_size_ + 2 * kv_size_), routing_(shape.experts) {}
 
-    // Returns 0, or one more than a rank that has not come in time: the results are worthless then.
-    int32_t run(const DecoderStep& step) {
+    void run(const DecoderStep& step) {
         grow(step.num_tokens);
         const AttentionShape shape = attention_shape(0);
-        groups_.find(step.segments, step.num_segments, step.tables, shape, rows_together<T>(shape).most, team_.size());
+        groups_.find(step.segments, step.num_segments, step.tables, shape, rows_together<T>(shape).most, threads_.size());
         find_adapted(step);
         const auto caller = std::this_thread::get_id();
-        team_.run([&] { work(step, Watch(std::this_thread::get_id() == caller ? &times_ : nullptr)); });
-        return int32_t(ranks_.missing() + 1);
+        threads_.run([&] { work(step, Watch(std::this_thread::get_id() == caller ? &times_ : nullptr)); });
     }
 
     const DecoderTimes& times() const { return times_; }
@@ -109,7 +103,7 @@ class Decoder {
         Clock::time_point last_;
     };
 
-    // The work of every member of the team; all loops in it are shared.
+    // The work of every thread of the pool; all loops in it are shared.
     void work(const DecoderStep& step, Watch watch) {
         embed(step);
         int64_t num_rows = step.num_tokens;
@@ -144,10 +138,7 @@ class Decoder {
         watch.spent(&DecoderTimes::head);
     }
 
-    int64_t tokens_of(int64_t rank) const {
-        return std::clamp<int64_t>(shape_.vocab_size - rank * shape_.rank_tokens, 0, shape_.rank_tokens);
-    }
-    Matrix head() const { return {head_, shape_.hidden_size, num_tokens_}; }
+    Matrix head() const { return {head_, shape_.hidden_size, shape_.vocab_size}; }
     Matrix query_key_value(const LayerWeights& layer) const {
         return {layer.query_key_value, shape_.hidden_size, projected_size_};
     }
@@ -158,22 +149,10 @@ class Decoder {
     Matrix down(const MlpWeights& mlp) const { return {mlp.down, shape_.intermediate_size, shape_.hidden_size}; }
 
     void embed(const DecoderStep& step) {
-        for_rows_together(step.num_tokens, [&](int64_t first, int64_t count) {
-            team_.share(count, [&](int64_t row) {
-                float* const own = residual(first + row);
-                if (ranks_.size() > 1) std::fill_n(own, shape_.hidden_size, 0.0f);
-                embed(step.token_ids[first + row], ranks_.size() > 1 ? given(row) : own);
-            });
-            add_given(first, count, nullptr);
-        });
+        threads_.share(step.num_tokens, [&](int64_t row) { embed(step.token_ids[row], residual(row)); });
     }
 
     void embed(int64_t token, float* to) const {
-        token -= first_token_;
-        if (token < 0 || token >= num_tokens_) {  // another rank's
-            std::fill_n(to, shape_.hidden_size, 0.0f);
-            return;
-        }
         if (!embedding_ && shape_.weight_bits) return read_column<HEAD_BITS>(head(), token, to);
         if (!embedding_) return read_column<T>(head(), token, to);
         const T* from = embedding_ + token * shape_.hidden_size;
@@ -190,7 +169,7 @@ class Decoder {
         const Pages<T> pages(shape, layer.keys, layer.values, layer.scales);
         normalise(static_cast<const T*>(layer.input_norm), step.num_tokens, shape_.weight_bits);
         watch.spent(&DecoderTimes::rest);
-        added.reduce(team_, normed_.data(), shape_.hidden_size);
+        added.reduce(threads_, normed_.data(), shape_.hidden_size);
         linear(normed_.data(), step.num_tokens, query_key_value(layer), shape_.weight_bits, output(layer),
                [&](int64_t row, int64_t column, Vector left, Vector right) {
                    put(left, layer.query_key_value_bias, projected(row), column, projected_size_);
@@ -198,11 +177,11 @@ class Decoder {
                },
                added);
         watch.spent(&DecoderTimes::linear);
-        team_.share(step.num_tokens, [&](int64_t token) { rotate_and_keep(step, layer, pages, token); });
+        threads_.share(step.num_tokens, [&](int64_t token) { rotate_and_keep(step, layer, pages, token); });
         watch.spent(&DecoderTimes::rest);
         const Heads<const T> query{projected_.data(), projected_size_, shape_.head_dim};
         const Heads<T> output{attended_.data(), query_size_, shape_.head_dim};
-        team_.share(groups_.size() * shape_.num_kv_heads, [&](int64_t task) {
+        threads_.share(groups_.size() * shape_.num_kv_heads, [&](int64_t task) {
             const Group& group = groups_[task / shape_.num_kv_heads];
             attend<T>(shape, pages, groups_, group, step.tables, task % shape_.num_kv_heads, query, output);
         });
@@ -238,7 +217,7 @@ class Decoder {
     }
 
     void keep_rows(const DecoderStep& step) {
-        team_.share(1, [&](int64_t) {  // ascending, so no row is overwritten before it is moved
+        threads_.share(1, [&](int64_t) {  // ascending, so no row is overwritten before it is moved
             for (int64_t row = 0; row < step.num_rows; ++row) {
                 std::memmove(residual(row), residual(step.rows[row]), shape_.hidden_size * sizeof(float));
                 std::memmove(attended_.data() + row * query_size_, attended_.data() + step.rows[row] * query_size_,
@@ -250,14 +229,14 @@ class Decoder {
     // Copies all normed rows to the step's `hidden`, then keeps those of which logits are wanted.
     void give_hidden(const DecoderStep& step) {
         const int64_t size = shape_.hidden_size;
-        team_.share(step.num_rows, [&](int64_t row) {
+        threads_.share(step.num_rows, [&](int64_t row) {
             const T* from = normed_.data() + row * size;
             for (int64_t at = 0; at < size; at += LANES) {
                 const int64_t count = std::min<int64_t>(LANES, size - at);
                 store_some(load_some(from + at, count), step.hidden + row * size + at, count);
             }
         });
-        team_.share(1, [&](int64_t) {
+        threads_.share(1, [&](int64_t) {
             for (int64_t row = 0; row < step.num_logits; ++row)
                 std::memmove(normed_.data() + row * size, normed_.data() + step.logits_rows[row] * size,
                              size * sizeof(T));
@@ -279,7 +258,7 @@ class Decoder {
 
     void run_mlp(const MlpWeights& mlp, int64_t num_rows, const Matrix& next, const Addition<T>& added_to_gate_up,
                  const Addition<T>& added_to_down) {
-        added_to_gate_up.reduce(team_, normed_.data(), shape_.hidden_size);
+        added_to_gate_up.reduce(threads_, normed_.data(), shape_.hidden_size);
         linear(normed_.data(), num_rows, gate_up(mlp), shape_.weight_bits, down(mlp),
                [&](int64_t row, int64_t column, Vector gate, Vector up) {
                    store(activated(gate, up), activated_.data() + row * shape_.intermediate_size + column / 2);
@@ -296,16 +275,16 @@ class Decoder {
     // residual += the experts' outputs times their weights, in the order of the weights.
     void mix_experts(const LayerWeights& layer, int64_t num_rows) {
         const int64_t hidden = shape_.hidden_size, size = shape_.experts.intermediate_size;
-        multiply<T>(team_, normed_.data(), num_rows, {layer.router, hidden, shape_.experts.num_experts},
+        multiply<T>(threads_, normed_.data(), num_rows, {layer.router, hidden, shape_.experts.num_experts},
                     [&](int64_t row, int64_t column, Vector left, Vector right) {
                         store(rounded(left), routing_.logits(row) + column);
                         store(rounded(right), routing_.logits(row) + column + LANES);
                     });
-        team_.share(num_rows, [&](int64_t row) { routing_.template choose<T>(row); });
-        team_.share(1, [&](int64_t) { routing_.group(num_rows); });
-        team_.share(num_rows, [&](int64_t row) {
-            for (int64_t rank = 0; rank < shape_.experts.per_token; ++rank)
-                std::memcpy(at_place(routing_.place(row, rank)), normed_.data() + row * hidden, hidden * sizeof(T));
+        threads_.share(num_rows, [&](int64_t row) { routing_.template choose<T>(row); });
+        threads_.share(1, [&](int64_t) { routing_.group(num_rows); });
+        threads_.share(num_rows, [&](int64_t row) {
+            for (int64_t choice = 0; choice < shape_.experts.per_token; ++choice)
+                std::memcpy(at_place(routing_.place(row, choice)), normed_.data() + row * hidden, hidden * sizeof(T));
         });
         const int64_t num_places = num_rows * shape_.experts.per_token;
         linear_by_expert(by_expert_.data(), num_places, hidden, 2 * size,
@@ -319,71 +298,43 @@ class Decoder {
                              put(left, nullptr, at_place(place), column, hidden);
                              put(right, nullptr, at_place(place), column + LANES, hidden);
                          });
-        for_rows_together(num_rows, [&](int64_t first, int64_t count) {
-            team_.share(count, [&](int64_t row) { add_experts(first, row); });
-            add_given(first, count, nullptr);
-        });
+        threads_.share(num_rows, [&](int64_t row) { add_experts(row); });
     }
 
-    void add_experts(int64_t first, int64_t given_row) {
-        const int64_t row = first + given_row;
+    void add_experts(int64_t row) {
         for (int64_t column = 0; column < shape_.hidden_size; column += LANES) {
             Vector sums = {};
-            for (int64_t rank = 0; rank < shape_.experts.per_token; ++rank) {
-                const Vector part = load(at_place(routing_.place(row, rank)) + column) * routing_.weight(row, rank);
+            for (int64_t choice = 0; choice < shape_.experts.per_token; ++choice) {
+                const Vector part = load(at_place(routing_.place(row, choice)) + column) * routing_.weight(row, choice);
                 sums += shape_.experts.rounds_weights ? rounded(part) : part;
             }
-            add_or_give(sums, nullptr, first, given_row, column);
+            add(sums, nullptr, residual(row), column);
         }
     }
 
-    // Logits of all tokens on rank 0: each rank computes its own tokens' and gives them to it, some columns at a time.
     void compute_logits(const DecoderStep& step, int64_t num_rows) {
-        const int64_t bits = shape_.weight_bits ? HEAD_BITS : 0;
+        const int64_t bits = shape_.weight_bits ? HEAD_BITS : 0, size = shape_.vocab_size;
         prepare(normed_.data(), num_rows, shape_.hidden_size, bits);
         fetch_in_pauses(Matrix{}, num_rows);
-        for_rows_together(num_rows, [&](int64_t first, int64_t count) {
-            const int64_t width = ranks_.capacity() / count / PANEL * PANEL;
-            for (int64_t column = 0; column < shape_.rank_tokens; column += width)
-                compute_logits(step, first, count, column, width, bits);
-        });
-        if (ranks_.rank() > 0) return;
-        team_.share(num_rows, [&](int64_t row) {
-            step.likeliest[row] = first_greatest(step.logits + row * shape_.vocab_size, shape_.vocab_size);
-        });
-    }
-
-    // Of `count` rows those of `width` tokens from `begin` on of each rank.
-    void compute_logits(const DecoderStep& step, int64_t first, int64_t count, int64_t begin, int64_t width, int64_t bits) {
-        const auto part_of = [&](int64_t rank) { return std::clamp<int64_t>(tokens_of(rank) - begin, 0, width); };
-        const bool gathers = ranks_.rank() == 0;
-        float* const own = gathers ? step.logits + first * shape_.vocab_size + begin : ranks_.own();
-        const int64_t stride = gathers ? shape_.vocab_size : width, num_columns = part_of(ranks_.rank());
-        const Matrix part{head_ + begin * units_of(shape_.hidden_size, bits), shape_.hidden_size, num_columns};
-        multiply_prepared(team_, normed_.data(), first, count, part, bits,
+        multiply_prepared(threads_, normed_.data(), 0, num_rows, head(), bits,
                           [&](int64_t row, int64_t column, Vector left, Vector right) {
                               const Vector both[2] = {kept(left), kept(right)};
-                              std::memcpy(own + row * stride + column, both,
-                                          std::min<int64_t>(PANEL, num_columns - column) * sizeof(float));
+                              std::memcpy(step.logits + row * size + column, both,
+                                          std::min<int64_t>(PANEL, size - column) * sizeof(float));
                           });
-        if (ranks_.size() == 1) return;
-        meet();
-        if (!gathers) return;
-        team_.share(count, [&](int64_t row) {
-            for (int64_t rank = 1; rank < ranks_.size(); ++rank)
-                std::memcpy(own + row * stride + rank * shape_.rank_tokens, ranks_.of(rank) + row * width,
-                            part_of(rank) * sizeof(float));
+        threads_.share(num_rows, [&](int64_t row) {
+            step.likeliest[row] = first_greatest(step.logits + row * size, size);
         });
     }
 
-    // As `linear`, with the matrix of its expert for each place. The team shares the columns of all experts together:
+    // As `linear`, with the matrix of its expert for each place. The threads share the columns of all experts together:
     // one expert alone has too few of them.
     template <typename MatrixOf, typename Finish>
     void linear_by_expert(const T* inputs, int64_t num_places, int64_t num_inputs, int64_t num_columns,
                           MatrixOf&& matrix_of, Finish&& finish) {
         prepare(inputs, num_places, num_inputs, shape_.weight_bits);
         const int64_t num_parts = (num_columns + PANEL - 1) / PANEL;
-        team_.share(routing_.rows().size() * num_parts, [&](int64_t task) {
+        threads_.share(routing_.rows().size() * num_parts, [&](int64_t task) {
             const Routing::Rows& rows = routing_.rows()[task / num_parts];
             const Matrix matrix{matrix_of(rows.expert), num_inputs, num_columns};
             const auto finish_place = [&](int64_t row, int64_t column, Vector left, Vector right) {
@@ -400,7 +351,7 @@ class Decoder {
     void linear(const T* inputs, int64_t num_rows, const Matrix& matrix, int64_t bits, const Matrix& next,
                 Finish&& finish, const Addition<T>& added) {
         fetch_in_pauses(next, num_rows);
-        multiply_prepared(team_, inputs, 0, num_rows, matrix, bits, finish, added);
+        multiply_prepared(threads_, inputs, 0, num_rows, matrix, bits, finish, added);
     }
 
     // With few rows the time of a step is that of reading the weights, so a thread that waits for others goes on reading:
@@ -409,9 +360,9 @@ class Decoder {
         constexpr int64_t FEW_ROWS = 8, MOST = 1 << 17;  // bytes, of an L2 cache of 512 KiB or more
         const bool is_head = next.panels == head_;
         const int64_t units = units_of(next.num_inputs, shape_.weight_bits && is_head ? HEAD_BITS : shape_.weight_bits);
-        const Team::Part part = team_.own_run((next.num_columns + PANEL - 1) / PANEL);
+        const ThreadPool::Part part = threads_.own_run((next.num_columns + PANEL - 1) / PANEL);
         const int64_t size = num_rows <= FEW_ROWS ? (part.end - part.first) * units * PANEL * sizeof(uint32_t) : 0;
-        team_.fetch_in_pauses(next.panels + part.first * units * PANEL, std::min(size, MOST));
+        threads_.fetch_in_pauses(next.panels + part.first * units * PANEL, std::min(size, MOST));
     }
 
     // Of a packed column of so many bits.
@@ -422,7 +373,7 @@ class Decoder {
     // Rounds the inputs of a quantised matrix.
     void prepare(const T* inputs, int64_t num_rows, int64_t size, int64_t bits) {
         if (bits == 0) return;
-        team_.share(num_rows, [&](int64_t row) { prepare_row(inputs, row, size, bits); });
+        threads_.share(num_rows, [&](int64_t row) { prepare_row(inputs, row, size, bits); });
     }
     void prepare_row(const T* inputs, int64_t row, int64_t size, int64_t bits) {
         if (bits == 8) quantise<8>(inputs + row * size, size, quantised_rows(), row);
@@ -431,65 +382,31 @@ class Decoder {
 
     // The rows from `first` on of what was prepared.
     template <typename Sharing, typename Finish, typename Added = NothingAdded>
-    void multiply_prepared(Sharing& team, const T* inputs, int64_t first, int64_t num_rows, const Matrix& matrix,
+    void multiply_prepared(Sharing& threads, const T* inputs, int64_t first, int64_t num_rows, const Matrix& matrix,
                            int64_t bits, Finish&& finish, const Added& added = {}) {
         const int64_t size = matrix.num_inputs;
         if (bits == 8)
-            multiply_quantised<8>(team, rows_from<8>(quantised_rows(), first, size), num_rows, matrix, finish, added);
+            multiply_quantised<8>(threads, rows_from<8>(quantised_rows(), first, size), num_rows, matrix, finish, added);
         else if (bits == 4)
-            multiply_quantised<4>(team, rows_from<4>(quantised_rows(), first, size), num_rows, matrix, finish, added);
+            multiply_quantised<4>(threads, rows_from<4>(quantised_rows(), first, size), num_rows, matrix, finish, added);
         else
-            multiply<T>(team, inputs + first * size, num_rows, matrix, finish, added);
+            multiply<T>(threads, inputs + first * size, num_rows, matrix, finish, added);
     }
 
     QuantisedRows quantised_rows() { return {input_numbers_.data(), input_scales_.data(), input_sums_.data()}; }
 
-    // residual += inputs × matrix, of which each rank has some of the inputs, and what adapters add: they have one rank
+    // residual += inputs × matrix, and what adapters add
     void add_projection(const T* inputs, int64_t num_rows, const Matrix& matrix, const float* bias, const Matrix& next,
                         const Addition<T>& added) {
-        added.reduce(team_, inputs, matrix.num_inputs);
+        added.reduce(threads_, inputs, matrix.num_inputs);
         prepare(inputs, num_rows, matrix.num_inputs, shape_.weight_bits);
         fetch_in_pauses(next, num_rows);
-        for_rows_together(num_rows, [&](int64_t first, int64_t count) {
-            multiply_prepared(team_, inputs, first, count, matrix, shape_.weight_bits,
-                              [&](int64_t row, int64_t column, Vector left, Vector right) {
-                                  add_or_give(left, bias, first, row, column);
-                                  add_or_give(right, bias, first, row, column + LANES);
-                              },
-                              added.from(first));
-            add_given(first, count, bias);
-        });
-    }
-
-    // Calls body(first, count) for as many rows as ranks exchange at a time; for all at once where there is one rank.
-    template <typename Body>
-    void for_rows_together(int64_t num_rows, Body&& body) {
-        const int64_t most = ranks_.capacity() / std::max<int64_t>(shape_.hidden_size, PANEL);
-        for (int64_t first = 0; first < num_rows; first += most) body(first, std::min(most, num_rows - first));
-    }
-
-    // Sums of the row that is `row` behind `first`: of one rank they are added to its residual; else `add_given` does it.
-    void add_or_give(Vector sums, const float* bias, int64_t first, int64_t row, int64_t column) {
-        if (ranks_.size() == 1)
-            add(sums, bias, residual(first + row), column);
-        else if (column < shape_.hidden_size)
-            store(sums, given(row) + column);
-    }
-
-    // residual += the sum of what all ranks have given
-    void add_given(int64_t first, int64_t count, const float* bias) {
-        if (ranks_.size() == 1) return;
-        meet();
-        team_.share(count, [&](int64_t row) {
-            for (int64_t column = 0; column < shape_.hidden_size; column += LANES)
-                add(ranks_.sum(row * shape_.hidden_size + column), bias, residual(first + row), column);
-        });
-    }
-
-    float* given(int64_t row) const { return ranks_.own() + row * shape_.hidden_size; }
-
-    void meet() {
-        team_.share(1, [&](int64_t) { ranks_.meet(); });
+        multiply_prepared(threads_, inputs, 0, num_rows, matrix, shape_.weight_bits,
+                          [&](int64_t row, int64_t column, Vector left, Vector right) {
+                              add(left, bias, residual(row), column);
+                              add(right, bias, residual(row), column + LANES);
+                          },
+                          added);
     }
 
     void add(Vector sums, const float* bias, float* row, int64_t column) const {
@@ -506,7 +423,7 @@ class Decoder {
 
     // residual → normed, prepared for a matrix of so many bits.
     void normalise(const T* weight, int64_t num_rows, int64_t bits) {
-        team_.share(num_rows, [&](int64_t row) {
+        threads_.share(num_rows, [&](int64_t row) {
             normalise_row(residual(row), weight, shape_.hidden_size, normed_.data() + row * shape_.hidden_size);
             prepare_row(normed_.data(), row, shape_.hidden_size, bits);
         });
@@ -564,10 +481,8 @@ class Decoder {
     const T* const embedding_;
     const T* const final_norm_;
     const uint32_t* const head_;
-    Team& team_;
+    ThreadPool& threads_;
     const int64_t query_size_, kv_size_, projected_size_;
-    const int64_t first_token_, num_tokens_;  // of the vocabulary, this rank's
-    Ranks ranks_;
     DecoderTimes times_ = {};
     Groups groups_;         // of the step
     AdaptedRows adapted_, adapted_wanted_;  // all rows of the step, and those that are left in the last layer

@@ -26,9 +26,8 @@ from app.model.cpu.library import (
     ExpertsShape,
     LayerWeights,
     MlpWeights,
-    Team,
+    ThreadPool,
 )
-from app.model.cpu.ranks import RankMemory, RankMissing, ranks_shape
 from app.model.cpu.weights import GROUPS, PANEL, NativeLayer, NativeWeights
 from app.model.forward import Prediction
 from app.model.inputs import ModelInputs, Segments, build_segments
@@ -36,52 +35,44 @@ from app.model.matcher_preparer import MatcherPreparer, Preparable
 
 
 class NativeDecoder:
-    """A ForwardPass with packed weights, KV memory and a team of threads."""
+    """A ForwardPass with packed weights, KV memory and a pool of threads."""
 
     def __init__(
         self,
         weights: NativeWeights,
         pages: NativeKVCache,
-        team: Team,
+        threads: ThreadPool,
         *,
         num_layers: int = 0,
-        memory: RankMemory | None = None,
     ) -> None:
-        """num_layers: only the first few (then norm and head as always); 0 for all.
-
-        memory: of all ranks, where the weights are those of one of several. All compute every step; rank 0 has logits.
-        """
+        """num_layers: only the first few (then norm and head as always); 0 for all."""
         self.block_size = pages.block_size
-        self._weights, self._pages, self._team = weights, pages, team
+        self._weights, self._pages, self._threads = weights, pages, threads
         self.adapting = AdaptedModel.of(weights)
         suffix = DTYPES[weights.dtype]
-        self._run = getattr(team.code, f"carousel_decoder_run_{suffix}")
-        self._times = getattr(team.code, f"carousel_decoder_times_{suffix}")
+        self._run = getattr(threads.code, f"carousel_decoder_run_{suffix}")
+        self._times = getattr(threads.code, f"carousel_decoder_times_{suffix}")
         num_layers = num_layers or len(weights.layers)
-        settings, self._memory = weights.settings, memory
+        settings = weights.settings
         shape = DecoderShape(
             settings.hidden_size, settings.num_heads, settings.num_kv_heads, settings.head_dim, settings.head_dim,
             settings.intermediate_size, settings.vocab_size, pages.block_size, num_layers, weights.weight_bits,
-            settings.rank_tokens, settings.epsilon, settings.scaling,
-            ExpertsShape(*dataclasses.astuple(settings.experts)), ranks_shape(settings, memory),
+            settings.epsilon, settings.scaling, ExpertsShape(*dataclasses.astuple(settings.experts)),
         )  # fmt: skip
         self._mlps = [_mlp_pointers(layer) for layer in weights.layers[:num_layers]]
         layers = (LayerWeights * num_layers)(
             *(self._pointers(layer, index) for index, layer in enumerate(weights.layers[:num_layers]))
         )
-        self._decoder = getattr(team.code, f"carousel_decoder_new_{suffix}")(
+        self._decoder = getattr(threads.code, f"carousel_decoder_new_{suffix}")(
             ctypes.byref(shape), layers, None if weights.embedding is None else weights.embedding.data_ptr(),
-            weights.final_norm.data_ptr(), weights.head.data_ptr(), team.handle,
+            weights.final_norm.data_ptr(), weights.head.data_ptr(), threads.handle,
         )  # fmt: skip
-        weakref.finalize(self, getattr(team.code, f"carousel_decoder_delete_{suffix}"), self._decoder)
+        weakref.finalize(self, getattr(threads.code, f"carousel_decoder_delete_{suffix}"), self._decoder)
         self._preparer = MatcherPreparer()
         self._cosine = self._sine = torch.empty(0)  # [num_positions, head_dim] each, of the model's type
 
     def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
-        """Logits in float32, rounded to the model's type where weights are in it. Matchers are prepared meanwhile.
-
-        Of several ranks only rank 0 has logits. Raises RankMissing if one does not come in time.
-        """
+        """Logits in float32, rounded to the model's type where weights are in it. Matchers are prepared meanwhile."""
         segments = build_segments(batch, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS)
         adapters = adapter_columns(batch) if batch.has_adapters else None
         return self.compute(inputs, segments, batch.matchers, adapters)
@@ -103,8 +94,7 @@ class NativeDecoder:
     ) -> Prediction:
         self._provide_rotary(segments.num_positions)
         num_logits = inputs.logits_indices.shape[0]
-        has_logits = self._weights.settings.rank == 0
-        logits = torch.empty(num_logits if has_logits else 0, self._weights.settings.vocab_size)
+        logits = torch.empty(num_logits, self._weights.settings.vocab_size)
         likeliest = torch.empty(num_logits, dtype=torch.long)
         wanted = _wanted_rows(inputs)
         hidden = None if wanted.hidden is None else torch.empty(len(wanted.rows), self._weights.settings.hidden_size)
@@ -117,9 +107,7 @@ class NativeDecoder:
         )  # fmt: skip
         # Not earlier: up to here this thread runs Python, and only one thread can.
         with self._preparer.preparing(matchers):
-            missing = self._run(self._decoder, ctypes.byref(step))
-        if missing:
-            raise RankMissing(missing - 1)
+            self._run(self._decoder, ctypes.byref(step))
         return Prediction(logits, likeliest, None if hidden is None else hidden[wanted.hidden])
 
     def _provide_rotary(self, num_positions: int) -> None:

@@ -54,12 +54,12 @@ class Routing {
         float sum = sum_of(sums);
         if (shape_.weights_sum_to_one) {
             sum = 0.0f;
-            for (int64_t rank = 0; rank < shape_.per_token; ++rank) sum += chosen[rank].first;
+            for (int64_t choice = 0; choice < shape_.per_token; ++choice) sum += chosen[choice].first;
         }
-        for (int64_t rank = 0; rank < shape_.per_token; ++rank) {
-            const float weight = chosen[rank].first / sum;
-            experts_[row * shape_.per_token + rank] = chosen[rank].second;
-            weights_[row * shape_.per_token + rank] =
+        for (int64_t choice = 0; choice < shape_.per_token; ++choice) {
+            const float weight = chosen[choice].first / sum;
+            experts_[row * shape_.per_token + choice] = chosen[choice].second;
+            weights_[row * shape_.per_token + choice] =
                 shape_.rounds_weights ? round_to(Vector{} + weight, T{})[0] : weight;
         }
     }
@@ -81,8 +81,8 @@ class Routing {
 
     const std::vector<Rows>& rows() const { return rows_; }  // of the experts that have any
 
-    int64_t place(int64_t row, int64_t rank) const { return places_[row * shape_.per_token + rank]; }
-    float weight(int64_t row, int64_t rank) const { return weights_[row * shape_.per_token + rank]; }
+    int64_t place(int64_t row, int64_t choice) const { return places_[row * shape_.per_token + choice]; }
+    float weight(int64_t row, int64_t choice) const { return weights_[row * shape_.per_token + choice]; }
 
   private:
     using Scored = std::pair<float, int64_t>;

@@ -33,15 +33,6 @@ class CheckedModel:
 
 
 _CHECKED_MODEL = TypeAdapter(CheckedModel)
-_CHECKED_OR_NONE = TypeAdapter(CheckedModel | None)
-
-
-def to_json(checked: CheckedModel | None) -> bytes:
-    return _CHECKED_OR_NONE.dump_json(checked)
-
-
-def from_json(content: bytes) -> CheckedModel | None:
-    return _CHECKED_OR_NONE.validate_json(content)
 
 
 class KeptCheck:
@@ -55,10 +46,9 @@ class KeptCheck:
         dtype: torch.dtype,
         quantization: str,
         block_size: int,
-        num_ranks: int = 1,
     ) -> None:
         """`folder` has the files of all checks, `location` is the folder of the model."""
-        digest = digest_of_files(location, dtype, quantization, block_size, num_ranks)
+        digest = digest_of_files(location, dtype, quantization, block_size)
         self._file = folder / f"checked-{digest}.json"
 
     def read(self) -> CheckedModel | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from app.config import GIB
-from app.model.cpu.library import DTYPES, LANES, Team, in_large_pages, library
+from app.model.cpu.library import DTYPES, LANES, ThreadPool, in_large_pages, library
 from app.model.kv_cache import LayerShape
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class NativeKVCache:
         """All of its memory."""
         return [*self.keys.values(), *self.values.values(), *self.scales.values()]
 
-    def provide(self, team: Team) -> None:
+    def provide(self, threads: ThreadPool) -> None:
         """Have the system provide all of it now, so that a process does not grow and no memory limit is met later.
 
         With a warning, it is left to be provided as it is used where the machine has less: it could swap.
@@ -64,7 +64,7 @@ class NativeKVCache:
             )  # fmt: skip
             return
         for tensor in self.tensors:
-            team.code.carousel_touch(team.handle, tensor.data_ptr(), tensor.nbytes)
+            threads.code.carousel_touch(threads.handle, tensor.data_ptr(), tensor.nbytes)
 
     @staticmethod
     def fits(layers: dict[int, LayerShape], *, block_size: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -6,7 +6,7 @@
 #include "logprobs.h"
 #include "pack.h"
 #include "sampling.h"
-#include "team.h"
+#include "thread_pool.h"
 
 using namespace carousel;
 
@@ -22,13 +22,13 @@ int64_t row_of(const int64_t* rows, int64_t at) { return rows ? rows[at] : at; }
 #pragma GCC visibility push(default)
 extern "C" {
 
-void* carousel_team_new(int32_t size) { return new Team(size); }
-void carousel_team_delete(void* team) { delete static_cast<Team*>(team); }
+void* carousel_thread_pool_new(int32_t size) { return new ThreadPool(size); }
+void carousel_thread_pool_delete(void* threads) { delete static_cast<ThreadPool*>(threads); }
 
 // Writes to every page of some memory, so that the system provides it now. It is not read before it is written.
-void carousel_touch(void* team, char* memory, int64_t num_bytes) {
+void carousel_touch(void* threads, char* memory, int64_t num_bytes) {
     constexpr int64_t PIECE = 1 << 23, PAGE = 1 << 12;
-    Team& members = *static_cast<Team*>(team);
+    ThreadPool& members = *static_cast<ThreadPool*>(threads);
     members.run([&] {
         members.share((num_bytes + PIECE - 1) / PIECE, [&](int64_t piece) {
             const int64_t end = std::min(num_bytes, (piece + 1) * PIECE);
@@ -39,8 +39,8 @@ void carousel_touch(void* team, char* memory, int64_t num_bytes) {
 }
 
 // Units of 32 bits: weights as they are.
-void carousel_pack(void* team, const uint32_t* rows, int64_t num_outputs, int64_t num_units, uint32_t* panels) {
-    pack(*static_cast<Team*>(team), rows, num_outputs, num_units, panels);
+void carousel_pack(void* threads, const uint32_t* rows, int64_t num_outputs, int64_t num_units, uint32_t* panels) {
+    pack(*static_cast<ThreadPool*>(threads), rows, num_outputs, num_units, panels);
 }
 
 // Why the matrix unit is not used: 0 if it is, -1 if this build has no code for it, else the error of the kernel.
@@ -64,9 +64,9 @@ int32_t carousel_is_fast_in_bf16() {
 }
 
 // One token for each of some rows of logits [..][vocab_size].
-void carousel_draw(void* team, const float* logits, int64_t vocab_size, const int64_t* rows, const Draw* draws,
+void carousel_draw(void* threads, const float* logits, int64_t vocab_size, const int64_t* rows, const Draw* draws,
                    int64_t num_draws, int64_t* tokens) {
-    Team& members = *static_cast<Team*>(team);
+    ThreadPool& members = *static_cast<ThreadPool*>(threads);
     members.run([&] {
         members.share(num_draws, [&](int64_t at) {
             tokens[at] = draw_token(logits + row_of(rows, at) * vocab_size, vocab_size, draws[at]);
@@ -75,7 +75,7 @@ void carousel_draw(void* team, const float* logits, int64_t vocab_size, const in
 }
 
 // Log-probabilities of one token, and of the likeliest ones, in each of some rows of logits [..][vocab_size].
-void carousel_logprobs(void* team, const float* logits, int64_t vocab_size, const int64_t* rows, const int64_t* tokens,
+void carousel_logprobs(void* threads, const float* logits, int64_t vocab_size, const int64_t* rows, const int64_t* tokens,
                        int64_t num_rows, int64_t num_top, float* logprobs, int64_t* ranks, int64_t* top_tokens,
                        float* top_logprobs) {
     const auto compute = [&](int64_t at) {
@@ -86,15 +86,15 @@ void carousel_logprobs(void* team, const float* logits, int64_t vocab_size, cons
         for (int64_t at = 0; at < num_rows; ++at) compute(at);
         return;
     }
-    Team& members = *static_cast<Team*>(team);
+    ThreadPool& members = *static_cast<ThreadPool*>(threads);
     members.run([&] { members.share(num_rows, compute); });
 }
 
 // adjusted: [num_rows][vocab_size], for each of some rows of logits [..][vocab_size]. masks: of `num_bytes` bytes each.
-void carousel_adjust(void* team, const float* logits, int64_t vocab_size, const int64_t* rows,
+void carousel_adjust(void* threads, const float* logits, int64_t vocab_size, const int64_t* rows,
                      const Adjustments* adjustments, int64_t num_rows, const uint8_t* masks, int64_t num_bytes,
                      float* adjusted) {
-    Team& members = *static_cast<Team*>(team);
+    ThreadPool& members = *static_cast<ThreadPool*>(threads);
     members.run([&] {
         members.share(num_rows, [&](int64_t at) {
             float* const row = adjusted + at * vocab_size;

@@ -68,27 +68,18 @@ class ExpertsShape(ctypes.Structure):
     )
 
 
-class RanksShape(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rank", "size", "capacity")),
-        ("timeout_s", ctypes.c_double),
-        ("memory", ctypes.c_void_p),
-    )
-
-
 class DecoderShape(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_int64)
             for name in (
                 "hidden_size", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "intermediate_size",
-                "vocab_size", "block_size", "num_layers", "weight_bits", "rank_tokens",
+                "vocab_size", "block_size", "num_layers", "weight_bits",
             )
         ),
         ("epsilon", ctypes.c_float),
         ("scaling", ctypes.c_float),
         ("experts", ExpertsShape),
-        ("ranks", RanksShape),
     )  # fmt: skip
 
 
@@ -135,8 +126,8 @@ class DecoderTimes(ctypes.Structure):
 _POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 # Name → argument types and result type; a name that ends in {} stands for one function of each dtype.
 _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
-    "team_new": ((_INT32,), _POINTER),
-    "team_delete": ((_POINTER,), None),
+    "thread_pool_new": ((_INT32,), _POINTER),
+    "thread_pool_delete": ((_POINTER,), None),
     "touch": ((_POINTER, _POINTER, _INT64), None),
     "adjust": ((_POINTER, _POINTER, _INT64) + (_POINTER,) * 2 + (_INT64, _POINTER, _INT64, _POINTER), None),
     "draw": ((_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _POINTER), None),
@@ -148,7 +139,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
         None,
     ),
     "decoder_new_{}": ((_POINTER,) * 6, _POINTER),
-    "decoder_run_{}": ((_POINTER,) * 2, _INT32),
+    "decoder_run_{}": ((_POINTER,) * 2, None),
     "decoder_times_{}": ((_POINTER,) * 2, None),
     "decoder_delete_{}": ((_POINTER,), None),
     "pack": ((_POINTER, _POINTER, _INT64, _INT64, _POINTER), None),
@@ -176,15 +167,15 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
-class Team:
+class ThreadPool:
     """Threads that compute C++ calls together; one call at a time."""
 
     def __init__(self, num_threads: int) -> None:
         code = library()
-        assert code is not None, "a caller that needs a team has checked the library"
+        assert code is not None, "a caller that needs threads has checked the library"
         self.code = code
-        self.handle = code.carousel_team_new(num_threads)
-        weakref.finalize(self, code.carousel_team_delete, self.handle)
+        self.handle = code.carousel_thread_pool_new(num_threads)
+        weakref.finalize(self, code.carousel_thread_pool_delete, self.handle)
 
 
 def is_fast(dtype: torch.dtype) -> bool:

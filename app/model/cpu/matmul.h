@@ -5,7 +5,7 @@
 #pragma once
 
 #include "registers.h"
-#include "team.h"
+#include "thread_pool.h"
 #include "vectors.h"
 
 namespace carousel {
@@ -142,13 +142,13 @@ struct NothingAdded {
 // there are. next: the tile's part of the next panel. panel_units: of PANEL columns. added.columns(first, end, column) says
 // what is added to a panel's sums of some rows: its add(row, sums).
 //
-// `team` is a Team, or a LoopPart of the columns.
+// `threads` is a ThreadPool, or a LoopPart of the columns.
 template <int MAX_ROWS, typename Sharing, typename Tile, typename Finish, typename Added>
-void share_tiles(Sharing& team, int64_t num_rows, int block, const Matrix& matrix, int64_t panel_units, Tile&& tile,
+void share_tiles(Sharing& threads, int64_t num_rows, int block, const Matrix& matrix, int64_t panel_units, Tile&& tile,
                  Finish&& finish, const Added& added) {
     const int64_t num_panels = (matrix.num_columns + PANEL - 1) / PANEL;
     const int64_t num_chunks = (num_rows + CHUNK_ROWS - 1) / CHUNK_ROWS, num_blocks = (num_rows + block - 1) / block;
-    team.share_runs(num_chunks * num_panels, [&](int64_t task) {
+    threads.share_runs(num_chunks * num_panels, [&](int64_t task) {
         const int64_t column = task % num_panels * PANEL;
         const uint32_t* panel = matrix.panels + column * panel_units;
         const int64_t chunk = task / num_panels;
@@ -176,13 +176,13 @@ void share_tiles(Sharing& team, int64_t num_rows, int block, const Matrix& matri
 // Calls finish(row, column, left, right) for every row and every PANEL of columns with the sums of columns
 // [column, column + LANES) and of the LANES behind them.  inputs: [num_rows][num_inputs]. added: see `share_tiles`.
 template <typename T, typename Sharing, typename Finish, typename Added = NothingAdded>
-void multiply(Sharing& team, const T* inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish,
+void multiply(Sharing& threads, const T* inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish,
               const Added& added = {}) {
     const uint32_t* units = reinterpret_cast<const uint32_t*>(inputs);
     const int64_t num_units = matrix.num_inputs / PER_UNIT<T>;
     if (amx::fits<T>(matrix.num_inputs))
         return share_tiles<2 * amx::ROWS>(
-            team, num_rows, amx::ROWS, matrix, num_units,
+            threads, num_rows, amx::ROWS, matrix, num_units,
             [&](int rows, int64_t first, const uint32_t* panel, const Ahead&, Vector (*sums)[2]) {
                 configure_products(rows);
                 sum_in_amx<bf16>(rows, units + first * num_units, num_units, num_units, panel,
@@ -190,7 +190,7 @@ void multiply(Sharing& team, const T* inputs, int64_t num_rows, const Matrix& ma
             },
             finish, added);
     share_tiles<TILE_ROWS>(
-        team, num_rows, 1, matrix, num_units,
+        threads, num_rows, 1, matrix, num_units,
         [&](int rows, int64_t first, const uint32_t* panel, const Ahead& next, Vector (*sums)[2]) {
             multiply_rows<T>(rows, units + first * num_units, num_units, panel, next, sums);
         },

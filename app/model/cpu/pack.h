@@ -5,15 +5,15 @@
 #include <type_traits>
 
 #include "quantised.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace carousel {
 
 // Rows of `num_units` units, one for each output, into [panels][num_units][PANEL] units, padded with zeros.
-inline void pack(Team& team, const uint32_t* rows, int64_t num_outputs, int64_t num_units, uint32_t* panels) {
+inline void pack(ThreadPool& threads, const uint32_t* rows, int64_t num_outputs, int64_t num_units, uint32_t* panels) {
     constexpr int64_t WIDTH = 16;  // units of a row that are read together: a cache line
-    team.run([&] {
-        team.share((num_outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
+    threads.run([&] {
+        threads.share((num_outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
             const int64_t first = panel * PANEL, height = std::min<int64_t>(PANEL, num_outputs - first);
             for (int64_t unit = 0; unit < num_units; unit += WIDTH) {
                 const int64_t width = std::min(WIDTH, num_units - unit);
@@ -165,10 +165,10 @@ inline void pack_group(const Vector (&weights)[Grouping<BITS>::SIZE], uint32_t* 
 
 // Rows of `num_inputs`, one for each output, into the panels of quantised.h.
 template <int BITS, typename T>
-void pack_quantised(Team& team, const T* rows, int64_t num_outputs, int64_t num_inputs, uint32_t* panels) {
+void pack_quantised(ThreadPool& threads, const T* rows, int64_t num_outputs, int64_t num_inputs, uint32_t* panels) {
     constexpr int64_t SIZE = Grouping<BITS>::SIZE, UNITS = 1 + GROUP_WORDS<BITS>;
-    team.run([&] {
-        team.share((num_outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
+    threads.run([&] {
+        threads.share((num_outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
             uint32_t* to = panels + panel * PANEL * panel_units<BITS>(num_inputs);
             for (int64_t first = 0; first < num_inputs; first += SIZE, to += UNITS * PANEL) {
                 for (int64_t half = 0; half < PANEL; half += LANES) {

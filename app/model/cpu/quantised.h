@@ -266,20 +266,20 @@ template <int BITS>
 
 // As `multiply` of plain matrices.
 template <int BITS, typename Sharing, typename Finish, typename Added = NothingAdded>
-void multiply_quantised(Sharing& team, const QuantisedRows& inputs, int64_t num_rows, const Matrix& matrix,
+void multiply_quantised(Sharing& threads, const QuantisedRows& inputs, int64_t num_rows, const Matrix& matrix,
                         Finish&& finish, const Added& added = {}) {
     const int64_t groups = num_groups<BITS>(matrix.num_inputs);
     const int64_t units = panel_units<BITS>(matrix.num_inputs);
     if (amx::refusal() == 0)
         return share_tiles<2 * amx::ROWS>(
-            team, num_rows, amx::ROWS, matrix, units,
+            threads, num_rows, amx::ROWS, matrix, units,
             [&](int rows, int64_t first, const uint32_t* panel, const Ahead&, Vector (*sums)[2]) {
                 const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
                 multiply_quantised_in_amx<BITS>(rows, from, groups, panel, sums);
             },
             finish, added);
     share_tiles<DOT_ROWS>(
-        team, num_rows, 1, matrix, units,
+        threads, num_rows, 1, matrix, units,
         [&](int rows, int64_t first, const uint32_t* panel, const Ahead& next, Vector (*sums)[2]) {
             const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
             switch (rows) {

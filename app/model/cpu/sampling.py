@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from app.engine.batch import ScheduledSequence
-from app.model.cpu.library import Team
+from app.model.cpu.library import ThreadPool
 from app.model.logprobs import Logprobs
 from app.model.sampler import joined_masks
 
@@ -24,8 +24,8 @@ _ALL_BITS = 2**64 - 1
 class NativeDraw:
     """Replaces `sampler.draw` for logits in host memory."""
 
-    def __init__(self, team: Team) -> None:
-        self._team, self._draw = team, team.code.carousel_draw
+    def __init__(self, threads: ThreadPool) -> None:
+        self._threads, self._draw = threads, threads.code.carousel_draw
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
         """See `sampler.Draw`."""
@@ -39,7 +39,7 @@ class NativeDraw:
         where = _rows_at(rows)
         tokens = torch.empty(len(items), dtype=torch.long)
         self._draw(
-            self._team.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where), draws, len(items),
+            self._threads.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where), draws, len(items),
             tokens.data_ptr(),
         )  # fmt: skip
         return tokens
@@ -48,8 +48,8 @@ class NativeDraw:
 class NativeAdjust:
     """Replaces `sampler.adjust` for logits in host memory."""
 
-    def __init__(self, team: Team) -> None:
-        self._team, self._adjust = team, team.code.carousel_adjust
+    def __init__(self, threads: ThreadPool) -> None:
+        self._threads, self._adjust = threads, threads.code.carousel_adjust
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
         """See `sampler.Adjust`."""
@@ -66,7 +66,7 @@ class NativeAdjust:
             num_masks += item.matcher is not None
         adjusted = torch.empty(len(items), logits.shape[1])
         self._adjust(
-            self._team.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where),
+            self._threads.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where),
             struct.pack(_ADJUSTMENTS * len(items), *numbers), len(items),
             torch.frombuffer(masks, dtype=torch.uint8).data_ptr() if masks else None,
             len(masks) // max(1, num_masks), adjusted.data_ptr(),
@@ -87,8 +87,8 @@ def _numbers_of(item: ScheduledSequence) -> tuple[float, ...]:
 class NativeLogprobs:
     """Replaces `logprobs.compute_logprobs` for logits in host memory."""
 
-    def __init__(self, team: Team) -> None:
-        self._team, self._compute = team, team.code.carousel_logprobs
+    def __init__(self, threads: ThreadPool) -> None:
+        self._threads, self._compute = threads, threads.code.carousel_logprobs
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
         """logits: [_, vocab_size]; token_ids: [len(rows)] int64, one for each of the `rows`."""
@@ -102,7 +102,7 @@ class NativeLogprobs:
             torch.empty(num_rows, num_top),
         )
         self._compute(
-            self._team.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where), token_ids.data_ptr(),
+            self._threads.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where), token_ids.data_ptr(),
             num_rows, num_top, *(column.data_ptr() for column in found),
         )  # fmt: skip
         return found

@@ -4,7 +4,7 @@
 #include "attention.h"
 #include "decoder.h"
 #include "pack.h"
-#include "team.h"
+#include "thread_pool.h"
 
 using namespace carousel;
 
@@ -21,7 +21,7 @@ struct Strides {  // in elements; the innermost stride is 1
 };
 
 // Writes the new tokens' keys and values, then attends.
-void attention_step(Team& team, const AttentionShape& shape, const Strides& strides, const T* query, const T* key,
+void attention_step(ThreadPool& threads, const AttentionShape& shape, const Strides& strides, const T* query, const T* key,
                     const T* value, const int64_t* slots, int64_t num_tokens, const Pages<T>& pages,
                     const Segment* segments, int64_t num_segments, const int32_t* tables, T* output) {
     const Heads<const T> queries{query, strides.query_token, strides.query_head};
@@ -29,13 +29,13 @@ void attention_step(Team& team, const AttentionShape& shape, const Strides& stri
     const Heads<const T> values{value, strides.value_token, strides.value_head};
     const Heads<T> outputs{output, shape.num_heads * shape.value_dim, shape.value_dim};
     Groups groups;
-    groups.find(segments, num_segments, tables, shape, rows_together<T>(shape).most, team.size());
-    team.run([&] {
-        team.share(num_tokens, [&](int64_t token) {
+    groups.find(segments, num_segments, tables, shape, rows_together<T>(shape).most, threads.size());
+    threads.run([&] {
+        threads.share(num_tokens, [&](int64_t token) {
             for (int64_t head = 0; head < shape.num_kv_heads; ++head)
                 pages.write(slots[token], head, keys.at(token, head), values.at(token, head));
         });
-        team.share(groups.size() * shape.num_kv_heads, [&](int64_t task) {
+        threads.share(groups.size() * shape.num_kv_heads, [&](int64_t task) {
             const Group& group = groups[task / shape.num_kv_heads];
             attend<T>(shape, pages, groups, group, tables, task % shape.num_kv_heads, queries, outputs);
         });
@@ -47,23 +47,23 @@ void attention_step(Team& team, const AttentionShape& shape, const Strides& stri
 #pragma GCC visibility push(default)
 extern "C" {
 
-void OF_TYPE(attention_step)(void* team, const AttentionShape* shape, const Strides* strides,
+void OF_TYPE(attention_step)(void* threads, const AttentionShape* shape, const Strides* strides,
                              const void* query, const void* key, const void* value, const int64_t* slots,
                              int64_t num_tokens, void* keys, void* values, float* scales,
                              const Segment* segments, int64_t num_segments, const int32_t* tables,
                              void* output) {
-    attention_step(*static_cast<Team*>(team), *shape, *strides, static_cast<const T*>(query),
+    attention_step(*static_cast<ThreadPool*>(threads), *shape, *strides, static_cast<const T*>(query),
                    static_cast<const T*>(key), static_cast<const T*>(value), slots, num_tokens,
                    Pages<T>(*shape, keys, values, scales), segments, num_segments, tables, static_cast<T*>(output));
 }
 
 void* OF_TYPE(decoder_new)(const DecoderShape* shape, const LayerWeights* layers, const void* embedding,
-                          const void* final_norm, const uint32_t* head, void* team) {
-    return new Decoder<T>(*shape, layers, embedding, final_norm, head, *static_cast<Team*>(team));
+                          const void* final_norm, const uint32_t* head, void* threads) {
+    return new Decoder<T>(*shape, layers, embedding, final_norm, head, *static_cast<ThreadPool*>(threads));
 }
 
-int32_t OF_TYPE(decoder_run)(void* decoder, const DecoderStep* step) {
-    return static_cast<Decoder<T>*>(decoder)->run(*step);
+void OF_TYPE(decoder_run)(void* decoder, const DecoderStep* step) {
+    static_cast<Decoder<T>*>(decoder)->run(*step);
 }
 
 void OF_TYPE(decoder_times)(void* decoder, DecoderTimes* times) {
@@ -72,14 +72,14 @@ void OF_TYPE(decoder_times)(void* decoder, DecoderTimes* times) {
 
 void OF_TYPE(decoder_delete)(void* decoder) { delete static_cast<Decoder<T>*>(decoder); }
 
-void OF_TYPE(pack_in_8_bits)(void* team, const void* rows, int64_t num_outputs, int64_t num_inputs,
+void OF_TYPE(pack_in_8_bits)(void* threads, const void* rows, int64_t num_outputs, int64_t num_inputs,
                              uint32_t* panels) {
-    pack_quantised<8>(*static_cast<Team*>(team), static_cast<const T*>(rows), num_outputs, num_inputs, panels);
+    pack_quantised<8>(*static_cast<ThreadPool*>(threads), static_cast<const T*>(rows), num_outputs, num_inputs, panels);
 }
 
-void OF_TYPE(pack_in_4_bits)(void* team, const void* rows, int64_t num_outputs, int64_t num_inputs,
+void OF_TYPE(pack_in_4_bits)(void* threads, const void* rows, int64_t num_outputs, int64_t num_inputs,
                              uint32_t* panels) {
-    pack_quantised<4>(*static_cast<Team*>(team), static_cast<const T*>(rows), num_outputs, num_inputs, panels);
+    pack_quantised<4>(*static_cast<ThreadPool*>(threads), static_cast<const T*>(rows), num_outputs, num_inputs, panels);
 }
 
 }

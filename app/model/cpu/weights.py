@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import torch
 from pydantic import PlainSerializer, PlainValidator, SerializationInfo, TypeAdapter, ValidationInfo
 
-from app.model.cpu.library import DTYPES, LANES, Team, in_large_pages, log_use_of_amx
+from app.model.cpu.library import DTYPES, LANES, ThreadPool, in_large_pages, log_use_of_amx
 from app.model.llama import (
     EMBEDDING,
     HEAD,
@@ -95,7 +95,7 @@ class NativeWeights:
 
     settings: DecoderSettings
     layers: tuple[NativeLayer, ...]
-    embedding: PlacedTensor | None  # [rank_tokens, hidden_size]; None: its rows are read from the head
+    embedding: PlacedTensor | None  # [vocab_size, hidden_size]; None: its rows are read from the head
     final_norm: PlacedTensor
     head: PlacedTensor
     dtype: PlacedDtype  # of everything that is not quantised
@@ -121,11 +121,6 @@ _NATIVE_WEIGHTS = TypeAdapter(NativeWeights)
 def weights_at(layout: bytes, memory: ctypes.Array[Any]) -> NativeWeights:
     """Weights that lie in a memory as the layout says. They keep it."""
     return _NATIVE_WEIGHTS.validate_json(layout, context=memory)
-
-
-def input_unit(quantization: str) -> int:
-    """Inputs of a matrix that are packed together: ranks do not divide them. quantization: as in the settings."""
-    return GROUPS.get(BITS[quantization], LANES)
 
 
 def why_not_native(model: PreTrainedModel) -> str | None:
@@ -170,11 +165,11 @@ def pack_weights(
     allocate: gives the memory of all that is kept; nothing of it is a view of `weights`.
     """
     embedding, head = given(weights, EMBEDDING), given(weights, HEAD)
-    dtype, team = embedding.dtype, None
+    dtype, threads = embedding.dtype, None
     if not embedding.is_meta:
-        team = Team(torch.get_num_threads())
+        threads = ThreadPool(torch.get_num_threads())
         _log_use_of_amx(settings, dtype, bits)
-    pack = _Packing(team, bits, allocate)
+    pack = _Packing(threads, bits, allocate)
     # First: the largest matrices, while nothing else is there.
     kept = None if _are_equal(embedding, head) else pack.copy(embedding)
     del embedding
@@ -216,9 +211,9 @@ def _are_equal(embedding: torch.Tensor, head: torch.Tensor) -> bool:
 class _Packing:
     """Brings weights into memory as the C++ reads them."""
 
-    def __init__(self, team: Team | None, bits: int, allocate: Allocate) -> None:
-        """team: None where weights have sizes and no numbers. bits: of matrices; 0: they are not quantised."""
-        self._team, self._bits, self._allocate = team, bits, allocate
+    def __init__(self, threads: ThreadPool | None, bits: int, allocate: Allocate) -> None:
+        """threads: None where weights have sizes and no numbers. bits: of matrices; 0: they are not quantised."""
+        self._threads, self._bits, self._allocate = threads, bits, allocate
 
     def copy(self, weight: torch.Tensor) -> torch.Tensor:
         return self._allocate(*weight.shape, dtype=weight.dtype, device=weight.device).copy_(weight)
@@ -240,8 +235,8 @@ class _Packing:
 
     def into(self, packed: torch.Tensor, weights: Sequence[torch.Tensor], *, bits: int | None = None) -> None:
         """packed: of `_packed_shape`."""
-        if self._team is not None:
-            _pack(self._team, weights, packed, bits=self._bits if bits is None else bits)
+        if self._threads is not None:
+            _pack(self._threads, weights, packed, bits=self._bits if bits is None else bits)
 
 
 def _pack_layer(weights: Weights, pack: _Packing, sliding_window: int, num_experts: int) -> NativeLayer:
@@ -295,11 +290,11 @@ def _packed_shape(weights: Sequence[torch.Tensor], bits: int) -> tuple[int, int,
     return -(-num_outputs // PANEL), num_units, PANEL
 
 
-def _pack(team: Team, weights: Sequence[torch.Tensor], packed: torch.Tensor, *, bits: int) -> None:
+def _pack(threads: ThreadPool, weights: Sequence[torch.Tensor], packed: torch.Tensor, *, bits: int) -> None:
     """Matrices side by side, padded with zeros. weights: each [outputs, inputs]. packed: of `_packed_shape`."""
     weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0].contiguous()
     if bits:
-        pack = getattr(team.code, f"carousel_pack_in_{bits}_bits_{DTYPES[weight.dtype]}")
-        pack(team.handle, weight.data_ptr(), *weight.shape, packed.data_ptr())
+        pack = getattr(threads.code, f"carousel_pack_in_{bits}_bits_{DTYPES[weight.dtype]}")
+        pack(threads.handle, weight.data_ptr(), *weight.shape, packed.data_ptr())
     else:
-        team.code.carousel_pack(team.handle, weight.data_ptr(), len(weight), packed.shape[1], packed.data_ptr())
+        threads.code.carousel_pack(threads.handle, weight.data_ptr(), len(weight), packed.shape[1], packed.data_ptr())

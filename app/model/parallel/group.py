@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,6 @@ class RankGroup:
         self.rank = rank
         self.size = size
         self.device = device
-        self._also_aborted: list[Callable[[], None]] = []
         timeout = timedelta(seconds=timeout_s)
         # A file needs no port, on which another user of this machine could be the first to answer.
         files = FileStore(str(store), size)
@@ -94,24 +92,8 @@ class RankGroup:
         """How long an exchange waits for the other ranks from now on."""
         self._processes.set_timeout(timedelta(seconds=timeout_s))
 
-    def send_all(self, content: bytes = b"") -> bytes:
-        """Rank 0's content on all ranks."""
-        length = torch.tensor([len(content)], device=self.device)
-        self.broadcast(length)
-        numbers = torch.zeros(int(length.item()), dtype=torch.uint8, device=self.device)
-        if self.rank == 0:
-            numbers.copy_(torch.tensor(list(content), dtype=torch.uint8))
-        self.broadcast(numbers)
-        return bytes(numbers.tolist())
-
-    def when_aborted(self, call: Callable[[], None]) -> None:
-        """Have `abort` call it, too: for exchanges of this group's ranks by other means."""
-        self._also_aborted.append(call)
-
     def abort(self) -> None:
         """End what this rank waits for in another thread, with an error there. Any thread may call it."""
-        for call in self._also_aborted:
-            call()
         self._processes.abort()
 
 

@@ -95,7 +95,7 @@ def test_decode_steps_are_replayed(measured: Measured) -> None:
 def test_the_engine_answers_every_request_in_every_variant(measured: Measured) -> None:
     _, tables = measured("engine")
     assert [row["variant"] for row in tables["engine"]] == [
-        "graphs, overlap", "no overlap", "no graphs", "batch_invariant", "transformers' code",
+        "graphs, overlap", "no overlap", "no graphs", "batch_invariant",
     ]  # fmt: skip
     assert not any(row["failed"] for row in tables["engine"])
 

@@ -23,7 +23,7 @@ from app.text.tool_calls import FORMATS
 from benchmarks.harness.http_call import Target
 from benchmarks.service.field_bodies import FieldBody, field_bodies
 from benchmarks.service.fields import Cost, HonestStream, _longest_step_s, figures_of
-from deployments.serve.memory import freeze_loaded
+from deployments.serve.process import freeze_loaded
 from tests.api.batch_services import client_of, served
 from tests.api.fakes import MAX_MODEL_LEN, Service, Step, say
 from tests.stalls import stalls_of_loop

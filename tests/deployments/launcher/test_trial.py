@@ -111,14 +111,14 @@ def test_a_misspelt_name_is_told_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["--model", "smolm"], 1, "smolm cannot be served:\nMODEL=smolm: there is no such folder"),
-        (["--model", "./other.gguf"], 1, "model.path: got './other.gguf'; there is no such file here"),
-        (["--model", "smollm2", "deployments/serve.yaml"], 2, "give a config file or --model"),
-        ([], 2, "give a config file or --model"),
+        (["smolm"], 1, "smolm cannot be served:\nMODEL=smolm: there is no such folder"),
+        (["./other.gguf"], 1, "model.path: got './other.gguf'; there is no such file here"),
+        (["other.yaml"], 1, "other.yaml cannot be served:\nother.yaml: No such file"),
+        (["smollm2", "deployments/serve.yaml"], 2, "unrecognized arguments: deployments/serve.yaml"),
     ],
 )
 def test_the_launcher_says_it_before_anything_starts(arguments: list[str], status: int, said: str) -> None:
-    command = [sys.executable, "-m", "deployments.launcher", *arguments]
+    command = [sys.executable, "-m", "deployments.cli", "serve", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == status
     assert said in done.stderr

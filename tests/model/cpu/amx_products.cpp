@@ -59,7 +59,7 @@ struct Product {
         return result;
     }
 
-    std::vector<float> multiply(Team& team, const bf16* inputs, int64_t num_rows) const {
+    std::vector<float> multiply(ThreadPool& threads, const bf16* inputs, int64_t num_rows) const {
         // Exactly as long as the rows are: the address sanitiser sees what is read or written behind them.
         const std::vector<bf16> own(inputs, inputs + num_rows * num_inputs);
         std::vector<float> sums(num_rows * num_columns, -1.0f);
@@ -67,18 +67,18 @@ struct Product {
             for (int64_t at = 0; at < PANEL && column + at < num_columns; ++at)
                 sums[row * num_columns + column + at] = at < LANES ? left[at] : right[at - LANES];
         };
-        team.run([&] { carousel::multiply(team, own.data(), num_rows, {panels.data(), num_inputs, num_columns}, finish); });
+        threads.run([&] { carousel::multiply(threads, own.data(), num_rows, {panels.data(), num_inputs, num_columns}, finish); });
         return sums;
     }
 };
 
-bool check(Team& team, int64_t num_inputs, int64_t num_columns, int64_t num_rows, std::mt19937& random) {
+bool check(ThreadPool& threads, int64_t num_inputs, int64_t num_columns, int64_t num_rows, std::mt19937& random) {
     const Product product(num_inputs, num_columns, random);
     const std::vector<bf16> inputs = Product::numbers(num_rows * num_inputs, random);
-    const std::vector<float> sums = product.multiply(team, inputs.data(), num_rows);
+    const std::vector<float> sums = product.multiply(threads, inputs.data(), num_rows);
     for (int64_t row = 0; row < num_rows; ++row) {
         const bf16* own = inputs.data() + row * num_inputs;
-        const std::vector<float> alone = row % 7 ? std::vector<float>() : product.multiply(team, own, 1);
+        const std::vector<float> alone = row % 7 ? std::vector<float>() : product.multiply(threads, own, 1);
         for (int64_t column = 0; column < num_columns; ++column) {
             const float sum = sums[row * num_columns + column];
             const bool is_right = num_inputs % 32 || sum == documented(own, num_inputs, product.weights[column]);
@@ -95,11 +95,11 @@ bool check(Team& team, int64_t num_inputs, int64_t num_columns, int64_t num_rows
 
 int main() {
     std::mt19937 random(1);
-    Team team(2);
+    ThreadPool threads(2);
     for (int64_t num_rows = 1; num_rows <= 70; ++num_rows)
-        if (!check(team, 64, 48, num_rows, random)) return 1;
+        if (!check(threads, 64, 48, num_rows, random)) return 1;
     for (const int64_t num_rows : {1, 17, 192, 193, 230, 400})
         for (const int64_t num_inputs : {32, 96, 160, 48, 80, 16})
-            if (!check(team, num_inputs, num_inputs == 96 ? 32 : 16, num_rows, random)) return 1;
+            if (!check(threads, num_inputs, num_inputs == 96 ? 32 : 16, num_rows, random)) return 1;
     return 0;
 }

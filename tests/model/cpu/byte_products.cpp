@@ -46,7 +46,7 @@ struct Weights {
 };
 
 template <int BITS>
-bool check(Team& team, std::mt19937& random) {
+bool check(ThreadPool& threads, std::mt19937& random) {
     const Weights<BITS> weights(random);
     std::vector<int8_t> numbers(MOST_ROWS * NUM_INPUTS);
     for (int64_t at = 0; at < int64_t(numbers.size()); ++at)
@@ -54,8 +54,8 @@ bool check(Team& team, std::mt19937& random) {
     std::vector<float> scales(MOST_ROWS * num_groups<BITS>(NUM_INPUTS), 1.0f), sums(scales.size(), 0.0f);
     for (int64_t num_rows = 1; num_rows <= MOST_ROWS; ++num_rows) {
         std::vector<float> results(num_rows * NUM_COLUMNS);
-        team.run([&] {
-            multiply_quantised<BITS>(team, {numbers.data(), scales.data(), sums.data()}, num_rows,
+        threads.run([&] {
+            multiply_quantised<BITS>(threads, {numbers.data(), scales.data(), sums.data()}, num_rows,
                                      {weights.panels.data(), NUM_INPUTS, NUM_COLUMNS},
                                      [&](int64_t row, int64_t column, Vector left, Vector right) {
                                          store(left, &results[row * NUM_COLUMNS + column]);
@@ -81,6 +81,6 @@ bool check(Team& team, std::mt19937& random) {
 
 int main() {
     std::mt19937 random(1);
-    Team team(1);
-    return check<8>(team, random) && check<4>(team, random) ? int(DOT) : -1;
+    ThreadPool threads(1);
+    return check<8>(threads, random) && check<4>(threads, random) ? int(DOT) : -1;
 }

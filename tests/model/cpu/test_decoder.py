@@ -14,7 +14,7 @@ from app.engine.request import SamplingParams
 from app.model import loader
 from app.model.cpu.decoder import NativeDecoder, buffer_bytes
 from app.model.cpu.kv_cache import NativeKVCache
-from app.model.cpu.library import Team, is_fast
+from app.model.cpu.library import ThreadPool, is_fast
 from app.model.cpu.weights import why_not_native
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel, load_model
@@ -38,7 +38,7 @@ def decoder_of(model: LoadedModel, *, num_threads: int = 2, in_int8: bool = Fals
     assert model.native is not None
     pages = NativeKVCache(model.layers, num_blocks=32, block_size=16, dtype=model.dtype, in_int8=in_int8)
     poison(pages)
-    return NativeDecoder(model.native, pages, Team(num_threads))
+    return NativeDecoder(model.native, pages, ThreadPool(num_threads))
 
 
 def chunk(

@@ -9,7 +9,7 @@ import torch
 
 from app.model.cpu import kv_cache
 from app.model.cpu.kv_cache import NativeKVCache
-from app.model.cpu.library import Team, advise, library
+from app.model.cpu.library import ThreadPool, advise, library
 from app.model.kv_cache import LayerShape
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
@@ -59,7 +59,7 @@ def share_in_memory(cache: NativeKVCache) -> float:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_all_of_it_is_provided_at_once(num_threads: int, cache: NativeKVCache) -> None:
-    cache.provide(Team(num_threads))
+    cache.provide(ThreadPool(num_threads))
     assert share_in_memory(cache) == 1
 
 
@@ -68,6 +68,6 @@ def test_more_than_the_machine_has_is_left_to_be_used(
 ) -> None:
     monkeypatch.setattr(kv_cache, "available_bytes", lambda: NUM_BYTES // 4)
     with caplog.at_level(logging.WARNING):
-        cache.provide(Team(1))
+        cache.provide(ThreadPool(1))
     assert share_in_memory(cache) < 0.05
     assert "KV memory is 0.06 GiB, of which the machine has 0.02 GiB now" in caplog.text

@@ -19,7 +19,7 @@ from app.model import loader
 from app.model.cpu import library as native
 from app.model.cpu import weights
 from app.model.cpu.decoder import NativeDecoder
-from app.model.cpu.library import Team, in_large_pages
+from app.model.cpu.library import ThreadPool, in_large_pages
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel, load_model
 from tests.model.cpu.builds import QUICK, built_with
@@ -50,7 +50,7 @@ def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
 def rounded_and_padded(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """The same with what pads the last group: a turn leaves errors of rounding there."""
     size, per_byte = weights.GROUPS[bits], 8 // bits
-    packed = weights._Packing(Team(2), bits, in_large_pages)([weight])
+    packed = weights._Packing(ThreadPool(2), bits, in_large_pages)([weight])
     num_panels, num_groups = len(packed), -(-weight.shape[1] // size)
     rows = packed.view(num_panels, num_groups, -1, 32)
     pairs = rows[:, :, 0].contiguous().view(torch.bfloat16).view(num_panels, num_groups, 32, 1, 2).float()
@@ -182,7 +182,7 @@ def test_rows_of_a_tied_embedding_are_read_from_the_head(tiny_model_path) -> Non
     model = load(tiny_model_path("llama"))
     assert model.native is not None
     head = rounded(model.native.embedding, 8)  # type: ignore[arg-type]
-    packed = weights._Packing(Team(2), 8, in_large_pages)([model.native.embedding])  # type: ignore[list-item]
+    packed = weights._Packing(ThreadPool(2), 8, in_large_pages)([model.native.embedding])  # type: ignore[list-item]
     given, tied = (
         dataclasses.replace(model, native=dataclasses.replace(model.native, head=packed, embedding=embedding))
         for embedding in (head.contiguous(), None)
@@ -206,7 +206,7 @@ def test_a_matrix_takes_little_more_than_its_bits() -> None:
     weight = torch.randn(96, 576)
     for bits in (8, 4):
         group_of_bits = weights.GROUPS[bits] * bits
-        assert weights._Packing(Team(2), bits, in_large_pages)([weight]).nbytes == weight.numel() * bits / 8 * (
+        assert weights._Packing(ThreadPool(2), bits, in_large_pages)([weight]).nbytes == weight.numel() * bits / 8 * (
             1 + 32 / group_of_bits
         )
 
@@ -291,7 +291,7 @@ def groups_of(weight: torch.Tensor, bits: int) -> torch.Tensor:
 
 def test_weights_as_they_are_stand_in_panels_of_outputs() -> None:
     weight = torch.randn(70, 80).bfloat16()
-    packed = weights._Packing(Team(2), 0, in_large_pages)([weight[:30], weight[30:]]).view(3, 40, 32)
+    packed = weights._Packing(ThreadPool(2), 0, in_large_pages)([weight[:30], weight[30:]]).view(3, 40, 32)
     units = packed.contiguous().view(torch.bfloat16).view(3, 40, 32, 2).transpose(1, 2).reshape(96, 80)
     assert torch.equal(units[:70], weight)
     assert not units[70:].any()

@@ -13,7 +13,7 @@ from app.engine.batch import ScheduledSequence
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import TokenSet
 from app.engine.request import SamplingParams
-from app.model.cpu.library import Team, library
+from app.model.cpu.library import ThreadPool, library
 from app.model.cpu.sampling import NativeAdjust, NativeDraw, NativeLogprobs
 from app.model.sampler import adjust, draw, gumbel_noise
 
@@ -35,7 +35,7 @@ FILTERS = [
 def native() -> NativeDraw:
     if library() is None:
         pytest.skip("no C++ compiler here")
-    return NativeDraw(Team(2))
+    return NativeDraw(ThreadPool(2))
 
 
 def items(num_rows: int, *, seed: int = 0, **sampling: float) -> list[ScheduledSequence]:
@@ -95,7 +95,7 @@ def test_the_same_logits_are_masked(native: NativeDraw, vocab_size: int, share: 
     matchers = [TokenSet(row.nonzero()[:, 0].tolist(), vocab_size=vocab_size) for row in bits]
     masked = [structs.replace(item, matcher=each) for item, each in zip(items(3), matchers, strict=True)]
     expected = logits[rows].masked_fill(~bits, float("-inf"))
-    for way in (adjust, NativeAdjust(Team(2))):
+    for way in (adjust, NativeAdjust(ThreadPool(2))):
         assert torch.equal(way(logits, rows, masked), expected)
 
 
@@ -135,7 +135,7 @@ def test_the_same_bits_as_one_token_after_the_other(rows: list[tuple[Any, ...]],
             )
         )
         adjust_plainly(row, given_items[-1], prompt, generated)
-    for way in (adjust, NativeAdjust(Team(2))):
+    for way in (adjust, NativeAdjust(ThreadPool(2))):
         assert torch.equal(way(logits, where, given_items), expected)
 
 
@@ -160,10 +160,10 @@ def adjust_plainly(
 def test_all_rows_named_or_not_give_the_same(native: NativeDraw) -> None:
     torch.manual_seed(1)
     logits, sequences = torch.randn(9, 100), items(9, frequency_penalty=1.0)
-    team = Team(2)
+    threads = ThreadPool(2)
     token_ids = native(logits, range(9), sequences)
     assert token_ids.tolist() == native(logits, list(range(9)), sequences).tolist()
-    adjusted = [NativeAdjust(team)(logits, rows, sequences) for rows in (range(9), list(range(9)))]
+    adjusted = [NativeAdjust(threads)(logits, rows, sequences) for rows in (range(9), list(range(9)))]
     assert torch.equal(*adjusted)
-    found = [NativeLogprobs(team)(logits, rows, token_ids, num_top=3) for rows in (range(9), list(range(9)))]
+    found = [NativeLogprobs(threads)(logits, rows, token_ids, num_top=3) for rows in (range(9), list(range(9)))]
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -314,7 +314,7 @@ def test_an_engines_tokens_are_those_of_merged_weights_and_slots_are_used_again(
 
 
 @pytest.mark.usefixtures("triton_here")
-@pytest.mark.parametrize("model", [{}, {"max_loaded_adapters": 2, "backend": "attention"}])
+@pytest.mark.parametrize("model", [{}, {"max_loaded_adapters": 2, "backend": "torch"}])
 def test_without_memory_for_adapters_or_in_transformers_code_there_are_none(
     model: dict[str, Any], folder: Path
 ) -> None:

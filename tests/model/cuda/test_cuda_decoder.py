@@ -22,6 +22,7 @@ from app.model.cuda import weights
 from app.model.forward import Prediction, TransformersForward
 from app.model.loader import LoadedModel, load_model
 from tests.fakes import make_request, run_to_end
+from tests.model.transformers_code import transformers_code
 from tests.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
@@ -87,6 +88,11 @@ def test_tokens_are_those_of_generate_beside_others_in_pieces_and_after_preempti
     assert engine.stats().total_preemptions > 0
 
 
+def load_transformers(path: Path, **changes: Any) -> LoadedModel:
+    with transformers_code():
+        return load(path, **changes)
+
+
 def load(path: Path, *, backend: str = "auto", dtype: str = "float32", **changes: Any) -> LoadedModel:
     return load_model(ModelConfig(path=str(path), dtype=dtype, backend=backend, **changes), str(path))
 
@@ -133,9 +139,7 @@ def test_logits_and_hidden_states_are_those_of_transformers_code(
         piece((9,), 0, [2]),
         piece((7,), 2, [6], Pooling.LAST),
     )
-    ours, right = (
-        predict(load(path, backend=each, dtype=dtype), *items, before=before) for each in ("auto", "attention")
-    )
+    ours, right = (predict(each(path, dtype=dtype), *items, before=before) for each in (load, load_transformers))
     assert right.hidden is not None
     for mine, theirs in ((ours.logits, right.logits), (ours.hidden, right.hidden)):
         assert mine is not None
@@ -145,9 +149,8 @@ def test_logits_and_hidden_states_are_those_of_transformers_code(
         assert error < (1e-5 if dtype == "float32" else 0.06)
 
 
-@pytest.mark.parametrize("backend", ["attention", "torch"])
-def test_other_backends_keep_transformers_code(backend: str, tiny_model_path: Callable[[str], Path]) -> None:
-    model = load(tiny_model_path("llama"), backend=backend)
+def test_the_torch_backend_keeps_transformers_code(tiny_model_path: Callable[[str], Path]) -> None:
+    model = load(tiny_model_path("llama"), backend="torch")
     assert model.joined is None
     assert isinstance(runner_of(model)._forward, TransformersForward)
 
@@ -168,7 +171,7 @@ def test_shares_of_experts_and_shared_experts_are_those_of_transformers_code(
     items = (piece(tuple(range(3, 9)), 0, [3, 1]), piece((9,), 0, [2]))
     model = load(tmp_path)
     assert model.joined is not None
-    theirs = predict(load(tmp_path, backend="attention"), *items).logits
+    theirs = predict(load_transformers(tmp_path), *items).logits
     torch.testing.assert_close(predict(model, *items).logits, theirs, atol=1e-3, rtol=1e-4)
 
 
@@ -196,7 +199,7 @@ def test_where_its_results_differ_the_weights_are_read_again_for_transformers_co
 ) -> None:
     path = tiny_model_path("llama")
     items = (piece(tuple(range(3, 17)), 0, [3, 1, 4, 5]),)
-    expected = predict(load(path, backend="attention"), *items).logits
+    expected = predict(load_transformers(path), *items).logits
     gated = CudaDecoder._gated
     monkeypatch.setattr(CudaDecoder, "_gated", lambda decoder, *given: gated(decoder, *given) * 1.01)
     with caplog.at_level(logging.WARNING):
@@ -220,7 +223,7 @@ def test_positions_that_follow_the_length_are_those_of_transformers_code(
     assert "positions of one of 256 tokens" in caplog.text
     assert model.joined is not None
     assert len(model.joined.rotary) == 256
-    theirs = predict(load(tmp_path, backend="attention"), *items).logits
+    theirs = predict(load_transformers(tmp_path), *items).logits
     torch.testing.assert_close(predict(model, *items).logits, theirs, atol=1e-3, rtol=1e-4)
 
 
@@ -228,7 +231,7 @@ def test_weights_are_there_once_and_no_more_than_a_layers_twice(
     tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_model_path("qwen3")
-    plain = load(path, backend="attention")
+    plain = load_transformers(path)
     assert plain.module is not None
     held, alive = weights._held, []
     released: list[bool] = []

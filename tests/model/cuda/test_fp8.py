@@ -22,6 +22,7 @@ from app.model.loader import LoadedModel, load_model, model_of_config
 from tests.fakes import make_request, run_to_end
 from tests.model.cpu_allocator import peak_of_cpu
 from tests.model.test_quantised_checkpoint import FORMS, save_quantised
+from tests.model.transformers_code import transformers_code
 from tests.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
@@ -118,7 +119,8 @@ def test_kernels_write_rows_with_their_scales_and_each_as_it_does_alone(size: in
 
 def rounded_model(path: Path) -> LoadedModel:
     """transformers' code with the layers' products as they are in FP8."""
-    model = load(path, quantization="none", backend="attention")
+    with transformers_code():
+        model = load(path, quantization="none")
     assert model.module is not None
     for layer in model.module.model.layers:
         for linear_layer in (each for each in layer.modules() if isinstance(each, nn.Linear)):

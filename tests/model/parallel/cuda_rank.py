@@ -6,11 +6,14 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from app.config import ModelConfig
 from app.engine.batch import ScheduledSequence, StepBatch
+from app.engine.request import SamplingParams
 from app.model import loader
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
@@ -18,9 +21,14 @@ from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel, load_model
 from app.model.loader import _computed_at_load as computed_at_load
 from app.model.parallel.group import RankGroup
-from tests.model.parallel.native_rank import GREEDY, config_of, group_of
 
 BLOCK_SIZE = 4
+GREEDY = SamplingParams(max_tokens=1)
+
+
+def group_of(rank: int, size: int, store: str) -> RankGroup:
+    timeout_s = 240  # of a hang: the machine may be busy
+    return RankGroup(rank, size, store=Path(store), device=torch.device("cpu"), timeout_s=timeout_s)
 
 
 @torch.inference_mode()
@@ -49,7 +57,7 @@ def logits_of_tokens(model: LoadedModel, token_ids: Sequence[int]) -> torch.Tens
 
 
 def load(path: str, group: RankGroup | None) -> LoadedModel:
-    return load_model(config_of(path, "float32", "none"), path, block_size=BLOCK_SIZE, group=group)
+    return load_model(ModelConfig(path=path, device="cpu", dtype="float32"), path, block_size=BLOCK_SIZE, group=group)
 
 
 def wrong(*given: Any) -> Any:

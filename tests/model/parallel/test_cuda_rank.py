@@ -16,8 +16,7 @@ import torch
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
 from app.model.cuda.attention import TritonAttention
-from tests.model.parallel.cuda_rank import load, logits_of_tokens
-from tests.model.parallel.native_rank import group_of
+from tests.model.parallel.cuda_rank import group_of, load, logits_of_tokens
 from tests.tiny_models import build_tiny_model
 
 TOKEN_IDS = list(range(3, 10))

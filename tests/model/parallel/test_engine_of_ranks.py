@@ -17,8 +17,7 @@ from app.engine.engine import Engine
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Pooling, Request
 from app.errors import InvalidSetup, UnsupportedModel
-from app.model.cpu.decoder import NativeDecoder
-from app.model.cpu.library import is_fast
+from app.model.forward import TransformersForward
 from app.model.parallel.ranks import Ranks
 from app.model.runner import TorchModelRunner
 from tests.engine.test_combinations import STRATEGIES
@@ -28,7 +27,7 @@ from tests.model.test_equivalence import random_requests
 from tests.tiny_models import VOCAB_SIZE, build_tiny_model
 
 
-def config_of(path: Path, backend: str = "attention", **scheduler: Any) -> EngineConfig:
+def config_of(path: Path, backend: str = "auto", **scheduler: Any) -> EngineConfig:
     """Few blocks, so that sequences are preempted."""
     settings: dict[str, Any] = {"max_running": 33, "max_step_tokens": 40, "prefill_chunk_tokens": 7} | scheduler
     return EngineConfig(
@@ -56,20 +55,13 @@ def model_of_four_kv_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# transformers' code, and the native decoder
-BACKENDS = [
-    "attention",
-    pytest.param("auto", marks=pytest.mark.skipif(not is_fast(torch.float32), reason="native code is not fast here")),
-]
-
-
-@pytest.fixture(scope="module", params=BACKENDS)
-def pair(request: pytest.FixtureRequest, tiny_model_path: Callable[[str], Path]) -> Iterator[tuple[Engine, Engine]]:
+@pytest.fixture(scope="module")
+def pair(tiny_model_path: Callable[[str], Path]) -> Iterator[tuple[Engine, Engine]]:
     """One process, and two ranks."""
-    config = config_of(tiny_model_path("llama"), request.param)
+    config = config_of(tiny_model_path("llama"))
     with closing(engine_on(1, config)) as alone, closing(engine_on(2, config)) as ranks:
         assert isinstance(ranks.runner, TorchModelRunner)
-        assert isinstance(ranks.runner.forward, NativeDecoder) == (request.param == "auto")
+        assert isinstance(ranks.runner.forward, TransformersForward)
         yield alone, ranks
 
 
@@ -114,9 +106,8 @@ def test_two_ranks_score_and_embed_prompts_as_one_process_does(pair: tuple[Engin
     assert len(mine.embeddings["embedded"]) == len(theirs.embeddings["embedded"])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_four_ranks_give_the_tokens_of_one_process(backend: str, model_of_four_kv_heads: Path) -> None:
-    config = config_of(model_of_four_kv_heads, backend)
+def test_four_ranks_give_the_tokens_of_one_process(model_of_four_kv_heads: Path) -> None:
+    config = config_of(model_of_four_kv_heads)
     with closing(engine_on(1, config)) as alone, closing(engine_on(4, config)) as ranks:
         asked = requests()[::3]
         assert run_to_end(ranks, *asked).token_ids == run_to_end(alone, *asked).token_ids

@@ -1,0 +1,60 @@
+"""The command `carousel`: `serve`, `bulk`, `plan`, `key`. Each imports what it needs when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import secrets
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+COMMANDS = {  # name → the function that takes its arguments, and what it does
+    "serve": ("deployments.launcher.supervisor:main", "serve a model or a config file on this machine, until Ctrl-C"),
+    "bulk": ("deployments.bulk.__main__:main", "answer every row of some files, without a server or through one"),
+    "plan": ("deployments.plan.__main__:main", "say what fits on a device, and what a trace needs"),
+    "key": ("deployments.cli:print_key", "make an API key"),
+}
+NUM_RANDOM_BYTES = 32  # too many to try, so that a fast hash protects them
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status of one command, which reads the arguments after its name."""
+    name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
+    if name not in COMMANDS:
+        parser = argparse.ArgumentParser(prog="carousel", formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.epilog = "\n".join(f"carousel {each:6} {help_}" for each, (_, help_) in COMMANDS.items())
+        parser.add_argument("command", choices=COMMANDS, help="`carousel COMMAND --help` has its arguments")
+        parser.parse_args([name])
+    module, _, function = COMMANDS[name][0].partition(":")
+    return int(getattr(import_module(module), function)(rest))
+
+
+def print_key(arguments: Sequence[str]) -> int:
+    """Show a new key once, with the entry that is kept of it."""
+    parser = argparse.ArgumentParser(prog="carousel key", description="Make an API key.")
+    parser.add_argument("name", help="name of the key: the tenant of its requests")
+    parser.add_argument("--admin", action="store_true", help="it opens the routes under /admin too")
+    given = parser.parse_args(arguments)
+    key, entry = make_key(given.name, is_admin=given.admin)
+    print(f"For {given.name}, shown only now:\n{key}\nFor the file of `api.keys_file`:\n{entry}")
+    return 0
+
+
+def make_key(name: str, *, is_admin: bool = False) -> tuple[str, str]:
+    """A new key, and its entry for the file that `api.keys_file` names: a hash is all that is kept of it."""
+    key = f"sk-carousel-{secrets.token_urlsafe(NUM_RANDOM_BYTES)}"
+    admin = ", admin: true" if is_admin else ""
+    return key, f'- {{name: {name}, sha256: "{hashlib.sha256(key.encode()).hexdigest()}"{admin}}}'
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {value}; must be at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What every process of ours sets up in Serve: where it logs, and how its memory stays level."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+# Python's 700 has the collector look at what requests in flight have; a request that has ended leaves no cycles.
+_ALLOCATIONS_BETWEEN = 5_000
+# glibc's mallopt(3). By itself it raises the size from which a block is mapped alone up to 32 MiB, as large blocks are
+# freed. Then the bodies of requests lie between small blocks, and what they leave cannot go back to the system.
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+_MMAPPED_FROM_BYTES = 256 * 1024
+_MAX_ARENAS = 2  # else eight for each core: every thread leaves free memory in its own
+# Bodies of many small values leave free blocks between others. To give those back takes some 5 ms of a thread.
+TRIM_EVERY_S = 5.0
+_TRIM_FROM_BYTES = 32 * 2**20  # above the level
+_LEVEL_RISES_BYTES = 2**20  # each time, so that memory which stays in use is not looked through for ever
+
+
+def log_where_serve_does() -> None:
+    """Send what `app` and `deployments` log in this process to Serve's handlers, at Serve's level.
+
+    Without it Ray drops what is below a warning and sends the rest to the worker's stderr, far from Serve's files.
+    """
+    serves = logging.getLogger("ray.serve")
+    for room in ("app", "deployments"):
+        ours = logging.getLogger(room)
+        # In throughput mode Serve holds a thousand lines back; ours are few and wanted at once.
+        ours.handlers = [getattr(handler, "target", None) or handler for handler in serves.handlers]
+        ours.setLevel(serves.getEffectiveLevel())
+        ours.propagate = False
+
+
+def freeze_loaded() -> None:
+    """Call it when everything is loaded: it stays, and no later collection looks at it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_ALLOCATIONS_BETWEEN)
+
+
+def return_freed_memory() -> None:
+    """Call it first: what large bodies took goes back to the system when they are done. Without glibc it does nothing.
+
+    For processes that read bodies; in one that computes, tensors are the large blocks, and to map them costs time.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
+        return
+    libc.mallopt(_M_MMAP_THRESHOLD, _MMAPPED_FROM_BYTES)
+    libc.mallopt(_M_ARENA_MAX, _MAX_ARENAS)
+    threading.Thread(target=_keep_trimmed, args=(libc,), name="memory", daemon=True).start()
+
+
+def _keep_trimmed(libc: ctypes.CDLL) -> None:
+    level = _resident_bytes()
+    while True:
+        time.sleep(TRIM_EVERY_S)
+        if _resident_bytes() > level + _TRIM_FROM_BYTES:
+            libc.malloc_trim(0)
+            level = min(level + _LEVEL_RISES_BYTES, _resident_bytes())
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

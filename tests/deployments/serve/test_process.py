@@ -1,0 +1,44 @@
+"""Memory of bodies goes back to the system though small blocks between are kept."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_PROGRAM = """
+import sys, time
+from deployments.serve import process
+
+def resident_mib():
+    return process._resident_bytes() / 2**20
+
+mode, size = sys.argv[1], int(sys.argv[2])
+process.TRIM_EVERY_S = 0.05
+if mode == "with":
+    process.return_freed_memory()
+large = bytes(4 << 20)
+del large  # from now on glibc takes such blocks from the heap
+kept = [bytearray(600) for _ in range(20_000)]  # larger than what Python allocates by itself: no hole is left for more
+before, bodies = resident_mib(), []
+for number in range((100 << 20) // size):
+    bodies.append(b"x" * size)
+    kept.append(bytearray(600))
+del bodies
+time.sleep(0.5)
+print(resident_mib() - before)
+"""
+
+
+def _growth_mib(mode: str, size: int) -> float:
+    """After bodies of so many bytes, 100 MiB together."""
+    command = [sys.executable, "-c", _PROGRAM, mode, str(size)]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is glibc's allocator that is told")
+@pytest.mark.parametrize("size", [1 << 20, 32 << 10], ids=["large blocks", "small blocks"])
+def test_what_bodies_took_goes_back_between_small_blocks_too(size: int) -> None:
+    assert _growth_mib("without", size) > 50
+    assert _growth_mib("with", size) < 25

@@ -1,0 +1,141 @@
+"""Fair shares: Jain's index over windows, and no credit for idling."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+from app.engine.engine import Engine
+from app.engine.policies import FairShare
+from tests.fakes import CountingRunner, build_fake_engine, make_request, run_to_end
+
+POLITE = [f"polite-{n}" for n in range(9)]
+WINDOW = 200
+
+
+def jain(shares: Iterable[float]) -> float:
+    """(sum x)² / (n · sum x²): 1 when all have the same, 1/n when one has everything (Jain et al., 1984)."""
+    shares = list(shares)
+    return sum(shares) ** 2 / (len(shares) * sum(share * share for share in shares))
+
+
+class Traffic:
+    """Tenants that keep sending; counts the tokens computed for each in each step."""
+
+    def __init__(self, policy: str, **settings: int) -> None:
+        self.runner = CountingRunner()
+        limits = {"num_blocks": 400, "max_running": 20, "max_step_tokens": 64, "prefill_chunk_tokens": 16}
+        self.engine: Engine = build_fake_engine(runner=self.runner, policy=policy, **(limits | settings))
+        self.steps: list[Counter[str]] = []
+        self._tenants: dict[str, str] = {}
+        self._number = 0
+
+    def send(self, tenant: str, *, num_prompt: int = 12, max_tokens: int = 12) -> None:
+        name = str(self._number)
+        self._number += 1
+        self._tenants[name] = tenant
+        prompt = tuple(2 + (self._number * 7 + i * i) % 48 for i in range(num_prompt))
+        self.engine.add(make_request(prompt, request_id=name, tenant=tenant, max_tokens=max_tokens, cache_salt=name))
+
+    def step(self) -> None:
+        self.engine.step()
+        computed: Counter[str] = Counter()
+        for item in self.runner.batches[-1].scheduled:
+            computed[self._tenants[item.request_id]] += len(item.token_ids)
+        self.runner.batches.clear()
+        self.steps.append(computed)
+
+    def shares(self, steps: slice, tenants: Iterable[str]) -> list[int]:
+        total = sum(self.steps[steps], Counter())
+        return [total[tenant] for tenant in tenants]
+
+
+def crowd(policy: str, *, num_steps: int) -> Traffic:
+    """One tenant sends ten times as much as each of nine others, and those together more than can be served."""
+    traffic = Traffic(policy)
+    for step in range(num_steps):
+        if step % 5 == 0:
+            for tenant in POLITE:
+                traffic.send(tenant)
+            for _ in range(10):
+                traffic.send("greedy")
+        traffic.step()
+    return traffic
+
+
+def worst_window(traffic: Traffic, *, warm_up: int) -> float:
+    tenants = ["greedy", *POLITE]
+    starts = range(warm_up, len(traffic.steps) - WINDOW + 1)
+    return min(jain(traffic.shares(slice(start, start + WINDOW), tenants)) for start in starts)
+
+
+def test_one_tenant_at_ten_times_the_rate_gets_what_the_nine_others_get() -> None:
+    assert worst_window(crowd("fair", num_steps=700), warm_up=100) >= 0.99
+
+
+def test_first_come_first_served_would_not_do() -> None:
+    assert worst_window(crowd("fcfs", num_steps=400), warm_up=100) < 0.6
+
+
+def test_long_requests_are_charged_for_what_they_are() -> None:
+    """Tenants with requests of different lengths get the same number of tokens, not of requests."""
+    traffic = Traffic("fair", max_running=12)
+    sizes = {"short": (4, 4), "prompt": (40, 4), "output": (4, 40)}
+    waiting = dict.fromkeys(sizes, 0)
+    for _ in range(900):
+        for tenant, (num_prompt, max_tokens) in sizes.items():
+            while waiting[tenant] < 40:
+                traffic.send(tenant, num_prompt=num_prompt, max_tokens=max_tokens)
+                waiting[tenant] += 1
+        traffic.step()
+        for tenant in sizes:
+            waiting[tenant] = traffic.engine._scheduler._policy._inner.shares.num_waiting(tenant)  # type: ignore[attr-defined]
+    shares = traffic.engine._scheduler._policy._inner.shares  # type: ignore[attr-defined]
+    assert jain(shares.served(tenant) for tenant in sizes) >= 0.995
+
+
+@pytest.mark.parametrize("idle_steps", [50, 1000])
+def test_a_tenant_that_returns_has_no_credit_however_long_it_was_idle(idle_steps: int) -> None:
+    traffic = Traffic("fair")
+
+    def keep_sending(*tenants: str) -> None:
+        if len(traffic.steps) % 3 == 0:
+            for tenant in tenants:
+                for _ in range(4):
+                    traffic.send(tenant)
+        traffic.step()
+
+    for _ in range(100):
+        keep_sending("a", "b", "returns")
+    for _ in range(idle_steps):
+        keep_sending("a", "b")
+    begin = len(traffic.steps)
+    for _ in range(WINDOW):
+        keep_sending("a", "b", "returns")
+    a, b, returns = traffic.shares(slice(begin, begin + WINDOW), ["a", "b", "returns"])
+    assert returns <= 1.1 * min(a, b)
+
+
+def test_a_new_tenant_does_not_wait_for_the_backlog_of_others() -> None:
+    traffic = Traffic("fair", max_running=2)
+    for _ in range(50):
+        traffic.send("greedy")
+    for _ in range(30):
+        traffic.step()
+    traffic.send("polite")
+    for _ in range(30):
+        traffic.step()
+    assert traffic.shares(slice(-30, None), ["polite"]) == [12 + 12 - 1]
+
+
+def test_idle_tenants_are_forgotten_in_the_end() -> None:
+    engine = build_fake_engine(policy="fair")
+    policy = engine._scheduler._policy._inner  # type: ignore[attr-defined]
+    assert isinstance(policy, FairShare)
+    policy.shares.max_idle = 50
+    for number in range(300):
+        run_to_end(engine, make_request(tenant=f"tenant-{number}", max_tokens=1))
+    assert len(policy.shares) <= 52
+    assert len(policy.shares._order) <= 52

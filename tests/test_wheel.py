@@ -1,0 +1,103 @@
+"""The wheel in an empty environment elsewhere: it has every module, and serves the bundled model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from tests.deployments.conftest import PLAIN_ENVIRONMENT, free_port
+from tests.deployments.launcher.test_launcher import output_until, stop
+
+PROJECT = Path(__file__).resolve().parent.parent
+PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+IMPORT_ALL = """
+import pkgutil, sys
+import app, deployments.preload
+for package in (app, deployments):
+    assert package.__file__.startswith(sys.prefix), package.__file__
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            __import__(module.name)
+            print(module.name)
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A virtual environment with our packages from a wheel, and all others from this one."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for name in ("app", "deployments", "models"):
+        shutil.copytree(PROJECT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(PROJECT / name, source / name)
+    run([*PIP, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(folder), str(source)], folder)
+    shutil.rmtree(source)
+    run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], folder)
+    [packages] = (folder / "venv").glob("lib/python*/site-packages")
+    # As a path alone: what this environment's own .pth files add, the project among it, is not there.
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    [wheel] = folder.glob("*.whl")
+    python = folder / "venv" / "bin" / "python"
+    run([*PIP, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], folder)
+    yield python.parent
+    shutil.rmtree(folder)
+
+
+def run(command: list[str], folder: Path) -> str:
+    plain = {name: value for name, value in PLAIN_ENVIRONMENT.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=plain, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_every_module_can_be_imported_from_the_wheel(environment: Path, tmp_path: Path) -> None:
+    printed = run([str(environment / "python"), "-c", IMPORT_ALL], tmp_path)
+    there = {
+        ".".join(path.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__")
+        for name in ("app", "deployments")
+        for path in (PROJECT / name).rglob("*.py")
+        if path.name != "__main__.py"
+    }
+    assert there - {"app", "deployments"} == set(printed.split())
+
+
+def test_files_that_are_no_modules_are_in_the_wheel(environment: Path) -> None:
+    [packages] = environment.parent.glob("lib/python*/site-packages")
+    listed = subprocess.run(
+        ["git", "ls-files", "app", "deployments", "models"], cwd=PROJECT, capture_output=True, text=True, check=True
+    )
+    files = [name for name in listed.stdout.split() if not name.endswith((".py", ".md"))]
+    assert len(files) > 40
+    assert [name for name in files if not (packages / name).is_file()] == []
+
+
+@pytest.mark.serve
+def test_the_wheel_serves_the_bundled_model(environment: Path, tmp_path: Path) -> None:
+    port, plain = free_port(), {name: value for name, value in PLAIN_ENVIRONMENT.items() if name != "PYTHONPATH"}
+    [packages] = environment.parent.glob("lib/python*/site-packages")
+    config = yaml.safe_load((packages / "deployments" / "serve.yaml").read_text())
+    config["http_options"]["port"] = port
+    config["applications"][0]["args"]["batches"]["path"] = str(tmp_path / "batches")
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
+    process = subprocess.Popen(
+        [str(environment / "carousel"), "serve", "serve.yaml"],
+        cwd=tmp_path, env=plain | {"RAY_AUTH_MODE": "disabled", "PATH": os.environ["PATH"]}, process_group=0,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        output_until(process, "Stop with Ctrl-C.")
+        chat = {"model": "demo", "messages": [{"role": "user", "content": "Count from 3 to 9."}], "temperature": 0}
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=chat, timeout=60).json()
+        assert answer["choices"][0]["message"]["content"] == "3 4 5 6 7 8 9."
+    finally:
+        stop(process)
