@@ -44,7 +44,9 @@ ALLOWED = {
     "app.model.simulated": {
         "app.config", "app.engine.batch", "app.engine.model_runner", "app.engine.request", "pydantic",
     },
-    "app.text": {"app.config", "app.errors", "app.engine.request", "tokenizers", "transformers", "jinja2"},
+    "app.text": {
+        "app.config", "app.errors", "app.engine.request", "jinja2", "msgspec", "tokenizers", "transformers",
+    },
     "app.metrics": {
         "app.errors", "app.engine.histogram", "app.engine.stats", "app.engine.tuner", "app.engine.request",
         "prometheus_client",
@@ -70,7 +72,8 @@ ALLOWED = {
         "msgspec", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.api.pipelines": {
-        "app.api", "app.config", "app.disk", "app.errors", "app.engine.request", "app.metrics", "numpy",
+        "app.api", "app.config", "app.disk", "app.errors", "app.engine.request", "app.json_pieces", "app.metrics",
+        "numpy",
     },
     "app.fleet.autoscaling": {"app.config"},
     "app.assembly": {

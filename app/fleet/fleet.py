@@ -100,7 +100,7 @@ class Fleet:
         try:
             while True:
                 pause_s = 0.0
-                is_last_chance = self._culprits.is_suspect(request.request_id)
+                is_last_chance = in_flight.lost_at is not None and self._culprits.is_suspect(request.request_id)
                 if is_last_chance:
                     await self._suspects.begin(request.request_id)
                 try:
