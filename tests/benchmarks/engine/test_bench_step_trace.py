@@ -9,7 +9,7 @@ import pytest
 from app.engine.batch import StepBatch, StepResult
 from benchmarks.engine.carousel import LoggedCarousel
 from benchmarks.engine.run import Run
-from benchmarks.engine.step_trace import StepTrace
+from benchmarks.engine.step_trace import LoggedRunner, StepTrace
 from benchmarks.harness.workload import TimedRequest, Workload
 from tests.fakes import CountingRunner, FakeClock, TimedRunner, build_fake_engine, make_request
 
