@@ -170,8 +170,9 @@ class AsyncEngine:
         store = self._engine.adapters
         if store is None:
             raise UnsupportedAdapter(NO_ADAPTERS)
-        if store.has(adapter.digest):
-            return store.hold(adapter)
+        held = store.hold_if_loaded(adapter)
+        if held is not None:
+            return held
         loading = asyncio.get_running_loop().run_in_executor(None, store.hold, adapter)
         try:
             return await asyncio.shield(loading)
@@ -336,7 +337,7 @@ class AsyncEngine:
             return
         raise Overloaded(
             f"the engine is full: {problem}; try again shortly",
-            retry_after_s=self._retry_times.next_after(now, ended_per_s=stats.ended_per_s),
+            retry_after_s=self._retry_times.next_after(now, ended_per_s=stats.ended_per_s, tenant=request.tenant),
         )
 
     def _can_start(self, request: Request, num_before: int) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
 from operator import attrgetter
+from typing import NamedTuple
 
 from app.engine.block_pool import Block, BlockPool
 from app.engine.policies import OrderKey
@@ -14,6 +16,18 @@ from app.engine.sequence import Sequence, SequenceStatus
 _order_key = attrgetter("order_key")
 
 
+class _Match(NamedTuple):
+    """The cached blocks of a sequence's prefix. Ids of prefixes are never used again, so they say whether it holds."""
+
+    sequence: Sequence
+    blocks: list[Block]
+    prefix_ids: list[int | None]
+
+
+def _has_prefix(block: Block, prefix_id: int | None) -> bool:
+    return block.prefix_id == prefix_id
+
+
 class RunningSequences:
     """Gives blocks to running sequences and takes them back. The last in order is preempted first."""
 
@@ -21,6 +35,7 @@ class RunningSequences:
         self._pool = pool
         self.in_order: list[Sequence] = []  # for reading
         self.num_background = 0  # of them
+        self._match: _Match | None = None  # of the sequence that asked last
 
     def __len__(self) -> int:
         return len(self.in_order)
@@ -37,7 +52,7 @@ class RunningSequences:
 
     def blocks_to_join(self, sequence: Sequence) -> tuple[list[Block], int]:
         """The cached blocks of its prefix, and how many free ones it takes to hold all of its known tokens."""
-        cached = self._pool.match(sequence.token_ids(0, sequence.num_tokens), salt=sequence.request.prefix_salt)
+        cached = self._cached_prefix(sequence)
         if sequence.request.pooling == Pooling.MEAN:  # a block that is not computed adds no hidden states
             cached = []
         if sequence.is_scoring:  # a block that is not computed gives no log-probabilities: skip only scored ones
@@ -45,8 +60,20 @@ class RunningSequences:
         num_blocks = self._pool.num_blocks_for(sequence.num_tokens) - len(cached)
         return cached, num_blocks + self._pool.num_free_among(cached)
 
+    def _cached_prefix(self, sequence: Sequence) -> list[Block]:
+        """The first waiting sequence asks in every step until it joins: what it found is kept, not hashed again."""
+        known: Several[Block] = ()
+        last = self._match
+        if last is not None and last.sequence is sequence and all(map(_has_prefix, last.blocks, last.prefix_ids)):
+            known = last.blocks
+        token_ids = sequence.token_ids(0, sequence.num_tokens)
+        cached = self._pool.match(token_ids, salt=sequence.request.prefix_salt, known=known)
+        self._match = _Match(sequence, cached, [block.prefix_id for block in cached])
+        return cached
+
     def share(self, sequence: Sequence, cached: list[Block]) -> None:
         """Start a sequence after the cached blocks of its prefix."""
+        self._match = None  # it refers to the sequence
         sequence.status = SequenceStatus.RUNNING
         self._pool.share(cached)
         sequence.extend_blocks(cached)

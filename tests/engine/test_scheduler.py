@@ -355,3 +355,30 @@ def test_no_step_is_left_out_that_may_decide_something() -> None:
     fair.add(make_request(prompt(3), max_tokens=9))
     fair.step()
     assert fair.num_decode_steps() == 0  # the policy counts tokens
+
+
+class CountedCache(dict):  # type: ignore[type-arg]
+    num_lookups = 0
+
+    def get(self, *args):  # type: ignore[no-untyped-def]
+        self.num_lookups += 1
+        return super().get(*args)
+
+
+def test_a_waiting_request_that_lacks_blocks_keeps_the_match_of_its_prefix() -> None:
+    engine = build_fake_engine(num_blocks=24, block_size=4)
+    shared = tuple(range(2, 42))
+    run_to_end(engine, make_request(shared, max_tokens=1))
+    engine.add(make_request((43,) * 20, max_tokens=40))
+    engine.step()
+    waiting = make_request((*shared, *([44] * 40)), max_tokens=2)
+    engine.add(waiting)
+    engine.step()
+    pool = engine._scheduler._pool
+    pool._cached = cache = CountedCache(pool._cached)
+    for _ in range(10):
+        engine.step()
+    assert engine.stats().num_waiting == 1
+    assert cache.num_lookups <= 2 * 10  # not ten blocks in each step
+    outcome = run_to_end(engine)
+    assert outcome.token_ids[waiting.request_id] == expected_tokens(waiting.prompt_token_ids, 2)
