@@ -11,7 +11,7 @@ from math import inf
 
 from app.config import SchedulerConfig
 from app.engine.adapter_store import AdapterStore, HeldAdapter
-from app.engine.batch import EMPTY_BATCH, StepBatch, StepResult
+from app.engine.batch import EMPTY_BATCH, StepBatch, StepLimits, StepResult, kept_tokens
 from app.engine.isolation import DeviceFailed, Quarantine, run_in_parts, run_or_error
 from app.engine.matcher import Matcher, TokenSet
 from app.engine.model_runner import ModelRunner
@@ -20,12 +20,11 @@ from app.engine.request_checks import check_request
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.snapshot import EngineSnapshot
-from app.engine.speculation.kept_tokens import kept_tokens
 from app.engine.stats import EngineMeasurements, EngineStats
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
 from app.engine.trace.viewer import Viewer
-from app.engine.tuner import WINDOW_S, StepLimits, Tuner, Tuning, TuningReason
+from app.engine.tuner import WINDOW_S, Tuner, Tuning, TuningReason
 from app.errors import InvalidRequest, InvalidSetup, Quarantined, StepFailed, described, traceback_of
 
 logger = logging.getLogger(__name__)

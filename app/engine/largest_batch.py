@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from app.config import SchedulerConfig
-from app.engine.batch import ScheduledSequence, StepBatch
-from app.engine.batch_builder import MAX_SCORED_TOKENS
+from app.engine.batch import MAX_SCORED_TOKENS, ScheduledSequence, StepBatch
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import TokenSet
 from app.engine.request import ModelInfo, Pooling, SamplingParams

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from app.config import DeadlineConfig, FairConfig, FcfsConfig, PolicyConfig, PriorityConfig, SjfConfig
 from app.engine.batch import StepBatch
-from app.engine.lazy_heap import LazyHeap
 from app.engine.sequence import Sequence
+from app.engine.waiting_queue import LazyHeap
 from app.fair import FairQueue, FairShares
 
 # Under `sjf`, one second of waiting outweighs so many tokens of work.

@@ -13,8 +13,15 @@ from dataclasses import replace
 
 from app.config import SchedulerConfig
 from app.engine.adapter_store import HeldAdapter
-from app.engine.batch import SchedulingDecision, StepBatch, StepResult, WaitReason
-from app.engine.batch_builder import BatchBuilder, with_history
+from app.engine.batch import (
+    BatchBuilder,
+    SchedulingDecision,
+    StepBatch,
+    StepLimits,
+    StepResult,
+    WaitReason,
+    with_history,
+)
 from app.engine.block_pool import BlockPool
 from app.engine.deadlines import Deadlines, deadline_missed
 from app.engine.length_predictor import LengthPredictor
@@ -28,7 +35,6 @@ from app.engine.speculation.drafter import Drafter
 from app.engine.stats import SPEED_STEP_TOKENS, EngineMeasurements, EngineStats, MeasurementCollector, Totals
 from app.engine.strategies import SchedulerView, StepPlan, make_strategy
 from app.engine.throughput import Throughput
-from app.engine.tuner import StepLimits
 from app.engine.waiting_queue import WaitingQueue
 from app.errors import CarouselError
 

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil, exp, inf, log
-from typing import NamedTuple
 
 from app.config import SchedulerConfig
-from app.engine.batch import StepBatch
+from app.engine.batch import StepBatch, StepLimits
 from app.engine.request import TokenDelta
 
 PERIOD_S = 1.0  # between two decisions
@@ -37,19 +36,6 @@ _MIN_MISSES = 3  # in a window, beyond which a target is missed: one slow reques
 # Seconds without a preemption for memory until more requests may run again, and how many times as many.
 _MEMORY_PATIENCE_S, _MAX_MEMORY_PATIENCE_S = 10.0, 300.0
 _MEMORY_GROWTH = 1.2
-
-
-class StepLimits(NamedTuple):
-    """What the tuner moves. `max_running` is at most `max_step_tokens`."""
-
-    max_step_tokens: int
-    prefill_chunk_tokens: int
-    max_running: int
-
-    @classmethod
-    def of(cls, config: SchedulerConfig) -> StepLimits:
-        """The configured limits, which are the upper bounds: memory, graphs and workspaces were sized by them."""
-        return cls(config.max_step_tokens, config.prefill_chunk_tokens, config.max_running)
 
 
 class TuningReason(StrEnum):

@@ -89,7 +89,7 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> None:
         self.max_scored_tokens = max_scored_tokens
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("app.engine.batch_builder.MAX_SCORED_TOKENS", max_scored_tokens)
+        self.patch.setattr("app.engine.batch.MAX_SCORED_TOKENS", max_scored_tokens)
         self.settings = {
             "max_running": max_running,
             "max_step_tokens": max_running + spare_tokens,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from app.config import SchedulerConfig
-from app.engine.batch_builder import MAX_SCORED_TOKENS
+from app.engine.batch import MAX_SCORED_TOKENS
 from app.engine.largest_batch import largest_batch, sequence_lengths
 from app.engine.request import ModelInfo
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from app.config import CacheConfig, SchedulerConfig, TargetsConfig
+from app.engine.batch import StepLimits
 from app.engine.trace.recorder import Recorder
-from app.engine.tuner import MIN_PREFILL_TOKENS, RecentTimes, StepLimits, StepTimes, Tuner, Tuning, TuningReason
+from app.engine.tuner import MIN_PREFILL_TOKENS, RecentTimes, StepTimes, Tuner, Tuning, TuningReason
 from deployments.plan.simulation import FleetSimulation, SimulatedRun, simulate
 from deployments.plan.step_cost import StepCost
 from deployments.plan.traces import Trace

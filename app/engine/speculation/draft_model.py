@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from app.engine.batch import ScheduledSequence, StepBatch, StepResult
-from app.engine.batch_builder import behind_draft
+from app.engine.batch import ScheduledSequence, StepBatch, StepResult, behind_draft
 from app.engine.isolation import run_or_error
 from app.engine.model_runner import ModelRunner
 from app.engine.request import ModelInfo

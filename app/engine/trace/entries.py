@@ -26,9 +26,8 @@ from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 from app.config import SchedulerConfig
-from app.engine.batch import WaitReason
+from app.engine.batch import StepLimits, WaitReason
 from app.engine.request import Adapter, Grammar, GrammarKind, Request, SamplingParams, Thought
-from app.engine.tuner import StepLimits
 
 FORMAT = 2
 UNKNOWN = -1  # in place of the number of a request that is no longer known

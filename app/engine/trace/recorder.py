@@ -11,7 +11,7 @@ from collections.abc import Sequence as Several
 from time import perf_counter_ns
 
 from app.config import SchedulerConfig
-from app.engine.batch import SchedulingDecision, StepBatch
+from app.engine.batch import SchedulingDecision, StepBatch, StepLimits
 from app.engine.request import Request, TokenDelta
 from app.engine.sequence import Sequence
 from app.engine.trace.entries import (
@@ -29,7 +29,6 @@ from app.engine.trace.entries import (
     StepFailure,
     StepRecord,
 )
-from app.engine.tuner import StepLimits
 
 
 class Recorder:

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from app.config import SchedulerConfig
-from app.engine.batch import SchedulingDecision, StepBatch
+from app.engine.batch import SchedulingDecision, StepBatch, StepLimits
 from app.engine.request import Request, TokenDelta
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.snapshot import EngineSnapshot, QueueEntry, SlotUse, StepSums, TuningView
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
-from app.engine.tuner import StepLimits, Tuning
+from app.engine.tuner import Tuning
 
 # A screen shows no more lines. They bound a view, about 40 kB, and the time that it takes from the engine's thread.
 MAX_SLOTS = 256
