@@ -42,7 +42,9 @@ ALLOWED = {
     "app.model.cpu.weights": {"app.model", "torch", "transformers", "pydantic"},
     "app.model.cpu.kept_check": {"app.engine.request", "app.model", "torch", "pydantic"},
     "app.model.simulated": {"app.config", "app.engine.batch", "app.engine.request", "pydantic"},
-    "app.text": {"app.config", "app.errors", "app.engine.request", "tokenizers", "transformers", "jinja2"},
+    "app.text": {
+        "app.config", "app.errors", "app.engine.request", "jinja2", "msgspec", "tokenizers", "transformers",
+    },
     "app.metrics": {
         "app.errors", "app.engine.histogram", "app.engine.stats", "app.engine.tuner", "app.engine.request",
         "prometheus_client",
@@ -68,7 +70,8 @@ ALLOWED = {
         "msgspec", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.api.pipelines": {
-        "app.api", "app.config", "app.disk", "app.errors", "app.engine.request", "app.metrics", "numpy",
+        "app.api", "app.config", "app.disk", "app.errors", "app.engine.request", "app.json_pieces", "app.metrics",
+        "numpy",
     },
     "app.fleet.autoscaling": {"app.config"},
     "app.assembly": {

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from app.api.output.tool_calls import ToolUse
-from app.api.schemas.requests import MAX_ALLOWED_TOKEN_IDS
+from app.api.schemas.fields import MAX_ALLOWED_TOKEN_IDS
 from app.engine.request import Adapter, Generate, ModelFacts, Pooling, Request
 from app.errors import InvalidRequest
 from app.text import Reasoning, ReasoningMarks, Tokenizer

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from msgspec import structs
@@ -15,9 +14,8 @@ from app.culprits import Culprits, SuspectQueue
 from app.engine.request import Queued, Request, TokenDelta
 from app.engine.view import EngineView
 from app.errors import Cancelled, DeadlineMissed, Overloaded, ReplicasLost, Unavailable
-from app.fleet.connection import ReplicaConnection
+from app.fleet.connection import FailoverLimits, FrameMetrics, FrameReader, ReplicaConnection
 from app.fleet.dispatch import Decision
-from app.fleet.frame_client import FrameMetrics, FrameReader, LivenessTimeouts
 from app.fleet.frames import AbortRequest, SubmitRequest, WatchEngine
 from app.fleet.in_flight import InFlightRequest, ReplicaLost
 from app.fleet.replica_registry import ReplicaRegistry
@@ -27,9 +25,6 @@ logger = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 1.0  # between two tries to go on where all replicas are full
 # A request that may have killed its replica lets others go first: those that get a token before it are innocent.
 _SUSPECT_PAUSE_S = 0.25
-# How often a request goes on elsewhere when its replica is lost. Three losses under one request are not chance any more
-# but an update that goes wrong or the request's own fault, and each next try costs a replica and the prompt's time.
-MAX_RESUMES = 3
 
 
 class ReplicaTransport(Protocol):
@@ -55,15 +50,6 @@ class FleetMetrics(FrameMetrics, Protocol):
 
     def resumed(self, reason: str) -> None:
         """A request goes on at another replica; `reason` is that of the ReplicaLost."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailoverLimits:
-    """How long a fleet waits and how often it tries. Seconds."""
-
-    place_timeout_s: float  # for any replica to be there
-    liveness: LivenessTimeouts
-    max_resumes: int = MAX_RESUMES
 
 
 class Fleet:
@@ -114,7 +100,7 @@ class Fleet:
         try:
             while True:
                 pause_s = 0.0
-                is_last_chance = self._culprits.is_suspect(request.request_id)
+                is_last_chance = in_flight.lost_at is not None and self._culprits.is_suspect(request.request_id)
                 if is_last_chance:
                     await self._suspects.begin(request.request_id)
                 try:
@@ -346,7 +332,6 @@ class Fleet:
         """Open a connection to a replica, if there is none yet."""
         if replica_id in self._connections:
             return
-        liveness = self._limits.liveness
         self._connections[replica_id] = ReplicaConnection(
             replica_id,
             lambda: FrameReader(
@@ -354,11 +339,11 @@ class Fleet:
                 self._registry,
                 self._in_flight,
                 self._metrics,
-                liveness,
+                self._limits,
                 on_begun=lambda: self._begun(replica_id),
                 on_view=lambda view: self._view_came(replica_id, view),
             ),
-            lambda reader: self._transport.connect(replica_id, reader, heartbeat_s=liveness.heartbeat_s),
+            lambda reader: self._transport.connect(replica_id, reader, heartbeat_s=self._limits.heartbeat_s),
             self._on_lost,
         )
 

@@ -45,6 +45,7 @@ class ReplicaRegistry:
         # The replicas that take requests now. One that leaves is not among them, though it ends what it has.
         self.replica_ids: Collection[str] = ()
         self._ledger = Ledger()
+        self.progress = self._ledger.progress  # new tokens of a request have come
         self._lengths = OutputLengths()
         self._sessions = Sessions()
         self._prefixes: PrefixIndex | None = None  # from the first report on, which says how much KV memory there is
@@ -89,10 +90,11 @@ class ReplicaRegistry:
         if request.adapter is not None:
             considered = near_adapter(considered, size, self._replicas_with(request.adapter))
         decision = self.last_decision = self._policy.decide(considered, size)
-        self._charge(request, size, decision.candidates[0])
-        self._decisions[decision.replica_id] = decision
+        chosen = decision.candidates[0]
+        self._charge(request, size, chosen)
+        self._decisions[chosen.replica_id] = decision
         if prefixes is not None:
-            prefixes.add(decision.replica_id, chain)
+            prefixes.add(chosen.replica_id, chain)
         return decision
 
     def _considered(
@@ -100,8 +102,9 @@ class ReplicaRegistry:
     ) -> Sequence[Candidate]:
         """The best of a group. Raises Overloaded."""
         sound = [each for each in candidates if not each.is_suspect]
-        if sound and all(each.is_full for each in sound):
-            num_requests = sum(each.num_requests for each in sound)
+        full = [each for each in sound if each.is_full]
+        if sound and len(full) == len(sound):
+            num_requests = sum(each.num_requests for each in full)
             raise self._overloaded(f"all {len(self.replica_ids)} replicas are full ({num_requests:,} requests)")
         of_its_group = of_group(candidates, group)
         trusted = [each for each in of_its_group if not (each.is_suspect or each.replica_id in avoid)]
@@ -138,10 +141,6 @@ class ReplicaRegistry:
         """Those that have an adapter loaded, or are loading it for a request that has just been sent."""
         found = {each for each, report in self.reports.items() if adapter.digest in (report.adapters or ())}
         return found | {self._adapters_sent.get(adapter.digest, "")}
-
-    def progress(self, request_id: str, num_tokens: int) -> None:
-        """New tokens of a request have come."""
-        self._ledger.progress(request_id, num_tokens)
 
     def end(self, request_id: str, *, max_tokens: int = 0, num_generated: int | None = None) -> None:
         """A request has ended, in whatever way; `num_generated`: after so many tokens of its limit, or by a stop."""

@@ -23,7 +23,6 @@ from app.fleet import Table
 from app.jobs import BatchService
 from deployments.ray_internals import accept_odd_headers, http_host, keep_calls_on_loopback, leave_request_ids_alone
 from deployments.serve.admin import AdminCollector
-from deployments.serve.errors import to_carousel_error
 from deployments.serve.gossip import ModelGossip
 from deployments.serve.keys_file import Keys
 from deployments.serve.metrics import IngressReport, MetricsCollector, answers_of
@@ -32,6 +31,7 @@ from deployments.serve.process import collect_later, freeze_loaded, log_where_se
 from deployments.serve.ray_metrics import RayMetrics, families_of_requests
 from deployments.serve.settings import check_exposure, max_ingress_requests
 from deployments.serve.tracing import tracer_of_environment
+from deployments.serve.transport import to_carousel_error
 
 READY_CACHE_S = 1.0
 

@@ -14,14 +14,13 @@ from app.api import ServedModel
 from app.config import ServedModelConfig
 from app.engine.request import Generate, ModelFacts, Pooling
 from app.errors import InvalidSetup, Overloaded
-from app.fleet import FailoverLimits, Fleet, FleetMetrics, LivenessTimeouts, ReplicaRegistry
+from app.fleet import FailoverLimits, Fleet, FleetMetrics, ReplicaRegistry
 from app.fleet.dispatch import GroupChooser, make_policy
 from app.text import Tokenizer, marks_of
 from app.text.tool_calls import FORMATS, ToolFormat, format_of
 from deployments.ray_internals import route_in_this_loop
-from deployments.serve.errors import to_carousel_error
 from deployments.serve.settings import groups_of
-from deployments.serve.transport import ServeTransport
+from deployments.serve.transport import ServeTransport, to_carousel_error
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,8 @@ class ModelClient:
         self._handle = handle
         limits = FailoverLimits(
             place_timeout_s=replicas.place_timeout_s,
-            liveness=LivenessTimeouts(silence_s=replicas.silence_timeout_s, step_s=replicas.step_timeout_s),
+            silence_s=replicas.silence_timeout_s,
+            step_s=replicas.step_timeout_s,
         )
         self.transport = ServeTransport(handle, uuid.uuid4().hex)
         self.fleet = Fleet(self.transport, registry, limits, metrics)

@@ -24,7 +24,6 @@ from app.fleet import (
     Frame,
     FrameReader,
     IngressSession,
-    LivenessTimeouts,
     ReplicaRegistry,
     report_of,
 )
@@ -289,7 +288,8 @@ class LocalFleet:
         self._limits = FailoverLimits(
             max_resumes=max_resumes,
             place_timeout_s=place_timeout_s,
-            liveness=LivenessTimeouts(silence_s=silence_s, step_s=stuck_s),
+            silence_s=silence_s,
+            step_s=stuck_s,
         )
         self._clock = clock
 

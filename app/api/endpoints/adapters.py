@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from pydantic import ConfigDict, Field, ValidationError
 from starlette.requests import Request
@@ -14,12 +14,11 @@ from starlette.routing import Route
 from app.api.handler import RequestHandler
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
-from app.api.schemas.requests import Schema, from_validation_error
+from app.api.schemas.fields import Schema, from_validation_error
 from app.config import Name
 from app.engine.request import Adapter
 from app.errors import InvalidRequest, NotFound, UnsupportedAdapter
-
-Json = dict[str, Any]
+from app.json_pieces import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

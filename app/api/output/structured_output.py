@@ -12,17 +12,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from app.api.json_structure import is_longer
-from app.api.schemas.requests import (
-    GenerationRequest,
-    ResponseFormat,
-    StructuralTag,
-    StructuredOutputs,
-    from_validation_error,
-)
+from app.api.schemas.fields import from_validation_error
+from app.api.schemas.requests import GenerationRequest, ResponseFormat, StructuralTag, StructuredOutputs
 from app.engine.request import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from app.errors import InvalidRequest
+from app.json_pieces import Json
 
-Json = dict[str, Any]
 Content = list[Any]  # the parts of a tag, as app/grammar/tags.py describes them
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}

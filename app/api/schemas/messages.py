@@ -9,18 +9,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
-from app.api.schemas.requests import (
+from app.api.schemas.conversation import Conversation, FunctionName
+from app.api.schemas.fields import (
     MAX_ID_LENGTH,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
     MAX_TOOLS_SIZE,
-    ChatRequest,
-    Conversation,
-    FunctionName,
-    GenerationRequest,
     ListOf,
-    ModelRequest,
     NonEmpty,
     NumTokens,
     Schema,
@@ -29,8 +25,8 @@ from app.api.schemas.requests import (
     from_validation_error,
     joined_text,
     not_larger,
-    without_user,
 )
+from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelRequest, without_user
 from app.engine.request import MAX_TENANT_LENGTH
 from app.errors import InvalidRequest
 

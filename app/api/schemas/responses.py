@@ -9,20 +9,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, WithJsonSchema, model_validator
 
-from app.api.schemas.requests import (
+from app.api.schemas.conversation import ChosenFunction, FunctionDefinition
+from app.api.schemas.fields import (
     MAX_ID_LENGTH,
     MAX_MESSAGES,
     MAX_TOOLS,
     MAX_TOOLS_SIZE,
-    ChatRequest,
-    ChosenFunction,
-    FunctionDefinition,
-    GenerationRequest,
     ListOf,
     Natural,
     NonEmpty,
     NumTokens,
-    OutputSchema,
     ReasoningEffort,
     Schema,
     TemplateVariables,
@@ -30,8 +26,8 @@ from app.api.schemas.requests import (
     from_validation_error,
     joined_text,
     not_larger,
-    without_user,
 )
+from app.api.schemas.requests import ChatRequest, GenerationRequest, OutputSchema, without_user
 from app.errors import InvalidRequest
 
 MAX_METADATA_SIZE = 16_384  # 16 values of 512 characters are OpenAI's limit
