@@ -1,8 +1,8 @@
 """The C++ beside this file, built once with the machine's own compiler and called through ctypes.
 
 The library is kept in the user's cache folder, under the hash of everything that it was built from; a process that
-finds it does not build it again. `python -m app.model.cpu.library` builds it there for other x86-64 machines, which need no
-compiler then (an image does so). Without either the model runs on plain torch.
+finds it does not build it again. `python -m app.model.cpu.library` builds it there for other x86-64 machines too, which
+need no compiler then (an image does so). Without either the model runs on plain torch.
 """
 
 from __future__ import annotations
