@@ -36,8 +36,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
     banned_token_ids: tuple[int, ...] = ()  # may not be drawn: end tokens before min_tokens, ends of bad words
     adjustments: LogitAdjustments | None = None  # as of this step; only where there are penalties or biases
     matcher: Matcher | None = None  # says which tokens may be drawn; None: all
-    # The draw depends on the token before it (`SamplingParams.looks_back`), which is still being drawn: penalties, bans
-    # and matcher are brought up to date by `Scheduler.with_history`.
+    # The draw depends on the token before it, which is still being drawn (`SamplingParams.needs_output_history`):
+    # penalties, bans and matcher are brought up to date by `Scheduler.with_history`.
     lacks_history: bool = False
     # Consecutive prompt tokens for which log-probabilities are wanted, and the position of the first. The token before
     # each, which predicts it, is computed in this step.
@@ -94,7 +94,7 @@ class SchedulingDecision(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepBatch:
     """One step's work, in order of precedence."""
 
     scheduled: tuple[ScheduledSequence, ...]
@@ -143,10 +143,10 @@ class Batch:
         """Whether a draw depends on a token that is not known yet."""
         return any(item.lacks_history for item in self.scheduled)
 
-    def part(self, which: slice) -> Batch:
+    def part(self, which: slice) -> StepBatch:
         """A batch of some of its sequences."""
         scheduled = self.scheduled[which]
-        return Batch(
+        return StepBatch(
             scheduled,
             self.sequences[which],
             began_at=self.began_at,
@@ -159,7 +159,7 @@ class Batch:
         return bool(self.scheduled)
 
 
-EMPTY_BATCH = Batch((), ())
+EMPTY_BATCH = StepBatch((), ())
 
 
 def _by_draw(item: ScheduledSequence) -> Several[ScheduledSequence]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Several
 
 from msgspec import structs
 
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import Pooling, SamplingParams
 from app.engine.sequence import Sequence
 
@@ -90,7 +90,7 @@ class BatchBuilder:
 
     def add_decoding(self, sequence: Sequence) -> None:
         """Add the last token of a sequence; its block is allocated."""
-        if sequence.draws_simply:  # the common case: equals `_scheduled_sequence`, but is faster
+        if sequence.has_plain_sampling:  # the common case: equals `_scheduled_sequence`, but is faster
             request = sequence.request
             scheduled = ScheduledSequence(  # by position: names take longer
                 request.request_id,
@@ -127,15 +127,15 @@ class BatchBuilder:
     def add_drafts(self, place: int, drafts: Several[int]) -> None:
         """Add drafts to what the step computes of a sequence that decodes, as do all others; it has the blocks."""
         item, sequence = self.scheduled[place], self.sequences[place]
-        is_simple = sequence.draws_simply and item.matcher is None
-        draws = () if is_simple else draws_over(item, sequence, drafts, self._eos_token_ids)
+        is_simple = sequence.has_plain_sampling and item.matcher is None
+        draws = () if is_simple else expand_drafts(item, sequence, drafts, self._eos_token_ids)
         self.scheduled[place] = structs.replace(item, token_ids=(*item.token_ids, *drafts), draws=draws)
         self.num_tokens_left -= len(drafts)
         self._has_drafts = True
 
-    def build(self, *, began_at: float) -> Batch:
+    def build(self, *, began_at: float) -> StepBatch:
         """The batch for the model runner."""
-        return Batch(
+        return StepBatch(
             tuple(self.scheduled),
             tuple(self.sequences),
             began_at=began_at,
@@ -196,7 +196,7 @@ def with_history(item: ScheduledSequence, sequence: Sequence, eos_token_ids: fro
     )
 
 
-def draws_over(
+def expand_drafts(
     item: ScheduledSequence, sequence: Sequence, drafts: Several[int], eos_token_ids: frozenset[int]
 ) -> tuple[ScheduledSequence, ...]:
     """An item with one token, and that item behind each draft: penalties, bans and matcher as they are there."""

@@ -95,7 +95,7 @@ class BlockPool:
                 del self._evictable[block.block_id]
             block.num_owners += 1
 
-    def publish(self, block: Block, token_ids: Sequence[int], *, parent: int | str) -> int:
+    def cache_full_block(self, block: Block, token_ids: Sequence[int], *, parent: int | str) -> int:
         """Make a full, computed block findable; returns the id of its prefix, the `parent` of the next block.
 
         If another block holds the same prefix already, that one stays the findable one.

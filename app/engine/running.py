@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from app.engine.block_pool import Block, BlockPool
-from app.engine.policies import Rank
+from app.engine.policies import OrderKey
 from app.engine.request import Pooling
 from app.engine.sequence import Sequence, SequenceStatus
 
-_rank = attrgetter("rank")
+_order_key = attrgetter("order_key")
 
 
 class RunningSequences:
@@ -19,19 +19,19 @@ class RunningSequences:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self.by_rank: list[Sequence] = []  # for reading
+        self.in_order: list[Sequence] = []  # for reading
         self.num_background = 0  # of them
 
     def __len__(self) -> int:
-        return len(self.by_rank)
+        return len(self.in_order)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self.by_rank)
+        return iter(self.in_order)
 
     @property
     def last(self) -> Sequence:
         """The first to be preempted. There must be one."""
-        return self.by_rank[-1]
+        return self.in_order[-1]
 
     # ------------------------------------------------------------------ joining and leaving
 
@@ -55,24 +55,24 @@ class RunningSequences:
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence at the place of its rank."""
-        insort(self.by_rank, sequence, key=_rank)
+        insort(self.in_order, sequence, key=_order_key)
         self.num_background += sequence.request.is_background
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence and free its blocks; its computed tokens count as uncomputed."""
         # They are sorted: a search by rank, where list.remove would compare half of them.
-        index = bisect_left(self.by_rank, sequence.rank, key=_rank)
-        while self.by_rank[index] is not sequence:  # others may have an equal rank
+        index = bisect_left(self.in_order, sequence.order_key, key=_order_key)
+        while self.in_order[index] is not sequence:  # others may have an equal rank
             index += 1
-        del self.by_rank[index]
+        del self.in_order[index]
         self.num_background -= sequence.request.is_background
         self._pool.free(sequence.take_blocks())
 
-    def reorder(self, rank: Callable[[Sequence], Rank]) -> None:
+    def reorder(self, order_key: Callable[[Sequence], OrderKey]) -> None:
         """Sort all of them by another rank."""
-        for sequence in self.by_rank:
-            sequence.rank = rank(sequence)
-        self.by_rank.sort(key=_rank)
+        for sequence in self.in_order:
+            sequence.order_key = order_key(sequence)
+        self.in_order.sort(key=_order_key)
 
     # ------------------------------------------------------------------ growing
 
@@ -91,35 +91,35 @@ class RunningSequences:
         """How many steps give each sequence one more token by a plain draw, before one reaches its limit or a block
         is missing; 0 where any has more than one token to compute.
         """
-        if not self.by_rank or not all(map(_decodes_plainly, self.by_rank)):
+        if not self.in_order or not all(map(_decodes_plainly, self.in_order)):
             return 0
-        number = min(each.request.sampling.max_tokens - each.num_generated_tokens for each in self.by_rank) - 1
+        number = min(each.request.sampling.max_tokens - each.num_generated_tokens for each in self.in_order) - 1
         while number > 0 and not self._pool.can_allocate(
-            sum(max(0, self._num_missing_blocks(each, number)) for each in self.by_rank)
+            sum(max(0, self._num_missing_blocks(each, number)) for each in self.in_order)
         ):
             number //= 2
         return max(0, number)
 
-    def decode(self, num_steps: int, token_id: int, *, publish: Callable[[Sequence, int], None]) -> None:
+    def decode(self, num_steps: int, token_id: int, *, cache_full_block: Callable[[Sequence, int], None]) -> None:
         """Give each sequence so many more computed tokens, and after them the same one: as many as `num_decode_steps`.
 
-        Blocks are taken, and handed to `publish` with the number of computed tokens when they are full, in the order of
-        these steps.
+        Blocks are taken, and handed to `cache_full_block` with the number of computed tokens when they are full, in the
+        order of these steps.
         """
         size = self._pool.block_size
         changes: list[tuple[int, bool, int]] = []  # step, whether it is after the step, the sequence's place
-        for place, sequence in enumerate(self.by_rank):
+        for place, sequence in enumerate(self.in_order):
             computed = sequence.num_computed_tokens
             sequence.generated_token_ids.extend([token_id] * num_steps)
             changes += [(step, False, place) for step in range(-computed % size, num_steps, size)]
             changes += [(step, True, place) for step in range(-(computed + 1) % size, num_steps, size)]
         for step, is_full, place in sorted(changes):
-            sequence = self.by_rank[place]
+            sequence = self.in_order[place]
             if is_full:
-                publish(sequence, sequence.num_computed_tokens + step + 1)
+                cache_full_block(sequence, sequence.num_computed_tokens + step + 1)
             elif self._num_missing_blocks(sequence, step + 1) > 0:
                 self.extend(sequence, step + 1)
-        for sequence in self.by_rank:
+        for sequence in self.in_order:
             sequence.num_computed_tokens += num_steps
 
     # ------------------------------------------------------------------ preemption
@@ -128,14 +128,14 @@ class RunningSequences:
         self, waiting: Sequence, *, may_preempt: Callable[[Sequence, Sequence], bool], max_running: int
     ) -> list[Sequence]:
         """The sequences to preempt so that a waiting one can run; none if even that frees no slot or too few blocks."""
-        if not self.by_rank or self.last.rank <= waiting.rank:
+        if not self.in_order or self.last.order_key <= waiting.order_key:
             return []
         _, num_blocks = self.blocks_to_join(waiting)
-        num_slots = max_running - len(self.by_rank)
+        num_slots = max_running - len(self.in_order)
         num_free = self._pool.num_free
         victims: list[Sequence] = []
-        for running in reversed(self.by_rank):
-            if (num_slots > 0 and num_free >= num_blocks) or running.rank <= waiting.rank:
+        for running in reversed(self.in_order):
+            if (num_slots > 0 and num_free >= num_blocks) or running.order_key <= waiting.order_key:
                 break
             if may_preempt(waiting, running):
                 victims.append(running)
@@ -145,4 +145,9 @@ class RunningSequences:
 
 
 def _decodes_plainly(sequence: Sequence) -> bool:
-    return sequence.is_decoding and sequence.draws_simply and sequence.matcher is None and not sequence.wants_logprobs
+    return (
+        sequence.is_decoding
+        and sequence.has_plain_sampling
+        and sequence.matcher is None
+        and not sequence.wants_logprobs
+    )

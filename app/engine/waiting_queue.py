@@ -67,7 +67,7 @@ class WaitingQueue:
         for bucket in self.buckets:
             found |= {sequence.arrival: sequence for sequence in bucket.oldest(MAX_SORTED)}
         heads = [bucket.queue.peek() for bucket in self.buckets]
-        ordered = nsmallest(number, found.values(), key=attrgetter("rank"))
+        ordered = nsmallest(number, found.values(), key=attrgetter("order_key"))
         return list(dict.fromkeys([*heads, *ordered]))[:number]
 
     def take_all(self) -> list[Sequence]:

@@ -18,7 +18,7 @@ from app.assembly import Devices, adapter_at, build_engine, digest_of_weights
 from app.config import SchedulerConfig, ServedModelConfig
 from app.engine.adapter_store import AdapterStats
 from app.engine.engine import NO_ADAPTERS
-from app.engine.request import Adapter, ModelFacts
+from app.engine.request import Adapter, ModelInfo
 from app.engine.stats import EngineStats
 from app.errors import InvalidSetup, UnsupportedAdapter
 from app.fleet import Address, Entry, FrameServer, Table, adapters_in, merged, report_of
@@ -130,7 +130,7 @@ class Replica(StopsWithServe):
         await self.gossip(caller.table)
         return await self._frame_server.open()
 
-    def facts(self) -> ModelFacts:
+    def facts(self) -> ModelInfo:
         """What the engine knows about its model."""
         return self._engine.facts
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import StepBatch, StepResult
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs, merge_deltas
 from app.errors import StepFailed
 from tests.engine.test_overlapped_engine import LateRunner
@@ -107,7 +107,7 @@ class Poisoned(CountingRunner):
 
     poison = ""
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         if any(item.request_id == self.poison for item in batch.scheduled):
             raise RuntimeError("poison")
         return super().run(batch)

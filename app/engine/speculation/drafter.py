@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from math import log
-from typing import Protocol
 
-from app.engine.batch import Batch, ScheduledSequence, StepResult
+from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 from app.engine.matcher import Matcher
 from app.engine.sequence import Sequence
 from app.engine.speculation.draft_pace import DraftPace
@@ -29,13 +29,14 @@ _NUM_HOPEFUL = 8  # looks without a match, after which a sequence is not promisi
 Take = Callable[[Sequence, int], int]
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """Proposes the next tokens of sequences that decode. What it proposes costs time and never changes a token."""
 
+    @abstractmethod
     def begin(self, num_sequences: int) -> bool:
         """Whether the next step, of so many sequences, may have drafts. Called before `draft`."""
-        ...
 
+    @abstractmethod
     def draft(
         self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
     ) -> Iterator[tuple[int, Several[int]]]:
@@ -43,14 +44,19 @@ class Drafter(Protocol):
 
         items: what the step computes of each sequence, its last token.
         """
-        ...
 
-    def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
+    @abstractmethod
+    def stepped(self, batch: StepBatch, result: StepResult, *, at: float, goes_on: bool) -> None:
         """A step has ended `at` that time of the engine's clock; the result holds the tokens that were kept.
 
         `goes_on`: another step follows at once.
         """
-        ...
+
+    def sleep(self) -> None:
+        """Give up what memory of the device it has, as a model runner does; every sequence waits."""
+
+    def wake(self) -> None:
+        """Have the memory again. Raises what a model runner raises."""
 
 
 def one_by_one(
@@ -98,7 +104,7 @@ def num_worthwhile(chance: float, least_chance: float) -> int:
 
 
 @dataclass(slots=True)
-class LookupDrafter:
+class LookupDrafter(Drafter):
     """Drafts what a grammar forces, else by prompt lookup: as many as recent acceptance and step times make
     worthwhile, `max_drafts` at most."""
 
@@ -152,7 +158,7 @@ class LookupDrafter:
         number = num_worthwhile(self._acceptance_of_forced, self._least_chance)
         return matcher.forced(min(self.max_drafts, number))
 
-    def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
+    def stepped(self, batch: StepBatch, result: StepResult, *, at: float, goes_on: bool) -> None:
         self._pace.stepped(batch, result, at=at, goes_on=goes_on, counts=not self._is_passing)
         if batch.has_drafts:
             for item, sequence, num_kept in zip(batch.scheduled, batch.sequences, result.num_kept, strict=True):

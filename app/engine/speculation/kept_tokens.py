@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from app.engine.batch import Batch, ScheduledSequence, StepResult
+from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 
 
-def kept_tokens(batch: Batch, result: StepResult) -> StepResult:
+def kept_tokens(batch: StepBatch, result: StepResult) -> StepResult:
     """The result of a batch with drafts, without the draws that come to nothing."""
     token_ids: list[int] = []
     num_kept: list[int] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.request import FinishReason, Grammar, GrammarKind, Request
 from app.engine.speculation.drafter import Drafter, LookupDrafter, SequenceDrafts
@@ -38,7 +38,7 @@ class CyclingRunner(CountingRunner):
         super().__init__()
         self._clock, self._base_s, self._row_s = clock, base_s, row_s
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         super().run(batch)
         self._clock.advance(self._base_s + self._row_s * batch.num_tokens)
         return StepResult([5 + item.end % 4 for item in batch.sampled])
