@@ -26,7 +26,7 @@ from app.fleet.dispatch import ReplicaReport, group_of_rank
 from app.metrics import EngineReport, LoopMonitor
 from deployments.ray_internals import StopsWithServe, keep_calls_on_loopback
 from deployments.serve.autoscaling import use_of
-from deployments.serve.process import freeze_loaded, log_where_serve_does
+from deployments.serve.process import collect_later, freeze_loaded, log_where_serve_does
 from deployments.serve.ray_metrics import RayMetrics, families_of_engine
 from deployments.serve.settings import apply_override, groups_of
 from deployments.serve.transport import OVERRIDE, FramesFrom, ReplicaState
@@ -42,6 +42,7 @@ class Replica(StopsWithServe):
         Raises:
             InvalidSetup: the model cannot be served as configured.
         """
+        collect_later()
         log_where_serve_does()
         keep_calls_on_loopback()
         self._group = group_of_rank(serve.get_replica_context().rank.rank, groups_of(model))
