@@ -208,7 +208,7 @@ class Engine:
 
     @property
     def running(self) -> list[Sequence]:
-        """By rank; for reading."""
+        """In order; for reading."""
         return self._scheduler.running
 
     def num_decode_steps(self) -> int:

@@ -111,6 +111,15 @@ class RunningSequences:
         """Give a sequence the blocks for as many more tokens; there must be room."""
         sequence.extend_blocks(self._pool.allocate(self._num_missing_blocks(sequence, num_tokens)))
 
+    def num_draftable(self, sequence: Sequence, *, is_short: bool) -> int:
+        """How many drafts it has blocks for and may come to be; the last token that it may have is always drawn.
+
+        `is_short`: only in the blocks that it has.
+        """
+        num_slots = (len(sequence.blocks) + (0 if is_short else self._pool.num_free)) * self._pool.block_size
+        num_left = sequence.request.sampling.max_tokens - sequence.num_generated_tokens
+        return min(num_slots - sequence.num_computed_tokens, num_left) - 1
+
     def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         return self._pool.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.blocks)
 

@@ -31,7 +31,7 @@ from app.engine.request import EngineTimes, FinishReason, Request, SamplingParam
 from app.engine.result_processor import ResultProcessor, with_times
 from app.engine.running import RunningSequences
 from app.engine.sequence import Sequence, SequenceStatus
-from app.engine.speculation.drafter import Drafter
+from app.engine.speculation.drafter import Drafter, add_drafts
 from app.engine.stats import SPEED_STEP_TOKENS, EngineMeasurements, EngineStats, MeasurementCollector, Totals
 from app.engine.strategies import SchedulerView, StepPlan, make_strategy
 from app.engine.throughput import Throughput
@@ -72,7 +72,7 @@ class Scheduler:
         self._pool = pool
         self._strategy = make_strategy(config.strategy)
         self._policy = policy or make_policy(config.policy)
-        self._drafter = drafter
+        self.drafter = drafter
         self._eos_token_ids = frozenset(eos_token_ids)
         self._takes_whole_prompts = takes_whole_prompts
         self._num_arrived = 0
@@ -228,8 +228,8 @@ class Scheduler:
         joined = builder.sequences[num_running:]
         if joined:
             self._measurements.joined(joined, now)
-        if self._drafter is not None:
-            self._add_drafts(builder, self._drafter, is_short=wait_reason is WaitReason.BLOCKS)
+        if self.drafter is not None:
+            add_drafts(builder, self.drafter, self._running, is_short=wait_reason is WaitReason.BLOCKS)
         self._note_decision(joined, wait_reason)
         return builder.build(began_at=now)
 
@@ -376,47 +376,10 @@ class Scheduler:
         background = [each for each in self._running if each.request.is_background and each not in victims]
         return background[-num_missing:]
 
-    # -- drafts
-
-    def _add_drafts(self, builder: BatchBuilder, drafter: Drafter, *, is_short: bool) -> None:
-        """Use what is left of the budget and of the blocks for drafts, where every sequence of the step decodes.
-
-        A step with a prompt in it is bound by computing. `is_short`: others wait for blocks, so drafts take none.
-        """
-        sequences = builder.sequences
-        # The first two conditions say so for most steps; the third looks at every sequence.
-        if not builder.has_single_tokens or not drafter.begin(len(sequences)):
-            return
-        if not all(each.is_decoding for each in sequences):
-            return
-        num_tokens_left = builder.num_tokens_left
-
-        def take(sequence: Sequence, at_most: int) -> int:
-            nonlocal num_tokens_left
-            number = min(at_most, num_tokens_left, self._num_draftable(sequence, is_short=is_short))
-            if number <= 0:
-                return 0
-            self._running.extend(sequence, 1 + number)
-            num_tokens_left -= number
-            return number
-
-        for place, drafts in drafter.draft(builder.scheduled, sequences, take):
-            builder.add_drafts(place, drafts)
-
-    def _num_draftable(self, sequence: Sequence, *, is_short: bool) -> int:
-        """How many drafts it has blocks for and may come to be; the last token that it may have is always drawn."""
-        num_slots = (len(sequence.blocks) + (0 if is_short else self._pool.num_free)) * self._pool.block_size
-        num_left = sequence.request.sampling.max_tokens - sequence.num_generated_tokens
-        return min(num_slots - sequence.num_computed_tokens, num_left) - 1
-
     def take_decision(self) -> SchedulingDecision:
         """What the last `schedule` decided beside its batch, for the trace. Forgets it, and with it its sequences."""
         decision, self._decision = self._decision, SchedulingDecision()
         return decision
-
-    @property
-    def drafter(self) -> Drafter | None:
-        return self._drafter
 
     # ------------------------------------------------------------------ update
 
@@ -482,8 +445,8 @@ class Scheduler:
         if batch.has_drafts:
             self._totals.drafted_tokens += batch.num_scheduled_tokens - len(batch.sequences)
             self._totals.accepted_tokens += len(result.token_ids) - len(batch.sequences)
-        if self._drafter is not None:
-            self._drafter.stepped(batch, result, at=now, goes_on=bool(len(self._running)))
+        if self.drafter is not None:
+            self.drafter.stepped(batch, result, at=now, goes_on=bool(len(self._running)))
         self._policy.computed(batch, result.num_kept)
         if not len(self._running):
             self._strategy.emptied(now)
@@ -507,7 +470,7 @@ class Scheduler:
 
         0: the next step may have something to decide, or ends a sequence by its limit.
         """
-        is_plain = not (len(self._waiting) or self._ended or self._policy.counts_steps or self._drafter)
+        is_plain = not (len(self._waiting) or self._ended or self._policy.counts_steps or self.drafter)
         if not is_plain or self._deadlines.next_at is not None:
             return 0
         return self._running.num_decode_steps()
@@ -610,7 +573,7 @@ class Scheduler:
 
     @property
     def running(self) -> list[Sequence]:
-        """By rank; for reading."""
+        """In order; for reading."""
         return self._running.in_order
 
     @property

@@ -8,8 +8,9 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from math import log
 
-from app.engine.batch import ScheduledSequence, StepBatch, StepResult
+from app.engine.batch import BatchBuilder, ScheduledSequence, StepBatch, StepResult
 from app.engine.matcher import Matcher
+from app.engine.running import RunningSequences
 from app.engine.sequence import Sequence
 from app.engine.speculation.draft_pace import DraftPace
 from app.engine.speculation.prompt_lookup import PromptLookup
@@ -57,6 +58,32 @@ class Drafter(ABC):
 
     def wake(self) -> None:
         """Have the memory again. Raises what a model runner raises."""
+
+
+def add_drafts(builder: BatchBuilder, drafter: Drafter, running: RunningSequences, *, is_short: bool) -> None:
+    """Use what is left of the budget and of the blocks for drafts, where every sequence of the step decodes.
+
+    A step with a prompt in it is bound by computing. `is_short`: others wait for blocks, so drafts take none.
+    """
+    sequences = builder.sequences
+    # The first two conditions say so for most steps; the third looks at every sequence.
+    if not builder.has_single_tokens or not drafter.begin(len(sequences)):
+        return
+    if not all(each.is_decoding for each in sequences):
+        return
+    num_tokens_left = builder.num_tokens_left
+
+    def take(sequence: Sequence, at_most: int) -> int:
+        nonlocal num_tokens_left
+        number = min(at_most, num_tokens_left, running.num_draftable(sequence, is_short=is_short))
+        if number <= 0:
+            return 0
+        running.extend(sequence, 1 + number)
+        num_tokens_left -= number
+        return number
+
+    for place, drafts in drafter.draft(builder.scheduled, sequences, take):
+        builder.add_drafts(place, drafts)
 
 
 def one_by_one(
