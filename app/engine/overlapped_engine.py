@@ -67,7 +67,7 @@ class OverlappedEngine(Engine):
         self._recorder.step_began()
         must_wait = before is not None and self._has_failed
         self._launched = None if must_wait else self._launch(is_ahead=before is not None)
-        return self._deltas_without_step() if before is None else self._settle(before)
+        return self._deltas_without_step() if before is None else self._reconcile(before)
 
     def _launch(self, *, is_ahead: bool) -> _Launched | None:
         batch = self._scheduler.schedule(self._clock(), is_ahead=is_ahead)
@@ -92,7 +92,7 @@ class OverlappedEngine(Engine):
         self._scheduler.commit_ahead(batch)
         return _Launched(batch, launched.step)
 
-    def _settle(self, launched: _Launched) -> list[TokenDelta]:
+    def _reconcile(self, launched: _Launched) -> list[TokenDelta]:
         result = run_or_error(launched.step.result)
         if isinstance(result, Exception):
             self._retry_after(FailureKind.RESULT, launched.batch, result)

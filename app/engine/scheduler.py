@@ -213,8 +213,8 @@ class Scheduler:
         """The next step's work: first the running sequences, then as many waiting ones as may join.
 
         Empty while the strategy waits for arrivals or for a timer; see `due_at`. With `is_ahead` the step before has
-        advanced and is not settled: the batch may be empty then too, and a token that is not known yet is a
-        placeholder, see `commit_ahead`.
+        been committed ahead and is not reconciled: the batch may be empty then too, and a token that is not known yet
+        is a placeholder, see `commit_ahead`.
         """
         self._finish_overdue(now)
         for sequence in self._to_preempt_for_waiting():

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 from app.engine.adapter_store import HeldAdapter
 from app.engine.block_pool import Block
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import Matcher
 from app.engine.request import Request
-
-if TYPE_CHECKING:
-    from app.engine.speculation.drafter import SequenceDrafts
+from app.engine.speculation.acceptance import SequenceDrafts
 
 
 class SequenceStatus(Enum):
