@@ -27,7 +27,7 @@ from deployments.serve.gossip import ModelGossip
 from deployments.serve.keys_file import Keys
 from deployments.serve.metrics import IngressReport, MetricsCollector, answers_of
 from deployments.serve.model_client import ModelClient, served_model
-from deployments.serve.process import freeze_loaded, log_where_serve_does, return_freed_memory
+from deployments.serve.process import collect_later, freeze_loaded, log_where_serve_does, return_freed_memory
 from deployments.serve.ray_metrics import RayMetrics, families_of_requests
 from deployments.serve.settings import check_exposure, max_ingress_requests
 from deployments.serve.tracing import tracer_of_environment
@@ -50,6 +50,7 @@ class Ingress:
 
         `batches` is the deployment that keeps files and batches, where they are served.
         """
+        collect_later()
         log_where_serve_does()
         return_freed_memory()
         keep_calls_on_loopback()
