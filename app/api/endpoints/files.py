@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from app.api.http.multipart import Form, read_form
 from app.api.request_context import asks_for
-from app.api.schemas.fields import Schema, from_validation_error
+from app.api.schemas.fields import Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_names
 from app.errors import InvalidRequest
 from app.jobs import BatchService, NewFile, PageOf
@@ -122,10 +122,7 @@ def _expires_after_s(fields: dict[str, str]) -> int | None:
         return None
     if seconds is None or not (seconds.isascii() and seconds.isdigit() and len(seconds) <= 10):
         raise InvalidRequest("expires_after[seconds] should be a number of seconds", param="expires_after[seconds]")
-    try:
-        return ExpiresAfter.model_validate({"anchor": anchor, "seconds": int(seconds)}).seconds
-    except ValidationError as error:
-        raise from_validation_error(error) from None
+    return ExpiresAfter.checked({"anchor": anchor, "seconds": int(seconds)}).seconds
 
 
 def page_of(owner: str, query: Mapping[str, str], *, max_limit: int, default_limit: int) -> PageOf:

@@ -8,7 +8,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -23,7 +23,7 @@ from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
 from app.api.http.sse import DONE, EventStream, WhileConnected, event, event_pieces
 from app.api.request_context import RequestContext, asks_for, with_deadline
-from app.api.schemas.fields import MAX_PROMPTS, Schema, from_validation_error
+from app.api.schemas.fields import MAX_PROMPTS, Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_unknown
 from app.errors import CarouselError, InvalidRequest
 from app.jobs import Answered, BatchLimits, BatchService, JobState, NewBatch, NewFile
@@ -109,10 +109,7 @@ async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context:
     shared = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
     if context.is_strict:
         refuse_unknown(own, PromptListRequest)
-    try:
-        asked = PromptListRequest.model_validate(own)
-    except ValidationError as error:
-        raise from_validation_error(error) from None
+    asked = PromptListRequest.checked(own)
     for name in ("prompt", "messages"):
         if shared.get(name) is not None:
             raise InvalidRequest(f"{name} is for one request; all of a batch's are in prompts", param=name)

@@ -7,7 +7,7 @@ or `WithJsonSchema` says what.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -209,6 +209,14 @@ class Schema(BaseModel):
         if isinstance(value, dict) and None in value.values():
             return {name: item for name, item in value.items() if item is not None}
         return value
+
+    @classmethod
+    def checked(cls, value: Any, *, within: str | None = None) -> Self:
+        """The typed value. Raises InvalidRequest for its first mistake; `within` is the field around it."""
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise from_validation_error(error, within=within) from None
 
 
 def from_validation_error(error: ValidationError, *, within: str | None = None) -> InvalidRequest:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 
 from app.api.schemas.conversation import ChosenFunction, FunctionDefinition
 from app.api.schemas.fields import (
@@ -23,7 +23,6 @@ from app.api.schemas.fields import (
     Schema,
     TemplateVariables,
     ToolChoice,
-    from_validation_error,
     joined_text,
     not_larger,
 )
@@ -239,10 +238,8 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
             "response_format": self.text.format.for_chat(),
             "reasoning_effort": self.reasoning.effort,
         }
-        try:
-            return _ResponsesChat.model_validate(given)
-        except ValidationError as error:  # of what only the items of a turn have together, such as too many calls
-            raise from_validation_error(error, within="input") from None
+        # of what only the items of a turn have together, such as too many calls
+        return _ResponsesChat.checked(given, within="input")
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
