@@ -32,7 +32,8 @@ from app.api.threads import MAX_SMALL_SIZE, BodyThreads
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
 from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Unavailable
-from app.jobs import LOWEST_CLASS, Answered, ItemOrigin, Json
+from app.jobs import LOWEST_CLASS, Answered, ItemOrigin
+from app.json_pieces import Json
 from app.metrics import NO_MODEL, RequestMetrics, task_name
 
 ParsedT = TypeVar("ParsedT", bound=ModelRequest)

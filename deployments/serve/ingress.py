@@ -21,7 +21,7 @@ from app.config import ApplicationConfig
 from app.jobs import BatchService
 from deployments.ray_internals import accept_odd_headers, http_host, leave_request_ids_alone
 from deployments.serve.metrics import answers_of
-from deployments.serve.process import freeze_loaded
+from deployments.serve.process import collect_later, freeze_loaded
 from deployments.serve.ray_metrics import RayMetrics, families_of_requests
 from deployments.serve.sender import Sender
 from deployments.serve.settings import check_exposure, max_ingress_requests
@@ -41,11 +41,12 @@ class Ingress(Sender):
         batches: DeploymentHandle | None = None,
     ) -> None:
         """See `Sender`. `batches` is the deployment that keeps files and batches, where they are served."""
+        collect_later()
+        super().__init__(config, paths, handles, batches, SharedPools(max_ingress_requests(config)))
         accept_odd_headers()
         leave_request_ids_alone()
         # Here too: on a cluster no launcher has checked it.
         check_exposure(http_host(), config.api)
-        super().__init__(config, paths, handles, batches, SharedPools(max_ingress_requests(config)))
         self._batches = batches
         self._fleets = {name: client.fleet for name, client in self._clients.items()}
         self._running = RunningCalls(self._fleets)
