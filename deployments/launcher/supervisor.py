@@ -31,7 +31,6 @@ from deployments.serve.settings import (
     INGRESS_CPUS,
     LOOPBACK,
     ServeFile,
-    num_pool_engines,
     read_serve_file,
 )
 
@@ -149,9 +148,8 @@ def reserved_cpus(file: ServeFile) -> float:
     def of(config: ApplicationConfig) -> float:
         replicas = sum(model.replicas.max_replicas * model.replicas.reserved_cpus for model in config.models)
         batches = BATCHES_CPUS if config.batches else 0.0
-        jobs = num_pool_engines(config) * max(model.replicas.reserved_cpus for model in config.models)
         ingresses = (config.ingress.num_replicas + 1) * INGRESS_CPUS  # the next comes before one goes
-        return replicas + ingresses + batches + jobs
+        return replicas + ingresses + batches
 
     return sum(map(of, file.applications.values()))
 

@@ -1,4 +1,4 @@
-"""The batches deployment: files and batches in one process; their items go to replicas or engines. No torch here."""
+"""The batches deployment: files and batches in one process; their items go to the replicas. No torch here."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ from ray.serve.handle import DeploymentHandle
 
 from app.api import RequestHandler, ServedModel, fill_indexes, pipelines_of
 from app.api.endpoints.admin import ProcessReport
-from app.config import ApplicationConfig, ServedModelConfig
+from app.config import ApplicationConfig
 from app.errors import CarouselError, Failure, Unavailable, traceback_of
 from app.fleet import Table
-from app.jobs.batch_runner import Execution, FleetExecution
+from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
-from app.jobs.preparation import PreparedItem
-from app.jobs.results import ResultStore
-from app.jobs.runner import Executor, JobRun
 from app.metrics import BatchCounts
 from deployments.ray_internals import keep_calls_on_loopback
 from deployments.serve.admin import AdminCollector
@@ -30,7 +27,6 @@ from deployments.serve.keys_file import Keys
 from deployments.serve.metrics import IngressReport, MetricsCollector
 from deployments.serve.model_client import ModelClient, served_model
 from deployments.serve.process import log_where_serve_does, return_freed_memory
-from deployments.serve.settings import asked_threads
 from deployments.serve.tracing import tracer_of_environment
 
 logger = logging.getLogger(__name__)
@@ -100,7 +96,6 @@ class Batches:
         config = self._config
         assert config.batches is not None, "deployed only with batches"
         models: list[ServedModel] = []
-        execution: Execution
         for model in config.models:
             metrics = self._metrics.requests.model(model.name)
             client = ModelClient(model, self._handles[model.name], metrics)
@@ -118,38 +113,8 @@ class Batches:
         self._metrics.loop.start()
         self._metrics.loop.add_queue("bodies", lambda: handler.threads.num_waiting)
         self._following = asyncio.create_task(self._keys.follow())
-        if config.batches.engines:
-            execution = _engine_execution(config, self._paths, handler)
-        else:
-            execution = FleetExecution(handler.handle_item, max_in_flight=config.batches.max_in_flight)
+        execution = FleetExecution(handler.handle_item, max_in_flight=config.batches.max_in_flight)
         service = LocalBatchService(Path(config.batches.path), config.batches, execution)
         service.start()
         await service.opened()
         return service
-
-
-def _engine_execution(config: ApplicationConfig, paths: Mapping[str, str], handler: RequestHandler) -> Execution:
-    """Batches on engines of their own, as actors of this cluster."""
-    # Here, as most services need no pool, and its modules would be in each of their processes.
-    from app.jobs.engine_batches import EngineExecution
-    from deployments.bulk.pool import EnginePool
-
-    assert config.batches is not None, "deployed only with batches"
-    num_engines = config.batches.engines
-    served = {model.name: on_engines(model, paths[model.name], num_engines) for model in config.models}
-
-    def make_pool(name: str, run: JobRun[PreparedItem], results: ResultStore) -> Executor[PreparedItem]:
-        return EnginePool(served[name], run, results.partial, threads=asked_threads(config))
-
-    return EngineExecution(
-        handler,
-        make_pool,
-        weights={name: model.engine.model.model_dump(mode="json") for name, model in served.items()},
-    )
-
-
-def on_engines(model: ServedModelConfig, path: str, num_engines: int) -> ServedModelConfig:
-    """The model with its own settings, at its resolved path, on so many engines."""
-    engine = model.engine.model_copy(update={"model": model.engine.model.model_copy(update={"path": path})})
-    replicas = model.replicas.model_copy(update={"num_replicas": num_engines, "autoscaling": None})
-    return model.model_copy(update={"engine": engine, "replicas": replicas})
