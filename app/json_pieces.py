@@ -17,6 +17,7 @@ _STEPS_AT_ONCE = 16  # short rows may take long to make
 _VALUES_AT_ONCE = 2048
 
 T = TypeVar("T")
+Json = dict[str, Any]
 
 
 class Rows:

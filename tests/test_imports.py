@@ -29,11 +29,11 @@ ALLOWED = {
     },
     "app.fleet": {
         "app.fleet.dispatch", "app.culprits", "app.errors", "app.engine.throughput", "app.engine.request",
-        "app.engine.stats", "app.engine.view", "msgspec",
+        "app.engine.stats", "app.engine.snapshot", "msgspec",
     },
     "app.model": {
         "app.config", "app.disk", "app.errors", "app.engine.batch", "app.engine.logit_adjustments",
-        "app.engine.request", "torch", "transformers", "triton",
+        "app.engine.model_runner", "app.engine.request", "torch", "transformers", "triton",
     },
     "app.model.adapter_files": {"app.errors", "transformers"},
     "app.model.adapters": {"app.errors", "app.engine.batch", "app.model", "torch", "pydantic", "safetensors"},
@@ -41,8 +41,12 @@ ALLOWED = {
     "app.model.cpu.checkpoint": {"app.model", "torch", "safetensors", "transformers"},
     "app.model.cpu.weights": {"app.model", "torch", "transformers", "pydantic"},
     "app.model.cpu.kept_check": {"app.engine.request", "app.model", "torch", "pydantic"},
-    "app.model.simulated": {"app.config", "app.engine.batch", "app.engine.request", "pydantic"},
-    "app.text": {"app.config", "app.errors", "app.engine.request", "tokenizers", "transformers", "jinja2"},
+    "app.model.simulated": {
+        "app.config", "app.engine.batch", "app.engine.model_runner", "app.engine.request", "pydantic",
+    },
+    "app.text": {
+        "app.config", "app.errors", "app.engine.request", "jinja2", "msgspec", "tokenizers", "transformers",
+    },
     "app.metrics": {
         "app.errors", "app.engine.histogram", "app.engine.stats", "app.engine.tuner", "app.engine.request",
         "prometheus_client",
@@ -57,11 +61,12 @@ ALLOWED = {
     },
     "app.api": {
         "app.jobs", "app.webhooks.receiver", "app.config", "app.errors", "app.fair", "app.json_pieces", "app.text",
-        "app.metrics", "app.versions", "app.engine.request", "app.engine.view",
+        "app.metrics", "app.versions", "app.engine.request", "app.engine.snapshot",
         "msgspec", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.api.pipelines": {
-        "app.api", "app.config", "app.disk", "app.errors", "app.engine.request", "app.metrics", "numpy",
+        "app.api", "app.config", "app.disk", "app.errors", "app.engine.request", "app.json_pieces", "app.metrics",
+        "numpy",
     },
     "app.fleet.autoscaling": {"app.config"},
     "app.assembly": {

@@ -32,7 +32,8 @@ from app.api.threads import MAX_SMALL_SIZE, BodyThreads
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
 from app.errors import CarouselError, DeadlineMissed, EngineStopped, Overloaded, Unavailable
-from app.jobs import LOWEST_CLASS, Answered, ItemOrigin, Json
+from app.jobs import LOWEST_CLASS, Answered, ItemOrigin
+from app.json_pieces import Json
 from app.metrics import NO_MODEL, RequestMetrics, task_name
 
 ParsedT = TypeVar("ParsedT", bound=ModelRequest)
@@ -176,7 +177,9 @@ class RequestHandler:
         """What a body of this size asks of a model, checked; `reserves`: and what it may need reserved."""
         reservation = context.reservation
         with self.counting_refusals(model.base) if reserves else nullcontext():
-            work = partial(endpoint.prepare, parsed, self.names.current(model), context, shared)
+            if model.parent:
+                model = self.names.current(model)
+            work = partial(endpoint.prepare, parsed, model, context, shared)
             prepared = await self.threads.encode(reservation.account.name, parsed.encoded_size(size), work)
             if reserves:
                 reservation.reserve(

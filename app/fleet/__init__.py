@@ -1,7 +1,7 @@
 """Between ingress and replicas: dispatch, frames of tokens, requests in flight, failover. No Ray, no HTTP."""
 
-from app.fleet.fleet import FailoverLimits, Fleet, FleetMetrics, ReplicaTransport
-from app.fleet.frame_client import FrameReader, LivenessTimeouts, connect
+from app.fleet.connection import FailoverLimits, FrameReader, connect
+from app.fleet.fleet import Fleet, FleetMetrics, ReplicaTransport
 from app.fleet.frame_server import Address, FrameServer
 from app.fleet.frames import Frame, report_of
 from app.fleet.gossip import Entry, Table, adapters_in, merged, with_entry
@@ -19,7 +19,6 @@ __all__ = [
     "FrameReader",
     "FrameServer",
     "IngressSession",
-    "LivenessTimeouts",
     "ReplicaLost",
     "ReplicaRegistry",
     "ReplicaTransport",

@@ -6,18 +6,16 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from msgspec import structs
 
 from app.culprits import Culprits, SuspectQueue
 from app.engine.request import Queued, Request, TokenDelta
-from app.engine.view import EngineView
+from app.engine.snapshot import EngineSnapshot
 from app.errors import Cancelled, DeadlineMissed, Overloaded, ReplicasLost, Unavailable
-from app.fleet.connection import ReplicaConnection
+from app.fleet.connection import FailoverLimits, FrameMetrics, FrameReader, ReplicaConnection
 from app.fleet.dispatch import Decision
-from app.fleet.frame_client import FrameMetrics, FrameReader, LivenessTimeouts
 from app.fleet.frames import AbortRequest, SubmitRequest, WatchEngine
 from app.fleet.in_flight import InFlightRequest, ReplicaLost
 from app.fleet.replica_registry import ReplicaRegistry
@@ -27,9 +25,6 @@ logger = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 1.0  # between two tries to go on where all replicas are full
 # A request that may have killed its replica lets others go first: those that get a token before it are innocent.
 _SUSPECT_PAUSE_S = 0.25
-# How often a request goes on elsewhere when its replica is lost. Three losses under one request are not chance any more
-# but an update that goes wrong or the request's own fault, and each next try costs a replica and the prompt's time.
-MAX_RESUMES = 3
 
 
 class ReplicaTransport(Protocol):
@@ -55,15 +50,6 @@ class FleetMetrics(FrameMetrics, Protocol):
 
     def resumed(self, reason: str) -> None:
         """A request goes on at another replica; `reason` is that of the ReplicaLost."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailoverLimits:
-    """How long a fleet waits and how often it tries. Seconds."""
-
-    place_timeout_s: float  # for any replica to be there
-    liveness: LivenessTimeouts
-    max_resumes: int = MAX_RESUMES
 
 
 class Fleet:
@@ -95,7 +81,7 @@ class Fleet:
         self._suspects = SuspectQueue()
         self._connections: dict[str, ReplicaConnection] = {}
         self._changed = asyncio.Event()  # set for a moment when a connection opens or the replicas change
-        self._on_view: Callable[[str, EngineView], None] | None = None  # while views are wanted
+        self._on_view: Callable[[str, EngineSnapshot], None] | None = None  # while views are wanted
         registry.on_replicas = self._replicas_changed
         self._replicas_changed(registry.replica_ids)
 
@@ -114,7 +100,7 @@ class Fleet:
         try:
             while True:
                 pause_s = 0.0
-                is_last_chance = self._culprits.is_suspect(request.request_id)
+                is_last_chance = in_flight.lost_at is not None and self._culprits.is_suspect(request.request_id)
                 if is_last_chance:
                     await self._suspects.begin(request.request_id)
                 try:
@@ -162,7 +148,7 @@ class Fleet:
         """Requests under way."""
         return len(self._in_flight)
 
-    def watch(self, on_view: Callable[[str, EngineView], None] | None) -> None:
+    def watch(self, on_view: Callable[[str, EngineSnapshot], None] | None) -> None:
         """Have `on_view(replica_id, view)` called for each view of a replica, some each second. None: no more."""
         self._on_view = on_view
         for replica_id in self._connections:
@@ -346,7 +332,6 @@ class Fleet:
         """Open a connection to a replica, if there is none yet."""
         if replica_id in self._connections:
             return
-        liveness = self._limits.liveness
         self._connections[replica_id] = ReplicaConnection(
             replica_id,
             lambda: FrameReader(
@@ -354,11 +339,11 @@ class Fleet:
                 self._registry,
                 self._in_flight,
                 self._metrics,
-                liveness,
+                self._limits,
                 on_begun=lambda: self._begun(replica_id),
                 on_view=lambda view: self._view_came(replica_id, view),
             ),
-            lambda reader: self._transport.connect(replica_id, reader, heartbeat_s=liveness.heartbeat_s),
+            lambda reader: self._transport.connect(replica_id, reader, heartbeat_s=self._limits.heartbeat_s),
             self._on_lost,
         )
 
@@ -372,7 +357,7 @@ class Fleet:
         if self._is_open(replica_id) and self._registry.sends_views(replica_id):
             self._connections[replica_id].send(WatchEngine(self._on_view is not None))
 
-    def _view_came(self, replica_id: str, view: EngineView) -> None:
+    def _view_came(self, replica_id: str, view: EngineSnapshot) -> None:
         if self._on_view is not None:
             self._on_view(replica_id, view)
 

@@ -37,7 +37,7 @@ class Preparation:
     tokenizer_path: str
     revision: str | None
     model_name: str
-    facts: Any  # reference to the ModelFacts of an engine that may still be loading
+    facts: Any  # reference to the ModelInfo of an engine that may still be loading
     rows: RowSettings
 
 

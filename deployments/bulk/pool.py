@@ -51,7 +51,7 @@ class EnginePool(Executor[PreparedItem]):
         self._window = 3 * served.engine.scheduler.max_running
         self._num_ready = 0  # engines that have loaded and not died
         self._num_deaths_in_a_row = 0
-        self._facts: Any = None  # reference to a ModelFacts
+        self._facts: Any = None  # reference to a ModelInfo
 
     def parts(self) -> Sequence[Coroutine[Any, Any, None]]:
         """The engines."""

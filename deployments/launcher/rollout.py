@@ -23,7 +23,7 @@ from deployments.ray_internals import deploy
 from deployments.serve.settings import ServeFile, asked_threads, read_serve_file
 from deployments.threads import excess
 
-STARTING_POLL_S = 0.1
+STARTING_POLL_S = 0.2
 RUNNING_POLL_S = 5.0
 REMINDER_S = 15.0
 

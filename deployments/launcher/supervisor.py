@@ -63,15 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     # In /tmp whatever TMPDIR says: Ray and HAProxy put sockets inside, and a socket's path may have 97 characters.
     run_folder = Path(tempfile.mkdtemp(prefix="carousel-", dir="/tmp"))
-    command = [
-        sys.executable,
-        "-m",
-        "deployments.launcher.foreground",
-        str(path),
-        str(run_folder),
-        str(reserved_cpus(config)),
-    ]
-    command += ["--dashboard"] if given.dashboard else []
+    command = [sys.executable, "-m", "deployments.launcher.foreground", *["--dashboard"] * given.dashboard]
+    command += [str(os.getpid()), str(path), str(run_folder), str(reserved_cpus(config))]
     child = subprocess.Popen(command, env=environment(config, run_folder, os.environ), start_new_session=True)
     status = supervise(child)
     if status == 0:

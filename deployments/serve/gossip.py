@@ -14,9 +14,15 @@ from app.config import PolicyConfig, StrategyConfig
 from app.engine.request import Adapter
 from app.errors import Unavailable
 from app.fleet import Table, adapters_in, merged, with_entry
-from deployments.serve.errors import to_carousel_error
 from deployments.serve.metrics import Answers, answers_of
-from deployments.serve.transport import OVERRIDE, ReplicaState, SchedulerOverride, ServeTransport, detached_call
+from deployments.serve.transport import (
+    OVERRIDE,
+    ReplicaState,
+    SchedulerOverride,
+    ServeTransport,
+    detached_call,
+    to_carousel_error,
+)
 
 
 class ModelGossip:

@@ -23,15 +23,15 @@ from app.fleet import Table
 from app.jobs import BatchService
 from deployments.ray_internals import accept_odd_headers, http_host, keep_calls_on_loopback, leave_request_ids_alone
 from deployments.serve.admin import AdminCollector
-from deployments.serve.errors import to_carousel_error
 from deployments.serve.gossip import ModelGossip
 from deployments.serve.keys_file import Keys
 from deployments.serve.metrics import IngressReport, MetricsCollector, answers_of
 from deployments.serve.model_client import ModelClient, served_model
-from deployments.serve.process import freeze_loaded, log_where_serve_does, return_freed_memory
+from deployments.serve.process import collect_later, freeze_loaded, log_where_serve_does, return_freed_memory
 from deployments.serve.ray_metrics import RayMetrics, families_of_requests
 from deployments.serve.settings import check_exposure, max_ingress_requests
 from deployments.serve.tracing import tracer_of_environment
+from deployments.serve.transport import to_carousel_error
 
 READY_CACHE_S = 1.0
 
@@ -50,6 +50,7 @@ class Ingress:
 
         `batches` is the deployment that keeps files and batches, where they are served.
         """
+        collect_later()
         log_where_serve_does()
         return_freed_memory()
         keep_calls_on_loopback()

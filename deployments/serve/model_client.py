@@ -12,16 +12,15 @@ from ray.serve.handle import DeploymentHandle
 
 from app.api import ServedModel
 from app.config import ServedModelConfig
-from app.engine.request import Generate, ModelFacts, Pooling
+from app.engine.request import Generate, ModelInfo, Pooling
 from app.errors import InvalidSetup, Overloaded
-from app.fleet import FailoverLimits, Fleet, FleetMetrics, LivenessTimeouts, ReplicaRegistry
+from app.fleet import FailoverLimits, Fleet, FleetMetrics, ReplicaRegistry
 from app.fleet.dispatch import GroupChooser, make_policy
 from app.text import Tokenizer, marks_of
 from app.text.tool_calls import FORMATS, ToolFormat, format_of
 from deployments.ray_internals import route_in_this_loop
-from deployments.serve.errors import to_carousel_error
 from deployments.serve.settings import groups_of
-from deployments.serve.transport import ServeTransport
+from deployments.serve.transport import ServeTransport, to_carousel_error
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +53,16 @@ class ModelClient:
         self._handle = handle
         limits = FailoverLimits(
             place_timeout_s=replicas.place_timeout_s,
-            liveness=LivenessTimeouts(silence_s=replicas.silence_timeout_s, step_s=replicas.step_timeout_s),
+            silence_s=replicas.silence_timeout_s,
+            step_s=replicas.step_timeout_s,
         )
         self.transport = ServeTransport(handle, uuid.uuid4().hex)
         self.fleet = Fleet(self.transport, registry, limits, metrics)
         self.generate: Generate = self.fleet.generate
 
-    async def facts(self) -> ModelFacts:
+    async def facts(self) -> ModelInfo:
         """What the model's replicas know of it. Waits until one is there; raises when they cannot start."""
-        facts: ModelFacts = await self._handle.facts.remote()
+        facts: ModelInfo = await self._handle.facts.remote()
         return facts
 
     async def answers(self) -> bool:
@@ -94,7 +94,7 @@ async def served_model(model: ServedModelConfig, path: str, client: ModelClient)
     )
 
 
-def pooling_of(model: ServedModelConfig, facts: ModelFacts) -> Pooling | None:
+def pooling_of(model: ServedModelConfig, facts: ModelInfo) -> Pooling | None:
     """What the embeddings of a model are; None: it gives none. Raises InvalidSetup for what it cannot give."""
     if model.pooling == "none" or facts.embedding_size is None:
         return None

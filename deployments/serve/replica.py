@@ -18,7 +18,7 @@ from app.assembly import Devices, adapter_at, build_engine, digest_of_weights
 from app.config import SchedulerConfig, ServedModelConfig
 from app.engine.adapter_store import AdapterStats
 from app.engine.engine import NO_ADAPTERS
-from app.engine.request import Adapter, ModelFacts
+from app.engine.request import Adapter, ModelInfo
 from app.engine.stats import EngineStats
 from app.errors import InvalidSetup, UnsupportedAdapter
 from app.fleet import Address, Entry, FrameServer, Table, adapters_in, merged, report_of
@@ -26,7 +26,7 @@ from app.fleet.dispatch import ReplicaReport, group_of_rank
 from app.metrics import EngineReport, LoopMonitor
 from deployments.ray_internals import StopsWithServe, keep_calls_on_loopback
 from deployments.serve.autoscaling import use_of
-from deployments.serve.process import freeze_loaded, log_where_serve_does
+from deployments.serve.process import collect_later, freeze_loaded, log_where_serve_does
 from deployments.serve.ray_metrics import RayMetrics, families_of_engine
 from deployments.serve.settings import apply_override, groups_of
 from deployments.serve.transport import OVERRIDE, FramesFrom, ReplicaState
@@ -42,6 +42,7 @@ class Replica(StopsWithServe):
         Raises:
             InvalidSetup: the model cannot be served as configured.
         """
+        collect_later()
         log_where_serve_does()
         keep_calls_on_loopback()
         self._group = group_of_rank(serve.get_replica_context().rank.rank, groups_of(model))
@@ -129,7 +130,7 @@ class Replica(StopsWithServe):
         await self.gossip(caller.table)
         return await self._frame_server.open()
 
-    def facts(self) -> ModelFacts:
+    def facts(self) -> ModelInfo:
         """What the engine knows about its model."""
         return self._engine.facts
 

@@ -14,9 +14,9 @@ from msgspec import structs
 
 from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import StepBatch, StepResult
 from app.engine.request import Adapter, Queued, Request
-from app.engine.view import EngineView
+from app.engine.snapshot import EngineSnapshot
 from app.errors import UnsupportedAdapter
 from app.fleet import (
     FailoverLimits,
@@ -24,7 +24,6 @@ from app.fleet import (
     Frame,
     FrameReader,
     IngressSession,
-    LivenessTimeouts,
     ReplicaRegistry,
     report_of,
 )
@@ -56,7 +55,7 @@ class SteppedRunner(CountingRunner):
             (_, gone), self._hold = self._hold, None
             gone.set()
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         hold = self._hold
         if hold is not None and len(self.batches) >= hold[0]:
             self.is_held = True
@@ -195,7 +194,7 @@ class LocalStream(asyncio.Transport):
                     case WatchEngine():
                         self._replica.is_watched = message.is_watched
 
-    def show(self, view: EngineView) -> None:
+    def show(self, view: EngineSnapshot) -> None:
         self._session.show(view)
 
 
@@ -289,7 +288,8 @@ class LocalFleet:
         self._limits = FailoverLimits(
             max_resumes=max_resumes,
             place_timeout_s=place_timeout_s,
-            liveness=LivenessTimeouts(silence_s=silence_s, step_s=stuck_s),
+            silence_s=silence_s,
+            step_s=stuck_s,
         )
         self._clock = clock
 

@@ -27,7 +27,6 @@ from app.fleet import (
     Fleet,
     FrameReader,
     FrameServer,
-    LivenessTimeouts,
     ReplicaRegistry,
     report_of,
 )
@@ -129,7 +128,7 @@ class Stage:
         )
         for _ in range(self._num_replicas):
             self._start_replica()
-        limits = FailoverLimits(place_timeout_s=5, liveness=LivenessTimeouts(silence_s=10, step_s=30))
+        limits = FailoverLimits(place_timeout_s=5, silence_s=10, step_s=30)
         self.fleet = Fleet(self, self.registry, limits, ModelMetrics(time.monotonic))
         self.registry.set_replicas(list(self.replicas))
         model = ServedModel(

@@ -7,13 +7,45 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from app.fleet.dispatch.decision import Candidate
-from app.fleet.dispatch.report import ReplicaReport
+import msgspec
 
+from app.fleet.dispatch.decision import Candidate
+
+AWAKE = "awake"
 REPORT_LIFE_S = 5.0  # the work of other ingresses on a replica is forgotten when no report of it came for so long
 # The speed of a replica without work is forgotten after this: a replica that was slow for a while is tried again.
 SPEED_LIFE_S = 30.0
 _NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One replica at one moment, with the work of all ingresses. It comes with every frame, so dispatch never polls.
+
+    It crosses processes by position: new fields go to the end and need a default, for replicas of an older version.
+    """
+
+    group: str  # of an A/B trial; "" for none
+    num_requests: int  # running and waiting
+    num_background: int  # of these, background requests
+    num_staying_background: int  # of these, background requests that are not preempted for others
+    max_requests: int  # more are refused, not counting background requests that can be preempted
+    max_running: int  # computed at once; the others wait
+    num_waiting_tokens: int  # prompt tokens of waiting requests
+    num_kv_tokens: int  # that fit into its KV memory
+    tokens_per_s: float  # in steps of one size, the same on all replicas; 0 while not known
+    ended_per_s: float  # requests that end in a second of computing
+    step_age_s: float  # how long the current step has been running
+    weights: int = 0  # a digest of the model's files; 0 while not known
+    sends_views: bool = False  # it understands WatchEngine
+    num_own: int | None = None  # of num_requests, those of the ingress that gets this report; None: not known
+    # Digests of the adapters that it has loaded; None: it computes with none, or is of a version that knows none.
+    adapters: tuple[str, ...] | None = None
+    state: str = AWAKE  # of `app.engine.stats.SleepState`
+    wake_s: float = 0.0  # how long it should take until it computes; 0: it is awake
+
+    @property
+    def is_awake(self) -> bool:
+        return self.state == AWAKE
 
 
 class Ledger:
@@ -50,7 +82,8 @@ class Ledger:
         `num_prompt_tokens`: to be computed there, so without those that it should have cached, and with those that
         another replica had generated already. `num_expected_tokens`: to be generated from here on.
         """
-        self.end(request_id)
+        if request_id in self._placed:
+            self.end(request_id)
         ours = self.replica(replica_id).ours
         left = max(1, num_expected_tokens)
         self._placed[request_id] = _Placed(ours, num_prompt_tokens, left, num_expected_tokens, is_background)
@@ -221,3 +254,39 @@ class ReplicaState:
             is_suspect=self.is_suspect,
             weights=0 if report is None else report.weights,
         )
+
+
+class OutputLengths:
+    """How many tokens a request will generate: the mean of those that have ended, by the power of two below its limit.
+
+    The engine's LengthPredictor separates short outputs from long ones by a quantile for each tenant and prompt
+    length. The sum of outstanding work needs means, and an ingress sees too few requests of each tenant for more.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, _Mean] = {}
+        self._all = _Mean()
+
+    def expected_tokens(self, max_tokens: int) -> int:
+        """Tokens that a request with this limit should generate, at least 1; the limit while nothing is known."""
+        for mean in (self._buckets.get(max_tokens.bit_length(), self._all), self._all):
+            if mean.num_outputs >= 4:  # a mean of fewer says too little
+                return max(1, min(max_tokens, round(mean.value)))
+        return max_tokens
+
+    def learn(self, max_tokens: int, num_generated: int) -> None:
+        """A request with this limit has ended by itself (a stop or its limit, no abort) at this length."""
+        for mean in (self._buckets.setdefault(max_tokens.bit_length(), _Mean()), self._all):
+            mean.add(num_generated)
+
+
+@dataclass(slots=True)
+class _Mean:
+    """The plain mean of the first, a moving average later."""
+
+    value: float = 0.0
+    num_outputs: int = 0
+
+    def add(self, value: int) -> None:
+        self.num_outputs += 1
+        self.value += max(1 / self.num_outputs, 0.02) * (value - self.value)  # the average of the last 50 or so
