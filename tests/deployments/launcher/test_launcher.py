@@ -152,7 +152,7 @@ def test_a_mistake_in_the_config_is_told_within_two_seconds(launch: Launch, conf
     assert after.children_user + after.children_system - before.children_user - before.children_system < 2
 
 
-@pytest.mark.parametrize(("launcher", "ends"), [(1, True), (os.getpid(), False)])
+@pytest.mark.parametrize(("launcher", "ends"), [(1, True), (os.getpid(), False)], ids=["gone", "here"])
 def test_a_service_whose_launcher_has_ended_does_not_start(launcher: int, ends: bool) -> None:
     """It may have the id 1, as in a container: so the launcher says its own."""
     code = f"""
