@@ -225,6 +225,8 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(
     launch: Launch, config: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
+    # Without it the replica fails too, and which of the two is told depends on which fails first.
+    shutil.copy(PROJECT / "models" / "demo" / "config.json", tmp_path / "empty")
     config["applications"][0]["args"]["models"][0]["engine"]["model"]["path"] = str(tmp_path / "empty")
     process = launch(config)
     output, _ = process.communicate(timeout=2 * PATIENCE_S)
