@@ -20,6 +20,7 @@ from app.config import (
     mistakes_of,
     shown,
 )
+from app.config.checks import check_branches
 from app.errors import InvalidSetup
 from app.fleet.dispatch import Group
 from app.model.simulated import SimulatedCosts
@@ -146,6 +147,10 @@ def _read_yaml(path: Path) -> Any:
 
 def check(config: ApplicationConfig) -> None:
     """Raise InvalidSetup, with the field, for what only the part that uses it can judge. The rest is in app.config."""
+    try:  # again: a copy with changes is not validated
+        check_branches(config.models, config.pipelines)
+    except ValueError as error:
+        raise InvalidSetup(str(error)) from error
     for index, model in enumerate(config.models):
         _check_simulated(f"models[{index}].engine.model.simulated", model)
     if config.batches is not None:
