@@ -57,15 +57,8 @@ ALLOWED = {
     # The offline core knows no request handling: the API's batch routes use it.
     "app.jobs": {
         "app.config", "app.culprits", "app.disk", "app.errors", "app.fair", "app.json_pieces", "app.webhooks",
-        "aiohttp", "fsspec", "numpy", "pyarrow", "pydantic_core",
+        "numpy", "pyarrow", "pydantic_core",
     },
-    "app.jobs.preparation": {
-        "app.api", "app.errors", "app.jobs", "app.engine.request",
-    },
-    "app.jobs.engine_worker": {
-        "app.errors", "app.jobs", "app.text", "app.engine.matcher", "app.engine.request",
-    },
-    "app.jobs.engine_batches": {"app.api", "app.config", "app.disk", "app.errors", "app.jobs"},
     "app.api": {
         "app.jobs", "app.webhooks.receiver", "app.config", "app.errors", "app.fair", "app.json_pieces", "app.text",
         "app.metrics", "app.versions", "app.engine.request", "app.engine.snapshot",
@@ -141,14 +134,6 @@ def violations(path: Path) -> list[str]:
 @pytest.mark.parametrize("path", sources(), ids=module_name)
 def test_a_room_imports_only_what_it_may(path: Path) -> None:
     assert not violations(path), "\n".join(violations(path))
-
-
-def test_what_the_api_needs_of_the_offline_core_imports_no_request_handling() -> None:
-    """Otherwise `app.api` and `app.jobs` would import each other in a circle."""
-    with_requests = {room for room, allowed in ALLOWED.items() if is_within(room, "app.jobs") and "app.api" in allowed}
-    for path in (PROJECT / "app" / "jobs").glob("*.py"):
-        if room_of(module_name(path)) == "app.jobs":
-            assert not {name for _, name in imported_modules(path)} & (with_requests | {"app.jobs.engine_worker"}), path
 
 
 def test_no_package_of_ours_reads_bytes_that_run_code() -> None:

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from app.assembly import ONE_DEVICE, Devices, build_matchers, build_sync_engine, resolve_model_path
 from app.config import EngineConfig
 from app.engine.request import ModelInfo
-from app.jobs.engine_worker import EngineWorker
 from app.jobs.job import EngineOutput
-from app.jobs.preparation import PreparedItem
 from app.text import Tokenizer
+from deployments.bulk.engine_worker import EngineWorker, PreparedItem
 from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads
 
 

@@ -1,4 +1,4 @@
-"""The batches deployment: files and batches in one process; their items go to replicas or engines. No torch here."""
+"""The batches deployment: files and batches in one process; their items go to the replicas. No torch here."""
 
 from __future__ import annotations
 
@@ -11,18 +11,13 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from app.api import RequestHandler
-from app.config import ApplicationConfig, ServedModelConfig
+from app.config import ApplicationConfig
 from app.errors import CarouselError, Failure, Unavailable, traceback_of
-from app.jobs.batch_runner import Execution, FleetExecution
+from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
-from app.jobs.preparation import PreparedItem
-from app.jobs.results import ResultStore
-from app.jobs.runner import Executor, JobRun
 from app.metrics import BatchCounts
 from deployments.serve.metrics import IngressReport
 from deployments.serve.sender import Sender
-from deployments.serve.settings import asked_threads
 
 logger = logging.getLogger(__name__)
 
@@ -73,39 +68,8 @@ class Batches(Sender):
         config = self._config
         assert config.batches is not None, "deployed only with batches"
         handler = await self.make_handler()
-        execution: Execution
-        if config.batches.engines:
-            execution = _engine_execution(config, self._paths, handler)
-        else:
-            execution = FleetExecution(handler.handle_item, max_in_flight=config.batches.max_in_flight)
+        execution = FleetExecution(handler.handle_item, max_in_flight=config.batches.max_in_flight)
         service = LocalBatchService(Path(config.batches.path), config.batches, execution)
         service.start()
         await service.opened()
         return service
-
-
-def _engine_execution(config: ApplicationConfig, paths: Mapping[str, str], handler: RequestHandler) -> Execution:
-    """Batches on engines of their own, as actors of this cluster."""
-    # Here, as most services need no pool, and its modules would be in each of their processes.
-    from app.jobs.engine_batches import EngineExecution
-    from deployments.bulk.pool import EnginePool
-
-    assert config.batches is not None, "deployed only with batches"
-    num_engines = config.batches.engines
-    served = {model.name: on_engines(model, paths[model.name], num_engines) for model in config.models}
-
-    def make_pool(name: str, run: JobRun[PreparedItem], results: ResultStore) -> Executor[PreparedItem]:
-        return EnginePool(served[name], run, results.partial, threads=asked_threads(config))
-
-    return EngineExecution(
-        handler,
-        make_pool,
-        weights={name: model.engine.model.model_dump(mode="json") for name, model in served.items()},
-    )
-
-
-def on_engines(model: ServedModelConfig, path: str, num_engines: int) -> ServedModelConfig:
-    """The model with its own settings, at its resolved path, on so many engines."""
-    engine = model.engine.model_copy(update={"model": model.engine.model.model_copy(update={"path": path})})
-    replicas = model.replicas.model_copy(update={"num_replicas": num_engines, "autoscaling": None})
-    return model.model_copy(update={"engine": engine, "replicas": replicas})

@@ -29,7 +29,7 @@ from deployments.serve.autoscaling import use_of
 from deployments.serve.process import collect_later, freeze_loaded, log_where_serve_does
 from deployments.serve.ray_metrics import RayMetrics, families_of_engine
 from deployments.serve.settings import apply_override, groups_of
-from deployments.serve.transport import OVERRIDE, FramesFrom, ReplicaState
+from deployments.serve.transport import OVERRIDE, FramesFrom, GossipAnswer
 from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads
 
 
@@ -74,7 +74,7 @@ class Replica(StopsWithServe):
         self._table = {name: entry for name, entry in self._table.items() if name != OVERRIDE}
         await self._engine.reconfigure(self._tuned)
 
-    async def gossip(self, table: Table = MappingProxyType({})) -> ReplicaState:
+    async def gossip(self, table: Table = MappingProxyType({})) -> GossipAnswer:
         """What this replica knows and does, after it has learnt what another process knows.
 
         An override from before another `user_config` is none.
@@ -93,7 +93,7 @@ class Replica(StopsWithServe):
             for digest in {each.digest for each in adapters_in(before)} - served:
                 store.unload(digest)
         stats = AdapterStats() if store is None else store.stats()
-        return ReplicaState(
+        return GossipAnswer(
             replica_id=serve.get_replica_context().replica_id.unique_id,
             table=after,
             group=self._group,

@@ -14,8 +14,9 @@ from app.config import ApiConfig
 from app.engine.request import ModelInfo
 from app.jobs.items import RowSettings, item_of, row_from_fields
 from app.jobs.job import InvalidItem
-from app.jobs.preparation import PreparedItem, prepare_row
 from app.text import Tokenizer
+from deployments.bulk.engine_worker import PreparedItem
+from deployments.bulk.pipeline import prepare_row
 
 Prepare = Callable[..., PreparedItem | InvalidItem]
 

@@ -12,10 +12,9 @@ from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.request import Grammar, GrammarKind
 from app.errors import EngineStopped, InvalidSetup
-from app.jobs.engine_worker import EngineWorker
 from app.jobs.job import ItemOutput
-from app.jobs.preparation import PreparedItem
 from app.text import Detokenizer, Tokenizer
+from deployments.bulk.engine_worker import EngineWorker, PreparedItem
 from tests.fakes import (
     BAD_GRAMMAR,
     CountingRunner,
