@@ -16,6 +16,7 @@ PIECE_BYTES = 64 * 1024  # some 0.7 ms of work with log-probabilities
 _VALUES_AT_ONCE = 2048
 
 T = TypeVar("T")
+Json = dict[str, Any]
 
 
 class Rows:

@@ -16,8 +16,9 @@ from app.api.json_structure import MAX_STRUCTURE, check_structure
 from app.api.output.structured_output import grammar_of
 from app.api.output.tool_calls import ToolUse, tool_use
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel, TokenDetailOptions, check_token_ids
-from app.api.request_context import TIMINGS_HEADER, RequestContext
-from app.api.schemas.requests import ChatRequest, Conversation, GenerationRequest, QueuedRequest, template_messages
+from app.api.request_context import TIMINGS_HEADER, RequestContext, asks_for
+from app.api.schemas.conversation import Conversation, template_messages
+from app.api.schemas.requests import ChatRequest, GenerationRequest, QueuedRequest
 from app.engine.request import Grammar, Pooling, Request, SamplingParams
 from app.errors import ContextTooLong, InvalidRequest
 from app.text import Reasoning, Tokenizer
@@ -79,7 +80,7 @@ class SharedFields:
 def shared_fields(body: GenerationRequest, model: ServedModel, limits: RequestLimits) -> SharedFields:
     """Raises InvalidRequest."""
     check_limits(body, model, limits)
-    tools = tool_use(body, model.tokenizer, model.tool_format) if isinstance(body, ChatRequest) else None
+    tools = tool_use(body, model.tokenizer, model.tool_format) if isinstance(body, ChatRequest) and body.tools else None
     details = TokenDetailOptions(
         logprobs=body.asked_logprobs[1],
         names_are_ids=body.return_tokens_as_token_ids,
@@ -127,7 +128,7 @@ def encode_prompts(
     for prompt in prompts:
         if not isinstance(prompt, str):
             check_token_ids(prompt, model, param)
-    most = _max_encoded(model)
+    most = max(2 * model.facts.max_model_len, MAX_LONGER_TEXT)  # tokens that are worth an exact answer
     return [
         model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, max_tokens=most)
         if isinstance(prompt, str)
@@ -167,12 +168,8 @@ def encode_chat(
         template_variables=body.template_variables,
     )
     _check_text(text, model, "messages", may_be_longer=may_be_longer)
-    return model.tokenizer.encode(text, add_special_tokens=body.add_special_tokens, max_tokens=_max_encoded(model))
-
-
-def _max_encoded(model: ServedModel) -> int:
-    """The most tokens of a text that are worth an exact answer."""
-    return max(2 * model.facts.max_model_len, MAX_LONGER_TEXT)
+    most = max(2 * model.facts.max_model_len, MAX_LONGER_TEXT)
+    return model.tokenizer.encode(text, add_special_tokens=body.add_special_tokens, max_tokens=most)
 
 
 def _check_text(text: str, model: ServedModel, param: str, *, may_be_longer: bool) -> None:
@@ -250,7 +247,8 @@ def prepare_generation(
     `form`: the grammar of an output of at most so many tokens, where it is not that of the shared fields.
     """
     limits, fields, details = context.limits, context.request_fields(body, model), shared.details
-    longest = context.reservation.account.max_tokens(body.asked_tokens, body.length_param)
+    account, streaming = context.reservation.account, body.stream_options
+    longest = None if account.key is None else account.max_tokens(body.asked_tokens, body.length_param)
     lengths = [
         _max_tokens(body, len(prompt), model.facts.max_model_len, default_max_tokens, longest) for prompt in prompts
     ]
@@ -275,7 +273,8 @@ def prepare_generation(
             )
             request_id = f"{response_id}-{len(requests)}"
             requests.append(Request(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, **fields))
-    wants_timings = context.asks_for(TIMINGS_HEADER)
+    include_usage = streaming is not None and bool(streaming.include_usage)
+    wants_timings = asks_for(context.headers, TIMINGS_HEADER)
     return PreparedRequest(
         response_id=response_id,
         created=int(time.time()),
@@ -290,8 +289,8 @@ def prepare_generation(
         skip_special_tokens=body.skip_special_tokens,
         include_stop=body.include_stop_str_in_output,
         detail_options=details,
-        include_usage=wants_timings or body.include_usage,
-        continuous_usage=body.continuous_usage,
+        include_usage=include_usage or wants_timings,
+        continuous_usage=include_usage and streaming is not None and bool(streaming.continuous_usage_stats),
         reasoning=reasoning,
         tools=shared.tools,
         wants_timings=wants_timings,

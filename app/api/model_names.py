@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from app.api.auth.limits import Account
-from app.api.output.response_state import Json
 from app.api.pipelines import Pipeline
 from app.api.prepared_request import ServedModel, by_any_name
 from app.api.schemas.requests import GenerationRequest, QueuedRequest
 from app.engine.request import Adapter
 from app.errors import InvalidRequest, NotFound
+from app.json_pieces import Json
 
 
 class ModelNames:
@@ -56,9 +56,7 @@ class ModelNames:
         )
 
     def current(self, model: ServedModel) -> ServedModel:
-        """A model of a pipeline as it is served now: an adapter is found by its name. Raises NotFound."""
-        if not model.parent:
-            return model
+        """An adapter, also of a pipeline, as it is served now: it is found by its name. Raises NotFound."""
         served = self.models.get(model.name)
         if served is None or served.parent != model.parent:
             raise NotFound(

@@ -16,7 +16,6 @@ from starlette.types import Scope
 from app.api.auth.limits import Reservation
 from app.api.prepared_request import RequestLimits, ServedModel
 from app.api.request_trace import RequestTrace
-from app.api.schemas.parameters import STRICT_HEADER
 from app.api.schemas.requests import QueuedRequest
 from app.engine.request import MAX_SESSION_LENGTH
 from app.errors import InvalidRequest
@@ -44,11 +43,6 @@ class RequestContext:
     arrived_at: float = 0.0  # by the clock of the metrics
     trace: RequestTrace | None = None  # where traces are sent
 
-    def asks_for(self, header: str) -> bool:
-        """Whether a header that switches something on is sent."""
-        value = self.headers.get(header)
-        return value is not None and is_true(value)
-
     def response_id(self, prefix: str) -> str:
         """An id that begins with that of the request, after a prefix.
 
@@ -66,7 +60,8 @@ class RequestContext:
         key's own. Whether there is such a group, or one with such a preset, is checked where groups are known.
         """
         headers, account = self.headers, self.reservation.account
-        account.check_priority(body.priority)
+        if account.key is not None:
+            account.check_priority(body.priority)
         name = account.name
         salt, session = body.cache_salt, headers.get(SESSION_HEADER, "")
         if len(session) > MAX_SESSION_LENGTH:
@@ -89,7 +84,7 @@ class RequestContext:
             "group": headers.get(GROUP_HEADER, ""),
             "preset": headers.get(PRESET_HEADER, ""),
             "session": session,
-            "no_queue": self.asks_for(NO_QUEUE_HEADER),
+            "no_queue": asks_for(headers, NO_QUEUE_HEADER),
             "adapter": model.adapter,
         }
 
@@ -119,11 +114,7 @@ def with_deadline(body: dict[str, Any], headers: Mapping[str, str]) -> dict[str,
         ) from None
 
 
-def is_strict(headers: Mapping[str, str]) -> bool:
-    """Whether a body with unknown fields should be refused."""
-    return is_true(headers.get(STRICT_HEADER, ""))
-
-
-def is_true(value: str) -> bool:
-    """Whether the value of a header switches something on."""
-    return value.strip().lower() in ("1", "true", "yes")
+def asks_for(headers: Mapping[str, str], name: str) -> bool:
+    """Whether the header of this name is sent and switches something on."""
+    value = headers.get(name)
+    return value is not None and value.strip().lower() in ("1", "true", "yes")

@@ -39,21 +39,8 @@ class InFlightRequest:
         self._began_at = began_at
         self._token_ids = list(request.generated_token_ids)
         self._num_scored_tokens = request.num_scored_tokens
-        self._num_sent = self._num_known  # tokens and scores that the current replica was given
+        self._num_sent = 0  # tokens and scores that the current replica was given
         self._num_cached_tokens: int | None = None  # as the first replica found it: usage does not change later
-        self._begin(request)
-
-    def _begin(self, sent: Request) -> None:
-        """The fields of one attempt."""
-        self.sent = sent  # the request as this attempt has it
-        self.decision: Decision | None = None  # from `place` on
-        self.replica_id = ""  # likewise
-        self.is_accepted = False  # the replica has queued it
-        self.has_ended = False  # the attempt takes nothing more
-        self.is_done = False  # it ended by a stop or its limit, and its reader has seen that
-        self._deltas: list[TokenDelta] = []
-        self._error: CarouselError | ReplicaLost | None = None
-        self._waiting: asyncio.Future[None] | None = None  # the reader's, while it waits
 
     @property
     def num_tokens(self) -> int:
@@ -77,9 +64,9 @@ class InFlightRequest:
     # ------------------------------------------------------------------ attempts
 
     def seconds_left(self, now: float) -> float | None:
-        """Until the deadline, where the request has one. Raises DeadlineMissed when it has passed."""
+        """Of a later attempt, where the request has a deadline. Raises DeadlineMissed when it has passed."""
         deadline_s = self.request.deadline_s
-        if deadline_s is not None and self.num_attempts:
+        if deadline_s is not None:
             deadline_s -= now - self._began_at
             if deadline_s <= 0:
                 raise DeadlineMissed(
@@ -93,21 +80,27 @@ class InFlightRequest:
 
         Raises DeadlineMissed when no time is left.
         """
-        deadline_s = self.seconds_left(now)
-        # The first attempt keeps the id of the request.
-        sent = self.request
+        sent = self.request  # the first attempt keeps its id
         if self.num_attempts:
             sent = replace(
                 self.request,
                 request_id=f"{self.request.request_id}.{self.num_attempts}",
                 generated_token_ids=tuple(self._token_ids),
                 num_scored_tokens=self._num_scored_tokens,
-                deadline_s=deadline_s,
+                deadline_s=self.seconds_left(now),
                 no_queue=self.request.no_queue and self.lost_at is None,  # what has begun is not refused
             )
         self.num_attempts += 1
         self._num_sent = self._num_known
-        self._begin(sent)
+        self.sent = sent  # the request as this attempt has it
+        self.decision: Decision | None = None  # from `place` on
+        self.replica_id = ""  # likewise
+        self.is_accepted = False  # the replica has queued it
+        self.has_ended = False  # the attempt takes nothing more
+        self.is_done = False  # it ended by a stop or its limit, and its reader has seen that
+        self._deltas: list[TokenDelta] = []
+        self._error: CarouselError | ReplicaLost | None = None
+        self._waiting: asyncio.Future[None] | None = None  # the reader's, while it waits
         return sent
 
     def place(self, decision: Decision, *, weights: int = 0) -> None:

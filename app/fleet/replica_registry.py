@@ -45,6 +45,7 @@ class ReplicaRegistry:
         # The replicas that take requests now. One that leaves is not among them, though it ends what it has.
         self.replica_ids: Collection[str] = ()
         self._ledger = Ledger()
+        self.progress = self._ledger.progress  # new tokens of a request have come
         self._lengths = OutputLengths()
         self._sessions = Sessions()
         self._prefixes: PrefixIndex | None = None  # from the first report on, which says how much KV memory there is
@@ -80,7 +81,7 @@ class ReplicaRegistry:
             num_cached_tokens={} if prefixes is None else prefixes.match(chain),
             session_replica_id=self._sessions.replica_of(session) if session else None,
         )
-        considered = self._considered(candidates, group, avoid, no_queue=request.no_queue)
+        considered = self._considered(candidates, group, avoid, request=request)
         num_generated = len(request.generated_token_ids)
         size = RequestSize(
             num_prompt_tokens=len(request.prompt_token_ids) + num_generated,
@@ -89,27 +90,33 @@ class ReplicaRegistry:
         if request.adapter is not None:
             considered = near_adapter(considered, size, self._replicas_with(request.adapter))
         decision = self.last_decision = self._policy.decide(considered, size)
-        self._charge(request, size, decision.candidates[0])
-        self._decisions[decision.replica_id] = decision
+        chosen = decision.candidates[0]
+        self._charge(request, size, chosen)
+        self._decisions[chosen.replica_id] = decision
         if prefixes is not None:
-            prefixes.add(decision.replica_id, chain)
+            prefixes.add(chosen.replica_id, chain)
         return decision
 
     def _considered(
-        self, candidates: Sequence[Candidate], group: str, avoid: Collection[str], *, no_queue: bool
+        self, candidates: Sequence[Candidate], group: str, avoid: Collection[str], *, request: Request
     ) -> Sequence[Candidate]:
         """The best of a group. Raises Overloaded."""
         sound = [each for each in candidates if not each.is_suspect]
-        if sound and all(each.is_full for each in sound):
-            num_requests = sum(each.num_requests for each in sound)
-            raise self._overloaded(f"all {len(self.replica_ids)} replicas are full ({num_requests:,} requests)")
+        full = [each for each in sound if each.is_full]
+        if sound and len(full) == len(sound):
+            num_requests = sum(each.num_requests for each in full)
+            raise self._overloaded(
+                f"all {len(self.replica_ids)} replicas are full ({num_requests:,} requests)", request
+            )
         of_its_group = of_group(candidates, group)
         trusted = [each for each in of_its_group if not (each.is_suspect or each.replica_id in avoid)]
-        if not no_queue:
+        if not request.no_queue:
             return trusted or of_its_group
         with_slot = [each for each in trusted if each.has_slot]
         if not with_slot:
-            raise self._overloaded(f"none of {len(candidates)} replicas has a free slot, and this is not to wait")
+            raise self._overloaded(
+                f"none of {len(candidates)} replicas has a free slot, and this is not to wait", request
+            )
         return with_slot
 
     def _charge(self, request: Request, size: RequestSize, chosen: Candidate) -> None:
@@ -139,22 +146,20 @@ class ReplicaRegistry:
         found = {each for each, report in self.reports.items() if adapter.digest in (report.adapters or ())}
         return found | {self._adapters_sent.get(adapter.digest, "")}
 
-    def progress(self, request_id: str, num_tokens: int) -> None:
-        """New tokens of a request have come."""
-        self._ledger.progress(request_id, num_tokens)
-
     def end(self, request_id: str, *, max_tokens: int = 0, num_generated: int | None = None) -> None:
         """A request has ended, in whatever way; `num_generated`: after so many tokens of its limit, or by a stop."""
         self._ledger.end(request_id)
         if num_generated is not None:
             self._lengths.learn(max_tokens, num_generated)
 
-    def _overloaded(self, problem: str) -> Overloaded:
+    def _overloaded(self, problem: str, request: Request) -> Overloaded:
         """The error for a caller when no replica can take its request: why, and when to come back."""
         return Overloaded(
             f"{problem}; try again shortly",
             retry_after_s=self._retry_times.next_after(
-                self._clock(), ended_per_s=sum(report.ended_per_s for report in self.reports.values())
+                self._clock(),
+                ended_per_s=sum(report.ended_per_s for report in self.reports.values()),
+                tenant=request.tenant,
             ),
         )
 

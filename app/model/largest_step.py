@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from app.config import EngineConfig
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
 from app.model.cpu.decoder import buffer_bytes
 from app.model.cuda.attention import TritonAttention
@@ -31,7 +31,7 @@ _NUM_WORKSPACES = 3
 _KERNELS_OF_ATTENTION = 4  # of ours in a layer of a mixed step; they are no operators of torch
 
 
-def needs_of(config: EngineConfig, model: LoadedModel, largest: Batch) -> MemoryNeeds:
+def needs_of(config: EngineConfig, model: LoadedModel, largest: StepBatch) -> MemoryNeeds:
     """Measured on a GPU; elsewhere counted. largest: the batch that takes most.
 
     The KV memory is a single block here: sizes of steps do not depend on what it holds.
@@ -50,7 +50,7 @@ def needs_of(config: EngineConfig, model: LoadedModel, largest: Batch) -> Memory
     )
 
 
-def needs_of_native(model: LoadedModel, largest: Batch) -> MemoryNeeds:
+def needs_of_native(model: LoadedModel, largest: StepBatch) -> MemoryNeeds:
     """Of a CPU's memory, by the weights' sizes: they may be on the meta device. largest: the batch that takes most."""
     assert model.native is not None, "transformers' code is not counted on a CPU"
     num_sampled, vocab_size = len(largest.sampled), model.facts.vocab_size

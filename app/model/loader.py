@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from app.config import ModelConfig
-from app.engine.batch import Batch, ScheduledSequence
-from app.engine.request import ModelFacts, SamplingParams
+from app.engine.batch import ScheduledSequence, StepBatch
+from app.engine.request import ModelInfo, SamplingParams
 from app.errors import InvalidSetup, UnsupportedModel, first_line
 from app.model.attention import (
     ATTENTION_NAME,
@@ -83,7 +83,7 @@ class LoadedModel:
     native: NativeWeights | None
     joined: JoinedWeights | None = None  # of the decoder for CUDA
     adapters: AdapterSlots | None = None  # beside `joined`, where adapters may be loaded
-    facts: ModelFacts
+    facts: ModelInfo
     layers: dict[int, LayerShape]  # by layer index
     dtype: torch.dtype
     device: torch.device
@@ -211,8 +211,8 @@ def _read(
     return _ReadModel(mapped.module, mapped=mapped)
 
 
-def _facts_of(config: ModelConfig, module: PreTrainedModel, probe: Probe) -> ModelFacts:
-    return ModelFacts(
+def _facts_of(config: ModelConfig, module: PreTrainedModel, probe: Probe) -> ModelInfo:
+    return ModelInfo(
         max_model_len=max_model_len(config, _limit_of(module)),
         vocab_size=probe.vocab_size,
         eos_token_ids=eos_token_ids(module),
@@ -426,7 +426,7 @@ def model_of_config(
     loaded = LoadedModel(
         module=module,
         native=None,
-        facts=ModelFacts(
+        facts=ModelInfo(
             max_model_len=longest,
             vocab_size=min(output.logits.shape[-1], num_embeddings),
             eos_token_ids=eos_token_ids(module),
@@ -813,7 +813,7 @@ def check_attention(config: ModelConfig, model: LoadedModel, attention: PagedAtt
 
 def _computed(model: LoadedModel, attention: PagedAttention, piece: ScheduledSequence) -> _Output:
     """One piece of a sequence; of a decoder of ours with logits for the first layer's output."""
-    batch = Batch((piece,), ())
+    batch = StepBatch((piece,), ())
     inputs = build_inputs(batch, block_size=attention.block_size, device=model.device)
     if model.joined is None:
         assert model.module is not None, "native code is for CPUs"

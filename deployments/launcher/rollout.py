@@ -20,7 +20,7 @@ from ray.serve.schema import ApplicationStatus, ServeDeploySchema, ServeStatus
 from app.config import ApplicationConfig
 from app.errors import InvalidSetup
 from deployments.ray_internals import deploy
-from deployments.serve.settings import ServeFile, asked_threads, num_pool_engines, read_serve_file
+from deployments.serve.settings import ServeFile, asked_threads, read_serve_file
 from deployments.threads import excess
 
 
@@ -43,7 +43,7 @@ def check_gpus(config: ServeFile) -> None:
     found = ray.cluster_resources().get("GPU", 0)
     if found < num_gpus:
         raise InvalidSetup(
-            f"the replicas, with batches.engines an engine more, need {num_gpus:g} GPUs and this machine has "
+            f"the replicas need {num_gpus:g} GPUs and this machine has "
             f"{found:g}; lower replicas.num_replicas (with autoscaling, its max_replicas) or replicas.tensor_parallel, "
             f"or set replicas.num_gpus to 0 to serve on the CPU"
         )
@@ -145,9 +145,7 @@ def _address(config: ServeFile) -> str:
 
 
 def _num_gpus(config: ApplicationConfig) -> float:
-    """One engine of a batch at least: without it batches would wait for ever, without more they take longer."""
-    replicas = sum(model.replicas.max_replicas * model.replicas.reserved_gpus for model in config.models)
-    return replicas + min(num_pool_engines(config), 1) * max(model.replicas.reserved_gpus for model in config.models)
+    return sum(model.replicas.max_replicas * model.replicas.reserved_gpus for model in config.models)
 
 
 def _say(text: str) -> None:

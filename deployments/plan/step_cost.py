@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from app.assembly import assemble, build_sync_engine
 from app.config import EngineConfig, SchedulerConfig
 from app.engine.async_engine import AsyncEngine
-from app.engine.batch import Batch, SchedulingDecision
-from app.engine.request import ModelFacts, Request, SamplingParams, TokenDelta
+from app.engine.batch import SchedulingDecision, StepBatch
+from app.engine.request import ModelInfo, Request, SamplingParams, TokenDelta
 from app.engine.trace.recorder import Recorder
 from app.errors import InvalidSetup
 from deployments.plan.traces import Trace
@@ -47,7 +47,7 @@ class StepShape(NamedTuple):
     num_prefill_pairs: int  # of chunks: for each token, the tokens that it attends to
 
     @classmethod
-    def of(cls, batch: Batch) -> StepShape:
+    def of(cls, batch: StepBatch) -> StepShape:
         context = pairs = 0
         for item in batch.scheduled:
             num_tokens = len(item.token_ids)
@@ -214,7 +214,7 @@ class MeasuredReplica:
     num_threads: int | None
     num_blocks: int
     block_size: int
-    facts: ModelFacts
+    facts: ModelInfo
     cost: StepCost
 
     def write(self, path: Path) -> None:
@@ -231,7 +231,7 @@ class MeasuredReplica:
             found = json.loads(path.expanduser().read_text(encoding="utf-8"))
             if found.pop("step_cost") != _FORMAT:
                 raise ValueError("another format")
-            return cls(facts=ModelFacts.of_json(found.pop("facts")), cost=StepCost(**found.pop("cost")), **found)
+            return cls(facts=ModelInfo.of_json(found.pop("facts")), cost=StepCost(**found.pop("cost")), **found)
         except OSError as error:
             raise InvalidSetup(f"{path}: {error.strerror}") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -312,7 +312,7 @@ class _StepTimes(Recorder):
         self._end(now)
         self._began_at = now
 
-    def scheduled(self, batch: Batch, decision: SchedulingDecision) -> None:
+    def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
         self._size = StepShape.of(batch) if batch else None
 
     def step_ended(self, deltas: list[TokenDelta], *, at: float) -> None:

@@ -14,4 +14,6 @@ def transformers_code() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_why_not_packed", "_why_not_joined"):
             patch.setattr(f"app.model.loader.{name}", lambda *_: "a test says so")
+        # A kept result would load the native decoder without asking.
+        patch.setattr("app.model.loader._kept_check", lambda *_, **__: None)
         yield

@@ -8,7 +8,8 @@ from functools import partial
 from app.api.generation import SharedFields, encode_chat, prepare_generation, shared_fields, truncated
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
-from app.api.schemas.requests import ChatRequest, ReasoningEffort
+from app.api.schemas.fields import ReasoningEffort
+from app.api.schemas.requests import ChatRequest
 from app.engine.request import Grammar, GrammarKind, Thought
 from app.errors import InvalidRequest
 from app.text import Reasoning
@@ -39,10 +40,10 @@ def prepare_chat(
         may_be_longer=body.truncate_prompt_tokens is not None,
     )
     reasoning = _reasoning(body, model, prompt)
+    if body.truncate_prompt_tokens is not None:
+        prompt = truncated(prompt, body, model)
     form = None if reasoning is None else partial(_with_thought, shared.grammar, reasoning, body, model, prompt)
-    return prepare_generation(
-        prefix, body, model, context, [truncated(prompt, body, model)], shared, reasoning=reasoning, form=form
-    )
+    return prepare_generation(prefix, body, model, context, [prompt], shared, reasoning=reasoning, form=form)
 
 
 def _with_thought(

@@ -43,7 +43,8 @@ def prepare_completion(
         add_special_tokens=body.add_special_tokens,
         may_be_longer=body.truncate_prompt_tokens is not None,
     )
-    prompts = [truncated(prompt, body, model) for prompt in prompts]
+    if body.truncate_prompt_tokens is not None:
+        prompts = [truncated(prompt, body, model) for prompt in prompts]
     texts = _prompt_texts(body, model, prompts) if body.echo else ()
     return prepare_generation(
         "cmpl-", body, model, context, prompts, shared, default_max_tokens=DEFAULT_MAX_TOKENS, prompt_texts=texts

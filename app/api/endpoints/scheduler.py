@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Protocol
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -14,11 +14,11 @@ from starlette.routing import Route
 from app.api.handler import RequestHandler
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
-from app.api.schemas.requests import Schema, from_validation_error
+from app.api.schemas.fields import Schema
 from app.config import Policy, PolicyConfig, SchedulerConfig, Strategy, StrategyConfig, names_of
 from app.errors import NotFound
+from app.json_pieces import Json
 
-Json = dict[str, Any]
 CHOICES = {
     "strategies": names_of(SchedulerConfig.model_fields["strategy"]),
     "policies": names_of(SchedulerConfig.model_fields["policy"]),
@@ -55,14 +55,20 @@ class SchedulerSwitch(Protocol):
         ...
 
 
+def _named(kinds: Sequence[str]) -> WithJsonSchema:
+    """A name, or an object with a name and parameters."""
+    by_name = {"type": "object", "properties": {"name": {"enum": [*kinds]}}, "required": ["name"]}
+    return WithJsonSchema({"anyOf": [{"enum": [*kinds]}, by_name]})
+
+
 class SchedulerChange(Schema):
     """The body of POST /admin/scheduler. What it does not name is as deployed."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
-    strategy: Strategy | None = None
-    policy: Policy | None = None
+    strategy: Annotated[Strategy | None, _named(CHOICES["strategies"])] = None
+    policy: Annotated[Policy | None, _named(CHOICES["policies"])] = None
 
 
 class SchedulerRoutes:
@@ -88,10 +94,7 @@ class SchedulerRoutes:
     async def switch(self, request: Request) -> Response:
         """Switch one model; answers with what is in force then."""
         body = await read_json_object(request, self._handler.limits)
-        try:
-            change = SchedulerChange.model_validate(body)
-        except ValidationError as error:
-            raise from_validation_error(error) from None
+        change = SchedulerChange.checked(body)
         model = self._handler.names.model(change.model, reservation_of(request).account).name
         if model not in self._switches:
             raise NotFound(f"this process has no replicas of {model!r} to switch", param="model")

@@ -33,8 +33,9 @@ from app.api.http.guard import Routes
 from app.api.http.openapi import openapi_document
 from app.api.http.origins import OriginPolicy
 from app.api.http.sse import EventStream, WhileConnected
-from app.api.request_context import EXPLAIN_HEADER, headers_of, is_strict, with_deadline
+from app.api.request_context import EXPLAIN_HEADER, asks_for, headers_of, with_deadline
 from app.api.request_trace import RequestTrace
+from app.api.schemas.parameters import STRICT_HEADER
 from app.errors import Failure
 from app.metrics import name_task
 
@@ -118,7 +119,7 @@ class _Computed:
             scope_state["request_id"],
             has_own_id="x-request-id" in headers,
             headers=headers,
-            is_strict=is_strict(headers),
+            is_strict=asks_for(headers, STRICT_HEADER),
             trace=trace,
         )
         with handler.counting_refusals():
@@ -132,7 +133,7 @@ class _Computed:
                 scope_state["request_id"] = context.request_id
             del body  # else it would be in memory until the last token
             context.reservation.release_body()
-            response_headers = partial(response.headers, explain=context.asks_for(EXPLAIN_HEADER))
+            response_headers = partial(response.headers, explain=asks_for(headers, EXPLAIN_HEADER))
             with self._running.noted(context.request_id, context.reservation.account, response.prepared):
                 if response.is_streamed:
                     events = EventStream(

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from io import StringIO
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 from app.api.http.errors import log_error
 from app.api.output.choices import ChoiceDelta, generate_choices
@@ -18,11 +18,10 @@ from app.api.prepared_request import PreparedRequest
 from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace
 from app.engine.request import EngineTimes, Queued
+from app.json_pieces import Json
 from app.metrics import CallMetrics, RequestMetrics
 
 logger = logging.getLogger(__name__)
-
-Json = dict[str, Any]
 
 
 class GrowingText:
@@ -158,6 +157,28 @@ class ResponseState:
     def add(self, piece: ChoiceDelta, *, keep_text: bool) -> None:
         """Add a delta. `keep_text`: its text is needed for the full response."""
         output = self.outputs[piece.index]
+        if piece.queued is not None or piece.times is not None:
+            self._note_replica(piece)
+        output.num_tokens += piece.num_tokens
+        if piece.num_reasoning_tokens:
+            output.num_reasoning_tokens += piece.num_reasoning_tokens
+        if piece.num_cached_tokens > output.num_cached_tokens:
+            output.num_cached_tokens = piece.num_cached_tokens
+        if keep_text:
+            output.text.add(piece.text)
+            output.reasoning.add(piece.reasoning)
+            output.add_calls(piece.calls)
+        if piece.num_tokens:
+            self.metrics.tokens(piece.index, piece.num_tokens)
+        if piece.finish_reason is not None:
+            output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
+            # The engine sees tool calls as text.
+            reason = "stop" if piece.finish_reason == "tool_calls" else piece.finish_reason
+            self.metrics.finished(piece.index, reason)
+            if self.trace is not None:
+                self.trace.finished(piece.index)
+
+    def _note_replica(self, piece: ChoiceDelta) -> None:
         if piece.queued is not None:
             self.queued = self.queued or piece.queued
             self.metrics.placed(piece.index, piece.queued.group)
@@ -168,22 +189,6 @@ class ResponseState:
             self.metrics.left_queue(piece.index, piece.times.queue_s)
             if self.trace is not None:
                 self.trace.first_token(piece.index, piece.times)
-        output.num_tokens += piece.num_tokens
-        if piece.num_reasoning_tokens:
-            output.num_reasoning_tokens += piece.num_reasoning_tokens
-        if piece.num_cached_tokens > output.num_cached_tokens:
-            output.num_cached_tokens = piece.num_cached_tokens
-        output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
-        if keep_text:
-            output.text.add(piece.text)
-            output.reasoning.add(piece.reasoning)
-            output.add_calls(piece.calls)
-        if piece.num_tokens:
-            self.metrics.tokens(piece.index, piece.num_tokens)
-        if piece.measured_reason is not None:
-            self.metrics.finished(piece.index, piece.measured_reason)
-            if self.trace is not None:
-                self.trace.finished(piece.index)
 
     async def read(self, take: Callable[[ChoiceDelta], object], *, keep_text: bool = False) -> None:
         """Add all deltas and hand each to `take`."""

@@ -16,7 +16,8 @@ from app.api.output.tool_grammars import (
     document_or_calls_grammar,
     strict_calls_grammar,
 )
-from app.api.schemas.requests import ChatRequest, FunctionDefinition, NamedTool
+from app.api.schemas.conversation import FunctionDefinition, NamedTool
+from app.api.schemas.requests import ChatRequest
 from app.engine.request import Grammar, GrammarKind
 from app.errors import InvalidRequest
 from app.text import Tokenizer
@@ -82,11 +83,11 @@ class Calls:
 
 
 def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -> ToolUse | None:
-    """The tools of a chat; None when it has none. Raises InvalidRequest when they cannot be served.
+    """The tools of a chat that has some; None when it offers none. Raises InvalidRequest when they cannot be served.
 
     `form` is how the model writes free calls. Forced calls have one form for all models.
     """
-    if not body.tools or body.tool_choice == "none":
+    if body.tool_choice == "none":
         return None
     if not tokenizer.has_tools_in_template:
         raise InvalidRequest(

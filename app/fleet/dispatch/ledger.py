@@ -82,7 +82,8 @@ class Ledger:
         `num_prompt_tokens`: to be computed there, so without those that it should have cached, and with those that
         another replica had generated already. `num_expected_tokens`: to be generated from here on.
         """
-        self.end(request_id)
+        if request_id in self._placed:
+            self.end(request_id)
         ours = self.replica(replica_id).ours
         left = max(1, num_expected_tokens)
         self._placed[request_id] = _Placed(ours, num_prompt_tokens, left, num_expected_tokens, is_background)

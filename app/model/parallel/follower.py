@@ -7,7 +7,7 @@ import os
 import signal
 from typing import TYPE_CHECKING, Protocol
 
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.model.parallel.channel import Channel, Kind
 from app.model.parallel.steps import StepReader
 
@@ -23,10 +23,10 @@ class FollowingRunner(Protocol):
         ...
 
     def prepare(self) -> None:
-        """See `LaunchingRunner.prepare`."""
+        """See `ModelRunner.prepare`."""
         ...
 
-    def follow(self, batch: Batch) -> None:
+    def follow(self, batch: StepBatch) -> None:
         """Compute a step's forward pass: this rank's part of it."""
         ...
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from app.config import GIB
-from app.engine.batch import Batch, DeviceLost
+from app.engine.batch import DeviceLost, StepBatch
 from app.errors import CarouselError, Failure, InvalidSetup, described
 from app.model.parallel.channel import Channel, Kind
 from app.model.parallel.group import ExchangeCounts, RankGroup
@@ -169,7 +169,7 @@ class Ranks:
             self.wait()
 
     @contextmanager
-    def step(self, batch: Batch) -> Iterator[None]:
+    def step(self, batch: StepBatch) -> Iterator[None]:
         """Have the other ranks compute a step; inside, this one does. Raises DeviceLost if any of them fails."""
         message = self._writer.message(batch)
         with self.watched():

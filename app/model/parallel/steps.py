@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 
 # Numbers of sequences, of tables to forget and of tables with new blocks; whether log-probabilities are wanted, whether
@@ -41,7 +41,7 @@ class StepWriter:
         self._tables: dict[int, _Table] = {}  # by the identity of the list of block ids
         self._next_number = 0
 
-    def message(self, batch: Batch) -> bytes:
+    def message(self, batch: StepBatch) -> bytes:
         """To be read by every other rank, once and in order."""
         items, known = batch.scheduled, self._tables
         tables = [known.get(id(item.block_ids)) or self._added(item.block_ids) for item in items]
@@ -94,7 +94,7 @@ class StepReader:
     def __init__(self) -> None:
         self._tables: dict[int, list[int]] = {}  # by their numbers
 
-    def batch(self, message: bytes) -> Batch:
+    def batch(self, message: bytes) -> StepBatch:
         """The step, without what only draws need."""
         numbers = array("i")
         numbers.frombytes(message)
@@ -122,4 +122,4 @@ class StepReader:
                 for block_ids, start, num_tokens, samples, num_targets, first_target
                 in zip(tables, starts, *columns, strict=True)
             ]  # fmt: skip
-        return Batch(tuple(items), (), has_logprobs=bool(has_logprobs), has_drafts=bool(has_drafts))
+        return StepBatch(tuple(items), (), has_logprobs=bool(has_logprobs), has_drafts=bool(has_drafts))
