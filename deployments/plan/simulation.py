@@ -35,7 +35,6 @@ from deployments.plan.step_cost import MeasuredReplica, StepCost, StepShape
 from deployments.plan.traces import Trace, TracedRequest
 
 TOKEN_ID = 0  # that each step draws, where it does not end a request
-_EMPTY_STEP_S = 1e-5  # a step that computes nothing takes time, too: the clock must move on
 
 
 @dataclass(slots=True)
@@ -246,8 +245,9 @@ class _Replica:
         """Compute a step; afterwards the clock shows its end."""
         began_at = self.clock.now
         deltas = self.engine.step()
+        empty_step_s = 1e-5  # a step that computes nothing takes time, too: the clock must move on
         if self.clock.now == began_at:
-            self.clock.now += _EMPTY_STEP_S
+            self.clock.now += empty_step_s
         return deltas
 
     def note_in(self, registries: Sequence[ReplicaRegistry]) -> None:

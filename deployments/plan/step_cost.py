@@ -31,7 +31,6 @@ from deployments.threads import keep_waits_for_the_interpreter_short
 
 _FORMAT = 2
 _MIN_STEPS = 100  # for some ten numbers that are fitted
-_MIN_NEAR = 10  # steps between a size and its neighbours, for a time of its own
 _NUM_RATIOS = 200  # quantiles of measured by fitted time that are kept
 NOISE_CLASSES = (4, 32, 128)  # tokens: small steps are disturbed by more of their time than large ones
 # Each setting is measured in so many slices, so that a disturbance does not fall on one setting alone; in more where
@@ -171,7 +170,8 @@ def _knots(num_tokens: Sequence[int]) -> list[int]:
     while knots[-1] < largest:
         knots.append(min(2 * knots[-1], largest))
     counts = np.histogram(num_tokens, bins=[*knots, largest + 1])[0]
-    inner = [knot for knot, *near in zip(knots[1:-1], counts, counts[1:], strict=False) if min(near) >= _MIN_NEAR]
+    min_near = 10  # steps between a size and its neighbours, for a time of its own
+    inner = [knot for knot, *near in zip(knots[1:-1], counts, counts[1:], strict=False) if min(near) >= min_near]
     return [1, *inner, largest]
 
 

@@ -23,10 +23,6 @@ from app.engine.tuner import Tuning
 # A screen shows no more lines. They bound a view, about 40 kB, and the time that it takes from the engine's thread.
 MAX_SLOTS = 256
 MAX_WAITING = 14
-# Requests that left between two views. Beyond, the oldest are not shown.
-_MAX_LEFT = 512
-# Of this many steps the ends are told: with five views a second, of all steps that take 3 ms.
-_MAX_ENDS = 64
 
 
 @dataclass(slots=True)
@@ -49,7 +45,9 @@ class Viewer(StepObserver):
         """`running`: what already runs."""
         self._occupancies: dict[str, _Occupancy] = {}  # by request id
         self._prefilling: dict[str, _Occupancy] = {}  # of these, without a token since they joined
-        self._left: deque[_Occupancy] = deque(maxlen=_MAX_LEFT)
+        # Requests that left between two views. Beyond, the oldest are not shown.
+        max_left = 512
+        self._left: deque[_Occupancy] = deque(maxlen=max_left)
         self._num_slots = 0
         self._free_slots: list[int] = []  # below that number; a heap
         self._wait_reason = ""
@@ -64,7 +62,9 @@ class Viewer(StepObserver):
     def _forget_steps(self) -> None:
         self._num_steps = self._num_tokens = self._num_drawn = self._num_sequences = self._most_tokens = 0
         self._busy_s = self._longest_s = 0.0
-        self._ends: deque[float] = deque(maxlen=_MAX_ENDS)
+        # Of this many steps the ends are told: with five views a second, of all steps that take 3 ms.
+        max_ends = 64
+        self._ends: deque[float] = deque(maxlen=max_ends)
 
     # ------------------------------------------------------------------ events
 
