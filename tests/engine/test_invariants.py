@@ -13,8 +13,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from app.config import SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import StepError
+from app.engine.observer import StepObserver
 from app.engine.request import FinishReason, Request
-from app.engine.trace.recorder import Recorder
 from app.errors import DeadlineMissed, Quarantined, StepFailed
 from tests.fakes import (
     POOLINGS_OF_DECODERS,
@@ -110,7 +110,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.sent: dict[str, Request] = {}
         self.ended_otherwise: set[str] = set()
 
-    def new_recorder(self) -> Recorder | None:
+    def new_recorder(self) -> StepObserver | None:
         """The engine's recorder; this one ignores all events."""
         return None
 

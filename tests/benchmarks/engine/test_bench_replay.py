@@ -21,7 +21,7 @@ from app.engine.batch import StepBatch, StepResult
 from app.engine.model_runner import ModelRunner
 from app.engine.request import Adapter, Grammar, GrammarKind, ModelInfo, Pooling
 from app.engine.trace.entries import Entry, Header, Limited, StepRecord, parse, to_line
-from app.engine.trace.recorder import Recorder, StepRecorder
+from app.engine.trace.recorder import StepRecorder
 from app.engine.trace.redaction import Redactor
 from app.model.adapter_files import adapter_digest
 from benchmarks.engine.divergence import Circumstances, Comparison
@@ -113,7 +113,7 @@ class _Noting(Reenactment):
 class RecordedMachine(EngineMachine):
     """Random workloads, with everything that may come from outside; replayed when they have ended."""
 
-    def new_recorder(self) -> Recorder:
+    def new_recorder(self) -> StepRecorder:
         self.recorded = Recorded()
         # The scheduler's settings will change.
         self.first_settings = SchedulerConfig(**self.settings)
