@@ -299,7 +299,6 @@ def _model_drafter(config: EngineConfig, facts: ModelInfo, draft: LoadedRunner, 
     _check_tokens(config.model, of_draft.model, facts, draft.model.facts)
     return ModelDrafter(
         _runner_of(of_draft, draft, devices),
-        max_drafts=config.speculation.max_drafts,
         max_model_len=draft.model.facts.max_model_len,
         facts=facts,
     )
@@ -714,7 +713,7 @@ def assemble_recorded(
 
 def drafter_of(settings: SpeculationConfig) -> Drafter | None:
     """What drafts without a draft model by these settings; None: nothing."""
-    return LookupDrafter(settings.max_drafts) if settings.method == "lookup" else None
+    return LookupDrafter() if settings.method == "lookup" else None
 
 
 def assemble(

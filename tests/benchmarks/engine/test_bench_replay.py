@@ -28,7 +28,7 @@ from benchmarks.engine.divergence import Circumstances, Comparison
 from benchmarks.engine.reenacting_runner import StandIns
 from benchmarks.engine.reenactment import Reenactment
 from benchmarks.engine.replay import Found, main, reenact
-from tests.engine.test_combinations import POLICIES, SELECTIVE, STRATEGIES, workload
+from tests.engine.test_combinations import POLICIES, STRATEGIES, workload
 from tests.engine.test_invariants import EngineMachine
 from tests.engine.test_matcher import LateMatchedRunner
 from tests.engine.test_overlapped_engine import LateRunner, OverlappedMachine
@@ -241,9 +241,7 @@ def test_grammars_are_replayed_without_being_compiled_and_fail_where_they_failed
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in-turn", "ahead"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    "strategy", STRATEGIES + SELECTIVE, ids=lambda strategy: strategy["name"] + "-selective" * ("selective" in strategy)
-)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy["name"])
 def test_a_run_of_every_strategy_and_policy_is_replayed_step_by_step(
     strategy: Any, policy: str, is_ahead: bool
 ) -> None:
@@ -451,7 +449,7 @@ def test_a_log_with_drafts_of_a_draft_model_is_replayed(
         "model": {"path": str(demo_path), "device": "cpu"},
         "cache": {"num_blocks": 6},
         "scheduler": {"max_running": 4, "max_step_tokens": 32},
-        "speculation": {"method": "draft_model", "model": str(demo_path), "max_drafts": 3},
+        "speculation": {"method": "draft_model", "model": str(demo_path)},
         "step_log": {"path": str(tmp_path / "log")},
     })  # fmt: skip
     engine = build_sync_engine(config)
