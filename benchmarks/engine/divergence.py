@@ -78,7 +78,8 @@ class Comparison:
             if expected != got:
                 yield f"whether a step was {what}", str(expected), str(got), _CHANGED
         if recorded.preempted != made.preempted:
-            yield "requests preempted", *map(self._all_named, (recorded.preempted, made.preempted)), _CHANGED
+            expected_names, got_names = map(self._all_named, (recorded.preempted, made.preempted))
+            yield "requests preempted", expected_names, got_names, _CHANGED
         for row, other in zip_longest(_rows(scheduled), _rows(made.scheduled or NOTHING)):
             if row != other:
                 yield "requests computed, and their tokens", self._row(row), self._row(other), _CHANGED
