@@ -142,7 +142,6 @@ class ReplicaRegistry:
         return found
 
     def _replicas_with(self, adapter: Adapter) -> set[str]:
-        """Those that have an adapter loaded, or are loading it for a request that has just been sent."""
         found = {each for each, report in self.reports.items() if adapter.digest in (report.adapters or ())}
         return found | {self._adapters_sent.get(adapter.digest, "")}
 
