@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from app.engine.adapter_store import AdapterStats
 from app.engine.stats import SleepState, SleepStats
 from app.engine.tuner import Tuning
 from app.metrics.event_loop import LoopSnapshot
@@ -180,7 +180,7 @@ _REPLICAS: Sequence[Family[EngineReport]] = (
     Family("histogram", "carousel_prefill_seconds", "From a request's first step to its first token.",
         lambda each: each.measurements.prefill_s),
 )  # fmt: skip
-_ADAPTERS: Sequence[Family[AdapterStats]] = (
+_ADAPTERS: Sequence[Family[Any]] = (
     Family("gauge", "carousel_adapters_loaded", "LoRA adapters in memory.", lambda adapters: len(adapters.loaded)),
     Family("counter", "carousel_adapter_loads",
         "LoRA adapters read, the same ones again after they had made room for others too.",
