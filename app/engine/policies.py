@@ -46,7 +46,7 @@ def _make_foreground_policy(config: PolicyConfig) -> SchedulingPolicy:
         case SjfConfig():
             return ShortestJobFirst()
         case PriorityConfig():
-            return PriorityFirst(preempts=config.preemption)
+            return PriorityFirst()
         case FairConfig():
             return FairShare()
         case DeadlineConfig():
@@ -171,8 +171,7 @@ class PriorityFirst(SchedulingPolicy):
     and arrives at most `n * AGEING_S` seconds later: that limits starvation.
     """
 
-    def __init__(self, *, preempts: bool) -> None:
-        self.preempts = preempts
+    preempts = True
 
     def order_key(self, sequence: Sequence) -> OrderKey:
         handicap_s = sequence.request.priority * AGEING_S

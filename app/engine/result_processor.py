@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import count, islice
 
 from msgspec import structs
 
 from app.engine.batch import StepBatch, StepResult
 from app.engine.block_pool import BlockPool
-from app.engine.request import EngineTimes, FinishReason, Pooling, TokenDelta, TokenLogprobs
+from app.engine.request import FinishReason, Pooling, TokenDelta, TokenLogprobs
 from app.engine.sequence import Sequence, SequenceStatus
 
 
@@ -151,11 +151,6 @@ class ResultProcessor:
             num_cached_tokens=sequence.num_cached_tokens,
             embedding=embedding,
         )
-
-
-def with_times(delta: TokenDelta, times: Mapping[str, EngineTimes]) -> TokenDelta:
-    """The delta with the times of its request, if they are among these."""
-    return structs.replace(delta, times=times[delta.request_id]) if delta.request_id in times else delta
 
 
 def _pool(sequence: Sequence, result: StepResult) -> None:

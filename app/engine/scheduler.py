@@ -8,7 +8,6 @@ al., 2023), prefix hits, preempted and decoding sequences are one code path.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Several
 from dataclasses import replace
 
 from app.config import SchedulerConfig
@@ -27,12 +26,12 @@ from app.engine.deadlines import Deadlines, deadline_missed
 from app.engine.length_predictor import LengthPredictor
 from app.engine.matcher import Matcher
 from app.engine.policies import SchedulingPolicy, make_policy
-from app.engine.request import EngineTimes, FinishReason, Request, SamplingParams, TokenDelta
-from app.engine.result_processor import ResultProcessor, with_times
+from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
+from app.engine.result_processor import ResultProcessor
 from app.engine.running import RunningSequences
 from app.engine.sequence import Sequence, SequenceStatus
 from app.engine.speculation.drafter import Drafter, add_drafts
-from app.engine.stats import SPEED_STEP_TOKENS, EngineMeasurements, EngineStats, MeasurementCollector, Totals
+from app.engine.stats import SPEED_STEP_TOKENS, EngineStats, Totals
 from app.engine.strategies import SchedulerView, StepPlan, make_strategy
 from app.engine.throughput import Throughput
 from app.engine.waiting_queue import WaitingQueue
@@ -85,9 +84,9 @@ class Scheduler:
         self._throughput = Throughput()
         self._deadlines = Deadlines(self._lengths, self._throughput)
         self._results = ResultProcessor(pool, self._finish_complete)
-        self._measurements = MeasurementCollector()
         self._totals = Totals()
         self._last_step_at = 0.0  # when the last step's results were processed
+        self.last_step_s = 0.0  # that it took
         self._decision = SchedulingDecision()  # of the last `schedule`, until `take_decision`
 
     @property
@@ -221,13 +220,15 @@ class Scheduler:
             self._preempt(sequence)
         plan = self._strategy.plan(self._view(now))
         builder = self._new_builder(plan)
-        self._schedule_running(builder, plan.taking_part(self._running.in_order, is_ahead=is_ahead))
+        running = self._running.in_order.copy()
+        if is_ahead:  # without those that get their last token in the step before
+            # A sequence that generates nothing takes part until its prompt is computed, like every other.
+            running = [s for s in running if len(s.generated_token_ids) < (s.request.sampling.max_tokens or 1)]
+        self._schedule_running(builder, running)
         num_running = len(builder.sequences)
         # After a preemption for blocks memory is short: a sequence that joined now would be preempted next.
         wait_reason = WaitReason.BLOCKS if builder.has_preempted else self._admit(builder, plan)
         joined = builder.sequences[num_running:]
-        if joined:
-            self._measurements.joined(joined, now)
         if self.drafter is not None:
             add_drafts(builder, self.drafter, self._running, is_short=wait_reason is WaitReason.BLOCKS)
         self._note_decision(joined, wait_reason)
@@ -432,16 +433,12 @@ class Scheduler:
             num_ended = len(deltas) - self._totals.finished
             processed = process(batch, result)
             self._totals.generated_tokens += sum([len(delta.token_ids) for delta in processed])
-            times = self._note_step(batch, result, now, num_ended=num_ended + self._totals.finished)
-            deltas += [with_times(each, times) for each in processed] if times else processed
+            self._note_step(batch, result, now, num_ended=num_ended + self._totals.finished)
+            deltas += processed
         return deltas
 
-    def _note_step(self, batch: StepBatch, result: StepResult, now: float, *, num_ended: int) -> dict[str, EngineTimes]:
-        """Count a computed step; returns the times of the requests that have their first token by it."""
-        times = self._count_step(
-            now, began_at=batch.began_at, num_tokens=batch.num_scheduled_tokens, num_sequences=len(batch.sequences),
-            num_ended=num_ended,
-        )  # fmt: skip
+    def _note_step(self, batch: StepBatch, result: StepResult, now: float, *, num_ended: int) -> None:
+        self._count_step(now, began_at=batch.began_at, num_tokens=batch.num_scheduled_tokens, num_ended=num_ended)
         if batch.has_drafts:
             self._totals.drafted_tokens += batch.num_scheduled_tokens - len(batch.sequences)
             self._totals.accepted_tokens += len(result.token_ids) - len(batch.sequences)
@@ -450,44 +447,12 @@ class Scheduler:
         self._policy.computed(batch, result.num_kept)
         if not len(self._running):
             self._strategy.emptied(now)
-        return times
 
-    def _count_step(
-        self, now: float, *, began_at: float, num_tokens: int, num_sequences: int, num_ended: int
-    ) -> dict[str, EngineTimes]:
+    def _count_step(self, now: float, *, began_at: float, num_tokens: int, num_ended: int) -> None:
         self._totals.steps += 1
-        step_s = now - max(began_at, self._last_step_at)  # a step ahead begins while the one before it runs
+        self.last_step_s = now - max(began_at, self._last_step_at)  # a step ahead begins while the one before it runs
         self._last_step_at = now
-        self._throughput.note_step(step_s, num_tokens=num_tokens, num_ended=num_ended)
-        return self._measurements.stepped(
-            now, num_tokens=num_tokens, num_sequences=num_sequences, step_s=step_s, settings=self._settings
-        )
-
-    # ------------------------------------------------------------------ many steps at once
-
-    def num_decode_steps(self) -> int:
-        """How many of the next steps can only give each running sequence one more token, if no drawn token ends it.
-
-        0: the next step may have something to decide, or ends a sequence by its limit.
-        """
-        is_plain = not (len(self._waiting) or self._ended or self._policy.counts_steps or self.drafter)
-        if not is_plain or self._deadlines.next_at is not None:
-            return 0
-        return self._running.num_decode_steps()
-
-    def decode(self, ends_at: Several[float], *, token_id: int) -> None:
-        """Compute as many of these steps, which end at these times: each draws `token_id` for each running sequence.
-
-        Changes what `schedule` and `update` would change step by step, but for `take_decision`; no batch may be between
-        the two. For simulations.
-        """
-        num_sequences = len(self._running)
-        self._running.decode(len(ends_at), token_id, cache_full_block=self._results.cache_full_blocks)
-        self._totals.generated_tokens += num_sequences * len(ends_at)
-        for at in ends_at:
-            self._count_step(
-                at, began_at=self._last_step_at, num_tokens=num_sequences, num_sequences=num_sequences, num_ended=0
-            )
+        self._throughput.note_step(self.last_step_s, num_tokens=num_tokens, num_ended=num_ended)
 
     # ------------------------------------------------------------------ between two steps
 
@@ -555,13 +520,14 @@ class Scheduler:
             total_missed=totals.missed,
         )
 
-    def measurements(self) -> EngineMeasurements:
-        """All measurements so far. Any thread may call: each value read here is replaced or counted as a whole."""
-        return self._measurements.snapshot(
-            max_running=self._limits.max_running,
-            block_size=self._pool.block_size,
-            num_outstanding_tokens=self._waiting.work + sum([each.remaining_work for each in list(self._running)]),
-        )
+    @property
+    def num_outstanding_tokens(self) -> int:
+        """Still to compute for all requests: prompts, and outputs as far as predicted. Any thread may read it."""
+        return self._waiting.work + sum([each.remaining_work for each in list(self._running)])
+
+    @property
+    def block_size(self) -> int:
+        return self._pool.block_size
 
     def _estimated_wait_s(self) -> float:
         """How long a request that arrives now waits before it joins."""

@@ -89,13 +89,11 @@ class BatchRunner:
         limits: BatchLimits,
         config: BatchesConfig,
         clock: Callable[[], float],
-        expiry: Callable[[], float],
         on_end: Callable[[], None],
     ) -> None:
         """`catalog` is used in `thread` only; stores of results are folders in `folder`, by the batches' ids.
 
-        `clock` gives seconds since 1970, `expiry` those by which batches expire. `on_end` is called at
-        each end of a batch.
+        `clock` gives seconds since 1970. `on_end` is called at each end of a batch.
         """
         self._catalog = catalog
         self._files = files
@@ -105,7 +103,6 @@ class BatchRunner:
         self._limits = limits
         self._config = config
         self._clock = clock
-        self._expiry = expiry
         self._on_end = on_end
         self._rate = TokenRate(clock)
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -275,9 +272,8 @@ class BatchRunner:
         """Whether every item has ended. While there is no room for results nothing runs."""
         is_done = results.is_complete
         stopped = asyncio.create_task(self._stops[job.id].wait())
-        latest = time.monotonic() + job.expires_at - job.created_at
         try:
-            while not is_done and not stopped.done() and (left_s := self._left_s(job, latest)) > 0:
+            while not is_done and not stopped.done() and (left_s := job.expires_at - self._clock()) > 0:
                 if self._is_paused(job.id, await self._shortage(job, results)):
                     await asyncio.wait({stopped}, timeout=min(left_s, STORAGE_PAUSE_S))
                 else:
@@ -286,10 +282,6 @@ class BatchRunner:
         finally:
             stopped.cancel()
             await asyncio.gather(stopped, return_exceptions=True)
-
-    def _left_s(self, job: Job, latest: float) -> float:
-        """Until a batch expires; at `latest` (monotonic) its whole time is over, by whatever clock its end was set."""
-        return min(job.expires_at - self._expiry(), latest - time.monotonic())
 
     async def _run_while_room(
         self, job: Job, results: ResultStore, stopped: asyncio.Task[Any], timeout_s: float

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import InvalidSetup, NotFound
-from app.jobs.expiry_clock import SeenTime
 from app.jobs.job import ItemError, Job, JobState, StoredFile
 from app.jobs.service import PageOf
 from app.jobs.space import MIN_CHARGED_BYTES
@@ -43,7 +42,6 @@ CREATE INDEX IF NOT EXISTS files_by_owner ON files (owner);
 CREATE INDEX IF NOT EXISTS files_by_expiry ON files (expires_at);
 CREATE TABLE IF NOT EXISTS service (one INTEGER PRIMARY KEY CHECK (one = 1), generation NOT NULL);
 INSERT OR IGNORE INTO service VALUES (1, 0);
-CREATE TABLE IF NOT EXISTS seen_time (one INTEGER PRIMARY KEY CHECK (one = 1), at NOT NULL, doubted_s NOT NULL);
 {SCHEMA}
 PRAGMA user_version = {_VERSION};
 """
@@ -88,16 +86,6 @@ class Catalog:
         [generation] = self._connection.execute("SELECT generation FROM service").fetchone()
         if generation != self._generation:
             raise Superseded(f"{self._path} was opened by another process; this one, number {self._generation}, stops")
-
-    def seen_time(self) -> SeenTime | None:
-        """What the last process has noted; None where none has."""
-        row = self._row("SELECT at, doubted_s FROM seen_time", ())
-        return None if row is None else SeenTime(*row)
-
-    def note_time(self, seen: SeenTime) -> None:
-        """For the next process."""
-        with self._transaction():
-            self._connection.execute("INSERT OR REPLACE INTO seen_time VALUES (1, ?, ?)", (seen.at, seen.doubted_s))
 
     # Files
 

@@ -23,10 +23,6 @@ from deployments.ray_internals import deploy
 from deployments.serve.settings import ServeFile, asked_threads, read_serve_file
 from deployments.threads import excess
 
-STARTING_POLL_S = 0.2
-RUNNING_POLL_S = 5.0
-REMINDER_S = 15.0
-
 
 def roll_out(path: Path) -> NoReturn:
     """Deploy, and say what happens until a signal comes. Raises InvalidSetup when the application cannot start."""
@@ -56,6 +52,7 @@ def check_gpus(config: ServeFile) -> None:
 def _wait_until_ready(config: ServeFile) -> None:
     """Return when every application runs and answers /ready. Raises InvalidSetup, with the reason, when one failed."""
     said, said_at, began = "", 0.0, time.monotonic()
+    reminder_s = 15.0
     while True:
         status = serve.status()
         failure = _failure(status)
@@ -65,10 +62,10 @@ def _wait_until_ready(config: ServeFile) -> None:
         if not waiting_for:
             return
         now = time.monotonic()
-        if waiting_for != said or now > said_at + REMINDER_S:
+        if waiting_for != said or now > said_at + reminder_s:
             _say(f"[{now - began:3.0f} s] waiting for {waiting_for}")
             said, said_at = waiting_for, now
-        time.sleep(STARTING_POLL_S)
+        time.sleep(0.1)
 
 
 def _waiting_for(config: ServeFile, status: ServeStatus) -> str:
@@ -123,7 +120,7 @@ def _report_changes() -> NoReturn:
     """Quiet while all is well; a line when an application's state changes. Ends only by a signal."""
     known = {name: application.status for name, application in serve.status().applications.items()}
     while True:
-        time.sleep(RUNNING_POLL_S)
+        time.sleep(5.0)
         for name, application in serve.status().applications.items():
             if known.get(name) != application.status:
                 _say(f"{name} is {application.status.value}{': ' * bool(application.message)}{application.message}")

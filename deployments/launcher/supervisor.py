@@ -38,7 +38,6 @@ PROJECT = Path(__file__).resolve().parents[2]
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 STOP_TIMEOUT_S = 8.0  # for the service to end by itself
 END_TIMEOUT_S = 2.0  # for the remaining processes to end after SIGTERM; then they are killed
-_MAX_PROXY_THREADS = 4  # as Serve has it
 _OUR_PORTS = range(20_000, 30_000)
 
 
@@ -149,7 +148,8 @@ def reserved_cpus(file: ServeFile) -> float:
 
 def num_proxy_threads(num_cores: int) -> int:
     """HAProxy's threads: one carries the streams that an ingress on the other cores can write."""
-    return max(1, min(_MAX_PROXY_THREADS, num_cores // 4))
+    max_proxy_threads = 4  # as Serve has it
+    return max(1, min(max_proxy_threads, num_cores // 4))
 
 
 def check_folders(config: ServeFile) -> None:

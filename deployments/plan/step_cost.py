@@ -23,15 +23,14 @@ from app.assembly import assemble, build_sync_engine
 from app.config import EngineConfig, SchedulerConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import SchedulingDecision, StepBatch
+from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import ModelInfo, Request, SamplingParams, TokenDelta
-from app.engine.trace.recorder import Recorder
 from app.errors import InvalidSetup
 from deployments.plan.traces import Trace
 from deployments.threads import keep_waits_for_the_interpreter_short
 
 _FORMAT = 2
 _MIN_STEPS = 100  # for some ten numbers that are fitted
-_MIN_NEAR = 10  # steps between a size and its neighbours, for a time of its own
 _NUM_RATIOS = 200  # quantiles of measured by fitted time that are kept
 NOISE_CLASSES = (4, 32, 128)  # tokens: small steps are disturbed by more of their time than large ones
 # Each setting is measured in so many slices, so that a disturbance does not fall on one setting alone; in more where
@@ -171,7 +170,8 @@ def _knots(num_tokens: Sequence[int]) -> list[int]:
     while knots[-1] < largest:
         knots.append(min(2 * knots[-1], largest))
     counts = np.histogram(num_tokens, bins=[*knots, largest + 1])[0]
-    inner = [knot for knot, *near in zip(knots[1:-1], counts, counts[1:], strict=False) if min(near) >= _MIN_NEAR]
+    min_near = 10  # steps between a size and its neighbours, for a time of its own
+    inner = [knot for knot, *near in zip(knots[1:-1], counts, counts[1:], strict=False) if min(near) >= min_near]
     return [1, *inner, largest]
 
 
@@ -292,7 +292,7 @@ async def _serve_all(
             await load.run(setting, seconds=seconds / _ROUNDS / len(settings), pauses=number % 2 == 1)
 
 
-class _StepTimes(Recorder):
+class _StepTimes(StepObserver):
     """Times each step from its beginning to that of the next one, or to its end where no request is left."""
 
     def __init__(self) -> None:
@@ -315,8 +315,8 @@ class _StepTimes(Recorder):
     def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
         self._size = StepShape.of(batch) if batch else None
 
-    def step_ended(self, deltas: list[TokenDelta], *, at: float) -> None:
-        self._num_open -= sum(delta.finish_reason is not None for delta in deltas)
+    def step_ended(self, step: EndedStep) -> None:
+        self._num_open -= sum(delta.finish_reason is not None for delta in step.deltas)
         if not self._num_open:
             self._end(time.perf_counter())
 

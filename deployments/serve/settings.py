@@ -32,7 +32,6 @@ LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 # What Ray reserves for an ingress; it may use a core. So little that two replicas of half a core, an ingress and the
 # next one of an update find room on two cores. On a larger node an ingress uses what the replicas do not reserve.
 INGRESS_CPUS = 0.25
-MIN_INGRESS_REQUESTS = 256  # however few the replicas hold: most requests to an ingress do not reach a replica then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +128,8 @@ def max_ingress_requests(config: ApplicationConfig) -> int:
     alone, which may take half of it, can fill the replicas.
     """
     held = sum(max_replica_requests(model) * model.replicas.max_replicas for model in config.models)
-    return max(2 * held, MIN_INGRESS_REQUESTS)
+    min_ingress_requests = 256  # however few the replicas hold: most requests to an ingress do not reach a replica then
+    return max(2 * held, min_ingress_requests)
 
 
 def _read_yaml(path: Path) -> Any:

@@ -33,7 +33,6 @@ from tests.jobs.lives import (
     Writes,
     all_files,
     begin,
-    content,
     ends,
     input_line,
     jsonl,
@@ -345,40 +344,6 @@ def test_files_go_when_their_time_is_over_but_not_under_a_batch(
             await waiting.until(lambda: not (tmp_path / "files" / short).exists())
 
     asyncio.run(main())
-
-
-def test_one_start_with_a_clock_a_month_ahead_deletes_no_file_and_expires_no_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("app.jobs.local_service.HOUSEKEEPING_S", 0.01)
-    clock, echo = Clock(), Echo()
-
-    async def life(use: Callable[[LocalBatchService], Awaitable[None]]) -> None:
-        async with service_in(tmp_path, echo, clock=clock) as service:
-            await use(service)
-
-    ids = {}
-
-    async def begins(service: LocalBatchService) -> None:
-        ids["file"] = await upload(service, TEN)
-        ids["batch"] = await some_done(service, echo)
-
-    async def ahead(service: LocalBatchService) -> None:
-        await asyncio.sleep(0.1)
-        assert await content(service, ids["file"]) == TEN
-        assert (await service.batch(OWNER, ids["batch"]))["status"] == "in_progress"
-
-    async def ends_it(service: LocalBatchService) -> None:
-        echo.answers = {}
-        batch = await until(service, ids["batch"])
-        assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 10)
-        assert await content(service, ids["file"]) == TEN
-
-    asyncio.run(life(begins))
-    clock.at += 31 * 86_400
-    asyncio.run(life(ahead))
-    clock.at -= 31 * 86_400
-    asyncio.run(life(ends_it))
 
 
 @pytest.mark.parametrize(

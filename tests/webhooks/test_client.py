@@ -296,19 +296,19 @@ def test_a_refused_connection_is_a_failed_attempt() -> None:
 
 
 def test_a_name_server_that_is_slow_costs_the_time_of_one_attempt() -> None:
-    gate = threading.Event()
+    gate, has_ended = threading.Event(), threading.Event()
 
     def slow(host: str, port: int) -> Sequence[tuple[Any, ...]]:
         gate.wait(20)
+        has_ended.set()
         raise OSError("no such name")
 
     client = WebhookClient(timeout_s=0.2, look_up=slow)
 
     async def use() -> None:
-        began = time.monotonic()
         try:
             failures = await asyncio.gather(*(failure(client, "https://hooks.example/x") for _ in range(8)))
-            assert time.monotonic() - began < 2
+            assert not has_ended.is_set()
             assert {each.reason for each in failures} == {"no answer within 0.2 s"}
             assert await asyncio.to_thread(lambda: 3) == 3, "the threads of others are free"
         finally:

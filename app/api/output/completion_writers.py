@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from app.api.http.errors import error_body
 from app.api.http.sse import DONE, event, event_pieces
 from app.api.output.choices import ChoiceDelta
-from app.api.output.response_state import ChoiceOutput, EventWriter, ResponseState, Writer, tool_call, usage_of
+from app.api.output.response_state import ChoiceOutput, EventWriter, ResponseState, Writer, tool_call
 from app.api.output.token_details import CHAT_LOGPROBS, COMPLETION_LOGPROBS, DetailsWriter, LogprobsForm
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import PreparedRequest
@@ -247,24 +247,4 @@ def _envelope(prepared: PreparedRequest, object_name: str) -> Json:
         "created": prepared.created,
         "model": prepared.model.name,
         "system_fingerprint": None,
-    }
-
-
-def single_choice_response(
-    form: Format, response_id: str, model: str, output: ChoiceOutput, *, created: int, num_prompt: int
-) -> Json:
-    """The response with one choice that was computed elsewhere, to a prompt of `num_prompt` tokens."""
-    return {
-        "id": response_id,
-        "object": form.object,
-        "created": created,
-        "model": model,
-        "system_fingerprint": None,
-        "choices": [form.choice(0, output)],
-        "usage": usage_of(
-            num_prompt,
-            output.num_tokens,
-            num_cached=output.num_cached_tokens,
-            num_reasoning=output.num_reasoning_tokens,
-        ),
     }

@@ -14,8 +14,6 @@ from app.model.parallel.steps import StepReader
 if TYPE_CHECKING:
     from app.model.parallel.group import RankGroup
 
-_PR_SET_PDEATHSIG = 1
-
 
 class FollowingRunner(Protocol):
     """A model runner with the steps of rank 0."""
@@ -56,6 +54,7 @@ def die_with(parent: int) -> None:
 
     parent: the process of that thread.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:
         raise SystemExit("rank 0 has ended already")

@@ -21,7 +21,6 @@ from app.engine.request import SamplingParams
 # Numbers of sequences, of tables to forget and of tables with new blocks; whether log-probabilities are wanted, whether
 # there are drafts, and whether each sequence has one token and draws the next.
 _HEADER = 6
-_KEPT_TABLES = 256  # of sequences that are not in a step, beside as many as are
 _UNUSED = SamplingParams(max_tokens=1, temperature=0.0)  # rank 0 draws
 _NO_NAME = ""  # the other ranks know no requests
 
@@ -71,7 +70,8 @@ class StepWriter:
 
     def _forgotten(self, items: Sequence[ScheduledSequence]) -> list[int]:
         """The numbers of tables that are not needed any more, as a rule: their sequences come anew if they do."""
-        if len(self._tables) <= 2 * len(items) + _KEPT_TABLES:
+        kept_tables = 256  # of sequences that are not in a step, beside as many as are
+        if len(self._tables) <= 2 * len(items) + kept_tables:
             return []
         present = {id(item.block_ids) for item in items}
         absent = [key for key in self._tables if key not in present]
