@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +54,17 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine function runs in an event loop of its own, which its `loop_factory` may make."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    with asyncio.Runner(loop_factory=pyfuncitem.funcargs.get("loop_factory")) as runner:
+        runner.run(pyfuncitem.obj(**given))
+    return True
 
 
 @pytest.fixture(scope="session")

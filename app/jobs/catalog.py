@@ -274,7 +274,6 @@ class Catalog:
 
 
 def _value(value: Any) -> Any:
-    """A field as SQLite keeps it."""
     if isinstance(value, JobState):
         return value.value
     if isinstance(value, tuple):
@@ -303,7 +302,6 @@ def _job(row: sqlite3.Row) -> Job:
 
 
 def _sums(row: sqlite3.Row) -> Job:
-    """A batch that stands for all of a status."""
     counts = {name: row[name] for name in _COUNTS}
     status = JobState(row["status"])
     return Job(id="", owner="", endpoint="", input_file_id="", status=status, created_at=0, expires_at=0, **counts)

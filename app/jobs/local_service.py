@@ -271,16 +271,7 @@ class LocalBatchService(BatchService):
         opened = self._opened_now()
         self._check_share(upload.owner, max(0, MIN_CHARGED_BYTES - upload.draft.num_bytes))
         keep_s = new.expires_after_s or self._config.keep_s
-        now = self._now()
-        file = StoredFile(
-            id=upload.draft.id,
-            owner=upload.owner,
-            bytes=upload.draft.num_bytes,
-            created_at=now,
-            expires_at=None if keep_s is None else now + keep_s,
-            filename=new.filename,
-            purpose=new.purpose,
-        )
+        file = upload.draft.described(upload.owner, new.filename, new.purpose, self._now(), keep_s)
         del self._uploads[upload_id]
         await self._translated(self._to_its_end(self._finish(opened, upload, file)))
         return file_object(file)
@@ -398,10 +389,9 @@ class LocalBatchService(BatchService):
         unfinished = [job for job in await self._run(opened.catalog.unfinished) if job.owner == owner]
         runner = opened.runner
         counts = [*ended, *((_as_it_is(job, runner), 1) for job in unfinished)]
-        return stats_object(counts, runner.num_in_flight(owner), runner.tokens_per_second(owner))
+        return stats_object(counts, self._execution.num_in_flight(owner), runner.rate.per_second(owner))
 
     async def _shown(self, jobs: Sequence[Job]) -> list[Json]:
-        """The batches as clients read them, with what became of their webhooks."""
         opened = self._opened_now()
         messages = await self._run(opened.catalog.outbox.shown, [job.id for job in jobs])
         return [_shown_batch(job, opened.runner) | {"webhook": messages.get(job.id)} for job in jobs]
@@ -424,7 +414,6 @@ class LocalBatchService(BatchService):
             )
 
     def _check_place(self, what: str, total: int, used: Counter[str], owner: str) -> None:
-        """Raises Overloaded when an owner has its share of the places for uploads or batches."""
         if room_left(total, used, owner) >= 1:
             return
         share = f", {used[owner]} of them this key's; one key has as many as stay free for others" if owner else ""
@@ -436,7 +425,6 @@ class LocalBatchService(BatchService):
         return [*self._uploads.values(), *self._finishing]
 
     def _check_share(self, owner: str, num_bytes: int) -> None:
-        """Raises InvalidRequest when an owner may not keep so many bytes more."""
         used = self._opened_now().runner.stored_bytes()
         for upload in self._unfinished_uploads():
             used[upload.owner] += upload.draft.num_bytes
@@ -480,7 +468,6 @@ def _open_folder(path: Path) -> tuple[Catalog, FileStore]:
 
 
 def _check_disk(path: Path, num_bytes: int = 0) -> None:
-    """Raises StorageFull when so many bytes more would leave less than the reserve."""
     shortage = shortage_of_disk(path, num_bytes)
     if shortage is not None:
         raise StorageFull(f"{shortage}; try again later", retry_after_s=RETRY_AFTER_S)
@@ -527,7 +514,6 @@ def _shown_batch(job: Job, runner: BatchRunner) -> Json:
 
 
 def _as_it_is(job: Job, runner: BatchRunner) -> Job:
-    """The batch with the counts of now."""
     counts = None if job.status.has_ended else runner.counts(job.id)
     return job if counts is None else replace(job, **counted(counts))
 
