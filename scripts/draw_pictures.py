@@ -32,6 +32,7 @@ EVERYWHERE = frozenset(
         "disk",
         "batches",
         "json_pieces",
+        "output_lengths",
         "rank",
     }
 )

@@ -9,12 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from itertools import repeat
-from typing import Protocol
 
 from app.config import DeadlineConfig, FairConfig, FcfsConfig, PolicyConfig, PriorityConfig, SjfConfig
 from app.engine.batch import StepBatch
 from app.engine.sequence import Sequence
-from app.engine.waiting_queue import LazyHeap
+from app.engine.waiting_queue import LazyHeap, PolicyQueue
 from app.fair import FairQueue, FairShares
 
 # Under `sjf`, one second of waiting outweighs so many tokens of work.
@@ -54,24 +53,6 @@ def _make_foreground_policy(config: PolicyConfig) -> SchedulingPolicy:
 
 
 # ---------------------------------------------------------------------- the interface
-
-
-class PolicyQueue(Protocol):
-    """Waiting sequences in a policy's order."""
-
-    def push(self, sequence: Sequence) -> None: ...
-
-    def peek(self) -> Sequence:
-        """The next to join. The queue must not be empty."""
-        ...
-
-    def pop(self) -> Sequence:
-        """Take out the next to join. The queue must not be empty."""
-        ...
-
-    def note_finished(self, sequence: Sequence) -> None:
-        """Account for a sequence inside that has just become finished."""
-        ...
 
 
 class SchedulingPolicy(ABC):

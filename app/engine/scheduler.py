@@ -7,7 +7,7 @@ al., 2023), prefix hits, preempted and decoding sequences are one code path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from app.config import SchedulerConfig
@@ -23,7 +23,6 @@ from app.engine.batch import (
 )
 from app.engine.block_pool import BlockPool
 from app.engine.deadlines import Deadlines, deadline_missed
-from app.engine.length_predictor import LengthPredictor
 from app.engine.matcher import Matcher
 from app.engine.policies import SchedulingPolicy, make_policy
 from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
@@ -36,6 +35,7 @@ from app.engine.strategies import SchedulerView, StepPlan, make_strategy
 from app.engine.throughput import Throughput
 from app.engine.waiting_queue import WaitingQueue
 from app.errors import CarouselError
+from app.output_lengths import OutputLengths
 
 # Tokens of background prompts in one step while others are served, at most. On a GPU a step of decoding waits for
 # memory and computes so many tokens more in nearly the same time; on a CPU they are an eighth of the default step.
@@ -76,13 +76,15 @@ class Scheduler:
         self._takes_whole_prompts = takes_whole_prompts
         self._num_arrived = 0
         self._sequences: dict[str, Sequence] = {}  # waiting and running, by request id
-        self._waiting = WaitingQueue(self._policy, self._strategy.bucket_of)
+        self._waiting = WaitingQueue(self._policy.new_queue, self._strategy.bucket_of)
         self._running = RunningSequences(pool)
         self._preempted: list[Sequence] = []  # since the last step was scheduled
         self._ended: list[TokenDelta] = []  # of sequences that ended without a step, until `update` returns them
-        self._lengths = LengthPredictor()
+        # By the median: half of the refusals by a higher one would be of requests that would have met their deadlines.
+        self._lengths = OutputLengths(by_median=True)
+        self._mean_length_error = 0.0  # tokens, without sign; a moving average
         self._throughput = Throughput()
-        self._deadlines = Deadlines(self._lengths, self._throughput)
+        self._deadlines = Deadlines(self._throughput)
         self._results = ResultProcessor(pool, self._finish_complete)
         self._totals = Totals()
         self._last_step_at = 0.0  # when the last step's results were processed
@@ -124,29 +126,34 @@ class Scheduler:
         generated tokens. `adapter`: the request's; it is released at the end.
         """
         assert request.request_id not in self._sequences, f"request {request.request_id} was added twice"
-        sequence = self._new_sequence(request, now, matcher, adapter)
-        if sequence.deadline_at is not None:
-            chunk_tokens = self._limits.prefill_chunk_tokens
-            self._deadlines.watch(sequence, self._policy, chunk_tokens=chunk_tokens, is_idle=not self._sequences)
-        self._sequences[request.request_id] = sequence
-        self._waiting.push(sequence)
-
-    def _new_sequence(
-        self, request: Request, now: float, matcher: Matcher | None, adapter: HeldAdapter | None
-    ) -> Sequence:
-        num_predicted_tokens = self._lengths.predict(request)
+        num_expected_tokens = self._expected_tokens(request)
         sequence = Sequence(
             request=request,
             arrival=self._num_arrived,
             arrived_at=now,
             end_token_ids=self._end_token_ids(request.sampling),
-            num_predicted_tokens=request.sampling.max_tokens if num_predicted_tokens is None else num_predicted_tokens,
+            num_predicted_tokens=request.sampling.max_tokens if num_expected_tokens is None else num_expected_tokens,
             matcher=matcher,
             adapter=adapter,
         )
         sequence.order_key = self._policy.order_key(sequence)
         self._num_arrived += 1
-        return sequence
+        if sequence.deadline_at is not None:
+            self._deadlines.watch(
+                sequence,
+                self._policy,
+                chunk_tokens=self._limits.prefill_chunk_tokens,
+                num_expected_tokens=num_expected_tokens,
+                is_idle=not self._sequences,
+            )
+        self._sequences[request.request_id] = sequence
+        self._waiting.push(sequence)
+
+    def _expected_tokens(self, request: Request) -> int | None:
+        sampling = request.sampling
+        if not (sampling.ends_at_eos or sampling.stop_token_ids):
+            return sampling.max_tokens  # nothing else ends it
+        return self._lengths.expected(_kinds(request), at_least=sampling.min_tokens, at_most=sampling.max_tokens)
 
     def _end_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
         """The tokens that end generation. Requests without stop tokens of their own share one set."""
@@ -190,7 +197,9 @@ class Scheduler:
         """It has its last token."""
         self._totals.finished += 1
         self._finish(sequence)
-        self._lengths.learn(sequence.request, num_generated=num_generated, num_predicted=sequence.num_predicted_tokens)
+        self._lengths.learn(_kinds(sequence.request), num_generated)
+        error = abs(sequence.num_predicted_tokens - num_generated)
+        self._mean_length_error += 0.02 * (error - self._mean_length_error)  # of the last 50 or so
 
     def _finish(self, sequence: Sequence) -> None:
         """Every sequence passes here exactly once."""
@@ -389,7 +398,7 @@ class Scheduler:
 
         With an empty batch only the deltas of sequences that ended without a step are returned.
         """
-        return self._process(batch, result, now, self._results.process)
+        return self._process(batch, result, now, is_ahead=False)
 
     def with_history(self, batch: StepBatch) -> StepBatch:
         """A batch that lacked history when it was scheduled, after the step before it, and before `commit_ahead`."""
@@ -415,23 +424,17 @@ class Scheduler:
 
         A sequence that ends here may be in the next batch already: the token that is drawn for it there is discarded.
         """
-        return self._process(batch, result, now, self._results.process_advanced)
+        return self._process(batch, result, now, is_ahead=True)
 
-    def _process(
-        self,
-        batch: StepBatch,
-        result: StepResult,
-        now: float,
-        process: Callable[[StepBatch, StepResult], list[TokenDelta]],
-    ) -> list[TokenDelta]:
-        """The deltas after a step: of sequences that ended without it, then those that `process` returns."""
+    def _process(self, batch: StepBatch, result: StepResult, now: float, *, is_ahead: bool) -> list[TokenDelta]:
+        """The deltas after a step: of sequences that ended without it, then those of its own."""
         num_drawn, num_sampled = len(result.token_ids), sum(result.num_kept) or len(batch.sampled)
         assert num_drawn == num_sampled, f"{num_drawn} tokens for {num_sampled} sequences"
         self._finish_overdue(now)  # a token that arrives after the deadline is not delivered
         deltas, self._ended = self._ended, []
         if batch:
             num_ended = len(deltas) - self._totals.finished
-            processed = process(batch, result)
+            processed = self._results.process(batch, result, is_ahead=is_ahead)
             self._totals.generated_tokens += sum([len(delta.token_ids) for delta in processed])
             self._note_step(batch, result, now, num_ended=num_ended + self._totals.finished)
             deltas += processed
@@ -473,7 +476,7 @@ class Scheduler:
             waiting = self._waiting.take_all()
             self._policy = make_policy(config.policy) if is_new_policy else self._policy
             self._strategy = make_strategy(config.strategy) if is_new_strategy else self._strategy
-            self._waiting = WaitingQueue(self._policy, self._strategy.bucket_of)
+            self._waiting = WaitingQueue(self._policy.new_queue, self._strategy.bucket_of)
             self._running.reorder(self._policy.order_key)
             for sequence in waiting:
                 sequence.order_key = self._policy.order_key(sequence)
@@ -500,7 +503,7 @@ class Scheduler:
             num_staying_background=0 if self._strategy.joins_any_step else self._running.num_background,
             estimated_wait_s=self._estimated_wait_s(),
             ended_per_s=self._throughput.ended_per_s,
-            mean_length_error_tokens=self._lengths.mean_error_tokens,
+            mean_length_error_tokens=self._mean_length_error,
             num_free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
             block_size=self._pool.block_size,
@@ -562,3 +565,9 @@ class Scheduler:
         if not tokens_per_s:
             return 0.0
         return max(num_tokens / tokens_per_s, 1.0 / ended_per_s if ended_per_s else 0.0)
+
+
+def _kinds(request: Request) -> tuple[tuple[str | None, int], ...]:
+    """What requests with outputs of a like length have in common: tenant and power of two of the prompt's length."""
+    length_class = len(request.prompt_token_ids).bit_length()
+    return (request.tenant, length_class), (None, length_class)
