@@ -28,7 +28,7 @@ from benchmarks.engine.divergence import Circumstances, Comparison
 from benchmarks.engine.reenacting_runner import StandIns
 from benchmarks.engine.reenactment import Reenactment
 from benchmarks.engine.replay import Found, main, reenact
-from tests.engine.test_combinations import POLICIES, STRATEGIES, workload
+from tests.engine.test_combinations import POLICIES, SELECTIVE, STRATEGIES, workload
 from tests.engine.test_invariants import EngineMachine
 from tests.engine.test_matcher import LateMatchedRunner
 from tests.engine.test_overlapped_engine import LateRunner, OverlappedMachine
@@ -241,7 +241,9 @@ def test_grammars_are_replayed_without_being_compiled_and_fail_where_they_failed
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in-turn", "ahead"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy["name"])
+@pytest.mark.parametrize(
+    "strategy", STRATEGIES + SELECTIVE, ids=lambda strategy: strategy["name"] + "-selective" * ("selective" in strategy)
+)
 def test_a_run_of_every_strategy_and_policy_is_replayed_step_by_step(
     strategy: Any, policy: str, is_ahead: bool
 ) -> None:
