@@ -162,7 +162,7 @@ def check_fits_engines(body: QueuedRequest) -> None:
         ("logprobs", body.asked_logprobs[1] is not None),
         ("prompt_logprobs", body.prompt_logprobs is not None),
         ("return_token_ids", body.return_token_ids),
-        ("echo", body.asks_for_echo),
+        ("echo", isinstance(body, CompletionRequest) and body.echo),
     ):
         if is_asked:
             raise InvalidRequest(f"{name} is not for bulk runs: an item's result holds its text only", param=name)

@@ -115,7 +115,7 @@ def test_tokens_are_reserved_at_the_start_and_settled_at_the_end() -> None:
         assert limited.headers()["x-ratelimit-remaining-tokens"] == "20"
         with pytest.raises(LimitReached, match="needs up to 30 and 20 are left"), limited.reserve() as other:
             other.reserve(30)
-        reservation.add_usage(lambda: 15)
+        reservation.usages.append(lambda: 15)
     assert limited.headers()["x-ratelimit-remaining-tokens"] == "85"
 
 
@@ -418,7 +418,7 @@ async def test_a_request_that_generates_holds_no_body(tokenizer: Tokenizer, monk
             await stack.enter_async_context(connection)
             await until(lambda number=number: len(service.generate.open) == number)  # type: ignore[misc]
         account = service.handler.authenticator.accounts[0]
-        assert not account._pools.body_bytes.held(account)
+        assert not account.pools.body_bytes.held(account)
 
 
 @pytest.mark.parametrize(("limits", "lowest"), [({}, 0), ({"min_priority": -5}, -5)])
