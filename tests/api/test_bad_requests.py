@@ -345,8 +345,7 @@ def test_a_body_that_comes_too_slowly_is_a_408(tokenizer: Tokenizer) -> None:
 
     async def run() -> Answer:
         async with Connection(service.app, "POST", "/v1/completions", [], {}) as connection:  # it never comes
-            await connection.finished()
-            return connection.answer()
+            return await connection.finished()
 
     answer = asyncio.run(run())
     assert (answer.status, answer.error["type"], answer.error["code"]) == (408, "timeout_error", "body_timeout")

@@ -459,7 +459,7 @@ async def test_lines_of_every_endpoint_are_answered_as_calls_are(
 ) -> None:
     service = Service(tokenizer, ending, names=("small", "large"), pipelines=[CASCADE], pooling=Pooling.LAST)
     line = {"custom_id": "a", "method": "POST", "url": endpoint, "body": body}
-    online = (await service._call("POST", endpoint, body, {}, "")).json
+    online = (await service.answer("POST", endpoint, body)).json
 
     async with openai_batches(service, tmp_path) as client:
         file = await client.files.create(file=("mine.jsonl", json.dumps(line).encode()), purpose="batch")

@@ -21,7 +21,7 @@ from app.engine.request import FinishReason, Pooling, Request, TokenDelta
 from app.errors import Overloaded
 from app.json_pieces import json_pieces
 from app.text import Tokenizer
-from tests.api.fakes import Answer, Service, Step
+from tests.api.fakes import Answer, Service, Step, vector
 from tests.api.keys import bearer, entry
 from tests.api.openai_clients import openai_client
 
@@ -31,8 +31,7 @@ def embedding_of(request: Request) -> list[float]:
 
 
 def embed(request: Request) -> Iterable[Step]:
-    vector = array("f", embedding_of(request)).tobytes()
-    return [TokenDelta(request.request_id, (), FinishReason.STOP, embedding=vector)]
+    return vector(request, embedding_of(request))
 
 
 @pytest.fixture

@@ -15,17 +15,10 @@ from app.jobs import Item
 from app.jobs.outputs import BatchFormat
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
-from tests.api.fakes import Answer, Service, Step, say
+from tests.api.fakes import CALL, Answer, Service, Step, calling, say
 from tests.api.openai_clients import openai_client
-from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
-CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tools_tokenizer() -> Tokenizer:
-    return tokenizer_with(TEMPLATES["hermes"])
 
 
 def ask(service: Service, headers: dict[str, str] | None = None, **fields: Any) -> Answer:
@@ -43,10 +36,6 @@ def events_of(answer: Answer) -> list[dict[str, Any]]:
         assert (name, event["sequence_number"]) == (f"event: {event['type']}", number)
         events.append(event)
     return events
-
-
-def calling(tokenizer: Tokenizer, text: str, reason: FinishReason = FinishReason.STOP) -> Service:
-    return Service(tokenizer, say(tokenizer, text, reason=reason), tool_format=FORMATS["hermes"], max_model_len=2000)
 
 
 def test_a_response(service: Service) -> None:
