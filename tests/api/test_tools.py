@@ -171,7 +171,6 @@ def test_tools_for_a_model_of_an_unknown_format_are_refused(tools_tokenizer: Tok
 
 async def test_the_openai_package_reads_calls_whole_and_streamed(tools_tokenizer: Tokenizer) -> None:
     service = calling(tools_tokenizer, CALL)
-
     async with openai_client(service.app) as client:
         asked: Any = {"model": "demo", "messages": [{"role": "user", "content": "?"}], "tools": [TOOL]}
         whole = await client.chat.completions.create(**asked)

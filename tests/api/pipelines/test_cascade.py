@@ -127,7 +127,6 @@ def test_a_line_of_a_batch_is_answered_as_the_call_is(
 
 async def test_a_list_of_prompts_may_be_for_a_cascade(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = cascade(tokenizer, -0.6)
-
     async with http_client(service, tmp_path) as client:
         answer = (await client.post("/v1/batch", json={"model": "both", "prompts": ["a", "b"]})).json()
         usages = [each["response"]["usage"] for each in answer["results"]]
