@@ -3,7 +3,7 @@
 This is what the API's routes need; request handling is not imported from this room.
 """
 
-from app.jobs.job import LOWEST_CLASS, Answer, Answered, Item, ItemError, ItemOrigin, Job, JobState, Json, StoredFile
+from app.jobs.job import LOWEST_CLASS, Answer, Answered, Item, ItemError, ItemOrigin, Job, JobState, StoredFile
 from app.jobs.service import BatchLimits, BatchService, NewBatch, NewFile, PageOf
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "ItemOrigin",
     "Job",
     "JobState",
-    "Json",
     "NewBatch",
     "NewFile",
     "PageOf",

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-Json = dict[str, Any]
+from app.json_pieces import Json
 
 INPUT_PURPOSE = "batch"
 OUTPUT_PURPOSE = "batch_output"

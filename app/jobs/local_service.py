@@ -34,7 +34,6 @@ from app.jobs.job import (
     INPUT_PURPOSE,
     Job,
     JobState,
-    Json,
     StoredFile,
     batch_object,
     counted,
@@ -44,6 +43,7 @@ from app.jobs.job import (
 )
 from app.jobs.service import BatchLimits, BatchService, NewBatch, NewFile, PageOf
 from app.jobs.space import MIN_CHARGED_BYTES, room_left, shortage_of_disk, shortage_of_share
+from app.json_pieces import Json
 from app.webhooks.client import WebhookClient
 from app.webhooks.dispatcher import RetrySchedule, WebhookDispatcher
 from app.webhooks.receiver import WebhookReceiver

@@ -28,11 +28,10 @@ from app.jobs.job import (
     ItemResult,
     Job,
     JobState,
-    Json,
     StoredFile,
 )  # fmt: skip
 from app.jobs.results import ResultStore
-from app.json_pieces import json_pieces
+from app.json_pieces import Json, json_pieces
 
 # A record's columns in their order; `row` is the item's number.
 COLUMNS = ("row", "id", "text", "finish_reason", "prompt_tokens", "completion_tokens", "error")

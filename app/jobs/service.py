@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from app.jobs.job import Json
+from app.json_pieces import Json
 from app.webhooks.receiver import WebhookReceiver
 
 
