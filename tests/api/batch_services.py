@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -78,3 +79,22 @@ async def job_ended(client: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
     """A job once it has ended."""
     answer = await until(lambda: client.get(f"/v1/batch/{job_id}"), lambda answer: answer.json()["status"] in ENDED)
     return dict(answer.json())
+
+
+def line_of(custom_id: str, url: str = "/v1/completions", **body: Any) -> bytes:
+    """A line of a file for a batch."""
+    given = body if "messages" in body else {"prompt": "Hi"} | body
+    line = {"custom_id": custom_id, "method": "POST", "url": url, "body": given}
+    return json.dumps(line, ensure_ascii=False).encode() + b"\n"
+
+
+async def sent_batch(client: httpx.AsyncClient, content: bytes, endpoint: str = "/v1/completions") -> dict[str, Any]:
+    """The body that begins a batch over a file with this content, which is uploaded."""
+    form: dict[str, Any] = {"files": {"file": ("a.jsonl", content)}, "data": {"purpose": "batch"}}
+    file = (await client.post("/v1/files", **form)).json()
+    return {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": "24h"}
+
+
+async def begun_batch(client: httpx.AsyncClient, content: bytes, endpoint: str = "/v1/completions") -> str:
+    """The id of a batch over these lines."""
+    return str((await client.post("/v1/batches", json=await sent_batch(client, content, endpoint))).json()["id"])
