@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -240,6 +240,7 @@ def test_under_a_constant_load_the_limits_do_not_oscillate(seed: int) -> None:
     spare=st.integers(0, 600),
     chunk=st.integers(1, 512),
 )
+@example(rng=random.Random(1), itl_ms=1.0, ttft_s=2.9, max_running=6, spare=0, chunk=320)  # steps below the least chunk
 def test_limits_stay_within_their_bounds(
     rng: random.Random, itl_ms: float | None, ttft_s: float, max_running: int, spare: int, chunk: int
 ) -> None:
@@ -253,7 +254,7 @@ def test_limits_stay_within_their_bounds(
     for _, limits in seen.moves:
         assert min(max_running, max(1, max_running // 8)) <= limits.max_running <= max_running
         assert min(MIN_PREFILL_TOKENS, max_running + spare) <= limits.max_step_tokens <= max_running + spare
-        assert min(MIN_PREFILL_TOKENS, chunk) <= limits.prefill_chunk_tokens <= chunk
+        assert min(MIN_PREFILL_TOKENS, chunk, limits.max_step_tokens) <= limits.prefill_chunk_tokens <= chunk
         assert limits.max_running <= limits.max_step_tokens
     assert all(run.num_tokens)
 
