@@ -30,7 +30,7 @@ ALLOWED = {
         "llguidance", "transformers",
     },
     "app.fleet": {
-        "app.fleet.dispatch", "app.culprits", "app.errors", "app.output_lengths", "app.engine.throughput",
+        "app.fleet.dispatch", "app.culprits", "app.errors", "app.fair", "app.output_lengths",
         "app.engine.request", "app.engine.stats", "app.engine.snapshot", "msgspec",
     },
     "app.model": {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 from itertools import pairwise
-from math import inf
 
 import pytest
 from hypothesis import example, given, settings
@@ -15,56 +14,13 @@ from pydantic import ValidationError
 from app.config import CacheConfig, SchedulerConfig, TargetsConfig
 from app.engine.batch import StepLimits
 from app.engine.observer import EndedStep, StepObserver
-from app.engine.tuner import MIN_PREFILL_TOKENS, RecentTimes, StepTimes, Tuner, Tuning, TuningReason
+from app.engine.tuner import MIN_PREFILL_TOKENS, RecentTimes, Tuner, Tuning, TuningReason
 from deployments.plan.simulation import FleetSimulation, SimulatedRun, simulate
 from deployments.plan.step_cost import StepCost
 from deployments.plan.traces import Trace
 from tests.deployments.plan.measured import measured_replica, step_cost, trace_of
 
 HIGHEST = {"max_running": 64, "max_step_tokens": 2048, "prefill_chunk_tokens": 2048}
-
-
-# ---------------------------------------------------------------------- step times
-
-
-def test_step_times_find_the_largest_step_within_a_time() -> None:
-    times = StepTimes()
-    for size in (1, 10, 50, 200, 500):
-        for _ in range(10):
-            times.note(size, 0.010 + 0.0001 * size)
-    assert times.largest_within(0.040) == pytest.approx(300, rel=0.01)
-    assert times.seconds(300) == pytest.approx(0.040, rel=0.01)
-
-
-def test_times_of_steps_larger_than_any_before_go_on_as_they_rose() -> None:
-    times = StepTimes()
-    times.note(100, 0.020)
-    assert times.largest_within(0.040) == pytest.approx(200)
-    assert times.largest_within(0.010) == pytest.approx(50)
-    assert times.largest_within(inf) == inf
-    times.note(20, 0.012)  # 10 ms and 0.1 ms for each
-    assert times.largest_within(0.040) == pytest.approx(300)
-
-
-def test_nothing_is_known_of_steps_before_the_first() -> None:
-    assert StepTimes().largest_within(0.1) == inf
-    assert StepTimes().seconds(10) == 0.0
-
-
-def test_steps_that_vary_leave_room_for_the_longest() -> None:
-    times, rng = StepTimes(), random.Random(1)
-    samples = [0.1 * rng.gauss(1.0, 0.1) for _ in range(2000)]
-    for seconds in samples:
-        times.note(100, seconds)
-    assert sorted(samples)[1960] < times.seconds(100) < max(samples)
-
-
-def test_a_pause_of_the_system_hardly_counts() -> None:
-    times = StepTimes()
-    for _ in range(100):
-        times.note(100, 0.1)
-    times.note(100, 5.0)
-    assert times.seconds(100) < 0.12
 
 
 def test_recent_times_are_of_the_last_half_minute() -> None:
