@@ -1,4 +1,4 @@
-"""The wheel in an empty environment elsewhere: it has every module, and serves the bundled model."""
+"""The wheel in an empty environment elsewhere: it has every file, and serves the bundled model."""
 
 from __future__ import annotations
 
@@ -21,16 +21,6 @@ from tests.deployments.launcher.test_launcher import assert_leaves_nothing_behin
 pytestmark = pytest.mark.serve
 PROJECT = Path(__file__).resolve().parent.parent
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-IMPORT_ALL = """
-import pkgutil, sys
-import app, deployments.preload
-for package in (app, deployments):
-    assert package.__file__.startswith(sys.prefix), package.__file__
-    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if not module.name.endswith("__main__"):
-            __import__(module.name)
-            print(module.name)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -62,24 +52,13 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_every_module_can_be_imported_from_the_wheel(environment: Path, tmp_path: Path) -> None:
-    printed = run([str(environment / "python"), "-c", IMPORT_ALL], tmp_path)
-    there = {
-        ".".join(path.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__")
-        for name in ("app", "deployments")
-        for path in (PROJECT / name).rglob("*.py")
-        if path.name != "__main__.py"
-    }
-    assert there - {"app", "deployments"} == set(printed.split())
-
-
-def test_files_that_are_no_modules_are_in_the_wheel(environment: Path) -> None:
+def test_every_file_is_in_the_wheel(environment: Path) -> None:
     [packages] = environment.parent.glob("lib/python*/site-packages")
     listed = subprocess.run(
         ["git", "ls-files", "app", "deployments", "models"], cwd=PROJECT, capture_output=True, text=True, check=True
     )
-    files = [name for name in listed.stdout.split() if not name.endswith((".py", ".md"))]
-    assert len(files) > 40
+    files = [name for name in listed.stdout.split() if not name.endswith(".md")]
+    assert len(files) > 200
     assert [name for name in files if not (packages / name).is_file()] == []
 
 

@@ -1,19 +1,29 @@
-"""Attention alone, from a graph: how fast a decode step reads keys and values, how fast a prompt is multiplied."""
+"""Attention alone, from a graph: how fast a decode step reads keys and values, how fast a prompt is multiplied; and
+other launches of the same kernels: stages of the pipeline, warps, keys in a tile.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import product
+from typing import Any
 
 import torch
 
 import app.model.backends
+from app.errors import described
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.head_shapes import ON_GPU, STANDING_IN, HeadShape, attention_of, begun
 from benchmarks.gpu.models import BLOCK_SIZE
 from benchmarks.gpu.steps import blocks_needed, step_of
 
+Pieces = list[tuple[int, int]]
+
 
 @torch.inference_mode()
 def measure(bench: Bench) -> None:
-    for shape in bench.sized(ON_GPU, STANDING_IN[:1]):
+    shapes = bench.sized(ON_GPU, STANDING_IN[:1])
+    for shape in shapes:
         for number, context in bench.sized(((64, 1024), (256, 1024), (16, 8192)), ((2, 20),)):
             took_s = _attended(bench, shape, [(context - 1, 1)] * number)
             bench.row(
@@ -26,12 +36,38 @@ def measure(bench: Bench) -> None:
                 "prefill", model=shape.model, tokens=length, us=round(took_s * 1e6, 1),
                 tflop_per_s=round(_operations(shape, length) / took_s / 1e12, 1),
             )  # fmt: skip
+    best = {
+        "decode": _swept(bench, "decode", shapes[0], bench.sized([(1023, 1)] * 64, [(19, 1)] * 2)),
+        "prefill": _swept(bench, "prefill", shapes[0], bench.sized([(0, 4096)], [(0, 5)])),
+    }
+    bench.put(**{f"best_{name}": found for name, found in best.items()})
 
 
-def _attended(bench: Bench, shape: HeadShape, pieces: list[tuple[int, int]]) -> float:
+def _swept(bench: Bench, kind: str, shape: HeadShape, pieces: Pieces) -> str:
+    """The launch that is the fastest, in words. The first is the one that is used."""
+    stages, warps, tiles = bench.sized(((2, 3, 4), (4, 8), (32, 64)), ((2,), (4,), (16,)))
+    found: list[tuple[float, str]] = []
+    options: Iterable[Mapping[str, int]] = (
+        {"num_stages": stage, "num_warps": warp, "tile": tile} for stage, warp, tile in product(stages, warps, tiles)
+    )
+    for launch in ({}, *options):
+        name = ", ".join(f"{key} {value}" for key, value in launch.items()) or "as it is"
+        try:
+            took_us = round(_attended(bench, shape, pieces, launch) * 1e6, 1)
+        except Exception as error:  # more shared memory than there is, or a tile that a kernel does not take
+            bench.row(f"launches of {kind}", launch=name, us=None, refused=described(error)[:120])
+            continue
+        found.append((took_us, name))
+        bench.row(f"launches of {kind}", launch=name, us=took_us, refused=None)
+    return min(found)[1] if found else "none"
+
+
+def _attended(bench: Bench, shape: HeadShape, pieces: Pieces, launch: Mapping[str, int] | None = None) -> float:
     """Seconds of one layer's attention, with the write of the new keys and values, replayed from a graph."""
     num_blocks = blocks_needed(pieces, block_size=BLOCK_SIZE)
     attention = attention_of(bench, shape, num_blocks=num_blocks, max_rows=len(pieces))
+    if launch:
+        attention.kernels = _Launched(attention.kernels, launch)
     batch = step_of(pieces, num_blocks=num_blocks, block_size=BLOCK_SIZE)
     step, tensors, rules = (
         begun(attention, batch),
@@ -40,6 +76,31 @@ def _attended(bench: Bench, shape: HeadShape, pieces: list[tuple[int, int]]) -> 
     )
     capture = vars(app.model.backends)["CudaCapture"](bench.device)
     return bench.seconds(capture(lambda: step.attend(0, *tensors, rules)))
+
+
+class _Launched:
+    """The kernels' module, each launch with other options where it has them."""
+
+    def __init__(self, kernels: Any, options: Mapping[str, int]) -> None:
+        self._kernels = kernels
+        self._options = options
+
+    def __getattr__(self, name: str) -> Any:
+        return _Kernel(getattr(self._kernels, name), self._options)
+
+
+class _Kernel:
+    def __init__(self, kernel: Any, options: Mapping[str, int]) -> None:
+        self._kernel = kernel
+        self._options = options
+
+    def __getitem__(self, grid: object) -> Any:
+        launch = self._kernel[grid]
+
+        def changed(*arguments: object, **given: object) -> Any:
+            return launch(*arguments, **given | {key: own for key, own in self._options.items() if key in given})
+
+        return changed
 
 
 def _bytes(shape: HeadShape, number: int, context: int) -> int:

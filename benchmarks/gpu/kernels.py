@@ -1,4 +1,4 @@
-"""Attention against 64-bit numbers at the shapes of known models; then the tests of all kernels on this card."""
+"""Every kernel against 64-bit numbers at the shapes of known models; then the tests of the kernels on this card."""
 
 from __future__ import annotations
 
@@ -17,23 +17,40 @@ from app.engine.batch import ScheduledSequence, StepBatch
 from app.errors import described
 from app.model.attention import AttentionRules
 from app.model.cuda.attention import TritonAttention
+from app.model.cuda.batch_invariant import invariant_mean, invariant_mm
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.head_shapes import ON_GPU, STANDING_IN, HeadShape, attention_of, begun
-from benchmarks.gpu.models import BLOCK_SIZE
+from benchmarks.gpu.layer_errors import logprob_errors
+from benchmarks.gpu.models import BLOCK_SIZE, LAYERS
 from benchmarks.gpu.steps import GREEDY, step_of
 
 _PROJECT = Path(__file__).resolve().parent.parent.parent
 _TESTS_DEADLINE_S = 150
 # Compilation for other cards needs no GPU, and is tested without one.
 _TESTS = ("tests/model/cuda", "--ignore=tests/model/cuda/test_triton_compiles.py")
+# Rows, depth and columns of matrix products of an 8B model: joined QKV, gate and up, down, and the head.
+_PRODUCTS = ((64, 4096, 6144), (256, 4096, 24576), (64, 12288, 4096), (64, 4096, 151936))
 
 
 @torch.inference_mode()
 def measure(bench: Bench) -> None:
     for shape in bench.sized(ON_GPU, STANDING_IN):
         for kind, error in _attention_errors(bench, shape).items():
+            bench.row("largest relative error against fp64", kernel=kind, shape=shape.model, error=_short(error))
+    for rows, depth, columns in bench.sized(_PRODUCTS, ((3, 16, 20),)):
+        _invariant_errors(bench, rows, depth, columns)
+    for name in LAYERS:
+        try:
+            errors, refused = logprob_errors(bench, name), None
+        except Exception as failure:  # the others are measured all the same
+            errors, refused = {"": float("nan")}, described(failure)[:200]
+        for kind, error in errors.items():
             bench.row(
-                "largest relative error against fp64", kernel=kind, shape=shape.model, error=float(f"{error:.3g}")
+                "log-probabilities of one layer against fp64",
+                model=name,
+                step=kind,
+                error=None if refused else _short(error),
+                refused=refused,
             )
     _run_tests(bench, bench.sized(_TESTS, ("tests/model/cuda/test_block_tables.py",)))
 
@@ -88,10 +105,28 @@ def _in_fp64(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules:
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
+def _invariant_errors(bench: Bench, rows: int, depth: int, columns: int) -> None:
+    left, right = (
+        torch.randn(size, device=bench.device).bfloat16() for size in ((rows, depth), (columns, depth))
+    )  # as a linear layer has its weight
+    for kind, ours, exact in (
+        ("batch-invariant product", invariant_mm(left, right.t()), left.double() @ right.t().double()),
+        ("batch-invariant mean", invariant_mean(left, [-1]), left.double().mean(-1)),
+    ):
+        bench.row(
+            "largest relative error against fp64", kernel=kind, shape=f"{rows} x {depth} x {columns}",
+            error=_short(_largest_error(ours, exact)),
+        )  # fmt: skip
+
+
 def _largest_error(ours: torch.Tensor, right: torch.Tensor) -> float:
     """The largest difference, relative to the size of the numbers that it is among."""
     size = right.square().mean().sqrt().clamp_min(1e-30)
     return float((ours.double() - right).abs().max() / size)
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.3g}")
 
 
 def _run_tests(bench: Bench, tests: Sequence[str]) -> None:

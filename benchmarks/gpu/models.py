@@ -49,13 +49,64 @@ _TINY = _8B | {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 320, "max_position_embeddings": 256,
 }  # fmt: skip
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500_000,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000},
+    "rms_norm_eps": 1e-5,
+}
+_GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "vocab_size": 256000,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "layer_types": ["sliding_attention"],
+    "tie_word_embeddings": True,
+}
+_GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201088,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention"],
+    "rope_theta": 150_000,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 150_000},
+}
+_ONE_LAYER = {"num_hidden_layers": 1}
+_NARROW = {name: _TINY[name] for name in _TINY if name.endswith(("_size", "_heads", "head_dim"))} | _ONE_LAYER
+# One thin layer before the whole vocabulary: nearly all of its step is sampling.
+LAYERS = ("Llama-3-8B", "Qwen3-8B", "Gemma-2-9B", "gpt-oss-20B")
 _SHAPES = {
     "8b": (_8B, _TINY),
-    "sampling": (  # one thin layer before the whole vocabulary: nearly all of its step is sampling
+    "sampling": (
         _8B | {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2,
                "num_key_value_heads": 2},
         _TINY,
     ),
+    "Llama-3-8B": (_8B | _LLAMA | _ONE_LAYER, _8B | _LLAMA | _NARROW),
+    "Qwen3-8B": (_8B | _ONE_LAYER, _8B | _NARROW),
+    "Gemma-2-9B": (_8B | _GEMMA | _ONE_LAYER, _8B | _GEMMA | _NARROW),
+    "gpt-oss-20B": (_8B | _GPT_OSS | _ONE_LAYER, _8B | _GPT_OSS | _NARROW | {"num_local_experts": 4}),
 }  # fmt: skip
 
 

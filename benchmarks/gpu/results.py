@@ -19,6 +19,7 @@ TARGETS: tuple[tuple[str, str, str, Callable[[float], bool]], ...] = (
     ("transformers", "ours_over_theirs", "at least 4", lambda value: value >= 4),
     ("memory", "capture_s", "below 20", lambda value: value < 20),
     ("memory", "predicted_over_used", "within 3%", lambda value: abs(value - 1) <= 0.03),
+    ("lora", "ratio_8_of_rank_16", "at most 1.15 of a step without", lambda value: value <= 1.15),
     ("sampler", "top_p_share_64", "at most 0.05 of a step", lambda value: value <= 0.05),
     ("sampler", "top_p_share_256", "at most 0.05 of a step", lambda value: value <= 0.05),
 )

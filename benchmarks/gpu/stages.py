@@ -21,7 +21,7 @@ class Stage(NamedTuple):
 
 STAGES = (
     Stage("rates", "benchmarks.gpu.rates", 20, "versions, the card, rates of copies and of matrix products"),
-    Stage("kernels", "benchmarks.gpu.kernels", 100, "attention against fp64, then the tests of the kernels"),
+    Stage("kernels", "benchmarks.gpu.kernels", 100, "every kernel against fp64, then the tests of the kernels"),
     Stage("memory", "benchmarks.gpu.memory", 50, "an 8B model's start; memory predicted against used; the worst step"),
     Stage(
         "decode",
@@ -32,7 +32,9 @@ STAGES = (
     Stage(
         "profile", "benchmarks.gpu.profiled", 30, "kernels, launches, gaps and waits of a decode step and a mixed one"
     ),
-    Stage("attention", "benchmarks.gpu.attention", 40, "decode GB/s, prefill TFLOP/s"),
+    Stage("attention", "benchmarks.gpu.attention", 80, "decode GB/s, prefill TFLOP/s; stages x warps x tile"),
+    Stage("experts", "benchmarks.gpu.experts", 15, "a layer's experts against the bytes of those that are chosen"),
+    Stage("lora", "benchmarks.gpu.lora", 60, "decode steps and prompts with LoRA adapters against none"),
     Stage("sampler", "benchmarks.gpu.sampler", 15, "draws: greedy, T = 1, top-p, top-k, grammar, penalties, logprobs"),
     Stage("engine", "benchmarks.gpu.engine", 110, "the whole engine on requests of ragged lengths"),
     Stage("transformers", "benchmarks.gpu.transformers_batching", 50, "transformers' own batching, the same requests"),

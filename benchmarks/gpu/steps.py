@@ -23,10 +23,11 @@ def step_of(
     block_size: int,
     sampling: SamplingParams = GREEDY,
     beside: Callable[[], dict[str, Any]] = dict,
+    adapters: Sequence[object] = (),
 ) -> StepBatch:
     """A step of pieces of sequences. pieces: position of the first token, and number of tokens.
 
-    beside: what else a sequence has, by the names of `ScheduledSequence`.
+    beside: what else a sequence has, by the names of `ScheduledSequence`. adapters: the sequences have them in turn.
 
     No two sequences share a block, and their blocks lie scattered, as after hours of service.
     """
@@ -35,7 +36,7 @@ def step_of(
     items = tuple(
         ScheduledSequence(
             f"{at}", (5 + at % 97,) * size, start, [next(scattered) for _ in range(-(-(start + size) // block_size))],
-            True, sampling, **beside(),
+            True, sampling, adapter=adapters[at % len(adapters)] if adapters else None, **beside(),
         )
         for at, (start, size) in enumerate(pieces)
     )  # fmt: skip

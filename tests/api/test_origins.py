@@ -168,6 +168,6 @@ def test_what_no_browser_sends_is_refused_as_a_setting(wrong: str) -> None:
 def test_origins_in_the_settings_are_compared_as_browsers_write_them() -> None:
     [origin] = ApiConfig(allowed_origins=("HTTPS://Chat.Example.com",)).allowed_origins
     policy = OriginPolicy([origin], loopback_only=True)
-    policy.check({"host": "localhost", "origin": PAGE})
+    policy.preflight("GET", {"host": "localhost", "origin": PAGE})
     with pytest.raises(NotPermitted):
-        policy.check({"host": "localhost", "origin": f"{PAGE}.evil.example"})
+        policy.preflight("GET", {"host": "localhost", "origin": f"{PAGE}.evil.example"})

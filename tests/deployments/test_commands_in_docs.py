@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import ray
 
 from tests.doc_pages import COMMANDS, GUIDES, PROJECT, Block, blocks
 
@@ -49,8 +50,9 @@ def run(block: Block, url: str, folder: Path) -> str:
     text = block.text.replace(ADDRESS, url).replace("curl -s ", "curl -s --fail-with-body ")
     command = [sys.executable, "-c", text] if block.language == "python" else ["bash", "-euo", "pipefail", "-c", text]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
+    environment = os.environ | {
         "PATH": path, "PYTHONPATH": str(PROJECT), "CAROUSEL_API_KEY": "none", "CAROUSEL_ADMIN_KEY": "none",
+        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,  # a bulk run joins the tests' cluster
     }  # fmt: skip
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False

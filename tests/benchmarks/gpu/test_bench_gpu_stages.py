@@ -14,9 +14,9 @@ import torch
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
-from benchmarks.gpu import kernels, profiled
+from benchmarks.gpu import attention, kernels, profiled
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.models import engine_config, made_model
+from benchmarks.gpu.models import LAYERS, engine_config, made_model
 from benchmarks.gpu.stages import STAGES
 from benchmarks.gpu.stand_in import standing_in
 
@@ -50,8 +50,11 @@ def test_rates(measured: Measured) -> None:
 def test_kernels_are_compared_with_fp64_and_their_tests_are_run(measured: Measured) -> None:
     figures, tables = measured("kernels")
     errors = tables["largest relative error against fp64"]
-    assert {row["kernel"] for row in errors} == {"prefill", "decode"}
+    assert {row["kernel"] for row in errors} >= {"prefill", "decode", "batch-invariant product", "batch-invariant mean"}
     assert all(0 < row["error"] < 0.1 for row in errors)
+    layers = tables["log-probabilities of one layer against fp64"]
+    assert {(row["model"], row["step"]) for row in layers} == set(product(LAYERS, ("prompt", "decode")))
+    assert all(0 < row["error"] < 0.1 for row in layers)
     assert " passed" in figures["tests"]
     assert "failed" not in figures["tests"]
 
@@ -111,10 +114,38 @@ def test_idle_time_is_what_no_kernel_covers() -> None:
     assert profiled._idle_us(events) == 2
 
 
-def test_attention_is_measured(measured: Measured) -> None:
-    _, tables = measured("attention")
-    assert tables["decode"]
-    assert tables["prefill"]
+def test_attention_is_measured_and_other_launches_of_it_are_tried(measured: Measured) -> None:
+    figures, tables = measured("attention")
+    assert figures["best_decode"]
+    assert figures["best_prefill"]
+    for kind in ("decode", "prefill"):
+        assert tables[kind]
+        assert [row["refused"] for row in tables[f"launches of {kind}"]] == [None, None]
+
+
+def test_experts_are_measured_against_the_bytes_of_those_that_are_chosen(measured: Measured) -> None:
+    _, tables = measured("experts")
+    rows = tables["experts of a layer"]
+    assert [row["tokens"] for row in rows] == [1, 3]
+    assert rows[0]["experts"] == 2
+    assert all(row["us"] > 0 for row in rows)
+
+
+def test_steps_with_adapters_stand_beside_those_without(measured: Measured) -> None:
+    figures, tables = measured("lora")
+    rows = tables["steps with adapters"]
+    assert [(row["step"], row["tokens"], row["adapters"]) for row in rows] == [
+        ("decode", 2, "none"), ("decode", 2, "2"), ("prompt", 3, "none"), ("prompt", 3, "2"),
+    ]  # fmt: skip
+    assert all(row["step_ms"] > 0 for row in rows)
+    assert figures["ratio_2_of_rank_3"] > 0
+
+
+def test_another_launch_reaches_the_kernels() -> None:
+    seen: list[dict[str, object]] = []
+    kernel = SimpleNamespace(write_kernel={1: lambda *_, **options: seen.append(options)})
+    attention._Launched(kernel, {"tile": 32, "num_warps": 8}).write_kernel[1](0, tile=16, num_rows=4)
+    assert seen == [{"tile": 32, "num_rows": 4}]
 
 
 def test_draws_are_measured_through_the_runner(measured: Measured) -> None:

@@ -23,20 +23,23 @@ def ask(url: str, model: str, **fields: object) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
 
 
+COUNTED = (
+    "vllm:generation_tokens_total",
+    "vllm:prompt_tokens_total",
+    "vllm:time_to_first_token_seconds_count",
+    "vllm:request_queue_time_seconds_count",
+    "vllm:admission_rejections_total",
+    "carousel_engine_finished_total",
+)
+
+
 def counted(text: bytes) -> dict[str, list[float]]:
-    """By model: tokens generated and of prompts, first tokens, requests that waited and those that were too long."""
+    """The sums of these by model, over all processes."""
+    samples = [sample for family in parsed(text).values() for sample in family.samples]
     return {
         model: [
-            value(text, "vllm:generation_tokens_total", model_name=model),
-            value(text, "vllm:prompt_tokens_total", model_name=model),
-            value(text, "vllm:time_to_first_token_seconds_count", model_name=model),
-            value(text, "vllm:request_queue_time_seconds_count", model_name=model),
-            value(text, "vllm:admission_rejections_total", model_name=model, reason="context_too_long"),
-            sum(
-                sample.value
-                for sample in parsed(text)["carousel_engine_finished"].samples
-                if sample.labels["model_name"] == model
-            ),
+            sum(each.value for each in samples if each.name == name and each.labels["model_name"] == model)
+            for name in COUNTED
         ]
         for model in QUESTIONS
     }
