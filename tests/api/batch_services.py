@@ -14,8 +14,8 @@ import openai
 from app.api import RequestHandler, batch_routes, build_app
 from app.api.http.guard import owner_of
 from app.api.prepared_request import RequestLimits
+from app.batches import BatchLimits
 from app.config import ApiConfig, BatchesConfig
-from app.jobs import BatchLimits
 from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.webhooks.client import WebhookClient

@@ -17,10 +17,10 @@ import openai
 import pytest
 
 from app.api import RequestHandler, batch_routes, build_app
+from app.batches import BatchLimits
 from app.config import ApiConfig, BatchesConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded
-from app.jobs import BatchLimits
 from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.text import Tokenizer

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.batches import Answered
 from app.engine.request import FinishReason, Request
 from app.errors import Overloaded, StepFailed
-from app.jobs import Answered, Item
+from app.jobs.job import Item
 from app.jobs.outputs import BatchFormat
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS

@@ -11,7 +11,7 @@ import pytest
 
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded, StepFailed
-from app.jobs import Item
+from app.jobs.job import Item
 from app.jobs.outputs import BatchFormat
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from app.api.http.openapi import BATCH_BODIES, openapi_document
 from app.api.prepared_request import RequestLimits
+from app.batches import BatchLimits
 from app.config import ApiConfig, WebhooksConfig
 from app.errors import Overloaded, StepFailed
-from app.jobs import BatchLimits
 from app.text import Tokenizer
 from tests.api.batch_services import begun_batch, client_of, http_client, job_ended, line_of, sent_batch, served
 from tests.api.fakes import WAIT, Connection, Service, say
