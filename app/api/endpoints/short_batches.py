@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.api.endpoints.batch_results import encoded_json, result, results_of, speed
 from app.api.endpoints.batches import BatchRoutes, Metadata, WebhookRequest
-from app.api.endpoints.files import FileRoutes
+from app.api.endpoints.files import FileRoutes, upload
 from app.api.handler import RequestHandler, SharedBody
 from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
@@ -25,9 +25,8 @@ from app.api.http.sse import DONE, EventStream, WhileConnected, event, event_pie
 from app.api.request_context import RequestContext, asks_for, with_deadline
 from app.api.schemas.fields import MAX_PROMPTS, Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_unknown
+from app.batches import Answered, BatchLimits, BatchService, JobState, NewBatch, NewFile
 from app.errors import CarouselError, InvalidRequest
-from app.jobs import Answered, BatchLimits, BatchService, JobState, NewBatch, NewFile
-from app.jobs.items import as_batch_line, items_of_prompts
 from app.json_pieces import Json
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -196,16 +195,10 @@ class ShortBatchRoutes:
 
     async def _begin_job(self, owner: str, prompts: PromptList) -> Json:
         service, asked = self._service, prompts.asked
-        upload_id = await service.begin_upload(owner)
-        try:
+        async with upload(service, owner) as upload_id:
             for piece in _pieces(prompts):
                 await service.append(upload_id, piece)
-            new = NewFile(filename=INPUT_NAME, purpose="batch")
-            file = await service.finish_upload(upload_id, new)
-        except BaseException:
-            with suppress(Exception):  # the service deletes it some minutes later in any case
-                await service.abandon_upload(upload_id)
-            raise
+            file = await service.finish_upload(upload_id, NewFile(filename=INPUT_NAME, purpose="batch"))
         try:
             batch = await service.create_batch(
                 NewBatch(
@@ -226,8 +219,9 @@ class ShortBatchRoutes:
 def _pieces(prompts: PromptList) -> Iterator[bytes]:
     """The lines of the input file, some at a time."""
     piece = bytearray()
-    for item in items_of_prompts(prompts.endpoint, prompts.bodies()):
-        piece += encoded_json(as_batch_line(item)) + b"\n"
+    for number, body in enumerate(prompts.bodies()):
+        line = {"custom_id": str(number), "method": "POST", "url": prompts.endpoint, "body": body}
+        piece += encoded_json(line) + b"\n"
         if len(piece) >= _SENT_AT_ONCE:
             yield bytes(piece)
             piece.clear()
@@ -278,11 +272,7 @@ def _answered_at_once(prompts: PromptList, answers: list[Answered], latency_s: f
         "object": "batch",
         "endpoint": prompts.endpoint,
         "status": JobState.COMPLETED.value,
-        "request_counts": {
-            "total": len(answers),
-            "completed": num_completed,
-            "failed": len(answers) - num_completed,
-        },
+        "request_counts": {"total": len(answers), "completed": num_completed, "failed": len(answers) - num_completed},
         "progress": 1.0,
         "usage": {"input_tokens": num_input, "output_tokens": num_output, "total_tokens": num_input + num_output},
         **speed(latency_s, num_output),
