@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 from zlib import crc32
 
-from app.child_process import PROJECT, child_command, child_environment
+from app.child_process import child_command, child_environment
 from app.config import (
     GIB,
     MAX_LOADED_ADAPTERS,
@@ -52,15 +52,15 @@ from app.engine.trace.recorder import Recorder, StepRecorder
 from app.engine.trace.redaction import Redactor
 from app.engine.trace.step_log import LogFiles, StepLog
 from app.errors import InvalidSetup, UnsupportedAdapter, UnsupportedModel, described
+from app.model.location import folder_seen_from_here, resolve_model_path
 from app.versions import commit, versions
 
 if TYPE_CHECKING:
     from app.model.cuda.graph_runner import GraphModelRunner
-    from app.model.loader import LoadedModel
-    from app.model.memory import MemoryNeeds
     from app.model.parallel.group import RankGroup
     from app.model.parallel.ranks import Ranks
     from app.model.runner import TorchModelRunner
+    from app.model.ways.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,8 @@ def _device_memory(config: EngineConfig) -> _DeviceMemory:
         return _DeviceMemory("simulated", total_bytes=GIB * 1024, needed_bytes=int(costs.memory_gib * GIB))
     import torch
 
-    from app.model.loader import device_of
+    from app.model.device import device_of
+    from app.model.planned_memory import planned_memory
 
     if device_of(config.model).type == "cpu":
         return _DeviceMemory("cpu", int(_SLEEPING_SHARE * memory_of_machine()), _needs_on_cpu(config))
@@ -182,30 +183,22 @@ def _device_memory(config: EngineConfig) -> _DeviceMemory:
 
 def _needs_on_cpu(config: EngineConfig) -> int:
     """Bytes of weights, KV memory and the largest step."""
-    cache, draft = config.cache, _of_draft_model(config)
+    from app.model.planned_memory import planned_memory_to_sleep
+
+    cache = config.cache
     try:
-        planned = _planned_by_check(config)
-        planned = planned if draft is None else planned.beside(_planned_by_check(draft))
+        planned = planned_memory_to_sleep(config)
     except UnsupportedModel as error:
         raise InvalidSetup(f"replicas.sleep_after_s: {error}; set no sleep_after_s") from error
     kv = int(cache.memory_gib * GIB) if cache.num_blocks is None else cache.num_blocks * planned.block_bytes
     return planned.needs.weights + planned.needs.step + kv
 
 
-def _planned_by_check(config: EngineConfig) -> PlannedMemory:
-    """The sizes of the model itself. Of one that was checked before, without transformers."""
-    from app.model.loader import model_of_check
-
-    location = resolve_model_path(config.model.path)
-    model = model_of_check(config.model, location, block_size=config.cache.block_size, checks=cache_folder())
-    return _planned_by_config(config) if model is None else _planned_of_native(config, model)
-
-
 def adapter_at(name: str, path: str) -> Adapter:
     """The adapter that lies there. Of a hub id the files are downloaded. Raises UnsupportedAdapter."""
     from app.model.adapter_files import adapter_digest, adapter_folder
 
-    return Adapter(name=name, path=path, digest=adapter_digest(adapter_folder(_folder_seen_from_here(path))))
+    return Adapter(name=name, path=path, digest=adapter_digest(adapter_folder(folder_seen_from_here(path))))
 
 
 def digest_of_weights(config: EngineConfig) -> int:
@@ -231,7 +224,7 @@ def _dtype_name(model: ModelConfig, location: str) -> str:
     """The type that this machine chooses, where it is not configured."""
     if model.dtype != "auto":
         return model.dtype
-    from app.model.loader import dtype_of
+    from app.model.device import dtype_of
 
     return dtype_of(model, location).name
 
@@ -259,7 +252,7 @@ def build_sync_engine(config: EngineConfig, devices: Devices = ONE_DEVICE) -> En
 
 def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
     from app.model.description import sentence_settings
-    from app.model.encoder_loader import is_encoder
+    from app.model.ways.encoder import is_encoder
 
     location = resolve_model_path(config.model.path)
     if is_encoder(config.model, location):
@@ -292,7 +285,7 @@ def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
 
 def _model_drafter(config: EngineConfig, facts: ModelFacts, draft: LoadedRunner, devices: Devices) -> ModelDrafter:
     """facts: of the model itself. Raises InvalidSetup where the draft model has other tokens."""
-    of_draft = _of_draft_model(config)
+    of_draft = config.of_draft_model
     assert of_draft is not None, "it was loaded with these settings"
     _check_tokens(config.model, of_draft.model, facts, draft.model.facts)
     return ModelDrafter(
@@ -301,15 +294,6 @@ def _model_drafter(config: EngineConfig, facts: ModelFacts, draft: LoadedRunner,
         max_model_len=draft.model.facts.max_model_len,
         facts=facts,
     )
-
-
-def _of_draft_model(config: EngineConfig) -> EngineConfig | None:
-    """The settings with which the draft model is loaded; None where there is none."""
-    path = config.speculation.model
-    if path is None:
-        return None
-    model = config.model.model_copy(update={"path": path, "revision": None, "max_model_len": None})
-    return config.model_copy(update={"model": model, "speculation": SpeculationConfig()})
 
 
 def _check_tokens(model: ModelConfig, draft: ModelConfig, facts: ModelFacts, of_draft: ModelFacts) -> None:
@@ -357,10 +341,11 @@ def _that_sleeps(config: EngineConfig, loaded: LoadedRunner) -> ModelRunner:
     """The model's runner, or one that loads the model again. Raises InvalidSetup where there is neither."""
     from app.model.reloading import ReloadingRunner
     from app.model.runner import TorchModelRunner
+    from app.model.ways.native_decoder import NativeModel
 
     if isinstance(loaded.runner, Sleeping):
         return loaded.runner
-    if loaded.model.native is None or not isinstance(loaded.runner, TorchModelRunner):
+    if not (isinstance(loaded.model, NativeModel) and isinstance(loaded.runner, TorchModelRunner)):
         raise InvalidSetup(
             f"replicas.sleep_after_s: {config.model.path} runs on transformers' code, which keeps its weights; only "
             f"the native decoder gives them up (the log says why it was not chosen). Set no sleep_after_s"
@@ -386,7 +371,7 @@ def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | No
     served = (model.path, *_names_in_config(resolve_model_path(model.path)))
 
     def load(adapter: Adapter) -> object:
-        folder = adapter_folder(_folder_seen_from_here(adapter.path))
+        folder = adapter_folder(folder_seen_from_here(adapter.path))
         digest = adapter_digest(folder)
         if digest != adapter.digest:
             raise UnsupportedAdapter(
@@ -413,8 +398,8 @@ def _names_in_config(location: str) -> list[str]:
 def _build_encoder(config: EngineConfig, devices: Devices, location: str) -> Engine:
     import torch
 
-    from app.model.encoder_loader import load_encoder
     from app.model.memory import refusing_to_run_short
+    from app.model.ways.encoder import load_encoder
 
     _refuse_draft_model(config, f"{config.model.path} is an encoder")
     if devices.tensor_parallel > 1:
@@ -439,7 +424,7 @@ def _start_ranks(config: EngineConfig, devices: Devices) -> Ranks:
     import torch
 
     from app.model.description import read_config
-    from app.model.loader import device_of
+    from app.model.device import device_of
     from app.model.parallel.ranks import Ranks, cards, check_cards, check_heads
 
     check_heads(read_config(config.model, resolve_model_path(config.model.path)), devices.tensor_parallel)
@@ -478,7 +463,7 @@ def load_runner(config: EngineConfig, *, gpu_share: float = 1.0, group: RankGrou
     """
     from app.model.kv_cache import block_bytes, num_blocks_that_fit
 
-    model, of_draft = _load_model(config, group), _of_draft_model(config)
+    model, of_draft = _load_model(config, group), config.of_draft_model
     draft = None if of_draft is None else _load_model(of_draft, None)
     is_measured = model.device.type == "cuda" and config.cache.num_blocks is None
     num_blocks = num_blocks_that_fit(
@@ -503,8 +488,8 @@ def _num_threads(config: EngineConfig, group: RankGroup | None) -> int:
 def _load_model(config: EngineConfig, group: RankGroup | None) -> LoadedModel:
     import torch
 
-    from app.model.backends import check_kv_device
-    from app.model.loader import device_of, load_model
+    from app.model.device import check_kv_device, device_of
+    from app.model.loader import load_model
     from app.model.memory import refusing_to_run_short
 
     device = device_of(config.model)
@@ -525,8 +510,6 @@ def _load_model(config: EngineConfig, group: RankGroup | None) -> LoadedModel:
 def _with_kv_memory(
     config: EngineConfig, model: LoadedModel, num_blocks: int, group: RankGroup | None
 ) -> TorchModelRunner | GraphModelRunner:
-    from app.model.backends import build_runner
-
     num_threads = _num_threads(config, group)
     logger.info(
         "%s on %s in %s%s%s, threads: %d, %d KV blocks of %d tokens",
@@ -535,13 +518,12 @@ def _with_kv_memory(
         "" if config.cache.dtype == "auto" else f", KV memory in {config.cache.dtype}",
         num_threads, num_blocks, config.cache.block_size,
     )  # fmt: skip
-    return build_runner(config, model, num_blocks=num_blocks, num_threads=num_threads)
+    return model.runner(config, num_blocks=num_blocks, num_threads=num_threads)
 
 
 def _gpu_bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float) -> int:
     """What weights, the largest step and everything else leave of the engine's share of its GPU."""
     from app.model.kv_cache import block_bytes
-    from app.model.largest_step import needs_of
     from app.model.memory import gpu_memory, refusing_to_run_short
 
     limits, block_size = config.scheduler, config.cache.block_size
@@ -549,117 +531,13 @@ def _gpu_bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float
         f"Lower scheduler.max_step_tokens ({limits.max_step_tokens:,}) or scheduler.max_running ({limits.max_running})"
     )
     with refusing_to_run_short("the weights and a step of the largest size", fix):
-        needs = needs_of(config, model, largest_batch(limits, model.facts, block_size=block_size))
+        needs = model.needs(config, largest_batch(limits, model.facts, block_size=block_size))
     gpu = gpu_memory(model.device, fraction=config.cache.gpu_memory_fraction, share=gpu_share)
     gpu.check(needs, block_bytes=block_bytes(config.cache, model.layers, dtype=model.dtype))
     left = gpu.left_for_kv(needs)
     logger.info("GPU memory: %.2f GiB granted of %.2f; %s; KV %.2f GiB",
                 gpu.granted / GIB, gpu.total / GIB, needs, left / GIB)  # fmt: skip
     return left
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedMemory:
-    """What a replica would take of memory, in bytes, and what its KV memory consists of."""
-
-    needs: MemoryNeeds
-    block_bytes: int
-    block_size: int
-    context: int  # tokens of the longest sequence
-    dtype: str  # of weights and KV memory that are not quantised
-
-    @property
-    def sequence_bytes(self) -> int:
-        """KV memory of a sequence of the whole context."""
-        return -(-self.context // self.block_size) * self.block_bytes
-
-    def beside(self, draft: PlannedMemory) -> PlannedMemory:
-        """With a draft model, which has KV memory in as many blocks."""
-        needs = replace(
-            self.needs, weights=self.needs.weights + draft.needs.weights, step=self.needs.step + draft.needs.step
-        )
-        return replace(self, needs=needs, block_bytes=self.block_bytes + draft.block_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedAdapters:
-    """LoRA adapters that a replica has loaded, of every linear layer that can be adapted."""
-
-    number: int = 0
-    rank: int = 16
-
-
-def planned_cpu_memory(config: EngineConfig, adapters: PlannedAdapters = PlannedAdapters()) -> PlannedMemory:
-    """The sizes of a replica on a CPU like this machine's, from the model's config.json alone.
-
-    Raises:
-        InvalidSetup: there is no such model, nothing says how long its context is, or adapters have too high a rank.
-        UnsupportedModel: it cannot be served, or the native decoder does not compute it.
-    """
-    from app.model.adapters import MAX_RANK
-
-    if adapters.rank > MAX_RANK:
-        raise InvalidSetup(f"adapters of rank {adapters.rank}: at most {MAX_RANK} is computed")
-    planned, of_draft = _planned_by_config(config, adapters), _of_draft_model(config)
-    return planned if of_draft is None else planned.beside(_planned_by_config(of_draft))
-
-
-def _planned_by_config(config: EngineConfig, adapters: PlannedAdapters = PlannedAdapters()) -> PlannedMemory:
-    """The sizes of the model itself."""
-    from app.model.cpu.adapters import AdaptedModel
-    from app.model.loader import dtype_of, model_of_config
-
-    location, block_size = resolve_model_path(config.model.path), config.cache.block_size
-    dtype = dtype_of(config.model, location).dtype
-    model = model_of_config(config.model, location, dtype=dtype, native_block_size=block_size)
-    planned = _planned_of_native(config, model)
-    assert model.native is not None, "planned above"
-    loaded = adapters.number * AdaptedModel.of(model.native).adapter_bytes(adapters.rank)
-    return replace(planned, needs=replace(planned.needs, adapters=loaded))
-
-
-def _planned_of_native(config: EngineConfig, model: LoadedModel) -> PlannedMemory:
-    from app.model.kv_cache import block_bytes
-    from app.model.largest_step import needs_of_native
-
-    block_size = config.cache.block_size
-    return PlannedMemory(
-        needs=needs_of_native(model, largest_batch(config.scheduler, model.facts, block_size=block_size)),
-        block_bytes=block_bytes(config.cache, model.layers, dtype=model.dtype),
-        block_size=block_size,
-        context=model.facts.max_model_len,
-        dtype=str(model.dtype).removeprefix("torch."),
-    )
-
-
-def planned_memory(config: EngineConfig, *, num_ranks: int = 1) -> PlannedMemory:
-    """The same sizes as those of a replica, or of each of its ranks, at its start, from the model's config.json alone.
-    Needs no GPU.
-
-    Raises:
-        InvalidSetup: there is no such model, nothing says how long its context is, or the ranks cannot share it.
-        UnsupportedModel: it cannot be served, or its sizes do not follow from its configuration.
-    """
-    import torch
-
-    from app.model.kv_cache import block_bytes
-    from app.model.largest_step import needs_of
-    from app.model.loader import model_of_config
-
-    dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
-    model = model_of_config(config.model, resolve_model_path(config.model.path), dtype=dtype, num_ranks=num_ranks)
-    block_size = config.cache.block_size
-    try:
-        needs = needs_of(config, model, largest_batch(config.scheduler, model.facts, block_size=block_size))
-    except RuntimeError as error:  # of an operator that the meta device does not have
-        raise UnsupportedModel(f"{config.model.path} cannot be planned in {dtype}: {described(error)}") from error
-    return PlannedMemory(
-        needs=needs,
-        block_bytes=block_bytes(config.cache, model.layers, dtype=dtype),
-        block_size=block_size,
-        context=model.facts.max_model_len,
-        dtype=str(dtype).removeprefix("torch."),
-    )
 
 
 def _build_simulated(config: EngineConfig) -> Engine:
@@ -793,35 +671,3 @@ def log_header(config: EngineConfig, *, runner: ModelRunner, facts: ModelFacts, 
         commit=commit(),
         settings=config.scheduler.version,
     )
-
-
-def _places(path: str) -> tuple[Path, Path]:
-    """What a path of the settings may mean: seen from the working directory, or from the project."""
-    return Path(path).expanduser(), PROJECT / path
-
-
-def _folder_seen_from_here(path: str) -> str:
-    """The folder of that path; else the path itself, a hub id."""
-    # Not Path.is_dir, which raises OSError for a name that is too long.
-    return next((str(place) for place in _places(path) if os.path.isdir(place)), path)
-
-
-def resolve_model_path(path: str) -> str:
-    """Where a model lies: a folder seen from the working directory or from the project; else `path`, a hub id.
-
-    Of a GGUF file, the folder that is made of it, which takes seconds to minutes the first time.
-
-    Raises:
-        InvalidSetup: there is no such file, or it cannot be read.
-        UnsupportedModel: something in the file cannot be read; the message names it.
-    """
-    for place in _places(path):
-        if place.is_dir():
-            return str(place.resolve())
-        if place.is_file():
-            from app.model.gguf.checkpoint import checkpoint_of
-
-            return str(checkpoint_of(place.resolve(), cache_folder() / "models"))
-    if path.endswith(".gguf"):
-        raise InvalidSetup(f"model.path: got {path!r}; there is no such file here")
-    return path

@@ -38,7 +38,7 @@ def _follow(channel: Channel) -> None:
 
     from app.assembly import load_runner
     from app.config import EngineConfig
-    from app.model.loader import device_of
+    from app.model.device import device_of
     from app.model.parallel.channel import settings_of
     from app.model.parallel.follower import follow
     from app.model.parallel.group import RankGroup

@@ -58,9 +58,8 @@ class Encoder:
         lengths = [len(item.token_ids) for item in sequences]
         types = {}
         if self._has_types:
-            types["token_type_ids"] = to_device(list(chain.from_iterable(map(token_types, sequences))), self._device)[
-                None
-            ]
+            of_tokens = list(chain.from_iterable(map(token_types, sequences)))
+            types["token_type_ids"] = to_device(of_tokens, self._device)[None]
         output = self._module(
             input_ids=token_ids[None],
             position_ids=self._positions(token_ids, lengths)[None],

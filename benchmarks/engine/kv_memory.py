@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from app.assembly import resolve_model_path
 from app.config import ModelConfig
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
@@ -27,6 +26,8 @@ from app.model.cpu.library import ThreadPool
 from app.model.cpu.weights import BITS
 from app.model.inputs import build_inputs
 from app.model.loader import load_model
+from app.model.location import resolve_model_path
+from app.model.ways.native_decoder import NativeModel
 from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.options import DTYPES
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     config = ModelConfig(path=given.model, device="cpu", dtype=DTYPES[given.dtype], quantization=given.quantization)
     model = load_model(config, resolve_model_path(config.path), block_size=BLOCK_SIZE)
-    assert model.native is not None, "the log says why"
+    assert isinstance(model, NativeModel), "the log says why"
     torch.set_num_threads(1)  # as in a replica with the native decoder
     num_blocks, threads = max(given.sequences) * -(-given.length // BLOCK_SIZE), ThreadPool(given.threads)
     decoders, figures = {}, dict[str, Any]()
@@ -51,7 +52,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             model.layers, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=model.dtype, in_int8=name == "int8"
         )
         figures[f"{name}_mib"] = round(_fill(pages) / 2**20)
-        decoders[name] = NativeDecoder(model.native, pages, threads)
+        decoders[name] = NativeDecoder(model.weights, pages, threads)
     tell(f"KV memory: {figures}")
     for number in given.sequences:
         batch = _batch(number, length=given.length, num_tokens=given.tokens)

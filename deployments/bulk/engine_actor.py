@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 
-from app.assembly import ONE_DEVICE, Devices, build_matchers, build_sync_engine, resolve_model_path
+from app.assembly import ONE_DEVICE, Devices, build_matchers, build_sync_engine
 from app.config import EngineConfig
 from app.engine.request import ModelFacts
 from app.jobs.engine_worker import EngineWorker
 from app.jobs.job import EngineOutput
 from app.jobs.preparation import PreparedItem
+from app.model.location import resolve_model_path
 from app.text import Tokenizer
 from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads
 

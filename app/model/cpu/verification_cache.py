@@ -1,8 +1,8 @@
-"""Keeps the fact that a model has passed the loader's checks, so that its next start can do without transformers.
+"""Keeps the fact that a model has been verified, so that its next start can do without transformers.
 
-The model code of transformers takes longer to import than torch, and a Llama-like model needs it only for the checks:
-the C++ decoder computes with packed weights. A kept check holds for the same files of the model, the same native
-library and the same versions; with any other, the model is checked again.
+The model code of transformers takes longer to import than torch, and a Llama-like model needs it only to be verified:
+the C++ decoder computes with packed weights. A kept result holds for the same files of the model, the same native
+library and the same versions; with any other, the model is verified again.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedModel:
-    """The results of the checks: with them and the weights, a decoder can be built."""
+class VerifiedModel:
+    """What was found: with them and the weights, a decoder can be built."""
 
     settings: DecoderSettings
     facts: ModelFacts  # with the model's own limit of length
 
 
-_CHECKED_MODEL = TypeAdapter(CheckedModel)
+_VERIFIED_MODEL = TypeAdapter(VerifiedModel)
 
 
-class KeptCheck:
-    """The check of one model on this machine, in a file."""
+class VerificationCache:
+    """The result for one model on this machine, in a file."""
 
     def __init__(
         self,
@@ -47,26 +47,26 @@ class KeptCheck:
         quantization: str,
         block_size: int,
     ) -> None:
-        """`folder` has the files of all checks, `location` is the folder of the model."""
+        """`folder` has the files of all results, `location` is the folder of the model."""
         digest = digest_of_files(location, dtype, quantization, block_size)
-        self._file = folder / f"checked-{digest}.json"
+        self._file = folder / f"verified-{digest}.json"
 
-    def read(self) -> CheckedModel | None:
-        """The results, if the model has passed."""
+    def read(self) -> VerifiedModel | None:
+        """What was found, if the model has been verified."""
         try:
-            return _CHECKED_MODEL.validate_json(self._file.read_bytes())
+            return _VERIFIED_MODEL.validate_json(self._file.read_bytes())
         except (OSError, ValidationError):
             return None
 
-    def write(self, checked: CheckedModel) -> None:
-        """The model has passed."""
+    def write(self, verified: VerifiedModel) -> None:
+        """The model has been verified."""
         temporary = self._file.with_suffix(f".{os.getpid()}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(_CHECKED_MODEL.dump_json(checked))
+            temporary.write_bytes(_VERIFIED_MODEL.dump_json(verified))
             temporary.replace(self._file)
         except OSError as error:
-            logger.warning("the model's next start will check it again: %s cannot be written: %s", self._file, error)
+            logger.warning("the model's next start will verify it again: %s cannot be written: %s", self._file, error)
 
 
 def digest_of_files(location: Path, *others: object) -> str:
