@@ -1,20 +1,74 @@
-"""Imports Ray Serve without pandas. Each process of a service imports this module first.
+"""Prepares Ray Serve in each process of a service, which imports this module first.
 
-Ray Serve 2.60 imports pandas where it is installed, for handlers that return data frames; none here does. The import
-takes as long as the rest of Serve, in each of a service's seven processes, and there is no setting for it. Where
-this module is not imported first, Serve imports pandas, and nothing else changes.
+Ray Serve 2.60 imports pandas and FastAPI for what no application of ours does, and there is no setting for it. They and
+Python's collector, which finds nothing meanwhile, take as long as the rest of Serve, in each of a service's nine
+processes. Where this module is not imported first, nothing else changes.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
 
-_NOT_IMPORTED = "pandas"
+from starlette.requests import Request
 
-if _NOT_IMPORTED not in sys.modules:
-    sys.modules[_NOT_IMPORTED] = None  # type: ignore[assignment]  # an import of it raises ImportError
+
+class _ByName(type):
+    """A class that stands for one of FastAPI's: an instance of that is an instance of this."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(instance).__mro__}
+        return ("fastapi", cls.__name__) in kinds
+
+
+def _encode(*arguments: Any, **options: Any) -> Any:
+    return importlib.import_module("fastapi.encoders").jsonable_encoder(*arguments, **options)
+
+
+def _module(name: str, **content: Any) -> ModuleType:
+    module = ModuleType(name)
+    vars(module).update(content)
+    return module
+
+
+def _stand_ins() -> dict[str, ModuleType | None]:
+    """What Serve finds under these names. An import of None raises ImportError, as where pandas is not installed."""
+    kinds = {name: _ByName(name, (), {}) for name in ("FastAPI", "APIRouter", "APIRoute", "APIWebSocketRoute")}
+    return {
+        "pandas": None,
+        "fastapi": _module("fastapi", Request=Request, **kinds),
+        "fastapi.encoders": _module("fastapi.encoders", jsonable_encoder=_encode),
+        "fastapi.routing": _module("fastapi.routing", _IncludedRouter=_ByName("_IncludedRouter", (), {}), **kinds),
+    }
+
+
+@contextmanager
+def _instead(modules: dict[str, ModuleType | None]) -> Iterator[None]:
+    """These modules, where they are not imported yet, for the length of a block: later imports find the true ones."""
+    put = {name: module for name, module in modules.items() if name.partition(".")[0] not in sys.modules}
+    sys.modules.update(put)  # type: ignore[arg-type]
     try:
-        importlib.import_module("ray.serve")
+        yield
     finally:
-        del sys.modules[_NOT_IMPORTED]
+        for name in put:
+            del sys.modules[name]
+
+
+def _import_serve() -> None:
+    with _instead(_stand_ins()):
+        importlib.import_module("ray.serve")
+    importlib.import_module("deployments.ray_internals").keep_pages_with_the_service()
+
+
+if "ray.serve" not in sys.modules:
+    gc.disable()  # modules stay: nothing to collect among them
+    try:
+        _import_serve()
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -1,21 +1,19 @@
 """Everything that depends on Ray's private names, for Ray 2.60: the one file to read when Ray changes.
 
 Each entry says what Ray does, why that is changed or used, and the upstream issue if there is a known one. Nothing else
-in `deployments` imports a private module of Ray, patches Ray or calls a private name of it.
+in `deployments` imports a private module of Ray, patches Ray or calls a private name of it, but
+`launcher/own_cluster.py`, which starts Ray while Serve is still being imported.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from ipaddress import ip_address
 from typing import Any
 
 import ray
-from ray._private import parameter
-from ray.serve._private import http_util
+from ray.serve._private import haproxy_templates, http_util
 from ray.serve._private import replica as serve_replica
 from ray.serve._private.api import _create_controller_and_proxy_refs
 from ray.serve._private.client import ServeControllerClient
@@ -32,7 +30,6 @@ Headers = list[tuple[bytes, bytes]]
 AnswerRequest = Callable[[Any, Any, Any, Any], Awaitable[None]]
 
 _ALL_INTERFACES = "[::]:"
-_ANY_FREE_PORT = 0
 
 
 def keep_calls_on_loopback() -> None:
@@ -58,6 +55,22 @@ def keep_calls_on_loopback() -> None:
 
     open_on_loopback.is_on_loopback = True  # type: ignore[attr-defined]
     serve_replica.add_port_to_grpc_server = open_on_loopback
+
+
+def keep_pages_with_the_service() -> None:
+    """Have HAProxy show its statistics and metrics where the service listens, not on all interfaces.
+
+    Ray's template has the addresses `*:` and `:`, and no setting for them. No upstream issue is known. Call it before
+    Serve's HAProxyManager is imported in this process.
+    """
+    template: str = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
+    for page in ("metrics_port", "stats_port"):
+        for everywhere in ("*:", ":"):
+            template = template.replace(
+                f"bind {everywhere}{{{{ config.{page} }}}}",
+                f"bind {{{{ config.frontend_host }}}}:{{{{ config.{page} }}}}",
+            )
+    haproxy_templates.HAPROXY_CONFIG_TEMPLATE = template
 
 
 def accept_odd_headers() -> None:
@@ -116,27 +129,6 @@ def _as_utf8(value: bytes) -> bytes:
     except UnicodeDecodeError:
         return value.decode("latin-1").encode()
     return value
-
-
-@contextmanager
-def small_cluster() -> Iterator[None]:
-    """A `ray.init` in this block starts a cluster without what one machine does not need, its agent on a free port.
-
-    It has no monitor (Ray's autoscaler of machines) and no log monitor (which copies the logs of workers to the driver,
-    and is told not to): two processes less to start. `ray.init` has no options for them.
-
-    Every cluster's agent, through which jobs begin, listens on port 52365; where that is taken, the cluster runs
-    without one and no job ever begins. `ray start` has an option for the port, `ray.init` has none
-    (https://github.com/ray-project/ray/pull/34886 asked for one and was closed).
-    """
-    of_all_clusters = parameter.RayParams
-    parameter.RayParams = partial(
-        of_all_clusters, dashboard_agent_listen_port=_ANY_FREE_PORT, no_monitor=True, include_log_monitor=False
-    )
-    try:
-        yield
-    finally:
-        parameter.RayParams = of_all_clusters
 
 
 def deploy(config: ServeDeploySchema) -> None:
@@ -201,3 +193,18 @@ class RefusingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         except BaseException:
             self._remove_pending_request_from_indices(pending_request)
             raise
+
+
+class StopsWithServe:
+    """A deployment whose `stop` Serve calls when it stops a replica, and waits for.
+
+    Serve calls `__del__` and awaits what it gives, for at most the deployment's graceful_shutdown_timeout_s; it has no
+    public hook. Python calls `__del__`, too, and awaits nothing, so `stop` gives a coroutine only where there is
+    something to wait for.
+    """
+
+    def stop(self) -> Coroutine[Any, Any, None] | None:
+        """End what runs here. Also called when the constructor has failed."""
+
+    def __del__(self) -> Coroutine[Any, Any, None] | None:
+        return self.stop()

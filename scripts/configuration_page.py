@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from app.config import PRESETS, ApplicationConfig, SchedulerConfig, branches_of, choice_of, names_of, parameters_of
+from app.config import (
+    PRESETS,
+    ApplicationConfig,
+    KeyConfig,
+    SchedulerConfig,
+    branches_of,
+    choice_of,
+    names_of,
+    parameters_of,
+)
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "configuration.md"
 
@@ -34,7 +43,8 @@ _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([_HEAD, *_section(ApplicationConfig, "")])
+    keys = f"## The file that `api.keys_file` names\n\nA list. An entry: {KeyConfig.__doc__}\n"
+    return "\n".join([_HEAD, *_section(ApplicationConfig, ""), keys, *_table(KeyConfig.model_fields.items())])
 
 
 def _section(branch: type[BaseModel], path: str) -> Iterator[str]:

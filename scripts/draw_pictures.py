@@ -20,7 +20,9 @@ from matplotlib.patches import FancyBboxPatch
 PROJECT = Path(__file__).resolve().parent.parent
 PICTURES = PROJECT / "docs" / "pictures"
 # Modules that any package may import, and the process of a rank, which uses what `assembly` does: no arrows.
-EVERYWHERE = frozenset({"child_process", "config", "cores", "errors", "versions", "disk", "json_pieces", "rank"})
+EVERYWHERE = frozenset(
+    {"child_process", "config", "cores", "culprits", "errors", "fair", "versions", "disk", "json_pieces", "rank"}
+)
 INK, PAPER, BLUE, GREEN, ORANGE, GREY = "#24292f", "#ffffff", "#dbeafe", "#dcfce7", "#ffedd5", "#f1f5f9"
 
 # Where each package stands in the picture: its row from the top, its first column and how many columns it takes.

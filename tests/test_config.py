@@ -59,3 +59,40 @@ def test_a_model_with_adapters_has_a_number_of_them_in_memory() -> None:
     assert number() is None
     assert number(adapters={"a": "/a"}) == 8
     assert number(adapters={"a": "/a"}, **own) == number(**own) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "max_step_tokens"),
+    [
+        ({"preset": "latency", "max_running": 200}, 200),
+        ({"max_running": 600}, 600),
+        ({"preset": "batch", "max_running": 200}, 1024),
+        ({"preset": "latency"}, 128),
+    ],
+)
+def test_a_step_that_no_one_limited_has_a_token_for_every_running_request(
+    given: dict[str, object], max_step_tokens: int
+) -> None:
+    config = SchedulerConfig.model_validate(given)
+    assert config.max_step_tokens == max_step_tokens
+    assert (
+        config.changed({"max_running": 8}).max_step_tokens
+        == SchedulerConfig.model_validate(given | {"max_running": 8}).max_step_tokens
+    ), "it is not kept as a setting of its own"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_step_tokens": 64, "max_running": 65}, "max_step_tokens=64 is below max_running=65: "),
+        ({"max_step_tokens": 8}, "max_step_tokens=8 is below max_running=32, which preset mixed sets: "),
+        (
+            {"preset": "batch", "max_step_tokens": 100},
+            "max_step_tokens=100 is below max_running=128, which preset",
+        ),
+    ],
+)
+def test_a_limit_that_the_preset_has_set_is_called_that(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError) as refusal:
+        SchedulerConfig.model_validate(given)
+    assert message in str(refusal.value)

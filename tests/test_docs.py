@@ -14,7 +14,7 @@ import yaml
 
 from app.api.http.openapi import openapi_document
 from app.api.prepared_request import RequestLimits
-from app.config import ApiConfig, ApplicationConfig, leaves
+from app.config import ApiConfig, ApplicationConfig, KeysConfig, leaves
 from app.metrics import BatchCounts, exposition
 from deployments.serve.settings import parse
 from scripts import configuration_page, draw_pictures
@@ -74,7 +74,10 @@ def test_every_block_is_of_a_known_language() -> None:
 def test_every_configuration_is_accepted(block: Block) -> None:
     """Blocks show an application's `args`, or the content of a file of keys, which is a list."""
     content = yaml.safe_load(block.text)
-    parse({"api": {"keys": content}} if isinstance(content, list) else content)
+    if isinstance(content, list):
+        KeysConfig.model_validate({"keys": content})
+    else:
+        parse(content)
 
 
 def test_the_configuration_page_is_that_of_the_settings() -> None:

@@ -8,19 +8,19 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-import uuid
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from app.api.json_structure import MAX_STRUCTURE, check_structure
 from app.api.output.structured_output import grammar_of
 from app.api.output.tool_calls import ToolUse, tool_use
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel, TokenDetailOptions, check_token_ids
+from app.api.request_context import TIMINGS_HEADER, RequestContext, asks_for
 from app.api.schemas.requests import ChatRequest, Conversation, GenerationRequest, QueuedRequest, template_messages
-from app.engine.request import Pooling, Request, SamplingParams
+from app.engine.request import Grammar, Pooling, Request, SamplingParams
 from app.errors import ContextTooLong, InvalidRequest
-from app.text import Tokenizer
+from app.text import Reasoning, Tokenizer
 from app.text.text_pairs import EncodedText
 
 SEED_MASK = 2**63 - 1
@@ -61,29 +61,53 @@ def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLim
             f"{param} has a string of {longest:,} characters; this server accepts at most {limits.max_stop_length:,}",
             param=param,
         )
-    check_token_ids(body.stop_token_ids, model, "stop_token_ids")
-    check_token_ids(tuple(body.logit_bias), model, "logit_bias")
-    check_token_ids(body.allowed_token_ids, model, "allowed_token_ids")
+    for param in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        if token_ids := getattr(body, param):
+            check_token_ids(token_ids, model, param)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedFields:
     """What all prompts of a body have in common, checked and made once."""
 
-    sampling: SamplingParams  # all but what each request has of its own: `max_tokens`, `seed`, `prompt_logprobs`
-    details: TokenDetailOptions
+    sampling: Mapping[str, Any]  # fields of `SamplingParams`: all but what each request has of its own
+    grammar: Grammar | None
+    details: TokenDetailOptions | None
     tools: ToolUse | None
 
 
 def shared_fields(body: GenerationRequest, model: ServedModel, limits: RequestLimits) -> SharedFields:
     """Raises InvalidRequest."""
     check_limits(body, model, limits)
-    tools = tool_use(body, model.tokenizer, model.tool_format) if isinstance(body, ChatRequest) else None
-    details = _detail_options(body)
-    sampling = _sampling(body, model.tokenizer, details)
+    tools = tool_use(body, model.tokenizer, model.tool_format) if isinstance(body, ChatRequest) and body.tools else None
+    details = TokenDetailOptions(
+        logprobs=body.asked_logprobs[1],
+        names_are_ids=body.return_tokens_as_token_ids,
+        prompt_logprobs=body.prompt_logprobs,
+        token_ids=body.return_token_ids,
+        echo=body.asks_for_echo,
+        choose_best=body.num_samples > body.n,
+    )
+    grammar = grammar_of(body)
     if tools is not None and tools.grammar is not None:  # there is nothing but calls that could have another form
-        sampling = replace(sampling, grammar=tools.grammar)
-    return SharedFields(sampling, details, tools)
+        grammar = tools.grammar
+    sampling = {
+        "min_tokens": body.min_tokens,
+        "temperature": body.temperature,
+        "top_k": max(0, body.top_k),
+        "top_p": body.top_p,
+        "min_p": body.min_p,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "repetition_penalty": body.repetition_penalty,
+        "logit_bias": tuple(body.logit_bias.items()),
+        "stop_token_ids": tuple(body.stop_token_ids),
+        "ignore_eos": body.ignore_eos,
+        "allowed_token_ids": tuple(body.allowed_token_ids),
+        "bad_words": _bad_words(body.bad_words, model.tokenizer) if body.bad_words else (),
+        "logprobs": 0 if details.logprobs is None and details.choose_best else details.logprobs,
+    }
+    return SharedFields(sampling, grammar, None if details == TokenDetailOptions() else details, tools)
 
 
 def encode_prompts(
@@ -103,7 +127,7 @@ def encode_prompts(
     for prompt in prompts:
         if not isinstance(prompt, str):
             check_token_ids(prompt, model, param)
-    most = _max_encoded(model)
+    most = max(2 * model.facts.max_model_len, MAX_LONGER_TEXT)  # tokens that are worth an exact answer
     return [
         model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, max_tokens=most)
         if isinstance(prompt, str)
@@ -128,12 +152,13 @@ def encode_chat(
 ) -> tuple[int, ...]:
     """The token ids of a conversation in the model's chat template. Raises InvalidRequest as `encode_prompts`."""
     calls = [call for message in body.messages for call in message.tool_calls or ()]
-    check_structure(
-        (call.function.arguments.encode() for call in calls),
-        "arguments of tool calls",
-        param="messages",
-        max_values=MAX_STRUCTURE,
-    )
+    if calls:
+        check_structure(
+            (call.function.arguments.encode() for call in calls),
+            "arguments of tool calls",
+            param="messages",
+            max_values=MAX_STRUCTURE,
+        )
     text = model.tokenizer.render_chat(
         template_messages(body.messages),
         add_generation_prompt=body.add_generation_prompt and not continue_final_message,
@@ -142,12 +167,8 @@ def encode_chat(
         template_variables=body.template_variables,
     )
     _check_text(text, model, "messages", may_be_longer=may_be_longer)
-    return model.tokenizer.encode(text, add_special_tokens=body.add_special_tokens, max_tokens=_max_encoded(model))
-
-
-def _max_encoded(model: ServedModel) -> int:
-    """The most tokens of a text that are worth an exact answer."""
-    return max(2 * model.facts.max_model_len, MAX_LONGER_TEXT)
+    most = max(2 * model.facts.max_model_len, MAX_LONGER_TEXT)
+    return model.tokenizer.encode(text, add_special_tokens=body.add_special_tokens, max_tokens=most)
 
 
 def _check_text(text: str, model: ServedModel, param: str, *, may_be_longer: bool) -> None:
@@ -175,157 +196,182 @@ def _check_text(text: str, model: ServedModel, param: str, *, may_be_longer: boo
         )
 
 
-def scheduling_of(body: QueuedRequest, model: ServedModel) -> dict[str, Any]:
-    """The fields of an engine's request that say for which tenant it is, and when it runs.
-
-    A request that names no deadline has the model's; a background request has all the time there is.
-    """
-    is_background = body.service_tier == "flex"
-    default_s = None if is_background else model.deadline_s
-    return {
-        "cache_salt": body.cache_salt,
-        "priority": body.priority,
-        "tenant": body.user,
-        "deadline_s": default_s if body.deadline_s is None else body.deadline_s,
-        "is_background": is_background,
-    }
-
-
-def pooling_call(
+def prepare_pooling(
     prefix: str,
     body: QueuedRequest,
     model: ServedModel,
-    limits: RequestLimits,
+    context: RequestContext,
     prompts: Iterable[EncodedText],
     pooling: Pooling | None,
 ) -> PreparedRequest:
-    """The call of prompts that fit, of which each is computed for a vector or a score, and generates nothing."""
-    call_id = f"{prefix}-{uuid.uuid4().hex}"
-    scheduling = scheduling_of(body, model)
+    """Prompts that fit, of which each is computed for a vector or a score, and generates nothing."""
+    response_id, fields = context.response_id(prefix), context.request_fields(body, model)
+    sampling = SamplingParams(max_tokens=0)
     requests = [
         Request(
-            request_id=f"{call_id}-{index}",
+            request_id=f"{response_id}-{index}",
             prompt_token_ids=prompt.token_ids,
-            sampling=SamplingParams(max_tokens=0),
+            sampling=sampling,
             pooling=pooling,
             second_text_at=prompt.second_at,
-            **scheduling,
+            **fields,
         )
         for index, prompt in enumerate(prompts)
     ]
     return PreparedRequest(
-        call_id=call_id,
+        response_id=response_id,
         created=int(time.time()),
         model=model,
         requests=tuple(requests),
-        max_at_once=limits.max_prompts,
+        num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
+        max_at_once=context.limits.max_prompts,
     )
 
 
-def call_of(
+def prepare_generation(
     prefix: str,
     body: GenerationRequest,
     model: ServedModel,
-    limits: RequestLimits,
+    context: RequestContext,
     prompts: Sequence[tuple[int, ...]],
     shared: SharedFields,
     *,
-    default_max_tokens: int | None,
+    default_max_tokens: int | None = None,
+    prompt_texts: tuple[str, ...] = (),
+    reasoning: Reasoning | None = None,
+    form: Callable[[int], Grammar | None] | None = None,
 ) -> PreparedRequest:
-    """The call of a checked body. Raises InvalidRequest for what depends on the lengths of its prompts."""
-    call_id = f"{prefix}-{uuid.uuid4().hex}"
-    requests: list[Request] = []
-    scheduling = scheduling_of(body, model)
-    for prompt in prompts:
-        prompt = _truncated(prompt, body, model.facts.max_model_len)
-        max_tokens = _max_tokens(body, len(prompt), model.facts.max_model_len, default_max_tokens)
+    """The requests of a checked body. Raises InvalidRequest for what depends on the lengths of its prompts.
+
+    `form`: the grammar of an output of at most so many tokens, where it is not that of the shared fields.
+    """
+    limits, fields, details = context.limits, context.request_fields(body, model), shared.details
+    account, streaming = context.reservation.account, body.stream_options
+    longest = None if account.key is None else account.max_tokens(body.asked_tokens, body.length_param)
+    lengths = [
+        _max_tokens(body, len(prompt), model.facts.max_model_len, default_max_tokens, longest) for prompt in prompts
+    ]
+    if body.allowed_token_ids:
+        _check_allowed_token_ids(body, len(prompts) * body.num_samples, limits.max_allowed_token_ids)
+    num_prompt_tokens, num_logprobs = sum(map(len, prompts)), 0
+    if details is not None:
+        is_open_ended = body.asked_tokens is None and default_max_tokens is None
+        lengths = _with_bounded_logprobs(body, details, lengths, num_prompt_tokens, limits, is_open_ended=is_open_ended)
+        num_logprobs = _num_logprobs(body, details, lengths, num_prompt_tokens)
+    response_id, requests = context.response_id(prefix), list[Request]()
+    for prompt, max_tokens in zip(prompts, lengths, strict=True):
         seed = secrets.randbits(63) if body.seed is None else body.seed & SEED_MASK
         for sample in range(body.num_samples):
-            request = Request(
-                request_id=f"{call_id}-{len(requests)}",
-                prompt_token_ids=prompt,
-                sampling=replace(
-                    shared.sampling,
-                    max_tokens=max_tokens,
-                    seed=_sample_seed(seed, sample),
-                    prompt_logprobs=shared.details.scored_logprobs(is_first=sample == 0),
-                ),
-                **scheduling,
+            sampling = SamplingParams(
+                max_tokens=max_tokens,
+                # Sample 0 has the seed itself, so that n=1 and the first of n=4 say the same.
+                seed=_sample_seed(seed, sample) if sample else seed,
+                grammar=shared.grammar if form is None else form(max_tokens),
+                prompt_logprobs=None if details is None else _scored_logprobs(details, is_first=sample == 0),
+                **shared.sampling,
             )
-            requests.append(request)
-    call = PreparedRequest(
-        call_id=call_id,
+            request_id = f"{response_id}-{len(requests)}"
+            requests.append(Request(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, **fields))
+    include_usage = streaming is not None and bool(streaming.include_usage)
+    wants_timings = asks_for(context.headers, TIMINGS_HEADER)
+    return PreparedRequest(
+        response_id=response_id,
         created=int(time.time()),
         model=model,
         requests=tuple(requests),
+        num_prompt_tokens=num_prompt_tokens,
+        num_logprobs=num_logprobs,
         num_samples=body.num_samples,
         num_choices=body.n,
+        prompt_texts=prompt_texts,
         stop=tuple(body.stop),
         skip_special_tokens=body.skip_special_tokens,
         include_stop=body.include_stop_str_in_output,
-        detail_options=shared.details,
-        include_usage=body.include_usage,
-        continuous_usage=body.continuous_usage,
+        detail_options=details,
+        include_usage=include_usage or wants_timings,
+        continuous_usage=include_usage and streaming is not None and bool(streaming.continuous_usage_stats),
+        reasoning=reasoning,
         tools=shared.tools,
+        wants_timings=wants_timings,
     )
-    _check_allowed_token_ids(call, len(body.allowed_token_ids), limits.max_allowed_token_ids)
-    is_open_ended = body.asked_tokens is None and default_max_tokens is None
-    return _with_bounded_logprobs(call, body, limits.max_answer_logprobs, is_open_ended=is_open_ended)
 
 
-def _check_allowed_token_ids(call: PreparedRequest, number: int, most: int) -> None:
-    if number * len(call.requests) > most:
+def _check_allowed_token_ids(body: GenerationRequest, num_requests: int, most: int) -> None:
+    number = len(body.allowed_token_ids)
+    if number * num_requests > most:
         raise InvalidRequest(
-            f"allowed_token_ids has {number:,} ids for each of {len(call.requests):,} requests; this server accepts "
+            f"allowed_token_ids has {number:,} ids for each of {num_requests:,} requests; this server accepts "
             f"{most:,} in these together; send fewer ids, or fewer prompts or choices at once",
             param="allowed_token_ids",
         )
 
 
+def _num_logprobs(
+    body: GenerationRequest, details: TokenDetailOptions, lengths: Sequence[int], num_prompt_tokens: int
+) -> int:
+    """The most log-probabilities of an answer: of generated, of echoed and of prompt tokens."""
+    num_tokens = 0
+    if details.logprobs is not None:
+        num_tokens = body.num_samples * (sum(lengths) + (num_prompt_tokens if details.echo else 0))
+    num_scored = 0 if details.prompt_logprobs is None else num_prompt_tokens * (1 + details.prompt_logprobs)
+    return num_tokens * (1 + (details.logprobs or 0)) + num_scored
+
+
 def _with_bounded_logprobs(
-    call: PreparedRequest, body: GenerationRequest, most: int, *, is_open_ended: bool
-) -> PreparedRequest:
-    """The call with at most so many log-probabilities: an open-ended output is cut, all else refused."""
-    num_logprobs, num_tokens = call.num_logprobs, call.requests[0].sampling.max_tokens
+    body: GenerationRequest,
+    details: TokenDetailOptions,
+    lengths: list[int],
+    num_prompt_tokens: int,
+    limits: RequestLimits,
+    *,
+    is_open_ended: bool,
+) -> list[int]:
+    """The lengths with a bounded number of log-probabilities: open-ended outputs are cut, all else refused."""
+    most, num_logprobs = limits.max_answer_logprobs, _num_logprobs(body, details, lengths, num_prompt_tokens)
     if num_logprobs <= most:
-        return call
+        return lengths
+    num_requests, num_tokens = len(lengths) * body.num_samples, lengths[0]
     param, num_top = body.asked_logprobs
     if num_top is not None and is_open_ended:  # of one prompt, so all samples may have the same length
-        num_per_length = len(call.requests) * (1 + num_top)
+        num_per_length = num_requests * (1 + num_top)
         longest = (most - num_logprobs + num_per_length * num_tokens) // num_per_length
         if longest >= max(1, body.min_tokens):
-            return call.with_max_tokens(longest)
+            return [min(longest, length) for length in lengths]
     if num_top is None:
         param = "prompt_logprobs"
     raise InvalidRequest(
-        f"the answer could have {num_logprobs:,} log-probabilities: {len(call.requests):,} choices of up to "
-        f"{num_tokens:,} tokens and {call.num_prompt_tokens:,} prompt tokens, each with its likeliest; this server "
+        f"the answer could have {num_logprobs:,} log-probabilities: {num_requests:,} choices of up to "
+        f"{num_tokens:,} tokens and {num_prompt_tokens:,} prompt tokens, each with its likeliest; this server "
         f"accepts {most:,} in one answer; lower {param}, {body.length_param} or n, or send fewer or shorter prompts",
         param=param,
     )
 
 
-def _detail_options(body: GenerationRequest) -> TokenDetailOptions:
-    return TokenDetailOptions(
-        logprobs=body.asked_logprobs[1],
-        names_are_ids=body.return_tokens_as_token_ids,
-        prompt_logprobs=body.prompt_logprobs,
-        token_ids=body.return_token_ids,
-        echo=body.asks_for_echo,
-        choose_best=body.num_samples > body.n,
-    )
+def _scored_logprobs(details: TokenDetailOptions, *, is_first: bool) -> int | None:
+    """How many likely tokens the engine returns with each one of the prompt; None: no log-probabilities.
+
+    vLLM's format has them once for each prompt, so only its first sample asks.
+    """
+    echoed = details.logprobs if details.echo else None
+    wanted = [num for num in (echoed, details.prompt_logprobs if is_first else None) if num is not None]
+    return max(wanted, default=None)
 
 
-def _truncated(prompt: tuple[int, ...], body: GenerationRequest, max_model_len: int) -> tuple[int, ...]:
+def truncated(prompt: tuple[int, ...], body: GenerationRequest, model: ServedModel) -> tuple[int, ...]:
     """The prompt's end, where so much of it is wanted."""
     num_kept = body.truncate_prompt_tokens
     if num_kept == -1:
-        num_kept = max(1, max_model_len - (1 if body.asked_tokens is None else body.asked_tokens))
+        num_kept = max(1, model.facts.max_model_len - (1 if body.asked_tokens is None else body.asked_tokens))
     return prompt if num_kept is None else prompt[-num_kept:]
 
 
-def _max_tokens(body: GenerationRequest, num_prompt_tokens: int, max_model_len: int, default: int | None) -> int:
-    """The output length of one request: what was asked, else the default, else the rest of the context."""
+def _max_tokens(
+    body: GenerationRequest, num_prompt_tokens: int, max_model_len: int, default: int | None, longest: int | None
+) -> int:
+    """The output length of one request: what was asked, else the default, else the rest of the context.
+
+    `longest` is what the key may have.
+    """
     param = body.prompt_param
     if num_prompt_tokens == 0:
         raise InvalidRequest(f"{param} is empty: it has no tokens; give at least one", param=param)
@@ -349,42 +395,21 @@ def _max_tokens(body: GenerationRequest, num_prompt_tokens: int, max_model_len: 
             f"min_tokens is {body.min_tokens:,} and {body.length_param} is {max_tokens:,}; it cannot be more",
             param="min_tokens",
         )
-    return max_tokens
+    if longest is None or max_tokens <= longest:
+        return max_tokens
+    if body.min_tokens > longest:
+        raise InvalidRequest(
+            f"min_tokens is {body.min_tokens:,}; this API key may have at most {longest:,}", param="min_tokens"
+        )
+    return longest
 
 
 def _sample_seed(seed: int, sample: int) -> int:
-    """Sample 0 has the seed itself, so that n=1 and the first of n=4 say the same; the others have their own."""
-    if sample == 0:
-        return seed
     digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") & SEED_MASK
 
 
-def _sampling(body: GenerationRequest, tokenizer: Tokenizer, details: TokenDetailOptions) -> SamplingParams:
-    """All but what each request has of its own: `max_tokens`, `seed` and `prompt_logprobs`."""
-    return SamplingParams(
-        max_tokens=1,
-        min_tokens=body.min_tokens,
-        temperature=body.temperature,
-        top_k=max(0, body.top_k),
-        top_p=body.top_p,
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
-        logit_bias=tuple(body.logit_bias.items()),
-        stop_token_ids=tuple(body.stop_token_ids),
-        ignore_eos=body.ignore_eos,
-        grammar=grammar_of(body),
-        allowed_token_ids=tuple(body.allowed_token_ids),
-        bad_words=_bad_words(body.bad_words, tokenizer),
-        logprobs=details.drawn_logprobs,
-    )
-
-
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Each word's token ids, at the beginning of a text and behind a space."""
-    if not words:
-        return ()
     encoded = tokenizer.encode_all([text for word in words for text in (word, f" {word.lstrip()}")])
     return tuple(dict.fromkeys(token_ids for token_ids in encoded if token_ids))

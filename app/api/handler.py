@@ -8,21 +8,19 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import aclosing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
-from app.api.auth.keys import Authenticator, authenticator_of
-from app.api.auth.limits import Account, apply_key, bounded_call
+from app.api.auth.keys import Authenticator, without_keys
+from app.api.auth.limits import Account, Reservation
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.generation import SharedFields, shared_fields
 from app.api.http.errors import error_body, error_status, log_error
-from app.api.http.headers import with_headers
 from app.api.json_structure import size_of
 from app.api.model_names import ModelNames
-from app.api.output.choices import ChoiceDelta
-from app.api.output.completion_writers import Writer
 from app.api.output.response_state import ResponseState
 from app.api.pipelines import Pipeline, PipelineRun
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
@@ -38,35 +36,6 @@ from app.jobs import LOWEST_CLASS, Answered, ItemOrigin, Json
 from app.metrics import NO_MODEL, RequestMetrics, task_name
 
 ParsedT = TypeVar("ParsedT", bound=ModelRequest)
-
-# What a batch item cannot choose.
-_ITEM_FIELDS: Json = {"priority": MAX_PRIORITY, **LOWEST_CLASS}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingResponse:
-    """A request that is checked and has its tokens reserved. Its generation begins when the response is read."""
-
-    state: ResponseState
-    is_streamed: bool  # as the body asks
-    _pieces: AsyncGenerator[ChoiceDelta, None]
-    _writer: Writer
-    _headers: Mapping[str, str] = field(default_factory=dict)
-    _shows_loads: bool = False  # to an admin only
-
-    async def full_response(self) -> Json:
-        """The response as one object."""
-        return await self._writer.full_response(self.state, self._pieces)
-
-    def events(self) -> AsyncGenerator[bytes, None]:
-        """The response as server-sent events."""
-        return self._writer.events(self.state, self._pieces)
-
-    def headers(self, *, explain: bool) -> dict[str, str]:
-        """Where the request went and how long that took, as far as it is known by now; `explain`: and why there."""
-        state = self.state
-        placement = state.placement_headers(explain=explain, with_loads=self._shows_loads)
-        return {**placement, **state.timing_headers(), **self._headers}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +63,7 @@ class RequestHandler:
         limits: RequestLimits = RequestLimits(),  # noqa: B008 - frozen
         tracer: Tracer | None = None,
     ) -> None:
-        """`authenticator` knows the keys; by default, those of the config. `pipelines` are of these models.
+        """`authenticator` knows the keys; by default there are none. `pipelines` are of these models.
 
         `tracer` gets a trace of each HTTP request and of each attempt at an item.
         """
@@ -103,51 +72,78 @@ class RequestHandler:
         self.limits = limits
         self.tracer = tracer
         self.metrics = metrics or RequestMetrics(model.name for model in models)
-        self.authenticator = authenticator or authenticator_of(config)
+        self.authenticator = authenticator or without_keys(config)
         self.threads = BodyThreads()
         self.turns = asyncio.Lock()  # of large answers at the event loop, see `JsonAnswer`
         self._unknown_fields = UnknownFields()
 
-    async def handle(self, endpoint: Endpoint, body: Mapping[str, Any], context: RequestContext) -> PendingResponse:
+    def context(self, reservation: Reservation, request_id: str, **fields: Any) -> RequestContext:
+        """The context of a request that arrives now."""
+        return RequestContext(
+            reservation=reservation,
+            request_id=request_id,
+            limits=self.limits,
+            shares_prefixes=self.config.share_prefixes,
+            arrived_at=self.metrics.arrived(),
+            **fields,
+        )
+
+    async def handle(self, endpoint: Endpoint, body: Mapping[str, Any], context: RequestContext) -> ResponseState:
         """Check a body, reserve what it may need, and prepare its response.
 
         Of a pipeline, all that comes before the first token of the answer has run then.
 
         Raises InvalidRequest, NotFound, NotPermitted and LimitReached.
         """
-        arrived_at = self.metrics.arrived() if context.arrived_at is None else context.arrived_at
-        size = size_of(body, MAX_SMALL_SIZE)
+        size, account = size_of(body, MAX_SMALL_SIZE), context.reservation.account
         with self.counting_refusals():
-            account = context.reservation.account
             parsed = await self.parse(body, size, endpoint.schema, account, is_strict=context.is_strict)
             if parsed.request_id is not None and not context.has_own_id:
                 context.request_id = parsed.request_id
             target = self.names.answering(parsed, account)
-        return await self._response(self._run(endpoint, parsed, context, arrived_at, size), target)
+        return await self._respond(endpoint, parsed, target, context, size)
 
-    def _run(
-        self, endpoint: Endpoint, parsed: QueuedRequest, context: RequestContext, arrived_at: float, size: int
-    ) -> PipelineRun:
-        return PipelineRun(
+    async def _respond(
+        self,
+        endpoint: Endpoint,
+        parsed: QueuedRequest,
+        target: ServedModel | Pipeline,
+        context: RequestContext,
+        size: int,
+        shared: Mapping[str, SharedFields] = MappingProxyType({}),
+    ) -> ResponseState:
+        """`shared`: what is known of the body already, by the name of each model that may answer."""
+        if isinstance(target, ServedModel):
+            prepared = await self._prepare(endpoint, parsed, target, context, size, shared.get(target.name))
+            state = ResponseState.begin(prepared, context, self.metrics)
+        else:
+            state = await self._run(target, endpoint, parsed, context, size, shared)
+        state.writer = endpoint.writer(parsed)
+        state.is_streamed = parsed.wants_stream
+        state.shows_loads = context.reservation.account.may_administer
+        return state
+
+    async def _run(
+        self,
+        pipeline: Pipeline,
+        endpoint: Endpoint,
+        parsed: QueuedRequest,
+        context: RequestContext,
+        size: int,
+        shared: Mapping[str, SharedFields],
+    ) -> ResponseState:
+        run = PipelineRun(
             endpoint=endpoint,
             body=parsed,
             context=context,
             prepare=self._prepare,
             metrics=self.metrics,
-            arrived_at=arrived_at,
             size=size,
+            shared=shared,
         )
-
-    async def _response(self, run: PipelineRun, target: ServedModel | Pipeline) -> PendingResponse:
-        answer = await run.answer(target)
-        return PendingResponse(
-            state=answer.state,
-            is_streamed=run.body.wants_stream,
-            _pieces=answer.pieces,
-            _writer=run.endpoint.writer(run.body),
-            _headers=run.headers(answer),
-            _shows_loads=run.context.reservation.account.may_administer,
-        )
+        answer = await run.answer(pipeline)
+        answer.state.pipeline_headers = run.headers(answer)
+        return answer.state
 
     async def parse(
         self, body: Mapping[str, Any], size: int, schema: type[ParsedT], account: Account, *, is_strict: bool = False
@@ -178,21 +174,18 @@ class RequestHandler:
         reserves: bool = True,
     ) -> PreparedRequest:
         """What a body of this size asks of a model, checked; `reserves`: and what it may need reserved."""
-        reservation, limits = context.reservation, self.limits.shared_by(context.num_bodies)
-
-        async def encoded() -> PreparedRequest:
-            current = self.names.current(model)
-            return await self.threads.encode(
-                reservation.account.name,
-                parsed.encoded_size(size),
-                lambda: endpoint.prepare(parsed, current, limits, shared),
-            )
-
-        if not reserves:
-            return await encoded()
-        with self.counting_refusals(model.base):
-            call = with_headers((await encoded()).for_request(context.request_id).with_adapter(), context.headers)
-            return apply_key(reservation, call, parsed, share_prefixes=self.config.share_prefixes)
+        reservation = context.reservation
+        with self.counting_refusals(model.base) if reserves else nullcontext():
+            if model.parent:
+                model = self.names.current(model)
+            work = partial(endpoint.prepare, parsed, model, context, shared)
+            prepared = await self.threads.encode(reservation.account.name, parsed.encoded_size(size), work)
+            if reserves:
+                reservation.reserve(
+                    num_logprobs=prepared.num_logprobs,
+                    num_tokens=prepared.num_prompt_tokens + sum(each.sampling.max_tokens for each in prepared.requests),
+                )
+        return prepared
 
     async def handle_item(
         self, owner: str, path: str, body: Mapping[str, Any], origin: ItemOrigin | None = None
@@ -209,12 +202,14 @@ class RequestHandler:
         with self._item_traced(path, origin) as trace:
             try:
                 with self.authenticator.account_named(owner).reserve_item() as reservation:
-                    context = RequestContext(reservation=reservation, request_id=request_id, trace=trace)
-                    pending = await self.handle(ENDPOINTS[path], {**body, **_ITEM_FIELDS, **tenant}, context)
-                    content = await pending.full_response()
+                    context = self.context(reservation, request_id, trace=trace)
+                    # A batch item cannot choose its priority or class.
+                    fields = {**body, "priority": MAX_PRIORITY, **LOWEST_CLASS, **tenant}
+                    state = await self.handle(ENDPOINTS[path], fields, context)
+                    content = await state.full_response()
                     if trace is not None:
-                        trace.attributes |= pending.state.trace_attributes()
-                    return Answered(200, content, is_large=pending.state.call.is_large)
+                        trace.attributes |= state.trace_attributes()
+                    return Answered(200, content, is_large=state.prepared.is_large)
             except Exception as error:
                 if _may_pass(error):
                     raise
@@ -266,16 +261,9 @@ class RequestHandler:
         self, common: SharedBody, prompts: Sequence[Json], context: RequestContext
     ) -> AsyncGenerator[_ItemOutcome, None]:
         """What comes of each prompt, as they end. Not a TaskGroup, which must not span a `yield`."""
+        context = replace(context, is_strict=False, limits=context.limits.shared_by(len(prompts)))
         tasks = [
-            asyncio.create_task(
-                self._outcome(
-                    index,
-                    common,
-                    prompt,
-                    replace(context, request_id=f"{context.request_id}-{index}", num_bodies=len(prompts)),
-                ),
-                name=task_name(),
-            )
+            asyncio.create_task(self._outcome(index, common, prompt, context), name=task_name())
             for index, prompt in enumerate(prompts)
         ]
         try:
@@ -288,26 +276,24 @@ class RequestHandler:
 
     async def _outcome(self, index: int, common: SharedBody, prompt: Json, context: RequestContext) -> _ItemOutcome:
         began_at = self.metrics.arrived()
+        context = replace(context, request_id=f"{context.request_id}-{index}", arrived_at=began_at)
         outcome: Json | Exception
         try:
-            pending = await self._handle_shared(common, prompt, context)
-            outcome = await pending.full_response()
+            outcome = await (await self._handle_shared(common, prompt, context)).full_response()
         except Exception as error:
             outcome = error
         return _ItemOutcome(index, context.request_id, outcome, self.metrics.arrived() - began_at)
 
-    async def _handle_shared(self, common: SharedBody, prompt: Json, context: RequestContext) -> PendingResponse:
+    async def _handle_shared(self, common: SharedBody, prompt: Json, context: RequestContext) -> ResponseState:
         """As `handle`, for a body of which all but the prompt is checked."""
-        arrived_at, endpoint, size = self.metrics.arrived(), common.endpoint, size_of(prompt, MAX_SMALL_SIZE)
+        endpoint, size = common.endpoint, size_of(prompt, MAX_SMALL_SIZE)
         with self.counting_refusals():
-            account = context.reservation.account
-            own = await self.parse(prompt, size, endpoint.schema, account, is_strict=context.is_strict)
+            own = await self.parse(prompt, size, endpoint.schema, context.reservation.account)
         parsed = common.parsed.model_copy(update={name: getattr(own, name) for name in prompt})
-        run = self._run(endpoint, parsed, context, arrived_at, size + common.size)
-        return await self._response(replace(run, shared=common.fields), common.target)
+        return await self._respond(endpoint, parsed, common.target, context, size + common.size, common.fields)
 
     async def check_shared(
-        self, account: Account, path: str, body: Mapping[str, Any], *, is_strict: bool, num_bodies: int
+        self, context: RequestContext, path: str, body: Mapping[str, Any], *, num_bodies: int
     ) -> SharedBody:
         """The fields that many items have in common, checked; a prompt in `body` stands for theirs.
 
@@ -315,20 +301,20 @@ class RequestHandler:
 
         Raises InvalidRequest for what would be wrong with all of them, NotPermitted when the model is not for the key.
         """
-        endpoint, size = ENDPOINTS[path], size_of(body, MAX_SMALL_SIZE)
+        endpoint, size, account = ENDPOINTS[path], size_of(body, MAX_SMALL_SIZE), context.reservation.account
         with self.counting_refusals():
-            parsed = await self.parse(body, size, endpoint.schema, account, is_strict=is_strict)
+            parsed = await self.parse(body, size, endpoint.schema, account, is_strict=context.is_strict)
             assert isinstance(parsed, GenerationRequest), "lists of prompts are for endpoints that generate"
             target = self.names.answering(parsed, account)
             account.max_tokens(parsed.asked_tokens, parsed.length_param)
             account.check_priority(parsed.priority)
-            limits = self.limits.shared_by(num_bodies)
+            context = replace(context, limits=context.limits.shared_by(num_bodies))
             # A pipeline may leave most documents out.
             written = parsed if isinstance(target, ServedModel) else parsed.model_copy(update={"documents": []})
 
             def check(model: ServedModel) -> SharedFields:
-                shared = shared_fields(parsed, model, limits)
-                endpoint.prepare(written, model, limits, shared)
+                shared = shared_fields(parsed, model, context.limits)
+                endpoint.prepare(written, model, context, shared)
                 return shared
 
             models = (target,) if isinstance(target, ServedModel) else target.answering_models
@@ -342,7 +328,7 @@ class RequestHandler:
     async def prepare_item(
         self, owner: str, path: str, body: Mapping[str, Any], check: Callable[[QueuedRequest], None]
     ) -> PreparedRequest | Answered:
-        """The call of an item that engines of its own compute, or the response to an item that cannot run.
+        """What an item asks of engines of its own, or the response to an item that cannot run.
 
         What its key may never have is refused here. The key's limits by the minute do not count, as the item uses no
         slot of this service. `check` raises InvalidRequest for what those engines cannot do.
@@ -366,10 +352,9 @@ class RequestHandler:
                     param="model",
                 )
             check(parsed)
-            call = await self.threads.encode(
-                owner, parsed.encoded_size(size), lambda: endpoint.prepare(parsed, model, self.limits, None)
-            )
-            return bounded_call(account, call, parsed)
+            context = self.context(Reservation(account), request_id)
+            work = partial(endpoint.prepare, parsed, model, context, None)
+            return await self.threads.encode(owner, parsed.encoded_size(size), work)
         except Exception as error:
             return _refusal(error, request_id, path)
 

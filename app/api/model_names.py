@@ -56,9 +56,7 @@ class ModelNames:
         )
 
     def current(self, model: ServedModel) -> ServedModel:
-        """A model of a pipeline as it is served now: an adapter is found by its name. Raises NotFound."""
-        if not model.parent:
-            return model
+        """An adapter, also of a pipeline, as it is served now: it is found by its name. Raises NotFound."""
         served = self.models.get(model.name)
         if served is None or served.parent != model.parent:
             raise NotFound(

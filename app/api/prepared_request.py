@@ -1,10 +1,9 @@
-"""A served model as the API sees it, and a call on it: its limits; checked and tokenized, nothing started."""
+"""A served model as the API sees it, the limits of a request on it, and a request that is checked and tokenized."""
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -16,17 +15,10 @@ from app.errors import InvalidRequest
 from app.text import Reasoning, ReasoningMarks, Tokenizer
 from app.text.tool_calls import ToolFormat
 
-MAX_LOGPROBS_ON_THE_LOOP = 2000  # of a line of a batch, which a thread writes where there are more
-MAX_REQUESTS_ON_THE_LOOP = 4  # each may have an embedding of thousands of numbers
-
-
-_NUM_UNIQUE = 32  # characters at the end of the id of a call, which are a UUID
-_MAX_ID_SHOWN = 64
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """The limits of the HTTP API for one request. A key has its own beside them (`api.keys`).
+    """The limits of the HTTP API for one request. A key has its own beside them (the file `api.keys_file`).
 
     They are constants: no deployment needs others.
     """
@@ -106,7 +98,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDetailOptions:
-    """Which details a call asks for."""
+    """Which details a request asks for."""
 
     logprobs: int | None = None  # of generated tokens, and of an echoed prompt's, with so many of the likeliest
     names_are_ids: bool = False  # tokens are named by their ids
@@ -115,39 +107,27 @@ class TokenDetailOptions:
     echo: bool = False  # the prompt is part of the text
     choose_best: bool = False  # of several samples, by how likely they were
 
-    def __bool__(self) -> bool:
-        return self != TokenDetailOptions()
-
-    @property
-    def drawn_logprobs(self) -> int | None:
-        """How many likely tokens the engine returns with each generated one; None: no log-probabilities."""
-        return 0 if self.logprobs is None and self.choose_best else self.logprobs
-
-    def scored_logprobs(self, *, is_first: bool) -> int | None:
-        """The same for prompt tokens. vLLM's format has them once for each prompt, so only its first sample asks."""
-        echoed = self.logprobs if self.echo else None
-        wanted = [num for num in (echoed, self.prompt_logprobs if is_first else None) if num is not None]
-        return max(wanted, default=None)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """One API call, checked and tokenized: `num_samples` requests for each prompt, prompt by prompt.
+    """A client's request, checked and tokenized: `num_samples` requests of engines for each prompt, prompt by prompt.
 
-    The `num_choices` likeliest of them are the answer.
+    The `num_choices` likeliest of them are the answer. Nothing is started.
     """
 
-    call_id: str
+    response_id: str
     created: int  # seconds since 1970
     model: ServedModel
     requests: tuple[Request, ...]
+    num_prompt_tokens: int  # each prompt counted once, however many samples it gets
+    num_logprobs: int = 0  # the most that its answer can have: of generated, of echoed and of prompt tokens
     num_samples: int = 1
     num_choices: int = 1
     prompt_texts: tuple[str, ...] = ()  # one for each prompt that is to be echoed; none otherwise
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     include_stop: bool = False
-    detail_options: TokenDetailOptions = TokenDetailOptions()
+    detail_options: TokenDetailOptions | None = None
     include_usage: bool = False
     continuous_usage: bool = False
     reasoning: Reasoning | None = None  # how reasoning is taken out of the text, where the model marks it
@@ -156,57 +136,14 @@ class PreparedRequest:
     wants_timings: bool = False  # in `usage`
 
     @property
-    def num_logprobs(self) -> int:
-        """The most log-probabilities that its answer can have: of generated, of echoed and of prompt tokens."""
-        options, num_tokens = self.detail_options, 0
-        if options.logprobs is not None:
-            num_tokens = sum(request.sampling.max_tokens for request in self.requests)
-            if options.echo:
-                num_tokens += sum(len(request.prompt_token_ids) for request in self.requests)
-        num_scored = 0 if options.prompt_logprobs is None else self.num_prompt_tokens * (1 + options.prompt_logprobs)
-        return num_tokens * (1 + (options.logprobs or 0)) + num_scored
-
-    @property
     def is_large(self) -> bool:
         """Whether to write its answer may take more than a few milliseconds."""
-        return self.num_logprobs > MAX_LOGPROBS_ON_THE_LOOP or len(self.requests) > MAX_REQUESTS_ON_THE_LOOP
-
-    def for_request(self, request_id: str) -> PreparedRequest:
-        """The call with ids, its own and its requests', that begin with those of a client's request.
-
-        So what the client knows finds its entries in the step log and the lines of an engine. A client may send one id
-        many times, and an engine accepts each once; every token of a request carries its id, so it must not be long.
-        """
-        prefix = self.call_id[:-_NUM_UNIQUE]
-        call_id = f"{prefix}{request_id[:_MAX_ID_SHOWN]}-{secrets.token_hex(4)}"
-        named = [replace(each, request_id=f"{call_id}-{index}") for index, each in enumerate(self.requests)]
-        return replace(self, call_id=call_id, requests=tuple(named))
-
-    def with_adapter(self) -> PreparedRequest:
-        """The call with the adapter of its model, if that is one."""
-        adapter = self.model.adapter
-        if adapter is None:
-            return self
-        return replace(self, requests=tuple(replace(each, adapter=adapter) for each in self.requests))
-
-    def with_max_tokens(self, max_tokens: int) -> PreparedRequest:
-        """The call with outputs of at most so many tokens."""
-        return replace(
-            self,
-            requests=tuple(
-                replace(each, sampling=replace(each.sampling, max_tokens=min(each.sampling.max_tokens, max_tokens)))
-                for each in self.requests
-            ),
-        )
+        # A request may have an embedding of thousands of numbers.
+        return self.num_logprobs > 2000 or len(self.requests) > 4
 
     def prompt_text(self, index: int) -> str:
         """What one of the requests echoes; "" where nothing is."""
         return self.prompt_texts[index // self.num_samples] if self.prompt_texts else ""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Each prompt counted once, however many samples it gets."""
-        return sum(len(request.prompt_token_ids) for request in self.requests[:: self.num_samples])
 
 
 def by_any_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:
@@ -214,7 +151,7 @@ def by_any_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:
     return {name: model for model in models for name in (model.name, *model.aliases)}
 
 
-def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
+def check_token_ids(token_ids: Collection[int], model: ServedModel, param: str) -> None:
     """Raise InvalidRequest for an id that the model does not have."""
     vocab_size = model.facts.vocab_size
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):

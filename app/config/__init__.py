@@ -4,8 +4,8 @@ A config says what was asked. What is measured (how many KV blocks fit, how long
 by the room that measured it and never written back.
 """
 
-from app.config.api import ApiConfig, KeyConfig
-from app.config.application import ApplicationConfig, IngressConfig, ServedModelConfig
+from app.config.api import ApiConfig, KeyConfig, KeysConfig
+from app.config.application import ApplicationConfig, IngressConfig
 from app.config.base import GIB, Name, Settings
 from app.config.batches import BatchesConfig, WebhooksConfig
 from app.config.engine import (
@@ -17,6 +17,8 @@ from app.config.engine import (
     SpeculationConfig,
     StepLogConfig,
 )
+from app.config.mistakes import mistakes_of, shown
+from app.config.models import ServedModelConfig
 from app.config.pipelines import (
     CascadeStepConfig,
     EmbedStepConfig,
@@ -79,6 +81,7 @@ __all__ = [
     "HybridConfig",
     "IngressConfig",
     "KeyConfig",
+    "KeysConfig",
     "KvType",
     "ModelConfig",
     "Name",
@@ -108,7 +111,9 @@ __all__ = [
     "branches_within",
     "choice_of",
     "leaves",
+    "mistakes_of",
     "named_by",
     "names_of",
     "parameters_of",
+    "shown",
 ]

@@ -5,10 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import (
-    Field,
-    field_validator,
-)
+from pydantic import Field, field_validator
 
 from app.config.base import Name, Settings, repeated
 
@@ -46,11 +43,11 @@ class KeyConfig(Settings):
 class ApiConfig(Settings):
     """Which keys may use the HTTP API, and what they share."""
 
-    keys: tuple[KeyConfig, ...] = Field(
-        (), description="API keys; without any here and in `keys_file`, requests need none"
-    )
     keys_file: str | None = Field(
-        None, min_length=1, description="YAML file with a list of such keys, followed while the service runs"
+        None,
+        min_length=1,
+        description="YAML file with a list of API keys, see below, followed while the service runs; without it, "
+        "requests need none",
     )
     allow_unauthenticated: bool = Field(
         False,
@@ -79,6 +76,12 @@ class ApiConfig(Settings):
                     f"http://localhost:3000, without a path; `*` allows all"
                 )
         return tuple(map(str.lower, origins))
+
+
+class KeysConfig(Settings):
+    """The content of the file of API keys."""
+
+    keys: tuple[KeyConfig, ...] = Field(min_length=1, description="at least one, with names and hashes of their own")
 
     @field_validator("keys")
     @classmethod

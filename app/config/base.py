@@ -6,11 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated, Any, get_args
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    StringConstraints,
-)
+from pydantic import BaseModel, ConfigDict, StringConstraints
 
 GIB = 1024**3
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from pydantic import (
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
 from app.config.base import GIB, Settings
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, model_validator
 
 from app.config.base import Name, Settings, chosen
 from app.config.scheduler import Preset
@@ -180,20 +175,3 @@ def named_by(step: PipelineStepConfig) -> list[NamedByStep]:
             return asked + [NamedByStep(f"cases[{index}].model", case.model, True) for index, case in cases]
         case _:
             return [NamedByStep("model", step.model, isinstance(step, AnsweringStepConfig))]
-
-
-def find_circle(
-    name: str, pipelines: Mapping[str, PipelineConfig], sound: set[str], before: tuple[str, ...] = ()
-) -> tuple[str, ...]:
-    """The names on a way from a pipeline back to one before it; none where there is no such way.
-
-    `sound`: pipelines without such a way, which are not walked again; those that are found join them.
-    """
-    if name in before:
-        return (*before, name)
-    if name not in sound:
-        for inner in named_by(pipelines[name].steps[-1]):
-            if inner.name in pipelines and (circle := find_circle(inner.name, pipelines, sound, (*before, name))):
-                return circle
-        sound.add(name)
-    return ()

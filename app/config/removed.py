@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 # Dotted path in the `args` of an application → what to write instead. `[]` marks a list; `path=value` is a value that
 # is gone from a setting that stays.
 REMOVED: dict[str, str] = {
+    "api.keys": "write the list into a file of its own and name it: api: {keys_file: keys.yaml}",
     "cascades": "a cascade is a step of a pipeline: write pipelines: [{name: ..., steps: [{kind: cascade, small: ..., "
     "large: ..., min_mean_logprob: ...}]}]",
     "models[].engine.model.backend=attention": "leave it out: auto takes the fastest code for the model",

@@ -6,12 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    ModelWrapValidatorHandler,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
 
 from app.config.base import Settings, chosen
 from app.config.removed import refuse_removed
@@ -157,7 +152,9 @@ class SchedulerConfig(Settings):
     policy: Policy = Field(FcfsConfig(), description="which waiting request goes first")
     max_running: int = Field(32, ge=1, le=4096, description="requests computed in one step, at most")
     max_waiting: int = Field(256, ge=0, le=1_000_000, description="requests queued on one replica, at most")
-    max_step_tokens: int = Field(512, ge=1, le=1_000_000, description="token budget of one step")
+    max_step_tokens: int = Field(
+        512, ge=1, le=1_000_000, description="token budget of one step; where it is not set, at least max_running"
+    )
     prefill_chunk_tokens: int = Field(256, ge=1, le=1_000_000, description="tokens of one prompt in one step, at most")
     targets: TargetsConfig | None = Field(
         None,
@@ -194,15 +191,15 @@ class SchedulerConfig(Settings):
         if not isinstance(given, Mapping):
             return validated(given)
         refuse_removed(given, within="models[].engine.scheduler")
-        config = validated({**PRESETS.get(str(given.get("preset")), {}), **given})
+        filled = {**PRESETS.get(str(given.get("preset")), {}), **given}
+        config = validated(filled)
+        if "max_step_tokens" not in given and config.max_step_tokens < config.max_running:
+            config = validated(filled | {"max_step_tokens": config.max_running})
         config.model_fields_set.intersection_update(given)  # what was asked, for `changed`
-        return config
-
-    @model_validator(mode="after")
-    def _every_running_request_gets_a_token(self) -> SchedulerConfig:
-        if self.max_step_tokens < self.max_running:
+        if config.max_step_tokens < config.max_running:
+            by_preset = "" if "max_running" in given else f", which preset {config.preset} sets"
             raise ValueError(
-                f"max_step_tokens={self.max_step_tokens} is below max_running={self.max_running}: "
+                f"max_step_tokens={config.max_step_tokens} is below max_running={config.max_running}{by_preset}: "
                 f"every running request needs one token a step; raise max_step_tokens or lower max_running"
             )
-        return self
+        return config

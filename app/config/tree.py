@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import (
-    BaseModel,
-)
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 

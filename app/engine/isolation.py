@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field, replace
 from itertools import repeat
 from typing import ParamSpec, TypeVar
 
+from app.culprits import Culprits
 from app.engine.batch import Batch, DeviceLost, StepResult
 from app.engine.request import Request, TokenLogprobs
 from app.engine.sequence import Sequence
@@ -117,18 +117,15 @@ class Quarantine:
     """
 
     def __init__(self) -> None:
-        self._num_failures: OrderedDict[bytes, int] = OrderedDict()  # by digest; the oldest first
+        self._culprits: Culprits[bytes] = Culprits(max_losses=MAX_FAILURES, max_remembered=MAX_REMEMBERED)
 
     def note_failure(self, request: Request) -> None:
         """A step failed, most probably because of this request."""
-        digest = _digest(request)
-        self._num_failures[digest] = self._num_failures.pop(digest, 0) + 1
-        if len(self._num_failures) > MAX_REMEMBERED:
-            self._num_failures.popitem(last=False)
+        self._culprits.note_loss(_digest(request))
 
     def holds(self, request: Request) -> bool:
         """Whether such a request has failed too often to be tried again."""
-        return bool(self._num_failures) and self._num_failures.get(_digest(request), 0) >= MAX_FAILURES
+        return len(self._culprits) > 0 and self._culprits.is_culprit(_digest(request))
 
 
 def _digest(request: Request) -> bytes:

@@ -1,31 +1,31 @@
 """Between ingress and replicas: dispatch, frames of tokens, requests in flight, failover. No Ray, no HTTP."""
 
-from app.fleet.adapter_table import AdapterEntry, AdapterTable, adapters_in, merged
-from app.fleet.fleet import FailoverLimits, Fleet, FleetMetrics, ReplicaTransport
-from app.fleet.frame_client import FrameReader, LivenessTimeouts, connect
+from app.fleet.connection import FailoverLimits, FrameReader, connect
+from app.fleet.fleet import Fleet, FleetMetrics, ReplicaTransport
 from app.fleet.frame_server import Address, FrameServer
 from app.fleet.frames import Frame, report_of
+from app.fleet.gossip import Entry, Table, adapters_in, merged, with_entry
 from app.fleet.in_flight import ReplicaLost
-from app.fleet.outbox import Outbox
+from app.fleet.ingress_session import IngressSession
 from app.fleet.replica_registry import ReplicaRegistry
 
 __all__ = [
-    "AdapterEntry",
-    "AdapterTable",
     "Address",
+    "Entry",
     "FailoverLimits",
     "Fleet",
     "FleetMetrics",
     "Frame",
     "FrameReader",
     "FrameServer",
-    "LivenessTimeouts",
-    "Outbox",
+    "IngressSession",
     "ReplicaLost",
     "ReplicaRegistry",
     "ReplicaTransport",
+    "Table",
     "adapters_in",
     "connect",
     "merged",
     "report_of",
+    "with_entry",
 ]

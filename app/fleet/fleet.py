@@ -5,33 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from msgspec import structs
 
+from app.culprits import Culprits, SuspectQueue
 from app.engine.request import Queued, Request, TokenDelta
 from app.engine.view import EngineView
 from app.errors import Cancelled, DeadlineMissed, Overloaded, ReplicasLost, Unavailable
-from app.fleet.connection import ReplicaConnection
+from app.fleet.connection import FailoverLimits, FrameMetrics, FrameReader, ReplicaConnection
 from app.fleet.dispatch import Decision
-from app.fleet.frame_client import FrameMetrics, FrameReader, LivenessTimeouts
 from app.fleet.frames import AbortRequest, SubmitRequest, WatchEngine
 from app.fleet.in_flight import InFlightRequest, ReplicaLost
 from app.fleet.replica_registry import ReplicaRegistry
-from app.fleet.suspect_queue import SuspectQueue
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 1.0  # between two tries to go on where all replicas are full
 # A request that may have killed its replica lets others go first: those that get a token before it are innocent.
 _SUSPECT_PAUSE_S = 0.25
-_MAX_EXPLAINED = 100
-# How often a request goes on elsewhere when its replica is lost. Three losses under one request are not chance any more
-# but an update that goes wrong or the request's own fault, and each next try costs a replica and the prompt's time.
-MAX_RESUMES = 3
 
 
 class ReplicaTransport(Protocol):
@@ -59,15 +52,6 @@ class FleetMetrics(FrameMetrics, Protocol):
         """A request goes on at another replica; `reason` is that of the ReplicaLost."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailoverLimits:
-    """How long a fleet waits and how often it tries. Seconds."""
-
-    place_timeout_s: float  # for any replica to be there
-    liveness: LivenessTimeouts
-    max_resumes: int = MAX_RESUMES
-
-
 class Fleet:
     """Sends requests to replicas and reads their deltas on one connection to each. Belongs to one event loop.
 
@@ -91,8 +75,10 @@ class Fleet:
         self._metrics = metrics
         self._clock = clock
         self._in_flight: dict[str, InFlightRequest] = {}  # by the id of their current attempt
+        # After so many replicas in a row were lost before they gave it a token, a request counts as the cause.
+        max_losses = max(2, limits.max_resumes)
+        self._culprits: Culprits[str] = Culprits(max_losses=max_losses, alone_after=max_losses - 1)
         self._suspects = SuspectQueue()
-        self._explained: deque[str] = deque(maxlen=_MAX_EXPLAINED)  # replicas killed by requests that were given up
         self._connections: dict[str, ReplicaConnection] = {}
         self._changed = asyncio.Event()  # set for a moment when a connection opens or the replicas change
         self._on_view: Callable[[str, EngineView], None] | None = None  # while views are wanted
@@ -111,41 +97,44 @@ class Fleet:
         """
         in_flight = InFlightRequest(request, began_at=self._clock())
         avoid: frozenset[str] = frozenset()
-        while True:
-            pause_s = 0.0
-            is_last_chance = self._is_last_chance(in_flight)
-            if is_last_chance:
-                await self._suspects.begin(request.request_id)
-            try:
-                await self._begin_attempt(in_flight, avoid)
-            except BaseException:  # it was refused, or its caller has gone: the next need not wait for its time to end
-                self._suspects.end(request.request_id)
-                raise
-            try:
-                while True:
-                    delta = await in_flight.next()
-                    if is_last_chance and in_flight.has_progressed:
-                        self._suspects.end(request.request_id)
-                    if delta.queued is not None:
-                        delta = structs.replace(delta, queued=self._with_place(in_flight, delta.queued))
-                    yield delta
-                    if delta.finish_reason is not None:
-                        in_flight.is_done = True
-                        return
-            except ReplicaLost as lost:
-                pause_s = self._note_loss(in_flight, lost)
-                avoid |= {in_flight.replica_id}
-            except DeadlineMissed:
-                raise
-            except Overloaded as full:
-                avoid |= {in_flight.replica_id}
-                if avoid.issuperset(self._open_replica_ids(in_flight.needs_weights)):
-                    await self._wait_for_room(in_flight, full)
-                    avoid = frozenset()
-            finally:
-                self._end_attempt(in_flight)
-                self._suspects.end(request.request_id)
-            await asyncio.sleep(pause_s)
+        try:
+            while True:
+                pause_s = 0.0
+                is_last_chance = in_flight.lost_at is not None and self._culprits.is_suspect(request.request_id)
+                if is_last_chance:
+                    await self._suspects.begin(request.request_id)
+                try:
+                    await self._begin_attempt(in_flight, avoid)
+                except BaseException:  # refused, or its caller has gone: the next need not wait for its time to end
+                    self._suspects.end(request.request_id)
+                    raise
+                try:
+                    while True:
+                        delta = await in_flight.next()
+                        if is_last_chance and in_flight.has_progressed:
+                            self._suspects.end(request.request_id)
+                        if delta.queued is not None:
+                            delta = structs.replace(delta, queued=self._with_place(in_flight, delta.queued))
+                        yield delta
+                        if delta.finish_reason is not None:
+                            in_flight.is_done = True
+                            return
+                except ReplicaLost as lost:
+                    pause_s = self._note_loss(in_flight, lost)
+                    avoid |= {in_flight.replica_id}
+                except DeadlineMissed:
+                    raise
+                except Overloaded as full:
+                    avoid |= {in_flight.replica_id}
+                    if avoid.issuperset(self._open_replica_ids(in_flight.needs_weights)):
+                        await self._wait_for_room(in_flight, full)
+                        avoid = frozenset()
+                finally:
+                    self._end_attempt(in_flight)
+                    self._suspects.end(request.request_id)
+                await asyncio.sleep(pause_s)
+        finally:
+            self._culprits.forget(request.request_id)
 
     def cancel(self, request_id: str) -> bool:
         """End a request as if its caller had gone: `generate` raises Cancelled. False: no replica has it."""
@@ -189,7 +178,8 @@ class Fleet:
     async def _begin_attempt(self, in_flight: InFlightRequest, avoid: frozenset[str]) -> None:
         """Send a request to the replica that the registry chooses, as soon as there is one."""
         while True:
-            in_flight.seconds_left(self._clock())  # raises where none is left
+            if in_flight.num_attempts:
+                in_flight.seconds_left(self._clock())  # raises where none is left
             weights = in_flight.needs_weights
             replica_ids = self._open_replica_ids(weights)
             if not replica_ids and in_flight.request.no_queue and in_flight.lost_at is None:
@@ -197,36 +187,41 @@ class Fleet:
             replica_ids = replica_ids or await self._wait_for_replicas(weights)
             sent = in_flight.begin_attempt(self._clock())
             try:
-                replica_id = self._registry.place(sent, replica_ids, avoid=avoid)
+                decision = self._registry.place(sent, replica_ids, avoid=avoid)
                 break
             except Overloaded as full:
                 await self._wait_for_room(in_flight, full)
-        is_trusted = not self._registry.is_suspect(replica_id)
-        in_flight.place(replica_id, is_trusted=is_trusted, weights=weights or self._registry.weights_of(replica_id))
-        if is_trusted and replica_id in self._explained:
-            self._explained.remove(replica_id)  # it was not dead but silent
-        self._in_flight[in_flight.attempt_id] = in_flight
-        decision = self._registry.decision(in_flight.attempt_id)
-        assert decision is not None, "a placed request has a decision"
+        chosen = decision.candidates[0]
+        in_flight.place(decision, weights=weights or chosen.weights)
+        if not chosen.is_suspect:
+            self._culprits.is_alive(chosen.replica_id)
+        self._in_flight[sent.request_id] = in_flight
         self._metrics.dispatched(decision.policy)
-        self._connections[replica_id].send(SubmitRequest(sent))
+        self._connections[chosen.replica_id].send(SubmitRequest(sent))
 
     def _with_place(self, in_flight: InFlightRequest, queued: Queued) -> Queued:
-        decision = self._registry.decision(in_flight.attempt_id)
-        queued = queued._replace(replica_id=in_flight.replica_id, group=self._registry.group_of(in_flight.replica_id))
-        if decision is None:
-            return queued
-        return queued._replace(why_there=decision.reason, loads_there=decision.explain_loads())
+        decision = in_flight.decision
+        assert decision is not None, "a replica has queued it"
+        return queued._replace(
+            replica_id=decision.replica_id,
+            group=decision.candidates[0].group,
+            why_there=decision.reason,
+            loads_there=decision.explain_loads(),
+        )
 
     def _end_attempt(self, in_flight: InFlightRequest) -> None:
         """The attempt is over, in whatever way: nothing of it stays."""
-        del self._in_flight[in_flight.attempt_id]
+        del self._in_flight[in_flight.sent.request_id]
         in_flight.has_ended = True
         replica_id = in_flight.replica_id
         if not in_flight.is_done and replica_id in self._connections:
-            self._connections[replica_id].send(AbortRequest(in_flight.attempt_id))
+            self._connections[replica_id].send(AbortRequest(in_flight.sent.request_id))
         num_generated = in_flight.num_tokens if in_flight.is_done else None
-        self._registry.end(in_flight.attempt_id, num_generated=num_generated)
+        self._registry.end(
+            in_flight.sent.request_id,
+            max_tokens=in_flight.request.sampling.max_tokens,
+            num_generated=num_generated,
+        )
         if replica_id not in self._registry.replica_ids:
             self._close_if_idle(replica_id)
 
@@ -242,32 +237,22 @@ class Fleet:
         was_hopeless = not (in_flight.is_trusted or in_flight.is_accepted)
         if was_hopeless and self._is_recent(in_flight, now):
             return _SUSPECT_PAUSE_S  # a suspect was tried because there was no other: this was only a wait for one
-        in_flight.note_loss(now)
-        in_flight.forgive(self._explained)
-        num_fruitless, num_resumes = len(in_flight.fruitless_on), len(in_flight.lost_on)
-        is_culprit = num_fruitless >= self._max_fruitless
-        if is_culprit:
-            self._explained.extend(in_flight.fruitless_on)
-        if is_culprit or num_resumes > self._limits.max_resumes:
+        in_flight.lost_at = now
+        request_id = in_flight.request.request_id
+        self._culprits.note_loss(
+            request_id, in_flight.replica_id, has_progressed=in_flight.has_progressed, was_sound=in_flight.is_trusted
+        )
+        num_resumes = self._culprits.num_losses(request_id)
+        if self._culprits.is_culprit(request_id) or num_resumes > self._limits.max_resumes:
             raise ReplicasLost(
                 f"{num_resumes} replicas were lost while they served this request; it is not tried again"
             ) from lost
         self._metrics.resumed(lost.reason)
         logger.warning(
             "request %s goes on elsewhere after %d tokens: replica %s: %s",
-            in_flight.request.request_id, in_flight.num_tokens, in_flight.replica_id, lost,
+            request_id, in_flight.num_tokens, in_flight.replica_id, lost,
         )  # fmt: skip
-        return _SUSPECT_PAUSE_S * num_fruitless
-
-    @property
-    def _max_fruitless(self) -> int:
-        """After so many replicas in a row were lost before they gave it a token, a request counts as the cause."""
-        return max(2, self._limits.max_resumes)
-
-    def _is_last_chance(self, in_flight: InFlightRequest) -> bool:
-        """Whether a request would be given up at its next loss without a token."""
-        in_flight.forgive(self._explained)
-        return len(in_flight.fruitless_on) + 1 >= self._max_fruitless
+        return _SUSPECT_PAUSE_S * self._culprits.losses_without_progress(request_id)
 
     def _is_recent(self, in_flight: InFlightRequest, now: float) -> bool:
         """Whether a replica was lost under this request not long ago."""
@@ -283,8 +268,12 @@ class Fleet:
 
     def _open_replica_ids(self, weights: int) -> list[str]:
         """The replicas that take requests now, for tokens of these weights; 0: for any."""
-        registry = self._registry
-        return [each for each in registry.replica_ids if self._is_open(each) and registry.has_weights(each, weights)]
+        registry, found = self._registry, []
+        for each in registry.replica_ids:
+            connection = self._connections.get(each)
+            if connection is not None and connection.is_open and (not weights or registry.has_weights(each, weights)):
+                found.append(each)
+        return found
 
     def _is_open(self, replica_id: str) -> bool:
         """Whether a replica takes messages now. Once the fleet is closed, none does."""
@@ -343,7 +332,6 @@ class Fleet:
         """Open a connection to a replica, if there is none yet."""
         if replica_id in self._connections:
             return
-        liveness = self._limits.liveness
         self._connections[replica_id] = ReplicaConnection(
             replica_id,
             lambda: FrameReader(
@@ -351,11 +339,11 @@ class Fleet:
                 self._registry,
                 self._in_flight,
                 self._metrics,
-                liveness,
+                self._limits,
                 on_begun=lambda: self._begun(replica_id),
                 on_view=lambda view: self._view_came(replica_id, view),
             ),
-            lambda reader: self._transport.connect(replica_id, reader, heartbeat_s=liveness.heartbeat_s),
+            lambda reader: self._transport.connect(replica_id, reader, heartbeat_s=self._limits.heartbeat_s),
             self._on_lost,
         )
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 from app.errors import EngineStopped
 from app.fleet.dispatch import ReplicaReport
 from app.fleet.frames import AbortRequest, Frame, InvalidFrame, SubmitRequest, WatchEngine, encode, message_decoder
-from app.fleet.outbox import Outbox, ServingEngine
+from app.fleet.ingress_session import IngressSession, ServingEngine
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class FrameServer:
     @property
     def is_idle(self) -> bool:
         """Whether no request is being served and nothing is left to send."""
-        return all(each.outbox is None or each.outbox.is_idle for each in self._connections)
+        return all(each.session is None or each.session.is_idle for each in self._connections)
 
     async def drain(self) -> None:
         """Wait until all requests have ended."""
@@ -124,7 +124,7 @@ class FrameServer:
         self._of_ingress[hello.ingress_id] = connection
         if before is not None:
             before.close()
-        connection.outbox = Outbox(
+        connection.session = IngressSession(
             connection, self._engine, self._report, heartbeat_s=hello.heartbeat_s, on_idle=self._check_drained
         )
 
@@ -148,8 +148,8 @@ class FrameServer:
                     self._full_view_at = clock() + FULL_VIEW_PERIOD_S
                 view = await self._engine.view(is_full=is_full)
                 for connection in self._watching:
-                    if connection.outbox is not None:
-                        connection.outbox.show(view)
+                    if connection.session is not None:
+                        connection.session.show(view)
                 await asyncio.sleep(VIEW_PERIOD_S)
         self._engine.end_views()
 
@@ -172,7 +172,7 @@ class _Connection(asyncio.Protocol):
         self._messages = message_decoder()
         self._timer: asyncio.TimerHandle | None = None
         self._has_spoken = False
-        self.outbox: Outbox | None = None
+        self.session: IngressSession | None = None
         self.is_writable = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -184,8 +184,8 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self.outbox is not None:
-            self._take_messages(self.outbox, data)
+        if self.session is not None:
+            self._take_messages(self.session, data)
         elif not self._has_spoken:
             self._take_hello(data)
 
@@ -198,10 +198,10 @@ class _Connection(asyncio.Protocol):
             self._timer.cancel()
         line, _, following = bytes(self._line).partition(b"\n")
         self._server.identified(self, line if len(line) <= MAX_HELLO_BYTES else b"")
-        if self.outbox is not None and following:
-            self._take_messages(self.outbox, following)
+        if self.session is not None and following:
+            self._take_messages(self.session, following)
 
-    def _take_messages(self, outbox: Outbox, data: bytes) -> None:
+    def _take_messages(self, session: IngressSession, data: bytes) -> None:
         try:
             messages = self._messages.feed(data)
         except InvalidFrame as error:
@@ -211,9 +211,9 @@ class _Connection(asyncio.Protocol):
         for message in messages:
             match message:
                 case SubmitRequest():
-                    outbox.submit(message.request)
+                    session.submit(message.request)
                 case AbortRequest():
-                    outbox.abort(message.request_id)
+                    session.abort(message.request_id)
                 case WatchEngine():
                     self._server.watch(self, is_watched=message.is_watched)
 
@@ -228,13 +228,13 @@ class _Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.is_writable = True
-        if self.outbox is not None:
-            self.outbox.flush()
+        if self.session is not None:
+            self.session.flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self.is_writable = False
-        if self.outbox is not None:
-            self.outbox.close()
+        if self.session is not None:
+            self.session.close()
         self._server.closed(self)

@@ -133,15 +133,12 @@ class StreamDecoder(Generic[ReceivedT]):
                 if end > len(view):
                     break
                 with view[start + _HEADER.size : end] as body:
-                    received.append(self._decoded(body))
+                    try:
+                        received.append(self._decode(body))
+                    except msgspec.DecodeError as error:
+                        raise InvalidFrame(f"what came is no frame: {error}") from error
                 start = end
         return received, start
-
-    def _decoded(self, body: memoryview) -> ReceivedT:
-        try:
-            return self._decode(body)
-        except msgspec.DecodeError as error:
-            raise InvalidFrame(f"what came is no frame: {error}") from error
 
 
 def frame_decoder() -> StreamDecoder[Frame]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
 from dataclasses import replace
 
 from msgspec import structs
 
 from app.engine.request import Request, TokenDelta, merge_deltas
 from app.errors import CarouselError, DeadlineMissed, DeviceFault, EngineStopped
+from app.fleet.dispatch import Decision
 
 
 class ReplicaLost(Exception):
@@ -34,32 +34,13 @@ class InFlightRequest:
     def __init__(self, request: Request, *, began_at: float) -> None:
         self.request = request  # as its caller sent it
         self.num_attempts = 0
-        self.lost_on: list[str] = []  # the replicas that were lost while they had it
-        self.fruitless_on: list[str] = []  # the last of these in a row that were sound before and gave it no token
         self.weights = 0  # the digest of those that its tokens are of; 0 while not known
         self.lost_at: float | None = None  # when its last replica was lost, by the clock of `began_at`
         self._began_at = began_at
         self._token_ids = list(request.generated_token_ids)
         self._num_scored_tokens = request.num_scored_tokens
-        self._num_sent = self._num_known  # tokens and scores that the current replica was given
+        self._num_sent = 0  # tokens and scores that the current replica was given
         self._num_cached_tokens: int | None = None  # as the first replica found it: usage does not change later
-        self._begin(request)
-
-    def _begin(self, sent: Request) -> None:
-        """The fields of one attempt."""
-        self.sent = sent  # the request as this attempt has it
-        self.replica_id = ""  # from `place` on
-        self.is_trusted = False  # nothing was known to be wrong with the replica when the request was placed there
-        self.is_accepted = False  # the replica has queued it
-        self.has_ended = False  # the attempt takes nothing more
-        self.is_done = False  # it ended by a stop or its limit, and its reader has seen that
-        self._deltas: list[TokenDelta] = []
-        self._error: CarouselError | ReplicaLost | None = None
-        self._waiting: asyncio.Future[None] | None = None  # the reader's, while it waits
-
-    @property
-    def attempt_id(self) -> str:
-        return self.sent.request_id
 
     @property
     def num_tokens(self) -> int:
@@ -83,9 +64,9 @@ class InFlightRequest:
     # ------------------------------------------------------------------ attempts
 
     def seconds_left(self, now: float) -> float | None:
-        """Until the deadline, where the request has one. Raises DeadlineMissed when it has passed."""
+        """Of a later attempt, where the request has a deadline. Raises DeadlineMissed when it has passed."""
         deadline_s = self.request.deadline_s
-        if deadline_s is not None and self.num_attempts:
+        if deadline_s is not None:
             deadline_s -= now - self._began_at
             if deadline_s <= 0:
                 raise DeadlineMissed(
@@ -99,42 +80,39 @@ class InFlightRequest:
 
         Raises DeadlineMissed when no time is left.
         """
-        deadline_s = self.seconds_left(now)
-        # The first attempt keeps the id of the request.
-        sent = self.request
+        sent = self.request  # the first attempt keeps its id
         if self.num_attempts:
             sent = replace(
                 self.request,
                 request_id=f"{self.request.request_id}.{self.num_attempts}",
                 generated_token_ids=tuple(self._token_ids),
                 num_scored_tokens=self._num_scored_tokens,
-                deadline_s=deadline_s,
+                deadline_s=self.seconds_left(now),
                 no_queue=self.request.no_queue and self.lost_at is None,  # what has begun is not refused
             )
         self.num_attempts += 1
         self._num_sent = self._num_known
-        self._begin(sent)
+        self.sent = sent  # the request as this attempt has it
+        self.decision: Decision | None = None  # from `place` on
+        self.replica_id = ""  # likewise
+        self.is_accepted = False  # the replica has queued it
+        self.has_ended = False  # the attempt takes nothing more
+        self.is_done = False  # it ended by a stop or its limit, and its reader has seen that
+        self._deltas: list[TokenDelta] = []
+        self._error: CarouselError | ReplicaLost | None = None
+        self._waiting: asyncio.Future[None] | None = None  # the reader's, while it waits
         return sent
 
-    def place(self, replica_id: str, *, is_trusted: bool, weights: int = 0) -> None:
+    def place(self, decision: Decision, *, weights: int = 0) -> None:
         """The current attempt is sent to a replica, which may still refuse it."""
-        self.replica_id = replica_id
+        self.decision = decision
+        self.replica_id = decision.replica_id
         self.weights = weights
-        self.is_trusted = is_trusted
 
-    def note_loss(self, now: float) -> None:
-        """The replica of the current attempt is lost."""
-        self.lost_at = now
-        self.lost_on.append(self.replica_id)
-        if self.has_progressed:
-            self.fruitless_on.clear()
-        elif self.is_trusted:
-            self.fruitless_on.append(self.replica_id)
-
-    def forgive(self, explained: Collection[str]) -> None:
-        """Do not count the loss of these replicas: another request is known to have killed them."""
-        self.lost_on = [each for each in self.lost_on if each not in explained]
-        self.fruitless_on = [each for each in self.fruitless_on if each not in explained]
+    @property
+    def is_trusted(self) -> bool:
+        """Whether nothing was known to be wrong with the replica when the request was placed there."""
+        return self.decision is not None and not self.decision.candidates[0].is_suspect
 
     # ------------------------------------------------------------------ what arrives
 
@@ -148,7 +126,8 @@ class InFlightRequest:
             delta = self._take_error(delta, delta.error)
         if self._error is None or delta.token_ids:
             self._deltas.append(delta)
-        self._wake_reader()
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def _take_error(self, delta: TokenDelta, error: CarouselError) -> TokenDelta:
         # An engine that stops, or a device that fails on every request, says nothing about this request.
@@ -161,11 +140,8 @@ class InFlightRequest:
         if not self.has_ended:
             self.has_ended = True
             self._error = error
-            self._wake_reader()
-
-    def _wake_reader(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+            if self._waiting is not None and not self._waiting.done():
+                self._waiting.set_result(None)
 
     async def next(self) -> TokenDelta:
         """Everything that has accumulated, as one delta of the caller's request; an error comes after the tokens.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from app.engine.request import Adapter, Request
@@ -29,14 +28,6 @@ from app.fleet.dispatch import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Placed:
-    """A request that was placed and has not ended."""
-
-    request: Request
-    decision: Decision
-
-
 class ReplicaRegistry:
     """The replicas that may be sent requests, and which one gets a request. One for each model and event loop.
 
@@ -51,9 +42,10 @@ class ReplicaRegistry:
         self._groups = groups
         self._block_size = block_size
         self._clock = clock
-        self._replica_ids: tuple[str, ...] = ()
-        self._placed: dict[str, _Placed] = {}  # by request id
+        # The replicas that take requests now. One that leaves is not among them, though it ends what it has.
+        self.replica_ids: Collection[str] = ()
         self._ledger = Ledger()
+        self.progress = self._ledger.progress  # new tokens of a request have come
         self._lengths = OutputLengths()
         self._sessions = Sessions()
         self._prefixes: PrefixIndex | None = None  # from the first report on, which says how much KV memory there is
@@ -62,18 +54,15 @@ class ReplicaRegistry:
         self._weights = 0  # the digest that a replica has reported last
         self._differing: frozenset[str] = frozenset()  # replicas that were told of
         self.last_decision: Decision | None = None
-        self._decisions: dict[str, Decision] = {}  # the last one for each replica, without the others' numbers
+        self._decisions: dict[str, Decision] = {}  # the last one for each replica
         self.on_replicas: Callable[[Collection[str]], None] = lambda replica_ids: None
-
-    @property
-    def replica_ids(self) -> Collection[str]:
-        """The replicas that take requests now. One that leaves is not among them, though it ends what it has."""
-        return self._replica_ids
 
     # ------------------------------------------------------------------ one request
 
-    def place(self, request: Request, replica_ids: Collection[str], *, avoid: Collection[str] = frozenset()) -> str:
-        """The replica that gets a request, of these; it is charged with the request until `end`.
+    def place(
+        self, request: Request, replica_ids: Collection[str], *, avoid: Collection[str] = frozenset()
+    ) -> Decision:
+        """Which of these replicas gets a request; it is charged with the request until `end`.
 
         Suspects and those to `avoid`, which have just refused or lost it, are taken only where there is no other.
 
@@ -82,56 +71,63 @@ class ReplicaRegistry:
             Overloaded: every replica is known to be full, or has no slot for a request that does not wait for one.
             Unavailable: no replica computes with adapters, and the request has one.
         """
-        if request.adapter is not None:
-            replica_ids = self._that_adapt(replica_ids)
-        session, prompt = request.session, request.prompt_token_ids
+        session, prefixes = request.session, self._prefixes
         group = self._groups.choose(session or request.request_id, asked=request.group, preset=request.preset)
-        prefixes = self._prefixes
-        cached = {} if prefixes is None else prefixes.match(prompt, salt=request.prefix_salt)
+        chain = [] if prefixes is None else prefixes.chain(request.prompt_token_ids, salt=request.prefix_salt)
         candidates = self._ledger.candidates(
-            replica_ids,
+            replica_ids if request.adapter is None else self._that_adapt(replica_ids),
             now=self._clock(),
             is_background=request.is_background,
-            num_cached_tokens=cached,
+            num_cached_tokens={} if prefixes is None else prefixes.match(chain),
             session_replica_id=self._sessions.replica_of(session) if session else None,
         )
-        sound = {each.replica_id: each for each in candidates if not self.is_suspect(each.replica_id)}
-        if sound and all(each.is_full for each in sound.values()):
-            num_requests = sum(each.num_requests for each in sound.values())
-            raise self._overloaded(f"all {len(self._replica_ids)} replicas are full ({num_requests:,} requests)")
-        of_its_group = of_group(candidates, group)
-        trusted = [each for each in of_its_group if each.replica_id in sound and each.replica_id not in avoid]
-        if request.no_queue:
-            of_its_group = trusted = [each for each in trusted if each.has_slot]
-            if not trusted:
-                raise self._overloaded(f"none of {len(candidates)} replicas has a free slot, and this is not to wait")
+        considered = self._considered(candidates, group, avoid, no_queue=request.no_queue)
         num_generated = len(request.generated_token_ids)
         size = RequestSize(
-            num_prompt_tokens=len(prompt) + num_generated,
+            num_prompt_tokens=len(request.prompt_token_ids) + num_generated,
             num_expected_tokens=max(1, self._lengths.expected_tokens(request.sampling.max_tokens) - num_generated),
         )
-        considered = trusted or of_its_group
         if request.adapter is not None:
             considered = near_adapter(considered, size, self._replicas_with(request.adapter))
         decision = self.last_decision = self._policy.decide(considered, size)
-        replica_id = decision.order[0]
-        if request.adapter is not None:
-            self._adapters_sent[request.adapter.digest] = replica_id
-        self._decisions[replica_id] = replace(decision, candidates=decision.candidates[:1])
-        self._placed[request.request_id] = _Placed(request, decision)
-        # Charged before it is sent: requests placed in the same moment must see each other.
+        chosen = decision.candidates[0]
+        self._charge(request, size, chosen)
+        self._decisions[chosen.replica_id] = decision
+        if prefixes is not None:
+            prefixes.add(chosen.replica_id, chain)
+        return decision
+
+    def _considered(
+        self, candidates: Sequence[Candidate], group: str, avoid: Collection[str], *, no_queue: bool
+    ) -> Sequence[Candidate]:
+        """The best of a group. Raises Overloaded."""
+        sound = [each for each in candidates if not each.is_suspect]
+        full = [each for each in sound if each.is_full]
+        if sound and len(full) == len(sound):
+            num_requests = sum(each.num_requests for each in full)
+            raise self._overloaded(f"all {len(self.replica_ids)} replicas are full ({num_requests:,} requests)")
+        of_its_group = of_group(candidates, group)
+        trusted = [each for each in of_its_group if not (each.is_suspect or each.replica_id in avoid)]
+        if not no_queue:
+            return trusted or of_its_group
+        with_slot = [each for each in trusted if each.has_slot]
+        if not with_slot:
+            raise self._overloaded(f"none of {len(candidates)} replicas has a free slot, and this is not to wait")
+        return with_slot
+
+    def _charge(self, request: Request, size: RequestSize, chosen: Candidate) -> None:
+        """Before it is sent: requests placed in the same moment must see each other."""
         self._ledger.place(
             request.request_id,
-            replica_id,
-            num_prompt_tokens=max(1, size.num_prompt_tokens - cached.get(replica_id, 0)),
+            chosen.replica_id,
+            num_prompt_tokens=max(1, size.num_prompt_tokens - chosen.num_cached_tokens),
             num_expected_tokens=size.num_expected_tokens,
             is_background=request.is_background,
         )
-        if session:
-            self._sessions.place(session, replica_id)
-        if prefixes is not None:
-            prefixes.add(replica_id, prompt, salt=request.prefix_salt)
-        return replica_id
+        if request.session:
+            self._sessions.place(request.session, chosen.replica_id)
+        if request.adapter is not None:
+            self._adapters_sent[request.adapter.digest] = chosen.replica_id
 
     def _that_adapt(self, replica_ids: Collection[str]) -> list[str]:
         """Without those that would answer as if the request had no adapter: of a version that knows none."""
@@ -146,21 +142,11 @@ class ReplicaRegistry:
         found = {each for each, report in self.reports.items() if adapter.digest in (report.adapters or ())}
         return found | {self._adapters_sent.get(adapter.digest, "")}
 
-    def decision(self, request_id: str) -> Decision | None:
-        """Why a request went where it did; None before it was placed."""
-        placed = self._placed.get(request_id)
-        return None if placed is None else placed.decision
-
-    def progress(self, request_id: str, num_tokens: int) -> None:
-        """New tokens of a request have come."""
-        self._ledger.progress(request_id, num_tokens)
-
-    def end(self, request_id: str, *, num_generated: int | None = None) -> None:
-        """A request has ended, in whatever way; `num_generated`: after so many tokens, by a stop or its limit."""
-        placed = self._placed.pop(request_id, None)
+    def end(self, request_id: str, *, max_tokens: int = 0, num_generated: int | None = None) -> None:
+        """A request has ended, in whatever way; `num_generated`: after so many tokens of its limit, or by a stop."""
         self._ledger.end(request_id)
-        if num_generated is not None and placed is not None:
-            self._lengths.learn(placed.request.sampling.max_tokens, num_generated)
+        if num_generated is not None:
+            self._lengths.learn(max_tokens, num_generated)
 
     def _overloaded(self, problem: str) -> Overloaded:
         """The error for a caller when no replica can take its request: why, and when to come back."""
@@ -175,7 +161,7 @@ class ReplicaRegistry:
 
     def set_replicas(self, replica_ids: Collection[str]) -> None:
         """These replicas take requests from now on, and no others."""
-        self._replica_ids = tuple(replica_ids)
+        self.replica_ids = tuple(replica_ids)
         self._ledger.keep_only(replica_ids)
         self._sessions.keep_only(replica_ids)
         self._adapters_sent = {key: each for key, each in self._adapters_sent.items() if each in replica_ids}
@@ -186,7 +172,7 @@ class ReplicaRegistry:
 
     def note(self, replica_id: str, report: ReplicaReport) -> None:
         """Take in a replica's report; a replica that reports is trusted again."""
-        if replica_id not in self._replica_ids:
+        if replica_id not in self.replica_ids:
             self._ledger.replica(replica_id).is_suspect = False
             return  # it is leaving
         if self._prefixes is None:
@@ -199,12 +185,8 @@ class ReplicaRegistry:
 
     def has_weights(self, replica_id: str, weights: int) -> bool:
         """Whether a replica can go on with tokens of these weights, as far as both are known (0: not)."""
-        return not weights or self.weights_of(replica_id) in (0, weights)
-
-    def weights_of(self, replica_id: str) -> int:
-        """The digest of a replica's weights; 0 while not known."""
         report = self._ledger.replica(replica_id).report
-        return 0 if report is None else report.weights
+        return report is None or report.weights in (0, weights)
 
     def sends_views(self, replica_id: str) -> bool:
         """Whether a replica understands WatchEngine."""
@@ -213,7 +195,7 @@ class ReplicaRegistry:
 
     def _note_weights(self, replica_id: str, weights: int) -> None:
         if self._weights and weights and replica_id not in self._differing:
-            self._differing = self._differing.intersection(self._replica_ids) | {replica_id}
+            self._differing = self._differing.intersection(self.replica_ids) | {replica_id}
             logger.warning(
                 "replica %s has other weights (%08x) than the one before (%08x): answers differ between them; outside "
                 "of an update set engine.model.revision to a commit, or copy the same files to every machine",
@@ -232,22 +214,17 @@ class ReplicaRegistry:
     @property
     def suspects(self) -> frozenset[str]:
         """The replicas that are not to be relied on now."""
-        return frozenset(each for each in self._replica_ids if self.is_suspect(each))
+        return frozenset(each for each in self.replica_ids if self.is_suspect(each))
 
     @property
     def reports(self) -> dict[str, ReplicaReport]:
         """The last report of each replica that takes requests and has made one."""
-        reports = {replica_id: self._ledger.replica(replica_id).report for replica_id in self._replica_ids}
+        reports = {replica_id: self._ledger.replica(replica_id).report for replica_id in self.replica_ids}
         return {replica_id: report for replica_id, report in reports.items() if report is not None}
-
-    def group_of(self, replica_id: str) -> str:
-        """The group that a replica has reported; "" for none."""
-        report = self._ledger.replica(replica_id).report
-        return "" if report is None else report.group
 
     def describe(self) -> list[dict[str, Any]]:
         """All replicas that take requests now, for people."""
-        candidates = self._ledger.candidates(self._replica_ids, now=self._clock())
+        candidates = self._ledger.candidates(self.replica_ids, now=self._clock())
         return [self._described(each, self._ledger.replica(each.replica_id).report) for each in candidates]
 
     def _described(self, candidate: Candidate, report: ReplicaReport | None) -> dict[str, Any]:
@@ -271,5 +248,5 @@ class ReplicaRegistry:
             "sleep": report and str(report.state),
             "wake_s": report and report.wake_s,
             "weights": report and f"{report.weights:08x}",
-            "last_dispatch": decision and f"{decision.rule}: {decision.explain_loads()}",
+            "last_dispatch": decision and f"{decision.rule}: {decision.scoring.explain(decision.candidates[0])}",
         }

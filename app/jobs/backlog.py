@@ -12,6 +12,7 @@ from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from app.culprits import Culprits
 from app.jobs.job import InvalidItem
 from app.jobs.results import ItemSet
 
@@ -60,7 +61,10 @@ class Backlog(Generic[ItemT]):
         self._suspects: deque[ItemT] = deque()
         self._engines: dict[int, _OnEngine[ItemT]] = {}
         self._known: set[int] = set()  # waiting or on an engine
-        self._deaths = dict(deaths or {})  # item → engines that died with it
+        self._culprits: Culprits[int] = Culprits(max_losses=MAX_DEATHS, alone_after=DEATHS_BEFORE_ALONE)
+        for number, num_deaths in (deaths or {}).items():
+            for _ in range(num_deaths):
+                self._culprits.note_loss(number)
 
     @property
     def num_waiting(self) -> int:
@@ -87,12 +91,11 @@ class Backlog(Generic[ItemT]):
         for item in items:
             if item.number in self._ended or item.number in self._known:
                 continue
-            deaths = self._deaths.get(item.number, 0)
-            if deaths >= MAX_DEATHS:
-                given_up.append(InvalidItem(number=item.number, id=item.id, reason=_why_given_up(deaths)))
+            if self._culprits.is_culprit(item.number):
+                given_up.append(self._given_up(item))
                 continue
             self._known.add(item.number)
-            (self._suspects if deaths >= DEATHS_BEFORE_ALONE else self._waiting).append(item)
+            (self._suspects if self._culprits.is_suspect(item.number) else self._waiting).append(item)
         return given_up
 
     def items_on(self, engine: int) -> KeysView[int]:
@@ -151,11 +154,11 @@ class Backlog(Generic[ItemT]):
         on_engine = self._engines.pop(engine, _OnEngine())
         given_up, again = [], []
         for number, item in on_engine.items.items():
-            deaths = self._deaths[number] = self._deaths.get(number, 0) + 1
-            if deaths >= MAX_DEATHS:
+            self._culprits.note_loss(number)
+            if self._culprits.is_culprit(number):
+                given_up.append(self._given_up(item))
                 self._forget(number)
-                given_up.append(InvalidItem(number=number, id=item.id, reason=_why_given_up(deaths)))
-            elif deaths >= DEATHS_BEFORE_ALONE:
+            elif self._culprits.is_suspect(number):
                 self._suspects.append(item)
             else:
                 again.append(item)
@@ -165,11 +168,12 @@ class Backlog(Generic[ItemT]):
 
     def _forget(self, number: int) -> None:
         self._known.discard(number)
-        self._deaths.pop(number, None)
+        self._culprits.forget(number)
 
     def _on(self, engine: int) -> _OnEngine[ItemT]:
         return self._engines.setdefault(engine, _OnEngine())
 
-
-def _why_given_up(deaths: int) -> str:
-    return f"the engine died {deaths} times while it computed this item, twice with nothing else on it"
+    def _given_up(self, item: ItemT) -> InvalidItem:
+        num_deaths = self._culprits.num_losses(item.number)
+        reason = f"the engine died {num_deaths} times while it computed this item, twice with nothing else on it"
+        return InvalidItem(number=item.number, id=item.id, reason=reason)

@@ -58,21 +58,21 @@ class Detokenizer:
     def _push_one(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode()
+        if not text.endswith(REPLACEMENT):
+            piece = text[self._num_shown :]
+            if piece or not text:
+                self._settle()
+            else:
+                self._window.pop()  # a token without text; kept, it could push a visible neighbour out of the window
+            return piece
         piece = text[self._num_shown : self._end_of_certain_text(text)]
         self._num_shown += len(piece)
-        if text.endswith(REPLACEMENT):
-            if len(self._window) > MAX_WINDOW_TOKENS:
-                self._cut(len(text) - self._num_shown)
-        elif piece or not text:
-            self._settle()
-        else:
-            self._window.pop()  # a token without text; kept, it could push a visible neighbour out of the window
+        if len(self._window) > MAX_WINDOW_TOKENS:
+            self._cut(len(text) - self._num_shown)
         return piece
 
     def _end_of_certain_text(self, text: str) -> int:
         """Where the text ends that no later token can change: before a character that may be unfinished."""
-        if not text.endswith(REPLACEMENT):
-            return len(text)
         if len(self._window) - self._num_settled <= MAX_UNFINISHED_TOKENS:
             return len(text.rstrip(REPLACEMENT))
         return len(text) - 1

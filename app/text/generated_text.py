@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from app.engine.request import FinishReason, TokenDelta
 from app.text.detokenizer import Detokenizer
@@ -13,7 +14,7 @@ from app.text.stop_strings import StopStrings
 from app.text.tokenizer import Tokenizer
 
 
-class TextDelta(NamedTuple):
+class TextDelta(Struct, frozen=True):
     """What one token delta added. `num_tokens` counts hidden ones (end of text, special) too."""
 
     text: str
@@ -63,11 +64,12 @@ class GeneratedText:
         Tokens after the one that completed the stop string are neither shown nor counted. A stop token's own text is
         not shown, but it was generated and counts.
         """
-        if self._stop_strings is None and self._splitter is None:
-            text = self._detokenizer.push(self._visible(delta))
-            text += self._detokenizer.flush() if delta.finish_reason else ""
-            return TextDelta(text, len(delta.token_ids), delta.finish_reason)
-        return self._push_one_by_one(delta)
+        if self._stop_strings is not None or self._splitter is not None:
+            return self._push_one_by_one(delta)
+        if delta.finish_reason is None:
+            return TextDelta(self._detokenizer.push(delta.token_ids), len(delta.token_ids))
+        text = self._detokenizer.push(self._visible(delta)) + self._detokenizer.flush()
+        return TextDelta(text, len(delta.token_ids), delta.finish_reason)
 
     def _push_one_by_one(self, delta: TokenDelta) -> TextDelta:
         added = _Added()

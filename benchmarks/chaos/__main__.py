@@ -4,8 +4,8 @@
 
 Each row starts the service as `make serve` does, with replicas that compute by a cost model, drives it over HTTP and
 makes its fault. Answers are compared with those to the same requests when nothing was wrong. Progress goes to stderr.
-Without ROW: all rows, one after the other. R8 and C3 lose packets in a network of their own, for which one has to be
-root on Linux; elsewhere they say that they are skipped, and why.
+Without ROW: all rows, one after the other. R8 loses packets in a network of its own, for which one has to be
+root on Linux; elsewhere it says that it is skipped, and why.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from benchmarks.chaos.client_faults import cancel_a_fifth, disconnect_at_each_phase, miss_deadlines, read_slowly
-from benchmarks.chaos.client_host_loss import vanish
+from benchmarks.chaos.client_faults import disconnect_at_each_phase
 from benchmarks.chaos.faults import (
     crash_on_request,
     kill_at_each_phase,
@@ -34,7 +33,6 @@ from benchmarks.chaos.faults import (
     stop_one_of_three,
 )
 from benchmarks.chaos.node_loss import lose_node
-from benchmarks.chaos.overload import overload
 from benchmarks.chaos.rolling_update import change_under_load
 from benchmarks.chaos.stage import Size
 from benchmarks.chaos.verdict import without_samples
@@ -67,11 +65,6 @@ ROWS: dict[str, Row] = {
     "R13": change_under_load,
     "node": lose_node,
     "C1": disconnect_at_each_phase,
-    "C2": cancel_a_fifth,
-    "C3": vanish,
-    "C4": read_slowly,
-    "C5": miss_deadlines,
-    "C6": overload,
 }
 
 

@@ -1,24 +1,19 @@
-"""Rows C1, C2, C4 and C5: clients that go away, read slowly or have no time."""
+"""Row C1: clients that go away."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
-from benchmarks.chaos.stage import Size, Stage, application, stage, under_traffic
+from benchmarks.chaos.stage import Size, Stage, application, stage
 from benchmarks.chaos.stream import Stream, follow, moment
-from benchmarks.chaos.traffic import Asked, Traffic, alike
-from benchmarks.chaos.verdict import judged, spread
+from benchmarks.chaos.traffic import Asked, alike
+from benchmarks.chaos.verdict import spread
 from benchmarks.harness.command import tell
-from benchmarks.harness.figures import percentile
 
 _TIMEOUT_S = 30.0
 _ABANDONED_AFTER_S = 0.5
@@ -102,91 +97,3 @@ async def _c1(running: Stage, phase: str, freed_ms: Sequence[float]) -> Row:
         | spread("freed_after_ms", freed_ms)
         | {"left_over": await running.left_over()}
     )
-
-
-async def cancel_a_fifth(size: Size) -> list[Row]:
-    """C2: every fifth client gives up after half a second; what the others get, against a run in which none does."""
-    async with under_traffic(size) as (running, traffic):
-        seconds = 2.0 * size.runs
-        staying = [asked for place, asked in enumerate(traffic.requests) if place % 5]
-        leaving = [asked for place, asked in enumerate(traffic.requests) if not place % 5]
-        goodputs = []
-        for is_cancelled in (False, True):
-            others = replace(traffic, requests=staying, answers=[])
-            fifth = replace(traffic, requests=leaving, answers=[])
-            if is_cancelled:
-                fifth.timeout_s = _ABANDONED_AFTER_S
-            async with others.flowing(), fifth.flowing():
-                await asyncio.sleep(seconds)
-                tokens = sum(each.num_tokens or 0 for each in others.answers)
-            goodputs.append(tokens / seconds)
-        return [
-            {"row": "C2", "fault": "every fifth client gives up after 0.5 s", "seconds": seconds}
-            | judged(others.answers, others.reference)
-            | {"given_up": sum(each.failure is not None for each in fifth.answers)}
-            | {"tokens_per_s_of_others": round(goodputs[1], 1), "without": round(goodputs[0], 1)}
-            | {"ratio": round(goodputs[1] / goodputs[0], 3), "left_over": await running.left_over()}
-        ]
-
-
-async def read_slowly(size: Size) -> list[Row]:
-    """C4: one client reads a byte a second; times between tokens of the others, against a run in which none does."""
-    async with under_traffic(replace(size, streams=size.streams - 1)) as (running, traffic):
-        [asked] = alike(1, num_tokens=400)
-        gaps_ms = []
-        for is_slow in (False, True):
-            others = replace(traffic, answers=[])
-            reader = asyncio.create_task(_read_a_byte_a_second(running, asked)) if is_slow else None
-            async with others.flowing():
-                await asyncio.sleep(2.0 * size.runs)
-            if reader is not None:
-                reader.cancel()
-            gaps_ms.append(percentile([gap * 1000 for each in others.answers for gap in _gaps_s(each)], 99) or 0.0)
-        return [
-            {"row": "C4", "fault": "one client reads a byte a second", "seconds": 2.0 * size.runs}
-            | judged(others.answers, others.reference)
-            | {"itl_p99_ms_of_others": round(gaps_ms[1], 1), "without": round(gaps_ms[0], 1)}
-            | {"left_over": await running.left_over()}
-        ]
-
-
-def _gaps_s(stream: Stream) -> list[float]:
-    return [after - before for before, after in pairwise(stream.arrivals_s)]
-
-
-async def _read_a_byte_a_second(running: Stage, asked: Asked) -> None:
-    target = running.target
-    reader, writer = await asyncio.open_connection(target.host, target.port, limit=1)
-    try:
-        writer.write(target.request("completions", json.dumps(dict(asked.body)).encode()))
-        while await reader.read(1):  # noqa: ASYNC110
-            await asyncio.sleep(1.0)
-    finally:
-        writer.close()
-
-
-async def miss_deadlines(size: Size) -> list[Row]:
-    """C5: deadlines that pass while requests run or wait: no answer comes late, no expired request takes a step."""
-    config = application(num_replicas=1, end_probability=0, max_running=max(1, size.streams // 4))
-    source = size.source("C5")
-    with stage(config) as running:
-        requests = [
-            replace(asked, body={**asked.body, "deadline_s": round(source.uniform(0.3, 6.0), 2)})
-            for asked in alike(size.streams, num_tokens=100)
-        ]
-        traffic = Traffic(running.target, requests, {})
-        for _ in range(size.runs):
-            await traffic.once()
-        deadlines = {asked.name: asked.body["deadline_s"] for asked in requests}
-        late = [
-            ((each.ended_s or 0.0) - each.begun_s - deadlines[each.name], each.is_complete) for each in traffic.answers
-        ]  # seconds after the deadline
-        return [
-            {"row": "C5", "fault": "deadlines of 0.3 to 6 s, four requests for each slot", "runs": size.runs}
-            | {"asked": len(late), "completed": sum(is_complete for _, is_complete in late)}
-            | {"ends": dict(Counter(each.outcome for each in traffic.answers))}
-            | {"late_answers": sum(by_s > 0.0 and is_complete for by_s, is_complete in late)}
-            | {"malformed": sum(not each.is_well_formed for each in traffic.answers)}
-            | spread("told_after_deadline_ms", [by_s * 1000 for by_s, is_complete in late if not is_complete])
-            | {"left_over": await running.left_over()}
-        ]

@@ -1,6 +1,6 @@
 """Every batching strategy and scheduling policy on the same arrivals, in one run and around one loaded model.
 
-    python -m benchmarks.engine.strategies --model DIR --workload FILE --arrival poisson --load 0.5,0.8,1 --plot OUT.png
+    python -m benchmarks.engine.strategies --model DIR --workload FILE --arrival poisson --load 0.5,0.8,1
     python -m benchmarks.engine.strategies --model DIR --workload FILE --strategies static,hybrid --policies fcfs,sjf
     python -m benchmarks.engine.strategies --model DIR --workload FILE --presets latency,mixed --load 0.8
 
@@ -15,7 +15,6 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 
 from app.assembly import assemble
@@ -51,8 +50,6 @@ class Outcome:
     settings: dict[str, Any]
     figures: dict[str, Any]
     num_equal_outputs: int  # requests with the same tokens as in the first trial at this load
-    served: Served
-    num_slots: int
 
     def to_dict(self) -> dict[str, Any]:
         names = ("name", "load", "rate", "settings", "num_equal_outputs")
@@ -60,28 +57,12 @@ class Outcome:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    found: list[Outcome] = []
-
     def measured(given: argparse.Namespace) -> dict[str, Any]:
-        check_plot(given.plot)
         outcomes, summary = measure(Options.of(given), given)
         print(in_words(outcomes))
-        found.extend(outcomes)
         return summary
 
-    def drawn(given: argparse.Namespace) -> None:
-        if given.plot is not None:
-            from benchmarks.engine import pictures  # only here: matplotlib is an extra
-
-            pictures.draw(given.plot, found)
-
-    return run_command(_parser(), measured, arguments, afterwards=drawn)
-
-
-def check_plot(path: str | None) -> None:
-    """Raises BenchmarkError where pictures are asked for and cannot be drawn: now, not after the run."""
-    if path is not None and find_spec("matplotlib") is None:
-        raise BenchmarkError("--plot needs matplotlib: pip install -c constraints.txt -e '.[plots]'")
+    return run_command(_parser(), measured, arguments)
 
 
 def measure(options: Options, given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
@@ -188,8 +169,6 @@ def _outcomes(
             settings=trial.scheduler.model_dump(mode="json"),
             figures=figures,
             num_equal_outputs=_num_equal(first, served),
-            served=served,
-            num_slots=trial.scheduler.max_running,
         )
 
 
@@ -254,7 +233,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slo-ttft-s", type=_seconds, metavar="S", help="first token within so many seconds")
     parser.add_argument("--slo-latency-s", type=_seconds, metavar="S", help="last token within so many seconds")
     parser.add_argument("--deadline-s", type=_seconds, metavar="S", help="a deadline for requests that have none")
-    parser.add_argument("--plot", metavar="OUT.png", help="draw the figures, and which request was in which slot")
     return parser
 
 

@@ -60,12 +60,11 @@ def run_command(
     arguments: Sequence[str] | None,
     *,
     is_bad: Callable[[Figures], bool] | None = None,
-    afterwards: Callable[[argparse.Namespace], None] | None = None,
 ) -> int:
     """Measure; print the figures, the options and the machine as one JSON object. Returns the program's exit status.
 
     The object is written to the file of `--json`, too. `is_bad`: whether these figures mean that what was measured has
-    failed (status 1). A mistake is one line on stderr (status 2). `afterwards` comes when the figures are printed.
+    failed (status 1). A mistake is one line on stderr (status 2).
     """
     parser.add_argument("--json", metavar="FILE", help="write the JSON object there too")
     given = parser.parse_args(arguments)
@@ -76,8 +75,6 @@ def run_command(
         print(line, flush=True)  # before the file: one that cannot be written must not cost the run
         if given.json is not None:
             write_json(given.json, line)
-        if afterwards is not None:
-            afterwards(given)
     except (BenchmarkError, CarouselError) as error:
         return refused(error)
     return int(is_bad is not None and is_bad(figures))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -36,6 +37,13 @@ _TEMPLATE = "chat_template.jinja"
 _TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _PORTS = range(20_000, 30_000)  # neither the kernel nor Ray takes ports from here by itself
+
+
+def write_keys(path: Path, keys: Mapping[str, str]) -> Path:
+    """Write the file of API keys of a service, from the keys by their names."""
+    entries = [{"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest()} for name, key in keys.items()]
+    path.write_text(json.dumps(entries))  # JSON is YAML
+    return path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

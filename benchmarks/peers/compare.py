@@ -181,7 +181,7 @@ class Entry:
 
     @classmethod
     def parse(cls, text: str, common: Sequence[str], workloads: Sequence[str] = (FIRST,)) -> Entry:
-        """`carousel …`, `http …` (ours as a service), a peer's name with options, or `cmd:SHELL COMMAND`.
+        """`carousel …`, a peer's name with options, or `cmd:SHELL COMMAND`.
 
         A name for the tables may stand before it: `NAME = …`. `common`: the arguments of every program of ours.
         `workloads`: the names of the first and of those after `--also`.
@@ -198,11 +198,9 @@ class Entry:
         name, *options = shlex.split(rest) or [""]
         if name == "carousel":
             return cls(label, rest, names, "benchmarks.engine.throughput", (*common, *options))
-        if name == "http":
-            return cls(label, rest, names, "benchmarks.service.over_http", (*common, *options))
         if name in PEERS:
             return cls(label, rest, names, "benchmarks.peers.hf", (name, *common, *options))
-        raise BenchmarkError(f"there is no entry {name!r}{did_you_mean(name, ('carousel', 'http', *PEERS, _SHELL))}")
+        raise BenchmarkError(f"there is no entry {name!r}{did_you_mean(name, ('carousel', *PEERS, _SHELL))}")
 
     def run(self) -> dict[str, Figures]:
         """Run the process to its end; its stderr is shown as it comes. Returns the figures by workload.

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import json
 import os
 import random
@@ -48,6 +47,7 @@ from benchmarks.chaos.traffic import MODEL_NAME
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
 from benchmarks.harness.http_call import CutOff, EventStream, Target, call
 from benchmarks.harness.random_adapter import projections_in, save_random_adapter
+from benchmarks.harness.service import write_keys
 from benchmarks.service.canaries import GREEDY_TEXT, KINDS, Heard, Json, Prefixes, Question, Secrets, heard, question
 
 BLOCK_SIZE = 16
@@ -268,7 +268,8 @@ def measured(given: argparse.Namespace) -> Json:
     keys = [f"sk-tenant-{number}-{random.SystemRandom().getrandbits(128):x}" for number in range(given.tenants)]
     with tempfile.TemporaryDirectory(prefix="carousel-canary-") as folder:
         adapters = _adapters(Path(given.model), Path(folder), given.adapters)
-        args = application(given.model, keys, f"{folder}/batches", adapters, num_blocks=given.num_blocks)
+        keys_file = write_keys(Path(folder, "keys.yaml"), {f"tenant-{n}": key for n, key in enumerate(keys)})
+        args = application(given.model, keys_file, f"{folder}/batches", adapters, num_blocks=given.num_blocks)
         with stage(args) as running:
             models = [MODEL_NAME, *adapters]
             pipelines = dict.fromkeys([each["name"] for each in pipelines_of(models)], models)
@@ -303,11 +304,8 @@ def pipelines_of(models: Sequence[str]) -> list[Json]:
     ]
 
 
-def application(model: str, keys: Sequence[str], folder: str, adapters: Mapping[str, str], *, num_blocks: int) -> Json:
+def application(model: str, keys_file: Path, folder: str, adapters: Mapping[str, str], *, num_blocks: int) -> Json:
     """The application's `args`: two replicas with too little KV memory for what they are sent."""
-    entries = [
-        {"name": f"tenant-{n}", "sha256": hashlib.sha256(key.encode()).hexdigest()} for n, key in enumerate(keys)
-    ]
     return {
         "models": [
             {
@@ -323,7 +321,7 @@ def application(model: str, keys: Sequence[str], folder: str, adapters: Mapping[
             }
         ],
         "pipelines": pipelines_of([MODEL_NAME, *adapters]),
-        "api": {"keys": entries, "metrics_for": "public"},
+        "api": {"keys_file": str(keys_file), "metrics_for": "public"},
         "batches": {"path": folder},
     }
 

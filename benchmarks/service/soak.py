@@ -28,7 +28,6 @@ import argparse
 import asyncio
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import random
@@ -52,7 +51,7 @@ from benchmarks.chaos.stage import Stage, stage
 from benchmarks.chaos.traffic import MODEL_NAME
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
 from benchmarks.harness.processes import resident_bytes
-from benchmarks.harness.service import scraped, with_tools
+from benchmarks.harness.service import scraped, with_tools, write_keys
 from benchmarks.service.field_bodies import field_bodies
 from benchmarks.service.fuzz import Tally, send_hostile
 from benchmarks.service.honest import ONLINE_KINDS, TIMEOUT_S, Client, Tenant
@@ -101,14 +100,14 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     with (
         small_disk(given.disk_mib) as folder,
         with_tools(Path(given.model)) as model,
-        stage(application(str(model), keys, folder)) as running,
+        tempfile.TemporaryDirectory() as keys_folder,
+        stage(application(str(model), write_keys(Path(keys_folder) / "keys.yaml", keys), folder)) as running,
     ):
         return asyncio.run(_Soak(running, keys, folder, given).run())
 
 
-def application(model: str, keys: Mapping[str, str], folder: Path) -> dict[str, Any]:
+def application(model: str, keys_file: Path, folder: Path) -> dict[str, Any]:
     """The application's `args`."""
-    entries = [{"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest()} for name, key in keys.items()]
     return {
         "models": [
             {
@@ -121,7 +120,7 @@ def application(model: str, keys: Mapping[str, str], folder: Path) -> dict[str, 
                 "replicas": {"num_replicas": 2, "num_cpus": 0.1, "drain_timeout_s": 5},
             }
         ],
-        "api": {"keys": entries, "metrics_for": "public"},
+        "api": {"keys_file": str(keys_file), "metrics_for": "public"},
         "batches": {"path": str(folder)},
     }
 

@@ -22,7 +22,7 @@ from app.model.location import resolve_model_path
 from deployments.bulk.options import PoolSettings
 from deployments.bulk.pipeline import Preparation, prepared_items
 from deployments.bulk.pool import EnginePool
-from deployments.launcher.own_cluster import num_cpus_for, start_own_cluster
+from deployments.launcher.own_cluster import start_own_cluster
 
 
 def run_on_pool(found: InputRows, folder: RunFolder, rows: RowSettings, pool: PoolSettings) -> Summary:
@@ -81,8 +81,7 @@ def _join_or_start_ray(replicas: ReplicasConfig) -> None:
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False, logging_level="ERROR")
     else:
-        num_cpus = num_cpus_for(replicas.num_replicas * replicas.reserved_cpus)
-        start_own_cluster(num_cpus=num_cpus, include_dashboard=False)
+        start_own_cluster(reserved_cpus=replicas.num_replicas * replicas.reserved_cpus, include_dashboard=False)
     found = ray.cluster_resources().get("GPU", 0)
     if found < replicas.reserved_gpus:
         raise InvalidSetup(

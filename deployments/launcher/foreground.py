@@ -1,6 +1,6 @@
-"""The launcher's child: a Ray cluster of its own, the config deployed on it, and messages about its state.
+"""The launcher's child: a Ray cluster of its own, and the config on it.
 
-Not for use by hand: `deployments.launcher` sets the environment that Ray and Serve read when they are imported.
+Not for use by hand: `deployments.launcher.supervisor` sets the environment that Ray and Serve read.
 """
 
 from __future__ import annotations
@@ -8,60 +8,38 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import re
 import signal
 import sys
-import time
-import urllib.error
-import urllib.request
+import threading
+from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
 
-import deployments.preload  # noqa: F401  # before Serve
-
-# isort: split
 import ray
-import yaml
-from ray import serve
-from ray.serve.schema import ApplicationStatus, ServeDeploySchema, ServeStatus
 
-from app.config import ApplicationConfig
 from app.errors import InvalidSetup
-from deployments.launcher.own_cluster import num_cpus_for, start_own_cluster
-from deployments.ray_internals import deploy
-from deployments.serve.settings import (
-    BATCHES_CPUS,
-    INGRESS_CPUS,
-    ServeFile,
-    asked_threads,
-    num_pool_engines,
-    read_serve_file,
-)
-from deployments.threads import excess
-
-STARTING_POLL_S = 0.2
-RUNNING_POLL_S = 5.0
-REMINDER_S = 15.0
+from deployments.launcher.own_cluster import start_own_cluster
 
 
 def main() -> int:
     """Start, deploy, report until a signal comes. Returns 1 when the application cannot start."""
     _end_with_the_launcher()
-    arguments = _arguments()
-    config = read_serve_file(arguments.config)
-    _say(f"Starting Ray and Serve for {arguments.config}; logs in {arguments.run_folder}/session_latest/logs")
-    too_many = excess([each for application in config.applications.values() for each in asked_threads(application)])
-    if too_many:
-        _say(f"Warning: {too_many}")
+    given = _arguments()
+    print(f"Starting Ray and Serve for {given.config}; logs in {given.run_folder}/session_latest/logs", flush=True)
+    # Serve is imported while Ray's processes start.
+    threading.Thread(target=import_module, args=("deployments.launcher.rollout",), daemon=True).start()
     try:
-        _start_ray(config, arguments.run_folder, dashboard=arguments.dashboard)
+        start_own_cluster(
+            reserved_cpus=given.reserved_cpus,
+            namespace="serve",
+            include_dashboard=given.dashboard,
+            _temp_dir=given.run_folder,
+        )
         _end_on_signals()
-        deploy(ServeDeploySchema.model_validate(yaml.safe_load(arguments.config.read_text(encoding="utf-8"))))
-        _wait_until_ready(config)
-        _say(_welcome(config))
-        _report_changes()
+        from deployments.launcher.rollout import roll_out
+
+        roll_out(given.config)
     except InvalidSetup as error:
-        _say(f"The service did not start.\n{error}")
+        print(f"The service did not start.\n{error}", flush=True)
         return 1
     finally:
         ray.shutdown()
@@ -70,7 +48,8 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m deployments.launcher.foreground")
     parser.add_argument("config", type=Path)
-    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("run_folder")
+    parser.add_argument("reserved_cpus", type=float)
     parser.add_argument("--dashboard", action="store_true")
     return parser.parse_args()
 
@@ -90,137 +69,6 @@ def _end_on_signals() -> None:
     """Set again once Ray has started: it installs a handler of its own, which prints a stack."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(0))
-
-
-def _start_ray(config: ServeFile, run_folder: Path, *, dashboard: bool) -> None:
-    """A cluster for this run alone, in a folder of its own."""
-    num_cpus = sum(_num_cpus(application) for application in config.applications.values())
-    num_gpus = sum(_num_gpus(application) for application in config.applications.values())
-    start_own_cluster(
-        num_cpus=num_cpus_for(num_cpus),
-        namespace="serve",
-        include_dashboard=dashboard,
-        _temp_dir=str(run_folder),
-    )
-    found = ray.cluster_resources().get("GPU", 0)
-    if found < num_gpus:
-        raise InvalidSetup(
-            f"the replicas, with batches.engines an engine more, need {num_gpus:g} GPUs and this machine has "
-            f"{found:g}; lower replicas.num_replicas (with autoscaling, its max_replicas) or replicas.tensor_parallel, "
-            f"or set replicas.num_gpus to 0 to serve on the CPU"
-        )
-
-
-def _wait_until_ready(config: ServeFile) -> None:
-    """Return when every application runs and answers /ready. Raises InvalidSetup, with the reason, when one failed."""
-    said, said_at, began = "", 0.0, time.monotonic()
-    while True:
-        status = serve.status()
-        failure = _failure(status)
-        if failure:
-            raise InvalidSetup(failure)
-        waiting_for = _waiting_for(config, status)
-        if not waiting_for:
-            return
-        now = time.monotonic()
-        if waiting_for != said or now > said_at + REMINDER_S:
-            _say(f"[{now - began:3.0f} s] waiting for {waiting_for}")
-            said, said_at = waiting_for, now
-        time.sleep(STARTING_POLL_S)
-
-
-def _waiting_for(config: ServeFile, status: ServeStatus) -> str:
-    parts = []
-    for application in config.applications:
-        overview = status.applications.get(application)
-        if overview is None or not overview.deployments:
-            parts.append(f"{application}: being built")
-            continue
-        for name, deployment in overview.deployments.items():
-            if deployment.status != "HEALTHY":
-                states = ", ".join(f"{count} {state.lower()}" for state, count in deployment.replica_states.items())
-                trouble = f": {reason(deployment.message)}" if deployment.message else ""
-                parts.append(f"{name} ({states or 'no replica yet'}){trouble}")
-    if not parts and not _answers_ready(config):
-        parts.append(f"an answer from {_address(config)}/ready")
-    return "; ".join(parts)
-
-
-def _answers_ready(config: ServeFile) -> bool:
-    try:
-        with urllib.request.urlopen(f"{_address(config)}/ready", timeout=5) as response:
-            return bool(response.status == 200)
-    except (OSError, urllib.error.URLError):
-        return False
-
-
-def _failure(status: ServeStatus) -> str:
-    """Why the applications that failed did; empty when none did."""
-    lines = []
-    for name, application in status.applications.items():
-        if application.status == ApplicationStatus.DEPLOY_FAILED:
-            causes = [
-                f"{deployment_name}: {reason(deployment.message)}"
-                for deployment_name, deployment in application.deployments.items()
-                if deployment.status == "DEPLOY_FAILED" and deployment.message
-            ]
-            lines.extend(causes or [f"{name}: {reason(application.message)}"])
-    return "\n".join(lines)
-
-
-def reason(message: str) -> str:
-    """What a person needs of Serve's message: our own error where there is one, else the end of the traceback."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", message).strip()
-    ours = plain.rpartition("\napp.errors.")[2] if "\napp.errors." in plain else ""
-    if ours:
-        return ours.partition(": ")[2]
-    return "\n".join(plain.splitlines()[-12:])
-
-
-def _report_changes() -> NoReturn:
-    """Quiet while all is well; a line when an application's state changes. Ends only by a signal."""
-    known = {name: application.status for name, application in serve.status().applications.items()}
-    while True:
-        time.sleep(RUNNING_POLL_S)
-        for name, application in serve.status().applications.items():
-            if known.get(name) != application.status:
-                _say(f"{name} is {application.status.value}{': ' * bool(application.message)}{application.message}")
-                known[name] = application.status
-
-
-def _welcome(config: ServeFile) -> str:
-    application = next(iter(config.applications.values()))
-    model, needs_key = application.models[0].name, application.api.keys or application.api.keys_file
-    key = " -H 'Authorization: Bearer <key>'" if needs_key else ""
-    return (
-        f"Ready at {_address(config)} - try:\n"
-        f"  curl {_address(config)}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
-        f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Count from 3 to 9."}}]}}\'\n'
-        f"Stop with Ctrl-C."
-    )
-
-
-def _address(config: ServeFile) -> str:
-    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
-    return f"http://{host}:{config.port}"
-
-
-def _num_cpus(config: ApplicationConfig) -> float:
-    replicas = sum(model.replicas.max_replicas * model.replicas.reserved_cpus for model in config.models)
-    batches = BATCHES_CPUS if config.batches else 0.0
-    jobs = num_pool_engines(config) * max(model.replicas.reserved_cpus for model in config.models)
-    ingresses = (config.ingress.num_replicas + 1) * INGRESS_CPUS  # the next comes before one goes
-    return replicas + ingresses + batches + jobs
-
-
-def _num_gpus(config: ApplicationConfig) -> float:
-    """One engine of a batch at least: without it batches would wait for ever, without more they take longer."""
-    replicas = sum(model.replicas.max_replicas * model.replicas.reserved_gpus for model in config.models)
-    return replicas + min(num_pool_engines(config), 1) * max(model.replicas.reserved_gpus for model in config.models)
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,48 @@
-"""A Ray cluster for one run alone, on this machine."""
+"""A Ray cluster for one run alone, on this machine. No Serve here: a cluster starts while that is imported."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import ray
+from ray._private import parameter
 
-from deployments.ray_internals import small_cluster
+_ANY_FREE_PORT = 0
 
 
-def start_own_cluster(*, num_cpus: int, **options: Any) -> None:
+def start_own_cluster(*, reserved_cpus: float, **options: Any) -> None:
     """`ray.init` for a new cluster, which disturbs no other cluster on this machine.
 
-    `options` are those of `ray.init`.
+    reserved_cpus: what has to find room. A reservation is a number, not a core: a machine with fewer cores does the
+        same, only slower.
+    options: those of `ray.init`.
     """
-    with small_cluster():
+    num_cpus = max(os.cpu_count() or 1, math.ceil(reserved_cpus))
+    with _small_cluster():
         ray.init(address="local", num_cpus=num_cpus, log_to_driver=False, logging_level="ERROR", **options)
 
 
-def num_cpus_for(reserved: float) -> int:
-    """The CPUs of a cluster that has to have room for so many.
+@contextmanager
+def _small_cluster() -> Iterator[None]:
+    """A `ray.init` in this block starts a cluster without what one machine does not need, its agent on a free port.
 
-    A reservation is a number, not a core: a machine with fewer cores does the same, only slower.
+    It has no monitor (Ray's autoscaler of machines) and no log monitor (which copies the logs of workers to the driver,
+    and is told not to): two processes less to start. `ray.init` has no options for them.
+
+    Every cluster's agent, through which jobs begin, listens on port 52365; where that is taken, the cluster runs
+    without one and no job ever begins. `ray start` has an option for the port, `ray.init` has none
+    (https://github.com/ray-project/ray/pull/34886 asked for one and was closed).
     """
-    return max(os.cpu_count() or 1, math.ceil(reserved))
+    of_all_clusters = parameter.RayParams
+    parameter.RayParams = partial(
+        of_all_clusters, dashboard_agent_listen_port=_ANY_FREE_PORT, no_monitor=True, include_log_monitor=False
+    )
+    try:
+        yield
+    finally:
+        parameter.RayParams = of_all_clusters

@@ -22,10 +22,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from app.config import ApplicationConfig
 from app.errors import InvalidSetup
 from app.model.location import resolve_model_path
 from deployments.launcher.trial import trial_config
-from deployments.serve.settings import LOOPBACK, ServeFile, read_serve_file
+from deployments.serve.settings import (
+    BATCHES_CPUS,
+    INGRESS_CPUS,
+    LOOPBACK,
+    ServeFile,
+    num_pool_engines,
+    read_serve_file,
+)
 
 PROJECT = Path(__file__).resolve().parents[2]
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -56,7 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     # In /tmp whatever TMPDIR says: Ray and HAProxy put sockets inside, and a socket's path may have 97 characters.
     run_folder = Path(tempfile.mkdtemp(prefix="carousel-", dir="/tmp"))
-    command = [sys.executable, "-m", "deployments.launcher.foreground", str(path), str(run_folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "deployments.launcher.foreground",
+        str(path),
+        str(run_folder),
+        str(reserved_cpus(config)),
+    ]
     command += ["--dashboard"] if given.dashboard else []
     child = subprocess.Popen(command, env=environment(config, run_folder, os.environ), start_new_session=True)
     status = supervise(child)
@@ -108,6 +123,8 @@ def environment(config: ServeFile, run_folder: Path, inherited: Mapping[str, str
         "RAY_USAGE_STATS_ENABLED": "0",
         # What each worker imports while it waits for work.
         "RAY_preload_python_modules": "deployments.preload",
+        # HAProxy's log of requests, to no reader: the ingress logs what matters. By default it opens a UDP port for it.
+        "RAY_SERVE_HAPROXY_LOG_TARGET": f"{run_folder}/log.sock",
         "RAY_SERVE_HAPROXY_NBTHREAD": str(num_proxy_threads(os.cpu_count() or 1)),
         # Most of what an idle service computes is its controller looking for changes, by default ten times a second.
         # Streams do not wait for it when a replica dies: the ingress sees that its line broke.
@@ -124,6 +141,19 @@ def environment(config: ServeFile, run_folder: Path, inherited: Mapping[str, str
         defaults["HF_HUB_OFFLINE"] = "1"
     kept = {name: value for name, value in inherited.items() if name != "RAY_ADDRESS"}
     return defaults | kept | ours
+
+
+def reserved_cpus(file: ServeFile) -> float:
+    """What replicas, ingresses and batches reserve together, autoscaled to the most."""
+
+    def of(config: ApplicationConfig) -> float:
+        replicas = sum(model.replicas.max_replicas * model.replicas.reserved_cpus for model in config.models)
+        batches = BATCHES_CPUS if config.batches else 0.0
+        jobs = num_pool_engines(config) * max(model.replicas.reserved_cpus for model in config.models)
+        ingresses = (config.ingress.num_replicas + 1) * INGRESS_CPUS  # the next comes before one goes
+        return replicas + ingresses + batches + jobs
+
+    return sum(map(of, file.applications.values()))
 
 
 def num_proxy_threads(num_cores: int) -> int:

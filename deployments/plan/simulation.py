@@ -310,6 +310,7 @@ class FleetSimulation:
         ]  # fmt: skip
         self._rng = random.Random(seed or 0)
         self._registry_of: list[ReplicaRegistry] = []  # by the number of the request
+        self._max_tokens: list[int] = []  # likewise
         self._replicas = {
             f"replica-{number:04d}": _Replica(
                 f"replica-{number:04d}", scheduler, cache, measured,
@@ -368,10 +369,11 @@ class FleetSimulation:
         self._run.arrive(at_s)
         registry = self._rng.choice(self._registries) if len(self._registries) > 1 else self._registries[0]
         self._registry_of.append(registry)
+        self._max_tokens.append(request.sampling.max_tokens)
         if traced.next_turn is not None:
             self._following[number] = traced.next_turn
         try:
-            replica = self._replicas[registry.place(request, registry.replica_ids)]
+            replica = self._replicas[registry.place(request, registry.replica_ids).replica_id]
         except Overloaded:
             self._run.num_refused += 1
             return
@@ -430,7 +432,11 @@ class FleetSimulation:
             self._run.num_failed += delta.error is not None
             replica.runner.end_positions.pop(delta.request_id, None)
             registry = self._registry_of[number]
-            registry.end(delta.request_id, num_generated=num_generated if delta.error is None else None)
+            registry.end(
+                delta.request_id,
+                max_tokens=self._max_tokens[number],
+                num_generated=num_generated if delta.error is None else None,
+            )
             if (following := self._following.pop(number, None)) is not None:
                 self._expect(following, is_first=False, after_s=self._now)
 

@@ -19,7 +19,6 @@ from deployments.serve.settings import (
     INGRESS_CPUS,
     asked_threads,
     check,
-    deployment_name,
     max_ingress_requests,
     max_replica_requests,
 )
@@ -81,7 +80,7 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
     replicas = model.replicas
     max_requests = max_replica_requests(model)
     return serve.deployment(Replica).options(
-        name=deployment_name(model),
+        name=model.deployment_name,
         **number_of_replicas(model),
         ray_actor_options={"num_cpus": replicas.reserved_cpus, "num_gpus": replicas.reserved_gpus},
         # Requests come over sockets, and the engine refuses what is beyond its limits. Serve counts calls for control,

@@ -16,7 +16,7 @@ from app.api import RequestHandler, ServedModel, fill_indexes, pipelines_of
 from app.api.endpoints.admin import ProcessReport
 from app.config import ApplicationConfig, ServedModelConfig
 from app.errors import CarouselError, Failure, Unavailable, traceback_of
-from app.fleet import AdapterTable
+from app.fleet import Table
 from app.jobs.batch_runner import Execution, FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.jobs.preparation import PreparedItem
@@ -24,13 +24,12 @@ from app.jobs.results import ResultStore
 from app.jobs.runner import Executor, JobRun
 from app.metrics import BatchCounts
 from deployments.ray_internals import keep_calls_on_loopback
-from deployments.serve.adapters import FleetAdapters
 from deployments.serve.admin import AdminCollector
+from deployments.serve.gossip import ModelGossip
 from deployments.serve.keys_file import Keys
-from deployments.serve.logs import log_where_serve_does
-from deployments.serve.memory import return_freed_memory
 from deployments.serve.metrics import IngressReport, MetricsCollector
 from deployments.serve.model_client import ModelClient, served_model
+from deployments.serve.process import log_where_serve_does, return_freed_memory
 from deployments.serve.settings import asked_threads
 from deployments.serve.tracing import tracer_of_environment
 
@@ -53,7 +52,7 @@ class Batches:
         self._paths = paths
         self._handles = handles
         self._metrics = MetricsCollector(handles)
-        self._adapters: dict[str, FleetAdapters] = {}  # by the model's name, once it is open
+        self._gossip: dict[str, ModelGossip] = {}  # by the model's name, once it is open
         self._keys = Keys(config.api)
         assert config.batches is not None, "deployed only with batches"
         # Serve calls this on the loop that everything here runs on.
@@ -82,10 +81,10 @@ class Batches:
         """What this process knows of keys and replicas, for the ingress that an admin has asked."""
         return AdminCollector(self._config.models, self._keys.authenticator).report()
 
-    def note_adapters(self, model: str, table: AdapterTable) -> None:
-        """An ingress has loaded or unloaded adapters."""
-        if model in self._adapters:
-            self._adapters[model].note(table)
+    def note_gossip(self, model: str, table: Table) -> None:
+        """An ingress has loaded or unloaded adapters, or has switched a model's replicas."""
+        if model in self._gossip:
+            self._gossip[model].note(table)
 
     def check_health(self) -> None:
         """Called by Serve; raises when the batches could not be opened or the keys' file is not followed.
@@ -106,15 +105,15 @@ class Batches:
             metrics = self._metrics.requests.model(model.name)
             client = ModelClient(model, self._handles[model.name], metrics)
             models.append(await served_model(model, self._paths[model.name], client))
-            self._adapters[model.name] = FleetAdapters(model.name, self._handles[model.name], client.transport)
+            self._gossip[model.name] = ModelGossip(model.name, self._handles[model.name], client.transport)
         pipelines = pipelines_of(config, models)
         handler = RequestHandler(
             models, config.api, self._metrics.requests, self._keys.authenticator, pipelines=pipelines,
             tracer=tracer_of_environment(),
         )  # fmt: skip
-        for name, adapters in self._adapters.items():
-            adapters.on_change = partial(handler.names.serve_adapters, name)
-            await adapters.found()
+        for name, gossip in self._gossip.items():
+            gossip.on_change = partial(handler.names.serve_adapters, name)
+            await gossip.found()
         self._filling = asyncio.create_task(fill_indexes(pipelines))
         self._metrics.loop.start()
         self._metrics.loop.add_queue("bodies", lambda: handler.threads.num_waiting)

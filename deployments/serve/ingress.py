@@ -19,21 +19,19 @@ from app.api.endpoints.admin import ProcessReport
 from app.api.endpoints.cancellation import RunningCalls
 from app.api.http.guard import owner_of
 from app.config import ApplicationConfig
-from app.fleet import AdapterTable
+from app.fleet import Table
 from app.jobs import BatchService
 from deployments.ray_internals import accept_odd_headers, http_host, keep_calls_on_loopback, leave_request_ids_alone
-from deployments.serve.adapters import FleetAdapters
-from deployments.serve.admin import AdminCollector, FleetSwitch
-from deployments.serve.errors import to_carousel_error
+from deployments.serve.admin import AdminCollector
+from deployments.serve.gossip import ModelGossip
 from deployments.serve.keys_file import Keys
-from deployments.serve.logs import log_where_serve_does
-from deployments.serve.memory import freeze_loaded, return_freed_memory
 from deployments.serve.metrics import IngressReport, MetricsCollector, answers_of
 from deployments.serve.model_client import ModelClient, served_model
+from deployments.serve.process import freeze_loaded, log_where_serve_does, return_freed_memory
 from deployments.serve.ray_metrics import RayMetrics, families_of_requests
 from deployments.serve.settings import check_exposure, max_ingress_requests
 from deployments.serve.tracing import tracer_of_environment
-from deployments.serve.transport import Switch
+from deployments.serve.transport import to_carousel_error
 
 READY_CACHE_S = 1.0
 
@@ -69,13 +67,9 @@ class Ingress:
         check_exposure(http_host(), config.api)
         self._keys = Keys(config.api, SharedPools(max_ingress_requests(config)))
         self._admin = AdminCollector(config.models, self._keys.authenticator, batches)
-        self._switches = {
-            name: FleetSwitch(name, handles[name], client.transport) for name, client in self._clients.items()
-        }
         senders = [] if batches is None else [batches]
-        self._adapters = {
-            name: FleetAdapters(name, handles[name], client.transport, senders)
-            for name, client in self._clients.items()
+        self._gossip = {
+            name: ModelGossip(name, handles[name], client.transport, senders) for name, client in self._clients.items()
         }
         self._running = RunningCalls({name: client.fleet for name, client in self._clients.items()})
         self._ready_until = 0.0
@@ -87,7 +81,6 @@ class Ingress:
             await served_model(model, self._paths[model.name], self._clients[model.name])
             for model in self._config.models
         ]
-        await asyncio.gather(*(switch.in_force() for switch in self._switches.values()))
         freeze_loaded()
         self._following = asyncio.create_task(self._keys.follow())
         to_ray = RayMetrics(lambda: families_of_requests(self._metrics.requests.snapshot()))
@@ -101,9 +94,9 @@ class Ingress:
             pipelines=pipelines,
             tracer=tracer_of_environment(),
         )
-        for name, adapters in self._adapters.items():
-            adapters.on_change = partial(handler.names.serve_adapters, name)
-        await asyncio.gather(*(adapters.found() for adapters in self._adapters.values()))
+        for name, gossip in self._gossip.items():
+            gossip.on_change = partial(handler.names.serve_adapters, name)
+        await asyncio.gather(*(gossip.found() for gossip in self._gossip.values()))
         self._filling = asyncio.create_task(fill_indexes(pipelines))
         self._metrics.loop.start()
         self._metrics.loop.add_queue("bodies", lambda: handler.threads.num_waiting)
@@ -114,8 +107,8 @@ class Ingress:
             batch_routes=self._batch_routes(handler),
             collect=self._admin.collect,
             fleets={name: client.fleet for name, client in self._clients.items()},
-            switches=self._switches,
-            adapters=self._adapters,
+            switches=self._gossip,
+            adapters=self._gossip,
             running=self._running,
             cancel=self._cancel,
         )
@@ -132,13 +125,9 @@ class Ingress:
         """What this process knows, for the ingress that answers the admin."""
         return self._admin.report()
 
-    def note_switch(self, model: str, switch: Switch | None) -> None:
-        """Another ingress has switched a model's replicas; those that start later get it from all ingresses."""
-        self._clients[model].transport.switch = switch
-
-    def note_adapters(self, model: str, table: AdapterTable) -> None:
-        """Another ingress has loaded or unloaded adapters."""
-        self._adapters[model].note(table)
+    def note_gossip(self, model: str, table: Table) -> None:
+        """Another ingress has loaded or unloaded adapters, or has switched a model's replicas."""
+        self._gossip[model].note(table)
 
     async def cancel_request(self, request_id: str, account: str | None) -> bool:
         """Whether this process had the request, which it has cancelled; for the ingress that was asked."""

@@ -1,4 +1,4 @@
-"""The API keys of an ingress: those of its settings and those of a file, which may change while it runs."""
+"""The API keys of an ingress: those of a file, which may change while it runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from app.api.auth.keys import Authenticator, KeyRing, authenticator_of
+from app.api.auth.keys import Authenticator, KeyRing, without_keys
 from app.api.auth.limits import SharedPools
 from app.config import ApiConfig
 from app.errors import Failure, InvalidSetup, described
-from deployments.serve.settings import all_keys
+from deployments.serve.settings import read_keys
 
 logger = logging.getLogger(__name__)
 
@@ -25,15 +25,13 @@ class Keys:
 
     def __init__(self, config: ApiConfig, pools: SharedPools | None = None) -> None:
         """`pools` are shared by the accounts of all keys. Raises InvalidSetup when the file has mistakes."""
-        self._config = config
         self._path = Path(config.keys_file).expanduser() if config.keys_file else None
         self._looked_at: float | None = None
         self._reported = ""
         self._state = self._look()
-        keys = all_keys(config)
-        self._ring = KeyRing(keys, pools=pools)
         # A file without keys is a mistake, so that no mistake can end authentication.
-        self.authenticator: Authenticator = self._ring if keys else authenticator_of(config, pools)
+        self._ring = None if self._path is None else KeyRing(read_keys(self._path), pools=pools)
+        self.authenticator: Authenticator = self._ring or without_keys(config, pools)
 
     async def follow(self) -> NoReturn:
         """Look again and again, whatever is wrong with the file."""
@@ -58,10 +56,10 @@ class Keys:
     def refresh(self) -> None:
         """Take the keys of the file if it has changed since the last look."""
         state = self._look()
-        if state == self._state:
+        if self._path is None or self._ring is None or state == self._state:
             return
         try:
-            keys = all_keys(self._config)
+            keys = read_keys(self._path)
         except InvalidSetup as error:
             self._report(str(error))
             return

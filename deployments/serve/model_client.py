@@ -14,19 +14,25 @@ from app.api import ServedModel
 from app.config import ServedModelConfig
 from app.engine.request import Generate, ModelFacts, Pooling
 from app.errors import InvalidSetup, Overloaded
-from app.fleet import FailoverLimits, Fleet, FleetMetrics, LivenessTimeouts, ReplicaRegistry
+from app.fleet import FailoverLimits, Fleet, FleetMetrics, ReplicaRegistry
 from app.fleet.dispatch import GroupChooser, make_policy
 from app.text import Tokenizer, marks_of
 from app.text.tool_calls import FORMATS, ToolFormat, format_of
 from deployments.ray_internals import route_in_this_loop
-from deployments.serve.errors import to_carousel_error
-from deployments.serve.registries import register
-from deployments.serve.settings import deployment_name, groups_of
-from deployments.serve.transport import ServeTransport
+from deployments.serve.settings import groups_of
+from deployments.serve.transport import ServeTransport, to_carousel_error
 
 logger = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 3.0
+
+# By the name of the replica deployment. Routers find them here by import: Serve makes them and gives them nothing else.
+_registries: dict[str, ReplicaRegistry] = {}
+
+
+def registry_of(deployment: str) -> ReplicaRegistry | None:
+    """The registry of a deployment; None when this process sends no requests to it."""
+    return _registries.get(deployment)
 
 
 class ModelClient:
@@ -41,13 +47,14 @@ class ModelClient:
             block_size=model.engine.cache.block_size,
             clock=time.monotonic,
         )
-        register(deployment_name(model), registry)
+        _registries[model.deployment_name] = registry
         # The router and the registry share this loop: neither has locks.
         route_in_this_loop(handle)
         self._handle = handle
         limits = FailoverLimits(
             place_timeout_s=replicas.place_timeout_s,
-            liveness=LivenessTimeouts(silence_s=replicas.silence_timeout_s, step_s=replicas.step_timeout_s),
+            silence_s=replicas.silence_timeout_s,
+            step_s=replicas.step_timeout_s,
         )
         self.transport = ServeTransport(handle, uuid.uuid4().hex)
         self.fleet = Fleet(self.transport, registry, limits, metrics)

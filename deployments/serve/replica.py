@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -20,20 +21,19 @@ from app.engine.engine import NO_ADAPTERS
 from app.engine.request import Adapter, ModelFacts
 from app.engine.stats import EngineStats
 from app.errors import InvalidSetup, UnsupportedAdapter
-from app.fleet import AdapterEntry, AdapterTable, Address, FrameServer, adapters_in, merged, report_of
+from app.fleet import Address, Entry, FrameServer, Table, adapters_in, merged, report_of
 from app.fleet.dispatch import ReplicaReport, group_of_rank
 from app.metrics import EngineReport, LoopMonitor
-from deployments.ray_internals import keep_calls_on_loopback
+from deployments.ray_internals import StopsWithServe, keep_calls_on_loopback
 from deployments.serve.autoscaling import use_of
-from deployments.serve.logs import log_where_serve_does
-from deployments.serve.memory import freeze_loaded
+from deployments.serve.process import freeze_loaded, log_where_serve_does
 from deployments.serve.ray_metrics import RayMetrics, families_of_engine
-from deployments.serve.settings import groups_of, retuned
-from deployments.serve.transport import FramesFrom, ReplicaAdapters, Scheduling, Switch
+from deployments.serve.settings import apply_override, groups_of
+from deployments.serve.transport import OVERRIDE, FramesFrom, ReplicaState
 from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads
 
 
-class Replica:
+class Replica(StopsWithServe):
     """One Serve actor with one device and one engine."""
 
     def __init__(self, model: ServedModelConfig, threads: AskedThreads) -> None:
@@ -47,12 +47,11 @@ class Replica:
         self._group = group_of_rank(serve.get_replica_context().rank.rank, groups_of(model))
         self._deployed = self._tuned = model.scheduler_of(self._group)
         self._user_config: object = {}
-        self._switch: Switch | None = None
         devices = Devices.of(model.replicas)
         config = with_threads(model.engine_with_adapters, threads, num_ranks=devices.tensor_parallel)
         self._engine = build_engine(config.model_copy(update={"scheduler": self._deployed}), devices)
         self._weights = digest_of_weights(model.engine)
-        self._adapters = self._configured_adapters(model.adapters)
+        self._table = self._configured_adapters(model.adapters)
         self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._engine, self._report)
         freeze_loaded()
         if model.replicas.num_gpus > 0:  # on two cores of a CPU it costs a tenth of the tokens
@@ -64,33 +63,50 @@ class Replica:
         self._handing_over = asyncio.create_task(to_ray.hand_over_for_ever())
 
     async def reconfigure(self, user_config: object) -> None:
-        """Called by Serve with the deployment's `user_config`: `{"scheduler": {...}}`, see `settings.retuned`.
+        """Called by Serve with the deployment's `user_config`: `{"scheduler": {...}}`, see `settings.apply_override`.
 
         Returns once the settings hold, so that Serve calls the deployment healthy when every replica has them. No
         request is lost. Raises InvalidSetup when they cannot; Serve's status then has the reason.
         """
-        self._tuned = retuned(self._deployed, user_config)
-        self._user_config, self._switch = user_config or {}, None
+        self._tuned = apply_override(self._deployed, user_config)
+        self._user_config = user_config or {}
+        self._table = {name: entry for name, entry in self._table.items() if name != OVERRIDE}
         await self._engine.reconfigure(self._tuned)
 
-    async def scheduling(self, switch: Switch | None = None) -> Scheduling:
-        """What is in force, after a switch if one is given. A switch from before another `user_config` is none."""
-        is_of_now = switch is not None and switch.user_config in (None, self._user_config)
-        if switch is not None and is_of_now and switch.is_after(self._switch):
-            self._switch = replace(switch, user_config=self._user_config)
+    async def gossip(self, table: Table = MappingProxyType({})) -> ReplicaState:
+        """What this replica knows and does, after it has learnt what another process knows.
+
+        An override from before another `user_config` is none.
+        """
+        before, override = self._table, table.get(OVERRIDE)
+        if override is not None and override.value.user_config not in (None, self._user_config):
+            table = {name: entry for name, entry in table.items() if name != OVERRIDE}
+        elif override is not None:
+            table = {**table, OVERRIDE: Entry(override.at, replace(override.value, user_config=self._user_config))}
+        self._table = after = merged([before, table])
+        if after.get(OVERRIDE) != before.get(OVERRIDE):
             await self._engine.reconfigure(self._scheduler)
-        return Scheduling(
+        store = self._engine.adapters
+        if store is not None:
+            served = {each.digest for each in adapters_in(after)}
+            for digest in {each.digest for each in adapters_in(before)} - served:
+                store.unload(digest)
+        stats = AdapterStats() if store is None else store.stats()
+        return ReplicaState(
             replica_id=serve.get_replica_context().replica_id.unique_id,
+            table=after,
             group=self._group,
             scheduler=self._scheduler,
-            switch=self._switch,
+            loaded=stats.loaded,
+            max_loaded=stats.max_loaded,
         )
 
     @property
     def _scheduler(self) -> SchedulerConfig:
-        return self._tuned if self._switch is None else self._switch.applied_to(self._tuned)
+        override = self._table.get(OVERRIDE)
+        return self._tuned if override is None else override.value.applied_to(self._tuned)
 
-    def _configured_adapters(self, paths: Mapping[str, str]) -> AdapterTable:
+    def _configured_adapters(self, paths: Mapping[str, str]) -> Table:
         """Each is loaded once, so that a replica does not start with one that cannot be used."""
         if paths and self._engine.adapters is None:
             raise InvalidSetup(f"models[].adapters: got {', '.join(paths)}; {NO_ADAPTERS}")
@@ -98,23 +114,7 @@ class Replica:
         for adapter in found.values():
             assert self._engine.adapters is not None, "checked above"
             self._engine.adapters.hold(adapter).release()
-        return {name: AdapterEntry(0.0, adapter) for name, adapter in found.items()}
-
-    async def adapters(self, table: AdapterTable) -> ReplicaAdapters:
-        """What this replica knows of adapters and has loaded, after it has learnt what another process knows."""
-        before = {each.digest for each in adapters_in(self._adapters)}
-        self._adapters = merged([self._adapters, table])
-        store = self._engine.adapters
-        if store is not None:
-            for digest in before - {each.digest for each in adapters_in(self._adapters)}:
-                store.unload(digest)
-        stats = AdapterStats() if store is None else store.stats()
-        return ReplicaAdapters(
-            replica_id=serve.get_replica_context().replica_id.unique_id,
-            table=self._adapters,
-            loaded=stats.loaded,
-            max_loaded=stats.max_loaded,
-        )
+        return {name: Entry(0.0, adapter) for name, adapter in found.items()}
 
     async def load_adapter(self, name: str, path: str) -> Adapter:
         """Load an adapter that is not served yet. Raises UnsupportedAdapter, and Overloaded when there is no room."""
@@ -126,8 +126,7 @@ class Replica:
 
     async def frame_address(self, caller: FramesFrom) -> Address:
         """Where ingresses connect to this replica, for requests and frames."""
-        await self.scheduling(caller.switch)
-        await self.adapters(caller.adapters)
+        await self.gossip(caller.table)
         return await self._frame_server.open()
 
     def facts(self) -> ModelFacts:
@@ -169,16 +168,15 @@ class Replica:
             sleep=engine.sleep,
         )
 
-    async def _drain(self) -> None:
-        await self._frame_server.drain()
-        self._engine.shutdown()
-
-    def __del__(self) -> Coroutine[Any, Any, None] | None:
-        # Serve calls this when this replica stops, and awaits the result for at most `drain_timeout_s`: it knows no
-        # requests that came over sockets. Python calls it, too, also when the constructor has failed.
-        if not hasattr(self, "_frame_server"):
+    def stop(self) -> Coroutine[Any, Any, None] | None:
+        """See `StopsWithServe`: Serve knows no requests that came over sockets."""
+        if not hasattr(self, "_frame_server"):  # the constructor has failed
             return None
         if not self._frame_server.is_idle:
             return self._drain()
         self._engine.shutdown()
         return None
+
+    async def _drain(self) -> None:
+        await self._frame_server.drain()
+        self._engine.shutdown()

@@ -2,7 +2,8 @@
 
 Requests have sockets of their own; only calls for control are routed here.
 
-Serve pickles this module by value into that process; `deployments.serve.registries` is imported there, so it is shared.
+Serve pickles this module by value into that process, so nothing here is shared; `deployments.serve.model_client`, which
+is imported there, is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class RegistryRouter(RefusingRouter):
 
     def initialize_state(self) -> None:
         """Called by Serve once, before any call."""
-        from deployments.serve.registries import registry_of
+        from deployments.serve.model_client import registry_of
 
         self._registry = registry_of(self.deployment)
 

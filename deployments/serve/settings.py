@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
 from app.config import (
     ApiConfig,
     ApplicationConfig,
     KeyConfig,
+    KeysConfig,
     SchedulerConfig,
     ServedModelConfig,
-    branches_of,
-    branches_within,
-    choice_of,
-    leaves,
-    names_of,
+    mistakes_of,
+    shown,
 )
 from app.errors import InvalidSetup
 from app.fleet.dispatch import Group
@@ -68,7 +62,8 @@ def read_serve_file(path: Path) -> ServeFile:
     )
     for config in applications.values():
         check_exposure(file.host, config.api)
-        _check_models_of_keys(all_keys(config.api), config)
+        if config.api.keys_file is not None:
+            _check_models_of_keys(read_keys(Path(config.api.keys_file)), config)
     return file
 
 
@@ -77,18 +72,9 @@ def parse(args: object) -> ApplicationConfig:
     try:
         config = ApplicationConfig.model_validate(args if args is not None else {})
     except ValidationError as error:
-        raise InvalidSetup("\n".join(map(_mistake, _causes(error)))) from error
+        raise InvalidSetup("\n".join(mistakes_of(error, ApplicationConfig))) from error
     check(config)
     return config
-
-
-def all_keys(config: ApiConfig) -> tuple[KeyConfig, ...]:
-    """The keys of the settings and those of the file that they name. Raises InvalidSetup."""
-    keys = config.keys + (read_keys(Path(config.keys_file)) if config.keys_file else ())
-    try:
-        return ApiConfig(keys=keys).keys
-    except ValidationError as error:
-        raise InvalidSetup(f"{config.keys_file}: {_mistake(_causes(error)[0])}") from error
 
 
 def check_exposure(host: str, config: ApiConfig) -> None:
@@ -96,7 +82,9 @@ def check_exposure(host: str, config: ApiConfig) -> None:
 
     `host` is where Serve listens. Reads the file of keys too, and raises for its mistakes.
     """
-    if not all_keys(config) and host not in LOOPBACK and not config.allow_unauthenticated:
+    if config.keys_file is not None:
+        read_keys(Path(config.keys_file))
+    elif host not in LOOPBACK and not config.allow_unauthenticated:
         raise InvalidSetup(
             f"http_options.host: got {host!r} without API keys: every machine that reaches this one could use it; "
             f"give the application `api.keys_file` (`carousel key NAME` prints an entry), listen on "
@@ -110,10 +98,10 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
     if not isinstance(entries, list) or not entries:
         raise InvalidSetup(f"{path}: should be a list of keys; `carousel key NAME` prints an entry")
     try:
-        return ApplicationConfig.model_validate({"api": {"keys": entries}}).api.keys
+        return KeysConfig.model_validate({"keys": entries}).keys
     except ValidationError as error:
-        mistakes = "\n".join(map(_mistake, _causes(error)))
-        raise InvalidSetup(mistakes.replace("api.keys", str(path))) from None  # it would show what is in the file
+        mistakes = [str(path) + line.removeprefix("keys") for line in mistakes_of(error, KeysConfig)]
+        raise InvalidSetup("\n".join(mistakes)) from None  # it would show what is in the file
 
 
 def num_pool_engines(config: ApplicationConfig) -> int:
@@ -166,25 +154,16 @@ def _read_yaml(path: Path) -> Any:
 
 
 def check(config: ApplicationConfig) -> None:
-    """Raise InvalidSetup, with the field, for what no single field's check can see."""
-    by_deployment: dict[str, str] = {}
+    """Raise InvalidSetup, with the field, for what only the part that uses it can judge. The rest is in app.config."""
     for index, model in enumerate(config.models):
-        where = f"models[{index}]"
-        _check_device(where, model)
-        _check_simulated(where, model)
-        twin = by_deployment.setdefault(deployment_name(model), model.name)
-        if twin != model.name:
-            raise InvalidSetup(
-                f"{where}.name: got {model.name!r}, too like {twin!r}: both would be the Serve deployment "
-                f"{deployment_name(model)!r}; change more than punctuation"
-            )
+        _check_simulated(f"models[{index}].engine.model.simulated", model)
     if config.batches is not None:
         check_default(config.batches.webhooks)
         if config.batches.files is not None:
             filesystem_at(config.batches.files)
 
 
-def retuned(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:
+def apply_override(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:
     """The scheduler's settings under a `user_config`: what it names, and for the rest what was deployed.
 
     So the same `user_config` always means the same, whatever was set before.
@@ -199,16 +178,14 @@ def retuned(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:
                 f"user_config.{name}: cannot change while a replica runs, its memory was sized when it started; "
                 f"change it in the application's args, which restarts the replicas"
             )
-        raise InvalidSetup(f"user_config: must be {{'scheduler': {{...}}}}; got {_shown(user_config)}")
+        raise InvalidSetup(f"user_config: must be {{'scheduler': {{...}}}}; got {shown(user_config)}")
     changes = given.get("scheduler") or {}
     if not isinstance(changes, dict):
-        raise InvalidSetup(f"user_config.scheduler: got {_shown(changes)}; must be settings by name")
+        raise InvalidSetup(f"user_config.scheduler: got {shown(changes)}; must be settings by name")
     try:
         config = deployed.changed(changes)
     except ValidationError as error:
-        place = ("models", 0, "engine", "scheduler")
-        mistakes = [_mistake({**detail, "loc": (*place, *detail["loc"])}) for detail in _causes(error)]
-        raise InvalidSetup("\n".join(mistakes).replace(_path(place), "user_config.scheduler")) from error
+        raise InvalidSetup("\n".join(mistakes_of(error, SchedulerConfig, at="user_config.scheduler"))) from error
     if config.max_requests > deployed.max_requests:
         raise InvalidSetup(
             f"user_config.scheduler: max_running + max_waiting is {config.max_requests:,}; the replicas were deployed "
@@ -222,11 +199,6 @@ def groups_of(model: ServedModelConfig) -> list[Group]:
     return [Group(group.name, group.share, model.scheduler_of(group.name).preset) for group in model.replicas.groups]
 
 
-def deployment_name(model: ServedModelConfig) -> str:
-    """The Serve deployment of a model; Serve forbids some of what model names may have."""
-    return "replica-" + re.sub(r"[^A-Za-z0-9_.-]", "-", model.name)
-
-
 def _check_models_of_keys(keys: Iterable[KeyConfig], config: ApplicationConfig) -> None:
     names = [model.name for model in config.models]
     for key in keys:
@@ -237,116 +209,21 @@ def _check_models_of_keys(keys: Iterable[KeyConfig], config: ApplicationConfig) 
 
 def _check_user_configs(config: ApplicationConfig, deployments: Iterable[dict[str, Any]]) -> None:
     """The settings for `reconfigure`, checked before they reach the replicas."""
-    models = {deployment_name(model): model for model in config.models}
+    models = {model.deployment_name: model for model in config.models}
     for deployment in deployments:
         model = models.get(str(deployment.get("name")))
         if model is not None and deployment.get("user_config") is not None:
-            retuned(model.engine.scheduler, deployment["user_config"])
-
-
-def _check_device(where: str, model: ServedModelConfig) -> None:
-    device, num_gpus = model.engine.model.device, model.replicas.num_gpus
-    if device == "cuda" and num_gpus == 0:
-        raise InvalidSetup(
-            f"{where}.replicas.num_gpus: got 0 with engine.model.device 'cuda'; a replica sees only the GPUs "
-            f"reserved for it: set num_gpus to 1, or device to 'cpu'"
-        )
-    if device == "cpu" and num_gpus > 0:
-        raise InvalidSetup(
-            f"{where}.replicas.num_gpus: got {num_gpus:g} with engine.model.device 'cpu'; set num_gpus to 0, "
-            f"or device to 'auto'"
-        )
-    if num_gpus > 1:
-        raise InvalidSetup(
-            f"{where}.replicas.num_gpus: got {num_gpus:g}; it is at most 1. For {num_gpus:g} GPUs to each replica set "
-            f"num_gpus to 1 and replicas.tensor_parallel to {num_gpus:g}"
-        )
-    _check_ranks(where, model)
-
-
-def _check_ranks(where: str, model: ServedModelConfig) -> None:
-    size, num_gpus = model.replicas.tensor_parallel, model.replicas.num_gpus
-    if size == 1:
-        return
-    if 0 < num_gpus < 1:
-        raise InvalidSetup(
-            f"{where}.replicas.num_gpus: got {num_gpus:g} with tensor_parallel {size}; each of these needs a GPU of "
-            f"its own: set num_gpus to 1"
-        )
-    if model.engine.model.simulated is not None:
-        raise InvalidSetup(
-            f"{where}.replicas.tensor_parallel: got {size} with a simulated model, which computes nothing; set it to 1"
-        )
+            apply_override(model.engine.scheduler, deployment["user_config"])
 
 
 def _check_simulated(where: str, model: ServedModelConfig) -> None:
     try:
         SimulatedCosts.model_validate(model.engine.model.simulated or {})
     except ValidationError as error:
-        path = f"{where}.engine.model.simulated"
-        mistakes = [f"{path}.{_mistake(detail, SimulatedCosts)}" for detail in _causes(error)]
-        raise InvalidSetup("\n".join(mistakes)) from error
+        raise InvalidSetup("\n".join(mistakes_of(error, SimulatedCosts, at=where))) from error
 
 
 def _port(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
         raise InvalidSetup(f"http_options.port: got {value!r}; must be a number from 1 to 65535")
     return value
-
-
-def _causes(error: ValidationError) -> list[ErrorDetails]:
-    """The mistakes without their echoes: pydantic also calls a list too short when its only entry has a mistake."""
-    details = error.errors(include_url=False)
-    parents = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
-    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in parents]
-
-
-def _mistake(detail: ErrorDetails, root: type[BaseModel] = ApplicationConfig) -> str:
-    """One line: `models[0].engine.scheduler.max_running: got 0; must be greater than or equal to 1`."""
-    where = _path(_without_kinds(detail["loc"]))
-    if detail["type"] == "extra_forbidden":
-        return f"{where}: no such setting{_suggestion(detail['loc'], root)}"
-    if detail["type"] == "value_error":  # a check of ours: its message has the values and the fix
-        text = detail["msg"].removeprefix("Value error, ")
-        return f"{where}: {text}" if where else text
-    text = detail["msg"].replace("Input should be", "must be").replace("Input should", "must")
-    return f"{where or 'args'}: got {_shown(detail['input'])}; {text[:1].lower()}{text[1:]}"
-
-
-def _path(location: Iterable[int | str]) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
-
-
-def _without_kinds(location: Iterable[int | str]) -> list[int | str]:
-    """Behind a choice by name, pydantic adds the name to the path of its parameters; a config file does not."""
-    known, kept = dict(leaves(ApplicationConfig)), list[int | str]()
-    for part in location:
-        choice = known.get(re.sub(r"\[\d+\]", "[]", _path(kept)))
-        if choice is None or part not in names_of(choice):
-            kept.append(part)
-    return kept
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _suggestion(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
-    branch: Any = root
-    for part in location[:-1]:
-        if isinstance(part, int):
-            branch = get_args(branch)[0]
-        elif isinstance(branch, type) and issubclass(branch, BaseModel):
-            branch = _annotation(branch.model_fields[part])
-        else:  # one of several kinds, by its name
-            branch = next(kind for kind in branches_within(branch) if choice_of(kind) == part)
-    assert issubclass(branch, BaseModel), "only a branch of settings can have an extra field"
-    close = difflib.get_close_matches(str(location[-1]), branch.model_fields, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(branch.model_fields)}"
-
-
-def _annotation(field: FieldInfo) -> Any:
-    """What a setting holds; the branch itself where it may be left out."""
-    inner = branches_of(field)
-    return inner[0] if field.default is None and inner else field.annotation

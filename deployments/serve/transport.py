@@ -9,25 +9,30 @@ from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc  # type: ignore[import-untyped]
+from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
+from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from app.config import PolicyConfig, SchedulerConfig, StrategyConfig
-from app.fleet import AdapterTable, Address, FrameReader, connect
-from deployments.serve.errors import to_carousel_error
+from app.errors import CarouselError, Failure, Overloaded, Unavailable
+from app.fleet import Address, FrameReader, Table, connect
+
+OVERRIDE = ""  # the name of the scheduler's override in a table; all others are names of adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Switch:
+class SchedulerOverride:
     """The strategy and policy to which an admin has switched a model's replicas; None: as deployed."""
 
-    at: float  # seconds of wall time: of two the later holds
     strategy: StrategyConfig | None
     policy: PolicyConfig | None
     user_config: object = None  # under which a replica has taken it; None: none has yet
 
-    def is_after(self, other: Switch | None) -> bool:
-        """Whether this one holds where both are known."""
-        return other is None or self.at > other.at
+    @property
+    def is_empty(self) -> bool:
+        """Whether all is as deployed."""
+        return (self.strategy or self.policy) is None
 
     def applied_to(self, config: SchedulerConfig) -> SchedulerConfig:
         """The settings with these in their place."""
@@ -39,31 +44,22 @@ class Switch:
 class FramesFrom:
     """The argument that names the one replica to which the router must send a call.
 
-    A replica that does not have the switch yet, since it was started later, takes it.
+    A replica that was started later learns from the table.
     """
 
     replica_id: str
-    switch: Switch | None = None
-    adapters: AdapterTable = field(default_factory=dict)  # for a replica that was started later, too
+    table: Table = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scheduling:
-    """What is in force on one replica."""
+class ReplicaState:
+    """What one replica knows, computes by, and has loaded."""
 
     replica_id: str
+    table: Table
     group: str
     scheduler: SchedulerConfig
-    switch: Switch | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaAdapters:
-    """The adapters that one replica knows, and the digests of those that it has loaded."""
-
-    replica_id: str
-    table: AdapterTable
-    loaded: tuple[str, ...]
+    loaded: tuple[str, ...]  # digests of adapters
     max_loaded: int
 
 
@@ -74,8 +70,7 @@ class ServeTransport:
         """`ingress_id` is different for each process, also for one that replaces another."""
         self._handle = handle
         self._ingress_id = ingress_id
-        self.switch: Switch | None = None  # the last that this process knows
-        self.adapters: AdapterTable = {}  # as far as this process knows
+        self.table: Table = {}  # as far as this process knows
 
     async def wake(self) -> None:
         """See `ReplicaTransport`. Serve starts a replica of a model that sleeps when a call waits for one."""
@@ -91,9 +86,7 @@ class ServeTransport:
 
     async def connect(self, replica_id: str, reader: FrameReader, *, heartbeat_s: float) -> asyncio.Transport:
         """See `ReplicaTransport`."""
-        address = await detached_call(
-            self._handle.frame_address.remote, FramesFrom(replica_id, self.switch, self.adapters)
-        )
+        address = await detached_call(self._handle.frame_address.remote, FramesFrom(replica_id, self.table))
         return await connect(Address._make(address), self._ingress_id, reader, heartbeat_s=heartbeat_s)
 
 
@@ -105,3 +98,23 @@ def detached_call(call: Callable[..., Any], *arguments: object) -> Any:
     connection that was opened in it and carries the tokens of others.
     """
     return Context().run(call, *arguments)
+
+
+def to_carousel_error(error: BaseException) -> CarouselError:
+    """The CarouselError that the other process raised, or one for the exception of Ray or Serve.
+
+    Messages name no host, path or class of ours: they reach clients.
+    """
+    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        error = error.cause
+    if isinstance(error, CarouselError):
+        return error
+    if isinstance(error, BackPressureError):
+        return Overloaded("all replicas are full", retry_after_s=error.retry_after_s or 1.0)
+    if isinstance(error, RayActorError | RayServeException | TaskCancelledError | grpc.aio.AioRpcError):
+        return Unavailable("the replica that had this request is gone; send the request again")
+    if isinstance(error, asyncio.TimeoutError):
+        return Unavailable("no replica answered in time")
+    if isinstance(error, RayError):
+        return Unavailable("the cluster could not carry this request; send it again")
+    return Failure("the replica failed on this request; its log says why")

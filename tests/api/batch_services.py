@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from app.jobs.batch_runner import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.webhooks.client import WebhookClient
 from tests.api.fakes import Service
+from tests.api.keys import ring
 from tests.waiting import until
 
 ENDED = ("completed", "failed", "cancelled", "expired")
@@ -29,16 +30,22 @@ async def served(
     service: Service,
     folder: Path,
     *,
-    api: ApiConfig | None = None,
+    keys: Sequence[Mapping[str, Any]] = (),
     limits: RequestLimits | None = None,
     batch_limits: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
     client: WebhookClient | None = None,
     **settings: Any,
 ) -> AsyncIterator[Any]:
-    """The app with the API keys of `api`. Their limits count for lines by themselves, as in a process of their own."""
-    config, api = BatchesConfig(**settings), api or ApiConfig()
+    """The app with these API keys. Their limits count for lines by themselves, as in a process of their own."""
+    config = BatchesConfig(**settings)
     handler, of_items = (
-        RequestHandler(service.models, api, pipelines=service.pipelines, limits=limits or RequestLimits())
+        RequestHandler(
+            service.models,
+            ApiConfig(),
+            authenticator=ring(keys) if keys else None,
+            pipelines=service.pipelines,
+            limits=limits or RequestLimits(),
+        )
         for _ in range(2)
     )
     execution = FleetExecution(of_items.handle_item, max_in_flight=config.max_in_flight)

@@ -18,6 +18,7 @@ from app.config import ApiConfig, ApplicationConfig
 from app.engine.request import FinishReason, Generate, ModelFacts, Pooling, Request, TokenDelta
 from app.text import ReasoningMarks, Tokenizer
 from app.text.tool_calls import ToolFormat
+from tests.api.keys import ring
 
 MAX_MODEL_LEN = 200
 WAIT = "wait"  # a step of a script: nothing more comes until the stream is closed
@@ -84,11 +85,15 @@ class Service:
         pipelines: Sequence[Mapping[str, Any]] = (),
         models: Sequence[Mapping[str, Any]] | None = None,
         scripts: Mapping[str, Script] = MappingProxyType({}),
+        keys: Sequence[Mapping[str, Any]] = (),
         facts: Mapping[str, Any] = MappingProxyType({}),
         facts_of: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         **settings: Any,
     ) -> None:
-        """`scripts`, `facts_of`: of single models, by their names. `models`: settings, which only pipelines look at."""
+        """`scripts`, `facts_of`: of single models, by their names. `models`: settings, which only pipelines look at.
+
+        `keys`: entries.
+        """
         self.tokenizer = tokenizer
         self.generate = ScriptedGenerate(script)
         self.script_of = dict(scripts)
@@ -116,6 +121,7 @@ class Service:
         self.handler = RequestHandler(
             self.models,
             ApiConfig.model_validate(settings),
+            authenticator=ring(keys) if keys else None,
             pipelines=self.pipelines,
             limits=RequestLimits(**limits),
         )

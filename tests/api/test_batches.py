@@ -427,7 +427,7 @@ def test_without_batches_there_are_no_such_routes(service: Service) -> None:
 
 def test_files_and_batches_are_of_the_key_that_sent_them(service: Service, tmp_path: Path) -> None:
     keys = {"ann": "a" * 40, "bob": "b" * 40}
-    api = ApiConfig.model_validate({"keys": [entry(key, name) for name, key in keys.items()]})
+    entries = [entry(key, name) for name, key in keys.items()]
 
     async def use(client: httpx.AsyncClient) -> None:
         assert (await client.get("/v1/files")).status_code == 401
@@ -436,7 +436,7 @@ def test_files_and_batches_are_of_the_key_that_sent_them(service: Service, tmp_p
         assert (await client.get(f"/v1/files/{file['id']}")).status_code == 200
         assert (await client.get(f"/v1/files/{file['id']}", headers=bearer(keys["bob"]))).status_code == 404
 
-    with_http(service, tmp_path, use, api=api)
+    with_http(service, tmp_path, use, keys=entries)
 
 
 def test_a_tool_call_that_names_no_character_ends_as_its_own_item(tmp_path: Path) -> None:
@@ -446,7 +446,7 @@ def test_a_tool_call_that_names_no_character_ends_as_its_own_item(tmp_path: Path
     tokenizer = tokenizer_with(TEMPLATES["hermes"])
     service = Service(tokenizer, say(tokenizer, written), tool_format=FORMATS["hermes"], max_model_len=2000)
     keys = {"ann": "a" * 40, "bob": "b" * 40}
-    api = ApiConfig.model_validate({"keys": [entry(key, name) for name, key in keys.items()]})
+    entries = [entry(key, name) for name, key in keys.items()]
     asked = {"tools": tools, "structured_outputs": {"choice": [written]}}
     content = {"ann": chat_line("tool", **asked) + chat_line("text"), "bob": chat_line("one") + chat_line("two")}
 
@@ -466,7 +466,7 @@ def test_a_tool_call_that_names_no_character_ends_as_its_own_item(tmp_path: Path
         [call] = result["response"]["choices"][0]["message"]["tool_calls"]
         assert "\ufffd" in call["function"]["name"]
 
-    with_http(service, tmp_path, use, api=api)
+    with_http(service, tmp_path, use, keys=entries)
 
 
 def test_a_line_may_name_its_model_by_an_alias(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from starlette.routing import Route, Router
 
 from app.api.endpoints import live
 from app.api.http.guard import Guard
-from app.config import ApiConfig
 from app.text import Tokenizer
 from tests.api.batch_services import served
 from tests.api.fakes import Connection, Service, check_error, say
@@ -202,7 +201,7 @@ def test_with_a_key_every_route_answers_and_odd_forms_are_still_no_routes(guarde
 
 def test_every_route_lets_in_the_keys_that_it_should_and_no_others(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, say(tokenizer, "3 4 5."))
-    api = ApiConfig.model_validate({"keys": [entry(), entry(ADMIN_KEY, "root", admin=True)]})
+    keys = [entry(), entry(ADMIN_KEY, "root", admin=True)]
     visitors = [("no key", {}), ("a stranger", bearer("sk-wrong")), ("key", bearer()), ("admin", bearer(ADMIN_KEY))]
 
     async def statuses(app: Any, route: str) -> dict[str, int]:
@@ -210,7 +209,7 @@ def test_every_route_lets_in_the_keys_that_it_should_and_no_others(tokenizer: To
         return {name: await status_of(app, method, in_use(path), encoded(headers)) for name, headers in visitors}
 
     async def run() -> tuple[set[str], dict[str, dict[str, int]]]:
-        async with served(service, tmp_path, api=api) as app:
+        async with served(service, tmp_path, keys=keys) as app:
             return all_routes(app), {route: await statuses(app, route) for route in set().union(*WHO_MAY.values())}
 
     routes, found = asyncio.run(run())

@@ -112,9 +112,9 @@ def test_a_log_probability_takes_few_bytes_until_it_is_sent(tokenizer: Tokenizer
 
     async def held(service: Service) -> int:
         with Account(None, lambda: 0.0).reserve() as reservation:
-            client = RequestContext(reservation=reservation, request_id="r")
-            pending = await service.handler.handle(ENDPOINTS[path], body, client)
-            answer = await pending.full_response()
+            context = RequestContext(reservation=reservation, request_id="r")
+            state = await service.handler.handle(ENDPOINTS[path], body, context)
+            answer = await state.full_response()
             gc.collect()
             num_bytes = tracemalloc.get_traced_memory()[0]
             assert answer

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-from app.config import ApiConfig
 from app.engine.request import Request
 from app.text import Tokenizer
 from tests.api.batch_services import job_ended, with_http
@@ -20,9 +19,9 @@ from tests.api.keys import KEY, OTHER_KEY, bearer, entry
 from tests.waiting import until
 
 
-def limited(**limits: Any) -> ApiConfig:
+def limited(**limits: Any) -> list[dict[str, Any]]:
     """`alice` has these limits, `bob` has none."""
-    return ApiConfig.model_validate({"keys": [entry(**limits), entry(OTHER_KEY, "bob")]})
+    return [entry(**limits), entry(OTHER_KEY, "bob")]
 
 
 async def begin(client: httpx.AsyncClient, key: str, num: int, **fields: Any) -> str:
@@ -61,7 +60,7 @@ def test_lines_wait_for_what_their_key_may_use_and_others_do_not(
         assert time.monotonic() - began < 5
         assert 5 <= num_seen(service, "alice") <= 12, "a minute's worth, and what has come since"
 
-    with_http(service, tmp_path, use, api=limited(**limits), max_in_flight=4)
+    with_http(service, tmp_path, use, keys=limited(**limits), max_in_flight=4)
 
 
 def test_lines_go_on_as_soon_as_their_key_may(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -74,7 +73,7 @@ def test_lines_go_on_as_soon_as_their_key_may(tokenizer: Tokenizer, tmp_path: Pa
         # 600 at once and one each tenth of a second: the other 30 take three seconds if nothing is lost in waiting.
         assert 2 < time.monotonic() - began < 15
 
-    with_http(service, tmp_path, use, api=limited(requests_per_minute=600), max_in_flight=8)
+    with_http(service, tmp_path, use, keys=limited(requests_per_minute=600), max_in_flight=8)
 
 
 def test_no_more_lines_of_a_key_run_at_once_than_it_may_have(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -93,7 +92,7 @@ def test_no_more_lines_of_a_key_run_at_once_than_it_may_have(tokenizer: Tokenize
         assert job["request_counts"]["completed"] == 12
         assert 1 <= most <= 2
 
-    with_http(service, tmp_path, use, api=limited(max_concurrency=2), max_in_flight=8)
+    with_http(service, tmp_path, use, keys=limited(max_concurrency=2), max_in_flight=8)
 
 
 def test_what_a_key_may_never_have_is_the_error_of_its_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -122,7 +121,7 @@ def test_what_a_key_may_never_have_is_the_error_of_its_line(tokenizer: Tokenizer
         assert (request.tenant, request.sampling.max_tokens) == ("alice", 5)
         assert "alice" in request.cache_salt
 
-    with_http(service, tmp_path, use, api=limited(models=["small"], max_tokens=5))
+    with_http(service, tmp_path, use, keys=limited(models=["small"], max_tokens=5))
 
 
 def test_lines_of_a_key_that_is_gone_are_not_answered(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -144,7 +143,7 @@ def test_lines_of_a_key_that_is_gone_are_not_answered(tokenizer: Tokenizer, tmp_
         job = await job_ended(client, jobs[0])
         assert [each["status_code"] for each in job["results"]].count(401) == 3
 
-    with_http(service, tmp_path, leave, api=limited(requests_per_minute=1))
-    with_http(service, tmp_path, see, api=ApiConfig.model_validate({"keys": [entry(OTHER_KEY, "bob")]}))
+    with_http(service, tmp_path, leave, keys=limited(requests_per_minute=1))
+    with_http(service, tmp_path, see, keys=[entry(OTHER_KEY, "bob")])
     assert num_seen(service) == 1, "nothing runs for a key that is not there"
-    with_http(service, tmp_path, come_back, api=limited())
+    with_http(service, tmp_path, come_back, keys=limited())

@@ -235,7 +235,7 @@ def test_a_disconnect_ends_all_prompts_of_the_call(tokenizer: Tokenizer, tmp_pat
 
 def test_what_is_answered_at_once_counts_for_the_key_and_runs_in_its_name(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, say(tokenizer, "3 4 5."))
-    api = ApiConfig.model_validate({"keys": [entry(tokens_per_minute=6_000, max_tokens=40)]})
+    keys = [entry(tokens_per_minute=6_000, max_tokens=40)]
 
     async def use(client: httpx.AsyncClient) -> None:
         client.headers.update(bearer())
@@ -248,12 +248,12 @@ def test_what_is_answered_at_once_counts_for_the_key_and_runs_in_its_name(tokeni
             refused = await post(client, ["Hi"], **{param: beyond})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
-    with_http(service, tmp_path, use, api=api)
+    with_http(service, tmp_path, use, keys=keys)
 
 
 def test_a_key_sees_only_its_own_jobs_and_uses_only_its_models(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, say(tokenizer, "3"), names=("small", "large"))
-    api = ApiConfig.model_validate({"keys": [entry(models=["small"]), entry(OTHER_KEY, "bob")]})
+    keys = [entry(models=["small"]), entry(OTHER_KEY, "bob")]
 
     async def use(client: httpx.AsyncClient) -> None:
         assert (await client.get("/v1/batch/stats")).status_code == 401
@@ -268,7 +268,7 @@ def test_a_key_sees_only_its_own_jobs_and_uses_only_its_models(tokenizer: Tokeni
         stats = [(await client.get("/v1/batch/stats", headers=bearer(key))).json() for key in (KEY, OTHER_KEY)]
         assert [each["requests"]["completed"] for each in stats] == [1, 0]
 
-    with_http(service, tmp_path, use, api=api)
+    with_http(service, tmp_path, use, keys=keys)
 
 
 def test_stats_say_what_waits_runs_and_is_done(tokenizer: Tokenizer, tmp_path: Path) -> None:

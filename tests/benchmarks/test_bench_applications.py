@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from benchmarks.service import canary, fuzz
 @pytest.mark.parametrize(
     "application",
     [
-        canary.application("models/demo", ["a key"], "folder", {"adapter": "folder"}, num_blocks=200),
+        canary.application("models/demo", Path("keys.yaml"), "folder", {"adapter": "folder"}, num_blocks=200),
         clients.application("models/demo"),
         fuzz.application(fuzz._parser().parse_args([])),
         stage.application(crash_token_id=0, silence_timeout_s=0.8, place_timeout_s=1.0),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
 
 import msgspec
 import pytest
@@ -16,9 +14,7 @@ from starlette.routing import Route
 
 from app.metrics import EngineReport, RequestMetrics, Scrape, exposition
 from benchmarks import groups
-from benchmarks.groups import Limits, arm_of, compared, num_more_requests, read
-from benchmarks.harness.command import BenchmarkError
-from benchmarks.harness.intervals import Interval
+from benchmarks.groups import Limits, arm_of, compared, read
 from tests.benchmarks.servers import serving
 from tests.fakes import build_fake_engine
 
@@ -98,29 +94,6 @@ def test_the_answer_is_the_known_one() -> None:
     assert compared("slow", arms["slow"], arms["fast"], confidence=0.95, smallest=0.05)[0].verdict == "worse"
 
 
-def test_lost_requests_lower_the_goodput_alone() -> None:
-    trial = Trial("a", "b")
-    readings = []
-    for part in range(NUM_PARTS + 1):
-        trial.failed["b"] = part * 2
-        reading = read(trial.text(), "demo", LIMITS)
-        assert reading is not None
-        readings.append(reading)
-        for name in trial.names:
-            for _ in range(8):
-                trial.serve(name, ttft_s=0.05, itl_s=0.01)
-    ttft, _, goodput, _ = compared("b", arm_of("b", readings), arm_of("a", readings), confidence=0.95, smallest=0.05)
-    assert ttft.difference.value == pytest.approx(0)
-    assert (goodput.value, goodput.reference_value, goodput.verdict) == (pytest.approx(0.8), 1.0, "worse")
-
-
-def test_an_interval_half_as_wide_takes_four_times_the_requests() -> None:
-    shown_at_once = num_more_requests(Interval(0.0, -0.02, 0.02), 100, 0.02 * (1 + 0.8416 / 1.96), 0.95)
-    assert shown_at_once in (0, 1)
-    assert num_more_requests(Interval(0.0, -0.04, 0.04), 100, 0.02 * (1 + 0.8416 / 1.96), 0.95) == pytest.approx(300, 1)
-    assert num_more_requests(Interval(0.03, 0.01, 0.05), 100, 0.001, 0.95) == 0
-
-
 def served(texts: Sequence[str]) -> Starlette:
     """One text after the other, then the last again."""
     left = iter(texts)
@@ -137,21 +110,6 @@ def run(texts: Sequence[str], *options: str) -> int:
     with serving(served(texts)) as url:
         arguments = ["--base-url", url, "--model", "demo", "--seconds", "0.01", "--slo-ttft-ms", "100"]
         return groups.main([*arguments, "--parts", "12", "--slo-itl-ms", "20", *options])
-
-
-def test_the_command_reads_a_service_and_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    texts = list(recorded())
-    without_a_process = Trial("fast", "slow")
-    without_a_process.num_missing = 1
-    texts[5] = without_a_process.text()
-    assert run(texts, "--reference", "slow") == 0
-    out, err = capsys.readouterr()
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    first = found["findings"][0]
-    assert (first["arm"], first["figure"], first["verdict"]) == ("fast", "TTFT mean s", "better")
-    assert found["num_requests"] == {"fast": 240, "slow": 240}
-    assert "part 5 of 12: a process did not answer" in err
-    assert "part 12 of 12: fast 240 requests, slow 240 requests" in err
 
 
 def refusals() -> Iterator[tuple[Sequence[str], Sequence[str], str]]:
@@ -171,13 +129,3 @@ def test_what_cannot_be_compared_is_an_error(
 ) -> None:
     assert run(texts, *options) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_refused_or_missing_service_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(Starlette()) as url:
-        assert groups.main(["--base-url", url, "--model", "demo"]) == 2
-    assert "/metrics answers with status 404" in capsys.readouterr().err
-    assert groups.main(["--base-url", url, "--model", "demo"]) == 2
-    assert "does not answer" in capsys.readouterr().err
-    with pytest.raises(BenchmarkError, match="cannot be read"):
-        groups.MetricsSource(url, "/nowhere/key")

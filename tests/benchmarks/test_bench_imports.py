@@ -14,20 +14,13 @@ PACKAGE = Path(benchmarks.__file__).parent
 ALLOWED = ("app", "benchmarks", "torch", "transformers", "tokenizers", "pydantic")
 # Imported only when they are asked for. Those of clients are run by `make clients`, each in its own environment.
 EXTRA = {
-    "autoscaling": ("deployments", "numpy"),  # simulates fleets
     "counted": ("deployments",),  # puts a counting engine in the place of a bulk run's own
-    "dispatch": ("deployments",),  # simulates fleets
     "groups": ("numpy", "prometheus_client"),  # reads a live service, beside which both are
     "intervals": ("numpy",),
     "openvino_genai": ("openvino", "openvino_genai"),
-    "pictures": ("matplotlib",),
-    "plan_scale": ("deployments",),
-    "prometheus": ("deployments",),  # has our rules
     "plan_error": ("deployments",),  # compares the planner's word with what is served
-    "ray_boards": ("ray",),  # has the queries of its boards
     "random_adapter": ("numpy", "safetensors"),
     "reenacting_runner": ("msgspec",),  # steps of the engine are its structs
-    "tuner": ("deployments",),  # simulates fleets
     "vllm_cpu": ("vllm",),
     "with_langchain": ("langchain_openai",),
     "with_anthropic": ("anthropic",),

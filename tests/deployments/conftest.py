@@ -100,7 +100,7 @@ class Service:
 def cluster() -> Iterator[str]:
     """A Ray cluster that nothing else uses; gives the address of its HTTP proxy."""
     start_own_cluster(
-        num_cpus=4,  # reservations of all applications at once; a number, not cores
+        reserved_cpus=4,  # reservations of all applications at once; a number, not cores
         namespace="serve",
         include_dashboard=False,
         _temp_dir=str(RUN_FOLDER),

@@ -6,8 +6,10 @@ Where this machine allows networks of our own, the second node is in one, and pa
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -15,16 +17,16 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from benchmarks.chaos.client_host_loss import freed_after_s
-from benchmarks.chaos.networks import THERE, Host, own_network, set_tcp_retries, why_no_networks
+from benchmarks.chaos.networks import HERE, THERE, Host, own_network, set_tcp_retries, why_no_networks
 from benchmarks.chaos.node_loss import LAYOUT, ON_EACH, Node, node
 from benchmarks.chaos.stage import Stage, application, stage
 from benchmarks.chaos.stream import Stream
-from benchmarks.chaos.traffic import Traffic, alike, mixed, with_reference
+from benchmarks.chaos.traffic import Asked, Traffic, alike, mixed, with_reference
 from tests.deployments.strikes import has_begun
 from tests.waiting import eventually
 
 STEP_S = 0.03
+HEARD_BYTES = 2_000  # some events of a stream
 SILENCE_S = 1.0
 HEADLESS_S = 8  # that Ray's processes wait for their head: several times what the longest stream takes
 END_TIMEOUT_S = 90.0  # for all of them to end then, on a machine that has much else to do
@@ -109,6 +111,28 @@ def test_a_client_that_vanishes_is_worked_for_until_the_kernel_gives_it_up(hosts
     [asked] = alike(1, num_tokens=num_tokens)
     assert asyncio.run(freed_after_s(hosts.running, hosts.wire, asked)) < num_tokens * STEP_S / 2
     assert (asyncio.run(hosts.running.left_over()))["in_flight"] == 0
+
+
+async def freed_after_s(running: Stage, host: Host, asked: Asked) -> float:
+    """Seconds from the moment when a client's host fell silent until no replica has anything of its request."""
+    target = replace(running.target, host=HERE)
+    with host.visited():
+        client = socket.create_connection((target.host, target.port))
+    with client:
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(client, target.request("completions", json.dumps(dict(asked.body)).encode()))
+        heard = 0
+        while heard < HEARD_BYTES:
+            heard += len(await loop.sock_recv(client, 1024))
+        host.lose_what_it_sends()
+        vanished_s = time.perf_counter()
+        try:
+            while (await asyncio.to_thread(running.holdings)).num_running:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            return time.perf_counter() - vanished_s
+        finally:
+            host.mend()
 
 
 def test_when_a_node_is_lost_its_streams_go_on_elsewhere_and_another_node_makes_the_service_whole(hosts: Hosts) -> None:

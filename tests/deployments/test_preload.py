@@ -13,15 +13,22 @@ from deployments.serve.settings import ServeFile
 
 PROJECT = Path(__file__).parents[2]
 CODE = """
-import sys, deployments.preload, deployments.serve.replica, deployments.serve.ingress, deployments.launcher.foreground
-found = {"pandas", "pyarrow", "torch", "transformers", "aiohttp", "fsspec", "ray.data"} & sys.modules.keys()
+import sys, deployments.preload, deployments.serve.replica, deployments.serve.ingress, deployments.launcher.rollout
+found = {"pandas", "fastapi", "pyarrow", "torch", "transformers", "aiohttp", "fsspec", "ray.data"} & sys.modules.keys()
 assert not found, found
 import pandas
 pandas.DataFrame()
+import fastapi
+from ray import serve
+app = fastapi.FastAPI()
+from ray.serve._private import http_util
+assert isinstance(app, http_util.FastAPI) and isinstance(fastapi.APIRouter(), serve.api.APIRouter)
+assert not isinstance(app, http_util.APIRoute) and not isinstance(deployments, http_util.FastAPI)
+assert http_util.jsonable_encoder({1}) == [1]
 """
 
 
-def test_the_processes_of_a_service_import_serve_without_pandas() -> None:
+def test_the_processes_of_a_service_import_serve_without_pandas_and_fastapi() -> None:
     subprocess.run([sys.executable, "-c", CODE], check=True, timeout=60, env=os.environ | {"PYTHONPATH": str(PROJECT)})
 
 
@@ -30,3 +37,15 @@ def test_workers_import_it_before_they_have_work(tmp_path: Path) -> None:
     module = environment(file, tmp_path, {})["RAY_preload_python_modules"]
     assert module == "deployments.preload"
     assert find_spec(module) is not None
+
+
+def test_haproxy_shows_its_pages_where_the_service_listens() -> None:
+    """Every address of HAProxy is that of the service, whatever the port."""
+    code = "import deployments.preload, ray.serve._private.haproxy as it; print(it.HAPROXY_CONFIG_TEMPLATE)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(PROJECT)},
+    )  # fmt: skip
+    addresses = [line.split()[1:] for line in done.stdout.splitlines() if line.split()[:1] == ["bind"]]
+    hosts = [" ".join(address).partition(" }}:")[0] for address in addresses]
+    assert sorted(hosts) == ["{{ config.frontend_host"] * 3 + ["{{ config.grpc_frontend_host"]

@@ -18,7 +18,7 @@ import pytest
 
 from app.api import RequestHandler, ServedModel, build_app
 from app.config import ApiConfig, ServedModelConfig
-from app.fleet import FailoverLimits, Fleet, LivenessTimeouts, ReplicaRegistry
+from app.fleet import FailoverLimits, Fleet, ReplicaRegistry
 from app.fleet.dispatch import GroupChooser, make_policy
 from app.text import Tokenizer
 from deployments.serve import replica as replica_module
@@ -30,7 +30,7 @@ PAGE = PROJECT / "docs" / "design" / "request-path.md"
 STEP_MS = 100
 MAX_STATIONS = {"In": 12, "Back": 8}
 # Functions on the way of a token that pass it on unchanged, or wait for it.
-PULLED = {"Fleet.generate", "_choice_pieces", "Writer.events"}
+PULLED = {"Fleet.generate", "_choice_pieces", "ResponseState.events"}
 
 
 class Station(NamedTuple):
@@ -44,15 +44,31 @@ def stations(heading: str) -> list[Station]:
     return [Station(*found) for found in re.findall(r"^\| \d+ \| `([^`]+)` \| `([^`]+)` \|", table, re.MULTILINE)]
 
 
+def every_function(heading: str) -> set[Station]:
+    """The list of the page below a heading: functions by file."""
+    [table] = re.findall(rf"^### {heading}\n\n.*?\n\n(.*?)(?:\n\n|\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", table, re.MULTILINE)
+    return {Station(function, file) for file, functions in rows for function in re.findall(r"`([^`]+)`", functions)}
+
+
 class Passed(NamedTuple):
     """A function of ours that was entered, or that gave a value back."""
 
     event: str  # "call" or "return"
     station: Station
+    is_on_loop: bool = True
+    root: str = ""  # the outermost function of ours on its stack
+
+    @property
+    def moment(self) -> tuple[str, Station]:
+        return self.event, self.station
 
 
 class Recorder:
-    """Records the functions of `app` and `deployments` that this process enters and leaves, in all its threads."""
+    """Records the functions of `app` and `deployments` that this process enters and leaves, in all its threads.
+
+    What is written within a function (a comprehension, a lambda) is part of it.
+    """
 
     def __init__(self) -> None:
         self.passed: list[Passed] = []
@@ -67,10 +83,21 @@ class Recorder:
         threading.setprofile(None)  # type: ignore[arg-type]
 
     def _profile(self, frame: FrameType, event: str, value: Any) -> None:
-        path = frame.f_code.co_filename
-        if event not in ("call", "return") or not path.startswith((f"{PROJECT}/app/", f"{PROJECT}/deployments/")):
+        if event not in ("call", "return") or not _is_ours(frame) or frame.f_code.co_name.startswith("<"):
             return
-        self.passed.append(Passed(event, Station(frame.f_code.co_qualname, str(Path(path).relative_to(PROJECT)))))
+        root, outer = frame, frame.f_back
+        while outer is not None:
+            root, outer = (outer if _is_ours(outer) else root), outer.f_back
+        is_on_loop = threading.current_thread() is threading.main_thread()
+        self.passed.append(Passed(event, _station(frame), is_on_loop, root.f_code.co_qualname))
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith((f"{PROJECT}/app/", f"{PROJECT}/deployments/"))
+
+
+def _station(frame: FrameType) -> Station:
+    return Station(frame.f_code.co_qualname, str(Path(frame.f_code.co_filename).relative_to(PROJECT)))
 
 
 class Remote:
@@ -89,7 +116,7 @@ def fleet_of(replica: Any) -> Fleet:
     registry = ReplicaRegistry(policy, GroupChooser([]), block_size=16, clock=time.monotonic)
     handle = SimpleNamespace(frame_address=Remote(replica.frame_address))
     registry.set_replicas(["r0"])
-    limits = FailoverLimits(max_resumes=1, place_timeout_s=60.0, liveness=LivenessTimeouts(silence_s=60.0, step_s=60.0))
+    limits = FailoverLimits(max_resumes=1, place_timeout_s=60.0, silence_s=60.0, step_s=60.0)
     return Fleet(ServeTransport(handle, "ingress"), registry, limits, Counts())
 
 
@@ -124,7 +151,10 @@ def make_replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]
 
 
 async def walk(make_replica: Callable[..., Any], recorder: Recorder) -> list[int]:
-    """Stream three tokens; returns where in the record each event was sent."""
+    """Stream three tokens of a chat; returns where in the record each event was sent.
+
+    A chat before it is not recorded: the connection to the replica is open then, and what is remembered is known.
+    """
     replica = make_replica()
     fleet = fleet_of(replica)
     model = ServedModel(
@@ -134,8 +164,8 @@ async def walk(make_replica: Callable[..., Any], recorder: Recorder) -> list[int
         generate=fleet.generate,
         created=0,
     )
-    body = {"prompt": "3 4", "max_tokens": 3, "ignore_eos": True, "temperature": 0, "stream": True}
-    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    body = {"messages": [{"role": "user", "content": "3 4"}], "max_tokens": 3, "ignore_eos": True, "stream": True}
+    messages: list[dict[str, Any]] = []
     sent: list[int] = []
 
     async def receive() -> dict[str, Any]:
@@ -150,15 +180,19 @@ async def walk(make_replica: Callable[..., Any], recorder: Recorder) -> list[int
         return True
 
     app = build_app(RequestHandler([model], ApiConfig()), is_ready)
-    await app(SCOPE, receive, send)
+    for _ in range(2):
+        recorder.passed.clear()
+        sent.clear()
+        messages.append({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
+        await app({**SCOPE}, receive, send)
     fleet.close()
     await replica._frame_server.close()
     return sent
 
 
 SCOPE: dict[str, Any] = {
-    "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": "/v1/completions",
-    "raw_path": b"/v1/completions", "query_string": b"", "root_path": "",
+    "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": "/v1/chat/completions",
+    "raw_path": b"/v1/chat/completions", "query_string": b"", "root_path": "",
     "headers": [(b"content-type", b"application/json")],
     "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1024),
 }  # fmt: skip
@@ -177,7 +211,7 @@ def assert_passes(passed: Sequence[Passed], expected: Sequence[Passed]) -> None:
     """These stations come in this order, others between them."""
     position = 0
     for each in expected:
-        following = [index for index in range(position, len(passed)) if passed[index] == each]
+        following = [index for index in range(position, len(passed)) if passed[index].moment == each.moment]
         assert following, f"{each.station.function} does not {each.event} after the station before it"
         position = following[0] + 1
 
@@ -187,8 +221,7 @@ def test_a_request_and_its_tokens_pass_the_stations_of_the_page(recorded: tuple[
     inward, back = stations("In"), stations("Back")
     assert_passes(passed, [Passed("call", station) for station in inward])
     # The second token: its frame holds nothing else, and every part of the stream has begun.
-    delivered = Passed("call", back[0])
-    of_token = passed[passed.index(delivered, sent[0]) : sent[1]]
+    of_token = token_of(passed, sent)
     expected = [Passed("return" if each.function in PULLED else "call", each) for each in back]
     assert_passes(of_token, expected[:-1])
     assert back[-1] in {each.station for each in passed[sent[0] : sent[1]]}
@@ -203,22 +236,50 @@ def test_the_page_has_no_more_stations_than_were_agreed_and_all_exist(heading: s
         assert re.search(rf"def {name}\(", (PROJECT / station.file).read_text()), station
 
 
-def test_no_other_part_of_the_fleet_or_of_the_deployments_handles_a_token(
+def test_the_page_lists_every_function_that_a_chat_passes_on_its_way_in(
     recorded: tuple[list[Passed], list[int]],
 ) -> None:
-    """A layer that is put between two stations must come into the table, or into this list of what stations call."""
+    passed, _ = recorded
+    submitted = next(index for index, each in enumerate(passed) if each.station.function == "AsyncEngine.submit")
+    assert_lists("In", entered(passed[: submitted + 1]))
+
+
+def test_the_page_lists_every_function_that_a_token_passes_on_its_way_back(
+    recorded: tuple[list[Passed], list[int]],
+) -> None:
     passed, sent = recorded
-    called = {
-        "app/fleet/frames.py",  # bytes
-        "app/fleet/frame_server.py",  # the socket
-        "app/fleet/replica_registry.py", "app/fleet/dispatch/ledger.py",  # the replica's load
-        "app/fleet/dispatch/affinity.py",
-        "deployments/serve/replica.py",  # its report
-    }  # fmt: skip
-    on_the_page = {station.file for station in stations("Back")}
-    files = {each.station.file for each in passed[sent[0] : sent[1]]}
-    ours = {file for file in files if file.startswith(("app/fleet/", "deployments/"))}
-    assert ours <= on_the_page | called
+    delivered, *others = token_of(passed, sent)
+    assert_lists("Back", [delivered.station, *entered(others)])
+
+
+def token_of(passed: Sequence[Passed], sent: Sequence[int]) -> Sequence[Passed]:
+    """What the second token passes."""
+    delivered = ("call", stations("Back")[0])
+    begins = next(index for index in range(sent[0], sent[1]) if passed[index].moment == delivered)
+    return passed[begins : sent[1]]
+
+
+# They run beside all requests: the connection is held open, the loop's pauses are measured, metrics are handed over.
+BACKGROUND = {
+    "FrameReader._check_silence", "LoopMonitor._beat", "Outbox._beat", "RayMetrics.hand_over_for_ever",
+    "ReplicaConnection._hold", "ReplicaConnection._keep_open",
+}  # fmt: skip
+
+
+def entered(passed: Sequence[Passed]) -> list[Station]:
+    """The functions that the event loop enters for the request."""
+    return [each.station for each in passed if each.event == "call" and each.is_on_loop and each.root not in BACKGROUND]
+
+
+def assert_lists(heading: str, found: Sequence[Station]) -> None:
+    """The page has these functions and no others; else its rows are printed as they should be."""
+    by_file: dict[str, dict[str, None]] = {}
+    for station in found:
+        by_file.setdefault(station.file, {})[station.function] = None
+    rows = [f"| `{file}` | {', '.join(f'`{each}`' for each in functions)} |" for file, functions in by_file.items()]
+    listed = every_function(heading)
+    assert set(found) - listed == set(), "\n".join(rows)
+    assert listed - set(found) == set(), "\n".join(rows)
 
 
 def test_only_the_engine_of_a_gpu_interrupts_other_threads_sooner(make_replica: Callable[..., Any]) -> None:

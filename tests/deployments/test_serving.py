@@ -30,7 +30,7 @@ from app.engine.request import Request, SamplingParams
 from app.errors import InvalidSetup
 from app.fleet import Address, connect
 from app.fleet.frames import SubmitRequest, encode, frame_decoder
-from deployments.launcher.foreground import reason
+from deployments.launcher.rollout import reason
 from deployments.launcher.supervisor import session_members
 from deployments.serve.application import _ingress_deployment, _replica_deployment, build
 from deployments.serve.settings import parse

@@ -152,6 +152,6 @@ def test_the_quarantines_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     for n in range(50):
         held.note_failure(make_request((n,)))
         held.note_failure(make_request((n,)))
-    assert len(held._num_failures) == 10
+    assert len(held._culprits) == 10
     assert held.holds(make_request((49,)))
     assert not held.holds(make_request((1,)))

@@ -1,4 +1,4 @@
-"""Replicas in this process: real engines and outboxes, which can be killed, hung, slowed and filled."""
+"""Replicas in this process: real engines and sessions, which can be killed, hung, slowed and filled."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from app.fleet import (
     Fleet,
     Frame,
     FrameReader,
-    LivenessTimeouts,
-    Outbox,
+    IngressSession,
     ReplicaRegistry,
     report_of,
 )
@@ -78,7 +77,7 @@ def adapted_token(token_id: int, adapter: object) -> int:
 
 
 class LocalReplica:
-    """One engine, with an outbox for the one ingress there is."""
+    """One engine, with a session for the one ingress there is."""
 
     def __init__(self, replica_id: str, *, step_s: float, max_requests: int, group: str = "") -> None:
         self.replica_id = replica_id
@@ -157,7 +156,7 @@ class LocalStream(asyncio.Transport):
         self._to_replica: asyncio.Queue[bytes] = asyncio.Queue()
         self._messages = message_decoder()
         self.is_writable = True
-        self._outbox = Outbox(self, replica, replica.report, heartbeat_s=heartbeat_s)
+        self._session = IngressSession(self, replica, replica.report, heartbeat_s=heartbeat_s)
         self._carrying = [asyncio.ensure_future(self._carry_frames()), asyncio.ensure_future(self._carry_messages())]
 
     def send(self, frame: Frame) -> None:
@@ -173,7 +172,7 @@ class LocalStream(asyncio.Transport):
         self.is_writable = False
         for each in self._carrying:
             each.cancel()
-        self._outbox.close()
+        self._session.close()
         self._reader.connection_lost(error)
 
     async def _carry_frames(self) -> None:
@@ -189,18 +188,18 @@ class LocalStream(asyncio.Transport):
             for message in self._messages.feed(data):
                 match message:
                     case SubmitRequest():
-                        self._outbox.submit(message.request)
+                        self._session.submit(message.request)
                     case AbortRequest():
-                        self._outbox.abort(message.request_id)
+                        self._session.abort(message.request_id)
                     case WatchEngine():
                         self._replica.is_watched = message.is_watched
 
     def show(self, view: EngineView) -> None:
-        self._outbox.show(view)
+        self._session.show(view)
 
 
 class LocalTransport:
-    """`ReplicaTransport` without a socket: bytes go from the outbox to the reader and back."""
+    """`ReplicaTransport` without a socket: bytes go from the session to the reader and back."""
 
     def __init__(self, registry: ReplicaRegistry, replicas: list[LocalReplica]) -> None:
         self.registry = registry
@@ -289,7 +288,8 @@ class LocalFleet:
         self._limits = FailoverLimits(
             max_resumes=max_resumes,
             place_timeout_s=place_timeout_s,
-            liveness=LivenessTimeouts(silence_s=silence_s, step_s=stuck_s),
+            silence_s=silence_s,
+            step_s=stuck_s,
         )
         self._clock = clock
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 
 from app.engine.request import TokenDelta
-from app.fleet import Frame, FrameReader, LivenessTimeouts, ReplicaLost, ReplicaRegistry
+from app.fleet import FailoverLimits, Frame, FrameReader, ReplicaLost, ReplicaRegistry
 from app.fleet.connection import ReplicaConnection
 from app.fleet.dispatch import GroupChooser, make_policy
 from app.fleet.frames import encode
@@ -27,15 +27,15 @@ class Ingress:
         policy = make_policy("least_loaded", random.Random(0))
         self.registry = ReplicaRegistry(policy, GroupChooser([]), block_size=4, clock=FakeClock())
         self.registry.set_replicas(["r0"])
-        self.timeouts = LivenessTimeouts(silence_s=silence_s, step_s=step_s)
+        self.limits = FailoverLimits(place_timeout_s=60.0, silence_s=silence_s, step_s=step_s)
         self.request = InFlightRequest(make_request(), began_at=0.0)
         self.in_flight = {self.request.begin_attempt(0.0).request_id: self.request}
 
     def reader(self) -> FrameReader:
-        return FrameReader("r0", self.registry, self.in_flight, Counts(), self.timeouts)
+        return FrameReader("r0", self.registry, self.in_flight, Counts(), self.limits)
 
     def frame(self, number: int, *token_ids: int, step_age_s: float = 0.0) -> bytes:
-        deltas = (TokenDelta(self.request.attempt_id, token_ids),) if token_ids else ()
+        deltas = (TokenDelta(self.request.sent.request_id, token_ids),) if token_ids else ()
         return encode(Frame(number, make_report(step_age_s=step_age_s), deltas))
 
 

@@ -16,7 +16,7 @@ from app.engine.request import FinishReason, Grammar, GrammarKind, Queued, Reque
 from app.engine.stats import SleepState
 from app.engine.view import EngineView
 from app.errors import Failure, InvalidRequest, Overloaded
-from app.fleet import Address, Frame, FrameServer, Outbox, connect
+from app.fleet import Address, Frame, FrameServer, IngressSession, connect
 from app.fleet.frame_server import MAX_HELLO_BYTES, Hello
 from app.fleet.frames import AbortRequest, Message, SubmitRequest, WatchEngine, encode, frame_decoder
 from tests.engine.test_sleeper import dozing_service, turns_on
@@ -29,7 +29,7 @@ class Replica:
     """A server with an engine that computes nothing. Tests put the deltas of its requests."""
 
     def __init__(self) -> None:
-        self.outboxes: dict[str, Outbox] = {}  # by request id
+        self.sessions: dict[str, IngressSession] = {}  # by request id
         self.aborted: list[str] = []
         self.refusal: Exception | None = None
         self.compiled = asyncio.Event()
@@ -43,12 +43,14 @@ class Replica:
     async def adapter_of(self, request: Request) -> object:
         return request.adapter
 
-    def submit(self, request: Request, receiver: Outbox, matcher: object = None, adapter: object = None) -> Queued:
+    def submit(
+        self, request: Request, receiver: IngressSession, matcher: object = None, adapter: object = None
+    ) -> Queued:
         if self.refusal is not None:
             raise self.refusal
         assert (matcher, adapter) == (request.sampling.grammar, request.adapter)
-        self.outboxes[request.request_id] = receiver
-        return Queued(len(self.outboxes), 0.5)
+        self.sessions[request.request_id] = receiver
+        return Queued(len(self.sessions), 0.5)
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -62,7 +64,7 @@ class Replica:
 
     def put(self, delta: TokenDelta) -> None:
         """As the engine does after a step."""
-        self.outboxes[delta.request_id].put_all([delta])
+        self.sessions[delta.request_id].put_all([delta])
 
 
 @asynccontextmanager
@@ -206,11 +208,11 @@ def test_a_request_with_a_grammar_waits_for_it_and_holds_up_no_other() -> None:
             await frames.submit("quick")
             frames.send(AbortRequest("given up"))
             await frames.submit("another")
-            assert list(replica.outboxes) == ["quick", "another"]
+            assert list(replica.sessions) == ["quick", "another"]
             replica.compiled.set()
             [delta] = await frames.deltas()
             assert delta.request_id == "slow"
-            assert list(replica.outboxes) == ["quick", "another", "slow"]
+            assert list(replica.sessions) == ["quick", "another", "slow"]
 
     with_replica(scene)
 
@@ -386,7 +388,7 @@ def test_a_reader_that_does_not_read_gets_fewer_and_longer_frames_and_slows_no_o
         )
         async with frames_from(address, "quick") as quick:
             await quick.submit("b")
-            await until(lambda: long_id in replica.outboxes)
+            await until(lambda: long_id in replica.sessions)
             for n in range(num_tokens):
                 replica.put(TokenDelta(long_id, (n,)))
                 replica.put(TokenDelta("b", (n,)))

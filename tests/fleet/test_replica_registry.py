@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.engine.request import Adapter
+from app.engine.request import Adapter, Request
 from app.errors import InvalidRequest, Overloaded, Unavailable
 from app.fleet import ReplicaRegistry
 from app.fleet.dispatch import Group, GroupChooser, make_policy
@@ -26,10 +26,10 @@ def make_registry(dispatch: str = "least_loaded", *, groups: Sequence[Group] = (
     return registry
 
 
-def place(registry: ReplicaRegistry, prompt: tuple[int, ...] = (5, 6, 7), **fields: object) -> tuple[str, str]:
-    """Place a request where the registry prefers it; its id and the replica's."""
+def place(registry: ReplicaRegistry, prompt: tuple[int, ...] = (5, 6, 7), **fields: object) -> tuple[Request, str]:
+    """Place a request where the registry prefers it; the request and the replica's id."""
     request = replace(make_request(prompt), **fields)  # type: ignore[arg-type]
-    return request.request_id, registry.place(request, REPLICAS)
+    return request, registry.place(request, REPLICAS).replica_id
 
 
 def test_requests_of_the_same_moment_see_each_other() -> None:
@@ -47,15 +47,15 @@ def test_a_suspect_is_tried_last_until_it_reports() -> None:
 
 def test_a_replica_that_has_just_refused_is_tried_last() -> None:
     registry = make_registry()
-    assert [registry.place(make_request(), REPLICAS, avoid={"b"}) for _ in range(5)] == ["a"] * 5
-    assert registry.place(make_request(), ["b"], avoid={"b"}) == "b"
+    assert [registry.place(make_request(), REPLICAS, avoid={"b"}).replica_id for _ in range(5)] == ["a"] * 5
+    assert registry.place(make_request(), ["b"], avoid={"b"}).replica_id == "b"
 
 
 def test_a_known_prefix_and_a_session_go_where_they_were_before() -> None:
     registry = make_registry("prefix_affinity")
     prompt = tuple(range(2, 42))
-    request_id, first = place(registry, prompt)
-    registry.end(request_id, num_generated=4)
+    request, first = place(registry, prompt)
+    registry.end(request.request_id, max_tokens=request.sampling.max_tokens, num_generated=4)
     assert {place(registry, (*prompt, n))[1] for n in range(6)} == {first}
     registry = make_registry("prefix_affinity")
     _, first = place(registry, (9,), session="mine")
@@ -64,13 +64,10 @@ def test_a_known_prefix_and_a_session_go_where_they_were_before() -> None:
 
 def test_a_decision_can_be_explained_with_the_numbers_of_all_candidates() -> None:
     registry = make_registry()
-    request_id, first = place(registry)
-    decision = registry.decision(request_id)
-    assert decision is not None
+    decision = registry.place(make_request(), REPLICAS)
+    first = decision.replica_id
     assert decision.reason == f"least_loaded: {first}, the least work"
     assert all(replica_id in decision.explain_loads() for replica_id in REPLICAS)
-    registry.end(request_id, num_generated=4)
-    assert registry.decision(request_id) is None
 
 
 def test_when_all_are_full_the_request_is_refused_before_it_is_sent() -> None:
@@ -91,14 +88,16 @@ def test_a_request_that_is_not_to_wait_goes_where_a_slot_is_free_or_is_refused()
     registry = make_registry("round_robin")
     registry.note("a", make_report(num_requests=8))
     request = replace(make_request(), no_queue=True)
-    assert registry.place(request, REPLICAS) == "b"
+    assert registry.place(request, REPLICAS).replica_id == "b"
     registry.note("b", make_report(num_requests=8))
     with pytest.raises(Overloaded, match="none of 2 replicas has a free slot") as refused:
         registry.place(replace(make_request(), no_queue=True), REPLICAS)
     assert refused.value.retry_after_s > 0
     registry.place(make_request(), REPLICAS)
     registry.note("a", make_report(num_requests=8, num_background=8))
-    assert registry.place(replace(make_request(), no_queue=True), REPLICAS) == "a", "background work gives way"
+    assert registry.place(replace(make_request(), no_queue=True), REPLICAS).replica_id == "a", (
+        "background work gives way"
+    )
     with pytest.raises(Overloaded):
         registry.place(replace(make_request(), no_queue=True), REPLICAS, avoid={"a"})
 
@@ -110,7 +109,7 @@ def test_a_request_goes_to_its_group_and_to_any_replica_when_that_is_gone() -> N
     assert {place(registry, group="new")[1] for _ in range(5)} == {"b"}
     assert {place(registry)[1] for _ in range(40)} == {"a", "b"}
     request = replace(make_request(), group="new")
-    assert registry.place(request, ["a"]) == "a"
+    assert registry.place(request, ["a"]).replica_id == "a"
     with pytest.raises(InvalidRequest, match="there is no group 'newest'; there are old, new"):
         registry.place(replace(make_request(), group="newest"), REPLICAS)
 
@@ -170,9 +169,7 @@ def test_a_replica_that_is_gone_takes_its_account_with_it() -> None:
     registry.note("a", make_report(num_requests=9))
     registry.set_replicas(["b"])
     registry.set_replicas(REPLICAS)
-    request_id, _ = place(registry)
-    decision = registry.decision(request_id)
-    assert decision is not None
+    decision = registry.place(make_request(), REPLICAS)
     assert {candidate.replica_id: candidate.num_ahead for candidate in decision.candidates} == {"a": 0, "b": 0}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from app.api import RequestHandler, ServedModel, pipelines_of
+from app.api.auth.keys import KeyRing
 from app.config import ApiConfig, ApplicationConfig, BatchesConfig
 from app.errors import Failure, InvalidRequest
 from app.jobs import BatchLimits, NewBatch
@@ -22,7 +23,7 @@ from app.jobs.preparation import PreparedItem
 from app.jobs.results import PARTIAL, PartialOutputs, ResultStore
 from app.jobs.runner import Executor, JobRun
 from tests import waiting
-from tests.api.keys import entry
+from tests.api.keys import entry, ring
 from tests.jobs.lives import CHAT, OWNER, begin, ends, jsonl, until, upload
 
 
@@ -126,15 +127,14 @@ async def service(
     engines: Engines,
     models: list[ServedModel],
     *,
-    keys: ApiConfig | None = None,
+    keys: KeyRing | None = None,
     weights: str = "",
     max_at_once: int = 1,
     limits: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
 ) -> AsyncIterator[LocalBatchService]:
-    keys = keys or ApiConfig()
     careful = {"name": "careful", "steps": [{"kind": "generate", "model": "demo"}]}
     config = ApplicationConfig.model_validate({"models": [{"name": "demo"}], "pipelines": [careful]})
-    handler = RequestHandler(models, keys, pipelines=pipelines_of(config, models))
+    handler = RequestHandler(models, ApiConfig(), authenticator=keys, pipelines=pipelines_of(config, models))
     execution = EngineExecution(handler, engines.pool, weights={"demo": weights}, max_at_once=max_at_once)
     async with LocalBatchService(folder, BatchesConfig(), execution, limits=limits) as opened:
         yield opened
@@ -331,7 +331,7 @@ def test_so_many_batches_have_engines_at_once_and_the_others_wait(tmp_path: Path
 
 
 def test_what_a_key_may_never_have_is_refused(tmp_path: Path, model: ServedModel) -> None:
-    keys = ApiConfig.model_validate({"keys": [entry(name=OWNER, max_tokens=5)]})
+    keys = ring([entry(name=OWNER, max_tokens=5)])
     content = jsonl(line("short", max_tokens=3), line("open"), line("long", max_tokens=6))
 
     async def use() -> None:

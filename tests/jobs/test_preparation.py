@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from app.api import ServedModel
+from app.api.auth.limits import Account
 from app.api.endpoints.chat import prepare_chat
-from app.api.prepared_request import RequestLimits
+from app.api.request_context import RequestContext
 from app.api.schemas.requests import ChatRequest
 from app.jobs.job import InvalidItem
 from app.jobs.preparation import PreparedItem
@@ -34,7 +35,9 @@ def error_of(row: PreparedItem | InvalidItem) -> str:
 def test_a_batch_line_becomes_the_request_that_the_api_would_make(prepared: Prepare, model: ServedModel) -> None:
     body = {"messages": TURNS, "temperature": 0.5, "seed": 7, "max_completion_tokens": 20, "stop": "8", "top_p": 0.9}
     row = request_of(prepared(batch_line(body)))
-    call = prepare_chat(ChatRequest.model_validate(body), model, RequestLimits())
+    with Account(None, lambda: 0.0).reserve() as reservation:
+        context = RequestContext(reservation=reservation, request_id="r")
+        call = prepare_chat(ChatRequest.model_validate(body), model, context)
     assert row.request.sampling == call.requests[0].sampling
     assert row.request.prompt_token_ids == call.requests[0].prompt_token_ids
     assert (row.id, row.stop) == ("line-1", ("8",))

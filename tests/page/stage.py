@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -27,7 +27,6 @@ from app.fleet import (
     Fleet,
     FrameReader,
     FrameServer,
-    LivenessTimeouts,
     ReplicaRegistry,
     report_of,
 )
@@ -37,6 +36,7 @@ from app.jobs.batch_runner import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.metrics import ModelMetrics
 from app.text import Tokenizer
+from tests.api.keys import ring
 from tests.waiting import eventually
 
 MODEL = "demo"
@@ -73,7 +73,7 @@ class Stage:
         demo_path: Path,
         *,
         num_replicas: int = 2,
-        api: dict[str, Any] | None = None,
+        keys: Sequence[Mapping[str, Any]] = (),
         batches: Path | None = None,
         **engine: Any,
     ) -> None:
@@ -82,7 +82,7 @@ class Stage:
         self._exits = AsyncExitStack()
         self._path = str(demo_path)
         self._num_replicas = num_replicas
-        self._api = ApiConfig.model_validate(api or {})
+        self._keys = keys
         self._config = EngineConfig.model_validate(
             {"model": {"path": self._path, "simulated": {"step_ms": 10.0, "per_token_ms": 0.05}}} | engine
         )
@@ -128,7 +128,7 @@ class Stage:
         )
         for _ in range(self._num_replicas):
             self._start_replica()
-        limits = FailoverLimits(place_timeout_s=5, liveness=LivenessTimeouts(silence_s=10, step_s=30))
+        limits = FailoverLimits(place_timeout_s=5, silence_s=10, step_s=30)
         self.fleet = Fleet(self, self.registry, limits, ModelMetrics(time.monotonic))
         self.registry.set_replicas(list(self.replicas))
         model = ServedModel(
@@ -138,7 +138,7 @@ class Stage:
             generate=self.fleet.generate,
             created=0,
         )
-        handler = RequestHandler([model], self._api)
+        handler = RequestHandler([model], ApiConfig(), authenticator=ring(self._keys) if self._keys else None)
         app = build_app(
             handler,
             self._is_ready,

@@ -197,8 +197,8 @@ def test_a_killed_replica_is_lost_gone_and_replaced_and_its_requests_go_on(
 
 
 def test_the_live_view_wants_an_admins_key_and_the_playground_any(page: Any, demo_path: Path) -> None:
-    api = {"keys": [entry(), entry(ADMIN_KEY, "root", admin=True)]}
-    with Stage(demo_path, num_replicas=1, api=api, **ENGINE) as stage:
+    keys = [entry(), entry(ADMIN_KEY, "root", admin=True)]
+    with Stage(demo_path, num_replicas=1, keys=keys, **ENGINE) as stage:
         page.goto(stage.url)
         page.wait_for_selector("#notice:has-text('admin')")
         page.fill("#key", KEY)

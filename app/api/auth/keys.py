@@ -105,14 +105,12 @@ class NoAuthentication:
         return self._account
 
 
-def authenticator_of(config: ApiConfig, pools: SharedPools | None = None) -> KeyRing | NoAuthentication:
-    """For the keys of the config.
+def without_keys(config: ApiConfig, pools: SharedPools | None = None) -> NoAuthentication:
+    """For a service without keys.
 
-    Without keys, on loopback, processes of this machine may use the admin routes. A service that other machines reach
-    without keys (`allow_unauthenticated`) has no admin routes.
+    On loopback, processes of this machine may use the admin routes. A service that other machines reach without keys
+    (`allow_unauthenticated`) has no admin routes.
     """
-    if config.keys:
-        return KeyRing(config.keys, pools=pools)
     return NoAuthentication(pools, may_administer=not config.allow_unauthenticated)
 
 

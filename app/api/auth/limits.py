@@ -1,4 +1,4 @@
-"""What one key may use: requests and tokens a minute, requests and bytes of bodies at once; how it changes a call.
+"""What one key may use: requests and tokens a minute, requests and bytes of bodies at once.
 
 All numbers are those of this process, by its clock.
 """
@@ -8,12 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from app.api.prepared_request import PreparedRequest
-from app.api.schemas.requests import QueuedRequest
 from app.config import KeyConfig
-from app.engine.request import Request
 from app.errors import InvalidRequest, LimitReached, NotPermitted
 from app.fair import SharedPool
 
@@ -289,8 +286,14 @@ class Reservation:
     num_logprobs: int = 0
     _usages: list[Callable[[], int]] = field(default_factory=list)
 
-    def reserve(self, num_tokens: int) -> None:
-        """Reserve what a call may need at most. The end of the request settles it. Raises LimitReached."""
+    def reserve(self, num_tokens: int, *, num_logprobs: int = 0) -> None:
+        """Reserve what a request may need at most. Its end settles the tokens and gives the log-probabilities back.
+
+        Raises LimitReached.
+        """
+        if num_logprobs:
+            self.account.hold_logprobs(num_logprobs)
+            self.num_logprobs += num_logprobs
         self.account.reserve_tokens(num_tokens)
         self.num_reserved += num_tokens
 
@@ -298,11 +301,6 @@ class Reservation:
         """Count bytes of the body that have come, until `release_body` or the end. Raises LimitReached."""
         self.account.hold_body(num_bytes)
         self.num_body_bytes += num_bytes
-
-    def hold_logprobs(self, number: int) -> None:
-        """Count log-probabilities that the answer may have, until the end. Raises LimitReached."""
-        self.account.hold_logprobs(number)
-        self.num_logprobs += number
 
     def release_body(self) -> None:
         """The body is not in memory any more."""
@@ -316,51 +314,6 @@ class Reservation:
     def num_used(self) -> int:
         """Tokens of prompts and outputs by now."""
         return sum(num_tokens() for num_tokens in self._usages)
-
-
-def apply_key(
-    reservation: Reservation, call: PreparedRequest, body: QueuedRequest, *, share_prefixes: bool
-) -> PreparedRequest:
-    """The call as its key allows it, with the tokens that it may need reserved on the key's account.
-
-    The key's name is the tenant, whatever the body says of its `user`, and part of the session; without
-    `share_prefixes`, of the cache salt too. Raises InvalidRequest for outputs that are too long for the key or a
-    priority below its own, and LimitReached.
-    """
-    account = reservation.account
-    call = bounded_call(account, call, body)
-    if account.name:
-        call = replace(
-            call,
-            requests=tuple(_owned(each, account.name, share_prefixes=share_prefixes) for each in call.requests),
-        )
-    reservation.hold_logprobs(call.num_logprobs)
-    reservation.reserve(call.num_prompt_tokens + sum(request.sampling.max_tokens for request in call.requests))
-    return call
-
-
-def bounded_call(account: Account, call: PreparedRequest, body: QueuedRequest) -> PreparedRequest:
-    """The call with outputs as long as its key allows.
-
-    Raises InvalidRequest when it asks for longer ones, or to go before others.
-    """
-    account.check_priority(body.priority)
-    max_tokens = account.max_tokens(body.asked_tokens, body.length_param)
-    if max_tokens is None:
-        return call
-    min_tokens = max(request.sampling.min_tokens for request in call.requests)
-    if min_tokens > max_tokens:
-        raise InvalidRequest(
-            f"min_tokens is {min_tokens:,}; this API key may have at most {max_tokens:,}", param="min_tokens"
-        )
-    return call.with_max_tokens(max_tokens)
-
-
-def _owned(request: Request, name: str, *, share_prefixes: bool) -> Request:
-    # No name has a line end, so no two keys can agree on a salt or a session.
-    salt = request.cache_salt if share_prefixes else f"{name}\n{request.cache_salt}"
-    session = request.session and f"{name}\n{request.session}"
-    return replace(request, tenant=name, cache_salt=salt, session=session)
 
 
 def rate_limit_headers(state: Mapping[str, object]) -> dict[str, str]:

@@ -14,9 +14,9 @@ from app.api.endpoints.files import ExpiresAfter
 from app.api.endpoints.pages import page_of
 from app.api.endpoints.table import ENDPOINTS
 from app.api.http.body import read_json_object
-from app.api.http.headers import is_strict
 from app.api.prepared_request import RequestLimits
-from app.api.schemas.parameters import refuse_unknown
+from app.api.request_context import asks_for
+from app.api.schemas.parameters import STRICT_HEADER, refuse_unknown
 from app.api.schemas.requests import MAX_ID_LENGTH, Schema, from_validation_error
 from app.jobs import BatchService, NewBatch
 from app.webhooks.receiver import WebhookReceiver
@@ -93,7 +93,7 @@ class BatchRoutes:
     async def create(self, request: Request) -> Response:
         """Begin a batch."""
         body = await read_json_object(request, _BODY_LIMITS)
-        if is_strict(request.headers):
+        if asks_for(request.headers, STRICT_HEADER):
             refuse_unknown(body, BatchRequest)
         try:
             asked = BatchRequest.model_validate(body)

@@ -31,10 +31,10 @@ class RunningCalls:
         self._calls: dict[str, list[tuple[str, PreparedRequest]]] = {}  # with the account's name
 
     @contextmanager
-    def noted(self, request_id: str, account: Account, call: PreparedRequest) -> Iterator[None]:
+    def noted(self, request_id: str, account: Account, prepared: PreparedRequest) -> Iterator[None]:
         """While it runs."""
-        entry = (account.name, call)
-        ids = {request_id, call.call_id, *(each.request_id for each in call.requests)}
+        entry = (account.name, prepared)
+        ids = {request_id, prepared.response_id, *(each.request_id for each in prepared.requests)}
         for each in ids:
             self._calls.setdefault(each, []).append(entry)
         try:
@@ -47,12 +47,12 @@ class RunningCalls:
 
     async def cancel(self, request_id: str, account: str | None) -> bool:
         """See `Cancel`; only what this process has."""
-        calls = [call for owner, call in self._calls.get(request_id, ()) if account in (None, owner)]
+        calls = [prepared for owner, prepared in self._calls.get(request_id, ()) if account in (None, owner)]
         ended = [
-            self._fleets[call.model.base].cancel(each.request_id)
-            for call in calls
-            if call.model.base in self._fleets
-            for each in call.requests
+            self._fleets[prepared.model.base].cancel(each.request_id)
+            for prepared in calls
+            if prepared.model.base in self._fleets
+            for each in prepared.requests
         ]
         return any(ended)
 

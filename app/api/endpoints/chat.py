@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from app.api.generation import SharedFields, call_of, encode_chat, shared_fields
-from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
+from app.api.generation import SharedFields, encode_chat, prepare_generation, shared_fields, truncated
+from app.api.prepared_request import PreparedRequest, ServedModel
+from app.api.request_context import RequestContext
 from app.api.schemas.requests import ChatRequest, ReasoningEffort
 from app.engine.request import Grammar, GrammarKind, Thought
 from app.errors import InvalidRequest
@@ -19,11 +21,16 @@ _EFFORTS: dict[ReasoningEffort, float] = {
 
 
 def prepare_chat(
-    body: ChatRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
+    body: ChatRequest,
+    model: ServedModel,
+    context: RequestContext,
+    shared: SharedFields | None = None,
+    prefix: str = "chatcmpl-",
 ) -> PreparedRequest:
     """Check and tokenize a chat. `shared` is known where another body has the same. Raises InvalidRequest."""
-    shared = shared or shared_fields(body, model, limits)
-    body = body.with_documents_written()
+    shared = shared or shared_fields(body, model, context.limits)
+    if body.documents:
+        body = body.with_documents_written()
     prompt = encode_chat(
         body,
         model,
@@ -31,27 +38,27 @@ def prepare_chat(
         continue_final_message=body.continue_final_message,
         may_be_longer=body.truncate_prompt_tokens is not None,
     )
-    call = call_of("chatcmpl", body, model, limits, [prompt], shared, default_max_tokens=None)
     reasoning = _reasoning(body, model, prompt)
-    if reasoning is None:
-        return call
-    return _with_thought(replace(call, reasoning=reasoning), reasoning, body, prompt)
+    if body.truncate_prompt_tokens is not None:
+        prompt = truncated(prompt, body, model)
+    form = None if reasoning is None else partial(_with_thought, shared.grammar, reasoning, body, model, prompt)
+    return prepare_generation(prefix, body, model, context, [prompt], shared, reasoning=reasoning, form=form)
 
 
 def _with_thought(
-    call: PreparedRequest, reasoning: Reasoning, body: ChatRequest, prompt: tuple[int, ...]
-) -> PreparedRequest:
-    """The call with room for reasoning before an output that has a form, and with the limit of reasoning."""
-    sampling = call.requests[0].sampling
-    form, budget = sampling.grammar, _budget(body, sampling.max_tokens)
-    if (form is None and budget is None) or _is_over(reasoning, body, call.model, prompt):
-        return call
+    grammar: Grammar | None,
+    reasoning: Reasoning,
+    body: ChatRequest,
+    model: ServedModel,
+    prompt: tuple[int, ...],
+    max_tokens: int,
+) -> Grammar | None:
+    """The grammar with room for reasoning before an output that has a form, and with the limit of reasoning."""
+    budget = _budget(body, max_tokens)
+    if (grammar is None and budget is None) or _is_over(reasoning, body, model, prompt):
+        return grammar
     thought = Thought(reasoning.marks.begin, reasoning.marks.end, reasoning.is_open, budget)
-    grammar = replace(form or Grammar(GrammarKind.TEXT, "", param=body.budget_param), thought=thought)
-    return replace(
-        call,
-        requests=tuple(replace(each, sampling=replace(each.sampling, grammar=grammar)) for each in call.requests),
-    )
+    return replace(grammar or Grammar(GrammarKind.TEXT, "", param=body.budget_param), thought=thought)
 
 
 def _budget(body: ChatRequest, max_tokens: int) -> int | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
-from app.api.generation import SharedFields, call_of, encode_prompts, shared_fields
-from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
+from app.api.generation import SharedFields, encode_prompts, prepare_generation, shared_fields, truncated
+from app.api.prepared_request import PreparedRequest, ServedModel
+from app.api.request_context import RequestContext
 from app.api.schemas.requests import CompletionRequest
 from app.errors import InvalidRequest
 
@@ -13,12 +14,13 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's default; a chat may use the rest of the cont
 
 
 def prepare_completion(
-    body: CompletionRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
+    body: CompletionRequest, model: ServedModel, context: RequestContext, shared: SharedFields | None = None
 ) -> PreparedRequest:
     """Check and tokenize one prompt or several. `shared` is known where another body has the same.
 
     Raises InvalidRequest.
     """
+    limits = context.limits
     shared = shared or shared_fields(body, model, limits)
     if len(body.prompt) > limits.max_prompts:
         raise InvalidRequest(
@@ -32,7 +34,8 @@ def prepare_completion(
             f"this server accepts {limits.max_prompts:,} in one call",
             param=param,
         )
-    body = body.with_documents_written()
+    if body.documents:
+        body = body.with_documents_written()
     prompts = encode_prompts(
         body.prompt,
         model,
@@ -40,18 +43,21 @@ def prepare_completion(
         add_special_tokens=body.add_special_tokens,
         may_be_longer=body.truncate_prompt_tokens is not None,
     )
-    call = call_of("cmpl", body, model, limits, prompts, shared, default_max_tokens=DEFAULT_MAX_TOKENS)
-    return replace(call, prompt_texts=_prompt_texts(body, call)) if body.echo else call
+    if body.truncate_prompt_tokens is not None:
+        prompts = [truncated(prompt, body, model) for prompt in prompts]
+    texts = _prompt_texts(body, model, prompts) if body.echo else ()
+    return prepare_generation(
+        "cmpl-", body, model, context, prompts, shared, default_max_tokens=DEFAULT_MAX_TOKENS, prompt_texts=texts
+    )
 
 
-def _prompt_texts(body: CompletionRequest, call: PreparedRequest) -> tuple[str, ...]:
+def _prompt_texts(body: CompletionRequest, model: ServedModel, prompts: Sequence[tuple[int, ...]]) -> tuple[str, ...]:
     """What is echoed of each prompt: the text as it was sent; of token ids and of what was cut short, theirs."""
     cut = body.truncate_prompt_tokens is not None
-    prompts = [request.prompt_token_ids for request in call.requests[:: call.num_samples]]
 
     def text(given: str | list[int], token_ids: tuple[int, ...]) -> str:
         if isinstance(given, str) and not cut:
             return given
-        return call.model.tokenizer.decode(token_ids, skip_special_tokens=body.skip_special_tokens)
+        return model.tokenizer.decode(token_ids, skip_special_tokens=body.skip_special_tokens)
 
     return tuple(text(given, token_ids) for given, token_ids in zip(body.prompt, prompts, strict=True))

@@ -6,14 +6,13 @@ import base64
 import math
 import sys
 from array import array
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from app.api.generation import SharedFields, encode_prompts, pooling_call
+from app.api.generation import SharedFields, encode_prompts, prepare_pooling
 from app.api.output.choices import ChoiceDelta
-from app.api.output.completion_writers import Writer
-from app.api.output.response_state import Json, ResponseState
-from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
+from app.api.output.response_state import Json, ResponseState, Writer
+from app.api.prepared_request import PreparedRequest, ServedModel
+from app.api.request_context import RequestContext
 from app.api.schemas.requests import EmbeddingsRequest
 from app.errors import ContextTooLong, Failure, InvalidRequest
 from app.json_pieces import Rows
@@ -21,15 +20,15 @@ from app.text.text_pairs import EncodedText
 
 
 def prepare_embeddings(
-    body: EmbeddingsRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
+    body: EmbeddingsRequest, model: ServedModel, context: RequestContext, shared: SharedFields | None = None
 ) -> PreparedRequest:
     """Check and tokenize the texts. Raises InvalidRequest."""
     size = model.facts.embedding_size
     if model.pooling is None or size is None:
         raise InvalidRequest(f"the model {model.name!r} gives no embeddings; ask another", param="model")
-    if len(body.input) > limits.max_inputs:
+    if len(body.input) > context.limits.max_inputs:
         raise InvalidRequest(
-            f"input holds {len(body.input):,} texts; this server accepts {limits.max_inputs:,} in one call",
+            f"input holds {len(body.input):,} texts; this server accepts {context.limits.max_inputs:,} in one call",
             param="input",
         )
     if body.dimensions is not None and body.dimensions > size:
@@ -39,7 +38,7 @@ def prepare_embeddings(
     prompts = encode_prompts(body.input, model, "input", add_special_tokens=body.add_special_tokens)
     for prompt in prompts:
         _check_length(len(prompt), model.facts.max_model_len)
-    return pooling_call("embd", body, model, limits, map(EncodedText, prompts), model.pooling)
+    return prepare_pooling("embd-", body, model, context, map(EncodedText, prompts), model.pooling)
 
 
 def _check_length(num_tokens: int, max_model_len: int) -> None:
@@ -58,15 +57,15 @@ class EmbeddingsWriter(Writer):
 
     body: EmbeddingsRequest
 
-    async def full_response(self, state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
+    async def full_response(self, state: ResponseState) -> Json:
         """Wait for all vectors and write them."""
-        vectors = await vectors_of(state, pieces, dimensions=self.body.dimensions)
+        vectors = await vectors_of(state, dimensions=self.body.dimensions)
         state.log_end()
-        num_tokens = state.call.num_prompt_tokens
+        num_tokens = state.prepared.num_prompt_tokens
         return {
             "object": "list",
             "data": Rows(lambda: ([self._row(at, each)] for at, each in enumerate(vectors))),
-            "model": state.call.model.name,
+            "model": state.prepared.model.name,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
 
@@ -82,15 +81,13 @@ class EmbeddingsWriter(Writer):
         return base64.b64encode(little_endian.tobytes()).decode()
 
 
-async def vectors_of(
-    state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None], *, dimensions: int | None = None
-) -> list[array[float]]:
+async def vectors_of(state: ResponseState, *, dimensions: int | None = None) -> list[array[float]]:
     """Wait for the vectors of all requests of a call. Each has the length 1, and `dimensions` numbers if so many."""
-    vectors = await numbers_of(state, pieces)
+    vectors = await numbers_of(state)
     return [normalised(vector[:dimensions]) for vector in vectors]
 
 
-async def numbers_of(state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]) -> list[array[float]]:
+async def numbers_of(state: ResponseState) -> list[array[float]]:
     """Wait for what the model gives for all requests of a call: vectors of any length, or scores of labels."""
     vectors = [array("f")] * len(state.outputs)
 
@@ -98,7 +95,7 @@ async def numbers_of(state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, N
         if piece.finish_reason is not None:
             vectors[piece.index] = array("f", vector_of(piece))
 
-    await state.read(pieces, keep)
+    await state.read(keep)
     return vectors
 
 

@@ -12,9 +12,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from app.api.endpoints.pages import page_of
-from app.api.http.headers import is_strict
 from app.api.http.multipart import Form, read_form
-from app.api.schemas.parameters import refuse_names
+from app.api.request_context import asks_for
+from app.api.schemas.parameters import STRICT_HEADER, refuse_names
 from app.api.schemas.requests import Schema, from_validation_error
 from app.errors import InvalidRequest
 from app.jobs import BatchService, NewFile
@@ -58,7 +58,7 @@ class FileRoutes:
             form = await read_form(
                 request, max_file_bytes=self._max_file_bytes, sink=lambda data: service.append(upload_id, data)
             )
-            if is_strict(request.headers):
+            if asks_for(request.headers, STRICT_HEADER):
                 refuse_names(sorted(form.fields.keys() - _FIELDS))
             return JSONResponse(await service.finish_upload(upload_id, _new_file(form)))
         except BaseException:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic_core import from_json
@@ -15,30 +14,29 @@ from app.api.generation import SharedFields
 from app.api.http.errors import MESSAGES_PATH, error_body
 from app.api.http.sse import named_event
 from app.api.output.choices import ChoiceDelta
-from app.api.output.completion_writers import Writer
-from app.api.output.response_state import GrowingText, Json, ResponseState
+from app.api.output.response_state import GrowingText, Json, ResponseState, Writer
 from app.api.output.tool_calls import ToolCallDelta
-from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
+from app.api.prepared_request import PreparedRequest, ServedModel
+from app.api.request_context import RequestContext
 from app.api.schemas.messages import MessagesRequest
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def prepare_message(
-    body: MessagesRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
+    body: MessagesRequest, model: ServedModel, context: RequestContext, shared: SharedFields | None = None
 ) -> PreparedRequest:
     """Check the body and tokenize its chat. Raises InvalidRequest."""
-    call = prepare_chat(body.as_chat(), model, limits, shared)
-    return replace(call, call_id=f"msg_{uuid.uuid4().hex}")
+    return prepare_chat(body.as_chat(), model, context, shared, prefix="msg_")
 
 
 class MessagesWriter(Writer):
     """The answers of one call on /v1/messages."""
 
-    async def full_response(self, state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
+    async def full_response(self, state: ResponseState) -> Json:
         """Wait for the end and write the message."""
         message = MessageBuilder(state)
-        await state.read(pieces, lambda piece: deque(message.add(piece), maxlen=0))  # no events are sent
+        await state.read(lambda piece: deque(message.add(piece), maxlen=0))  # no events are sent
         state.log_end()
         return message.as_json()
 
@@ -93,12 +91,12 @@ class MessageBuilder:
 
     def as_json(self) -> Json:
         """The message by now."""
-        call = self._state.call
+        prepared = self._state.prepared
         return {
-            "id": call.call_id,
+            "id": prepared.response_id,
             "type": "message",
             "role": "assistant",
-            "model": call.model.name,
+            "model": prepared.model.name,
             "content": [block.as_json() for block in self._content],
             "stop_reason": self._stop_reason,
             "stop_sequence": self._stop_sequence,

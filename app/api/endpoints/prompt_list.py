@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from app.api.auth.limits import Account
 from app.api.endpoints.batches import Metadata, WebhookRequest
 from app.api.handler import RequestHandler, SharedBody
+from app.api.request_context import RequestContext
 from app.api.schemas.parameters import refuse_unknown
 from app.api.schemas.requests import MAX_PROMPTS, Schema, from_validation_error
 from app.errors import InvalidRequest
@@ -89,13 +89,11 @@ class PromptList:
         return [{name: prompt} for prompt in self.asked.prompts]
 
 
-async def prompt_list(
-    body: Mapping[str, Any], handler: RequestHandler, account: Account, *, is_strict: bool
-) -> PromptList:
+async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context: RequestContext) -> PromptList:
     """The checked list. Raises InvalidRequest for a mistake that all prompts would share, naming the field."""
     own = {name: value for name, value in body.items() if name in _OWN_FIELDS and value is not None}
     shared = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
-    if is_strict:
+    if context.is_strict:
         refuse_unknown(own, PromptListRequest)
     try:
         asked = PromptListRequest.model_validate(own)
@@ -109,7 +107,7 @@ async def prompt_list(
     endpoint = COMPLETIONS if isinstance(asked.prompts[0], str) else CHAT
     stand_in = shared | _STAND_INS[endpoint]
     num_bodies = 1 if asked.is_async else len(asked.prompts)
-    common = await handler.check_shared(account, endpoint, stand_in, is_strict=is_strict, num_bodies=num_bodies)
+    common = await handler.check_shared(context, endpoint, stand_in, num_bodies=num_bodies)
     for name in ("webhook", "metadata"):
         if getattr(asked, name) is not None and not asked.is_async:
             raise InvalidRequest(f"{name} is for jobs; send async: true with it", param=name)

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import mul
 
 from app.api.endpoints.embeddings import normalised, vector_of
-from app.api.generation import SharedFields, check_texts, pooling_call
+from app.api.generation import SharedFields, check_texts, prepare_pooling
 from app.api.output.choices import ChoiceDelta
-from app.api.output.completion_writers import Writer
-from app.api.output.response_state import Json, ResponseState
+from app.api.output.response_state import Json, ResponseState, Writer
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
+from app.api.request_context import RequestContext
 from app.api.schemas.ranking import RankingRequest, RerankRequest, ScoreRequest
 from app.engine.request import Pooling
 from app.errors import ContextTooLong, Failure, InvalidRequest
@@ -29,14 +29,14 @@ MAX_CALL_TOKENS = 1_000_000
 
 
 def prepare_rerank(
-    body: RerankRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
+    body: RerankRequest, model: ServedModel, context: RequestContext, shared: SharedFields | None = None
 ) -> PreparedRequest:
     """Check and tokenize a query and its documents. Raises InvalidRequest."""
-    return _call_of(_Comparison(body, model, ("query", "documents"), *body.sides), "rerank", limits)
+    return _prepared(_Comparison(body, model, ("query", "documents"), *body.sides), "rerank-", context)
 
 
 def prepare_score(
-    body: ScoreRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
+    body: ScoreRequest, model: ServedModel, context: RequestContext, shared: SharedFields | None = None
 ) -> PreparedRequest:
     """Check and tokenize the texts on both sides. Raises InvalidRequest."""
     if len(body.text_1) not in (1, len(body.text_2)):
@@ -45,7 +45,7 @@ def prepare_score(
             f"many as text_2 has",
             param="text_1",
         )
-    return _call_of(_Comparison(body, model, ("text_1", "text_2"), *body.sides), "score", limits)
+    return _prepared(_Comparison(body, model, ("text_1", "text_2"), *body.sides), "score-", context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +112,13 @@ class _Comparison:
                 )
 
 
-def _call_of(comparison: _Comparison, prefix: str, limits: RequestLimits) -> PreparedRequest:
-    comparison.check(limits)
+def _prepared(comparison: _Comparison, prefix: str, context: RequestContext) -> PreparedRequest:
+    comparison.check(context.limits)
     prompts = comparison.prompts()
     comparison.check_lengths(prompts)
     model = comparison.model
     pooling = Pooling.SCORE if model.facts.scores_pairs else model.pooling
-    return pooling_call(prefix, comparison.body, model, limits, prompts, pooling)
+    return prepare_pooling(prefix, comparison.body, model, context, prompts, pooling)
 
 
 @dataclass(slots=True)
@@ -161,21 +161,17 @@ class _Scores:
         return [each - 1 for each in self._vectors if each > 0]
 
 
-async def _scores(
-    state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None], *, num_firsts: int, num_pairs: int
-) -> list[float]:
+async def _scores(state: ResponseState, *, num_firsts: int, num_pairs: int) -> list[float]:
     """Wait for all requests of a call."""
-    scores = _Scores(num_firsts, num_pairs, state.call.model.facts.scores_pairs)
-    await state.read(pieces, scores.add)
+    scores = _Scores(num_firsts, num_pairs, state.prepared.model.facts.scores_pairs)
+    await state.read(scores.add)
     state.log_end()
     return scores.values
 
 
-async def best_documents(
-    number: int, top_n: int | None, state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]
-) -> list[tuple[int, float]]:
+async def best_documents(number: int, top_n: int | None, state: ResponseState) -> list[tuple[int, float]]:
     """Wait for the scores of this number of documents; the indices of the best, the best first, with their scores."""
-    scores = await _scores(state, pieces, num_firsts=1, num_pairs=number)
+    scores = await _scores(state, num_firsts=1, num_pairs=number)
     best = sorted(range(number), key=lambda index: -scores[index])[:top_n]
     return [(index, scores[index]) for index in best]
 
@@ -186,14 +182,14 @@ class RerankWriter(Writer):
 
     body: RerankRequest
 
-    async def full_response(self, state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
+    async def full_response(self, state: ResponseState) -> Json:
         body = self.body
-        best = await best_documents(len(body.documents), body.top_n, state, pieces)
-        num_tokens = state.call.num_prompt_tokens
+        best = await best_documents(len(body.documents), body.top_n, state)
+        num_tokens = state.prepared.num_prompt_tokens
         return {
-            "id": state.call.call_id,
+            "id": state.prepared.response_id,
             "object": "list",
-            "model": state.call.model.name,
+            "model": state.prepared.model.name,
             "results": Rows(lambda: ([self._row(index, score)] for index, score in best)),
             "meta": {
                 "api_version": {"version": "2"},
@@ -214,14 +210,14 @@ class ScoreWriter(Writer):
 
     body: ScoreRequest
 
-    async def full_response(self, state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
-        scores = await _scores(state, pieces, num_firsts=len(self.body.text_1), num_pairs=len(self.body.text_2))
-        num_tokens = state.call.num_prompt_tokens
+    async def full_response(self, state: ResponseState) -> Json:
+        scores = await _scores(state, num_firsts=len(self.body.text_1), num_pairs=len(self.body.text_2))
+        num_tokens = state.prepared.num_prompt_tokens
         return {
-            "id": state.call.call_id,
+            "id": state.prepared.response_id,
             "object": "list",
-            "created": state.call.created,
-            "model": state.call.model.name,
+            "created": state.prepared.created,
+            "model": state.prepared.model.name,
             "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -14,8 +14,7 @@ from app.api.generation import SharedFields
 from app.api.http.errors import error_body
 from app.api.http.sse import named_event, named_event_pieces
 from app.api.output.choices import ChoiceDelta
-from app.api.output.completion_writers import Writer
-from app.api.output.response_state import GrowingText, Json, ResponseState
+from app.api.output.response_state import GrowingText, Json, ResponseState, Writer
 from app.api.output.token_details import (
     CHAT_LOGPROBS,
     PackedLogprobs,
@@ -24,17 +23,17 @@ from app.api.output.token_details import (
     write_logprobs,
 )
 from app.api.output.tool_calls import ToolCallDelta
-from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
+from app.api.prepared_request import PreparedRequest, ServedModel
+from app.api.request_context import RequestContext
 from app.api.schemas.responses import ResponsesRequest
 from app.json_pieces import Rows, joined
 
 
 def prepare_response(
-    body: ResponsesRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
+    body: ResponsesRequest, model: ServedModel, context: RequestContext, shared: SharedFields | None = None
 ) -> PreparedRequest:
     """Check the body and tokenize its chat. Raises InvalidRequest."""
-    call = prepare_chat(body.as_chat(), model, limits, shared)
-    return replace(call, call_id=f"resp_{uuid.uuid4().hex}")
+    return prepare_chat(body.as_chat(), model, context, shared, prefix="resp_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +42,10 @@ class ResponsesWriter(Writer):
 
     body: ResponsesRequest
 
-    async def full_response(self, state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
+    async def full_response(self, state: ResponseState) -> Json:
         """Wait for the end and write the response."""
         response = ResponseBuilder(self.body, state)
-        await state.read(pieces, lambda piece: deque(response.add(piece), maxlen=0))  # no events are sent
+        await state.read(lambda piece: deque(response.add(piece), maxlen=0))  # no events are sent
         state.log_end()
         return response.as_json()
 
@@ -69,7 +68,7 @@ class ResponseBuilder:
         self._status = "in_progress"
         self._error: Json | None = None
         self._num_events = 0
-        self._names = TokenNames(state.call.model.tokenizer)
+        self._names = TokenNames(state.prepared.model.tokenizer)
         self._pending_logprobs: list[TokenLogprob] = []  # of tokens without an event yet
         self.has_begun = False
 
@@ -116,12 +115,12 @@ class ResponseBuilder:
 
     def as_json(self) -> Json:
         """The response by now."""
-        body, call = self._body, self._state.call
+        body, prepared = self._body, self._state.prepared
         is_incomplete = self._status == "incomplete"
         return {
-            "id": call.call_id,
+            "id": prepared.response_id,
             "object": "response",
-            "created_at": call.created,
+            "created_at": prepared.created,
             "status": self._status,
             "background": False,
             "error": self._error,
@@ -129,7 +128,7 @@ class ResponseBuilder:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata,
-            "model": call.model.name,
+            "model": prepared.model.name,
             "output": [item.as_json() for item in self._output],
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,

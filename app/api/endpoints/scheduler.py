@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -55,14 +55,20 @@ class SchedulerSwitch(Protocol):
         ...
 
 
+def _named(kinds: Sequence[str]) -> WithJsonSchema:
+    """A name, or an object with a name and parameters."""
+    by_name = {"type": "object", "properties": {"name": {"enum": [*kinds]}}, "required": ["name"]}
+    return WithJsonSchema({"anyOf": [{"enum": [*kinds]}, by_name]})
+
+
 class SchedulerChange(Schema):
     """The body of POST /admin/scheduler. What it does not name is as deployed."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
-    strategy: Strategy | None = None
-    policy: Policy | None = None
+    strategy: Annotated[Strategy | None, _named(CHOICES["strategies"])] = None
+    policy: Annotated[Policy | None, _named(CHOICES["policies"])] = None
 
 
 class SchedulerRoutes:

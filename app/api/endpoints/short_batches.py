@@ -18,9 +18,9 @@ from app.api.handler import RequestHandler
 from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
-from app.api.http.headers import is_strict, with_deadline
 from app.api.http.sse import DONE, EventStream, WhileConnected, event, event_pieces
-from app.api.request_context import RequestContext
+from app.api.request_context import RequestContext, asks_for, with_deadline
+from app.api.schemas.parameters import STRICT_HEADER
 from app.errors import CarouselError, InvalidRequest
 from app.jobs import Answered, BatchService, JobState, Json, NewBatch, NewFile
 from app.jobs.items import as_batch_line, items_of_prompts
@@ -50,14 +50,16 @@ class ShortBatchRoutes:
         body = with_deadline(
             await read_json_object(request, self._handler.limits, self._handler.threads), request.headers
         )
-        strict = is_strict(request.headers)
-        prompts = await prompt_list(body, self._handler, reservation_of(request).account, is_strict=strict)
+        context = self._handler.context(
+            reservation_of(request),
+            request.state.request_id,
+            headers=request.headers,
+            is_strict=asks_for(request.headers, STRICT_HEADER),
+        )
+        prompts = await prompt_list(body, self._handler, context)
         if prompts.asked.is_async:
             return JSONResponse(await self._begin_job(self._owner_of(request), prompts))
         self._check_number(prompts)
-        context = RequestContext(
-            reservation=reservation_of(request), request_id=request.state.request_id, headers=request.headers
-        )
         if prompts.asked.stream:
             return _Streamed(self._handler, prompts, context)
         return JsonAnswer(await self._answer(request, prompts, context), self._handler.turns)

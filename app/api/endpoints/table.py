@@ -14,8 +14,10 @@ from app.api.endpoints.ranking import RerankWriter, ScoreWriter, prepare_rerank,
 from app.api.endpoints.responses import ResponsesWriter, prepare_response
 from app.api.generation import SharedFields
 from app.api.http.errors import MESSAGES_PATH
-from app.api.output.completion_writers import ChatFormat, ChoiceWriter, CompletionFormat, Writer
-from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
+from app.api.output.completion_writers import ChatFormat, ChoiceWriter, CompletionFormat
+from app.api.output.response_state import Writer
+from app.api.prepared_request import PreparedRequest, ServedModel
+from app.api.request_context import RequestContext
 from app.api.schemas.messages import MessagesRequest
 from app.api.schemas.ranking import RerankRequest, ScoreRequest
 from app.api.schemas.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, QueuedRequest
@@ -29,7 +31,7 @@ class Endpoint:
     path: str
     schema: type[QueuedRequest]
     # Checks and tokenizes a body of the schema; what it shares with another body need not be made again.
-    prepare: Callable[[Any, ServedModel, RequestLimits, SharedFields | None], PreparedRequest]
+    prepare: Callable[[Any, ServedModel, RequestContext, SharedFields | None], PreparedRequest]
     writer: Callable[[Any], Writer]  # writes the response to a body of the schema
     summary: str  # what it does, in the OpenAPI document
     response: str  # the schema of its response there

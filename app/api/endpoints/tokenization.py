@@ -17,10 +17,11 @@ from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.errors import MESSAGES_PATH
 from app.api.http.guard import reservation_of
-from app.api.http.headers import is_strict
 from app.api.json_structure import size_of
 from app.api.prepared_request import ServedModel, check_token_ids
+from app.api.request_context import asks_for
 from app.api.schemas.messages import CountTokensRequest
+from app.api.schemas.parameters import STRICT_HEADER
 from app.api.schemas.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from app.api.threads import MAX_SMALL_SIZE
 from app.jobs import Json
@@ -87,7 +88,9 @@ class TokenizationRoutes:
     async def _parsed(self, request: Request, body: Json, schema: type[ParsedT]) -> ParsedT:
         account = reservation_of(request).account
         size = size_of(body, MAX_SMALL_SIZE)
-        return await self._handler.parse(body, size, schema, account, is_strict=is_strict(request.headers))
+        return await self._handler.parse(
+            body, size, schema, account, is_strict=asks_for(request.headers, STRICT_HEADER)
+        )
 
     async def _answer(self, request: Request, size: int, make: Callable[[], Json]) -> Response:
         """What `make` makes of a body of this size."""

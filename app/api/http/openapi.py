@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -12,7 +14,7 @@ from app.api.endpoints.adapters import AdapterToLoad
 from app.api.endpoints.batches import MAX_BATCHES_OF_PAGE, BatchRequest
 from app.api.endpoints.files import MAX_FILES_OF_PAGE
 from app.api.endpoints.prompt_list import PromptListRequest
-from app.api.endpoints.scheduler import CHOICES
+from app.api.endpoints.scheduler import SchedulerChange
 from app.api.endpoints.table import ENDPOINTS
 from app.api.http.errors import MESSAGES_PATH, is_anthropic
 from app.api.prepared_request import RequestLimits
@@ -39,6 +41,7 @@ BODIES: tuple[type[ModelRequest], ...] = (
     DetokenizeRequest,
     CountTokensRequest,
 )
+ADMIN_BODIES: tuple[type[Schema], ...] = (AdapterToLoad, SchedulerChange)
 BATCH_BODIES: tuple[type[Schema], ...] = (BatchRequest, PromptListRequest)
 
 _REFUSALS = {
@@ -65,227 +68,184 @@ _TYPES: dict[type, str] = {str: "string", int: "integer", float: "number", dict:
 _TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
 
 
-def openapi_document(config: ApiConfig, limits: RequestLimits, *, has_batches: bool = False) -> Json:
+def _object(**properties: type | Json) -> Json:
+    """An object that has all of these properties."""
+    schemas = {name: {"type": _TYPES[each]} if isinstance(each, type) else each for name, each in properties.items()}
+    return {"type": "object", "properties": schemas, "required": list(properties)}
+
+
+def _list(items: Json) -> Json:
+    return {"type": "array", "items": items}
+
+
+def _page(items: Json, **more: type | Json) -> Json:
+    return _object(object={"const": "list"}, data=_list(items), **more)
+
+
+def _reference(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_EVENT = _object(data=str)  # one of a stream
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """One method of one path."""
+
+    method: str
+    path: str
+    summary: str
+    response: str | None  # the schema of a JSON response
+    refusals: tuple[str, ...]  # other statuses
+    body: tuple[type[Schema], ...] = ()  # one of these
+    media: tuple[str, ...] = ()  # other types of the response, each a text
+    query: Json = field(default_factory=dict)  # parameters by name
+    is_open: bool = False  # without a key
+
+    def as_json(self) -> Json:
+        """As OpenAPI has it."""
+        as_json = {"application/json": {"schema": _reference(self.response)}} if self.response else {}
+        texts = {kind: {"schema": _EVENT if kind == _EVENTS else _TEXT} for kind in self.media}
+        error = "AnthropicError" if is_anthropic(self.path) else "Error"
+        errors = {"application/json": {"schema": _reference(error)}}
+        operation: Json = {
+            "summary": self.summary,
+            "responses": {
+                "200": {"description": "done", "content": as_json | texts},
+                **{status: {"description": _REFUSALS[status], "content": errors} for status in sorted(self.refusals)},
+            },
+        }
+        if self.body:
+            references = [_reference(schema.__name__) for schema in self.body]
+            schema = references[0] if len(references) == 1 else {"anyOf": references}
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        in_path = [{"name": name, "in": "path", "required": True} for name in re.findall(r"{(\w+)}", self.path)]
+        parameters = [each | {"schema": _TEXT} for each in in_path]
+        parameters += [{"name": name, "in": "query", **described} for name, described in self.query.items()]
+        if parameters:
+            operation["parameters"] = parameters
+        if self.is_open:
+            operation["security"] = []
+        return operation
+
+
+def openapi_document(
+    config: ApiConfig, limits: RequestLimits, *, needs_key: bool = False, has_batches: bool = False
+) -> Json:
     """The whole description, as OpenAPI 3.1; `has_batches`: files and batches are served too."""
-    needs_key = bool(config.keys or config.keys_file)
+    metrics = _Operation(
+        "get", "/metrics", "What is measured, for Prometheus", None,
+        _OF_AN_ADMIN if config.metrics_for == "admins" else _OF_A_KEY,
+        media=("text/plain",), is_open=config.metrics_for == "public",
+    )  # fmt: skip
+    paths: dict[str, Json] = {}
+    for each in (*_computed(), *_OPERATIONS, metrics, *(_BATCH_OPERATIONS if has_batches else ())):
+        paths.setdefault(each.path, {})[each.method] = each.as_json()
+    if has_batches:
+        form = _object(file={"type": "string", "format": "binary"}, purpose={"const": "batch"})
+        upload = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+        paths["/v1/files"]["post"]["requestBody"] = upload
     schemes = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Carousel", "version": versions()["carousel"] or "unknown"},
-        "paths": _computed_paths() | _paths(config) | (_batch_paths() if has_batches else {}),
+        "paths": paths,
         "components": {"schemas": _schemas(limits, has_batches=has_batches), "securitySchemes": schemes},
         "security": [{"key": []}] if needs_key else [],
     }
 
 
-def _computed_paths() -> Json:
+def _computed() -> Iterator[_Operation]:
     """Those of the table of endpoints."""
-    events = {"text/event-stream": {"schema": _object(data=str)}}  # of each event
+    for each in ENDPOINTS.values():
+        media = (_EVENTS,) if issubclass(each.schema, GenerationRequest) else ()
+        for path in (each.path, *each.aliases):
+            yield _Operation("post", path, each.summary, each.response, _OF_GENERATION, (each.schema,), media)
+
+
+_EVENTS = "text/event-stream"
+_MODEL = {"model": {"schema": _TEXT, "description": "required where there are several"}}
+_AFTER_EVENT = {"after": {"schema": _TEXT, "description": "the `at` of the last event that came"}}
+_FILES = ("text/html", "text/css", "text/javascript", "image/svg+xml")
+_TOKENIZED = (TokenizeTextRequest, TokenizeChatRequest)
+_OPERATIONS = (
+    _Operation("get", "/v1/models", "The models", "ModelList", _OF_A_KEY),
+    _Operation("get", "/v1/models/{model_id}", "One model", "Model", _OF_A_MODEL),
+    _Operation("post", "/tokenize", "Words to token ids", "Tokens", _OF_A_BODY, _TOKENIZED),
+    _Operation("post", "/detokenize", "Token ids to words", "Text", _OF_A_BODY, (DetokenizeRequest,)),
+    _Operation(
+        "post", f"{MESSAGES_PATH}/count_tokens", "The number of tokens of a prompt", "TokenCount", _OF_A_BODY,
+        (CountTokensRequest,),
+    ),
+    _Operation("get", "/tokenizer_info", "Special tokens, chat template", "TokenizerInfo", _OF_A_MODEL, query=_MODEL),
+    _Operation(
+        "post", "/v1/requests/{request_id}/cancel", "End a request that runs", "Cancelled", (*_OF_A_KEY, "404")
+    ),
+    _Operation("get", "/version", "The version of the server", "Version", _OF_A_KEY),
+    _Operation("get", "/openapi.json", "This description", "Anything", _OF_A_KEY),
+    _Operation("get", "/health", "The process lives", "Anything", (), is_open=True),
+    _Operation("get", "/ready", "A request could be served", "Anything", ("503",), is_open=True),
+    _Operation("get", "/", "The live page", None, (), media=("text/html",), is_open=True),
+    _Operation("get", "/page/{name}", "A file of the live page", None, ("404",), media=_FILES, is_open=True),
+    _Operation(
+        "get", "/admin/live", "What all engines do now", None, (*_OF_AN_ADMIN, "400"), media=(_EVENTS,),
+        query=_AFTER_EVENT,
+    ),
+    _Operation("get", "/admin/keys", "What each API key has used", "AdminKeys", _OF_AN_ADMIN),
+    _Operation("get", "/admin/fleet", "The replicas as each process sees them", "AdminFleet", _OF_AN_ADMIN),
+    _Operation("get", "/admin/adapters", "The LoRA adapters, and which replicas have them", "AdapterList",
+        _OF_AN_ADMIN,),
+    _Operation("post", "/admin/adapters", "Load an adapter", "Adapter", (*_OF_A_BODY, "503"), (AdapterToLoad,)),
+    _Operation(
+        "delete", "/admin/adapters/{name}", "Serve an adapter no longer", "Anything", (*_OF_AN_ADMIN, "404")
+    ),
+    _Operation(
+        "get", "/admin/scheduler", "The strategy and policy of each replica", "SchedulerList", _OF_AN_ADMIN
+    ),
+    _Operation(
+        "post", "/admin/scheduler", "Switch the strategy and policy of a model's replicas", "Scheduler",
+        (*_OF_A_BODY, "503"), (SchedulerChange,),
+    ),
+)  # fmt: skip
+
+
+def _page_of(most: int) -> Json:
+    """The parameters of a list."""
     return {
-        path: {
-            "post": _operation(
-                endpoint.summary,
-                endpoint.response,
-                _OF_GENERATION,
-                body=_body(endpoint.schema),
-                content=events if issubclass(endpoint.schema, GenerationRequest) else {},
-                error="AnthropicError" if is_anthropic(endpoint.path) else "Error",
-            )
-        }
-        for endpoint in ENDPOINTS.values()
-        for path in (endpoint.path, *endpoint.aliases)
+        "after": {"schema": _TEXT, "description": "the id behind which the page begins"},
+        "limit": {"schema": {"type": "integer", "minimum": 1, "maximum": most}},
+        "order": {"schema": {"enum": ["asc", "desc"]}},
     }
 
 
-def _paths(config: ApiConfig) -> Json:
-    model_id = {"name": "model_id", "in": "path", "required": True, "schema": _TEXT, "description": "may have slashes"}
-    model = {"name": "model", "in": "query", "schema": _TEXT, "description": "required where there are several"}
-    request_id = {"name": "request_id", "in": "path", "required": True, "schema": _TEXT}
-    name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
-    after = {"name": "after", "in": "query", "schema": _TEXT, "description": "the `at` of the last event that came"}
-    page, events = {"text/html": {"schema": _TEXT}}, {"text/event-stream": {"schema": _object(data=str)}}
-    files = {kind: {"schema": _TEXT} for kind in ("text/html", "text/css", "text/javascript", "image/svg+xml")}
-    name_of_adapter = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
-    tokenized, detokenized = _body(TokenizeTextRequest, TokenizeChatRequest), _body(DetokenizeRequest)
-    metrics = _operation(
-        "What is measured, for Prometheus",
-        None,
-        _OF_AN_ADMIN if config.metrics_for == "admins" else _OF_A_KEY,
-        content={"text/plain": {"schema": _TEXT}},
-        is_open=config.metrics_for == "public",
-    )
-    return {
-        "/v1/models": {"get": _operation("The models", "ModelList", _OF_A_KEY)},
-        "/v1/models/{model_id}": {"get": _operation("One model", "Model", _OF_A_MODEL, parameters=[model_id])},
-        "/tokenize": {"post": _operation("Words to token ids", "Tokens", _OF_A_BODY, body=tokenized)},
-        "/detokenize": {"post": _operation("Token ids to words", "Text", _OF_A_BODY, body=detokenized)},
-        f"{MESSAGES_PATH}/count_tokens": {
-            "post": _operation(
-                "The number of tokens of a prompt",
-                "TokenCount",
-                _OF_A_BODY,
-                body=_body(CountTokensRequest),
-                error="AnthropicError",
-            )
-        },
-        "/tokenizer_info": {
-            "get": _operation("Special tokens, chat template", "TokenizerInfo", _OF_A_MODEL, parameters=[model])
-        },
-        "/v1/requests/{request_id}/cancel": {
-            "post": _operation("End a request that runs", "Cancelled", (*_OF_A_KEY, "404"), parameters=[request_id])
-        },
-        "/version": {"get": _operation("The version of the server", "Version", _OF_A_KEY)},
-        "/openapi.json": {"get": _operation("This description", "Anything", _OF_A_KEY)},
-        "/health": {"get": _operation("The process lives", "Anything", (), is_open=True)},
-        "/ready": {"get": _operation("A request could be served", "Anything", ("503",), is_open=True)},
-        "/metrics": {"get": metrics},
-        "/": {"get": _operation("The live page", None, (), content=page, is_open=True)},
-        "/page/{name}": {
-            "get": _operation("A file of the live page", None, ("404",), content=files, is_open=True, parameters=[name])
-        },
-        "/admin/live": {
-            "get": _operation(
-                "What all engines do now", None, (*_OF_AN_ADMIN, "400"), content=events, parameters=[after]
-            )
-        },
-        "/admin/keys": {"get": _operation("What each API key has used", "AdminKeys", _OF_AN_ADMIN)},
-        "/admin/fleet": {"get": _operation("The replicas as each process sees them", "AdminFleet", _OF_AN_ADMIN)},
-        "/admin/adapters": {
-            "get": _operation("The LoRA adapters, and which replicas have them", "AdapterList", _OF_AN_ADMIN),
-            "post": _operation(
-                "Load an adapter", "Adapter", (*_OF_A_BODY, "503"), body=_body_of(_reference("AdapterToLoad"))
-            ),
-        },
-        "/admin/adapters/{name}": {
-            "delete": _operation(
-                "Serve an adapter no longer", "Anything", (*_OF_AN_ADMIN, "404"), parameters=[name_of_adapter]
-            )
-        },
-        "/admin/scheduler": {
-            "get": _operation("The strategy and policy of each replica", "SchedulerList", _OF_AN_ADMIN),
-            "post": _operation(
-                "Switch the strategy and policy of a model's replicas",
-                "Scheduler",
-                (*_OF_A_BODY, "503"),
-                body=_body_of(_reference("SchedulerChange")),
-            ),
-        },
-    }
-
-
-def _adapter_to_load() -> Json:
-    """The body of POST /admin/adapters."""
-    required = [name for name, field in AdapterToLoad.model_fields.items() if field.is_required()]
-    return _object(name=str, path=str, model={"anyOf": [_TEXT, {"type": "null"}]}) | {"required": required}
-
-
-def _scheduler_change() -> Json:
-    """A strategy or policy is a name, or an object with a name and parameters."""
-    named = {
-        name: {"anyOf": [{"enum": kinds}, _object(name={"enum": kinds}), {"type": "null"}]}
-        for name, kinds in (("strategy", list(CHOICES["strategies"])), ("policy", list(CHOICES["policies"])))
-    }
-    properties = {"model": {"anyOf": [_TEXT, {"type": "null"}]}, **named}
-    return {"type": "object", "properties": properties, "additionalProperties": False}
-
-
-def _batch_paths() -> Json:
-    of_file, of_batch = (
-        [{"name": name, "in": "path", "required": True, "schema": _TEXT}] for name in ("file_id", "batch_id")
-    )
-    after = {"name": "after", "in": "query", "schema": _TEXT, "description": "the id behind which the page begins"}
-    order = {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}}
-    purpose = {"name": "purpose", "in": "query", "schema": _TEXT}
-    of_files = [after, _limit(MAX_FILES_OF_PAGE), order, purpose]
-    of_batches = [after, _limit(MAX_BATCHES_OF_PAGE), order]
-    form = _object(file={"type": "string", "format": "binary"}, purpose={"const": "batch"})
-    upload = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
-    lines = {"application/jsonl": {"schema": _TEXT}}
-    batch, prompts = _body(BatchRequest), _body(PromptListRequest)
-    return {
-        "/v1/files": {
-            "post": _operation("Upload a file", "File", _OF_AN_UPLOAD, body=upload),
-            "get": _operation("The files", "FileList", _OF_A_LIST, parameters=of_files),
-        },
-        "/v1/files/{file_id}": {
-            "get": _operation("One file", "File", _OF_A_LIST, parameters=of_file),
-            "delete": _operation("Delete a file", "Anything", _OF_A_LIST, parameters=of_file),
-        },
-        "/v1/files/{file_id}/content": {
-            "get": _operation("What is in a file", None, _OF_A_LIST, content=lines, parameters=of_file)
-        },
-        "/v1/batches": {
-            "post": _operation("Begin a batch over a file", "Batch", _OF_GENERATION, body=batch),
-            "get": _operation("The batches", "BatchList", _OF_A_LIST, parameters=of_batches),
-        },
-        "/v1/batches/{batch_id}": {"get": _operation("One batch", "Batch", _OF_A_LIST, parameters=of_batch)},
-        "/v1/batches/{batch_id}/cancel": {"post": _operation("Stop a batch", "Batch", _OF_A_LIST, parameters=of_batch)},
-        "/v1/batch": {
-            "post": _operation(
-                "Answer many prompts, at once or as a job",
-                "BatchResults",
-                _OF_GENERATION,
-                body=prompts,
-                content={"text/event-stream": {"schema": _object(data=str)}},
-            )
-        },
-        "/v1/batch/{batch_id}": {
-            "get": _operation("A batch and its results", "BatchResults", _OF_A_LIST, parameters=of_batch)
-        },
-        "/v1/batch/stats": {"get": _operation("What batches have to do and have done", "BatchStats", _OF_A_LIST)},
-    }
-
-
-def _limit(most: int) -> Json:
-    return {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": most}}
-
-
-def _operation(
-    summary: str,
-    response: str | None,
-    refusals: tuple[str, ...],
-    *,
-    body: Json | None = None,
-    content: Json | None = None,
-    parameters: Sequence[Json] = (),
-    is_open: bool = False,
-    error: str = "Error",
-) -> Json:
-    """`response` names the schema of a JSON response, `content` has other types of it, `refusals` other statuses.
-
-    `error` names the schema of these.
-    """
-    as_json = {} if response is None else {"application/json": {"schema": _reference(response)}}
-    errors = {"application/json": {"schema": _reference(error)}}
-    operation: Json = {
-        "summary": summary,
-        "responses": {
-            "200": {"description": "done", "content": as_json | (content or {})},
-            **{status: {"description": _REFUSALS[status], "content": errors} for status in sorted(refusals)},
-        },
-    }
-    if body is not None:
-        operation["requestBody"] = body
-    if parameters:
-        operation["parameters"] = list(parameters)
-    if is_open:
-        operation["security"] = []
-    return operation
-
-
-def _body(*schemas: type[Schema]) -> Json:
-    references = [_reference(schema.__name__) for schema in schemas]
-    return _body_of(references[0] if len(references) == 1 else {"anyOf": references})
-
-
-def _body_of(schema: Json) -> Json:
-    return {"required": True, "content": {"application/json": {"schema": schema}}}
+_OF_FILES = _page_of(MAX_FILES_OF_PAGE) | {"purpose": {"schema": _TEXT}}
+_OF_BATCHES = _page_of(MAX_BATCHES_OF_PAGE)
+_BATCH_OPERATIONS = (
+    _Operation("post", "/v1/files", "Upload a file", "File", _OF_AN_UPLOAD),
+    _Operation("get", "/v1/files", "The files", "FileList", _OF_A_LIST, query=_OF_FILES),
+    _Operation("get", "/v1/files/{file_id}", "One file", "File", _OF_A_LIST),
+    _Operation("delete", "/v1/files/{file_id}", "Delete a file", "Anything", _OF_A_LIST),
+    _Operation(
+        "get", "/v1/files/{file_id}/content", "What is in a file", None, _OF_A_LIST, media=("application/jsonl",)
+    ),
+    _Operation("post", "/v1/batches", "Begin a batch over a file", "Batch", _OF_GENERATION, (BatchRequest,)),
+    _Operation("get", "/v1/batches", "The batches", "BatchList", _OF_A_LIST, query=_OF_BATCHES),
+    _Operation("get", "/v1/batches/{batch_id}", "One batch", "Batch", _OF_A_LIST),
+    _Operation("post", "/v1/batches/{batch_id}/cancel", "Stop a batch", "Batch", _OF_A_LIST),
+    _Operation(
+        "post", "/v1/batch", "Answer many prompts, at once or as a job", "BatchResults", _OF_GENERATION,
+        (PromptListRequest,), (_EVENTS,),
+    ),
+    _Operation("get", "/v1/batch/{batch_id}", "A batch and its results", "BatchResults", _OF_A_LIST),
+    _Operation("get", "/v1/batch/stats", "What batches have to do and have done", "BatchStats", _OF_A_LIST),
+)  # fmt: skip
 
 
 @cache  # it takes 60 ms, and is the same for all applications of a process with these limits
 def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
     _, document = models_json_schema(
-        [(schema, "validation") for schema in BODIES + (BATCH_BODIES if has_batches else ())],
+        [(schema, "validation") for schema in (*BODIES, *ADMIN_BODIES, *(BATCH_BODIES if has_batches else ()))],
         ref_template="#/components/schemas/{model}",
     )
     schemas: Json = document["$defs"]
@@ -300,10 +260,10 @@ def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
 
 def _accept_null(schema: Json) -> None:
     """`null` is "not given" wherever a field may be left out."""
-    for name, field in schema.get("properties", {}).items():
+    for name, value in schema.get("properties", {}).items():
         if name not in schema.get("required", ()):
-            options = field.pop("anyOf", None) or [{key: field.pop(key) for key in list(field) if key not in _NOTES}]
-            field["anyOf"] = [*(option for option in options if option != {"type": "null"}), {"type": "null"}]
+            options = value.pop("anyOf", None) or [{key: value.pop(key) for key in list(value) if key not in _NOTES}]
+            value["anyOf"] = [*(option for option in options if option != {"type": "null"}), {"type": "null"}]
 
 
 def _leave_out(properties: Json, unavailable: Mapping[str, tuple[Any, ...]]) -> None:
@@ -389,11 +349,9 @@ def _answers() -> Json:
         "Version": _object(version=_TEXT_OR_NULL),
         "AdminKeys": _page(_object(name=str, requests=int)),
         "Adapter": adapter,
-        "AdapterToLoad": _adapter_to_load(),
         "AdapterList": _page(_reference("Adapter"), missing=int),
         "AdminFleet": _page(_object(process=str, model=str)),
         "Scheduler": scheduler,
-        "SchedulerChange": _scheduler_change(),
         "SchedulerList": _page(_reference("Scheduler"), strategies=_list(_TEXT), policies=_list(_TEXT)),
     }
 
@@ -425,21 +383,3 @@ def _batch_answers() -> Json:
             output_tokens_per_second=float,
         ),
     }
-
-
-def _object(**properties: type | Json) -> Json:
-    """An object that has all of these properties."""
-    schemas = {name: {"type": _TYPES[each]} if isinstance(each, type) else each for name, each in properties.items()}
-    return {"type": "object", "properties": schemas, "required": list(properties)}
-
-
-def _list(items: Json) -> Json:
-    return {"type": "array", "items": items}
-
-
-def _page(items: Json, **more: type | Json) -> Json:
-    return _object(object={"const": "list"}, data=_list(items), **more)
-
-
-def _reference(name: str) -> Json:
-    return {"$ref": f"#/components/schemas/{name}"}

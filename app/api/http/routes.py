@@ -30,12 +30,12 @@ from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.errors import ClientGone, error_response, from_http_exception, is_anthropic, log_error
 from app.api.http.guard import Routes
-from app.api.http.headers import headers_of, is_strict, wants_explanation, with_deadline
 from app.api.http.openapi import openapi_document
 from app.api.http.origins import OriginPolicy
 from app.api.http.sse import EventStream, WhileConnected
-from app.api.request_context import RequestContext
+from app.api.request_context import EXPLAIN_HEADER, asks_for, headers_of, with_deadline
 from app.api.request_trace import RequestTrace
+from app.api.schemas.parameters import STRICT_HEADER
 from app.errors import Failure
 from app.metrics import name_task
 
@@ -63,7 +63,8 @@ def build_app(
     """
     config, authenticator = handler.config, handler.authenticator
     admin = AdminRoutes(authenticator, collect or only_this_process(authenticator))
-    openapi = openapi_document(config, handler.limits, has_batches=bool(batch_routes))
+    needs_key = not isinstance(authenticator, NoAuthentication)
+    openapi = openapi_document(config, handler.limits, needs_key=needs_key, has_batches=bool(batch_routes))
     service = ServiceRoutes(handler, is_ready, expose, openapi)
     running = running or RunningCalls(fleets)
     for_keys = [
@@ -82,7 +83,7 @@ def build_app(
     for_admins = [*admin.routes(), *SchedulerRoutes(handler, switches).routes()]
     for_admins += [*AdapterRoutes(handler, adapters).routes(), live.route()]
     {"public": open_routes, "keys": for_keys, "admins": for_admins}[config.metrics_for].append(service.metrics_route())
-    is_for_this_machine = isinstance(authenticator, NoAuthentication) and not config.allow_unauthenticated
+    is_for_this_machine = not needs_key and not config.allow_unauthenticated
     origins = OriginPolicy(config.allowed_origins, loopback_only=is_for_this_machine)
     return Application(Routes(open_routes, for_keys, for_admins), authenticator, origins)
 
@@ -113,13 +114,12 @@ class _Computed:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, trace: RequestTrace | None) -> None:
         handler, scope_state, headers = self._handler, scope["state"], headers_of(scope)
-        context = RequestContext(
-            reservation=scope_state["reservation"],
-            request_id=scope_state["request_id"],
+        context = handler.context(
+            scope_state["reservation"],
+            scope_state["request_id"],
             has_own_id="x-request-id" in headers,
             headers=headers,
-            is_strict=is_strict(headers),
-            arrived_at=handler.metrics.arrived(),
+            is_strict=asks_for(headers, STRICT_HEADER),
             trace=trace,
         )
         with handler.counting_refusals():
@@ -128,28 +128,27 @@ class _Computed:
             )
         async with WhileConnected(receive):
             try:
-                pending = await handler.handle(self._endpoint, body, context)
+                response = await handler.handle(self._endpoint, body, context)
             finally:
                 scope_state["request_id"] = context.request_id
             del body  # else it would be in memory until the last token
             context.reservation.release_body()
-            running = self._running.noted(context.request_id, context.reservation.account, pending.state.call)
-            response_headers = partial(pending.headers, explain=wants_explanation(headers))
-            with running:
-                if pending.is_streamed:
+            response_headers = partial(response.headers, explain=asks_for(headers, EXPLAIN_HEADER))
+            with self._running.noted(context.request_id, context.reservation.account, response.prepared):
+                if response.is_streamed:
                     events = EventStream(
-                        pending.events(),
+                        response.events(),
                         headers=response_headers,
                         heartbeat_s=handler.limits.heartbeat_s,
-                        may_begin=pending.state.open_if_queued,
+                        may_begin=response.open_if_queued,
                     )
                     await events.send_to(send)
                 else:
-                    content = await pending.full_response()
+                    content = await response.full_response()
                     answer = JsonAnswer(content, handler.turns, headers=response_headers())
                     await answer(scope, receive, send)
             if trace is not None:
-                trace.attributes |= pending.state.trace_attributes()
+                trace.attributes |= response.trace_attributes()
 
 
 class Application:

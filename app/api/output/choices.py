@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from app.api.output.token_details import LogprobsCollector, TokenDetails
 from app.api.output.tool_calls import ToolCallDelta, ToolUse
@@ -20,8 +19,7 @@ from app.text import GeneratedText, TextDelta
 MAX_TOKENS_AT_ONCE = 64  # of one delta; 0.3 ms of work with log-probabilities
 
 
-@dataclass(slots=True)  # one for every token, and a frozen one takes three times as long to make
-class ChoiceDelta:
+class ChoiceDelta(Struct):  # one for every token, and a dataclass takes some times as long to make
     """What one token delta adds to one choice. The last delta of a choice has its finish reason."""
 
     index: int
@@ -38,36 +36,31 @@ class ChoiceDelta:
     reasoning: str = ""  # before the text
     num_reasoning_tokens: int = 0  # of the tokens
 
-    @property
-    def measured_reason(self) -> str | None:
-        """The finish reason for metrics: the engine sees tool calls as text."""
-        return "stop" if self.finish_reason == "tool_calls" else self.finish_reason
 
-
-def generate_choices(call: PreparedRequest) -> AsyncGenerator[ChoiceDelta, None]:
+def generate_choices(prepared: PreparedRequest) -> AsyncGenerator[ChoiceDelta, None]:
     """Run all requests of a call and yield their deltas as they come.
 
     Close it to abort those that still run. The first error of any choice ends all of them and is raised here.
     """
-    choices = [_choice_pieces(call, index) for index in range(len(call.requests))]
-    if call.tools is not None:
-        choices = [_with_calls(choice, call.tools) for choice in choices]
-    return choices[0] if len(choices) == 1 else _merge(choices, at_once=call.max_at_once or len(choices))
+    choices = [_choice_pieces(prepared, index) for index in range(len(prepared.requests))]
+    if prepared.tools is not None:
+        choices = [_with_calls(choice, prepared.tools) for choice in choices]
+    return choices[0] if len(choices) == 1 else _merge(choices, at_once=prepared.max_at_once or len(choices))
 
 
-async def _choice_pieces(call: PreparedRequest, index: int) -> AsyncGenerator[ChoiceDelta, None]:
-    request = call.requests[index]
+async def _choice_pieces(prepared: PreparedRequest, index: int) -> AsyncGenerator[ChoiceDelta, None]:
+    request, options = prepared.requests[index], prepared.detail_options
     text = GeneratedText(
-        call.model.tokenizer,
-        stop=call.stop,
+        prepared.model.tokenizer,
+        stop=prepared.stop,
         min_tokens=request.sampling.min_tokens,
-        skip_special_tokens=call.skip_special_tokens,
-        shown_token_ids=call.tools.token_ids if call.tools else frozenset(),
-        include_stop=call.include_stop,
-        reasoning=call.reasoning,
+        skip_special_tokens=prepared.skip_special_tokens,
+        shown_token_ids=prepared.tools.token_ids if prepared.tools else frozenset(),
+        include_stop=prepared.include_stop,
+        reasoning=prepared.reasoning,
     )
-    collector = LogprobsCollector(call, index) if call.detail_options else None
-    async with token_deltas(call.model.generate, request) as deltas:
+    collector = None if options is None else LogprobsCollector(prepared, options, index)
+    async with token_deltas(prepared.model.generate, request) as deltas:
         async for whole in deltas:
             is_short = len(whole.token_ids) <= MAX_TOKENS_AT_ONCE and not whole.prompt_logprobs
             for delta in (whole,) if is_short else _parts(whole):
@@ -75,19 +68,16 @@ async def _choice_pieces(call: PreparedRequest, index: int) -> AsyncGenerator[Ch
                     await asyncio.sleep(0)  # what has accumulated may be a context's worth of work
                 added = text.push(delta)
                 if delta.finish_reason is None and added.finish_reason is None:
-                    # By position: names take twice as long, and all tokens but the last of a choice come by here.
                     piece = ChoiceDelta(
                         index,
                         added.text,
                         added.num_tokens,
                         delta.num_cached_tokens,
-                        None,
-                        None,
-                        delta.queued,
+                        queued=delta.queued,
                         times=delta.times,
+                        reasoning=added.reasoning,
+                        num_reasoning_tokens=added.num_reasoning_tokens,
                     )
-                    if added.num_reasoning_tokens or added.reasoning:
-                        piece.reasoning, piece.num_reasoning_tokens = added.reasoning, added.num_reasoning_tokens
                     yield piece if collector is None else _with_details(piece, collector, delta)
                     continue
                 if delta.finish_reason is FinishReason.ABORT:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
 from pydantic_core import to_json
 
-from app.api.http.errors import error_body, log_error
+from app.api.http.errors import error_body
 from app.api.http.sse import DONE, event, event_pieces
 from app.api.output.choices import ChoiceDelta
-from app.api.output.response_state import ChoiceOutput, Json, ResponseState, tool_call, usage_of
+from app.api.output.response_state import ChoiceOutput, EventWriter, Json, ResponseState, Writer, tool_call, usage_of
 from app.api.output.token_details import CHAT_LOGPROBS, COMPLETION_LOGPROBS, DetailsWriter, LogprobsForm
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import PreparedRequest
@@ -110,81 +108,24 @@ def _ending(finish_reason: str | None, stop_reason: str | int | None) -> Json:
     return {"logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason}
 
 
-class EventWriter(Protocol):
-    """Writes the server-sent events of one call."""
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether there was an event."""
-
-    def write(self, piece: ChoiceDelta) -> Iterable[bytes]:
-        """The events for a delta that the progress has, in pieces; none for one without content."""
-
-    def end(self) -> Iterable[bytes]:
-        """The events after the last delta."""
-
-    def fail(self, error: Exception) -> Iterable[bytes]:
-        """The events after an error."""
-
-
-class Writer(ABC):
-    """Writes the response of one endpoint to a call."""
-
-    @abstractmethod
-    async def full_response(self, state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
-        """Wait for the end of all choices and write one response."""
-
-    def event_writer(self, state: ResponseState) -> EventWriter:
-        """For the bodies of the endpoint that can ask for a stream."""
-        raise AssertionError("no body of this endpoint asks for a stream")
-
-    async def events(
-        self, state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]
-    ) -> AsyncGenerator[bytes, None]:
-        """The server-sent events of a call.
-
-        An error before the first event is raised, so that it can have a status of its own; a later one becomes an
-        event.
-        """
-        writer = self.event_writer(state)
-        try:
-            with state.metrics:
-                async with aclosing(pieces):
-                    async for piece in pieces:
-                        state.add(piece, keep_text=False)
-                        for written in writer.write(piece):
-                            yield written
-            last = writer.end()
-            state.log_end()
-        except Exception as error:
-            if not writer.has_begun and not state.is_open:
-                raise
-            log_error(error, state.request_id)
-            if state.trace is not None:
-                state.trace.error = error
-            last = writer.fail(error)
-        for written in last:
-            yield written
-
-
 @dataclass(frozen=True, slots=True)
 class ChoiceWriter(Writer):
     """Responses that are lists of choices, streamed as chunks that end with [DONE]."""
 
     form: Format
 
-    async def full_response(self, state: ResponseState, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
-        call, form = state.call, self.form
-        details = DetailsWriter(call, form.logprobs) if call.detail_options else None
+    async def full_response(self, state: ResponseState) -> Json:
+        prepared, form = state.prepared, self.form
+        details = _details_writer(prepared, form.logprobs)
 
         def keep(piece: ChoiceDelta) -> None:
             if details is not None and piece.details is not None:
                 details.keep(piece.index, piece.details)
 
-        await state.read(pieces, keep, keep_text=True)
+        await state.read(keep, keep_text=True)
         state.log_end()
-        body = _envelope(call, form.object) | {"choices": [], "usage": state.usage()}
-        for request in range(len(state.outputs)) if details is None else _best(call, details):
+        body = _envelope(prepared, form.object) | {"choices": [], "usage": state.usage()}
+        for request in range(len(state.outputs)) if details is None else _best(prepared, details):
             choice = form.choice(len(body["choices"]), state.outputs[request])
             if details is not None:
                 choice |= details.of_choice(request)
@@ -196,30 +137,34 @@ class ChoiceWriter(Writer):
         return _ChunkWriter(state, self.form)
 
 
-def _best(call: PreparedRequest, details: DetailsWriter) -> list[int]:
+def _details_writer(prepared: PreparedRequest, form: LogprobsForm) -> DetailsWriter | None:
+    return None if prepared.detail_options is None else DetailsWriter(prepared, prepared.detail_options, form)
+
+
+def _best(prepared: PreparedRequest, details: DetailsWriter) -> list[int]:
     """The samples that the response has, by index: the likeliest of each prompt, in this order."""
     chosen: list[int] = []
-    for first in range(0, len(call.requests), call.num_samples):
-        samples: list[int] = list(range(first, first + call.num_samples))
-        if call.detail_options.choose_best:
+    for first in range(0, len(prepared.requests), prepared.num_samples):
+        samples: list[int] = list(range(first, first + prepared.num_samples))
+        if prepared.num_choices < prepared.num_samples:
             samples.sort(key=details.mean_logprob, reverse=True)
-        chosen += samples[: call.num_choices]
+        chosen += samples[: prepared.num_choices]
     return chosen
 
 
 class _ChunkWriter:
-    """The chunks of one streamed call."""
+    """The chunks of one streamed response."""
 
     def __init__(self, state: ResponseState, form: Format) -> None:
         self._state = state
         self._form = form
-        self._call = state.call
-        self._envelope = _envelope(state.call, form.chunk_object)
+        self._prepared = state.prepared
+        self._envelope = _envelope(state.prepared, form.chunk_object)
         self._begun: set[int] = set()
         self._text_events: dict[int, _TextEvents] = {}  # by choice, once it has a second text
-        self._details = DetailsWriter(self._call, form.logprobs) if self._call.detail_options else None
+        self._details = _details_writer(state.prepared, form.logprobs)
         # Whether the events in the middle of a choice differ in more than their text.
-        self._events_differ = self._details is not None or self._call.continuous_usage
+        self._events_differ = self._details is not None or self._prepared.continuous_usage
 
     @property
     def has_begun(self) -> bool:
@@ -262,12 +207,12 @@ class _ChunkWriter:
 
     def _chunk(self, choice: Json) -> Json:
         chunk = self._envelope | {"choices": [choice]}
-        if self._call.include_usage:
-            chunk["usage"] = self._state.usage() if self._call.continuous_usage else None
+        if self._prepared.include_usage:
+            chunk["usage"] = self._state.usage() if self._prepared.continuous_usage else None
         return chunk
 
     def end(self) -> Iterable[bytes]:
-        if not self._call.include_usage:
+        if not self._prepared.include_usage:
             return (DONE,)
         return (event(self._envelope | {"choices": [], "usage": self._state.usage()}) + DONE,)
 
@@ -295,22 +240,22 @@ class _TextEvents:
         return b"%b%b%b" % (self._before, to_json(text), self._after)
 
 
-def _envelope(call: PreparedRequest, object_name: str) -> Json:
+def _envelope(prepared: PreparedRequest, object_name: str) -> Json:
     return {
-        "id": call.call_id,
+        "id": prepared.response_id,
         "object": object_name,
-        "created": call.created,
-        "model": call.model.name,
+        "created": prepared.created,
+        "model": prepared.model.name,
         "system_fingerprint": None,
     }
 
 
 def single_choice_response(
-    form: Format, call_id: str, model: str, output: ChoiceOutput, *, created: int, num_prompt: int
+    form: Format, response_id: str, model: str, output: ChoiceOutput, *, created: int, num_prompt: int
 ) -> Json:
     """The response with one choice that was computed elsewhere, to a prompt of `num_prompt` tokens."""
     return {
-        "id": call_id,
+        "id": response_id,
         "object": form.object,
         "created": created,
         "model": model,

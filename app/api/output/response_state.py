@@ -1,17 +1,21 @@
-"""The state of a call while its tokens come: the output of each choice, and the numbers for `usage`."""
+"""The state of a response while its tokens come: the output of each choice, and the numbers for `usage`."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from io import StringIO
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
-from app.api.output.choices import ChoiceDelta
+from app.api.http.errors import log_error
+from app.api.output.choices import ChoiceDelta, generate_choices
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import PreparedRequest
+from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace
 from app.engine.request import EngineTimes, Queued
 from app.metrics import CallMetrics, RequestMetrics
@@ -66,35 +70,116 @@ class ChoiceOutput:
 
 @dataclass(slots=True)
 class ResponseState:
-    """The outputs of all choices of a call by now."""
+    """A request that is checked and has its tokens reserved, and its outputs by now.
 
-    call: PreparedRequest
+    Its generation begins when they are read.
+    """
+
+    prepared: PreparedRequest
     request_id: str
     metrics: CallMetrics
+    pieces: AsyncGenerator[ChoiceDelta, None]
     outputs: list[ChoiceOutput] = field(init=False)
-    queued: Queued | None = None  # the place of the call's first request
+    queued: Queued | None = None  # the place of the first request
     times: EngineTimes | None = None  # of the request with the first token
     extra_usage: Callable[[], Json] = dict  # further fields of `usage`, by now
     trace: RequestTrace | None = None  # where traces are sent
     is_open: bool = False  # the headers were sent before the first token, so no error can have a status of its own
+    writer: Writer | None = None  # of the endpoint; None: the client does not see it
+    is_streamed: bool = False  # as the body asks
+    shows_loads: bool = False  # to an admin only
+    pipeline_headers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
-        self.outputs = [ChoiceOutput() for _ in self.call.requests]
+        self.outputs = [ChoiceOutput() for _ in self.prepared.requests]
 
     @classmethod
-    def measured(
-        cls, call: PreparedRequest, request_id: str, metrics: RequestMetrics, *, arrived_at: float
+    def begin(
+        cls,
+        prepared: PreparedRequest,
+        context: RequestContext,
+        metrics: RequestMetrics,
+        *,
+        pieces: AsyncGenerator[ChoiceDelta, None] | None = None,
     ) -> ResponseState:
-        """The progress of a call that `metrics` measures from `arrived_at` on, by their clock."""
-        prompt_tokens = [len(request.prompt_token_ids) for request in call.requests]
-        of_call = metrics.model(call.model.base).call(
-            prompt_tokens, arrived_at=arrived_at, is_background=call.requests[0].is_background
+        """The response to a request that begins now. What it uses counts for the account.
+
+        `pieces` are those of an answer that has been generated, and counted, already.
+        """
+        of_call = metrics.model(prepared.model.base).call(
+            [len(request.prompt_token_ids) for request in prepared.requests],
+            arrived_at=context.arrived_at,
+            is_background=prepared.requests[0].is_background,
         )
-        return cls(call, request_id, of_call)
+        if pieces is not None:
+            return cls(prepared, context.request_id, of_call, pieces)
+        state = cls(prepared, context.request_id, of_call, generate_choices(prepared), trace=context.trace)
+        context.reservation.add_usage(state.num_tokens)
+        if context.trace is not None:
+            context.trace.checked()
+        return state
+
+    async def full_response(self) -> Json:
+        """The response as one object."""
+        assert self.writer is not None, "a client sees it"
+        return await self.writer.full_response(self)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The response as server-sent events.
+
+        An error before the first event is raised, so that it can have a status of its own; a later one becomes an
+        event.
+        """
+        assert self.writer is not None, "a client sees it"
+        writer = self.writer.event_writer(self)
+        try:
+            with self.metrics:
+                async with aclosing(self.pieces):
+                    async for piece in self.pieces:
+                        self.add(piece, keep_text=False)
+                        for written in writer.write(piece):
+                            yield written
+            last = writer.end()
+            self.log_end()
+        except Exception as error:
+            if not writer.has_begun and not self.is_open:
+                raise
+            log_error(error, self.request_id)
+            if self.trace is not None:
+                self.trace.error = error
+            last = writer.fail(error)
+        for written in last:
+            yield written
+
+    def headers(self, *, explain: bool) -> dict[str, str]:
+        """Where the request went and how long that took, as far as it is known by now; `explain`: and why there."""
+        return self.placement_headers(explain=explain) | self.timing_headers() | dict(self.pipeline_headers)
 
     def add(self, piece: ChoiceDelta, *, keep_text: bool) -> None:
         """Add a delta. `keep_text`: its text is needed for the full response."""
         output = self.outputs[piece.index]
+        if piece.queued is not None or piece.times is not None:
+            self._note_replica(piece)
+        output.num_tokens += piece.num_tokens
+        if piece.num_reasoning_tokens:
+            output.num_reasoning_tokens += piece.num_reasoning_tokens
+        if piece.num_cached_tokens > output.num_cached_tokens:
+            output.num_cached_tokens = piece.num_cached_tokens
+        if keep_text:
+            output.text.add(piece.text)
+            output.reasoning.add(piece.reasoning)
+            output.add_calls(piece.calls)
+        if piece.num_tokens:
+            self.metrics.tokens(piece.index, piece.num_tokens)
+        if piece.finish_reason is not None:
+            output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
+            # The engine sees tool calls as text.
+            reason = "stop" if piece.finish_reason == "tool_calls" else piece.finish_reason
+            self.metrics.finished(piece.index, reason)
+            if self.trace is not None:
+                self.trace.finished(piece.index)
+
+    def _note_replica(self, piece: ChoiceDelta) -> None:
         if piece.queued is not None:
             self.queued = self.queued or piece.queued
             self.metrics.placed(piece.index, piece.queued.group)
@@ -105,34 +190,12 @@ class ResponseState:
             self.metrics.left_queue(piece.index, piece.times.queue_s)
             if self.trace is not None:
                 self.trace.first_token(piece.index, piece.times)
-        output.num_tokens += piece.num_tokens
-        if piece.num_reasoning_tokens:
-            output.num_reasoning_tokens += piece.num_reasoning_tokens
-        if piece.num_cached_tokens > output.num_cached_tokens:
-            output.num_cached_tokens = piece.num_cached_tokens
-        output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
-        if keep_text:
-            output.text.add(piece.text)
-            output.reasoning.add(piece.reasoning)
-            output.add_calls(piece.calls)
-        if piece.num_tokens:
-            self.metrics.tokens(piece.index, piece.num_tokens)
-        if piece.measured_reason is not None:
-            self.metrics.finished(piece.index, piece.measured_reason)
-            if self.trace is not None:
-                self.trace.finished(piece.index)
 
-    async def read(
-        self,
-        pieces: AsyncGenerator[ChoiceDelta, None],
-        take: Callable[[ChoiceDelta], object],
-        *,
-        keep_text: bool = False,
-    ) -> None:
-        """Add all deltas of the call and hand each to `take`."""
+    async def read(self, take: Callable[[ChoiceDelta], object], *, keep_text: bool = False) -> None:
+        """Add all deltas and hand each to `take`."""
         with self.metrics:
-            async with aclosing(pieces):
-                async for piece in pieces:
+            async with aclosing(self.pieces):
+                async for piece in self.pieces:
                     self.add(piece, keep_text=keep_text)
                     take(piece)
 
@@ -145,13 +208,13 @@ class ResponseState:
         """Tokens of prompts and outputs that were computed by now; 0 while no replica has accepted the call."""
         num_generated = sum(output.num_tokens for output in self.outputs)
         was_accepted = num_generated or self.queued or any(output.finish_reason for output in self.outputs)
-        return num_generated + self.call.num_prompt_tokens if was_accepted else 0
+        return num_generated + self.prepared.num_prompt_tokens if was_accepted else 0
 
     def usage(self) -> Json:
         """Prompts count once each, generated tokens (end-of-text tokens too) of all choices."""
-        num_prompt_tokens = self.call.num_prompt_tokens
+        num_prompt_tokens = self.prepared.num_prompt_tokens
         num_completion_tokens = sum(output.num_tokens for output in self.outputs)
-        firsts = self.outputs[:: self.call.num_samples]
+        firsts = self.outputs[:: self.prepared.num_samples]
         num_cached = sum(output.num_cached_tokens for output in firsts)
         num_reasoning = sum(output.num_reasoning_tokens for output in self.outputs)
         usage = usage_of(num_prompt_tokens, num_completion_tokens, num_cached=num_cached, num_reasoning=num_reasoning)
@@ -159,7 +222,7 @@ class ResponseState:
 
     def more_usage(self) -> Json:
         """The fields of `usage` that OpenAI's API does not have."""
-        return self.extra_usage() | ({"timings": self.timings()} if self.call.wants_timings else {})
+        return self.extra_usage() | ({"timings": self.timings()} if self.prepared.wants_timings else {})
 
     def timings(self) -> dict[str, float]:
         """Milliseconds, as far as they are known: queue and prefill on the replica, the first token and all others."""
@@ -178,10 +241,10 @@ class ResponseState:
         settings = "" if self.times is None else self.times.settings
         return timings | {"x-carousel-settings": settings} if settings else timings
 
-    def placement_headers(self, *, explain: bool, with_loads: bool) -> dict[str, str]:
+    def placement_headers(self, *, explain: bool) -> dict[str, str]:
         """The replica of the first request and its place in the queue; `explain`: and why this replica.
 
-        `with_loads`: with the loads of all replicas, which other clients' requests cause.
+        An admin sees the loads of all replicas too, which other clients' requests cause.
         """
         queued = self.queued
         if queued is None:
@@ -193,34 +256,63 @@ class ResponseState:
         if queued.replica_id:
             headers["x-carousel-replica"] = queued.replica_id
         if explain and queued.why_there:
-            loads = f": {queued.loads_there}" if with_loads and queued.loads_there else ""
+            loads = f": {queued.loads_there}" if self.shows_loads and queued.loads_there else ""
             headers["x-carousel-why"] = queued.why_there + loads
         return headers
 
     def trace_attributes(self) -> dict[str, str | int | float]:
-        """What a trace says of the call, by OpenTelemetry's names for generative models."""
+        """What a trace says of the response, by OpenTelemetry's names for generative models."""
         usage = self.usage()
         return {
-            "gen_ai.request.model": self.call.model.name,
-            "gen_ai.response.id": self.call.call_id,
+            "gen_ai.request.model": self.prepared.model.name,
+            "gen_ai.response.id": self.prepared.response_id,
             "gen_ai.usage.input_tokens": usage["prompt_tokens"],
             "gen_ai.usage.output_tokens": usage["completion_tokens"],
         }
 
     def log_end(self) -> None:
-        """Log the end of a call."""
+        """Log the end of the response."""
         usage = self.usage()
         logger.info(
             # `deployments.plan` reads it.
             "request %s finished after %.3f s: model %s, %d choices, %d prompt tokens, %d completion tokens, answer %s",
             self.request_id,
             self.metrics.elapsed_s,
-            self.call.model.name,
+            self.prepared.model.name,
             len(self.outputs),
             usage["prompt_tokens"],
             usage["completion_tokens"],
-            self.call.call_id,
+            self.prepared.response_id,
         )
+
+
+class EventWriter(Protocol):
+    """Writes the server-sent events of one response."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was an event."""
+
+    def write(self, piece: ChoiceDelta) -> Iterable[bytes]:
+        """The events for a delta that the state has, in pieces; none for one without content."""
+
+    def end(self) -> Iterable[bytes]:
+        """The events after the last delta."""
+
+    def fail(self, error: Exception) -> Iterable[bytes]:
+        """The events after an error."""
+
+
+class Writer(ABC):
+    """Writes the responses of one endpoint."""
+
+    @abstractmethod
+    async def full_response(self, state: ResponseState) -> Json:
+        """Wait for the end of all choices and write one response."""
+
+    def event_writer(self, state: ResponseState) -> EventWriter:
+        """For the bodies of the endpoint that can ask for a stream."""
+        raise AssertionError("no body of this endpoint asks for a stream")
 
 
 def tool_call(delta: ToolCallDelta) -> Json:

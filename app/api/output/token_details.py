@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from app.api.prepared_request import PreparedRequest
+from app.api.prepared_request import PreparedRequest, TokenDetailOptions
 from app.engine.request import TokenDelta, TokenLogprobs
 from app.json_pieces import Rows
 from app.text import Tokenizer, TokenOffsets
@@ -42,16 +42,16 @@ class TokenDetails:
 class LogprobsCollector:
     """Collects the details of one choice, delta by delta. An echoed prompt is part of the first delta with details."""
 
-    def __init__(self, call: PreparedRequest, index: int) -> None:
-        """`index` is that of the choice's request in the call."""
-        options, tokenizer = call.detail_options, call.model.tokenizer
+    def __init__(self, prepared: PreparedRequest, options: TokenDetailOptions, index: int) -> None:
+        """`index` is that of the choice's request."""
+        tokenizer = prepared.model.tokenizer
         self._detail_options = options
-        self._prompt = call.requests[index].prompt_token_ids if options.echo else ()
-        self._prompt_text = call.prompt_text(index)
+        self._prompt = prepared.requests[index].prompt_token_ids if options.echo else ()
+        self._prompt_text = prepared.prompt_text(index)
         self._has_echoed = not options.echo
         self._num_prompt_tokens = 0
-        self._prompt_offsets = TokenOffsets(tokenizer, skip_special_tokens=call.skip_special_tokens)
-        self._offsets = TokenOffsets(tokenizer, skip_special_tokens=call.skip_special_tokens)
+        self._prompt_offsets = TokenOffsets(tokenizer, skip_special_tokens=prepared.skip_special_tokens)
+        self._offsets = TokenOffsets(tokenizer, skip_special_tokens=prepared.skip_special_tokens)
 
     def push(self, delta: TokenDelta, *, num_tokens: int, has_ended: bool) -> tuple[str, TokenDetails] | None:
         """The text that goes before the delta's own, and the details of its first `num_tokens` tokens.
@@ -252,12 +252,12 @@ class ChoiceDetails:
 class DetailsWriter:
     """Writes the details of one call's choices, in chunks and in full responses."""
 
-    def __init__(self, call: PreparedRequest, form: LogprobsForm) -> None:
-        self._call = call
-        self._detail_options = call.detail_options
+    def __init__(self, prepared: PreparedRequest, options: TokenDetailOptions, form: LogprobsForm) -> None:
+        self._prepared = prepared
+        self._detail_options = options
         self._form = form
-        self._names = TokenNames(call.model.tokenizer, are_ids=call.detail_options.names_are_ids)
-        self._kept = [ChoiceDetails() for _ in call.requests]
+        self._names = TokenNames(prepared.model.tokenizer, are_ids=options.names_are_ids)
+        self._kept = [ChoiceDetails() for _ in prepared.requests]
 
     def keep(self, index: int, details: TokenDetails) -> None:
         """Add the details of a delta to one of the call's requests."""
@@ -271,7 +271,7 @@ class DetailsWriter:
     def _keep_prompt(self, index: int, kept: ChoiceDetails, logprobs: tuple[TokenLogprobs, ...]) -> None:
         found = logprobs if kept.num_prompt_logprobs else (None, *logprobs)  # the first token has no prediction
         first = kept.num_prompt_logprobs
-        token_ids = self._call.requests[index].prompt_token_ids[first : first + len(found)]
+        token_ids = self._prepared.requests[index].prompt_token_ids[first : first + len(found)]
         kept.num_prompt_logprobs += len(token_ids)
         kept.prompt_logprobs.add([TokenLogprob(*each, 0) for each in zip(token_ids, found, strict=False)])
 
@@ -304,9 +304,9 @@ class DetailsWriter:
         """The fields about the prompt of one of the requests."""
         fields, num_top = Json(), self._detail_options.prompt_logprobs
         if self._detail_options.token_ids:
-            fields["prompt_token_ids"] = Rows.of(self._call.requests[index].prompt_token_ids)
+            fields["prompt_token_ids"] = Rows.of(self._prepared.requests[index].prompt_token_ids)
         if num_top is not None:
-            first_sample = index - index % self._call.num_samples  # the only one that has them
+            first_sample = index - index % self._prepared.num_samples  # the only one that has them
             logprobs = self._kept[first_sample].prompt_logprobs
             fields["prompt_logprobs"] = (
                 logprobs.rows(lambda tokens: [_ranked(each, self._names, num_top) for each in tokens])

@@ -82,11 +82,11 @@ class Calls:
 
 
 def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -> ToolUse | None:
-    """The tools of a chat; None when it has none. Raises InvalidRequest when they cannot be served.
+    """The tools of a chat that has some; None when it offers none. Raises InvalidRequest when they cannot be served.
 
     `form` is how the model writes free calls. Forced calls have one form for all models.
     """
-    if not body.tools or body.tool_choice == "none":
+    if body.tool_choice == "none":
         return None
     if not tokenizer.has_tools_in_template:
         raise InvalidRequest(

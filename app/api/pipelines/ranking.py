@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from app.api.endpoints.ranking import best_documents
 from app.api.endpoints.table import ENDPOINTS
-from app.api.output.choices import generate_choices
 from app.api.pipelines.run import PipelineRun
 from app.api.prepared_request import ServedModel
 from app.api.schemas.requests import GenerationRequest
@@ -31,7 +30,7 @@ class RerankStep:
         documents = body.documents
         if not documents:
             raise InvalidRequest(f"documents is required: {body.model} ranks them; send texts", param="documents")
-        call = await run.call_aside(
+        prepared = await run.request_aside(
             _RERANK,
             self.model,
             question_param="query",
@@ -40,8 +39,8 @@ class RerankStep:
             top_n=self.top_n,
             max_tokens_per_doc=self.model.facts.max_model_len,  # a longer one is cut
         )
-        state = run.begin(call, self)
-        best = await best_documents(len(documents), self.top_n, state, generate_choices(state.call))
+        state = run.begin(prepared, self)
+        best = await best_documents(len(documents), self.top_n, state)
         sources = run.sources or [{"index": index} for index in range(len(documents))]
         kept = [sources[index] for index, _ in best]
         run.reports[-1].end(kept=[{**source, "score": score} for source, (_, score) in zip(kept, best, strict=True)])

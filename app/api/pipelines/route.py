@@ -65,7 +65,7 @@ class ByLength:
             target = step.cases[index].target
             model = target if isinstance(target, ServedModel) else target.answering_models[0]
             try:
-                num_tokens = (await run.call(model, reserves=False)).num_prompt_tokens
+                num_tokens = (await run.request_for(model, reserves=False)).num_prompt_tokens
             except ContextTooLong:
                 continue
             if num_tokens <= most:

@@ -1,7 +1,4 @@
-"""One request on its way through steps: how each gets its call and what time is left, and what it reports.
-
-A request for a model alone is the shortest such way: one call, and nothing to report.
-"""
+"""One request on its way through the steps of a pipeline: what each computes, what time is left, what it reports."""
 
 from __future__ import annotations
 
@@ -13,12 +10,11 @@ from typing import Protocol
 
 from app.api.endpoints.table import Endpoint
 from app.api.generation import SharedFields
-from app.api.http.headers import GROUP_HEADER, PRESET_HEADER
-from app.api.output.choices import ChoiceDelta, generate_choices, token_deltas
+from app.api.output.choices import ChoiceDelta, token_deltas
 from app.api.output.response_state import Json, ResponseState
 from app.api.output.token_details import LEAST_LOGPROB
 from app.api.prepared_request import PreparedRequest, ServedModel
-from app.api.request_context import RequestContext
+from app.api.request_context import GROUP_HEADER, PRESET_HEADER, RequestContext
 from app.api.request_trace import StepTimes
 from app.api.schemas.requests import GenerationRequest, QueuedRequest
 from app.engine.request import Generate, Request, TokenDelta
@@ -29,7 +25,7 @@ _REPLICA_HEADERS = (GROUP_HEADER, PRESET_HEADER)  # which replicas of the model 
 
 
 class Prepare(Protocol):
-    """Checks a body for a model, makes its call and reserves what that may need."""
+    """Checks and tokenizes a body for a model, and reserves what it may need."""
 
     def __call__(
         self,
@@ -101,8 +97,8 @@ class StepReport:
         entry: Json = {"name": self.step.name, "kind": self.step.kind}
         if self.state is not None:
             entry |= {
-                "model": self.state.call.model.name,
-                "prompt_tokens": self.state.call.num_prompt_tokens,
+                "model": self.state.prepared.model.name,
+                "prompt_tokens": self.state.prepared.num_prompt_tokens,
                 "completion_tokens": sum(output.num_tokens for output in self.state.outputs),
             }
         return entry | {"ms": round(1000 * (ended_at - self.began_at), 1)} | self.decided
@@ -117,7 +113,6 @@ class PipelineRun:
     context: RequestContext
     prepare: Prepare
     metrics: RequestMetrics
-    arrived_at: float  # by the clock of the metrics
     size: int  # of the body, see `size_of`
     shared: Mapping[str, SharedFields] = field(default_factory=dict)  # by the model's name
     sources: Sequence[Json] | None = None  # of the documents in the body, where a step has chosen them
@@ -147,34 +142,32 @@ class PipelineRun:
         assert isinstance(self.body, GenerationRequest), "pipelines are for endpoints that generate"
         return self.body.question
 
-    async def answer(self, target: Target) -> PendingAnswer:
-        """The answer of a model or pipeline, with all done that must be done before its first token."""
-        if isinstance(target, ServedModel):
-            return self.generated(await self.call(target))
-        pending = await target.answer(self)
-        pending.state.extra_usage = partial(self._usage, target.name)
+    async def answer(self, pipeline: OtherPipeline) -> PendingAnswer:
+        """The answer of a pipeline, with all done that must be done before its first token."""
+        pending = await pipeline.answer(self)
+        pending.state.extra_usage = partial(self._usage, pipeline.name)
         return pending
 
     async def prepared(self, target: Target, step: Step) -> Callable[[], Awaitable[PendingAnswer]]:
-        """A function that starts an answer. The call of a model is checked and reserved before, so at once."""
+        """A function that starts an answer. What a model computes is checked and reserved before, so at once."""
         if not isinstance(target, ServedModel):
             return partial(target.answer, self)
-        call = await self.call(target)
+        prepared = await self.request_for(target)
 
         async def start() -> PendingAnswer:
-            return self.generated(call, step)
+            return self.generated(prepared, step)
 
         return start
 
-    async def call(self, model: ServedModel, *, reserves: bool = True) -> PreparedRequest:
-        """The call of the body on a model, checked, and what it may need reserved."""
+    async def request_for(self, model: ServedModel, *, reserves: bool = True) -> PreparedRequest:
+        """What the body asks of a model, checked, and what it may need reserved."""
         shared = self.shared.get(model.name)
         return await self.prepare(self.endpoint, self.body, model, self.context, self.size, shared, reserves=reserves)
 
-    async def call_aside(
+    async def request_aside(
         self, endpoint: Endpoint, model: ServedModel, *, question_param: str, **fields: object
     ) -> PreparedRequest:
-        """The call of a step that does not answer, for the same tenant, in the same class, with the same deadline.
+        """What a step asks that does not answer, for the same tenant, in the same class, with the same deadline.
 
         `fields` are checked values of the endpoint's body. An error about `question_param` names the client's field.
         """
@@ -195,47 +188,42 @@ class PipelineRun:
         now = time.monotonic()
         self.reports.append(StepReport(step=step, began_at=now, ended_at=now, decided=dict(decided)))
 
-    def begin(self, call: PreparedRequest, step: Step | None = None) -> ResponseState:
-        """The progress of a call that begins now, with the time that the steps before have left.
+    def begin(self, prepared: PreparedRequest, step: Step) -> ResponseState:
+        """The response of a step that begins now, with the time that the steps before have left.
 
         What it uses counts for the key, whether its output is shown or not. Raises DeadlineMissed.
         """
         trace, now = self.context.trace, time.monotonic()
         if self.reports:
-            call = _with_less_time(call, now - self.reports[0].began_at)
-        state = ResponseState.measured(call, self.context.request_id, self.metrics, arrived_at=self.arrived_at)
-        self.context.reservation.add_usage(state.num_tokens)
-        if trace is not None:
-            trace.checked()
-        if step is not None:
-            times = None if trace is None else trace.step(f"{step.kind} {step.name}", call.model.name)
-            self.reports.append(StepReport(step=step, state=state, began_at=now, times=times))
+            prepared = _with_less_time(prepared, now - self.reports[0].began_at)
+        state = ResponseState.begin(prepared, self.context, self.metrics)
+        state.trace = None  # of all that is computed, the trace has the attempts at the answer
+        times = None if trace is None else trace.step(f"{step.kind} {step.name}", prepared.model.name)
+        self.reports.append(StepReport(step=step, state=state, began_at=now, times=times))
         return state
 
-    def generated(self, call: PreparedRequest, step: Step | None = None) -> PendingAnswer:
+    def generated(self, prepared: PreparedRequest, step: Step) -> PendingAnswer:
         """The output of a model, which begins when it is read."""
-        state = self.begin(call, step)
         confidence = None
-        call = state.call
         if self.is_judged:
-            confidence = Confidence(call.model.generate)
-            call = replace(call, model=replace(call.model, generate=confidence.generate))
-        else:
+            confidence = Confidence(prepared.model.generate)
+            prepared = replace(prepared, model=replace(prepared.model, generate=confidence.generate))
+        state = self.begin(prepared, step)
+        if not self.is_judged:
             state.trace = self.context.trace
-        report = None if step is None else self.reports[-1]
-        return PendingAnswer(state=state, pieces=generate_choices(call), report=report, confidence=confidence)
+        return PendingAnswer(state=state, report=self.reports[-1], confidence=confidence)
 
     def again(self, answer: ReadAnswer) -> PendingAnswer:
         """An answer that was read, once more. It was measured when it was generated."""
-        call = answer.of.state.call
-        state = ResponseState.measured(call, self.context.request_id, RequestMetrics(), arrived_at=self.arrived_at)
-        return replace(answer.of, state=state, pieces=_again(answer.pieces))
+        prepared = answer.of.state.prepared
+        state = ResponseState.begin(prepared, self.context, RequestMetrics(), pieces=_again(answer.pieces))
+        return replace(answer.of, state=state)
 
     def headers(self, answer: PendingAnswer) -> dict[str, str]:
         """What the steps of a pipeline have decided, as far as it is known before the first token."""
         if not self.reports:
             return {}
-        headers = {"x-carousel-pipeline-model": answer.state.call.model.name}
+        headers = {"x-carousel-pipeline-model": answer.state.prepared.model.name}
         for report in self.reports:
             if "mean_logprob" in report.decided and report.decided.get("is_chosen", True):
                 headers["x-carousel-pipeline-logprob"] = f"{report.decided['mean_logprob']:.4f}"
@@ -255,16 +243,14 @@ class PendingAnswer:
     """An answer that begins when it is read."""
 
     state: ResponseState
-    pieces: AsyncGenerator[ChoiceDelta, None]
-    report: StepReport | None = None  # of the step that gives it
+    report: StepReport  # of the step that gives it
     confidence: Confidence | None = None  # where the run is judged
 
     async def read(self) -> ReadAnswer:
         """Wait for all of it. Raises what its generation raises."""
         pieces: list[ChoiceDelta] = []
-        await self.state.read(self.pieces, pieces.append, keep_text=True)
-        if self.report is not None:
-            self.report.end()
+        await self.state.read(pieces.append, keep_text=True)
+        self.report.end()
         return ReadAnswer(self, pieces)
 
 
@@ -284,12 +270,11 @@ class ReadAnswer:
     def texts(self) -> tuple[object, ...]:
         """Of each choice, what it says and calls; equal for answers that say the same."""
         outputs = self.of.state.outputs
-        calls = [[call["function"] for call in output.calls] for output in outputs]
+        calls = [[prepared["function"] for prepared in output.calls] for output in outputs]
         return tuple((str(output.text).strip(), str(called)) for output, called in zip(outputs, calls, strict=True))
 
     def decided(self, **decided: object) -> None:
         """Note what has come of it."""
-        assert self.of.report is not None, "a step gives it"
         self.of.report.decided |= {"mean_logprob": self.mean_logprob, **decided}
 
 
@@ -322,19 +307,19 @@ async def _again(pieces: Sequence[ChoiceDelta]) -> AsyncGenerator[ChoiceDelta, N
         yield piece
 
 
-def _with_less_time(call: PreparedRequest, elapsed_s: float) -> PreparedRequest:
+def _with_less_time(prepared: PreparedRequest, elapsed_s: float) -> PreparedRequest:
     """The call with its deadlines shortened by `elapsed_s`. Raises DeadlineMissed when no time is left."""
-    deadlines = [request.deadline_s for request in call.requests if request.deadline_s is not None]
+    deadlines = [request.deadline_s for request in prepared.requests if request.deadline_s is not None]
     if not deadlines:
-        return call
+        return prepared
     if min(deadlines) <= elapsed_s:
         raise DeadlineMissed(
-            f"the deadline of {min(deadlines):g} s has passed while the steps before {call.model.name} ran"
+            f"the deadline of {min(deadlines):g} s has passed while the steps before {prepared.model.name} ran"
         )
     return replace(
-        call,
+        prepared,
         requests=tuple(
             replace(request, deadline_s=None if request.deadline_s is None else request.deadline_s - elapsed_s)
-            for request in call.requests
+            for request in prepared.requests
         ),
     )

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
+import uuid
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isfinite
 
+from app.api.auth.limits import Account, Reservation
 from app.api.endpoints.embeddings import numbers_of, vectors_of
 from app.api.endpoints.table import ENDPOINTS
-from app.api.generation import SharedFields, pooling_call
-from app.api.output.choices import generate_choices
+from app.api.generation import SharedFields, prepare_pooling
 from app.api.output.response_state import ResponseState
 from app.api.pipelines.run import PipelineRun, Step
-from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
+from app.api.prepared_request import PreparedRequest, ServedModel
+from app.api.request_context import RequestContext
 from app.api.schemas.requests import EmbeddingsRequest
 from app.engine.request import Pooling
 from app.errors import Failure, InvalidRequest, Overloaded
@@ -25,17 +28,17 @@ _AT_ONCE = 32  # own texts in one call
 
 async def question_vector(run: PipelineRun, model: ServedModel, step: Step) -> array[float]:
     """The vector of the last text of the user, of length 1."""
-    call = await run.call_aside(_VECTORS, model, question_param="input", input=[run.question])
-    state = run.begin(call, step)
-    [vector] = await vectors_of(state, generate_choices(state.call))
+    prepared = await run.request_aside(_VECTORS, model, question_param="input", input=[run.question])
+    state = run.begin(prepared, step)
+    [vector] = await vectors_of(state)
     return vector
 
 
 async def question_scores(run: PipelineRun, model: ServedModel, step: Step) -> array[float]:
     """The score of each label of a classifier for the last text of the user. Raises Failure for one that is none."""
-    call = await run.call_aside(_VECTORS, model, question_param="input", input=[run.question])
-    state = run.begin(call, step)
-    [scores] = await numbers_of(state, generate_choices(state.call))
+    prepared = await run.request_aside(_VECTORS, model, question_param="input", input=[run.question])
+    state = run.begin(prepared, step)
+    [scores] = await numbers_of(state)
     if not all(map(isfinite, scores)):
         raise Failure(f"{model.name} gave the scores {scores.tolist()}")
     return scores
@@ -53,14 +56,14 @@ async def own_vectors(
     Where the replicas are full, it waits and tries again. `on_progress` is told how many there are.
     """
     vectors: list[array[float]] = []
+    account = Account(None, time.monotonic)
+    context = RequestContext(reservation=Reservation(account), request_id=uuid.uuid4().hex)
     while len(vectors) < len(texts):
         some: list[str | list[int]] = [*texts[len(vectors) : len(vectors) + _AT_ONCE]]
         body = EmbeddingsRequest.model_construct(input=some, service_tier="flex" if is_background else "auto")
-        call = _prepare_vectors(body, model, RequestLimits())
-        call = replace(call, requests=tuple(replace(each, deadline_s=None) for each in call.requests))
-        state = ResponseState.measured(call, call.call_id, RequestMetrics(), arrived_at=0.0)
+        prepared = _prepare_vectors(body, replace(model, deadline_s=None), context)
         try:
-            vectors += await vectors_of(state, generate_choices(call))
+            vectors += await vectors_of(ResponseState.begin(prepared, context, RequestMetrics()))
         except Overloaded as error:
             await asyncio.sleep(error.retry_after_s)
         on_progress(len(vectors))
@@ -68,7 +71,7 @@ async def own_vectors(
 
 
 def _prepare_vectors(
-    body: EmbeddingsRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
+    body: EmbeddingsRequest, model: ServedModel, context: RequestContext, shared: SharedFields | None = None
 ) -> PreparedRequest:
     """As for /v1/embeddings, but texts are cut to what the model reads, and a classifier gives its scores."""
     longest = model.facts.max_model_len
@@ -77,7 +80,7 @@ def _prepare_vectors(
     if not all(prompt.token_ids for prompt in prompts):
         raise InvalidRequest("there is a text without tokens; give each at least one", param="input")
     pooling = Pooling.SCORE if model.facts.labels else model.pooling
-    return pooling_call("embd", body, model, limits, prompts, pooling)
+    return prepare_pooling("embd-", body, model, context, prompts, pooling)
 
 
 _VECTORS = replace(ENDPOINTS["/v1/embeddings"], prepare=_prepare_vectors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -115,17 +115,6 @@ def unavailable(schema: type[ModelRequest]) -> Mapping[str, tuple[Any, ...]]:
     return _UNAVAILABLE.get(schema, {})
 
 
-def refuse_unavailable(body: Mapping[str, Any], schema: type[ModelRequest]) -> None:
-    """Raise InvalidRequest when the body asks for something that this version does not do."""
-    for name, harmless in unavailable(schema).items():
-        if name not in body:
-            continue
-        value = as_int(body[name])
-        if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
-            instead = f"send {_INSTEAD[name]}" if name in _INSTEAD else "leave it out"
-            raise InvalidRequest(f"{name} is not supported by this version; {instead}", param=name)
-
-
 def refuse_unknown(body: Mapping[str, Any], schema: type[Schema]) -> None:
     """Raise InvalidRequest with the paths of all unknown fields, those inside other fields too."""
     known = unavailable(schema).keys() | _WITHOUT_EFFECT if issubclass(schema, ModelRequest) else frozenset()
@@ -168,20 +157,14 @@ def _has_schema(kind: Any) -> bool:
     return get_origin(kind) is not dict and any(_has_schema(inner) for inner in get_args(kind))
 
 
-@cache
-def _known_fields(schema: type[ModelRequest]) -> frozenset[str]:
-    return frozenset(schema.model_fields.keys() | unavailable(schema).keys() | _WITHOUT_EFFECT)
-
-
 class UnknownFields:
     """Logs the name of each unknown field once."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def note(self, body: Mapping[str, Any], schema: type[ModelRequest]) -> None:
-        """Log the names in `body` that were not logged before. Their values have no effect."""
-        unknown = body.keys() - _known_fields(schema)
+    def note(self, unknown: Iterable[str], schema: type[ModelRequest]) -> None:
+        """Log those that were not logged before. Their values have no effect."""
         for name in {name[:MAX_NAME_LENGTH] for name in unknown} - self._seen:
             if len(self._seen) >= MAX_REMEMBERED_NAMES:
                 return
@@ -189,16 +172,34 @@ class UnknownFields:
             logger.info("ignoring the unknown field %r of a %s", name, schema.__name__)
 
 
+@cache
+def _special_fields(schema: type[ModelRequest]) -> tuple[Mapping[str, tuple[Any, ...]], frozenset[str]]:
+    """`unavailable`, and the names of all known fields."""
+    return unavailable(schema), frozenset(schema.model_fields.keys() | unavailable(schema).keys() | _WITHOUT_EFFECT)
+
+
 def parse(
     body: Mapping[str, Any], schema: type[RequestT], unknown_fields: UnknownFields, *, is_strict: bool = False
 ) -> RequestT:
     """The typed request. Raises InvalidRequest naming the first field at fault; `is_strict`: all unknown ones."""
     given = {name: value for name, value in body.items() if value is not None}
-    refuse_unavailable(given, schema)
+    not_served, known = _special_fields(schema)
+    for name in not_served:
+        if name in given:
+            _refuse_unavailable(name, given[name], not_served[name])
     if is_strict:
         refuse_unknown(given, schema)
-    unknown_fields.note(given, schema)
+    if not given.keys() <= known:
+        unknown_fields.note(given.keys() - known, schema)
     try:
         return schema.model_validate(given)
     except ValidationError as error:
         raise from_validation_error(error) from None
+
+
+def _refuse_unavailable(name: str, value: Any, harmless: tuple[Any, ...]) -> None:
+    """Raise InvalidRequest when the value of a field asks for something that this version does not do."""
+    value = as_int(value)
+    if not any(type(value) is type(other) and value == other for other in harmless):
+        instead = f"send {_INSTEAD[name]}" if name in _INSTEAD else "leave it out"
+        raise InvalidRequest(f"{name} is not supported by this version; {instead}", param=name)

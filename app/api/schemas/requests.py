@@ -543,16 +543,6 @@ class GenerationRequest(QueuedRequest):
     def asked_tokens(self) -> int | None:
         return self.max_tokens
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return (
-            self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
-        )
-
 
 class Conversation(Schema):
     """What a chat template makes a prompt of."""
@@ -635,8 +625,6 @@ class ChatRequest(Conversation, GenerationRequest):
 
     def with_documents_written(self) -> ChatRequest:
         """The same chat with its documents in the last message of the user, before its text."""
-        if not self.documents:
-            return self
         at, messages = self._asked_at(), list(self.messages)
         content = documents_text(self.documents) + (messages[at].content or "")
         messages[at] = messages[at].model_copy(update={"content": content})
@@ -707,8 +695,6 @@ class CompletionRequest(GenerationRequest):
 
     def with_documents_written(self) -> CompletionRequest:
         """The same request with its documents before the prompt."""
-        if not self.documents:
-            return self
         prompt = documents_text(self.documents) + self.question
         return self.model_copy(update={"prompt": [prompt], "documents": []})
 

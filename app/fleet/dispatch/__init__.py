@@ -3,8 +3,7 @@
 from app.fleet.dispatch.affinity import PrefixIndex, Sessions
 from app.fleet.dispatch.decision import Candidate, Decision, RequestSize
 from app.fleet.dispatch.groups import Group, GroupChooser, group_of_rank, of_group
-from app.fleet.dispatch.ledger import Ledger
-from app.fleet.dispatch.output_lengths import OutputLengths
+from app.fleet.dispatch.ledger import Ledger, OutputLengths, ReplicaReport
 from app.fleet.dispatch.policies import (
     DispatchPolicy,
     LeastLoaded,
@@ -13,7 +12,6 @@ from app.fleet.dispatch.policies import (
     make_policy,
     near_adapter,
 )
-from app.fleet.dispatch.report import ReplicaReport
 
 __all__ = [
     "Candidate",

@@ -23,18 +23,17 @@ class PrefixIndex:
         # A prefix is touched after those that continue it. So a prefix in here has all its own prefixes in here too.
         self._blocks: dict[str, OrderedDict[int, None]] = {}
 
-    def add(self, replica_id: str, token_ids: Sequence[int], *, salt: str = "") -> None:
-        """A replica has been sent this prompt, or has computed these tokens (a prompt and what it generated)."""
+    def add(self, replica_id: str, chain: Sequence[int]) -> None:
+        """A replica has been sent the prompt with this chain, or has computed its tokens."""
         blocks = self._blocks.setdefault(replica_id, OrderedDict())
-        for block in reversed(self._chain(token_ids, salt)[: self._max_blocks]):
+        for block in reversed(chain[: self._max_blocks]):
             blocks[block] = None
             blocks.move_to_end(block)
         while len(blocks) > self._max_blocks:
             blocks.popitem(last=False)
 
-    def match(self, token_ids: Sequence[int], *, salt: str = "") -> dict[str, int]:
+    def match(self, chain: Sequence[int]) -> dict[str, int]:
         """How many tokens of a prompt each replica should have cached; replicas without any are left out."""
-        chain = self._chain(token_ids, salt)
         found = {}
         for replica_id, blocks in self._blocks.items():
             if chain and chain[0] in blocks:
@@ -49,8 +48,8 @@ class PrefixIndex:
         """Forget the replicas that are gone."""
         self._blocks = {each: blocks for each, blocks in self._blocks.items() if each in replica_ids}
 
-    def _chain(self, token_ids: Sequence[int], salt: str) -> list[int]:
-        """One hash for each whole block, of that block and all before it."""
+    def chain(self, token_ids: Sequence[int], *, salt: str = "") -> list[int]:
+        """A prompt as `add` and `match` take it: one hash for each whole block, of that block and all before it."""
         chain, block = [], hash(salt)
         for start in range(0, len(token_ids) - self._block_size + 1, self._block_size):
             block = hash((block, tuple(token_ids[start : start + self._block_size])))

@@ -39,6 +39,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     group: str = ""  # of an A/B trial; "": none
     is_full: bool = False  # it would refuse this request
     has_slot: bool = True  # it would compute this request at once, as far as is known
+    is_suspect: bool = False  # its stream broke or is silent
+    weights: int = 0  # a digest of its model's files; 0 while not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +64,13 @@ class Scoring:
         """The work that is there already."""
         return (candidate.num_prefill_tokens + candidate.num_decode_tokens) / self.relative_speed(candidate)
 
-    def queue(self, candidate: Candidate) -> float:
-        """The work that must end before this request would be computed.
-
-        While a replica is full, one request ends for as many tokens as a request has; this one stands for all.
-        """
-        return candidate.num_ahead * self.num_request_tokens / self.relative_speed(candidate)
-
-    def waking(self, candidate: Candidate) -> float:
-        """What could be computed while it wakes."""
-        return candidate.wake_s * (self.usual_tokens_per_s or _TOKENS_PER_S)
-
     def score(self, candidate: Candidate) -> float:
         """The work that is there, the queue, the time to wake and this request; the least is best."""
-        score = self.outstanding(candidate) + self.num_request_tokens / self.relative_speed(candidate)
-        if candidate.num_ahead:
-            score += self.queue(candidate)
-        return score + self.waking(candidate) if candidate.wake_s else score
+        num_tokens = candidate.num_prefill_tokens + candidate.num_decode_tokens
+        # While a replica is full, one request ends for as many tokens as a request has; this one stands for all.
+        num_tokens += (1 + candidate.num_ahead) * self.num_request_tokens
+        waking = candidate.wake_s * (self.usual_tokens_per_s or _TOKENS_PER_S)  # what could be computed meanwhile
+        return num_tokens / self.relative_speed(candidate) + waking
 
     def explain(self, candidate: Candidate) -> str:
         """The candidate with the parts of its score."""
@@ -101,6 +93,11 @@ class Decision:
     rule: str  # why the first is first, in a few words
     candidates: tuple[Candidate, ...]  # all of them, most preferred first
     scoring: Scoring
+
+    @property
+    def replica_id(self) -> str:
+        """The most preferred."""
+        return self.candidates[0].replica_id
 
     @property
     def order(self) -> list[str]:

@@ -7,13 +7,45 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from app.fleet.dispatch.decision import Candidate
-from app.fleet.dispatch.report import ReplicaReport
+import msgspec
 
+from app.fleet.dispatch.decision import Candidate
+
+AWAKE = "awake"
 REPORT_LIFE_S = 5.0  # the work of other ingresses on a replica is forgotten when no report of it came for so long
 # The speed of a replica without work is forgotten after this: a replica that was slow for a while is tried again.
 SPEED_LIFE_S = 30.0
 _NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One replica at one moment, with the work of all ingresses. It comes with every frame, so dispatch never polls.
+
+    It crosses processes by position: new fields go to the end and need a default, for replicas of an older version.
+    """
+
+    group: str  # of an A/B trial; "" for none
+    num_requests: int  # running and waiting
+    num_background: int  # of these, background requests
+    num_staying_background: int  # of these, background requests that are not preempted for others
+    max_requests: int  # more are refused, not counting background requests that can be preempted
+    max_running: int  # computed at once; the others wait
+    num_waiting_tokens: int  # prompt tokens of waiting requests
+    num_kv_tokens: int  # that fit into its KV memory
+    tokens_per_s: float  # in steps of one size, the same on all replicas; 0 while not known
+    ended_per_s: float  # requests that end in a second of computing
+    step_age_s: float  # how long the current step has been running
+    weights: int = 0  # a digest of the model's files; 0 while not known
+    sends_views: bool = False  # it understands WatchEngine
+    num_own: int | None = None  # of num_requests, those of the ingress that gets this report; None: not known
+    # Digests of the adapters that it has loaded; None: it computes with none, or is of a version that knows none.
+    adapters: tuple[str, ...] | None = None
+    state: str = AWAKE  # of `app.engine.stats.SleepState`
+    wake_s: float = 0.0  # how long it should take until it computes; 0: it is awake
+
+    @property
+    def is_awake(self) -> bool:
+        return self.state == AWAKE
 
 
 class Ledger:
@@ -50,7 +82,8 @@ class Ledger:
         `num_prompt_tokens`: to be computed there, so without those that it should have cached, and with those that
         another replica had generated already. `num_expected_tokens`: to be generated from here on.
         """
-        self.end(request_id)
+        if request_id in self._placed:
+            self.end(request_id)
         ours = self.replica(replica_id).ours
         left = max(1, num_expected_tokens)
         self._placed[request_id] = _Placed(ours, num_prompt_tokens, left, num_expected_tokens, is_background)
@@ -82,7 +115,8 @@ class Ledger:
 
     def note(self, replica_id: str, report: ReplicaReport, *, now: float) -> None:
         """Take in a replica's report."""
-        self.replica(replica_id).note(report, now=now, usual_decode_tokens=self._usual_decode_tokens)
+        state = self._replicas.get(replica_id) or self.replica(replica_id)
+        state.note(report, now=now, usual_decode_tokens=self._usual_decode_tokens)
 
     def candidates(
         self,
@@ -94,21 +128,24 @@ class Ledger:
         session_replica_id: str | None = None,
     ) -> list[Candidate]:
         """These replicas in their order, with what is known of one request there. `num_cached_tokens` by replica id."""
-        states = {replica_id: self._replicas.get(replica_id) or ReplicaState() for replica_id in replica_ids}
-        reports = [state.report for state in states.values() if state.report is not None]
-        # A replica that has not reported yet accepts as many requests as the others.
-        max_requests = max((report.max_requests for report in reports), default=None)
-        return [
-            state.candidate(
-                replica_id,
-                now=now,
-                max_requests=max_requests,
-                is_background=is_background,
-                num_cached_tokens=num_cached_tokens.get(replica_id, 0),
-                holds_session=replica_id == session_replica_id,
+        states, max_requests = {}, None
+        for replica_id in replica_ids:
+            state = states[replica_id] = self._replicas.get(replica_id) or ReplicaState()
+            if state.report is not None:  # one that has not reported yet accepts as many requests as the others
+                max_requests = max(max_requests or 0, state.report.max_requests)
+        found = []
+        for replica_id, state in states.items():
+            found.append(
+                state.candidate(
+                    replica_id,
+                    now=now,
+                    max_requests=max_requests,
+                    is_background=is_background,
+                    num_cached_tokens=num_cached_tokens.get(replica_id, 0),
+                    holds_session=replica_id == session_replica_id,
+                )
             )
-            for replica_id, state in states.items()
-        ]
+        return found
 
     def keep_only(self, replica_ids: Collection[str]) -> None:
         """Forget the replicas that are gone, with all they had."""
@@ -190,11 +227,17 @@ class ReplicaState:
         holds_session: bool,
     ) -> Candidate:
         """This replica for one request. More than `max_requests` are refused."""
-        others = self._others
+        others, report = self._others, self.report
         is_known = (others.num_requests or others.num_prefill_tokens) and now - self._reported_at <= REPORT_LIFE_S
         work = self.ours + others if is_known else self.ours
-        report = self.report
         knows_speed = report is not None and now - self._worked_at <= SPEED_LIFE_S
+        # Requests that are computed before this one; before a foreground one, no background work that gives way.
+        num_before = work.num_requests
+        if not is_background:
+            num_staying = 0 if report is None else report.num_staying_background
+            num_before -= max(0, work.num_background - num_staying)
+        elif report is not None and max_requests is not None:  # a background request needs a free slot
+            max_requests = min(max_requests, report.max_running)
         return Candidate(
             replica_id=replica_id,
             num_requests=work.num_requests,
@@ -206,20 +249,44 @@ class ReplicaState:
             num_cached_tokens=num_cached_tokens,
             holds_session=holds_session,
             group="" if report is None else report.group,
-            is_full=max_requests is not None and self._is_full(work, max_requests, is_background=is_background),
-            has_slot=report is None
-            or (report.is_awake and self._num_in_the_way(work, is_background=is_background) < report.max_running),
+            is_full=max_requests is not None and num_before >= max_requests,
+            has_slot=report is None or (report.is_awake and num_before < report.max_running),
+            is_suspect=self.is_suspect,
+            weights=0 if report is None else report.weights,
         )
 
-    def _is_full(self, work: _Work, max_requests: int, *, is_background: bool) -> bool:
-        """A background request needs a free slot."""
-        if is_background and self.report is not None:
-            max_requests = min(max_requests, self.report.max_running)
-        return self._num_in_the_way(work, is_background=is_background) >= max_requests
 
-    def _num_in_the_way(self, work: _Work, *, is_background: bool) -> int:
-        """Requests that are computed before a new one; before a foreground one, no background work that gives way."""
-        if is_background:
-            return work.num_requests
-        num_staying = 0 if self.report is None else self.report.num_staying_background
-        return work.num_requests - work.num_background + min(work.num_background, num_staying)
+class OutputLengths:
+    """How many tokens a request will generate: the mean of those that have ended, by the power of two below its limit.
+
+    The engine's LengthPredictor separates short outputs from long ones by a quantile for each tenant and prompt
+    length. The sum of outstanding work needs means, and an ingress sees too few requests of each tenant for more.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, _Mean] = {}
+        self._all = _Mean()
+
+    def expected_tokens(self, max_tokens: int) -> int:
+        """Tokens that a request with this limit should generate, at least 1; the limit while nothing is known."""
+        for mean in (self._buckets.get(max_tokens.bit_length(), self._all), self._all):
+            if mean.num_outputs >= 4:  # a mean of fewer says too little
+                return max(1, min(max_tokens, round(mean.value)))
+        return max_tokens
+
+    def learn(self, max_tokens: int, num_generated: int) -> None:
+        """A request with this limit has ended by itself (a stop or its limit, no abort) at this length."""
+        for mean in (self._buckets.setdefault(max_tokens.bit_length(), _Mean()), self._all):
+            mean.add(num_generated)
+
+
+@dataclass(slots=True)
+class _Mean:
+    """The plain mean of the first, a moving average later."""
+
+    value: float = 0.0
+    num_outputs: int = 0
+
+    def add(self, value: int) -> None:
+        self.num_outputs += 1
+        self.value += max(1 / self.num_outputs, 0.02) * (value - self.value)  # the average of the last 50 or so

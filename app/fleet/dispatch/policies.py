@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from app.errors import InvalidSetup
 from app.fleet.dispatch.decision import Candidate, Decision, RequestSize, Scoring
 
 # So many outstanding (weighed) tokens more than the least loaded replica has are accepted for a cached prefix or a
@@ -37,15 +36,13 @@ class DispatchPolicy(Protocol):
 
 
 def make_policy(name: str, rng: random.Random) -> DispatchPolicy:
-    """A new policy by its name in `replicas.dispatch`. Raises InvalidSetup when no policy has that name."""
-    match name:
-        case "round_robin":
-            return RoundRobin()
-        case "least_loaded":
-            return LeastLoaded(rng)
-        case "prefix_affinity":
-            return PrefixAffinity(rng)
-    raise InvalidSetup(f"replicas.dispatch: got {name!r}; must be one of round_robin, least_loaded, prefix_affinity")
+    """A new policy by its name in `replicas.dispatch`."""
+    policies: dict[str, Callable[[random.Random], DispatchPolicy]] = {
+        "round_robin": lambda rng: RoundRobin(),
+        "least_loaded": LeastLoaded,
+        "prefix_affinity": PrefixAffinity,
+    }
+    return policies[name](rng)
 
 
 class RoundRobin:

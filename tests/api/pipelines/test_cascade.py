@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from app.api.auth.keys import KeyRing
 from app.api.handler import RequestHandler
 from app.config import ApiConfig
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
@@ -19,7 +18,7 @@ from app.metrics import RequestMetrics, Scrape, exposition
 from app.text import Tokenizer
 from tests.api.batch_services import with_http
 from tests.api.fakes import CASCADE, WAIT, Connection, Service, Step, last, without_times
-from tests.api.keys import bearer, entry
+from tests.api.keys import bearer, entry, ring
 from tests.metrics.test_exposition import value
 from tests.waiting import until
 
@@ -155,9 +154,9 @@ def test_a_list_of_prompts_may_be_for_a_cascade(tokenizer: Tokenizer, tmp_path: 
 
 def test_a_key_for_one_of_the_models_is_none_for_lines(tokenizer: Tokenizer) -> None:
     service = cascade(tokenizer, -0.4)
-    keys = KeyRing(ApiConfig.model_validate({"keys": [entry(models=["small"])]}).keys)
+    keys = ring([entry(models=["small"])])
     handler = RequestHandler(service.models, ApiConfig(), RequestMetrics(), keys, pipelines=service.pipelines)
-    [owner] = [key.name for key in ApiConfig.model_validate({"keys": [entry(models=["small"])]}).keys]
+    owner = entry()["name"]
     body = {"model": "both", "prompt": "Hi"}
     assert asyncio.run(handler.handle_item(owner, "/v1/completions", body)).status_code == 403
     assert not service.generate.requests

@@ -39,17 +39,6 @@ SERVED = Served(
 )
 
 
-def test_times_are_those_of_the_answered_and_waits_end_with_the_first_step() -> None:
-    found = service_figures(WORKLOAD, SERVED, None)
-    assert (found["num_requests"], found["num_failed"]) == (3, 1)
-    assert (found["requests_per_s"], found["output_tokens_per_s"]) == (0.2, 0.4)
-    assert (found["latency_mean_s"], found["latency_p50_s"]) == (5.5, 5.5)
-    assert (found["queue_wait_mean_s"], found["queue_wait_longest_s"]) == (1.75, 3.0)
-    assert found["itl_p50_s"] == 3
-    assert (found["bubble_share"], found["preemptions"]) == (0.25, 1)
-    assert (found["slo_share"], found["jain_index"]) == (None, None)
-
-
 @pytest.mark.parametrize(
     ("promise", "share"),
     [
@@ -63,12 +52,6 @@ def test_goodput_counts_every_request_and_a_failed_one_as_a_broken_promise(promi
     found = service_figures(WORKLOAD, SERVED, promise)
     assert found["slo_share"] == share
     assert found["slo_requests_per_s"] == pytest.approx(share * 3 / 10, abs=1e-4)
-
-
-def test_an_engine_that_does_not_stream_has_no_first_token_but_a_latency() -> None:
-    run = Run(seconds=2, timelines={"a": timeline(0, 2)}, streams=False)
-    found = service_figures(workload(a=""), Served(run=run, joined_s={"a": 0}), None)
-    assert (found["ttft_p50_s"], found["itl_p50_s"], found["latency_p50_s"]) == (None, None, 2)
 
 
 def step(began_s: float, **num_tokens: int) -> Step:
@@ -85,12 +68,6 @@ def test_fairness_is_looked_at_only_while_every_tenant_waits() -> None:
     assert jain_over_tenants(workload(a="x", b="x"), served, min_steps=0) is None
 
 
-def test_without_contention_there_is_no_index() -> None:
-    run = Run(seconds=1, timelines={"a": timeline(0, 1), "b": timeline(0, 1)})
-    served = Served(run=run, joined_s={"a": 0, "b": 0}, steps=[step(0, a=1, b=1)])
-    assert jain_over_tenants(workload(a="x", b="y"), served, min_steps=0) is None
-
-
 @given(st.lists(st.integers(0, 1000), min_size=1))
 def test_jains_index_lies_between_one_taker_and_equal_shares(shares: list[int]) -> None:
     found = jain(shares)
@@ -99,8 +76,3 @@ def test_jains_index_lies_between_one_taker_and_equal_shares(shares: list[int]) 
     else:
         assert found is not None
         assert 1 / len(shares) - 1e-9 <= found <= 1 + 1e-9
-
-
-def test_jains_index_of_equal_shares_is_one() -> None:
-    assert jain([3, 3, 3]) == pytest.approx(1)
-    assert jain([5, 0]) == pytest.approx(0.5)

@@ -9,7 +9,7 @@ import pytest
 from app.engine.batch import Batch, StepResult
 from benchmarks.engine.carousel import LoggedCarousel
 from benchmarks.engine.run import Run
-from benchmarks.engine.step_trace import Step, StepTrace, logged
+from benchmarks.engine.step_trace import StepTrace, logged
 from benchmarks.harness.workload import TimedRequest, Workload
 from tests.fakes import CountingRunner, FakeClock, TimedRunner, build_fake_engine, make_request
 
@@ -48,14 +48,6 @@ def serve(work: Workload, **scheduler: Any) -> tuple[Run, StepTrace]:
     return LoggedCarousel(engine, log, start_clock=lambda: ToldClock(clock)).serve(work), log
 
 
-def test_every_step_is_logged_with_its_tokens_and_its_time() -> None:
-    run, log = serve(workload(3, 2))
-    assert [dict(step.num_tokens) for step in log.steps] == [{"r0": 3, "r1": 3}, {"r0": 1, "r1": 1}, {"r0": 1}]
-    assert [step.seconds for step in log.steps] == pytest.approx([STEP_S] * 3)
-    assert run.num_steps == 3
-    assert log.mean_running() == pytest.approx(5 / 3)
-
-
 def test_static_batches_leave_slots_empty_while_others_wait_and_continuous_does_not() -> None:
     work = workload(1, 4, 1, 1)
     _, static = serve(work, strategy={"name": "static", "batch_size": 2}, max_running=2)
@@ -63,26 +55,6 @@ def test_static_batches_leave_slots_empty_while_others_wait_and_continuous_does_
     # Static: for three of five steps one of two slots is empty and two requests wait.
     assert static.bubble_share(2) == pytest.approx(3 / 10)
     assert continuous.bubble_share(2) == 0
-
-
-def test_waiting_for_a_timer_counts_as_empty_slots_and_waiting_for_an_arrival_does_not() -> None:
-    strategy = {"name": "static", "batch_size": 2, "max_wait_ms": 30}
-    _, timer = serve(workload(1), strategy=strategy)
-    assert [step.seconds for step in timer.steps] == pytest.approx([0.03, STEP_S])
-    assert timer.bubble_share(8) == pytest.approx(0.75)
-    _, arrival = serve(workload(1, 1, arrivals_s=(0, 1)))
-    assert arrival.bubble_share(8) == 0
-
-
-def test_a_request_joins_in_its_first_step() -> None:
-    _, log = serve(workload(2, 2), max_running=1)
-    assert log.joined_s() == pytest.approx({"r0": 0, "r1": 2 * STEP_S})
-
-
-def test_a_log_without_steps_has_no_shares() -> None:
-    log = StepTrace(FakeClock())
-    assert log.bubble_share(4) is None
-    assert log.mean_running() is None
 
 
 class _Launched:
@@ -119,8 +91,3 @@ def test_steps_that_are_launched_ahead_follow_each_other_without_overlap() -> No
     assert [(step.began_s, step.ended_s) for step in log.steps] == [
         pytest.approx((number * STEP_S, (number + 1) * STEP_S)) for number in range(3)
     ]
-
-
-def test_a_step_knows_its_length() -> None:
-    step = Step(began_s=1, ended_s=1.5, num_tokens={}, num_running=0, num_waiting=0)
-    assert step.seconds == 0.5

@@ -64,15 +64,6 @@ def test_every_load_is_a_multiple_of_the_capacity_that_was_measured(
         assert trial["rate"] == pytest.approx(trial["load"] * found["capacity_requests_per_s"])
 
 
-def test_requests_without_a_deadline_get_one(common: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--arrival", "trace", "--policies", "fcfs", "--deadline-s", "1e-6", "--slo-latency-s", "60"]
-    assert strategies.main([*common, *arguments]) == 0
-    out = capsys.readouterr().out
-    (trial,) = json.loads(out.splitlines()[-1])["trials"]
-    assert (trial["num_failed"], trial["slo_share"], trial["latency_p50_s"]) == (4, 0, None)
-    assert "| continuous fcfs " in out.splitlines()[2]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -11,7 +11,6 @@ from benchmarks.engine.trial import (
     POLICIES,
     STRATEGIES,
     Trial,
-    base_options,
     preset_trials,
     trials,
     with_largest_limits,
@@ -54,20 +53,6 @@ def test_presets_are_trials_and_the_engine_has_room_for_all_of_them() -> None:
         preset_trials(options(), "fast")
 
 
-def test_those_asked_for_are_combined() -> None:
-    assert [trial.name for trial in asked(strategies="static,hybrid", policies="sjf,fair")] == [
-        "static sjf", "static fair", "hybrid sjf", "hybrid fair"
-    ]  # fmt: skip
-    assert [trial.name for trial in asked(policies="sjf")] == ["continuous sjf"]
-
-
-def test_whole_batches_have_as_many_slots_as_the_others_by_default() -> None:
-    trials_of_12 = asked("scheduler.max_running=12", strategies="static,adaptive")
-    [trial_of_3] = asked("scheduler.max_running=12", "scheduler.strategy.batch_size=3", strategies="static")
-    found = [trial.scheduler.strategy.model_dump()["batch_size"] for trial in (*trials_of_12, trial_of_3)]
-    assert found == [12, 12, 3]
-
-
 def test_a_parameter_that_is_set_goes_to_the_trials_that_have_it() -> None:
     found = asked(
         "scheduler.strategy.max_wait_ms=7", "scheduler.policy.preemption=false",
@@ -78,15 +63,3 @@ def test_a_parameter_that_is_set_goes_to_the_trials_that_have_it() -> None:
     assert bucketed.max_wait_ms == 7
     assert isinstance(policy, PriorityConfig)
     assert not policy.preemption
-
-
-def test_a_mistake_names_what_there_is() -> None:
-    with pytest.raises(BenchmarkError, match="there is no strategy 'statik'; did you mean static"):
-        asked(strategies="statik")
-    with pytest.raises(BenchmarkError, match="batch_size"):
-        asked("scheduler.strategy.batch_size=0", strategies="static")
-
-
-def test_one_strategy_for_all_trials_is_refused() -> None:
-    with pytest.raises(BenchmarkError, match="here they are chosen by --strategies"):
-        base_options(options("scheduler.strategy=static"))

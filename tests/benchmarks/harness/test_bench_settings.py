@@ -29,18 +29,6 @@ def test_settings_of_every_branch_can_be_set() -> None:
     assert config.cache.memory_gib == 1.5
 
 
-def test_the_last_assignment_counts_and_none_takes_a_value_away() -> None:
-    texts = ["cache.num_blocks=3", "cache.num_blocks=none", "scheduler.max_running=4", "scheduler.max_running=5"]
-    config = engine_config({"model.num_threads": 2}, parse_assignments(texts))
-    assert config.cache.num_blocks is None
-    assert config.scheduler.max_running == 5
-
-
-def test_none_is_a_value_where_it_is_a_choice() -> None:
-    base = {"model.quantization": "int8"}
-    assert engine_config(base, parse_assignments(["model.quantization=none"])).model.quantization == "none"
-
-
 @pytest.mark.parametrize(
     "texts",
     [
@@ -52,23 +40,6 @@ def test_a_strategy_is_chosen_by_name_and_its_parameters_set_one_by_one(texts: l
     config = engine_config({}, parse_assignments([*texts, "scheduler.policy=fair"]))
     assert config.scheduler.strategy == StaticConfig(batch_size=3)
     assert config.scheduler.policy == FairConfig()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "scheduler.max_step_token=3",
-            r"no setting 'scheduler\.max_step_token'; did you mean scheduler\.max_step_tokens",
-        ),
-        ("max_running=3", r"no setting 'max_running'; did you mean scheduler\.max_running"),
-        ("scheduler=3", r"scheduler is a branch .*scheduler\.max_running"),
-        ("scheduler.max_running", r"write it as path=value"),
-    ],
-)
-def test_a_wrong_name_is_told_with_close_ones(text: str, message: str) -> None:
-    with pytest.raises(BenchmarkError, match=message):
-        parse_assignments([text])
 
 
 @pytest.mark.parametrize(
@@ -91,15 +62,3 @@ def test_a_wrong_name_is_told_with_close_ones(text: str, message: str) -> None:
 def test_a_wrong_value_is_told_with_what_the_setting_takes(text: str, message: str) -> None:
     with pytest.raises(BenchmarkError, match=message):
         engine_config({}, parse_assignments([text]))
-
-
-def test_a_parameter_of_another_strategy_is_told_with_those_there_are() -> None:
-    texts = ["scheduler.strategy=static", "scheduler.strategy.prefill_share=0.5"]
-    with pytest.raises(BenchmarkError, match="static has no parameter 'prefill_share'; it has batch_size, max_wait_ms"):
-        engine_config({}, parse_assignments(texts))
-
-
-def test_a_parameter_out_of_range_is_named_by_its_path() -> None:
-    texts = ["scheduler.strategy=hybrid", "scheduler.strategy.prefill_share=2"]
-    with pytest.raises(BenchmarkError, match=r"scheduler\.strategy\.prefill_share=2: .*less than or equal to 1"):
-        engine_config({}, parse_assignments(texts))

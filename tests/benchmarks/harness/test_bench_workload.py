@@ -31,21 +31,9 @@ def test_a_line_becomes_a_greedy_request_that_comes_at_once(tmp_path: Path) -> N
     assert not timed.request.sampling.ignore_eos
 
 
-def test_a_line_may_say_how_to_draw(tmp_path: Path) -> None:
-    (timed,) = read(tmp_path, line(ignore_eos=True, temperature=0.5, top_p=0.9, seed=7)).requests
-    sampling = timed.request.sampling
-    assert (sampling.ignore_eos, sampling.temperature, sampling.top_p, sampling.seed) == (True, 0.5, 0.9, 7)
-
-
 def test_requests_stand_in_order_of_arrival_and_then_of_the_file(tmp_path: Path) -> None:
     workload = read(tmp_path, line("late", arrival_s=2.5), "", line("first"), line("second"))
     assert [timed.request.request_id for timed in workload.requests] == ["first", "second", "late"]
-
-
-def test_a_line_may_have_a_tenant_a_priority_and_a_deadline(tmp_path: Path) -> None:
-    plain, special = read(tmp_path, line(), line("b", tenant="x", priority=-3, deadline_s=1.5)).requests
-    assert (plain.request.tenant, plain.request.priority, plain.request.deadline_s) == ("", 0, None)
-    assert (special.request.tenant, special.request.priority, special.request.deadline_s) == ("x", -3, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -68,16 +56,3 @@ def test_a_line_may_have_a_tenant_a_priority_and_a_deadline(tmp_path: Path) -> N
 def test_a_mistake_is_told_with_its_line(tmp_path: Path, lines: list[str], message: str) -> None:
     with pytest.raises(BenchmarkError, match=message):
         read(tmp_path, *lines)
-
-
-def test_a_file_that_is_not_there_is_told_by_name(tmp_path: Path) -> None:
-    with pytest.raises(BenchmarkError, match=r"nowhere\.jsonl cannot be read"):
-        read_workload(str(tmp_path / "nowhere.jsonl"))
-
-
-def test_the_warm_up_is_the_beginning_cut_short_and_all_at_once(tmp_path: Path) -> None:
-    workload = read(tmp_path, *(line(str(n), max_tokens=100 if n else 3, arrival_s=n) for n in range(40)))
-    warm_up = workload.warm_up().requests
-    assert len(warm_up) == 32
-    assert [timed.max_tokens for timed in warm_up[:2]] == [3, 16]
-    assert {timed.arrival_s for timed in warm_up} == {0}

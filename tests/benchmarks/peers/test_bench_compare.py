@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.command import BenchmarkError
-from benchmarks.peers.compare import Entry, main
+from benchmarks.peers.compare import main
 
 
 @pytest.fixture
@@ -58,16 +57,6 @@ def test_further_workloads_are_compared_each_by_itself_and_entries_have_short_na
     assert f"--workload {workload_path} --threads 1 --also {other}" in log.read_text()
 
 
-def test_an_entry_without_the_figures_of_a_further_workload_has_failed(
-    tmp_path: Path, workload_path: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = tmp_path / "other.jsonl"
-    other.write_text(Path(workload_path).read_text())
-    assert compare(workload_path, "cmd:echo '{\"out_tok_s\": 2}'", "--also", str(other)) == 1
-    [found] = json.loads(capsys.readouterr().out.splitlines()[-1])["entries"]
-    assert "neither output_tokens_per_s" in found["failure"]
-
-
 def test_an_entry_that_fails_is_left_out_and_told(workload_path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare(workload_path, "--rounds", "2", "cmd:echo '{\"out_tok_s\": 2}'", "cmd:exit 3") == 1
     out, err = capsys.readouterr()
@@ -75,27 +64,3 @@ def test_an_entry_that_fails_is_left_out_and_told(workload_path: str, capsys: py
     assert (first["failure"], first["workloads"]["work"]["ratio"]) == (None, 1.0)
     assert (second["failure"], second["workloads"]["work"]["ratio"]) == ("it ended with status 3", None)
     assert err.count("round 2") == 1
-
-
-def test_entries_of_ours_get_the_common_options_and_their_own() -> None:
-    common = ["--model", "m"]
-    ours = Entry.parse("carousel --set scheduler.max_running=8", common)
-    assert (ours.module, ours.arguments) == (
-        "benchmarks.engine.throughput", ("--model", "m", "--set", "scheduler.max_running=8"),
-    )  # fmt: skip
-    peer = Entry.parse("hf-static-32", common)
-    assert (peer.module, peer.arguments) == ("benchmarks.peers.hf", ("hf-static-32", "--model", "m"))
-
-
-def test_an_unknown_entry_is_told_with_close_names(workload_path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare(workload_path, "hf-static-16") == 2
-    assert "did you mean hf-static" in capsys.readouterr().err
-    with pytest.raises(BenchmarkError, match="there are carousel"):
-        Entry.parse("", [])
-
-
-@pytest.mark.parametrize("stdout", ["", "no json\n", "[1]\n", '{"seconds": 1}\n', '{"out_tok_s": 1}\ndone\n'])
-def test_output_without_figures_is_a_failure(stdout: str, tmp_path: Path) -> None:
-    (tmp_path / "out").write_text(stdout)
-    with pytest.raises(BenchmarkError):
-        Entry.parse(f"cmd:cat {tmp_path}/out", []).run()

@@ -46,10 +46,3 @@ def test_llama_cpp_is_asked_for_the_workloads_sizes_and_its_times_become_figures
     assert found["prompt_tokens_per_s"] == 2 * 16 / 0.5
     assert found["decode_tokens_per_s"] == pytest.approx(2 * 4 / 2.0)
     assert found["seconds"] == 0.5 + 3 * 0.5  # the first token comes with the prompts, three steps follow
-
-
-def test_llama_cpp_refuses_requests_of_several_lengths(
-    tmp_path: Path, program: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(program, workload(tmp_path, 16, 17)) == 2
-    assert "requests of one length" in capsys.readouterr().err

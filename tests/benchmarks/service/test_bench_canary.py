@@ -22,6 +22,7 @@ from app.text import Tokenizer
 from benchmarks.harness.http_call import Target
 from benchmarks.service.canaries import KINDS, Secrets
 from benchmarks.service.canary import Canary, Findings, figures_of
+from tests.api.keys import ring
 from tests.benchmarks.servers import serving
 
 KEYS = ("sk-one", "sk-two", "sk-three")
@@ -62,8 +63,8 @@ def service(engine: AsyncEngine, tokenizer: Tokenizer, generate: Generate, *, sh
     run = uuid.uuid4().hex  # tenants of its own: the engine, and what it has cached, is that of other tests too
     hashes = [hashlib.sha256(key.encode()).hexdigest() for key in KEYS]
     keys = [{"name": f"{run}-{number}", "sha256": each} for number, each in enumerate(hashes)]
-    config = ApiConfig.model_validate({"keys": keys, "share_prefixes": share_prefixes})
-    with serving(build_app(RequestHandler([model], config), is_ready)) as url:
+    config = ApiConfig(share_prefixes=share_prefixes)
+    with serving(build_app(RequestHandler([model], config, authenticator=ring(keys)), is_ready)) as url:
         yield url
 
 

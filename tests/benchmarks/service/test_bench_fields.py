@@ -22,8 +22,8 @@ from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
 from benchmarks.harness.http_call import Target
 from benchmarks.service.field_bodies import FieldBody, field_bodies
-from benchmarks.service.fields import Cost, HonestStream, _longest_step_s, figures_of
-from deployments.serve.memory import freeze_loaded
+from benchmarks.service.fields import Cost, HonestStream, figures_of
+from deployments.serve.process import freeze_loaded
 from tests.api.batch_services import client_of, served
 from tests.api.fakes import MAX_MODEL_LEN, Service, Step, say
 from tests.stalls import stalls_of_loop
@@ -110,13 +110,6 @@ def test_there_is_a_body_for_every_field_of_every_schema() -> None:
 NOT_FILLED = {"completion_window", "previous_response_id", "store"}
 
 
-def test_bodies_are_as_large_as_is_asked_and_always_the_same() -> None:
-    some = [body.data() for body in bodies(60_000)]
-    assert some == [body.data() for body in bodies(60_000)]
-    assert max(map(len, some)) < 150_000
-    assert sum(len(data) > 50_000 for data in some) > 300
-
-
 def test_the_longest_pause_ends_with_a_token_or_has_not_ended() -> None:
     now_s = time.perf_counter()
     honest = HonestStream(Target.parse("http://127.0.0.1:1"), 8, arrived_s=[now_s - 9, now_s - 5, now_s - 4])
@@ -139,15 +132,3 @@ def test_a_body_is_over_the_targets_that_it_does_not_keep() -> None:
 def cost(**figures: Any) -> Cost:
     nothing = {"seconds": 0.1, "stall_ms": 0.0, "pause_ms": 10.0, "step_ms": 10.0, "cpu_s": 0.1, "grown_mib": 0.0}
     return Cost(**{"status": "200", "grown": "ingress", **nothing, **figures})
-
-
-def test_the_longest_step_is_read_from_the_buckets() -> None:
-    def samples(*counts: int) -> list[tuple[str, str, float]]:
-        bounds = ("0.01", "0.02", "0.03", "+Inf")
-        return [
-            ("carousel_step_seconds_bucket", f'le="{bound}"', count)
-            for bound, count in zip(bounds, counts, strict=True)
-        ]
-
-    assert _longest_step_s(samples(5, 6, 9, 9), samples(7, 9, 12, 12)) == 0.02
-    assert _longest_step_s(samples(5, 6, 9, 9), samples(7, 9, 13, 13)) == 0.03

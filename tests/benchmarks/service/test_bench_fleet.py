@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from app.config import ApplicationConfig
 from benchmarks.harness.answer import Answer
-from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
-from benchmarks.harness.processes import Process, cpu_between, family
+from benchmarks.harness.processes import cpu_between, family
 from benchmarks.harness.service import Service
-from benchmarks.service.fleet import Load, Round, _parser, application, drive, figures_of, imbalance
-from tests.benchmarks.servers import serving, simulated_service, stream, told_server
+from benchmarks.service.fleet import Load, Round, drive, figures_of
+from tests.benchmarks.servers import simulated_service
 
 LOAD = Load(streams=6, tokens=5, prompt_tokens=4, step_ms=10)
 
@@ -45,13 +43,6 @@ def test_figures_are_what_is_added_to_the_step() -> None:
     assert figures["dispatch_imbalance"] == 2.0
 
 
-def test_imbalance_is_of_all_replicas_and_unknown_where_one_is_not_named() -> None:
-    names = ["a", "a", "a", "b", "b", "c"]
-    assert imbalance([answered(0, 1, replica=name) for name in names], 3) == 1.5
-    assert imbalance([answered(0, 1, replica=name) for name in names], 4) == 2.0
-    assert imbalance([answered(0, 1), answered(0, 1, replica=None)], 2) is None
-
-
 def test_an_engine_behind_the_api_is_driven_to_the_last_token(demo_path: Path) -> None:
     with simulated_service(demo_path, step_ms=10) as url:
         running = Service(Target.parse(url), os.getpid())
@@ -61,23 +52,6 @@ def test_an_engine_behind_the_api_is_driven_to_the_last_token(demo_path: Path) -
     assert figures["cpu_us_per_token"] > 0
     assert figures["added_ttft_p50_ms"] > 0
     assert figures["num_processes"] >= 1
-
-
-def test_a_stream_that_is_short_of_tokens_is_an_error() -> None:
-    with serving(told_server(lambda _: stream(num_tokens=3))) as url:
-        running = Service(Target.parse(url), os.getpid())
-        with pytest.raises(BenchmarkError, match=r"a stream of 5 tokens brought 3 \(answered\)"):
-            drive(running, LOAD, num_replicas=1, num_rounds=1, idle_s=0.1)
-
-
-def test_the_application_is_one_that_the_service_takes() -> None:
-    given = _parser().parse_args(["--replicas", "3", "--streams", "100", "--step-ms", "7"])
-    [model] = ApplicationConfig.model_validate(application(given)).models
-    assert model.replicas.num_replicas == 3
-    assert model.engine.scheduler.max_running == 100
-    assert model.engine.model.simulated is not None
-    assert model.engine.model.simulated["step_ms"] == 7
-    assert (model.engine.cache.num_blocks or 0) * model.engine.cache.block_size >= 100 * (32 + 128)
 
 
 def test_cpu_time_is_of_a_process_its_children_and_their_daemons() -> None:
@@ -104,9 +78,3 @@ time.sleep(30)
         for pid in family(root.pid):
             os.kill(pid, 9)
         root.communicate()
-
-
-def test_cpu_time_between_two_looks_counts_processes_that_began_in_between() -> None:
-    before = {1: Process(1, 0, 1, 2.0, "a"), 2: Process(2, 1, 1, 5.0, "b")}
-    after = {1: Process(1, 0, 1, 2.5, "a"), 3: Process(3, 1, 1, 0.25, "a")}
-    assert cpu_between(before, after) == {"a": 0.75}

@@ -17,10 +17,10 @@ import httpx
 import pytest
 import yaml
 
-from benchmarks.harness.prometheus import Prometheus, faster, prometheus, why_no_prometheus
 from deployments.dashboards.__main__ import FOLDER
 from deployments.dashboards.rules import rules
 from tests.deployments.conftest import Deployed, steps_of
+from tests.deployments.dashboards.prometheus import Prometheus, faster, prometheus, why_no_prometheus
 from tests.deployments.dashboards.test_dashboards import queries
 
 pytestmark = pytest.mark.skipif(why_no_prometheus() is not None, reason=str(why_no_prometheus()))

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 
 from app.errors import InvalidSetup
 from deployments.cli import make_key
-from deployments.launcher import foreground, supervisor
+from deployments.launcher import rollout, supervisor
 from deployments.launcher.supervisor import check_folders, num_proxy_threads, session_members
 from deployments.serve.settings import ServeFile, parse, read_serve_file
 from tests.api.odd_requests import answered
@@ -151,15 +152,14 @@ def test_a_mistake_in_the_config_is_told_within_two_seconds(launch: Launch, conf
     assert after.children_user + after.children_system - before.children_user - before.children_system < 2
 
 
-def test_gpus_that_are_not_there_are_told_with_the_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(foreground, "start_own_cluster", lambda **_: None)
-    monkeypatch.setattr(foreground.ray, "cluster_resources", lambda: {"GPU": 2})
+def test_gpus_that_are_not_there_are_told_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout.ray, "cluster_resources", lambda: {"GPU": 2})
     replicas = {"num_replicas": 1, "num_gpus": 1, "tensor_parallel": 4}
     config = ServeFile(
         host="127.0.0.1", port=8000, applications={"carousel": parse({"models": [{"replicas": replicas}]})}
     )
     with pytest.raises(InvalidSetup, match=r"need 4 GPUs and this machine has 2; lower .* replicas\.tensor_parallel"):
-        foreground._start_ray(config, tmp_path, dashboard=False)
+        rollout.check_gpus(config)
 
 
 def test_a_port_that_is_taken_is_told_with_the_way_out(launch: Launch, config: dict[str, Any]) -> None:
@@ -252,6 +252,18 @@ def test_keys_hold_on_a_running_service_and_no_file_of_it_shows_them(guarded: Gu
     assert sum(map(len, texts)) > 10_000
     for secret in (key, other_key, "the canary sings"):
         assert not any(secret.encode() in text for text in texts)
+
+
+def test_nothing_of_a_service_for_this_machine_listens_elsewhere(guarded: Guarded) -> None:
+    assert httpx.get(f"{guarded.url}/ready").status_code == 200
+    found = [
+        (process.name(), socket_.laddr)
+        for process in psutil.Process(guarded.process.pid).children(recursive=True)
+        for socket_ in process.net_connections()
+        if socket_.status == psutil.CONN_LISTEN or (socket_.type == socket.SOCK_DGRAM and not socket_.raddr)
+    ]
+    assert {"haproxy", "raylet", "gcs_server"} <= {name for name, _ in found}
+    assert [each for each in found if each[1].ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")] == []
 
 
 def test_it_leaves_nothing_behind_when_only_the_launcher_is_told(guarded: Guarded) -> None:

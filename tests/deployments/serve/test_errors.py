@@ -7,7 +7,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, 
 from ray.serve.exceptions import BackPressureError
 
 from app.errors import ContextTooLong, Failure, Overloaded, Unavailable
-from deployments.serve.errors import to_carousel_error
+from deployments.serve.transport import to_carousel_error
 
 
 def as_raised_remotely(cause: Exception) -> Exception:

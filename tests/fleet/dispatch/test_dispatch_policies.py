@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from app.errors import InvalidSetup
 from app.fleet.dispatch import (
     Candidate,
     DispatchPolicy,
@@ -164,11 +163,6 @@ def test_every_policy_orders_all_replicas_once_and_the_full_ones_last(choice: An
     fullness = [candidate.is_full for candidate in decision.candidates]
     assert fullness == sorted(fullness)
     assert "\n" not in decision.reason + decision.explain_loads() or any("\n" in each.replica_id for each in many)
-
-
-def test_an_unknown_policy_is_refused_by_name() -> None:
-    with pytest.raises(InvalidSetup, match="'fastest'"):
-        make_policy("fastest", random.Random(1))
 
 
 def test_an_awake_replica_goes_before_one_that_sleeps_while_it_has_room_soon() -> None:

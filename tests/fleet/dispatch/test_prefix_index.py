@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,8 +12,18 @@ from app.fleet.dispatch import PrefixIndex
 BLOCK = 4
 
 
-def index(max_tokens: int = 1000) -> PrefixIndex:
-    return PrefixIndex(block_size=BLOCK, max_tokens=max_tokens)
+class Index(PrefixIndex):
+    """Takes prompts."""
+
+    def add(self, replica_id: str, token_ids: Sequence[int], *, salt: str = "") -> None:
+        super().add(replica_id, self.chain(token_ids, salt=salt))
+
+    def match(self, token_ids: Sequence[int], *, salt: str = "") -> dict[str, int]:
+        return super().match(self.chain(token_ids, salt=salt))
+
+
+def index(max_tokens: int = 1000) -> Index:
+    return Index(block_size=BLOCK, max_tokens=max_tokens)
 
 
 def prompt(length: int, start: int = 0) -> list[int]:

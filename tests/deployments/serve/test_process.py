@@ -9,15 +9,15 @@ import pytest
 
 _PROGRAM = """
 import sys, time
-from deployments.serve import memory
+from deployments.serve import process
 
 def resident_mib():
-    return memory._resident_bytes() / 2**20
+    return process._resident_bytes() / 2**20
 
 mode, size = sys.argv[1], int(sys.argv[2])
-memory.TRIM_EVERY_S = 0.05
+process.TRIM_EVERY_S = 0.05
 if mode == "with":
-    memory.return_freed_memory()
+    process.return_freed_memory()
 large = bytes(4 << 20)
 del large  # from now on glibc takes such blocks from the heap
 kept = [bytearray(600) for _ in range(20_000)]  # larger than what Python allocates by itself: no hole is left for more

@@ -1,9 +1,10 @@
-"""How processes that serve requests keep their memory level."""
+"""What every process of ours sets up in Serve: where it logs, and how its memory stays level."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import threading
 import time
@@ -20,6 +21,20 @@ _MAX_ARENAS = 2  # else eight for each core: every thread leaves free memory in 
 TRIM_EVERY_S = 5.0
 _TRIM_FROM_BYTES = 32 * 2**20  # above the level
 _LEVEL_RISES_BYTES = 2**20  # each time, so that memory which stays in use is not looked through for ever
+
+
+def log_where_serve_does() -> None:
+    """Send what `app` and `deployments` log in this process to Serve's handlers, at Serve's level.
+
+    Without it Ray drops what is below a warning and sends the rest to the worker's stderr, far from Serve's files.
+    """
+    serves = logging.getLogger("ray.serve")
+    for room in ("app", "deployments"):
+        ours = logging.getLogger(room)
+        # In throughput mode Serve holds a thousand lines back; ours are few and wanted at once.
+        ours.handlers = [getattr(handler, "target", None) or handler for handler in serves.handlers]
+        ours.setLevel(serves.getEffectiveLevel())
+        ours.propagate = False
 
 
 def freeze_loaded() -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.service import free_port
 from deployments.dashboards.rules import rules
 
@@ -62,7 +61,7 @@ class Prometheus:
     base: str
 
     def query(self, expr: str) -> list[dict[str, Any]]:
-        """The series of an instant query. Raises BenchmarkError with what Prometheus says of a wrong query."""
+        """The series of an instant query. Raises RuntimeError with what Prometheus says of a wrong query."""
         try:
             with urllib.request.urlopen(
                 f"{self.base}/api/v1/query?{urllib.parse.urlencode({'query': expr})}", timeout=10
@@ -70,7 +69,7 @@ class Prometheus:
                 found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
                 return found
         except urllib.error.HTTPError as error:
-            raise BenchmarkError(f"{expr}: {error.read().decode()}") from error
+            raise RuntimeError(f"{expr}: {error.read().decode()}") from error
 
     def has_number(self, expr: str) -> bool:
         """Whether a query finds a value; a quantile of no observations is none."""
@@ -86,11 +85,11 @@ def prometheus(url: str, *, factor: float, every_s: int) -> Iterator[Prometheus]
     """Prometheus for a service at this URL until the end of the block; it scrapes and evaluates every so often.
 
     Raises:
-        BenchmarkError: it is not installed, or does not start.
+        RuntimeError: it is not installed, or does not start.
     """
     reason = why_no_prometheus()
     if reason is not None:
-        raise BenchmarkError(reason)
+        raise RuntimeError(reason)
     address = f"127.0.0.1:{free_port()}"
     with TemporaryDirectory(prefix="carousel-prometheus-") as name:
         folder = Path(name)
@@ -129,4 +128,4 @@ def _wait_until_ready(process: subprocess.Popen[bytes], server: Prometheus) -> N
                 return
         except OSError:
             time.sleep(0.1)
-    raise BenchmarkError("Prometheus did not start; its own words are on stderr")
+    raise RuntimeError("Prometheus did not start; its own words are on stderr")

@@ -32,12 +32,12 @@ class FrameStream(Protocol):
 
     @property
     def is_writable(self) -> bool:
-        """Whether the ingress keeps up. `Outbox.flush` must be called when it becomes true again."""
+        """Whether the ingress keeps up. `IngressSession.flush` must be called when it becomes true again."""
         ...
 
 
 class ServingEngine(Protocol):
-    """What an outbox needs of `app.engine.async_engine.AsyncEngine`."""
+    """What a session needs of `app.engine.async_engine.AsyncEngine`."""
 
     async def matcher_of(self, request: Request) -> Any:
         """What `submit` needs for a request with a grammar. Raises a CarouselError."""
@@ -64,7 +64,7 @@ class ServingEngine(Protocol):
         ...
 
 
-class Outbox:
+class IngressSession:
     """Submits the requests of one ingress and sends their deltas as frames. Belongs to one event loop and one stream.
 
     A slow ingress gets fewer and longer frames: what is kept is bounded by the tokens of the requests.
@@ -81,7 +81,7 @@ class Outbox:
     ) -> None:
         """A frame is sent at once, then whenever something is new and every `heartbeat_s`.
 
-        `report` is called for each frame, `on_idle` when the outbox has no request any more.
+        `report` is called for each frame, `on_idle` when the session has no request any more.
         """
         self._stream = stream
         self._engine = engine

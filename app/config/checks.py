@@ -1,0 +1,109 @@
+"""What no single branch of the settings can check: that its branches agree. Each raises ValueError with the path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from app.config.base import repeated
+from app.config.models import ServedModelConfig
+from app.config.pipelines import PipelineConfig, RouteStepConfig, named_by
+
+
+def check_names(models: Sequence[ServedModelConfig], pipelines: Sequence[PipelineConfig]) -> None:
+    """Each name means one model, adapter or pipeline, and one Serve deployment."""
+    names = [name for model in models for name in model.all_names]
+    twice = repeated([*names, *(pipeline.name for pipeline in pipelines)])
+    if twice:
+        raise ValueError(f"models, adapters and pipelines have the same name: {', '.join(twice)}; give each its own")
+    by_deployment: dict[str, str] = {}
+    for index, model in enumerate(models):
+        twin = by_deployment.setdefault(model.deployment_name, model.name)
+        if twin != model.name:
+            raise ValueError(
+                f"models[{index}].name: got {model.name!r}, too like {twin!r}: both would be the Serve deployment "
+                f"{model.deployment_name!r}; change more than punctuation"
+            )
+
+
+def check_devices(where: str, model: ServedModelConfig) -> None:
+    """Each replica has the devices that its engine needs."""
+    device, num_gpus, size = model.engine.model.device, model.replicas.num_gpus, model.replicas.tensor_parallel
+    field = f"{where}.replicas.num_gpus: got {num_gpus:g}"
+    if device == "cuda" and num_gpus == 0:
+        raise ValueError(
+            f"{field} with engine.model.device 'cuda'; a replica sees only the GPUs reserved for it: set num_gpus to "
+            f"1, or device to 'cpu'"
+        )
+    if device == "cpu" and num_gpus > 0:
+        raise ValueError(f"{field} with engine.model.device 'cpu'; set num_gpus to 0, or device to 'auto'")
+    if num_gpus > 1:
+        raise ValueError(
+            f"{field}; it is at most 1. For {num_gpus:g} GPUs to each replica set num_gpus to 1 and "
+            f"replicas.tensor_parallel to {num_gpus:g}"
+        )
+    if size > 1 and 0 < num_gpus < 1:
+        raise ValueError(
+            f"{field} with tensor_parallel {size}; each of these needs a GPU of its own: set num_gpus to 1"
+        )
+    if size > 1 and model.engine.model.simulated is not None:
+        raise ValueError(
+            f"{where}.replicas.tensor_parallel: got {size} with a simulated model, which computes nothing; set it to 1"
+        )
+
+
+def check_pipelines(models: Sequence[ServedModelConfig], pipelines: Sequence[PipelineConfig]) -> None:
+    """Pipelines name what there is, and none answers itself."""
+    by_name = {name: model for model in models for name in model.all_names}
+    pipeline_of = {pipeline.name: pipeline for pipeline in pipelines}
+    for index, pipeline in enumerate(pipelines):
+        for place, step in enumerate(pipeline.steps):
+            for field, name, answers in named_by(step):
+                known = [*by_name, *(pipeline_of if answers else ())]
+                if name not in known:
+                    what = "model or pipeline" if answers else "model"
+                    raise ValueError(
+                        f"pipelines[{index}].steps[{place}].{field}: there is no {what} {name!r}; there are "
+                        f"{', '.join(known)}"
+                    )
+            if isinstance(step, RouteStepConfig):
+                _check_presets(step, by_name, f"pipelines[{index}].steps[{place}]")
+    sound: set[str] = set()
+    for index, name in enumerate(pipeline_of):
+        circle = _circle(name, pipeline_of, sound)
+        if circle:
+            raise ValueError(
+                f"pipelines[{index}]: it would answer itself: {' → '.join(circle)}; name a model in one of them"
+            )
+
+
+def _check_presets(route: RouteStepConfig, models: Mapping[str, ServedModelConfig], path: str) -> None:
+    for index, case in enumerate(route.cases):
+        if case.preset is None:
+            continue
+        where = f"{path}.cases[{index}].preset"
+        if case.model not in models:
+            raise ValueError(f"{where}: {case.model} is a pipeline; a preset is for the replicas of a model")
+        model = models[case.model]
+        presets = {model.scheduler_of(group.name).preset for group in model.replicas.groups}
+        if case.preset not in presets:
+            raise ValueError(
+                f"{where}: got {case.preset!r}; the groups of {case.model} have "
+                f"{', '.join(sorted(presets)) or 'no preset, as there are none'}"
+            )
+
+
+def _circle(
+    name: str, pipelines: Mapping[str, PipelineConfig], sound: set[str], before: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    """The names on a way from a pipeline back to one before it; none where there is no such way.
+
+    `sound`: pipelines without such a way, which are not walked again; those that are found join them.
+    """
+    if name in before:
+        return (*before, name)
+    if name not in sound:
+        for inner in named_by(pipelines[name].steps[-1]):
+            if inner.name in pipelines and (circle := _circle(inner.name, pipelines, sound, (*before, name))):
+                return circle
+        sound.add(name)
+    return ()

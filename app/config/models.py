@@ -1,0 +1,81 @@
+"""The settings of one model that is served: its names, its engine and its replicas."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from app.config.base import Name, Settings
+from app.config.engine import MAX_LOADED_ADAPTERS, EngineConfig
+from app.config.mistakes import mistakes_of
+from app.config.replicas import ReplicasConfig
+from app.config.scheduler import SchedulerConfig
+
+
+class ServedModelConfig(Settings):
+    """One model of the application: the name clients use, its engine and its replicas."""
+
+    name: Name = Field("demo", description="what a client sends as `model`")
+    aliases: tuple[Name, ...] = Field((), max_length=64, description="other names under which it is served")
+    tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral"] = Field(
+        "auto", description="how the model writes tool calls; auto: as its chat template does, if that is one of these"
+    )
+    pooling: Literal["auto", "last", "mean", "cls", "none"] = Field(
+        "auto",
+        description="embeddings: the last token's hidden state, the mean of all tokens', an encoder's first, or none "
+        "are given; auto: as 1_Pooling/config.json says, else last, and mean of an encoder",
+    )
+    deadline_s: float | None = Field(
+        None,
+        gt=0,
+        le=86_400,
+        description="seconds that a request may take which names no `deadline_s`, waiting included; not of background "
+        "requests; default: any number",
+    )
+    adapters: dict[Name, str] = Field(
+        {}, max_length=1024, description="LoRA adapters by the name that clients send as `model`: a folder or a hub id"
+    )
+    engine: EngineConfig = EngineConfig()
+    replicas: ReplicasConfig = ReplicasConfig()
+
+    @property
+    def engine_with_adapters(self) -> EngineConfig:
+        """The engine's settings; where adapters are configured, so is how many are in memory at once."""
+        model = self.engine.model
+        if not self.adapters or model.max_loaded_adapters is not None:
+            return self.engine
+        model = model.model_copy(update={"max_loaded_adapters": MAX_LOADED_ADAPTERS})
+        return self.engine.model_copy(update={"model": model})
+
+    def scheduler_of(self, group: str) -> SchedulerConfig:
+        """The scheduler's settings on the replicas of a group; the engine's for "" and for a group there is not."""
+        changes = next((each.scheduler for each in self.replicas.groups if each.name == group), {})
+        return self.engine.scheduler.changed(changes)
+
+    @property
+    def deployment_name(self) -> str:
+        """Its Serve deployment; Serve forbids some of what model names may have."""
+        return "replica-" + re.sub(r"[^A-Za-z0-9_.-]", "-", self.name)
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Its name, its aliases and the names of its adapters."""
+        return self.name, *self.aliases, *self.adapters
+
+    @model_validator(mode="after")
+    def _groups_can_be_scheduled(self) -> ServedModelConfig:
+        max_requests = self.engine.scheduler.max_requests
+        for index, group in enumerate(self.replicas.groups):
+            where = f"replicas.groups[{index}].scheduler"
+            try:
+                scheduler = self.scheduler_of(group.name)
+            except ValidationError as error:
+                raise ValueError(f"{mistakes_of(error, SchedulerConfig, at=where)[0]}") from error
+            if scheduler.max_requests > max_requests:
+                raise ValueError(
+                    f"{where}: max_running + max_waiting is {scheduler.max_requests:,}; the model's replicas take "
+                    f"{max_requests:,} by engine.scheduler: raise it there"
+                )
+        return self

@@ -1,0 +1,125 @@
+"""The adapters and the scheduler's override of one model, on its replicas and in all processes that use them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from app.api.endpoints.adapters import AdapterFindings, LoadedAdapters
+from app.api.endpoints.scheduler import ReplicaScheduling, SchedulingFindings
+from app.config import PolicyConfig, StrategyConfig
+from app.engine.request import Adapter
+from app.errors import Unavailable
+from app.fleet import Table, adapters_in, merged, with_entry
+from deployments.serve.metrics import Answers, answers_of
+from deployments.serve.transport import (
+    OVERRIDE,
+    ReplicaState,
+    SchedulerOverride,
+    ServeTransport,
+    detached_call,
+    to_carousel_error,
+)
+
+
+class ModelGossip:
+    """`AdapterFleet` and `SchedulerSwitch` over the handle of one replica deployment, for one process.
+
+    Replicas and processes that start later learn the table from the others: a replica from each ingress that connects
+    to it. It loads an adapter when a request needs it.
+    """
+
+    def __init__(
+        self, model: str, handle: DeploymentHandle, transport: ServeTransport, senders: Sequence[DeploymentHandle] = ()
+    ) -> None:
+        """`senders`: the other deployments that send requests."""
+        self._model = model
+        self._handle = handle
+        self._transport = transport
+        self._senders = senders
+        self.on_change: Callable[[Iterable[Adapter]], None] = lambda adapters: None
+
+    # ------------------------------------------------------------------ adapters
+
+    async def found(self) -> AdapterFindings:
+        """See `AdapterFleet`. This process and all replicas know the same afterwards."""
+        answers = await self._ask(self._transport.table)
+        replicas: Sequence[ReplicaState] = answers.reports
+        return AdapterFindings(
+            adapters=adapters_in(self._transport.table),
+            replicas=[
+                LoadedAdapters(replica_id=each.replica_id, loaded=each.loaded, max_loaded=each.max_loaded)
+                for each in replicas
+            ],
+            num_missing=answers.num_missing,
+        )
+
+    async def load(self, name: str, path: str) -> Adapter:
+        """See `AdapterFleet`."""
+        try:
+            adapter: Adapter = await detached_call(self._handle.load_adapter.remote, name, path)
+        except Exception as error:
+            raise to_carousel_error(error) from error
+        await self._put(name, adapter)
+        return adapter
+
+    async def unload(self, name: str) -> None:
+        """See `AdapterFleet`."""
+        await self._put(name, None)
+
+    async def _put(self, name: str, adapter: Adapter | None) -> None:
+        await self._ask(self._transport.table)
+        self.note(with_entry(self._transport.table, name, adapter, now=time.time()))
+        await self._ask(self._transport.table)
+        await self._tell_senders()
+
+    # ------------------------------------------------------------------ the scheduler
+
+    async def in_force(self) -> SchedulingFindings:
+        """See `SchedulerSwitch`."""
+        return _scheduling_of(await self._ask(self._transport.table))
+
+    async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> SchedulingFindings:
+        """See `SchedulerSwitch`. Raises Unavailable when there is no replica to switch."""
+        override = SchedulerOverride(strategy=strategy, policy=policy)
+        answers = await self._ask(with_entry(self._transport.table, OVERRIDE, override, now=time.time()))
+        if not answers.reports:
+            raise Unavailable(f"no replica of {self._model!r} has answered; a switch lasts as long as one has it")
+        await self._tell_senders()
+        return _scheduling_of(answers)
+
+    # ------------------------------------------------------------------ the table
+
+    def note(self, table: Table) -> None:
+        """What another process knows."""
+        self._transport.table = merged([self._transport.table, table])
+        self.on_change(adapters_in(self._transport.table))
+
+    async def _ask(self, table: Table) -> Answers:
+        """Tell all replicas, and learn what they know then."""
+        answers = await answers_of(self._handle, "gossip", table)
+        self.note(merged(each.table for each in answers.reports))
+        return answers
+
+    async def _tell_senders(self) -> None:
+        context = serve.get_replica_context()
+        this_deployment = serve.get_deployment_handle(context.deployment, context.app_name)
+        for sender in (this_deployment, *self._senders):
+            await answers_of(sender, "note_gossip", self._model, self._transport.table)
+
+
+def _scheduling_of(answers: Answers) -> SchedulingFindings:
+    return SchedulingFindings(replicas=list(map(_in_force, answers.reports)), num_missing=answers.num_missing)
+
+
+def _in_force(replica: ReplicaState) -> ReplicaScheduling:
+    override = replica.table.get(OVERRIDE)
+    return ReplicaScheduling(
+        replica_id=replica.replica_id,
+        group=replica.group,
+        scheduler=replica.scheduler,
+        switched_at=None if override is None or override.value.is_empty else override.at,
+    )
