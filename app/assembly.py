@@ -37,14 +37,15 @@ from app.disk import cache_folder
 from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
 from app.engine.block_pool import BlockPool, NoBlocks
-from app.engine.device_turns import DeviceTurns
-from app.engine.engine import AdaptingRunner, Engine, LaunchingRunner, ModelRunner, Sleeping
+from app.engine.device_lease import DeviceLease
+from app.engine.engine import Engine
 from app.engine.largest_batch import largest_batch
 from app.engine.matcher import Matchers
+from app.engine.model_runner import ModelRunner
 from app.engine.overlapped_engine import OverlappedEngine
-from app.engine.request import Adapter, ModelFacts
+from app.engine.request import Adapter, ModelInfo
 from app.engine.scheduler import Scheduler
-from app.engine.sleeper import Sleeper
+from app.engine.sleep_controller import SleepController
 from app.engine.speculation.draft_model import ModelDrafter
 from app.engine.speculation.drafter import Drafter, LookupDrafter
 from app.engine.trace.entries import Header
@@ -116,14 +117,14 @@ def build_engine(config: EngineConfig, devices: Devices = ONE_DEVICE) -> AsyncEn
         began_at = time.monotonic()
         engine = build_sync_engine(config, devices)
         started_in_s = time.monotonic() - began_at
-        sleeper = Sleeper(engine, turns, after_s=devices.sleep_after_s, started_in_s=started_in_s)
+        sleeper = SleepController(engine, turns, after_s=devices.sleep_after_s, started_in_s=started_in_s)
         return _in_a_thread(config, engine, sleeper)
     except BaseException:
         turns.close()
         raise
 
 
-def _in_a_thread(config: EngineConfig, engine: Engine, sleeper: Sleeper | None = None) -> AsyncEngine:
+def _in_a_thread(config: EngineConfig, engine: Engine, sleeper: SleepController | None = None) -> AsyncEngine:
     return AsyncEngine(
         engine,
         max_requests=config.scheduler.max_requests,
@@ -133,7 +134,7 @@ def _in_a_thread(config: EngineConfig, engine: Engine, sleeper: Sleeper | None =
     )
 
 
-def turns_of(config: EngineConfig, devices: Devices) -> DeviceTurns:
+def turns_of(config: EngineConfig, devices: Devices) -> DeviceLease:
     """The part that an engine will have in the turns of its device.
 
     Raises:
@@ -142,7 +143,7 @@ def turns_of(config: EngineConfig, devices: Devices) -> DeviceTurns:
     """
     device = _device_memory(config)
     total_bytes = device.total_bytes if devices.memory_gib is None else int(devices.memory_gib * GIB)
-    return DeviceTurns(
+    return DeviceLease(
         cache_folder() / "devices" / f"{socket.gethostname()}-{device.name}.json",
         name=config.model.path,
         num_bytes=total_bytes if device.needed_bytes is None else device.needed_bytes,
@@ -229,7 +230,7 @@ def _dtype_name(model: ModelConfig, location: str) -> str:
     return dtype_of(model, location).name
 
 
-def build_matchers(config: EngineConfig, facts: ModelFacts) -> Matchers:
+def build_matchers(config: EngineConfig, facts: ModelInfo) -> Matchers:
     """What makes grammars of requests into matchers. The tokenizer is read when the first of them comes."""
     from app.grammar.grammars import Grammars
     from app.grammar.vocabulary import read_vocabulary
@@ -283,7 +284,7 @@ def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
     )
 
 
-def _model_drafter(config: EngineConfig, facts: ModelFacts, draft: LoadedRunner, devices: Devices) -> ModelDrafter:
+def _model_drafter(config: EngineConfig, facts: ModelInfo, draft: LoadedRunner, devices: Devices) -> ModelDrafter:
     """facts: of the model itself. Raises InvalidSetup where the draft model has other tokens."""
     of_draft = config.of_draft_model
     assert of_draft is not None, "it was loaded with these settings"
@@ -296,7 +297,7 @@ def _model_drafter(config: EngineConfig, facts: ModelFacts, draft: LoadedRunner,
     )
 
 
-def _check_tokens(model: ModelConfig, draft: ModelConfig, facts: ModelFacts, of_draft: ModelFacts) -> None:
+def _check_tokens(model: ModelConfig, draft: ModelConfig, facts: ModelInfo, of_draft: ModelInfo) -> None:
     """Raises InvalidSetup where a draft model does not have the same token for every id. Takes seconds where their
     tokenizers are not equal files."""
     from app.grammar.vocabulary import read_vocabulary
@@ -343,7 +344,7 @@ def _that_sleeps(config: EngineConfig, loaded: LoadedRunner) -> ModelRunner:
     from app.model.runner import TorchModelRunner
     from app.model.ways.native_decoder import NativeModel
 
-    if isinstance(loaded.runner, Sleeping):
+    if loaded.runner.can_sleep:
         return loaded.runner
     if not (isinstance(loaded.model, NativeModel) and isinstance(loaded.runner, TorchModelRunner)):
         raise InvalidSetup(
@@ -363,7 +364,7 @@ def _that_sleeps(config: EngineConfig, loaded: LoadedRunner) -> ModelRunner:
 
 def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | None:
     """None where the runner computes with no adapters."""
-    if not isinstance(runner, AdaptingRunner) or not runner.adapts:
+    if not runner.adapts:
         return None
     from app.model.adapter_files import adapter_digest, adapter_folder, another_base
 
@@ -569,7 +570,7 @@ def assemble_recorded(
     *,
     num_blocks: int,
     runner: ModelRunner,
-    facts: ModelFacts,
+    facts: ModelInfo,
     largest_step: SchedulerConfig | None = None,
     adapters: AdapterStore | None = None,
     drafter: Drafter | None = None,
@@ -599,7 +600,7 @@ def assemble(
     *,
     num_blocks: int,
     runner: ModelRunner,
-    facts: ModelFacts,
+    facts: ModelInfo,
     clock: Callable[[], float] = time.monotonic,
     largest_step: SchedulerConfig | None = None,
     recorder: Recorder | None = None,
@@ -616,15 +617,14 @@ def assemble(
         facts = replace(facts, max_model_len=min(facts.max_model_len, num_blocks * cache.block_size))
     else:
         pool = NoBlocks(max_model_len=facts.max_model_len)
-    launches = isinstance(runner, LaunchingRunner)
     deciding = Scheduler(
         config=scheduler,
         pool=pool,
         eos_token_ids=facts.eos_token_ids,
         takes_whole_prompts=not facts.generates,
-        drafter=None if launches else drafter,
+        drafter=None if runner.launches else drafter,
     )
-    build: Callable[..., Engine] = OverlappedEngine if launches else Engine
+    build: Callable[..., Engine] = OverlappedEngine if runner.launches else Engine
     return build(
         scheduler=deciding,
         runner=runner,
@@ -636,7 +636,7 @@ def assemble(
     )
 
 
-def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelFacts, num_blocks: int) -> Recorder:
+def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, num_blocks: int) -> Recorder:
     """The receiver of the engine's steps: a step log if the settings name a folder, else one that does nothing.
 
     Raises:
@@ -657,13 +657,13 @@ def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelFacts,
     return StepRecorder(log.put, log.close)
 
 
-def log_header(config: EngineConfig, *, runner: ModelRunner, facts: ModelFacts, num_blocks: int) -> Header:
+def log_header(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, num_blocks: int) -> Header:
     """What a step log begins with: all that is needed to build such an engine again, and to tell how it differs."""
     began = datetime.now(UTC)
     return Header(
         run=f"{began:%Y%m%dT%H%M%S}-{uuid4().hex[:8]}",
         began=began.isoformat(timespec="seconds"),
-        launches_ahead=isinstance(runner, LaunchingRunner),
+        launches_ahead=runner.launches,
         num_blocks=num_blocks,
         facts=asdict(facts),
         config=config.model_dump(mode="json"),

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 from pydantic_core import to_json
 
 PIECE_BYTES = 64 * 1024  # some 0.7 ms of work with log-probabilities
-_STEPS_AT_ONCE = 16  # short rows may take long to make
 _VALUES_AT_ONCE = 2048
 
 T = TypeVar("T")
+Json = dict[str, Any]
 
 
 class Rows:
@@ -53,6 +53,7 @@ def json_pieces(value: Any, encode: Encode = _encode) -> Iterator[bytes]:
 
     first, *others = encode(value, marked).split(f'"{mark}"'.encode())
     piece = bytearray(first)
+    steps_at_once = 16  # short rows may take long to make
     for rows, text in zip(found, others, strict=True):
         separator = b"["
         for step, some in enumerate(rows.some_at_a_time(), 1):
@@ -60,7 +61,7 @@ def json_pieces(value: Any, encode: Encode = _encode) -> Iterator[bytes]:
                 piece += separator
                 piece += to_json(some)[1:-1]
                 separator = b","
-            if len(piece) >= PIECE_BYTES or step % _STEPS_AT_ONCE == 0:
+            if len(piece) >= PIECE_BYTES or step % steps_at_once == 0:
                 yield bytes(piece)
                 piece.clear()
         piece += b"]" if separator == b"," else b"[]"

@@ -16,13 +16,14 @@ from typing import Any
 from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.adapter_store import AdapterStore
-from app.engine.batch import Batch, ScheduledSequence, StepResult, by_request
-from app.engine.engine import Engine, ModelRunner
+from app.engine.batch import ScheduledSequence, StepBatch, StepResult, by_request
+from app.engine.engine import Engine
 from app.engine.matcher import Matcher, with_tokens
+from app.engine.model_runner import ModelRunner
 from app.engine.request import (
     Adapter,
     FinishReason,
-    ModelFacts,
+    ModelInfo,
     Pooling,
     Request,
     SamplingParams,
@@ -40,7 +41,7 @@ EOS = 1
 _numbers = count()
 
 
-class CountingRunner:
+class CountingRunner(ModelRunner):
     """Draws the last token plus one, so a sequence's tokens show whether it was computed from the right ones.
 
     It also checks what every batch promises: token by token, nothing is skipped and nothing computed without a block.
@@ -49,12 +50,12 @@ class CountingRunner:
     may_write_twice = False  # the same token into a slot in one step
 
     def __init__(self, block_size: int = 4) -> None:
-        self.batches: list[Batch] = []
+        self.batches: list[StepBatch] = []
         self.deductions: list[dict[int, float]] = []  # by token, of every draw with adjustments
         self._block_size = block_size
         self._slots: dict[int, int] = {}  # slot → the token whose KV it holds
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         self.batches.append(batch)
         written: set[int] = set()
         for item in batch.scheduled:
@@ -91,7 +92,7 @@ class CountingRunner:
         states = [hidden_state(self._seen(item.block_ids, place + 1)) for place in range(first, item.end)]
         return [sum(column) for column in zip(*states, strict=True)]
 
-    def _with_logprobs(self, batch: Batch, token_ids: list[int]) -> StepResult:
+    def _with_logprobs(self, batch: StepBatch, token_ids: list[int]) -> StepResult:
         drawn = zip(batch.sampled, token_ids, strict=True)
         return StepResult(
             token_ids,
@@ -132,7 +133,7 @@ def next_token(token_ids: list[int]) -> int:
     return 2 + total % (VOCAB_SIZE - 2)
 
 
-class KnowingDrafter:
+class KnowingDrafter(Drafter):
     """Drafts what a CountingRunner will draw, at most `num_drafts` tokens; some drafts are wrong, by their place."""
 
     def __init__(self, num_drafts: int) -> None:
@@ -153,7 +154,7 @@ class KnowingDrafter:
             drafts.append(next_token(known + drafts) if (sequence.num_tokens + place) % 5 else 3)
         return drafts[: sequence.num_tokens % (self._num_drafts + 1)]
 
-    def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
+    def stepped(self, batch: StepBatch, result: StepResult, *, at: float, goes_on: bool) -> None:
         """Nothing to learn."""
 
 
@@ -219,7 +220,7 @@ def build_fake_engine(
         CacheConfig(block_size=block_size, prefix_caching=prefix_caching),
         num_blocks=num_blocks,
         runner=runner or CountingRunner(block_size),
-        facts=ModelFacts(max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), embedding_size=2),
+        facts=ModelInfo(max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), embedding_size=2),
         clock=clock,
         recorder=recorder,
         drafter=drafter,
@@ -230,7 +231,7 @@ def build_fake_engine(
 class MatchedRunner(CountingRunner):
     """A CountingRunner that draws only what the matchers of its batch allow."""
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         result = super().run(batch)
         token_ids = [
             token if item.matcher is None else first_allowed(item.allowed(), token)
@@ -322,7 +323,7 @@ class GatedRunner(CountingRunner):
         while self.gate.acquire(blocking=False):
             pass
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         self.is_waiting = True
         self.gate.acquire()
         self.is_waiting = False
@@ -350,7 +351,7 @@ class TimedRunner(CountingRunner):
         self._clock = clock
         self._step_s = step_s
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         self._clock.advance(self._step_s)
         return super().run(batch)
 

@@ -65,6 +65,17 @@ def test_every_setting_exists(page: Path) -> None:
     assert not missing, f"{name(page)} names {missing}"
 
 
+def test_every_promise_is_held_by_a_test_that_exists() -> None:
+    rows = re.findall(
+        r"^\| .* \| `(tests/[^`]+)`(?:: `(\w+)`)? \|$", (PROJECT / "docs/design/promises.md").read_text(), re.M
+    )
+    assert len(rows) > 50
+    missing = [
+        (path, test) for path, test in rows if (f"def {test}(" if test else "") not in (PROJECT / path).read_text()
+    ]
+    assert not missing
+
+
 def test_every_block_is_of_a_known_language() -> None:
     """So that no command is passed over because its block says nothing."""
     assert not [str(block) for page in GUIDES for block in blocks(page) if block.language not in LANGUAGES]

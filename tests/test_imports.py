@@ -29,11 +29,12 @@ ALLOWED = {
     },
     "app.fleet": {
         "app.fleet.dispatch", "app.culprits", "app.errors", "app.engine.throughput", "app.engine.request",
-        "app.engine.stats", "app.engine.view", "msgspec",
+        "app.engine.stats", "app.engine.snapshot", "msgspec",
     },
     "app.model": {
         "app.config", "app.disk", "app.errors", "app.engine.batch", "app.engine.largest_batch",
-        "app.engine.logit_adjustments", "app.engine.request", "torch", "transformers", "triton",
+        "app.engine.logit_adjustments", "app.engine.model_runner", "app.engine.request", "torch", "transformers",
+        "triton",
     },
     "app.model.location": {"app.child_process", "app.disk", "app.errors", "app.model.gguf"},
     "app.model.adapter_files": {"app.errors", "transformers"},
@@ -42,7 +43,9 @@ ALLOWED = {
     "app.model.cpu.checkpoint": {"app.model", "torch", "safetensors", "transformers"},
     "app.model.cpu.weights": {"app.model", "torch", "transformers", "pydantic"},
     "app.model.cpu.verification_cache": {"app.engine.request", "app.model", "torch", "pydantic"},
-    "app.model.simulated": {"app.config", "app.engine.batch", "app.engine.request", "pydantic"},
+    "app.model.simulated": {
+        "app.config", "app.engine.batch", "app.engine.model_runner", "app.engine.request", "pydantic",
+    },
     "app.text": {
         "app.config", "app.errors", "app.engine.request", "jinja2", "msgspec", "tokenizers", "transformers",
     },
@@ -56,22 +59,16 @@ ALLOWED = {
     # The offline core knows no request handling: the API's batch routes use it.
     "app.jobs": {
         "app.config", "app.culprits", "app.disk", "app.errors", "app.fair", "app.json_pieces", "app.webhooks",
-        "aiohttp", "fsspec", "numpy", "pyarrow", "pydantic_core",
+        "numpy", "pyarrow", "pydantic_core",
     },
-    "app.jobs.preparation": {
-        "app.api", "app.errors", "app.jobs", "app.engine.request",
-    },
-    "app.jobs.engine_worker": {
-        "app.errors", "app.jobs", "app.text", "app.engine.matcher", "app.engine.request",
-    },
-    "app.jobs.engine_batches": {"app.api", "app.config", "app.disk", "app.errors", "app.jobs"},
     "app.api": {
         "app.jobs", "app.webhooks.receiver", "app.config", "app.errors", "app.fair", "app.json_pieces", "app.text",
-        "app.metrics", "app.versions", "app.engine.request", "app.engine.view",
+        "app.metrics", "app.versions", "app.engine.request", "app.engine.snapshot",
         "msgspec", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.api.pipelines": {
-        "app.api", "app.config", "app.disk", "app.errors", "app.engine.request", "app.metrics", "numpy",
+        "app.api", "app.config", "app.disk", "app.errors", "app.engine.request", "app.json_pieces", "app.metrics",
+        "numpy",
     },
     "app.fleet.autoscaling": {"app.config"},
     "app.assembly": {
@@ -139,14 +136,6 @@ def violations(path: Path) -> list[str]:
 @pytest.mark.parametrize("path", sources(), ids=module_name)
 def test_a_room_imports_only_what_it_may(path: Path) -> None:
     assert not violations(path), "\n".join(violations(path))
-
-
-def test_what_the_api_needs_of_the_offline_core_imports_no_request_handling() -> None:
-    """Otherwise `app.api` and `app.jobs` would import each other in a circle."""
-    with_requests = {room for room, allowed in ALLOWED.items() if is_within(room, "app.jobs") and "app.api" in allowed}
-    for path in (PROJECT / "app" / "jobs").glob("*.py"):
-        if room_of(module_name(path)) == "app.jobs":
-            assert not {name for _, name in imported_modules(path)} & (with_requests | {"app.jobs.engine_worker"}), path
 
 
 def test_no_package_of_ours_reads_bytes_that_run_code() -> None:

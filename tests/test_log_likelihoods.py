@@ -83,7 +83,7 @@ def test_log_likelihoods_as_lm_eval_asks_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ragged prompts of token ids in one call; sums and greediness are computed from the answer as lm-eval does."""
-    monkeypatch.setattr("app.engine.batch_builder.MAX_SCORED_TOKENS", max_scored_tokens)
+    monkeypatch.setattr("app.engine.batch.MAX_SCORED_TOKENS", max_scored_tokens)
     rng = random.Random(1)
     contexts = [list(tokenizer.encode(rng.choice(CONTEXTS), add_special_tokens=False)) for _ in range(24)]
     texts = [" ".join(str(rng.randrange(100)) for _ in range(rng.randrange(1, 9))) for _ in contexts]

@@ -17,7 +17,8 @@ from app.api.output.structured_output import grammar_of
 from app.api.output.tool_calls import ToolUse, tool_use
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel, TokenDetailOptions, check_token_ids
 from app.api.request_context import TIMINGS_HEADER, RequestContext, asks_for
-from app.api.schemas.requests import ChatRequest, Conversation, GenerationRequest, QueuedRequest, template_messages
+from app.api.schemas.conversation import Conversation, template_messages
+from app.api.schemas.requests import ChatRequest, GenerationRequest, QueuedRequest
 from app.engine.request import Grammar, Pooling, Request, SamplingParams
 from app.errors import ContextTooLong, InvalidRequest
 from app.text import Reasoning, Tokenizer

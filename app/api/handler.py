@@ -31,8 +31,9 @@ from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelReques
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
-from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Unavailable
-from app.jobs import LOWEST_CLASS, Answered, ItemOrigin, Json
+from app.errors import CarouselError, DeadlineMissed, EngineStopped, Overloaded, Unavailable
+from app.jobs import LOWEST_CLASS, Answered, ItemOrigin
+from app.json_pieces import Json
 from app.metrics import NO_MODEL, RequestMetrics, task_name
 
 ParsedT = TypeVar("ParsedT", bound=ModelRequest)
@@ -339,18 +340,7 @@ class RequestHandler:
             endpoint, size = ENDPOINTS[path], size_of(body, MAX_SMALL_SIZE)
             parsed = await self.parse(body, size, endpoint.schema, account)
             model = self.names.answering(parsed, account)
-            if isinstance(model, Pipeline):
-                names = [each.name for each in model.answering_models]
-                raise InvalidRequest(
-                    f"{parsed.model} is a pipeline, which this server's batches do not run; name {' or '.join(names)}",
-                    param="model",
-                )
-            if model.adapter is not None:
-                raise InvalidRequest(
-                    f"{model.name} is an adapter, which a batch's own engines do not compute; name {model.base}, or "
-                    f"leave out batches.engines",
-                    param="model",
-                )
+            assert isinstance(model, ServedModel), "a bulk run has one model, and no pipelines"
             check(parsed)
             context = self.context(Reservation(account), request_id)
             work = partial(endpoint.prepare, parsed, model, context, None)

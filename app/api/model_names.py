@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from app.api.auth.limits import Account
-from app.api.output.response_state import Json
 from app.api.pipelines import Pipeline
 from app.api.prepared_request import ServedModel, by_any_name
 from app.api.schemas.requests import GenerationRequest, QueuedRequest
 from app.engine.request import Adapter
 from app.errors import InvalidRequest, NotFound
+from app.json_pieces import Json
 
 
 class ModelNames:

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from app.api.output.tool_calls import ToolUse
-from app.api.schemas.requests import MAX_ALLOWED_TOKEN_IDS
-from app.engine.request import Adapter, Generate, ModelFacts, Pooling, Request
+from app.api.schemas.fields import MAX_ALLOWED_TOKEN_IDS
+from app.engine.request import Adapter, Generate, ModelInfo, Pooling, Request
 from app.errors import InvalidRequest
 from app.text import Reasoning, ReasoningMarks, Tokenizer
 from app.text.tool_calls import ToolFormat
@@ -54,7 +54,7 @@ class ServedModel:
 
     name: str
     tokenizer: Tokenizer
-    facts: ModelFacts
+    facts: ModelInfo
     generate: Generate
     created: int  # seconds since 1970
     aliases: tuple[str, ...] = ()  # other names that clients may send

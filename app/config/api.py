@@ -1,4 +1,4 @@
-"""Who may use the HTTP API."""
+"""The HTTP API: keys, and which machines and pages may use it."""
 
 from __future__ import annotations
 

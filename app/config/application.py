@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from app.config.api import ApiConfig
 from app.config.base import Settings
 from app.config.batches import BatchesConfig
-from app.config.checks import check_devices, check_names, check_pipelines
+from app.config.checks import check_branches
 from app.config.models import ServedModelConfig
 from app.config.pipelines import PipelineConfig
 from app.config.removed import refuse_removed
@@ -40,8 +40,5 @@ class ApplicationConfig(Settings):
 
     @model_validator(mode="after")
     def _branches_agree(self) -> ApplicationConfig:
-        check_names(self.models, self.pipelines)
-        for index, model in enumerate(self.models):
-            check_devices(f"models[{index}]", model)
-        check_pipelines(self.models, self.pipelines)
+        check_branches(self.models, self.pipelines)
         return self

@@ -54,21 +54,11 @@ class BatchesConfig(Settings):
         min_length=1,
         description="batches: folder that keeps files and batches over restarts; one service each",
     )
-    files: str | None = Field(
-        None, min_length=1, description="batches: URL that fsspec opens, for the files' contents; default: in `path`"
-    )
     max_total_bytes: int = Field(
         20 * GIB, ge=1, le=10**15, description="batches: bytes of all files, beyond which none is taken"
     )
     max_in_flight: int = Field(32, ge=1, le=10_000, description="batches: items sent to the replicas at once")
     keep_s: int | None = Field(
         30 * 86_400, ge=1, description="batches: seconds a file is kept if its owner says nothing; null: for ever"
-    )
-    engines: int = Field(
-        0,
-        ge=0,
-        le=1000,
-        description="batches: engines of its own that a batch gets, beside the replicas; 0: the replicas compute its "
-        "items, in the lowest class",
     )
     webhooks: WebhooksConfig = WebhooksConfig()

@@ -9,6 +9,14 @@ from app.config.models import ServedModelConfig
 from app.config.pipelines import PipelineConfig, RouteStepConfig, named_by
 
 
+def check_branches(models: Sequence[ServedModelConfig], pipelines: Sequence[PipelineConfig]) -> None:
+    """All of these checks."""
+    check_names(models, pipelines)
+    for index, model in enumerate(models):
+        check_devices(f"models[{index}]", model)
+    check_pipelines(models, pipelines)
+
+
 def check_names(models: Sequence[ServedModelConfig], pipelines: Sequence[PipelineConfig]) -> None:
     """Each name means one model, adapter or pipeline, and one Serve deployment."""
     names = [name for model in models for name in model.all_names]

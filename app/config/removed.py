@@ -9,6 +9,10 @@ from collections.abc import Iterator, Mapping
 # is gone from a setting that stays.
 REMOVED: dict[str, str] = {
     "api.keys": "write the list into a file of its own and name it: api: {keys_file: keys.yaml}",
+    "batches.engines": "leave it out: the replicas compute the items of batches, in their lowest class; a large job "
+    "gets engines of its own by `python -m deployments.bulk`",
+    "batches.files": "leave it out: files are kept in batches.path; mount the storage there, and copy into PATH/files "
+    "what the URL has below the name in PATH/files-name",
     "cascades": "a cascade is a step of a pipeline: write pipelines: [{name: ..., steps: [{kind: cascade, small: ..., "
     "large: ..., min_mean_logprob: ...}]}]",
     "models[].engine.model.backend=attention": "leave it out: auto takes the fastest code for the model",

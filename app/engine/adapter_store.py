@@ -47,9 +47,10 @@ class AdapterStore:
         self._lock = threading.Lock()  # of the fields
         self._loading = threading.Lock()  # one at a time: each may need the place that another would free
 
-    def has(self, digest: str) -> bool:
-        """Whether `hold` would not have to load it."""
-        return digest in self._loaded
+    def hold_if_loaded(self, adapter: Adapter) -> HeldAdapter | None:
+        """As `hold`, of an adapter that is loaded; else None. Never waits for a load."""
+        with self._lock:
+            return self._take(adapter.digest) if adapter.digest in self._loaded else None
 
     def hold(self, adapter: Adapter) -> HeldAdapter:
         """An adapter for one request, loaded if it is not there.
@@ -58,11 +59,11 @@ class AdapterStore:
             Overloaded: as many as there may be are in use by other requests.
             UnsupportedAdapter: it cannot be read, or it is not what the request means.
         """
-        held = self._held(adapter)
+        held = self.hold_if_loaded(adapter)
         if held is not None:
             return held
         with self._loading:
-            held = self._held(adapter)
+            held = self.hold_if_loaded(adapter)
             if held is not None:
                 return held
             self._make_room()
@@ -89,10 +90,6 @@ class AdapterStore:
     def stats(self) -> AdapterStats:
         with self._lock:
             return AdapterStats(tuple(self._loaded), self._num_loads, self._max_loaded)
-
-    def _held(self, adapter: Adapter) -> HeldAdapter | None:
-        with self._lock:
-            return self._take(adapter.digest) if adapter.digest in self._loaded else None
 
     def _take(self, digest: str) -> HeldAdapter:
         loaded = self._loaded[digest]

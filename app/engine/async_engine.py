@@ -22,11 +22,11 @@ from app.engine.adapter_store import AdapterStore, HeldAdapter
 from app.engine.batch import DeviceLost
 from app.engine.engine import NO_ADAPTERS, Engine, StepError
 from app.engine.matcher import Matcher, Matchers
-from app.engine.request import Adapter, FinishReason, ModelFacts, Queued, Request, TokenDelta
-from app.engine.sleeper import Sleeper
+from app.engine.request import Adapter, FinishReason, ModelInfo, Queued, Request, TokenDelta
+from app.engine.sleep_controller import SleepController
+from app.engine.snapshot import EngineSnapshot
 from app.engine.stats import AWAKE, EngineMeasurements, EngineStats, SleepState, SleepStats
 from app.engine.throughput import RetryTimes
-from app.engine.view import EngineView
 from app.errors import (
     CarouselError,
     DeviceFault,
@@ -60,7 +60,7 @@ class AsyncEngine:
         max_requests: int,
         max_waiting_tokens: int | None = None,
         matchers: Matchers | None = None,
-        sleeper: Sleeper | None = None,
+        sleeper: SleepController | None = None,
     ) -> None:
         """Start the engine's thread; returns when it is prepared for its first step, or raises what prevents that.
 
@@ -96,7 +96,7 @@ class AsyncEngine:
             sleeper.listen(self._turns_changed)
 
     @property
-    def facts(self) -> ModelFacts:
+    def facts(self) -> ModelInfo:
         return self._engine.facts
 
     @property
@@ -170,8 +170,9 @@ class AsyncEngine:
         store = self._engine.adapters
         if store is None:
             raise UnsupportedAdapter(NO_ADAPTERS)
-        if store.has(adapter.digest):
-            return store.hold(adapter)
+        held = store.hold_if_loaded(adapter)
+        if held is not None:
+            return held
         loading = asyncio.get_running_loop().run_in_executor(None, store.hold, adapter)
         try:
             return await asyncio.shield(loading)
@@ -273,19 +274,19 @@ class AsyncEngine:
         """Whether the engine sleeps, and what its sleeper has done. Any thread may read it."""
         return AWAKE if self._sleeper is None else self._sleeper.stats
 
-    async def view(self, *, is_full: bool = True) -> EngineView:
-        """`Engine.view`, after the current step.
+    async def snapshot(self, *, is_full: bool = True) -> EngineSnapshot:
+        """`Engine.snapshot`, after the current step.
 
         Raises EngineStopped.
         """
-        views: list[EngineView] = []
-        await asyncio.wrap_future(self._call(lambda: views.append(self._engine.view(is_full=is_full))))
+        views: list[EngineSnapshot] = []
+        await asyncio.wrap_future(self._call(lambda: views.append(self._engine.snapshot(is_full=is_full))))
         return views[0]
 
-    def end_views(self) -> None:
+    def end_snapshots(self) -> None:
         """Note nothing for views any more."""
         with suppress(EngineStopped):
-            self._command(self._engine.end_views)
+            self._command(self._engine.end_snapshots)
 
     def check_health(self) -> None:
         """Raise EngineStopped if the engine no longer serves."""
@@ -336,7 +337,7 @@ class AsyncEngine:
             return
         raise Overloaded(
             f"the engine is full: {problem}; try again shortly",
-            retry_after_s=self._retry_times.next_after(now, ended_per_s=stats.ended_per_s),
+            retry_after_s=self._retry_times.next_after(now, ended_per_s=stats.ended_per_s, tenant=request.tenant),
         )
 
     def _can_start(self, request: Request, num_before: int) -> bool:

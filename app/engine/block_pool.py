@@ -65,17 +65,20 @@ class BlockPool:
         assert self.can_allocate(num_blocks), f"asked for {num_blocks} blocks, {self.num_free} are free"
         return [self._take() for _ in range(num_blocks)]
 
-    def match(self, token_ids: Sequence[int], *, salt: str) -> list[Block]:
+    def match(self, token_ids: Sequence[int], *, salt: str, known: Sequence[Block] = ()) -> list[Block]:
         """The cached blocks that hold the longest prefix of `token_ids`, leaving at least one token out.
 
+        known: an earlier result for these tokens, of which every block is still cached with the same prefix.
         Changes nothing: `share` the result to own it.
         """
-        found: list[Block] = []
+        found = list(known)
         if not self._prefix_caching:
             return found
         parent: int | str = salt
+        if known and known[-1].prefix_id is not None:
+            parent = known[-1].prefix_id
         # Keep one token uncomputed: a full prefix hit would leave no logits to sample from.
-        for end in range(self.block_size, len(token_ids), self.block_size):
+        for end in range((1 + len(known)) * self.block_size, len(token_ids), self.block_size):
             block = self._cached.get((parent, tuple(token_ids[end - self.block_size : end])))
             if block is None:
                 break
@@ -95,7 +98,7 @@ class BlockPool:
                 del self._evictable[block.block_id]
             block.num_owners += 1
 
-    def publish(self, block: Block, token_ids: Sequence[int], *, parent: int | str) -> int:
+    def cache_full_block(self, block: Block, token_ids: Sequence[int], *, parent: int | str) -> int:
         """Make a full, computed block findable; returns the id of its prefix, the `parent` of the next block.
 
         If another block holds the same prefix already, that one stays the findable one.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from app.engine.lazy_heap import LazyHeap
 from app.engine.length_predictor import LengthPredictor
 from app.engine.policies import SchedulingPolicy
 from app.engine.sequence import Sequence
 from app.engine.throughput import Throughput
+from app.engine.waiting_queue import LazyHeap
 from app.errors import DeadlineMissed
 
 

@@ -8,25 +8,23 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import replace
 from math import inf
-from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from app.config import SchedulerConfig
 from app.engine.adapter_store import AdapterStore, HeldAdapter
-from app.engine.batch import EMPTY_BATCH, Batch, StepResult
-from app.engine.isolation import DeviceFailed, Quarantine, run_in_parts, tried
+from app.engine.batch import EMPTY_BATCH, StepBatch, StepLimits, StepResult, kept_tokens
+from app.engine.isolation import DeviceFailed, Quarantine, run_in_parts, run_or_error
 from app.engine.matcher import Matcher, TokenSet
-from app.engine.request import ModelFacts, Request, TokenDelta
+from app.engine.model_runner import ModelRunner
+from app.engine.request import ModelInfo, Request, TokenDelta
 from app.engine.request_checks import check_request
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
-from app.engine.speculation.kept_tokens import kept_tokens
+from app.engine.snapshot import EngineSnapshot
 from app.engine.stats import EngineMeasurements, EngineStats
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
 from app.engine.trace.viewer import Viewer
-from app.engine.tuner import WINDOW_S, Limits, Tuner, Tuning, TuningReason
-from app.engine.view import EngineView
+from app.engine.tuner import WINDOW_S, Tuner, Tuning, TuningReason
 from app.errors import InvalidRequest, InvalidSetup, Quarantined, StepFailed, described, traceback_of
 
 logger = logging.getLogger(__name__)
@@ -39,101 +37,6 @@ NO_ADAPTERS = (
 _TELL_EVERY_S = 10.0  # of changed limits, at most
 
 
-class ModelRunner(Protocol):
-    """Turns a batch into tokens: the border between deciding and computing."""
-
-    def run(self, batch: Batch) -> StepResult:
-        """Compute the batch and draw one token id for each of `batch.sampled`; log-probabilities as requested.
-
-        Raises:
-            DeviceLost: the device is of no more use to this process. Any other error may be a request's fault.
-        """
-        ...
-
-
-class PendingStep(Protocol):
-    """A step that the device may still be computing."""
-
-    def draw(self, batch: Batch) -> None:
-        """Draw the tokens of a step that was launched without. `batch` is the step's, with all that draws need."""
-        ...
-
-    def result(self) -> StepResult:
-        """Wait for the step. Called once, after its tokens are drawn."""
-        ...
-
-
-@runtime_checkable
-class LaunchingRunner(ModelRunner, Protocol):
-    """A model runner with a device that computes while the host goes on. Steps run in the order of their launch."""
-
-    def prepare(self) -> None:
-        """Do what the first `launch` would do otherwise, in the thread that launches; may take seconds."""
-        ...
-
-    def launch(self, batch: Batch) -> PendingStep:
-        """Start computing the batch. A negative token id -1 - n in it is the placeholder of the n-th token that the
-        step launched before draws.
-
-        Where `batch.lacks_history`, no token is drawn before `PendingStep.draw`.
-        """
-        ...
-
-
-@runtime_checkable
-class PaddingRunner(ModelRunner, Protocol):
-    """A model runner that computes steps of a few sizes only."""
-
-    num_padding_tokens: int  # computed for nothing since the start
-
-
-@runtime_checkable
-class AdaptingRunner(ModelRunner, Protocol):
-    """A model runner that may compute with LoRA adapters."""
-
-    @property
-    def adapts(self) -> bool:
-        """Whether it does; else no adapter is loaded."""
-        ...
-
-    def load_adapter(self, folder: Path) -> object:
-        """Read an adapter, for `ScheduledSequence.adapter`. Any thread may call, beside a step.
-
-        Raises UnsupportedAdapter.
-        """
-        ...
-
-    def unload_adapter(self, adapter: object) -> None:
-        """No step that is run or launched from now on has it; one that is launched already may. Any thread may call."""
-        ...
-
-
-@runtime_checkable
-class Sleeping(Protocol):
-    """A model runner, or a drafter, that can be without its memory for a while."""
-
-    def sleep(self) -> None:
-        """Give up the memory of weights and KV. No step follows before `wake`."""
-        ...
-
-    def wake(self) -> None:
-        """Have the weights again, and KV memory with nothing in it; may take seconds. The thread of `run` calls."""
-        ...
-
-
-@runtime_checkable
-class ClosingRunner(ModelRunner, Protocol):
-    """A model runner with other processes."""
-
-    def check(self) -> None:
-        """Raise DeviceLost if one of them has ended. Any thread may call."""
-        ...
-
-    def close(self) -> None:
-        """End them. The runner must not be used afterwards."""
-        ...
-
-
 class Engine:
     """A scheduler and a model runner behind add, abort and step. One thread uses it."""
 
@@ -142,7 +45,7 @@ class Engine:
         *,
         scheduler: Scheduler,
         runner: ModelRunner,
-        facts: ModelFacts,
+        facts: ModelInfo,
         clock: Callable[[], float] = time.monotonic,
         largest_step: SchedulerConfig | None = None,
         recorder: Recorder | None = None,
@@ -156,7 +59,6 @@ class Engine:
         self.adapters = adapters
         self._scheduler = scheduler
         self.runner = runner
-        self._processes = runner if isinstance(runner, ClosingRunner) else None
         self._clock = clock
         self._largest_step = largest_step
         self._recorder = recorder or Recorder()
@@ -169,6 +71,7 @@ class Engine:
 
     def prepare(self) -> None:
         """Do before the first step what would make it slow. The thread that calls `step` may call it once."""
+        self.runner.prepare()
 
     @property
     def has_work(self) -> bool:
@@ -278,7 +181,7 @@ class Engine:
         self._recorder.step_ended(deltas, at=ended_at)
         return deltas
 
-    def _tune(self, batch: Batch, deltas: list[TokenDelta], at: float) -> None:
+    def _tune(self, batch: StepBatch, deltas: list[TokenDelta], at: float) -> None:
         """Other limits from the next step on, where the targets need them."""
         if self._tuner is None:
             return
@@ -305,7 +208,7 @@ class Engine:
 
     @property
     def running(self) -> list[Sequence]:
-        """By rank; for reading."""
+        """In order; for reading."""
         return self._scheduler.running
 
     def num_decode_steps(self) -> int:
@@ -317,11 +220,11 @@ class Engine:
         """See `Scheduler.decode`. No model runs."""
         self._scheduler.decode(ends_at, token_id=token_id)
 
-    def _run(self, batch: Batch) -> StepResult:
-        result = tried(self.runner.run, batch)
+    def _run(self, batch: StepBatch) -> StepResult:
+        result = run_or_error(self.runner.run, batch)
         return self._run_in_parts(batch, result) if isinstance(result, Exception) else result
 
-    def _run_in_parts(self, batch: Batch, error: Exception) -> StepResult:
+    def _run_in_parts(self, batch: StepBatch, error: Exception) -> StepResult:
         try:
             found = run_in_parts(self.runner.run, batch, error)
         except DeviceFailed:
@@ -340,7 +243,7 @@ class Engine:
             self._scheduler.fail_one(sequence, StepFailed("this request made the model fail; others were not affected"))
         return found.result(batch)
 
-    def _fail_unmatched(self, batch: Batch) -> None:
+    def _fail_unmatched(self, batch: StepBatch) -> None:
         """End the requests for which the matcher could not say which tokens may be drawn in this step."""
         failed = [each for each in batch.sequences if each.matcher is not None and each.matcher.failure is not None]
         if failed:
@@ -369,7 +272,7 @@ class Engine:
         self._tuner, self._has_told_of_reach, self._num_changes_told = _tuner_of(config), False, 0
         self._recorder.reconfigured(config)
 
-    def limit(self, limits: Limits) -> None:
+    def limit(self, limits: StepLimits) -> None:
         """Use other limits from the next step on, none above those of the settings, until `reconfigure`."""
         self._scheduler.limit(limits)
         self._recorder.limited(limits)
@@ -396,54 +299,46 @@ class Engine:
         self._recorder.slept()
         if self.adapters is not None:
             self.adapters.unload_unused()
-        for each in self._with_memory():
-            each.sleep()
+        self.runner.sleep()
+        if self._scheduler.drafter is not None:
+            self._scheduler.drafter.sleep()
 
     def wake(self) -> None:
         """Have the memory again; may take seconds. What the model runner raises leaves the engine asleep."""
         assert self._is_asleep, "it is awake"
-        awake: list[Sleeping] = []
+        self.runner.wake()
         try:
-            for each in self._with_memory():
-                each.wake()
-                awake.append(each)
+            if self._scheduler.drafter is not None:
+                self._scheduler.drafter.wake()
         except BaseException:
-            for each in awake:
-                each.sleep()
+            self.runner.sleep()
             raise
         self._is_asleep = False
         self._recorder.woke()
 
-    def _with_memory(self) -> list[Sleeping]:
-        """What gives up memory in sleep: nothing where a step log is run again."""
-        either: tuple[object, ...] = (self.runner, self._scheduler.drafter)
-        return [each for each in either if isinstance(each, Sleeping)]
-
     def close(self) -> None:
         """Let the recorder write what it has, end the runner's processes. The engine must not be used afterwards."""
         self._recorder.close()
-        if self._processes is not None:
-            self._processes.close()
+        self.runner.close()
 
     def check_health(self) -> None:
         """Raise DeviceLost if no step can be computed any more. Any thread may call."""
-        if self._processes is not None:
-            self._processes.check()
+        self.runner.check()
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
 
-    def view(self, *, is_full: bool = True) -> EngineView:
+    def snapshot(self, *, is_full: bool = True) -> EngineSnapshot:
         """What runs and waits, and what happened since the last view. From the first on, events are noted for it.
 
-        Not full: what has only grown since the last view is told in `EngineView.grown`.
+        Not full: what has only grown since the last view is told in `EngineSnapshot.reported`.
         """
         now = self._clock()
         if self._viewer is None:
             self._recorder = self._viewer = Viewer(self._recorder, self._scheduler.running, now=now)
-        return self._viewer.view(self._scheduler, self.tuning, now=now, is_full=is_full)
+        return self._viewer.snapshot(self._scheduler, self.tuning, now=now, is_full=is_full)
 
-    def end_views(self) -> None:
+    def end_snapshots(self) -> None:
         """Note nothing for views any more."""
         if self._viewer is not None:
             self._recorder, self._viewer = self._viewer.recorder, None
@@ -455,12 +350,12 @@ class Engine:
 
     def measurements(self) -> EngineMeasurements:
         """All measurements since the start. Any thread may call."""
-        measured, runner = replace(self._scheduler.measurements(), tuning=self.tuning), self.runner
-        if self.adapters is not None:
-            measured = replace(measured, adapters=self.adapters.stats())
-        if isinstance(runner, PaddingRunner):
-            measured = replace(measured, num_padding_tokens=runner.num_padding_tokens)
-        return measured
+        return replace(
+            self._scheduler.measurements(),
+            tuning=self.tuning,
+            adapters=None if self.adapters is None else self.adapters.stats(),
+            num_padding_tokens=self.runner.num_padding_tokens,
+        )
 
 
 def _tuner_of(config: SchedulerConfig) -> Tuner | None:

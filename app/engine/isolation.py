@@ -11,7 +11,7 @@ from itertools import repeat
 from typing import ParamSpec, TypeVar
 
 from app.culprits import Culprits
-from app.engine.batch import Batch, DeviceLost, StepResult
+from app.engine.batch import DeviceLost, StepBatch, StepResult
 from app.engine.request import Request, TokenLogprobs
 from app.engine.sequence import Sequence
 from app.errors import described
@@ -24,7 +24,7 @@ MAX_LONE_FAILURES = 4
 MAX_FAILURES = 2  # of one prompt with its sampling parameters, before it is refused
 MAX_REMEMBERED = 4_096
 
-Run = Callable[[Batch], StepResult]
+Run = Callable[[StepBatch], StepResult]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class IsolationResult:
     culprits: list[tuple[Sequence, Exception]] = field(default_factory=list)
     has_succeeded: bool = False  # at least one part was computed
 
-    def add(self, part: Batch, result: StepResult) -> None:
+    def add(self, part: StepBatch, result: StepResult) -> None:
         """Add the result of a part that could be computed."""
         self.has_succeeded = True
         for item, token_id in zip(part.sampled, result.token_ids, strict=True):
@@ -56,14 +56,14 @@ class IsolationResult:
         self.prompt_logprobs |= result.prompt_logprobs
         self.pooled |= result.pooled
 
-    def result(self, batch: Batch) -> StepResult:
+    def result(self, batch: StepBatch) -> StepResult:
         """The result of the whole batch. A request at fault gets tokens 0; it ends with an error."""
         drawn = {request_id: iter(token_ids) for request_id, token_ids in self.token_ids.items()}
         token_ids = [next(drawn.get(item.request_id, _AT_FAULT)) for item in batch.sampled]
         return StepResult(token_ids, self.logprobs, self.prompt_logprobs, self.pooled)
 
 
-def tried(compute: Callable[P, T], *given: P.args, **named: P.kwargs) -> T | Exception:
+def run_or_error(compute: Callable[P, T], *given: P.args, **named: P.kwargs) -> T | Exception:
     """The result of a model runner's work, or its error, for which a request may be at fault.
 
     Raises:
@@ -77,7 +77,7 @@ def tried(compute: Callable[P, T], *given: P.args, **named: P.kwargs) -> T | Exc
         return error
 
 
-def run_in_parts(run: Run, batch: Batch, error: Exception) -> IsolationResult:
+def run_in_parts(run: Run, batch: StepBatch, error: Exception) -> IsolationResult:
     """Compute a batch that failed with `error` in halves, recursively, until only the requests at fault still fail.
 
     A part that is computed twice writes the same KV to the same slots, and a drawn token depends on nothing but its
@@ -94,7 +94,7 @@ def run_in_parts(run: Run, batch: Batch, error: Exception) -> IsolationResult:
     return found
 
 
-def _split(run: Run, batch: Batch, error: Exception, found: IsolationResult) -> None:
+def _split(run: Run, batch: StepBatch, error: Exception, found: IsolationResult) -> None:
     if len(batch.scheduled) == 1:
         found.culprits.append((batch.sequences[0], error))
         if len(found.culprits) >= MAX_LONE_FAILURES and not found.has_succeeded:
@@ -102,7 +102,7 @@ def _split(run: Run, batch: Batch, error: Exception, found: IsolationResult) -> 
         return
     middle = len(batch.scheduled) // 2
     for half in (batch.part(slice(None, middle)), batch.part(slice(middle, None))):
-        result = tried(run, half)
+        result = run_or_error(run, half)
         if isinstance(result, Exception):
             logger.debug("a part of %d requests fails too: %s", len(half.scheduled), described(result))
             _split(run, half, result, found)

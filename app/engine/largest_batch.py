@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch, ScheduledSequence
-from app.engine.batch_builder import MAX_SCORED_TOKENS
+from app.engine.batch import MAX_SCORED_TOKENS, ScheduledSequence, StepBatch
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import TokenSet
-from app.engine.request import ModelFacts, Pooling, SamplingParams
+from app.engine.request import ModelInfo, Pooling, SamplingParams
 
 _MAX_LOGPROBS = 20  # what the API allows
 
 
-def largest_batch(limits: SchedulerConfig, facts: ModelFacts, *, block_size: int) -> Batch:
+def largest_batch(limits: SchedulerConfig, facts: ModelInfo, *, block_size: int) -> StepBatch:
     """As many sequences and tokens as a step may have, each with what costs most; all of them in block 0.
 
     Every sequence draws a token with top-p, a penalty, a grammar and log-probabilities. The longest scores its prompt
@@ -23,7 +22,7 @@ def largest_batch(limits: SchedulerConfig, facts: ModelFacts, *, block_size: int
     )
     matcher = TokenSet(range(0, facts.vocab_size, 8), vocab_size=facts.vocab_size)
     lengths = sequence_lengths(limits, longest=facts.max_model_len)
-    return Batch(
+    return StepBatch(
         tuple(
             ScheduledSequence(
                 f"largest-{index}",

@@ -14,20 +14,16 @@ out one step late that a sequence has drawn an end token; the token drawn for it
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
-from app.config import SchedulerConfig
-from app.engine.adapter_store import AdapterStore
-from app.engine.batch import Batch
-from app.engine.engine import Engine, LaunchingRunner, PendingStep
-from app.engine.isolation import tried
-from app.engine.request import ModelFacts, TokenDelta
-from app.engine.scheduler import Scheduler
+from app.engine.batch import StepBatch
+from app.engine.engine import Engine
+from app.engine.isolation import run_or_error
+from app.engine.model_runner import PendingStep
+from app.engine.request import TokenDelta
 from app.engine.trace.entries import FailureKind
-from app.engine.trace.recorder import Recorder
 from app.errors import described
 
 logger = logging.getLogger(__name__)
@@ -35,39 +31,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    batch: Batch
+    batch: StepBatch
     step: PendingStep
 
 
 class OverlappedEngine(Engine):
     """An Engine for runners that launch; its tokens are the same. A step returns the tokens of the step before it."""
 
-    def __init__(
-        self,
-        *,
-        scheduler: Scheduler,
-        runner: LaunchingRunner,
-        facts: ModelFacts,
-        clock: Callable[[], float] = time.monotonic,
-        largest_step: SchedulerConfig | None = None,
-        recorder: Recorder | None = None,
-        adapters: AdapterStore | None = None,
-    ) -> None:
-        super().__init__(
-            scheduler=scheduler,
-            runner=runner,
-            facts=facts,
-            clock=clock,
-            largest_step=largest_step,
-            recorder=recorder,
-            adapters=adapters,
-        )
-        self._launcher = runner
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
         self._launched: _Launched | None = None
         self._has_failed = False  # the next step is computed without launching ahead, to find the requests at fault
-
-    def prepare(self) -> None:
-        self._launcher.prepare()
 
     @property
     def idle_s(self) -> float | None:
@@ -93,33 +67,33 @@ class OverlappedEngine(Engine):
         self._recorder.step_began()
         must_wait = before is not None and self._has_failed
         self._launched = None if must_wait else self._launch(is_ahead=before is not None)
-        return self._deltas_without_step() if before is None else self._settle(before)
+        return self._deltas_without_step() if before is None else self._reconcile(before)
 
     def _launch(self, *, is_ahead: bool) -> _Launched | None:
         batch = self._scheduler.schedule(self._clock(), is_ahead=is_ahead)
         self._recorder.scheduled(batch, self._scheduler.take_decision())
         if not batch:
             return None  # all sequences wait for their last token, or for the strategy's timer
-        step = tried(self._launcher.launch, batch)
+        step = run_or_error(self.runner.launch, batch)
         if isinstance(step, Exception):  # nothing has advanced: the same is scheduled again
             self._retry_after(FailureKind.LAUNCH, batch, step)
             return None
         if not batch.lacks_history:
-            self._scheduler.advance(batch)
+            self._scheduler.commit_ahead(batch)
         return _Launched(batch, step)
 
     def _draw(self, launched: _Launched) -> _Launched | None:
         """Draw the tokens of a launched step, now that those of the step before are known."""
         batch = self._scheduler.with_history(launched.batch)
-        error = tried(launched.step.draw, batch)
+        error = run_or_error(launched.step.draw, batch)
         if isinstance(error, Exception):  # as when it could not be launched
             self._retry_after(FailureKind.LAUNCH, batch, error)
             return None
-        self._scheduler.advance(batch)
+        self._scheduler.commit_ahead(batch)
         return _Launched(batch, launched.step)
 
-    def _settle(self, launched: _Launched) -> list[TokenDelta]:
-        result = tried(launched.step.result)
+    def _reconcile(self, launched: _Launched) -> list[TokenDelta]:
+        result = run_or_error(launched.step.result)
         if isinstance(result, Exception):
             self._retry_after(FailureKind.RESULT, launched.batch, result)
             self._take_back(launched)
@@ -127,7 +101,7 @@ class OverlappedEngine(Engine):
         self._fail_unmatched(launched.batch)
         self._recorder.sampled(launched.batch, result.token_ids)
         ended_at = self._clock()
-        deltas = self._scheduler.settle(launched.batch, result, now=ended_at)
+        deltas = self._scheduler.reconcile(launched.batch, result, now=ended_at)
         ahead = self._launched
         if ahead is not None and ahead.batch.lacks_history:
             self._launched = self._draw(ahead)
@@ -140,7 +114,7 @@ class OverlappedEngine(Engine):
         ahead, self._launched = self._launched, None
         if ahead is not None:
             self._undo(ahead)
-        self._scheduler.retreat(failed.batch)
+        self._scheduler.roll_back(failed.batch)
 
     def _undo(self, launched: _Launched) -> None:
         """Discard a launched step: its batch is computed again."""
@@ -148,9 +122,9 @@ class OverlappedEngine(Engine):
             return  # it has neither drawn nor advanced
         with suppress(Exception):
             launched.step.result()  # the device must have finished it; its tokens are discarded
-        self._scheduler.retreat(launched.batch)
+        self._scheduler.roll_back(launched.batch)
 
-    def _retry_after(self, how: FailureKind, batch: Batch, error: Exception) -> None:
+    def _retry_after(self, how: FailureKind, batch: StepBatch, error: Exception) -> None:
         logger.warning("a step of %d requests failed and is computed again: %s", len(batch.scheduled), described(error))
         self._recorder.failed(how)
         self._has_failed = True

@@ -12,9 +12,9 @@ from itertools import repeat
 from typing import Protocol
 
 from app.config import DeadlineConfig, FairConfig, FcfsConfig, PolicyConfig, PriorityConfig, SjfConfig
-from app.engine.batch import Batch
-from app.engine.lazy_heap import LazyHeap
+from app.engine.batch import StepBatch
 from app.engine.sequence import Sequence
+from app.engine.waiting_queue import LazyHeap
 from app.fair import FairQueue, FairShares
 
 # Under `sjf`, one second of waiting outweighs so many tokens of work.
@@ -31,7 +31,7 @@ DEFAULT_DEADLINE_S = 60.0
 # the same.
 PROMPT_WEIGHT, GENERATED_WEIGHT = 1.0, 2.0
 
-Rank = tuple[float, ...]
+OrderKey = tuple[float, ...]
 
 
 def make_policy(config: PolicyConfig) -> SchedulingPolicy:
@@ -86,7 +86,7 @@ class SchedulingPolicy(ABC):
     counts_steps = False  # whether `computed` does anything
 
     @abstractmethod
-    def rank(self, sequence: Sequence) -> Rank:
+    def order_key(self, sequence: Sequence) -> OrderKey:
         """The sequence's place, lowest first. Called when it arrives and again when it joins.
 
         The running sequence of the highest rank is preempted first.
@@ -110,7 +110,7 @@ class SchedulingPolicy(ABC):
     def joined(self, sequence: Sequence) -> None:
         """A sequence has started to run, for the first time or after a preemption."""
 
-    def computed(self, batch: Batch, num_kept: Several[int] = ()) -> None:
+    def computed(self, batch: StepBatch, num_kept: Several[int] = ()) -> None:
         """A step has been computed, and its results are processed. `num_kept`: as in `StepResult`."""
 
 
@@ -118,7 +118,7 @@ class RankQueue:
     """Sequences by their rank: a heap."""
 
     def __init__(self) -> None:
-        self._heap: LazyHeap[Rank] = LazyHeap()
+        self._heap: LazyHeap[OrderKey] = LazyHeap()
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -127,7 +127,7 @@ class RankQueue:
         return iter(self._heap)
 
     def push(self, sequence: Sequence) -> None:
-        self._heap.push(sequence.rank, sequence)
+        self._heap.push(sequence.order_key, sequence)
 
     def peek(self) -> Sequence:
         return self._heap.peek()
@@ -147,7 +147,7 @@ class RankQueue:
 class FirstComeFirstServed(SchedulingPolicy):
     """By arrival. A preempted sequence keeps its place, so no sequence starves."""
 
-    def rank(self, sequence: Sequence) -> Rank:
+    def order_key(self, sequence: Sequence) -> OrderKey:
         return (sequence.arrival,)
 
 
@@ -159,7 +159,7 @@ class ShortestJobFirst(SchedulingPolicy):
     whatever arrives.
     """
 
-    def rank(self, sequence: Sequence) -> Rank:
+    def order_key(self, sequence: Sequence) -> OrderKey:
         handicap_s = sequence.estimated_work / AGEING_TOKENS_PER_S
         return (sequence.arrived_at + min(handicap_s, MAX_OVERTAKING_S), sequence.arrival)
 
@@ -174,13 +174,13 @@ class PriorityFirst(SchedulingPolicy):
     def __init__(self, *, preempts: bool) -> None:
         self.preempts = preempts
 
-    def rank(self, sequence: Sequence) -> Rank:
+    def order_key(self, sequence: Sequence) -> OrderKey:
         handicap_s = sequence.request.priority * AGEING_S
         return (sequence.arrived_at + handicap_s, sequence.request.priority, sequence.arrival)
 
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
         # Both: a better class, and a better rank as well. With the better class alone the other would return at once.
-        return waiting.request.priority < running.request.priority and waiting.rank < running.rank
+        return waiting.request.priority < running.request.priority and waiting.order_key < running.order_key
 
 
 # ---------------------------------------------------------------------- fair shares
@@ -197,11 +197,11 @@ class FairShare(SchedulingPolicy):
     def __init__(self) -> None:
         self.shares = FairShares(max_idle=10_000)
 
-    def rank(self, sequence: Sequence) -> Rank:
+    def order_key(self, sequence: Sequence) -> OrderKey:
         # Set when it joins: of the running ones, the one that joined at its tenant's highest counter goes last.
-        return (self.shares.served(sequence.request.tenant), *self.own_rank(sequence))
+        return (self.shares.served(sequence.request.tenant), *self.own_key(sequence))
 
-    def own_rank(self, sequence: Sequence) -> Rank:
+    def own_key(self, sequence: Sequence) -> OrderKey:
         """The sequence's place among those of its tenant, lowest first: by arrival."""
         return (sequence.arrival,)
 
@@ -215,7 +215,7 @@ class FairShare(SchedulingPolicy):
         num_tokens = 0 if sequence.num_preemptions else sequence.num_uncomputed_tokens
         self.shares.serve(sequence.request.tenant, num_tokens * PROMPT_WEIGHT)
 
-    def computed(self, batch: Batch, num_kept: Several[int] = ()) -> None:
+    def computed(self, batch: StepBatch, num_kept: Several[int] = ()) -> None:
         numbers = num_kept or repeat(1)
         for item, sequence, number in zip(batch.scheduled, batch.sequences, numbers, strict=False):
             if item.samples and not sequence.request.is_background:
@@ -234,11 +234,11 @@ class EarliestDeadlineFirst(FairShare):
     refused.
     """
 
-    def rank(self, sequence: Sequence) -> Rank:
+    def order_key(self, sequence: Sequence) -> OrderKey:
         # Of one tenant alone, the running one with the latest deadline is preempted first; its counter says nothing.
-        return super().rank(sequence) if len(self.shares) > 1 else (0.0, *self.own_rank(sequence))
+        return super().order_key(sequence) if len(self.shares) > 1 else (0.0, *self.own_key(sequence))
 
-    def own_rank(self, sequence: Sequence) -> Rank:
+    def own_key(self, sequence: Sequence) -> OrderKey:
         at = sequence.deadline_at
         return (sequence.arrived_at + DEFAULT_DEADLINE_S if at is None else at, sequence.arrival)
 
@@ -254,7 +254,7 @@ class _TenantsQueue:
         self._queue: FairQueue[Sequence] = FairQueue(policy.shares, new_line=RankQueue)
 
     def push(self, sequence: Sequence) -> None:
-        sequence.rank = self._policy.own_rank(sequence)
+        sequence.order_key = self._policy.own_key(sequence)
         self._queue.push(sequence.request.tenant, sequence)
 
     def peek(self) -> Sequence:
@@ -282,10 +282,10 @@ class BackgroundLast(SchedulingPolicy):
         self.preempts = inner.preempts
         self.counts_steps = inner.counts_steps
 
-    def rank(self, sequence: Sequence) -> Rank:
+    def order_key(self, sequence: Sequence) -> OrderKey:
         if sequence.request.is_background:
             return (1.0, sequence.arrival)
-        return (0.0, *self._inner.rank(sequence))
+        return (0.0, *self._inner.order_key(sequence))
 
     def new_queue(self) -> PolicyQueue:
         return _ForegroundFirst(self, self._inner.new_queue())
@@ -301,7 +301,7 @@ class BackgroundLast(SchedulingPolicy):
     def joined(self, sequence: Sequence) -> None:
         self._inner.joined(sequence)
 
-    def computed(self, batch: Batch, num_kept: Several[int] = ()) -> None:
+    def computed(self, batch: StepBatch, num_kept: Several[int] = ()) -> None:
         self._inner.computed(batch, num_kept)
 
 
@@ -321,7 +321,7 @@ class _ForegroundFirst:
         self._num_foreground += 1
         self._foreground.push(sequence)
         # A queue may set a rank of its own; running sequences are compared by this one.
-        sequence.rank = self._policy.rank(sequence)
+        sequence.order_key = self._policy.order_key(sequence)
 
     def peek(self) -> Sequence:
         return self._foreground.peek() if self._num_foreground else self._background.peek()

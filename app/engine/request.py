@@ -19,7 +19,7 @@ MAX_GRAMMAR_CHARACTERS = 131_072
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
+class ModelInfo:
     """What a loaded model accepts and gives: the numbers that requests are checked against. Measured at load."""
 
     max_model_len: int  # tokens of prompt and output together that one request may have
@@ -32,7 +32,7 @@ class ModelFacts:
     pooling: str | None = None  # of its embeddings, a `Pooling`, as its files have it
 
     @classmethod
-    def of_json(cls, found: Mapping[str, Any]) -> ModelFacts:
+    def of_json(cls, found: Mapping[str, Any]) -> ModelInfo:
         """Those that were written as JSON. Raises TypeError if they are none."""
         fields: dict[str, Any] = {}
         for name, value in found.items():
@@ -138,7 +138,7 @@ class SamplingParams:
         return self.has_penalties or bool(self.logit_bias)
 
     @property
-    def looks_back(self) -> bool:
+    def needs_output_history(self) -> bool:
         """Whether a draw depends on the generated tokens directly, not only through the model."""
         return self.has_penalties or self.grammar is not None or bool(self.bad_words)
 

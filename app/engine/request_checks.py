@@ -11,7 +11,7 @@ from app.engine.request import (
     MAX_PRIORITY,
     MAX_TENANT_LENGTH,
     Grammar,
-    ModelFacts,
+    ModelInfo,
     Pooling,
     Request,
     SamplingParams,
@@ -19,7 +19,7 @@ from app.engine.request import (
 from app.errors import ContextTooLong, InvalidRequest
 
 
-def check_request(request: Request, facts: ModelFacts) -> None:
+def check_request(request: Request, facts: ModelInfo) -> None:
     """Raise InvalidRequest if an engine with this model can never serve the request."""
     _check_lengths(request, facts)
     _check_logprobs(request.sampling, facts)
@@ -30,7 +30,7 @@ def check_request(request: Request, facts: ModelFacts) -> None:
     _check_token_ids(request, facts)
 
 
-def _check_lengths(request: Request, facts: ModelFacts) -> None:
+def _check_lengths(request: Request, facts: ModelInfo) -> None:
     num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
     if num_prompt == 0:
         raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
@@ -50,13 +50,13 @@ def _check_lengths(request: Request, facts: ModelFacts) -> None:
         )
 
 
-def _check_logprobs(sampling: SamplingParams, facts: ModelFacts) -> None:
+def _check_logprobs(sampling: SamplingParams, facts: ModelInfo) -> None:
     for name, num_top in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
         if num_top is not None and not 0 <= num_top <= facts.vocab_size:
             raise InvalidRequest(f"{name} is {num_top}; it must be from 0 to {facts.vocab_size:,}", param=name)
 
 
-def _check_pooling(request: Request, facts: ModelFacts) -> None:
+def _check_pooling(request: Request, facts: ModelInfo) -> None:
     pooling = request.pooling
     if pooling is None:
         if not facts.generates:
@@ -97,7 +97,7 @@ def _check_scheduling(request: Request) -> None:
         )
 
 
-def _check_grammar(grammar: Grammar, sampling: SamplingParams, facts: ModelFacts) -> None:
+def _check_grammar(grammar: Grammar, sampling: SamplingParams, facts: ModelInfo) -> None:
     if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
         raise InvalidRequest(
             f"{grammar.param} has {len(grammar.text):,} characters; at most {MAX_GRAMMAR_CHARACTERS:,} are accepted",
@@ -115,7 +115,7 @@ def _check_grammar(grammar: Grammar, sampling: SamplingParams, facts: ModelFacts
         )
 
 
-def _check_token_ids(request: Request, facts: ModelFacts) -> None:
+def _check_token_ids(request: Request, facts: ModelInfo) -> None:
     for name, token_ids in _token_ids(request):
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < facts.vocab_size):
             wrong = next(token for token in token_ids if not 0 <= token < facts.vocab_size)

@@ -8,7 +8,7 @@ from itertools import count, islice
 
 from msgspec import structs
 
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import StepBatch, StepResult
 from app.engine.block_pool import BlockPool
 from app.engine.request import EngineTimes, FinishReason, Pooling, TokenDelta, TokenLogprobs
 from app.engine.sequence import Sequence, SequenceStatus
@@ -21,7 +21,7 @@ class ResultProcessor:
         self._pool = pool
         self._end = end
 
-    def process(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
+    def process(self, batch: StepBatch, result: StepResult) -> list[TokenDelta]:
         """Apply the result of a computed batch; returns one delta for each request that has news.
 
         Of a batch with drafts it holds the tokens that were kept.
@@ -38,7 +38,7 @@ class ResultProcessor:
                 continue  # aborted, expired or failed while the step ran
             sequence.num_computed_tokens = end = item.start + len(item.token_ids)  # `item.end`, sooner
             if end >= (len(sequence.prefix_ids) + 1) * block_size:
-                self.publish_full_blocks(sequence, end)
+                self.cache_full_blocks(sequence, end)
             if batch.has_pooling:
                 _pool(sequence, result)
             if token_id is not None:
@@ -50,7 +50,7 @@ class ResultProcessor:
                 deltas.append(self._computed(sequence))
         return _with_scores(deltas, scores) if scores else deltas
 
-    def _process_kept(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
+    def _process_kept(self, batch: StepBatch, result: StepResult) -> list[TokenDelta]:
         """The KV of rejected drafts is not counted: the next step overwrites it, and no block with it is published."""
         block_size, drawn = self._pool.block_size, iter(result.token_ids)
         deltas: list[TokenDelta] = []
@@ -61,12 +61,12 @@ class ResultProcessor:
             sequence.generated_token_ids += token_ids
             sequence.num_computed_tokens = end = item.start + number
             if end >= (len(sequence.prefix_ids) + 1) * block_size:
-                self.publish_full_blocks(sequence, end)
+                self.cache_full_blocks(sequence, end)
             likely = result.logprobs.get(item.request_id, ())
             deltas.append(self._drawn(sequence, token_ids, sequence.num_generated_tokens, likely))
         return deltas
 
-    def advance(self, batch: Batch) -> None:
+    def commit_ahead(self, batch: StepBatch) -> None:
         """Count a batch as computed before its tokens are known: -1 - n is the placeholder of `batch.sampled[n]`."""
         unknown = count(-1, -1)
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
@@ -74,15 +74,15 @@ class ResultProcessor:
             if item.samples:
                 sequence.generated_token_ids.append(next(unknown))
 
-    def retreat(self, batch: Batch) -> None:
-        """Undo `advance`."""
+    def roll_back(self, batch: StepBatch) -> None:
+        """Undo `commit_ahead`."""
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
             if item.samples:
                 sequence.generated_token_ids.pop()
             if item.block_ids is sequence.block_ids:  # else it was preempted since, and nothing counts as computed
                 sequence.num_computed_tokens = item.start
 
-    def process_advanced(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
+    def process_advanced(self, batch: StepBatch, result: StepResult) -> list[TokenDelta]:
         """As `process`, of a batch that has advanced: the drawn tokens replace their placeholders."""
         scores = _newly_scored(batch, result) if batch.has_logprobs else {}
         drawn, logprobs = iter(result.token_ids), result.logprobs
@@ -93,7 +93,7 @@ class ResultProcessor:
                 continue
             is_current = item.block_ids is sequence.block_ids  # else it was preempted since, and the blocks are others'
             if is_current:
-                self.publish_full_blocks(sequence, item.end)
+                self.cache_full_blocks(sequence, item.end)
             if batch.has_pooling and is_current:
                 _pool(sequence, result)
             if token_id is not None:
@@ -105,13 +105,13 @@ class ResultProcessor:
                 deltas.append(self._computed(sequence))
         return _with_scores(deltas, scores) if scores else deltas
 
-    def publish_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
+    def cache_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Let others share the blocks that are full with so many computed tokens."""
         size = self._pool.block_size
         for index in range(len(sequence.prefix_ids), num_computed_tokens // size):
             parent = sequence.prefix_ids[-1] if sequence.prefix_ids else sequence.request.prefix_salt
             content = sequence.token_ids(index * size, (index + 1) * size)
-            sequence.prefix_ids.append(self._pool.publish(sequence.blocks[index], content, parent=parent))
+            sequence.prefix_ids.append(self._pool.cache_full_block(sequence.blocks[index], content, parent=parent))
 
     def _drawn(
         self, sequence: Sequence, token_ids: tuple[int, ...], num_generated: int, logprobs: tuple[TokenLogprobs, ...]
@@ -177,7 +177,7 @@ def _embedding(sequence: Sequence) -> bytes | None:
 Scores = dict[str, tuple[TokenLogprobs, ...]]  # of prompt tokens, by request id
 
 
-def _newly_scored(batch: Batch, result: StepResult) -> Scores:
+def _newly_scored(batch: StepBatch, result: StepResult) -> Scores:
     """The log-probabilities of prompt tokens that were not scored before; counts them as scored."""
     scores: Scores = {}
     if not batch.has_targets:

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
 from operator import attrgetter
+from typing import NamedTuple
 
 from app.engine.block_pool import Block, BlockPool
-from app.engine.policies import Rank
+from app.engine.policies import OrderKey
 from app.engine.request import Pooling
 from app.engine.sequence import Sequence, SequenceStatus
 
-_rank = attrgetter("rank")
+_order_key = attrgetter("order_key")
+
+
+class _Match(NamedTuple):
+    """The cached blocks of a sequence's prefix. Ids of prefixes are never used again, so they say whether it holds."""
+
+    sequence: Sequence
+    blocks: list[Block]
+    prefix_ids: list[int | None]
+
+
+def _has_prefix(block: Block, prefix_id: int | None) -> bool:
+    return block.prefix_id == prefix_id
 
 
 class RunningSequences:
@@ -19,25 +33,26 @@ class RunningSequences:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self.by_rank: list[Sequence] = []  # for reading
+        self.in_order: list[Sequence] = []  # for reading
         self.num_background = 0  # of them
+        self._match: _Match | None = None  # of the sequence that asked last
 
     def __len__(self) -> int:
-        return len(self.by_rank)
+        return len(self.in_order)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self.by_rank)
+        return iter(self.in_order)
 
     @property
     def last(self) -> Sequence:
         """The first to be preempted. There must be one."""
-        return self.by_rank[-1]
+        return self.in_order[-1]
 
     # ------------------------------------------------------------------ joining and leaving
 
     def blocks_to_join(self, sequence: Sequence) -> tuple[list[Block], int]:
         """The cached blocks of its prefix, and how many free ones it takes to hold all of its known tokens."""
-        cached = self._pool.match(sequence.token_ids(0, sequence.num_tokens), salt=sequence.request.prefix_salt)
+        cached = self._cached_prefix(sequence)
         if sequence.request.pooling == Pooling.MEAN:  # a block that is not computed adds no hidden states
             cached = []
         if sequence.is_scoring:  # a block that is not computed gives no log-probabilities: skip only scored ones
@@ -45,8 +60,20 @@ class RunningSequences:
         num_blocks = self._pool.num_blocks_for(sequence.num_tokens) - len(cached)
         return cached, num_blocks + self._pool.num_free_among(cached)
 
+    def _cached_prefix(self, sequence: Sequence) -> list[Block]:
+        """The first waiting sequence asks in every step until it joins: what it found is kept, not hashed again."""
+        known: Several[Block] = ()
+        last = self._match
+        if last is not None and last.sequence is sequence and all(map(_has_prefix, last.blocks, last.prefix_ids)):
+            known = last.blocks
+        token_ids = sequence.token_ids(0, sequence.num_tokens)
+        cached = self._pool.match(token_ids, salt=sequence.request.prefix_salt, known=known)
+        self._match = _Match(sequence, cached, [block.prefix_id for block in cached])
+        return cached
+
     def share(self, sequence: Sequence, cached: list[Block]) -> None:
         """Start a sequence after the cached blocks of its prefix."""
+        self._match = None  # it refers to the sequence
         sequence.status = SequenceStatus.RUNNING
         self._pool.share(cached)
         sequence.extend_blocks(cached)
@@ -55,24 +82,24 @@ class RunningSequences:
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence at the place of its rank."""
-        insort(self.by_rank, sequence, key=_rank)
+        insort(self.in_order, sequence, key=_order_key)
         self.num_background += sequence.request.is_background
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence and free its blocks; its computed tokens count as uncomputed."""
         # They are sorted: a search by rank, where list.remove would compare half of them.
-        index = bisect_left(self.by_rank, sequence.rank, key=_rank)
-        while self.by_rank[index] is not sequence:  # others may have an equal rank
+        index = bisect_left(self.in_order, sequence.order_key, key=_order_key)
+        while self.in_order[index] is not sequence:  # others may have an equal rank
             index += 1
-        del self.by_rank[index]
+        del self.in_order[index]
         self.num_background -= sequence.request.is_background
         self._pool.free(sequence.take_blocks())
 
-    def reorder(self, rank: Callable[[Sequence], Rank]) -> None:
+    def reorder(self, order_key: Callable[[Sequence], OrderKey]) -> None:
         """Sort all of them by another rank."""
-        for sequence in self.by_rank:
-            sequence.rank = rank(sequence)
-        self.by_rank.sort(key=_rank)
+        for sequence in self.in_order:
+            sequence.order_key = order_key(sequence)
+        self.in_order.sort(key=_order_key)
 
     # ------------------------------------------------------------------ growing
 
@@ -84,6 +111,15 @@ class RunningSequences:
         """Give a sequence the blocks for as many more tokens; there must be room."""
         sequence.extend_blocks(self._pool.allocate(self._num_missing_blocks(sequence, num_tokens)))
 
+    def num_draftable(self, sequence: Sequence, *, is_short: bool) -> int:
+        """How many drafts it has blocks for and may come to be; the last token that it may have is always drawn.
+
+        `is_short`: only in the blocks that it has.
+        """
+        num_slots = (len(sequence.blocks) + (0 if is_short else self._pool.num_free)) * self._pool.block_size
+        num_left = sequence.request.sampling.max_tokens - sequence.num_generated_tokens
+        return min(num_slots - sequence.num_computed_tokens, num_left) - 1
+
     def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         return self._pool.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.blocks)
 
@@ -91,35 +127,35 @@ class RunningSequences:
         """How many steps give each sequence one more token by a plain draw, before one reaches its limit or a block
         is missing; 0 where any has more than one token to compute.
         """
-        if not self.by_rank or not all(map(_decodes_plainly, self.by_rank)):
+        if not self.in_order or not all(map(_decodes_plainly, self.in_order)):
             return 0
-        number = min(each.request.sampling.max_tokens - each.num_generated_tokens for each in self.by_rank) - 1
+        number = min(each.request.sampling.max_tokens - each.num_generated_tokens for each in self.in_order) - 1
         while number > 0 and not self._pool.can_allocate(
-            sum(max(0, self._num_missing_blocks(each, number)) for each in self.by_rank)
+            sum(max(0, self._num_missing_blocks(each, number)) for each in self.in_order)
         ):
             number //= 2
         return max(0, number)
 
-    def decode(self, num_steps: int, token_id: int, *, publish: Callable[[Sequence, int], None]) -> None:
+    def decode(self, num_steps: int, token_id: int, *, cache_full_block: Callable[[Sequence, int], None]) -> None:
         """Give each sequence so many more computed tokens, and after them the same one: as many as `num_decode_steps`.
 
-        Blocks are taken, and handed to `publish` with the number of computed tokens when they are full, in the order of
-        these steps.
+        Blocks are taken, and handed to `cache_full_block` with the number of computed tokens when they are full, in the
+        order of these steps.
         """
         size = self._pool.block_size
         changes: list[tuple[int, bool, int]] = []  # step, whether it is after the step, the sequence's place
-        for place, sequence in enumerate(self.by_rank):
+        for place, sequence in enumerate(self.in_order):
             computed = sequence.num_computed_tokens
             sequence.generated_token_ids.extend([token_id] * num_steps)
             changes += [(step, False, place) for step in range(-computed % size, num_steps, size)]
             changes += [(step, True, place) for step in range(-(computed + 1) % size, num_steps, size)]
         for step, is_full, place in sorted(changes):
-            sequence = self.by_rank[place]
+            sequence = self.in_order[place]
             if is_full:
-                publish(sequence, sequence.num_computed_tokens + step + 1)
+                cache_full_block(sequence, sequence.num_computed_tokens + step + 1)
             elif self._num_missing_blocks(sequence, step + 1) > 0:
                 self.extend(sequence, step + 1)
-        for sequence in self.by_rank:
+        for sequence in self.in_order:
             sequence.num_computed_tokens += num_steps
 
     # ------------------------------------------------------------------ preemption
@@ -128,14 +164,14 @@ class RunningSequences:
         self, waiting: Sequence, *, may_preempt: Callable[[Sequence, Sequence], bool], max_running: int
     ) -> list[Sequence]:
         """The sequences to preempt so that a waiting one can run; none if even that frees no slot or too few blocks."""
-        if not self.by_rank or self.last.rank <= waiting.rank:
+        if not self.in_order or self.last.order_key <= waiting.order_key:
             return []
         _, num_blocks = self.blocks_to_join(waiting)
-        num_slots = max_running - len(self.by_rank)
+        num_slots = max_running - len(self.in_order)
         num_free = self._pool.num_free
         victims: list[Sequence] = []
-        for running in reversed(self.by_rank):
-            if (num_slots > 0 and num_free >= num_blocks) or running.rank <= waiting.rank:
+        for running in reversed(self.in_order):
+            if (num_slots > 0 and num_free >= num_blocks) or running.order_key <= waiting.order_key:
                 break
             if may_preempt(waiting, running):
                 victims.append(running)
@@ -145,4 +181,9 @@ class RunningSequences:
 
 
 def _decodes_plainly(sequence: Sequence) -> bool:
-    return sequence.is_decoding and sequence.draws_simply and sequence.matcher is None and not sequence.wants_logprobs
+    return (
+        sequence.is_decoding
+        and sequence.has_plain_sampling
+        and sequence.matcher is None
+        and not sequence.wants_logprobs
+    )

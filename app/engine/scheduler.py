@@ -13,8 +13,15 @@ from dataclasses import replace
 
 from app.config import SchedulerConfig
 from app.engine.adapter_store import HeldAdapter
-from app.engine.batch import Batch, SchedulingDecision, StepResult, WaitReason
-from app.engine.batch_builder import BatchBuilder, with_history
+from app.engine.batch import (
+    BatchBuilder,
+    SchedulingDecision,
+    StepBatch,
+    StepLimits,
+    StepResult,
+    WaitReason,
+    with_history,
+)
 from app.engine.block_pool import BlockPool
 from app.engine.deadlines import Deadlines, deadline_missed
 from app.engine.length_predictor import LengthPredictor
@@ -24,11 +31,10 @@ from app.engine.request import EngineTimes, FinishReason, Request, SamplingParam
 from app.engine.result_processor import ResultProcessor, with_times
 from app.engine.running import RunningSequences
 from app.engine.sequence import Sequence, SequenceStatus
-from app.engine.speculation.drafter import Drafter
+from app.engine.speculation.drafter import Drafter, add_drafts
 from app.engine.stats import SPEED_STEP_TOKENS, EngineMeasurements, EngineStats, MeasurementCollector, Totals
 from app.engine.strategies import SchedulerView, StepPlan, make_strategy
 from app.engine.throughput import Throughput
-from app.engine.tuner import Limits
 from app.engine.waiting_queue import WaitingQueue
 from app.errors import CarouselError
 
@@ -42,8 +48,8 @@ class Scheduler:
 
     `schedule` and `update` are separate so that a model can run between them: every scheduled batch must be updated or
     failed before the next is scheduled. A caller that schedules a step while the one before it still runs calls
-    `advance` and `settle` in place of `update`; at most one batch may be between the two. Times are in seconds of one
-    monotonic clock.
+    `commit_ahead` and `reconcile` in place of `update`; at most one batch may be between the two. Times are in seconds
+    of one monotonic clock.
     """
 
     def __init__(
@@ -61,12 +67,12 @@ class Scheduler:
         Without a drafter nothing is speculated.
         """
         self._config = config
-        self._limits = Limits.of(config)
+        self._limits = StepLimits.of(config)
         self._settings = config.version
         self._pool = pool
         self._strategy = make_strategy(config.strategy)
         self._policy = policy or make_policy(config.policy)
-        self._drafter = drafter
+        self.drafter = drafter
         self._eos_token_ids = frozenset(eos_token_ids)
         self._takes_whole_prompts = takes_whole_prompts
         self._num_arrived = 0
@@ -139,7 +145,7 @@ class Scheduler:
             matcher=matcher,
             adapter=adapter,
         )
-        sequence.rank = self._policy.rank(sequence)
+        sequence.order_key = self._policy.order_key(sequence)
         self._num_arrived += 1
         return sequence
 
@@ -157,7 +163,7 @@ class Scheduler:
         self._finish(sequence)
         return TokenDelta(request_id=request_id, token_ids=(), finish_reason=FinishReason.ABORT)
 
-    def fail(self, batch: Batch) -> list[str]:
+    def fail(self, batch: StepBatch) -> list[str]:
         """End every request of a batch after its step raised; returns their ids."""
         failed = [sequence for sequence in batch.sequences if not sequence.is_finished]
         for sequence in failed:
@@ -203,27 +209,27 @@ class Scheduler:
 
     # ------------------------------------------------------------------ schedule
 
-    def schedule(self, now: float, *, is_ahead: bool = False) -> Batch:
+    def schedule(self, now: float, *, is_ahead: bool = False) -> StepBatch:
         """The next step's work: first the running sequences, then as many waiting ones as may join.
 
         Empty while the strategy waits for arrivals or for a timer; see `due_at`. With `is_ahead` the step before has
-        advanced and is not settled: the batch may be empty then too, and a token that is not known yet is a
-        placeholder, see `advance`.
+        been committed ahead and is not reconciled: the batch may be empty then too, and a token that is not known yet
+        is a placeholder, see `commit_ahead`.
         """
         self._finish_overdue(now)
         for sequence in self._to_preempt_for_waiting():
             self._preempt(sequence)
         plan = self._strategy.plan(self._view(now))
         builder = self._new_builder(plan)
-        self._schedule_running(builder, plan.taking_part(self._running.by_rank, is_ahead=is_ahead))
+        self._schedule_running(builder, plan.taking_part(self._running.in_order, is_ahead=is_ahead))
         num_running = len(builder.sequences)
         # After a preemption for blocks memory is short: a sequence that joined now would be preempted next.
         wait_reason = WaitReason.BLOCKS if builder.has_preempted else self._admit(builder, plan)
         joined = builder.sequences[num_running:]
         if joined:
             self._measurements.joined(joined, now)
-        if self._drafter is not None:
-            self._add_drafts(builder, self._drafter, is_short=wait_reason is WaitReason.BLOCKS)
+        if self.drafter is not None:
+            add_drafts(builder, self.drafter, self._running, is_short=wait_reason is WaitReason.BLOCKS)
         self._note_decision(joined, wait_reason)
         return builder.build(began_at=now)
 
@@ -232,7 +238,7 @@ class Scheduler:
             now=now,
             max_running=self._limits.max_running,
             max_step_tokens=self._limits.max_step_tokens,
-            running=self._running.by_rank,
+            running=self._running.in_order,
             waiting=self._waiting,
         )
 
@@ -249,7 +255,7 @@ class Scheduler:
 
     def _has_foreground(self, plan: StepPlan) -> bool:
         """Whether the step may compute anything for a foreground request; under any order background is last."""
-        first = self._running.by_rank[:1]
+        first = self._running.in_order[:1]
         if plan.num_admissible:
             first = [*first, self._waiting.peek(plan.bucket(0))]
         return any(not sequence.request.is_background for sequence in first)
@@ -342,7 +348,7 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self._totals.prompt_tokens += sequence.num_prompt_tokens
             self._totals.cached_tokens += sequence.num_cached_tokens
-        sequence.rank = self._policy.rank(sequence)
+        sequence.order_key = self._policy.order_key(sequence)
         self._running.add(sequence)
         self._policy.joined(sequence)
         self._strategy.joined(sequence)
@@ -370,77 +376,40 @@ class Scheduler:
         background = [each for each in self._running if each.request.is_background and each not in victims]
         return background[-num_missing:]
 
-    # -- drafts
-
-    def _add_drafts(self, builder: BatchBuilder, drafter: Drafter, *, is_short: bool) -> None:
-        """Use what is left of the budget and of the blocks for drafts, where every sequence of the step decodes.
-
-        A step with a prompt in it is bound by computing. `is_short`: others wait for blocks, so drafts take none.
-        """
-        sequences = builder.sequences
-        # The first two conditions say so for most steps; the third looks at every sequence.
-        if not builder.has_single_tokens or not drafter.begin(len(sequences)):
-            return
-        if not all(each.is_decoding for each in sequences):
-            return
-        num_tokens_left = builder.num_tokens_left
-
-        def take(sequence: Sequence, at_most: int) -> int:
-            nonlocal num_tokens_left
-            number = min(at_most, num_tokens_left, self._num_draftable(sequence, is_short=is_short))
-            if number <= 0:
-                return 0
-            self._running.extend(sequence, 1 + number)
-            num_tokens_left -= number
-            return number
-
-        for place, drafts in drafter.draft(builder.scheduled, sequences, take):
-            builder.add_drafts(place, drafts)
-
-    def _num_draftable(self, sequence: Sequence, *, is_short: bool) -> int:
-        """How many drafts it has blocks for and may come to be; the last token that it may have is always drawn."""
-        num_slots = (len(sequence.blocks) + (0 if is_short else self._pool.num_free)) * self._pool.block_size
-        num_left = sequence.request.sampling.max_tokens - sequence.num_generated_tokens
-        return min(num_slots - sequence.num_computed_tokens, num_left) - 1
-
     def take_decision(self) -> SchedulingDecision:
         """What the last `schedule` decided beside its batch, for the trace. Forgets it, and with it its sequences."""
         decision, self._decision = self._decision, SchedulingDecision()
         return decision
 
-    @property
-    def drafter(self) -> Drafter | None:
-        return self._drafter
-
     # ------------------------------------------------------------------ update
 
-    def update(self, batch: Batch, result: StepResult, *, now: float) -> list[TokenDelta]:
+    def update(self, batch: StepBatch, result: StepResult, *, now: float) -> list[TokenDelta]:
         """Process a step's result.
 
         With an empty batch only the deltas of sequences that ended without a step are returned.
         """
         return self._process(batch, result, now, self._results.process)
 
-    def with_history(self, batch: Batch) -> Batch:
-        """A batch that lacked history when it was scheduled, after the step before is settled and before `advance`."""
+    def with_history(self, batch: StepBatch) -> StepBatch:
+        """A batch that lacked history when it was scheduled, after the step before it, and before `commit_ahead`."""
         scheduled = [
             with_history(item, sequence, self._eos_token_ids) if item.lacks_history else item
             for item, sequence in zip(batch.scheduled, batch.sequences, strict=True)
         ]
         return replace(batch, scheduled=tuple(scheduled))
 
-    def advance(self, batch: Batch) -> None:
+    def commit_ahead(self, batch: StepBatch) -> None:
         """Count a batch as computed before its tokens are known, so that the next can be scheduled meanwhile.
 
-        -1 - n is the placeholder of the token drawn for `batch.sampled[n]` until `settle` replaces it.
+        -1 - n is the placeholder of the token drawn for `batch.sampled[n]` until `reconcile` replaces it.
         """
-        self._results.advance(batch)
+        self._results.commit_ahead(batch)
 
-    def retreat(self, batch: Batch) -> None:
-        """Undo `advance` of a batch because its step failed: all of it is computed again."""
-        self._results.retreat(batch)
+    def roll_back(self, batch: StepBatch) -> None:
+        """Undo `commit_ahead` of a batch because its step failed: all of it is computed again."""
+        self._results.roll_back(batch)
 
-    def settle(self, batch: Batch, result: StepResult, *, now: float) -> list[TokenDelta]:
+    def reconcile(self, batch: StepBatch, result: StepResult, *, now: float) -> list[TokenDelta]:
         """Process the result of a batch that has advanced; as `update` otherwise.
 
         A sequence that ends here may be in the next batch already: the token that is drawn for it there is discarded.
@@ -448,7 +417,11 @@ class Scheduler:
         return self._process(batch, result, now, self._results.process_advanced)
 
     def _process(
-        self, batch: Batch, result: StepResult, now: float, process: Callable[[Batch, StepResult], list[TokenDelta]]
+        self,
+        batch: StepBatch,
+        result: StepResult,
+        now: float,
+        process: Callable[[StepBatch, StepResult], list[TokenDelta]],
     ) -> list[TokenDelta]:
         """The deltas after a step: of sequences that ended without it, then those that `process` returns."""
         num_drawn, num_sampled = len(result.token_ids), sum(result.num_kept) or len(batch.sampled)
@@ -463,7 +436,7 @@ class Scheduler:
             deltas += [with_times(each, times) for each in processed] if times else processed
         return deltas
 
-    def _note_step(self, batch: Batch, result: StepResult, now: float, *, num_ended: int) -> dict[str, EngineTimes]:
+    def _note_step(self, batch: StepBatch, result: StepResult, now: float, *, num_ended: int) -> dict[str, EngineTimes]:
         """Count a computed step; returns the times of the requests that have their first token by it."""
         times = self._count_step(
             now, began_at=batch.began_at, num_tokens=batch.num_scheduled_tokens, num_sequences=len(batch.sequences),
@@ -472,8 +445,8 @@ class Scheduler:
         if batch.has_drafts:
             self._totals.drafted_tokens += batch.num_scheduled_tokens - len(batch.sequences)
             self._totals.accepted_tokens += len(result.token_ids) - len(batch.sequences)
-        if self._drafter is not None:
-            self._drafter.stepped(batch, result, at=now, goes_on=bool(len(self._running)))
+        if self.drafter is not None:
+            self.drafter.stepped(batch, result, at=now, goes_on=bool(len(self._running)))
         self._policy.computed(batch, result.num_kept)
         if not len(self._running):
             self._strategy.emptied(now)
@@ -497,7 +470,7 @@ class Scheduler:
 
         0: the next step may have something to decide, or ends a sequence by its limit.
         """
-        is_plain = not (len(self._waiting) or self._ended or self._policy.counts_steps or self._drafter)
+        is_plain = not (len(self._waiting) or self._ended or self._policy.counts_steps or self.drafter)
         if not is_plain or self._deadlines.next_at is not None:
             return 0
         return self._running.num_decode_steps()
@@ -509,7 +482,7 @@ class Scheduler:
         the two. For simulations.
         """
         num_sequences = len(self._running)
-        self._running.decode(len(ends_at), token_id, publish=self._results.publish_full_blocks)
+        self._running.decode(len(ends_at), token_id, cache_full_block=self._results.cache_full_blocks)
         self._totals.generated_tokens += num_sequences * len(ends_at)
         for at in ends_at:
             self._count_step(
@@ -530,20 +503,20 @@ class Scheduler:
         """
         is_new_policy, is_new_strategy = config.policy != self._config.policy, config.strategy != self._config.strategy
         self._config, self._settings = config, config.version
-        self._limits = Limits.of(config)
+        self._limits = StepLimits.of(config)
         if is_new_policy or is_new_strategy:
             waiting = self._waiting.take_all()
             self._policy = make_policy(config.policy) if is_new_policy else self._policy
             self._strategy = make_strategy(config.strategy) if is_new_strategy else self._strategy
             self._waiting = WaitingQueue(self._policy, self._strategy.bucket_of)
-            self._running.reorder(self._policy.rank)
+            self._running.reorder(self._policy.order_key)
             for sequence in waiting:
-                sequence.rank = self._policy.rank(sequence)
+                sequence.order_key = self._policy.order_key(sequence)
                 self._waiting.push(sequence)
         while len(self._running) > config.max_running:
             self._preempt(self._running.last)
 
-    def limit(self, limits: Limits) -> None:
+    def limit(self, limits: StepLimits) -> None:
         """Use other limits from the next step on, until `reconfigure`. No running sequence is preempted for them."""
         self._limits = limits
 
@@ -600,11 +573,11 @@ class Scheduler:
 
     @property
     def running(self) -> list[Sequence]:
-        """By rank; for reading."""
-        return self._running.by_rank
+        """In order; for reading."""
+        return self._running.in_order
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> StepLimits:
         """Those in force."""
         return self._limits
 

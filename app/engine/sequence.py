@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 from app.engine.adapter_store import HeldAdapter
 from app.engine.block_pool import Block
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import Matcher
 from app.engine.request import Request
-
-if TYPE_CHECKING:
-    from app.engine.speculation.drafter import SequenceDrafts
+from app.engine.speculation.acceptance import SequenceDrafts
 
 
 class SequenceStatus(Enum):
@@ -40,15 +37,14 @@ class Sequence:
     arrived_at: float = 0.0  # seconds of the engine's clock
     end_token_ids: frozenset[int] = frozenset()  # generation ends at any of these
     num_predicted_tokens: int = 0  # of its output, as predicted when it arrived
-    rank: tuple[float, ...] = ()  # its place in the scheduling policy's order, lowest first
+    order_key: tuple[float, ...] = ()  # its place in the scheduling policy's order, lowest first
     matcher: Matcher | None = None  # where not every token may be drawn; advanced past all processed tokens
     adapter: HeldAdapter | None = None  # of its request; released when it ends
     generated_token_ids: list[int] = field(default_factory=list)
     num_prompt_tokens: int = field(init=False)
-    looks_back: bool = field(init=False)  # see `SamplingParams`
-    draws_simply: bool = field(
-        init=False
-    )  # without penalties, biases and bans at any step: only logits and matcher matter
+    needs_output_history: bool = field(init=False)  # see `SamplingParams`
+    # Without penalties, biases and bans at any step: only logits and matcher matter.
+    has_plain_sampling: bool = field(init=False)
     wants_logprobs: bool = field(init=False)  # of what it draws
     num_scored_tokens: int = field(init=False)  # prompt tokens, after the first, with known log-probabilities
     status: SequenceStatus = SequenceStatus.WAITING
@@ -67,9 +63,9 @@ class Sequence:
         sampling = self.request.sampling
         self.generated_token_ids.extend(self.request.generated_token_ids)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
-        self.looks_back = sampling.looks_back
-        has_bans = sampling.min_tokens > 0 or bool(sampling.bad_words) or (sampling.ignore_eos and self.looks_back)
-        self.draws_simply = not (sampling.adjusts_logits or has_bans)
+        self.needs_output_history = sampling.needs_output_history
+        has_bans = sampling.min_tokens > 0 or sampling.bad_words or (sampling.ignore_eos and self.needs_output_history)
+        self.has_plain_sampling = not (sampling.adjusts_logits or has_bans)
         self.wants_logprobs = sampling.logprobs is not None
         self.num_scored_tokens = self.request.num_scored_tokens
 
@@ -120,14 +116,14 @@ class Sequence:
 
     @property
     def has_unknown_token(self) -> bool:
-        """Whether its last token is being drawn by a step that still runs (`Scheduler.advance`)."""
+        """Whether its last token is being drawn by a step that still runs (`Scheduler.commit_ahead`)."""
         generated = self.generated_token_ids
         return bool(generated) and generated[-1] < 0
 
     @property
     def lacks_history(self) -> bool:
         """Whether its next draw depends on its last token, which is not known."""
-        return self.looks_back and self.has_unknown_token
+        return self.needs_output_history and self.has_unknown_token
 
     @property
     def is_running(self) -> bool:

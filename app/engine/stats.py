@@ -107,9 +107,7 @@ class EngineMeasurements:
 
     max_running: int  # requests that one step can have
     block_size: int  # token slots in one block
-    num_outstanding_tokens: (
-        int  # still to compute for all requests here: of prompts, and of outputs as far as predicted
-    )
+    num_outstanding_tokens: int  # still to compute for all requests here: prompts, and outputs as far as predicted
     queue_s: Distribution  # from a request's arrival to its first step
     prefill_s: Distribution  # from there to its first token
     step_s: Distribution

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil, exp, inf, log
-from typing import NamedTuple
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch, StepLimits
 from app.engine.request import TokenDelta
 
 PERIOD_S = 1.0  # between two decisions
@@ -39,19 +38,6 @@ _MEMORY_PATIENCE_S, _MAX_MEMORY_PATIENCE_S = 10.0, 300.0
 _MEMORY_GROWTH = 1.2
 
 
-class Limits(NamedTuple):
-    """What the tuner moves. `max_running` is at most `max_step_tokens`."""
-
-    max_step_tokens: int
-    prefill_chunk_tokens: int
-    max_running: int
-
-    @classmethod
-    def of(cls, config: SchedulerConfig) -> Limits:
-        """The configured limits, which are the upper bounds: memory, graphs and workspaces were sized by them."""
-        return cls(config.max_step_tokens, config.prefill_chunk_tokens, config.max_running)
-
-
 class TuningReason(StrEnum):
     """What holds the limits where they are."""
 
@@ -66,7 +52,7 @@ class TuningReason(StrEnum):
 class Tuning:
     """The limits in force, why they are, and how the targets were held in the last `WINDOW_S`."""
 
-    limits: Limits
+    limits: StepLimits
     reason: TuningReason = TuningReason.CONFIGURED
     step_s: float  # the longest that steps are planned to take
     ttft_p99_s: float = 0.0  # 0 without first tokens
@@ -89,7 +75,7 @@ class Tuner:
         assert targets is not None, "without targets there is nothing to hold"
         self._itl_s = inf if targets.itl_p99_ms is None else targets.itl_p99_ms / 1e3
         self._ttft_s = inf if targets.ttft_p99_s is None else targets.ttft_p99_s
-        self._highest = Limits.of(config)
+        self._highest = StepLimits.of(config)
         self._min_running = max(1, int(config.max_running * MIN_SHARE_RUNNING))
         self._mixed = StepTimes()  # of steps with prompts, by their tokens
         self._decoding = StepTimes()  # of other steps, by their requests
@@ -101,7 +87,9 @@ class Tuner:
         self._is_unreachable = False
         self.tuning = Tuning(limits=self._highest, step_s=self._planned_s()[0])
 
-    def stepped(self, batch: Batch, deltas: Sequence[TokenDelta], *, at: float, num_running: int) -> Limits | None:
+    def stepped(
+        self, batch: StepBatch, deltas: Sequence[TokenDelta], *, at: float, num_running: int
+    ) -> StepLimits | None:
         """A step has ended with these deltas, `at` the time of the engine's clock; returns other limits, if any.
 
         `num_running` requests go on.
@@ -114,7 +102,7 @@ class Tuner:
         is_first, self._due_at = self._due_at is None, at + PERIOD_S
         return None if is_first else self._update(at, num_running)
 
-    def _note(self, batch: Batch, deltas: Sequence[TokenDelta], at: float) -> None:
+    def _note(self, batch: StepBatch, deltas: Sequence[TokenDelta], at: float) -> None:
         seconds = at - (batch.began_at if self._last_end is None else self._last_end)
         num_tokens, num_sequences = batch.num_scheduled_tokens, len(batch.sequences)
         # Tokens that come together have one gap before them.
@@ -129,7 +117,7 @@ class Tuner:
         if batch.has_preempted:
             self._memory.preempted(num_sequences, at)
 
-    def _note_first_tokens(self, batch: Batch, deltas: Sequence[TokenDelta], at: float) -> int:
+    def _note_first_tokens(self, batch: StepBatch, deltas: Sequence[TokenDelta], at: float) -> int:
         """How many there are. Those of background requests have no target."""
         times = {delta.request_id: delta.times for delta in deltas if delta.times is not None}
         if times:
@@ -140,7 +128,7 @@ class Tuner:
 
     # ------------------------------------------------------------------ deciding
 
-    def _update(self, at: float, num_running: int) -> Limits | None:
+    def _update(self, at: float, num_running: int) -> StepLimits | None:
         before = self.tuning
         step_s, why = self._planned_s()
         wanted, reason = self._wanted(step_s, why, at, num_running)
@@ -172,7 +160,7 @@ class Tuner:
             return max(step_s, _SLACK_WHEN_UNREACHABLE * smallest_s), TuningReason.UNREACHABLE
         return step_s, reason
 
-    def _wanted(self, step_s: float, why: TuningReason, at: float, num_running: int) -> tuple[Limits, TuningReason]:
+    def _wanted(self, step_s: float, why: TuningReason, at: float, num_running: int) -> tuple[StepLimits, TuningReason]:
         highest = self._highest
         num_tokens = self._mixed.largest_within(step_s)
         # A step in which all of them decode leaves room for a prompt.
@@ -185,16 +173,16 @@ class Tuner:
         chunk_tokens = min(highest.prefill_chunk_tokens, max_step_tokens)
         is_by_memory = by_memory < by_time and max_step_tokens == highest.max_step_tokens
         reason = TuningReason.MEMORY if is_by_memory else why
-        return Limits(max_step_tokens, chunk_tokens, max_running), reason
+        return StepLimits(max_step_tokens, chunk_tokens, max_running), reason
 
 
-def _settled(current: Limits, wanted: Limits, highest: Limits) -> Limits:
+def _settled(current: StepLimits, wanted: StepLimits, highest: StepLimits) -> StepLimits:
     """The wanted limits where they are far enough from the current ones."""
     tokens, chunk, running = (
         new if new < _TOO_HIGH * old or new > _TOO_LOW * old or new == top else old
         for old, new, top in zip(current, wanted, highest, strict=True)
     )
-    return Limits(tokens, min(chunk, tokens), min(running, tokens))
+    return StepLimits(tokens, min(chunk, tokens), min(running, tokens))
 
 
 class _MemoryLimit:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from heapq import nsmallest
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heapify, heappop, heappush, nsmallest
 from itertools import islice
 from operator import attrgetter
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from app.engine.policies import SchedulingPolicy
 from app.engine.sequence import Sequence, SequenceStatus
+
+if TYPE_CHECKING:
+    from app.engine.policies import SchedulingPolicy
+
+KeyT = TypeVar("KeyT")
 
 MAX_SORTED = 1000  # of a bucket, by `WaitingQueue.first`: half a millisecond
 
@@ -67,7 +72,7 @@ class WaitingQueue:
         for bucket in self.buckets:
             found |= {sequence.arrival: sequence for sequence in bucket.oldest(MAX_SORTED)}
         heads = [bucket.queue.peek() for bucket in self.buckets]
-        ordered = nsmallest(number, found.values(), key=attrgetter("rank"))
+        ordered = nsmallest(number, found.values(), key=attrgetter("order_key"))
         return list(dict.fromkeys([*heads, *ordered]))[:number]
 
     def take_all(self) -> list[Sequence]:
@@ -139,3 +144,52 @@ class Bucket:
     def _drop_gone(self) -> None:
         while self._by_age and self._by_age[0].status is not SequenceStatus.WAITING:
             self._by_age.popleft()
+
+
+class LazyHeap(Generic[KeyT]):
+    """Sequences by key, lowest first; equal keys by arrival.
+
+    A sequence that finishes inside is only counted. It is removed when it reaches the top, or together with all other
+    finished ones once they are half of the heap. So every operation costs O(log n) on average.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[KeyT, int, Sequence]] = []
+        self._num_finished = 0
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._num_finished
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for _, _, sequence in self._heap if not sequence.is_finished)
+
+    def push(self, key: KeyT, sequence: Sequence) -> None:
+        heappush(self._heap, (key, sequence.arrival, sequence))
+
+    def first_key(self) -> KeyT:
+        """The lowest key. The heap must not be empty."""
+        self._drop_finished()
+        return self._heap[0][0]
+
+    def peek(self) -> Sequence:
+        """The first. The heap must not be empty."""
+        self._drop_finished()
+        return self._heap[0][2]
+
+    def pop(self) -> Sequence:
+        """Take out the first. The heap must not be empty."""
+        self._drop_finished()
+        return heappop(self._heap)[2]
+
+    def note_finished(self) -> None:
+        """Account for one sequence inside that has just become finished."""
+        self._num_finished += 1
+        if self._num_finished > len(self._heap) // 2:
+            self._heap = [entry for entry in self._heap if not entry[2].is_finished]
+            heapify(self._heap)
+            self._num_finished = 0
+
+    def _drop_finished(self) -> None:
+        while self._heap[0][2].is_finished:
+            heappop(self._heap)
+            self._num_finished -= 1

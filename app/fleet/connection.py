@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from app.engine.view import EngineView
+from app.engine.snapshot import EngineSnapshot
 from app.errors import described
 from app.fleet.frame_server import Address, Hello
 from app.fleet.frames import Frame, Message, encode, frame_decoder
@@ -152,7 +152,7 @@ class FrameReader(asyncio.Protocol):
         limits: FailoverLimits,
         *,
         on_begun: Callable[[], object] = lambda: None,
-        on_view: Callable[[EngineView], object] = lambda view: None,
+        on_view: Callable[[EngineSnapshot], object] = lambda view: None,
     ) -> None:
         """`in_flight` are the requests of this process by the id of their current attempt.
 

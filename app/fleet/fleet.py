@@ -12,7 +12,7 @@ from msgspec import structs
 
 from app.culprits import Culprits, SuspectQueue
 from app.engine.request import Queued, Request, TokenDelta
-from app.engine.view import EngineView
+from app.engine.snapshot import EngineSnapshot
 from app.errors import Cancelled, DeadlineMissed, Overloaded, ReplicasLost, Unavailable
 from app.fleet.connection import FailoverLimits, FrameMetrics, FrameReader, ReplicaConnection
 from app.fleet.dispatch import Decision
@@ -81,7 +81,7 @@ class Fleet:
         self._suspects = SuspectQueue()
         self._connections: dict[str, ReplicaConnection] = {}
         self._changed = asyncio.Event()  # set for a moment when a connection opens or the replicas change
-        self._on_view: Callable[[str, EngineView], None] | None = None  # while views are wanted
+        self._on_view: Callable[[str, EngineSnapshot], None] | None = None  # while views are wanted
         registry.on_replicas = self._replicas_changed
         self._replicas_changed(registry.replica_ids)
 
@@ -148,7 +148,7 @@ class Fleet:
         """Requests under way."""
         return len(self._in_flight)
 
-    def watch(self, on_view: Callable[[str, EngineView], None] | None) -> None:
+    def watch(self, on_view: Callable[[str, EngineSnapshot], None] | None) -> None:
         """Have `on_view(replica_id, view)` called for each view of a replica, some each second. None: no more."""
         self._on_view = on_view
         for replica_id in self._connections:
@@ -357,7 +357,7 @@ class Fleet:
         if self._is_open(replica_id) and self._registry.sends_views(replica_id):
             self._connections[replica_id].send(WatchEngine(self._on_view is not None))
 
-    def _view_came(self, replica_id: str, view: EngineView) -> None:
+    def _view_came(self, replica_id: str, view: EngineSnapshot) -> None:
         if self._on_view is not None:
             self._on_view(replica_id, view)
 

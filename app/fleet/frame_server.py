@@ -146,12 +146,12 @@ class FrameServer:
                 is_full = clock() >= self._full_view_at
                 if is_full:
                     self._full_view_at = clock() + FULL_VIEW_PERIOD_S
-                view = await self._engine.view(is_full=is_full)
+                view = await self._engine.snapshot(is_full=is_full)
                 for connection in self._watching:
                     if connection.session is not None:
                         connection.session.show(view)
                 await asyncio.sleep(VIEW_PERIOD_S)
-        self._engine.end_views()
+        self._engine.end_snapshots()
 
     def closed(self, connection: _Connection) -> None:
         """A connection is gone."""

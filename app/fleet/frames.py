@@ -17,8 +17,8 @@ from typing import Generic, TypeVar
 import msgspec
 
 from app.engine.request import Request, TokenDelta
+from app.engine.snapshot import EngineSnapshot
 from app.engine.stats import AWAKE, EngineStats, SleepStats
-from app.engine.view import EngineView
 from app.errors import CarouselError, from_plain
 from app.fleet.dispatch import ReplicaReport
 
@@ -37,7 +37,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     number: int
     report: ReplicaReport
     deltas: tuple[TokenDelta, ...]  # at most one for each request; empty in a heartbeat
-    view: EngineView | None = None  # while its ingress watches
+    view: EngineSnapshot | None = None  # while its ingress watches
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag=0):

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from app.engine.request import FinishReason, Queued, Request, TokenDelta, merge_deltas
-from app.engine.view import EngineView
+from app.engine.snapshot import EngineSnapshot
 from app.errors import CarouselError, Failure, traceback_of
 from app.fleet.dispatch import ReplicaReport
 from app.fleet.frames import Frame
@@ -55,11 +55,11 @@ class ServingEngine(Protocol):
         """End a request; its receiver gets no more deltas."""
         ...
 
-    async def view(self, *, is_full: bool) -> EngineView:
+    async def snapshot(self, *, is_full: bool) -> EngineSnapshot:
         """What runs and waits, and what happened since the last view. Raises EngineStopped."""
         ...
 
-    def end_views(self) -> None:
+    def end_snapshots(self) -> None:
         """Note nothing for views any more."""
         ...
 
@@ -90,7 +90,7 @@ class IngressSession:
         self._deltas: dict[str, list[TokenDelta]] = {}  # not sent yet, by request id, in the order of their first
         self._open: set[str] = set()  # the ids of the requests that the engine has
         self._preparing: dict[str, asyncio.Task[None]] = {}  # by request id, until grammar and adapter are ready
-        self._view: EngineView | None = None  # not sent yet
+        self._view: EngineSnapshot | None = None  # not sent yet
         self._next_number = 0  # of the next frame
         self._heartbeat_s = heartbeat_s
         self._queued_timer: asyncio.TimerHandle | None = None
@@ -203,7 +203,7 @@ class IngressSession:
             if not self._open:
                 self._check_idle()
 
-    def show(self, view: EngineView) -> None:
+    def show(self, view: EngineSnapshot) -> None:
         """Send a view with the next step's frame, to save a frame; at once while the ingress has no request here.
 
         A slow ingress gets the newest only.

@@ -81,7 +81,7 @@ class ReplicaRegistry:
             num_cached_tokens={} if prefixes is None else prefixes.match(chain),
             session_replica_id=self._sessions.replica_of(session) if session else None,
         )
-        considered = self._considered(candidates, group, avoid, no_queue=request.no_queue)
+        considered = self._considered(candidates, group, avoid, request=request)
         num_generated = len(request.generated_token_ids)
         size = RequestSize(
             num_prompt_tokens=len(request.prompt_token_ids) + num_generated,
@@ -98,21 +98,25 @@ class ReplicaRegistry:
         return decision
 
     def _considered(
-        self, candidates: Sequence[Candidate], group: str, avoid: Collection[str], *, no_queue: bool
+        self, candidates: Sequence[Candidate], group: str, avoid: Collection[str], *, request: Request
     ) -> Sequence[Candidate]:
         """The best of a group. Raises Overloaded."""
         sound = [each for each in candidates if not each.is_suspect]
         full = [each for each in sound if each.is_full]
         if sound and len(full) == len(sound):
             num_requests = sum(each.num_requests for each in full)
-            raise self._overloaded(f"all {len(self.replica_ids)} replicas are full ({num_requests:,} requests)")
+            raise self._overloaded(
+                f"all {len(self.replica_ids)} replicas are full ({num_requests:,} requests)", request
+            )
         of_its_group = of_group(candidates, group)
         trusted = [each for each in of_its_group if not (each.is_suspect or each.replica_id in avoid)]
-        if not no_queue:
+        if not request.no_queue:
             return trusted or of_its_group
         with_slot = [each for each in trusted if each.has_slot]
         if not with_slot:
-            raise self._overloaded(f"none of {len(candidates)} replicas has a free slot, and this is not to wait")
+            raise self._overloaded(
+                f"none of {len(candidates)} replicas has a free slot, and this is not to wait", request
+            )
         return with_slot
 
     def _charge(self, request: Request, size: RequestSize, chosen: Candidate) -> None:
@@ -148,12 +152,14 @@ class ReplicaRegistry:
         if num_generated is not None:
             self._lengths.learn(max_tokens, num_generated)
 
-    def _overloaded(self, problem: str) -> Overloaded:
+    def _overloaded(self, problem: str, request: Request) -> Overloaded:
         """The error for a caller when no replica can take its request: why, and when to come back."""
         return Overloaded(
             f"{problem}; try again shortly",
             retry_after_s=self._retry_times.next_after(
-                self._clock(), ended_per_s=sum(report.ended_per_s for report in self.reports.values())
+                self._clock(),
+                ended_per_s=sum(report.ended_per_s for report in self.reports.values()),
+                tenant=request.tenant,
             ),
         )
 

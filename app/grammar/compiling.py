@@ -24,9 +24,6 @@ WHITE_SPACE = r"( ?|\n[ \t]{0,40})"
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 # Limits of the search for the allowed tokens of one step: a few milliseconds. Nearly all searches take microseconds.
 _STEP_FUEL, _STEP_ITEMS, _MAX_STATES = 50_000, 20_000, 50_000
-_WALK_TOKENS = 128
-_MAX_WALK_S = 0.25
-_MAX_REASON_CHARACTERS = 300
 
 
 class Unusable(Exception):
@@ -102,7 +99,7 @@ def new_matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
 def walk(matcher: LLMatcher) -> None:
     """Draw some tokens by a grammar. Raises Unusable where no token is allowed, or where it takes too long."""
     draw, began_at = 1, time.thread_time()
-    for _ in range(_WALK_TOKENS):
+    for _ in range(128):
         allowed = matcher.compute_bitmask()
         if matcher.is_error():
             raise Unusable(reason_of(matcher.get_error()))
@@ -113,7 +110,8 @@ def walk(matcher: LLMatcher) -> None:
         if token_id is None:
             raise Unusable("nothing matches it")
         matcher.consume_token(token_id)
-    if time.thread_time() - began_at > _MAX_WALK_S:
+    max_walk_s = 0.25
+    if time.thread_time() - began_at > max_walk_s:
         raise Unusable("to match it takes too long; make it simpler")
 
 
@@ -133,4 +131,4 @@ def reason_of(message: str) -> str:
         return "nothing matches it"
     first, *others = message.strip().splitlines() or [""]
     named = [line for line in others if line.startswith("error: ")][:1]
-    return " ".join([first, *named])[:_MAX_REASON_CHARACTERS]
+    return " ".join([first, *named])[:300]

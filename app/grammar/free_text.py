@@ -17,9 +17,6 @@ from typing import NamedTuple
 from app.engine.matcher import with_tokens, without_tokens
 from app.grammar.vocabulary import Vocabulary
 
-_BLANKS = b" \t\r\n"
-_MAX_PLACES = 16  # cached for one grammar; there are about a dozen within one trigger
-
 
 class FreePlace(NamedTuple):
     """The state of a text: how much of each trigger its end has matched."""
@@ -116,9 +113,10 @@ class FreeText:
     def allowed(self, place: FreePlace) -> bytes:
         """All tokens but those that go on past the end of a trigger: its content would begin within them."""
         allowed = self._allowed.get(place)
+        max_places = 16  # cached for one grammar; there are about a dozen within one trigger
         if allowed is None:
             allowed = self._allowed[place] = without_tokens(self._middle, self._writing_past(place))
-            if len(self._allowed) > _MAX_PLACES:
+            if len(self._allowed) > max_places:
                 self._allowed.popitem(last=False)
         return allowed
 
@@ -180,12 +178,13 @@ class _Opening:
 
     def advance(self, position: int, text: bytes) -> int | None:
         """How much of the opening matches after more text; None where the text does not match or is longer."""
+        blanks = b" \t\r\n"
         for index in range(len(text)):
             if position == len(self.text):
                 return None
             if text[index] == self.text[position]:
                 position += 1
-            elif not (self._may_be_blank[position] and text[index] in _BLANKS):
+            elif not (self._may_be_blank[position] and text[index] in blanks):
                 return None
         return position
 

@@ -28,7 +28,6 @@ from app.grammar.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-MAX_REMEMBERED_REFUSALS = 1024
 MAX_CACHED_CHARACTERS = 2_000_000  # a large schema compiles to about a hundred times its size
 # A compiled grammar caches what it learns in matching, which only grows: up to 80 MB in a second of CPU. After so much
 # it is compiled anew; and those that learned most are forgotten when all together have had MAX_CACHED_S.
@@ -36,7 +35,6 @@ MAX_MATCHING_S = 1.0
 MAX_CACHED_S = 5.0
 # Two tenants' grammars are compiled at the same time: one that sends only expensive ones delays no other.
 _NUM_THREADS = 2
-_NICENESS = 10
 
 # The first is the cache salt: where prefixes are not shared, grammars are not. The last is the mark of a thought's end.
 Key = tuple[str, GrammarKind, str, bool, str]
@@ -312,9 +310,10 @@ class Grammars:
         return _Tagged(free, [(matcher, tag.is_last) for matcher, tag in zip(matchers, tags, strict=True)])
 
     def _refuse(self, key: Key, reason: str) -> None:
+        max_remembered_refusals = 1024
         with self._lock:
             self._refused[key] = reason
-            if len(self._refused) > MAX_REMEMBERED_REFUSALS:
+            if len(self._refused) > max_remembered_refusals:
                 self._refused.popitem(last=False)
 
     # ------------------------------------------------------------------ any thread
@@ -369,8 +368,9 @@ def _refusal(grammar: Grammar, reason: str) -> InvalidRequest:
 
 def _step_back() -> None:
     """Lower the priority of the calling thread. Only on Linux does a thread have one of its own."""
+    niceness = 10
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def _done(matcher: Matcher | None) -> Future[Matcher | None]:

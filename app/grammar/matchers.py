@@ -15,8 +15,6 @@ from app.engine.matcher import any_token, has_token, tokens_of, with_tokens, wit
 from app.grammar.compiling import reason_of
 from app.grammar.free_text import FreePlace, FreeText
 
-_MAX_WAYS = 32  # in which one text may go on, tokens of it: more are not looked at
-
 
 class LazyMatcher(ABC):
     """A `Matcher` that works while the model computes: `advance` only notes a token, `prepare` does the rest."""
@@ -157,7 +155,8 @@ class GrammarMatcher(LazyMatcher):
         self.catch_up()
         if self.failure is not None or not self._matcher.deep_copy().compute_ff_bytes():
             return None  # it need not be searched for, as there is a choice
-        allowed = tokens_of(self.allowed(), at_most=_MAX_WAYS)
+        max_ways = 32  # in which one text may go on, tokens of it: more are not looked at
+        allowed = tokens_of(self.allowed(), at_most=max_ways)
         longest = max(allowed, key=lambda token_id: len(self._texts[token_id]), default=None)
         if longest is None or not all(self._texts[longest].startswith(self._texts[each]) for each in allowed):
             return None

@@ -28,8 +28,6 @@ from app.grammar.vocabulary import Vocabulary
 
 # By the clock, for the start and for each grammar: a machine where CPU time is short may take long, but not for ever.
 MAX_WALL_S = 60.0
-# An eighth of the stack of the threads that compile a grammar after it has passed here.
-_STACK_BYTES = 1 << 20
 
 
 def main() -> None:
@@ -43,7 +41,9 @@ def main() -> None:
     tokenizer = vocabulary.for_matching()
     limit = _address_space() + settings["memory_bytes"]
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    threading.stack_size(_STACK_BYTES)
+    # An eighth of the stack of the threads that compile a grammar after it has passed here.
+    stack_bytes = 1 << 20
+    threading.stack_size(stack_bytes)
     answering = threading.Thread(target=_answer_all, args=(tokenizer, vocabulary.special_texts, settings["timeout_s"]))
     answering.start()
     answering.join()

@@ -19,8 +19,6 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from app.child_process import child_command, child_environment
 from app.errors import InvalidSetup
 
-READ_TIMEOUT_S = 120.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
@@ -87,12 +85,13 @@ def read_vocabulary(
         InvalidSetup: there is no tokenizer that can be read.
     """
     wanted = json.dumps([location, revision, vocab_size, eos_token_ids])
+    read_timeout_s = 120.0
     try:
         reading = subprocess.run(
             child_command("app.grammar.vocabulary", wanted),
             env=child_environment(),
             capture_output=True,
-            timeout=READ_TIMEOUT_S,
+            timeout=read_timeout_s,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:

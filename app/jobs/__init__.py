@@ -1,6 +1,6 @@
 """Offline work: batches of a service and bulk runs, each item answered once. No HTTP routes and no Ray here.
 
-This is what the API's routes need; request handling is not imported from here, see `preparation.py`.
+This is what the API's routes need; request handling is not imported from this room.
 """
 
 from app.jobs.job import LOWEST_CLASS, Answer, Answered, Item, ItemError, ItemOrigin, Job, JobState, Json, StoredFile

@@ -17,22 +17,21 @@ from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, closing
 from contextvars import Context
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from app.config import BatchesConfig
 from app.disk import OneThread
 from app.errors import described, traceback_of
 from app.jobs.catalog import Catalog
-from app.jobs.executors import FleetClient, OwnerSlots, RequestExecutor, Window
+from app.jobs.executors import BatchWork, FleetExecution
 from app.jobs.files import FileStore
 from app.jobs.items import InputRules, OpenFile, check, pieces_of, read_items
-from app.jobs.job import OUTPUT_PURPOSE, Answer, Counts, Item, ItemError, ItemResult, Job, JobState, StoredFile, counted
-from app.jobs.outputs import BatchFiles, BatchFormat, KeptFile, write_batch_files
+from app.jobs.job import OUTPUT_PURPOSE, Counts, Item, ItemError, ItemResult, Job, JobState, StoredFile, counted
+from app.jobs.outputs import BatchFiles, KeptFile, write_batch_files
 from app.jobs.results import ResultStore
-from app.jobs.runner import JobRun, read_in_thread
+from app.jobs.runner import read_in_thread
 from app.jobs.service import BatchLimits
 from app.jobs.space import shortage_of_disk, shortage_of_share
 
@@ -52,74 +51,6 @@ _ENDS = {
     JobState.CANCELLING: JobState.CANCELLED,
     JobState.IN_PROGRESS: JobState.EXPIRED,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchWork:
-    """A batch as its execution sees it."""
-
-    job: Job
-    results: ResultStore
-    pieces: Callable[[], AsyncGenerator[list[Item], None]]  # the items that have not ended, some at a time
-    on_results: Callable[[Sequence[ItemResult]], None]
-    on_tokens: Callable[[int], None]
-
-
-class Execution(Protocol):
-    """How the items of batches are computed."""
-
-    endpoints: Sequence[str] | None  # those that it can answer; None for all
-
-    def num_in_flight(self, owner: str) -> int:
-        """Items of this owner that are computed."""
-
-    async def run(self, work: BatchWork) -> None:
-        """Return when every item has ended. Cancelled, it leaves what has not ended to a later run."""
-
-
-class FleetExecution(Execution):
-    """`Execution` by the replicas of this service, in their lowest class."""
-
-    endpoints: Sequence[str] | None = None
-
-    def __init__(self, answer: Answer, *, max_in_flight: int) -> None:
-        """As many items are in flight at once over all batches as `max_in_flight` says. Owners have equal shares; the
-        batches of an owner take turns.
-        """
-        self._answer = answer
-        self._max_in_flight = max_in_flight
-        self._slots = OwnerSlots(max_in_flight)
-        self._turn = asyncio.Lock()  # of large lines
-        self._suspects = asyncio.Lock()
-        self._executors: dict[str, tuple[str, RequestExecutor]] = {}  # (owner, executor) by the batch's id
-
-    def num_in_flight(self, owner: str) -> int:
-        return sum(executor.num_sent for each, executor in self._executors.values() if each == owner)
-
-    async def run(self, work: BatchWork) -> None:
-        job = work.job
-        run = JobRun[Item](
-            work.results,
-            BatchFormat(job.id),
-            on_results=work.on_results,
-            on_tokens=work.on_tokens,
-            turn=self._turn,
-            deaths=work.results.deaths,
-        )
-        executor = RequestExecutor(
-            run,
-            FleetClient(self._answer, job.owner, job.id),
-            window=Window(self._max_in_flight, limit=self._max_in_flight),
-            slots=self._slots,
-            owner=job.owner,
-            patience_s=math.inf,
-            suspects=self._suspects,
-        )
-        self._executors[job.id] = job.owner, executor
-        try:
-            await run.run(executor, work.pieces)
-        finally:
-            del self._executors[job.id]
 
 
 class TokenRate:
@@ -154,7 +85,7 @@ class BatchRunner:
         files: FileStore,
         folder: Path,
         thread: OneThread,
-        execution: Execution,
+        execution: FleetExecution,
         limits: BatchLimits,
         config: BatchesConfig,
         clock: Callable[[], float],

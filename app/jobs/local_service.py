@@ -26,8 +26,9 @@ from app.errors import (
     described,
     traceback_of,
 )
-from app.jobs.batch_runner import STORAGE_FAILURES, BatchRunner, Execution
+from app.jobs.batch_runner import STORAGE_FAILURES, BatchRunner
 from app.jobs.catalog import Catalog, Superseded
+from app.jobs.executors import FleetExecution
 from app.jobs.expiry_clock import ExpiryClock
 from app.jobs.files import FileDraft, FileStore
 from app.jobs.job import (
@@ -90,7 +91,7 @@ class LocalBatchService(BatchService):
         self,
         path: Path,
         config: BatchesConfig,
-        execution: Execution,
+        execution: FleetExecution,
         *,
         clock: Callable[[], float] = time.time,
         limits: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
@@ -192,7 +193,7 @@ class LocalBatchService(BatchService):
 
     async def _hold(self) -> None:
         config, thread = self._config, self._thread
-        catalog, files = await thread.run(_open_folder, self._path, config.files)
+        catalog, files = await thread.run(_open_folder, self._path)
         expiry = ExpiryClock(self._clock, await thread.run(catalog.seen_time))
         dispatcher = WebhookDispatcher(
             catalog.outbox, thread, self._client, config.webhooks, self._retries, self._clock, expiry, random.Random()
@@ -366,13 +367,6 @@ class LocalBatchService(BatchService):
 
     async def create_batch(self, new: NewBatch) -> Json:
         opened = self._opened_now()
-        endpoints = self._execution.endpoints
-        if endpoints is not None and new.endpoint not in endpoints:
-            raise InvalidRequest(
-                f"this server's batches run as jobs of their own, for {' and '.join(endpoints)}; got "
-                f"{new.endpoint[:100]!r}",
-                param="endpoint",
-            )
         if new.webhook is not None:
             self._client.check(new.webhook)
         has_message = new.webhook is not None or self._config.webhooks.url is not None
@@ -502,8 +496,8 @@ class LocalBatchService(BatchService):
 # In the catalog's thread, each in one go:
 
 
-def _open_folder(path: Path, files_url: str | None) -> tuple[Catalog, FileStore]:
-    files = FileStore(path, files_url)
+def _open_folder(path: Path) -> tuple[Catalog, FileStore]:
+    files = FileStore(path)
     catalog = Catalog(path)
     files.sweep(catalog.file_ids)
     return catalog, files

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from app.disk import hidden_name, sync_folder
 from app.jobs.files import FileDraft, FileStore
@@ -25,7 +25,6 @@ from app.json_pieces import json_pieces
 # A record's columns in their order; `row` is the item's number.
 COLUMNS = ("row", "id", "text", "finish_reason", "prompt_tokens", "completion_tokens", "error")
 COUNTING_COLUMNS = ("row", "prompt_tokens", "completion_tokens")  # whole numbers; the others are texts or null
-ITEM_ATTEMPTS = 3  # of an item that the server fails on; the fleet has isolated a poisonous request by then
 _PARQUET_ROWS = 10_000
 
 
@@ -40,31 +39,17 @@ _WHY_UNFINISHED = {
 }
 
 
-class ResultFormat(Protocol):
-    """Turns ends of items into results."""
-
-    def answered(self, item: Item, answered: Answered) -> ItemResult:
-        """Of a response over HTTP, or one that HTTP would have given."""
-
-    def generated(self, output: ItemOutput) -> ItemResult:
-        """Of what an engine has made."""
-
-    def invalid(self, item: InvalidItem) -> ItemResult:
-        """Of an item that cannot run, or is given up."""
-
-
 # Batches
 
 
-class BatchFormat(ResultFormat):
+class BatchFormat:
     """Lines as OpenAI's batches have them. Anything but a 200 belongs into the error file."""
 
-    def __init__(self, job_id: str, as_response: Callable[[ItemOutput], Json] | None = None) -> None:
-        """`as_response` makes the body of a completion; where no engine of the job's own computes there is none."""
+    def __init__(self, job_id: str) -> None:
         self._job_id = job_id
-        self._as_response = as_response
 
     def answered(self, item: Item, answered: Answered) -> ItemResult:
+        """The result of a response over HTTP, or one that HTTP would have given."""
         request_id = ItemOrigin(self._job_id, item.number).request_id
         response = {"status_code": answered.status_code, "request_id": request_id, "body": answered.body}
         try:
@@ -85,14 +70,8 @@ class BatchFormat(ResultFormat):
             num_output_tokens=usage.get("completion_tokens", usage.get("output_tokens", 0)),
         )
 
-    def generated(self, output: ItemOutput) -> ItemResult:
-        if output.error is not None:
-            return self.invalid(InvalidItem(number=output.number, id=output.id, reason=output.error))
-        assert self._as_response is not None, "only engines of the job's own generate"
-        item = Item(number=output.number, id=output.id, url="", body={})
-        return self.answered(item, Answered(200, self._as_response(output)))
-
     def invalid(self, item: InvalidItem) -> ItemResult:
+        """The result of an item that cannot run, or is given up."""
         line = _batch_line(item.id, None, {"code": item.code, "message": item.reason})
         return ItemResult(number=item.number, is_error=True, line=line)
 
@@ -144,24 +123,11 @@ def _kept(draft: FileDraft) -> KeptFile | None:
 # Bulk runs
 
 
-class RecordFormat(ResultFormat):
+class RecordFormat:
     """Records with one text each: see COLUMNS."""
 
-    def answered(self, item: Item, answered: Answered) -> ItemResult:
-        if answered.status_code == 200:
-            try:
-                return self.generated(_output_of(item, answered.body))
-            except (KeyError, TypeError, AttributeError):
-                reason = f"the answer is no completion: {json.dumps(answered.body)[:200]}"
-        elif answered.status_code >= 500:
-            reason = (
-                f"the service failed on this item {ITEM_ATTEMPTS} times, the last time: {error_message(answered.body)}"
-            )
-        else:
-            reason = error_message(answered.body)
-        return self.invalid(InvalidItem(number=item.number, id=item.id, reason=reason))
-
     def generated(self, output: ItemOutput) -> ItemResult:
+        """The result of what an engine has made."""
         columns = {"row": output.number} | asdict(output)
         record = {name: columns[name] for name in COLUMNS}
         return ItemResult(
@@ -173,35 +139,8 @@ class RecordFormat(ResultFormat):
         )
 
     def invalid(self, item: InvalidItem) -> ItemResult:
+        """The result of an item that cannot run, or is given up."""
         return self.generated(ItemOutput(number=item.number, id=item.id, error=item.reason))
-
-
-def error_message(body: Json) -> str:
-    """What the error object of a response has to say."""
-    error = body.get("error")
-    return str(error.get("message", ""))[:1000] if isinstance(error, dict) else ""
-
-
-def _output_of(item: Item, body: Json) -> ItemOutput:
-    choices, usage = body.get("choices") or [], body.get("usage") or {}
-    if len(choices) != 1:
-        reason = f"the answer has {len(choices)} choices; an item has one: write an item for each"
-        return ItemOutput(number=item.number, id=item.id, error=reason)
-    [choice] = choices
-    return ItemOutput(
-        number=item.number,
-        id=item.id,
-        text=choice["text"] if "text" in choice else _text(choice["message"]),
-        finish_reason=choice["finish_reason"],
-        prompt_tokens=usage.get("prompt_tokens", 0),
-        completion_tokens=usage.get("completion_tokens", 0),
-    )
-
-
-def _text(message: Json) -> str:
-    """The content of a turn; of one that has no text (it calls a tool), all of it as JSON."""
-    content = message.get("content")
-    return content if isinstance(content, str) else json.dumps(message, ensure_ascii=False)
 
 
 def write_records(results: ResultStore, path: Path, output_format: str) -> None:

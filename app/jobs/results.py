@@ -128,11 +128,6 @@ class PartialOutputs:
         """The item has ended."""
         self._token_ids.pop(item, None)
 
-    def clear(self) -> None:
-        """Drop all of them. Raises OSError."""
-        self._token_ids.clear()
-        self._path.unlink(missing_ok=True)
-
     def save(self) -> None:
         """Write all of it, unless nothing is new, or that was done just now and takes long. Raises OSError."""
         began_at = time.monotonic()

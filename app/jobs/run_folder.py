@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +27,6 @@ from app.jobs.runner import JobRun
 
 MANIFEST, SUMMARY = "run.json", "summary.json"
 OUTPUTS = {"jsonl": "results.jsonl", "parquet": "results.parquet"}
-_MAX_NAME = 64  # characters
 FORMAT_VERSION = 2  # of the files of the store; a change of theirs needs another
 
 
@@ -72,7 +70,6 @@ class RunFolder:
         self._format = output_format
         self._lock = lock
         self.results = ResultStore(path, num_items)
-        self.name = re.sub(r"[^\w.-]", "_", path.resolve().name, flags=re.ASCII)[:_MAX_NAME]  # in requests' ids
 
     def close(self) -> None:
         """Let the folder go; the run in it can be resumed."""
@@ -173,6 +170,11 @@ def _check_may_go_on(path: Path, run: Mapping[str, Any], *, resume: bool) -> Non
         raise InvalidSetup(
             f"--output {path}: holds a run with files of version {version}; this Carousel has {FORMAT_VERSION}: use "
             f"another folder, or finish it with the version that began it"
+        )
+    if there.get("through") == "fleet":
+        raise InvalidSetup(
+            f"--output {path}: holds a run through a service, which this Carousel does not do: use another folder, or "
+            f"finish it with the version that began it"
         )
     differing = sorted(name for name in run.keys() | there.keys() if there.get(name) != run.get(name))
     if differing:

@@ -17,9 +17,8 @@ from typing import Any, Generic, TypeVar
 
 from app.errors import Failure
 from app.jobs.backlog import Backlog, ItemT, Loss
-from app.jobs.job import Answered, EngineOutput, InvalidItem, Item, ItemResult
-from app.jobs.outputs import ResultFormat
-from app.jobs.results import ItemSet, ResultStore
+from app.jobs.job import EngineOutput, InvalidItem, ItemResult
+from app.jobs.results import ResultStore
 
 MAX_FRUITLESS_PASSES = 3
 SYNC_EVERY_S = 1.0
@@ -29,9 +28,9 @@ RATE_WINDOW_S = 30.0
 
 PieceT = TypeVar("PieceT")
 
-# A pass through the input: all items that have not ended, some at a time; those that cannot run are `InvalidItem`s, or
-# results already. May wait until it knows how to read them.
-Source = Callable[[], AsyncGenerator[Sequence[ItemT | InvalidItem | ItemResult], None]]
+# A pass through the input: all items that have not ended, some at a time; those that cannot run are `InvalidItem`s.
+# May wait until it knows how to read them.
+Source = Callable[[], AsyncGenerator[Sequence[ItemT | InvalidItem], None]]
 
 logger = logging.getLogger(__name__)
 
@@ -46,40 +45,37 @@ class JobRun(Generic[ItemT]):
     def __init__(
         self,
         results: ResultStore,
-        form: ResultFormat,
+        invalid: Callable[[InvalidItem], ItemResult],
         *,
         on_results: Callable[[Sequence[ItemResult]], None] = lambda _: None,
         on_tokens: Callable[[int], None] = lambda _: None,
         progress: RunProgress | None = None,
-        turn: asyncio.Lock | None = None,
         deaths: Mapping[int, int] | None = None,
     ) -> None:
-        """Results are written to `results` as `form` has them; then `on_results` gets them, and `on_tokens` the number
-        of new output tokens.
+        """Results are written to `results`; then `on_results` gets them, and `on_tokens` the number of new output
+        tokens. `invalid` makes the result of an item that cannot run, or is given up.
 
-        With `progress` a line on stderr shows how far the run is. Runs that share `turn` write one large answer at a
-        time: its line takes some ten times the memory of the answer. `deaths` are those of processes that had an item.
+        With `progress` a line on stderr shows how far the run is. `deaths` are those of processes that had an item.
         """
         self._results = results
-        self._form = form
+        self._invalid = invalid
         self._on_results = on_results
         self._on_tokens = on_tokens
         self._progress = progress
-        self._turn = turn or asyncio.Lock()
         self._appending = asyncio.Lock()  # a large line, in a thread
         self.backlog: Backlog[ItemT] = Backlog(results.ended, deaths)
         self._num_before = len(results.ended)
         self.began_at: float | None = None
         self.ended_at: float | None = None
 
-    async def run(self, executor: Executor[ItemT], source: Source[ItemT], *, left_out: ItemSet | None = None) -> None:
-        """Returns when every item has ended but those that the source has put into `left_out`.
+    async def run(self, executor: Executor[ItemT], source: Source[ItemT]) -> None:
+        """Return when every item has ended.
 
         Raises:
             ResultsUnwritable: the store cannot be written.
             Failure: the input cannot be read; and what the executor raises.
         """
-        parts = [self._read(executor, source, left_out), self._clock(executor), *executor.parts()]
+        parts = [self._read(executor, source), self._clock(executor), *executor.parts()]
         try:
             await _until(executor.over(), parts)
             await asyncio.to_thread(self._results.sync)
@@ -101,31 +97,27 @@ class JobRun(Generic[ItemT]):
         """Items are computed; some may have been named before."""
         self._results.begun.update(items)
 
-    async def answered(self, item: Item, answered: Answered) -> None:
-        """A response has come. Raises ResultsUnwritable when it cannot be kept."""
-        self.begun([item.number])
-        if answered.is_large:
-            async with self._turn:
-                result = await asyncio.to_thread(self._form.answered, item, answered)
-                async with self._appending:
-                    new = await asyncio.to_thread(self._results.append, [result])
-        else:
-            result = self._form.answered(item, answered)
-            async with self._appending:
+    async def ended(self, result: ItemResult, *, is_large: bool = False) -> None:
+        """An item has its result; a large one is written in a thread. Raises ResultsUnwritable."""
+        self.begun([result.number])
+        async with self._appending:
+            if is_large:
+                new = await asyncio.to_thread(self._results.append, [result])
+            else:
                 new = self._results.append([result])
         self._on_results(new)
         self._count_tokens(result.num_output_tokens)
 
-    def generated(self, output: EngineOutput) -> None:
-        """Outputs and tokens have come from an engine. Raises ResultsUnwritable when they cannot be kept."""
+    def generated(self, output: EngineOutput, results: Iterable[ItemResult]) -> None:
+        """Tokens have come from an engine, and the results of items that ended. Raises ResultsUnwritable."""
         self.begun(output.begun)
-        self._append(map(self._form.generated, output.outputs))
+        self._append(results)
         self._results.progress(output.token_ids)
         self._count_tokens(output.num_tokens)
 
     def lost(self, loss: Loss) -> None:
         """An engine has died. Raises ResultsUnwritable when that cannot be kept."""
-        self._append(map(self._form.invalid, loss.given_up))
+        self._append(map(self._invalid, loss.given_up))
         self._results.recovery.engines_lost += 1
         self.interrupted(loss.begun)
 
@@ -143,39 +135,35 @@ class JobRun(Generic[ItemT]):
 
     # ------------------------------------------------------------------ the input
 
-    async def _read(self, executor: Executor[ItemT], source: Source[ItemT], left_out: ItemSet | None) -> None:
+    async def _read(self, executor: Executor[ItemT], source: Source[ItemT]) -> None:
         """Everything that has not ended into the backlog, in further passes what a pass has left out."""
         trouble, num_fruitless = "", 0
         while num_fruitless < MAX_FRUITLESS_PASSES:
-            num_before = self._num_unread(left_out)
+            num_before = self._num_unread
             try:
                 await self._read_once(executor, source)
             except ReadingBroke as broke:
                 trouble = str(broke)
                 logger.warning("reading the input broke off and begins again with what is left: %s", trouble)
-            if self._num_unread(left_out) == 0:
+            if self._num_unread == 0:
                 await executor.end_of_input()
                 return
-            num_fruitless = num_fruitless + 1 if self._num_unread(left_out) == num_before else 0
+            num_fruitless = num_fruitless + 1 if self._num_unread == num_before else 0
         raise Failure(
-            f"{self._num_unread(left_out):,} rows could not be read, however often the input was gone through: has a "
+            f"{self._num_unread:,} rows could not be read, however often the input was gone through: has a "
             f"file changed? {trouble}"
         )
 
-    def _num_unread(self, left_out: ItemSet | None) -> int:
-        num_left_out = 0 if left_out is None else len(left_out)
-        return self._results.num_items - len(self._results.ended) - self.backlog.num_known - num_left_out
+    @property
+    def _num_unread(self) -> int:
+        return self._results.num_items - len(self._results.ended) - self.backlog.num_known
 
     async def _read_once(self, executor: Executor[ItemT], source: Source[ItemT]) -> None:
         async with aclosing(source()) as pieces:
             async for piece in pieces:
-                self._append(
-                    self._form.invalid(item) if isinstance(item, InvalidItem) else item
-                    for item in piece
-                    if isinstance(item, InvalidItem | ItemResult)
-                )
-                given_up = self.backlog.add(item for item in piece if not isinstance(item, InvalidItem | ItemResult))
-                self._append(map(self._form.invalid, given_up))
+                invalid = [item for item in piece if isinstance(item, InvalidItem)]
+                invalid += self.backlog.add(item for item in piece if not isinstance(item, InvalidItem))
+                self._append(map(self._invalid, invalid))
                 await executor.has_changed()
                 await executor.wait_for_room()
 

@@ -26,7 +26,6 @@ HEARTBEAT_S = 0.1
 STALL_S = 0.05  # streams of 20 tokens a second have a visible pause then
 _LOOK_S = HEARTBEAT_S
 _SECONDS_BETWEEN_WARNINGS = 10.0
-_MAX_NAME_LENGTH = 100  # paths of requests are as long as clients make them
 _OUR_PACKAGES = ("app.", "deployments.")
 
 
@@ -136,8 +135,9 @@ def task_name() -> str:
 def name_task(method: str, path: str) -> None:
     """Give the running task the name of the request that it answers."""
     task = asyncio.current_task()
+    max_name_length = 100  # paths of requests are as long as clients make them
     if task is not None:
-        task.set_name(f"{method} {path[:_MAX_NAME_LENGTH]}")
+        task.set_name(f"{method} {path[:max_name_length]}")
 
 
 def _running_task(loop: asyncio.AbstractEventLoop) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.errors import UnsupportedAdapter, first_line
 from app.model.adapter_files import CONFIG, WEIGHTS
 from app.model.llama import DecoderSettings
@@ -144,7 +144,7 @@ class LinearUpdates:
         return {name: LowRankUpdate(each.down.to(dtype), each.up.to(dtype)) for name, each in weights.items()}
 
     @contextmanager
-    def of(self, batch: Batch) -> Iterator[None]:
+    def of(self, batch: StepBatch) -> Iterator[None]:
         """Around a forward pass of this batch."""
         parts = tokens_by_adapter(batch) if batch.has_adapters else ()
         self._parts = [(cast(AdapterWeights, adapter), torch.tensor(tokens)) for adapter, tokens in parts]
@@ -162,7 +162,7 @@ class LinearUpdates:
                 output.view(-1, output.shape[-1])[tokens] += rows @ update.down.T @ update.up.T
 
 
-def tokens_by_adapter(batch: Batch) -> list[tuple[object, list[int]]]:
+def tokens_by_adapter(batch: StepBatch) -> list[tuple[object, list[int]]]:
     """Each adapter of a step, as its sequences have it, with its tokens as places in the packed row, ascending."""
     found: dict[int, tuple[object, list[int]]] = {}
     end = 0

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.model.inputs import AttentionRows, DecodeRows, ModelInputs, PrefillChunk, build_attention_rows
 from app.model.kv_cache import KVCache, LayerShape
 
@@ -110,7 +110,7 @@ class PagedAttention(Protocol):
 
     block_size: int
 
-    def begin_step(self, batch: Batch, inputs: ModelInputs) -> AttentionStep:
+    def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:
         """The attention of the next forward pass, for all of its layers."""
         ...
 
@@ -123,7 +123,7 @@ class TorchAttention:
         self._cache = cache
         self._device = device
 
-    def begin_step(self, batch: Batch, inputs: ModelInputs) -> AttentionStep:
+    def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:
         rows = build_attention_rows(batch, block_size=self.block_size, device=self._device)
         return _TorchStep(self._cache, inputs.slots, rows)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config import ModelConfig
-from app.engine.request import ModelFacts, Pooling
+from app.engine.request import ModelInfo, Pooling
 from app.errors import InvalidSetup, first_line
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions")
@@ -30,7 +30,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # an incomplete character decodes to 
 class ModelDescription:
     """The facts in a model's folder."""
 
-    facts: ModelFacts
+    facts: ModelInfo
     text_token_ids: tuple[int, ...]  # tokens that are text by themselves: neither special nor part of a character
 
 
@@ -52,7 +52,7 @@ def read_description(config: ModelConfig, location: str) -> ModelDescription:
     if not usable:
         raise InvalidSetup(f"the tokenizer of {config.path} has no token that is text by itself")
     limit = next((text[name] for name in _LENGTH_NAMES if text.get(name) is not None), None)
-    facts = ModelFacts(max_model_len=max_model_len(config, limit), vocab_size=vocab_size, eos_token_ids=eos)
+    facts = ModelInfo(max_model_len=max_model_len(config, limit), vocab_size=vocab_size, eos_token_ids=eos)
     return ModelDescription(facts, usable)
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from app.engine.batch import Batch, ScheduledSequence, StepResult
+from app.engine.batch import ScheduledSequence, StepBatch, StepResult
+from app.engine.model_runner import ModelRunner
 from app.model.inputs import pooled_places, to_device
 from app.model.packed_attention import PackedSequences
 from app.model.pooling import PooledStates
@@ -77,7 +78,7 @@ class Encoder:
         return torch.cat([self._positions_of(part[None], self._padding_id)[0] for part in parts])
 
 
-class EncoderRunner:
+class EncoderRunner(ModelRunner):
     """Runs batches of whole prompts; each gives a vector or, of a model with a head, its scores."""
 
     def __init__(self, encoder: Encoder, device: torch.device, score: ScoreHead | None = None) -> None:
@@ -86,7 +87,7 @@ class EncoderRunner:
         self._score = score
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         """As `ModelRunner` has it. No token is drawn."""
         states = self._encoder.states(batch.scheduled)
         if self._score is not None:

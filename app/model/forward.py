@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.model.adapters import AdapterWeights, LinearUpdates, Sizes
 from app.model.attention import AttentionStep, PagedAttention
 from app.model.inputs import ModelInputs
@@ -30,7 +30,7 @@ class ForwardPass(Protocol):
 
     block_size: int
 
-    def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
+    def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
         """Write the new tokens' KV and compute the logits of the wanted tokens."""
         ...
 
@@ -79,7 +79,7 @@ class TransformersForward:
         self._last_hidden = LastHiddenStates(module)
         self._updates = LinearUpdates(module)
 
-    def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
+    def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
         with self._updates.of(batch):
             return self.compute(
                 inputs.token_ids,

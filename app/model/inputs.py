@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import Pooling
 
 
@@ -76,7 +76,7 @@ class Segments:
     num_positions: int  # of the longest sequence, its scheduled tokens included
 
 
-def build_inputs(batch: Batch, *, block_size: int, device: torch.device) -> ModelInputs:
+def build_inputs(batch: StepBatch, *, block_size: int, device: torch.device) -> ModelInputs:
     columns = packed_columns(batch, block_size=block_size)
     token_ids, positions, slots, logits_indices = _tensors(columns, device)
     return ModelInputs(
@@ -88,7 +88,7 @@ def build_inputs(batch: Batch, *, block_size: int, device: torch.device) -> Mode
     )
 
 
-def packed_columns(batch: Batch, *, block_size: int) -> PackedColumns:
+def packed_columns(batch: StepBatch, *, block_size: int) -> PackedColumns:
     scheduled = batch.scheduled
     num_tokens = [len(item.token_ids) for item in scheduled]
     if max(num_tokens, default=1) == 1:  # the common case, made short: every sequence decodes
@@ -158,7 +158,7 @@ def bytes_to_device(numbers: bytearray, dtype: torch.dtype, device: torch.device
     return (tensor.pin_memory() if is_cuda else tensor).to(device, non_blocking=is_cuda)
 
 
-def build_attention_rows(batch: Batch, *, block_size: int, device: torch.device) -> AttentionRows:
+def build_attention_rows(batch: StepBatch, *, block_size: int, device: torch.device) -> AttentionRows:
     ends = list(accumulate(len(item.token_ids) for item in batch.scheduled))
     both = list(zip(batch.scheduled, ends, strict=True))
     decode = [(item, end - 1) for item, end in both if len(item.token_ids) == 1]
@@ -177,7 +177,7 @@ def build_attention_rows(batch: Batch, *, block_size: int, device: torch.device)
     )
 
 
-def build_segments(batch: Batch, *, block_size: int, max_tokens: int) -> Segments:
+def build_segments(batch: StepBatch, *, block_size: int, max_tokens: int) -> Segments:
     """Segments of at most `max_tokens` tokens; on the host, where the native attention runs."""
     segments: list[int] = []
     tables: list[int] = []

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from app.engine.batch import Batch, StepResult, by_request
+from app.engine.batch import StepBatch, StepResult, by_request
 from app.engine.request import TokenLogprobs
 from app.model.inputs import to_device
 
@@ -57,7 +57,7 @@ def _compute(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Log
 class WantedLogprobs:
     """The log-probabilities that a batch wants, and their rows in its logits (in the order of `inputs.py`)."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: StepBatch) -> None:
         self._batch = batch
         self._scored = [item for item in batch.scheduled if item.targets] if batch.has_targets else []
         self._sampled_rows, self._target_rows = _rows(batch) if self._scored else (range(len(batch.sampled)), _NO_ROWS)
@@ -104,7 +104,7 @@ class WantedLogprobs:
 _NO_ROWS: Sequence[int] = ()
 
 
-def _rows(batch: Batch) -> tuple[Sequence[int], Sequence[int]]:
+def _rows(batch: StepBatch) -> tuple[Sequence[int], Sequence[int]]:
     """The rows of the logits for `batch.sampled`, and those for all targets."""
     sampled_rows: list[int] = []
     target_rows: list[int] = []

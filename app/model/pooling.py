@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.engine.request import Pooling
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class LastHiddenStates:
 class PooledStates:
     """The sum of each sequence's wanted hidden states: of one token or of all in this step."""
 
-    def __init__(self, batch: Batch, hidden: torch.Tensor) -> None:
+    def __init__(self, batch: StepBatch, hidden: torch.Tensor) -> None:
         """hidden: [num_hidden, hidden_size], in the order of `inputs.py`."""
         pooled = [item for item in batch.scheduled if item.pooling is not None]
         self._request_ids = [item.request_id for item in pooled]

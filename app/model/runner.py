@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import StepBatch, StepResult
 from app.model.adapters import read_adapter
 from app.model.forward import AdaptableForward, ForwardPass, Prediction
 from app.model.inputs import build_inputs
@@ -19,7 +19,9 @@ from app.model.sampler import Adjust, Draw, Sample, adjust, draw, sample
 
 
 class TorchModelRunner(LeadingRunner):
-    """Runs batches through one forward pass."""
+    """Runs batches through one forward pass. The memory of an adapter goes with the last step that holds it."""
+
+    adapts = True
 
     def __init__(
         self,
@@ -36,32 +38,23 @@ class TorchModelRunner(LeadingRunner):
         self._sample: Sample = partial(sample, draw=draw, adjust=adjust)
         self._compute_logprobs = compute_logprobs
 
-    def prepare(self) -> None:
-        """Nothing: all is ready for the first step."""
-
-    adapts = True  # see `AdaptingRunner`
-
     @torch.inference_mode()
     def load_adapter(self, folder: Path) -> object:
-        """See `AdaptingRunner`."""
         assert isinstance(self.forward, AdaptableForward), "every forward pass of this runner is"
         return self.forward.prepare_adapter(read_adapter(folder, self.forward.linear_sizes()))
 
-    def unload_adapter(self, adapter: object) -> None:
-        """Nothing: its memory goes with the last step that holds it."""
-
     @torch.inference_mode()
-    def follow(self, batch: Batch) -> None:
+    def follow(self, batch: StepBatch) -> None:
         """Compute a step of rank 0."""
         self._predict(batch)
 
-    def _predict(self, batch: Batch) -> Prediction:
+    def _predict(self, batch: StepBatch) -> Prediction:
         inputs = build_inputs(batch, block_size=self.forward.block_size, device=self._device)
         with self._ranks.step(batch):
             return self.forward.predict(batch, inputs)
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         prediction = self._predict(batch)
         result = draw_tokens(batch, prediction, self._sample, self._compute_logprobs).result()
         if prediction.hidden is None:
@@ -85,7 +78,9 @@ class DrawnTokens(NamedTuple):
         return self.wanted.result(token_ids, self.logprobs)
 
 
-def draw_tokens(batch: Batch, prediction: Prediction, sample: Sample, compute_logprobs: ComputeLogprobs) -> DrawnTokens:
+def draw_tokens(
+    batch: StepBatch, prediction: Prediction, sample: Sample, compute_logprobs: ComputeLogprobs
+) -> DrawnTokens:
     """Queue the draws of a batch after its forward pass, then the log-probabilities of what is drawn."""
     logits, likeliest = prediction.logits, prediction.likeliest
     if not batch.has_logprobs:

@@ -18,8 +18,9 @@ from functools import cached_property
 from pydantic import Field
 
 from app.config import EngineConfig, Settings
-from app.engine.batch import Batch, ScheduledSequence, StepResult, by_request
-from app.engine.request import ModelFacts, TokenLogprobs
+from app.engine.batch import ScheduledSequence, StepBatch, StepResult, by_request
+from app.engine.model_runner import ModelRunner
+from app.engine.request import ModelInfo, TokenLogprobs
 
 MAX_DEFAULT_TOKENS = 2**20  # a slot is 8 bytes here, but a block is a Python object of the pool
 
@@ -42,8 +43,10 @@ class SimulatedCosts(Settings):
     crash_token_id: int | None = Field(None, ge=0)  # a replica that computes it kills itself: for tests of failover
 
 
-class SimulatedModelRunner:
+class SimulatedModelRunner(ModelRunner):
     """Draws tokens from hashes: each slot of the KV memory holds a 64-bit hash of the tokens up to it."""
+
+    can_sleep = True
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class SimulatedModelRunner:
         self._clock = clock
         self._sleep = sleep
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         """The step's result, after the step's time."""
         ends_at = self._clock() + self.step_s(batch)
         self._crash_if_asked(batch)
@@ -81,22 +84,21 @@ class SimulatedModelRunner:
         return result
 
     def sleep(self) -> None:
-        """See Sleeping."""
         self._slots = array("Q")
 
     def wake(self) -> None:
-        """See Sleeping. Takes `wake_ms`."""
+        """Takes `wake_ms`."""
         self._sleep(self._costs.wake_ms / 1000)
         self._slots = self._blank_slots()
 
     def _blank_slots(self) -> array[int]:
         return array("Q", bytes(8 * self._num_slots))
 
-    def step_s(self, batch: Batch) -> float:
+    def step_s(self, batch: StepBatch) -> float:
         """The time of a step, in seconds."""
         return (self._costs.step_ms + self._costs.per_token_ms * batch.num_tokens) / 1000
 
-    def _crash_if_asked(self, batch: Batch) -> None:
+    def _crash_if_asked(self, batch: StepBatch) -> None:
         crash_token_id = self._costs.crash_token_id
         if crash_token_id is not None and any(crash_token_id in item.token_ids for item in batch.scheduled):
             os.kill(os.getpid(), signal.SIGKILL)  # as a fault in native code or the out-of-memory killer would
@@ -137,7 +139,7 @@ class SimulatedModelRunner:
             return self._another(key, item.banned_token_ids)
         return token
 
-    def _with_logprobs(self, batch: Batch, token_ids: list[int]) -> StepResult:
+    def _with_logprobs(self, batch: StepBatch, token_ids: list[int]) -> StepResult:
         logprobs = by_request(
             (item.request_id, self._logprobs(item, item.end - 1, token_id, item.sampling.logprobs))
             for item, token_id in zip(batch.sampled, token_ids, strict=True)
@@ -177,7 +179,7 @@ def _among(allowed: bytes, key: int) -> int:
     return numbers[key % len(numbers)]
 
 
-def num_simulated_blocks(config: EngineConfig, facts: ModelFacts) -> int:
+def num_simulated_blocks(config: EngineConfig, facts: ModelInfo) -> int:
     """The pool's size: as configured in blocks, else room for every running request at its full length, up to a limit.
 
     The settings of memory in bytes do not apply: a simulated token has none.

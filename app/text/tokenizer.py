@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 COUNTED_CHARACTERS = 65_536  # at a time, where the tokens of a long text are counted
-MAX_DECODED_AT_ONCE = 1000  # token ids; decoded in a fraction of a millisecond
 
 
 class Tokenizer:
@@ -202,7 +201,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids; ids that name no token are passed over."""
-        if len(token_ids) <= MAX_DECODED_AT_ONCE:
+        max_decoded_at_once = 1000  # token ids; decoded in a fraction of a millisecond
+        if len(token_ids) <= max_decoded_at_once:
             return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
         # The batch call gives the interpreter lock back while it works, the single one does not.
         [text] = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)

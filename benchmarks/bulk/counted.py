@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from app.engine.request import ModelFacts, TokenDelta
+from app.engine.request import ModelInfo, TokenDelta
 from deployments.bulk import engine_actor, pool
 from deployments.bulk.__main__ import main
 
@@ -20,7 +20,7 @@ COUNT = sys.argv[1]
 class EngineActor(engine_actor.EngineActor):
     """Has the name of the class that it replaces: Ray titles the processes by it."""
 
-    def load(self) -> ModelFacts:
+    def load(self) -> ModelInfo:
         facts = super().load()
         worker = self._worker
         assert worker is not None, "loaded"

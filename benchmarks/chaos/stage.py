@@ -192,13 +192,15 @@ def application(
         "step_ms": step_ms, "per_token_ms": per_token_ms, "end_probability": end_probability,
         "crash_token_id": crash_token_id,
     }  # fmt: skip
+    # Ranks on CPUs run transformers' code, which cannot promise equal bits: there float32 keeps the tokens apart.
+    computed = {"dtype": "float32"} if replicas.get("tensor_parallel", 1) > 1 else {"batch_invariant": True}
     return {
         "models": [
             {
                 "name": MODEL_NAME,
                 "adapters": dict(adapters),
                 "engine": {
-                    "model": {"path": model} | ({"batch_invariant": True} if weights else {"simulated": costs}),
+                    "model": {"path": model} | (computed if weights else {"simulated": costs}),
                     "cache": {"num_blocks": 4096, "block_size": 16},
                     "scheduler": {"max_running": max_running, "max_waiting": max_waiting},
                 },

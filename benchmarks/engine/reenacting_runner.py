@@ -11,12 +11,12 @@ from itertools import islice
 
 from msgspec import structs
 
-from app.engine.batch import Batch, ScheduledSequence, StepResult
-from app.engine.engine import ModelRunner
+from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 from app.engine.matcher import TokenSet
+from app.engine.model_runner import ModelRunner
 from app.engine.request import Request
 from app.engine.sequence import Sequence as EngineSequence
-from app.engine.speculation.drafter import Take, one_by_one
+from app.engine.speculation.drafter import Drafter, Take, one_by_one
 from app.engine.trace.entries import (
     NOTHING,
     Entry,
@@ -32,7 +32,7 @@ class RecordedFailure(Exception):
     """The step failed here when it was recorded."""
 
 
-class ReenactingRunner:
+class ReenactingRunner(ModelRunner, Drafter):
     """Is told each step's record before the engine steps. `numbers` of requests are those of the log."""
 
     def __init__(self, model: ModelRunner | None, stand_ins: StandIns | None, eos_token_ids: tuple[int, ...]) -> None:
@@ -48,7 +48,7 @@ class ReenactingRunner:
         """What comes next is this step."""
         self._record, self._recorded = record, None
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         """Compute a step, or a part of one that failed."""
         is_whole, tokens = self._recorded is None, self._tokens_of(batch)
         for how, numbers in self._record.failures:
@@ -62,7 +62,7 @@ class ReenactingRunner:
                 raise RecordedFailure
         return StepResult(tokens) if self._model is None else self._model.run(batch)
 
-    def _tokens_of(self, batch: Batch) -> list[int]:
+    def _tokens_of(self, batch: StepBatch) -> list[int]:
         pairs = zip(batch.scheduled, batch.sequences, strict=True)
         sampled = [(item, sequence) for item, sequence in pairs if item.samples]
         if self._recorded is None:
@@ -113,7 +113,7 @@ class ReenactingRunner:
             kept = self._stood_in(sequence, sequence.num_tokens, len(kept))
         return [*kept[:-1], *[abs(kept[-1] - 1)] * num_drafts][:num_drafts]
 
-    def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
+    def stepped(self, batch: StepBatch, result: StepResult, *, at: float, goes_on: bool) -> None:
         """Nothing is learned: the log says what was drafted."""
 
 
@@ -123,7 +123,7 @@ class _Failed(TokenSet):
     failure = "it failed when it was recorded"
 
 
-def _fail_matchers(batch: Batch, numbers: Sequence[int]) -> None:
+def _fail_matchers(batch: StepBatch, numbers: Sequence[int]) -> None:
     for sequence in batch.sequences:
         if sequence.arrival in numbers:
             sequence.matcher = _Failed((), vocab_size=0)
@@ -132,19 +132,18 @@ def _fail_matchers(batch: Batch, numbers: Sequence[int]) -> None:
 class ReenactingLauncher(ReenactingRunner):
     """The same for an engine that launches ahead. Here a step is computed when its result is asked for."""
 
+    launches = True
+
     def __init__(self, model: ModelRunner | None, stand_ins: StandIns | None, eos_token_ids: tuple[int, ...]) -> None:
         super().__init__(model, stand_ins, eos_token_ids)
         self._drawn: list[int] = []  # by the step before
 
-    def prepare(self) -> None:
-        pass
-
-    def launch(self, batch: Batch) -> LaunchedStep:
+    def launch(self, batch: StepBatch) -> LaunchedStep:
         if self._has_failed(FailureKind.LAUNCH):
             raise RecordedFailure
         return LaunchedStep(self, batch)
 
-    def compute(self, batch: Batch) -> StepResult:
+    def compute(self, batch: StepBatch) -> StepResult:
         """The result of a launched step."""
         if self._has_failed(FailureKind.RESULT):
             raise RecordedFailure
@@ -166,9 +165,9 @@ class LaunchedStep:
     """A launched step."""
 
     runner: ReenactingLauncher
-    batch: Batch
+    batch: StepBatch
 
-    def draw(self, batch: Batch) -> None:
+    def draw(self, batch: StepBatch) -> None:
         self.batch = batch
 
     def result(self) -> StepResult:

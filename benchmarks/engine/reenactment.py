@@ -8,9 +8,10 @@ from contextlib import suppress
 from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.adapter_store import AdapterStore, HeldAdapter
-from app.engine.engine import ModelRunner, StepError
+from app.engine.engine import StepError
 from app.engine.matcher import Matchers
-from app.engine.request import ModelFacts, Request
+from app.engine.model_runner import ModelRunner
+from app.engine.request import ModelInfo, Request
 from app.engine.trace.entries import (
     NOTHING,
     Abort,
@@ -137,9 +138,9 @@ def _without_tuner(config: SchedulerConfig) -> SchedulerConfig:
     return config.model_copy(update={"targets": None})
 
 
-def facts_of(header: Header) -> ModelFacts:
+def facts_of(header: Header) -> ModelInfo:
     """What the recorded engine knew of its model."""
-    return ModelFacts.of_json(header.facts)
+    return ModelInfo.of_json(header.facts)
 
 
 class Shares:

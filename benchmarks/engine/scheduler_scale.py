@@ -22,9 +22,10 @@ from typing import Any
 
 from app.assembly import assemble_recorded
 from app.config import CacheConfig, EngineConfig, SchedulerConfig, StepLogConfig, names_of
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine
-from app.engine.request import ModelFacts, Request, SamplingParams
+from app.engine.model_runner import ModelRunner
+from app.engine.request import ModelInfo, Request, SamplingParams
 from benchmarks.harness.command import command_parser, run_command, tell
 
 BLOCK_SIZE = 16
@@ -38,7 +39,7 @@ NUM_TENANTS = 50
 SETTLING_STEPS = 20
 
 
-class RandomRunner:
+class RandomRunner(ModelRunner):
     """Draws random tokens, and reads the clock where the scheduler hands over to the model and takes over again."""
 
     def __init__(self, *, max_running: int) -> None:
@@ -49,7 +50,7 @@ class RandomRunner:
         self.ended = 0.0
         self.num_scheduled = 0
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         self.started = time.perf_counter()
         self.num_scheduled, num_sampled = len(batch.scheduled), len(batch.sampled)
         first = self._next if self._next + num_sampled <= len(self._tokens) else 0
@@ -190,7 +191,7 @@ def build_engine(
         cache=CacheConfig(block_size=BLOCK_SIZE, prefix_caching=True),
         step_log=StepLogConfig(path=step_log),
     )
-    facts = ModelFacts(max_model_len=8192, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    facts = ModelInfo(max_model_len=8192, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
     return assemble_recorded(config, num_blocks=most_blocks * max_running, runner=runner, facts=facts)
 
 

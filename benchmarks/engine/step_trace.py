@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from app.engine.batch import Batch, StepResult
-from app.engine.engine import LaunchingRunner, ModelRunner, PendingStep
+from app.engine.batch import StepBatch, StepResult
+from app.engine.model_runner import ModelRunner, PendingStep
 from app.engine.stats import EngineStats
 
 
@@ -40,7 +40,7 @@ class StepTrace:
     def elapsed_s(self) -> float:
         return self.now() - self._started_at
 
-    def begin(self, batch: Batch | None = None) -> Callable[[], None]:
+    def begin(self, batch: StepBatch | None = None) -> Callable[[], None]:
         """A step of this batch begins, or a wait for something to do; call what is returned at its end."""
         began_s = self.elapsed_s()
         assert self.stats is not None, "a log is joined to its engine before the first step"
@@ -82,33 +82,26 @@ class StepTrace:
         return sum(sizes) / len(sizes) if sizes else None
 
 
-class LoggedRunner:
+class LoggedRunner(ModelRunner):
     """A model runner that notes its steps in a trace."""
 
     def __init__(self, runner: ModelRunner, log: StepTrace) -> None:
         self._runner = runner
         self._log = log
+        self.launches = runner.launches
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         end = self._log.begin(batch)
         result = self._runner.run(batch)
         end()
         return result
 
-
-class LoggedLaunchingRunner(LoggedRunner):
-    """The same for a runner that launches steps ahead."""
-
-    def __init__(self, runner: LaunchingRunner, log: StepTrace) -> None:
-        super().__init__(runner, log)
-        self._launcher = runner
-
     def prepare(self) -> None:
-        self._launcher.prepare()
+        self._runner.prepare()
 
-    def launch(self, batch: Batch) -> PendingStep:
+    def launch(self, batch: StepBatch) -> PendingStep:
         end = self._log.begin(batch)
-        return _LoggedStep(self._launcher.launch(batch), end)
+        return _LoggedStep(self._runner.launch(batch), end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +109,10 @@ class _LoggedStep:
     step: PendingStep
     end: Callable[[], None]
 
-    def draw(self, batch: Batch) -> None:
+    def draw(self, batch: StepBatch) -> None:
         self.step.draw(batch)
 
     def result(self) -> StepResult:
         result = self.step.result()
         self.end()
         return result
-
-
-def logged(runner: ModelRunner, log: StepTrace) -> ModelRunner:
-    """The runner, noted in the log; one that can launch still can."""
-    return LoggedLaunchingRunner(runner, log) if isinstance(runner, LaunchingRunner) else LoggedRunner(runner, log)

@@ -22,7 +22,7 @@ from app.config import PRESETS
 from benchmarks.engine.carousel import Carousel, LoggedCarousel
 from benchmarks.engine.engine_setup import LoadedEngine, load_engine
 from benchmarks.engine.service_figures import Promise, Served, service_figures
-from benchmarks.engine.step_trace import StepTrace, logged
+from benchmarks.engine.step_trace import LoggedRunner, StepTrace
 from benchmarks.engine.trial import (
     POLICIES,
     STRATEGIES,
@@ -109,7 +109,7 @@ def serve(loaded: LoadedEngine, trial: Trial, workload: Workload) -> Served:
         trial.scheduler,
         loaded.config.cache,
         num_blocks=loaded.engine.stats().num_blocks,
-        runner=logged(loaded.engine.runner, log),
+        runner=LoggedRunner(loaded.engine.runner, log),
         facts=loaded.engine.facts,
     )
     run = LoggedCarousel(engine, log).serve(workload)

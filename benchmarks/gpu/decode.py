@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from app.engine.batch import Batch
-from app.engine.engine import LaunchingRunner
+from app.engine.batch import StepBatch
+from app.engine.model_runner import ModelRunner
 from app.model.allocated_bytes import num_bytes_of
 from app.model.cuda.fp8 import why_no_fp8
 from app.model.kv_cache import block_bytes
@@ -61,7 +61,7 @@ def _measure_types(bench: Bench, types: _Types, rows: Sequence[int], contexts: S
     config = config.model_copy(update={"cache": config.cache.model_copy(update={"num_blocks": num_blocks})})
     with Replays().watched() as replays:
         runner = engine_of(config, model).runner
-    assert isinstance(runner, LaunchingRunner), "on a GPU steps are launched"
+    assert runner.launches, "on a GPU steps are launched"
     runner.prepare()
     rate = (bench.of_earlier("rates", "copy_gb_per_s") or copy_rate(bench) / 1e9) * 1e9
     suffix = types.suffix
@@ -102,7 +102,7 @@ def _put_prompt(bench: Bench, length: int, types: _Types, step_s: float) -> None
     bench.put(**{f"prompt_share_{length}{types.suffix}": share})
 
 
-def _timed(bench: Bench, runner: LaunchingRunner, replays: Replays, batch: Batch) -> dict[str, Any]:
+def _timed(bench: Bench, runner: ModelRunner, replays: Replays, batch: StepBatch) -> dict[str, Any]:
     """A step with its greedy draw; the replay alone; what the host needs to launch one."""
     step_s = bench.seconds_in_a_row(lambda: runner.launch(batch))
     replays.last = None

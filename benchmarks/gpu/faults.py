@@ -15,8 +15,8 @@ import torch
 from app.assembly import assemble
 from app.config import EngineConfig
 from app.engine.async_engine import AsyncEngine
-from app.engine.batch import Batch, DeviceLost
-from app.engine.engine import LaunchingRunner, PendingStep
+from app.engine.batch import DeviceLost, StepBatch, StepResult
+from app.engine.model_runner import ModelRunner, PendingStep
 from app.engine.request import Request, SamplingParams
 from app.errors import CarouselError
 from app.model.inputs import build_inputs
@@ -76,10 +76,10 @@ async def _served(bench: Bench, fault: Callable[[Bench], None]) -> dict[str, Any
     }
 
 
-def _runner_of(config: EngineConfig) -> tuple[LaunchingRunner, Any]:
+def _runner_of(config: EngineConfig) -> tuple[ModelRunner, Any]:
     model = made_model(config)
     runner = model.runner(config, num_blocks=64, num_threads=1)
-    assert isinstance(runner, LaunchingRunner), "on a GPU steps are launched"
+    assert runner.launches, "on a GPU steps are launched"
     return runner, model.facts
 
 
@@ -100,20 +100,24 @@ def _counted(ends: list[str]) -> str:
     return ", ".join(f"{ends.count(end)} {end}" for end in dict.fromkeys(ends))
 
 
-class _Failing:
+class _Failing(ModelRunner):
     """A runner of which one step meets a fault."""
 
-    def __init__(self, built: tuple[LaunchingRunner, Any], fault: Callable[[], None]) -> None:
+    launches = True
+
+    def __init__(self, built: tuple[ModelRunner, Any], fault: Callable[[], None]) -> None:
         self._runner, self.facts = built
         self._fault = fault
         self._num_launches = 0
         self.failed_at: float | None = None
-        self.prepare = self._runner.prepare
 
-    def run(self, batch: Batch) -> Any:
+    def prepare(self) -> None:
+        self._runner.prepare()
+
+    def run(self, batch: StepBatch) -> StepResult:
         return self.launch(batch).result()
 
-    def launch(self, batch: Batch) -> PendingStep:
+    def launch(self, batch: StepBatch) -> PendingStep:
         self._num_launches += 1
         if self._num_launches == _FAILING_STEP:
             self.failed_at = time.perf_counter()

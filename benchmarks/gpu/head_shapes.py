@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.model.attention import AttentionRules, AttentionStep
 from app.model.cuda.attention import TritonAttention
 from app.model.inputs import build_inputs
@@ -71,6 +71,6 @@ def attention_of(bench: Bench, shape: HeadShape, *, num_blocks: int, max_rows: i
     return attention
 
 
-def begun(attention: TritonAttention, batch: Batch) -> AttentionStep:
+def begun(attention: TritonAttention, batch: StepBatch) -> AttentionStep:
     """A step over the layer."""
     return attention.begin_step(batch, build_inputs(batch, block_size=BLOCK_SIZE, device=attention.device))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.errors import described
 from app.model.attention import AttentionRules
 from app.model.cuda.attention import TritonAttention
@@ -84,7 +84,7 @@ def _attended(
 ) -> torch.Tensor:
     piece = ScheduledSequence("r", whole.token_ids[start:end], start, whole.block_ids, True, GREEDY)
     query, key, value = (each[start:end] for each in tensors)
-    return begun(attention, Batch((piece,), ())).attend(0, query, key, value, rules)
+    return begun(attention, StepBatch((piece,), ())).attend(0, query, key, value, rules)
 
 
 def _in_fp64(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules) -> torch.Tensor:

@@ -11,8 +11,7 @@ from dataclasses import replace
 import torch
 from transformers import AutoConfig
 
-from app.engine.batch import Batch, ScheduledSequence
-from app.engine.engine import LaunchingRunner
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.models import BLOCK_SIZE, engine_config, engine_of, made_model, random_module
@@ -39,7 +38,7 @@ def logprob_errors(bench: Bench, shape: str) -> dict[str, float]:
     exact = _exact(bench, config.model.path, token_ids)
     spread = float(exact.std())
     runner = engine_of(config, model).runner
-    assert isinstance(runner, LaunchingRunner), "on a GPU steps are launched"
+    assert runner.launches, "on a GPU steps are launched"
     whole = ScheduledSequence(_ID, tuple(token_ids), 0, list(range(num_blocks)), True, _SCORED)
     errors: dict[str, float] = {"prompt": 0.0, "decode": 0.0}
     for start, end in ((0, prompt // 2), (prompt // 2, prompt)):
@@ -54,13 +53,13 @@ def logprob_errors(bench: Bench, shape: str) -> dict[str, float]:
     return {kind: error / spread for kind, error in errors.items()}
 
 
-def _piece(whole: ScheduledSequence, start: int, end: int, targets: tuple[int, ...]) -> Batch:
+def _piece(whole: ScheduledSequence, start: int, end: int, targets: tuple[int, ...]) -> StepBatch:
     sampling = replace(_SCORED, prompt_logprobs=1 if targets else None)
     item = ScheduledSequence(
         _ID, whole.token_ids[start:end], start, whole.block_ids, True, sampling, targets=targets,
         first_target=start + 1 if targets else 0,
     )  # fmt: skip
-    return Batch((item,), (), has_logprobs=True)
+    return StepBatch((item,), (), has_logprobs=True)
 
 
 def _exact(bench: Bench, path: str, token_ids: Sequence[int]) -> torch.Tensor:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 import torch
 
-from app.engine.batch import Batch
-from app.engine.engine import LaunchingRunner
+from app.engine.batch import StepBatch
+from app.engine.model_runner import ModelRunner
 from app.model.adapters import AdapterWeights, LowRankUpdate, Sizes
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.models import BLOCK_SIZE, engine_config, engine_of, made_model
@@ -36,7 +36,7 @@ def measure(bench: Bench) -> None:
     )  # fmt: skip
     model = made_model(config)
     runner, slots = engine_of(config, model).runner, model.adapters
-    assert isinstance(runner, LaunchingRunner), "on a GPU steps are launched"
+    assert runner.launches, "on a GPU steps are launched"
     assert slots is not None, "the decoder for CUDA computes this shape"
     runner.prepare()
     bench.put(adapter_memory_gib=round(sum(each.nbytes for each in slots.tensors()) / 2**30, 3))
@@ -57,7 +57,7 @@ def measure(bench: Bench) -> None:
             slots.free(each)
 
 
-def _put(bench: Bench, runner: LaunchingRunner, name: str, rank: int, kinds: Mapping[str, Batch]) -> None:
+def _put(bench: Bench, runner: ModelRunner, name: str, rank: int, kinds: Mapping[str, StepBatch]) -> None:
     """Steps of each kind in turn, by how many adapters they have."""
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _, kind in turns(list(kinds), rounds=bench.sized(7, 1)):

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from app.assembly import assemble
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine
+from app.engine.model_runner import ModelRunner
 from app.model.attention import ATTENTION_NAME
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.loader import load_model
@@ -184,12 +186,14 @@ def prompt_operations(bench: Bench, length: int) -> int:
     return int(of_layers + 2 * hidden * shape["vocab_size"])
 
 
-class _WithoutLaunches:
+class _WithoutLaunches(ModelRunner):
     """A model runner of which each step is waited for."""
 
     def __init__(self, runner: GraphModelRunner) -> None:
         self._runner = runner
-        self.run = runner.run
+
+    def run(self, batch: StepBatch) -> StepResult:
+        return self._runner.run(batch)
 
 
 def random_module(found: Any, dtype: torch.dtype, device: torch.device, *, attention: str = ATTENTION_NAME) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from app.engine.batch import Batch
-from app.engine.engine import LaunchingRunner
+from app.engine.batch import StepBatch
+from app.engine.model_runner import ModelRunner
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.models import BLOCK_SIZE, engine_config, engine_of, made_model
 from benchmarks.gpu.steps import blocks_needed, step_of
@@ -34,7 +34,7 @@ def measure(bench: Bench) -> None:
         bench, max_running=rows, max_step_tokens=bench.sized(2048, 8), max_model_len=2 * context, num_blocks=num_blocks
     )
     runner = engine_of(config, made_model(config)).runner
-    assert isinstance(runner, LaunchingRunner), "on a GPU steps are launched"
+    assert runner.launches, "on a GPU steps are launched"
     runner.prepare()
     for name, pieces in steps.items():
         batch = step_of(pieces, num_blocks=num_blocks, block_size=BLOCK_SIZE)
@@ -52,7 +52,7 @@ def measure(bench: Bench) -> None:
         _put_kernels(bench, name, kernels)
 
 
-def _events_of(bench: Bench, runner: LaunchingRunner, batch: Batch) -> list[Any]:
+def _events_of(bench: Bench, runner: ModelRunner, batch: StepBatch) -> list[Any]:
     is_cuda = bench.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
     bench.synchronize()

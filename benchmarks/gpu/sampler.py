@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from app.engine.engine import LaunchingRunner
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import TokenSet
 from app.engine.request import SamplingParams
@@ -58,7 +57,7 @@ def measure(bench: Bench) -> None:
     model = made_model(config)
     with Replays().watched() as replays:
         runner = engine_of(config, model).runner
-    assert isinstance(runner, LaunchingRunner), "on a GPU steps are launched"
+    assert runner.launches, "on a GPU steps are launched"
     runner.prepare()
     bench.put(vocabulary=model.facts.vocab_size)
     for number in numbers:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 
 import app.model.ways.gpu
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -24,7 +24,7 @@ def step_of(
     sampling: SamplingParams = GREEDY,
     beside: Callable[[], dict[str, Any]] = dict,
     adapters: Sequence[object] = (),
-) -> Batch:
+) -> StepBatch:
     """A step of pieces of sequences. pieces: position of the first token, and number of tokens.
 
     beside: what else a sequence has, by the names of `ScheduledSequence`. adapters: the sequences have them in turn.
@@ -40,7 +40,7 @@ def step_of(
         )
         for at, (start, size) in enumerate(pieces)
     )  # fmt: skip
-    return Batch(
+    return StepBatch(
         items, (), num_scheduled_tokens=sum(size for _, size in pieces), has_logprobs=sampling.logprobs is not None
     )
 

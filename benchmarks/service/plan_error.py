@@ -32,7 +32,7 @@ from typing import Any
 from app.assembly import assemble, build_sync_engine
 from app.config import EngineConfig, SchedulerConfig
 from app.engine.async_engine import AsyncEngine
-from app.engine.engine import ModelRunner
+from app.engine.model_runner import ModelRunner
 from app.engine.request import Request, SamplingParams, TokenDelta
 from app.errors import Overloaded
 from benchmarks.harness.command import command_parser, run_command, tell

@@ -1,6 +1,6 @@
 """Answer every row of some files: `python -m deployments.bulk --input FILE_OR_GLOB --output DIR`.
 
-With --through fleet the rows go to a running service, in its lowest class, otherwise to engines of the run's own.
+The rows go to engines of the run's own.
 Without a cluster to join (`ray job submit --working-dir . -- python -m deployments.bulk ...`) it starts one. Mistakes
 are reported before Ray is imported. A run that was killed at any moment goes on with --resume.
 """
@@ -14,9 +14,8 @@ from contextlib import closing
 
 from app.errors import CarouselError
 from app.jobs.input_files import find_files, look_through
-from app.jobs.remote_run import ServiceSettings, run_through_service
 from app.jobs.run_folder import OUTPUTS, Summary, finished_summary, open_run
-from deployments.bulk.options import Options, PoolSettings, read_options
+from deployments.bulk.options import Options, read_options
 
 ROWS_FAILED = 3  # the exit status that --fail-on-row-errors asks for
 INTERRUPTED = 130
@@ -38,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Options) -> Summary:
-    """The summary of the run, also of one that is finished. Raises as `run_through_service` and `run_on_pool` do."""
+    """The summary of the run, also of one that is finished. Raises as `run_on_pool` does."""
     found = look_through(find_files(options.input), options.rows)
     run = options.description() | {"num_rows": found.num_rows, "fingerprint": found.fingerprint}
     finished = finished_summary(options.output, run) if options.resume else None
@@ -52,15 +51,13 @@ def _run(options: Options) -> Summary:
         resume=options.resume,
     )
     with closing(folder):
-        if isinstance(options.through, ServiceSettings):
-            return run_through_service(found, folder, options.rows, options.through)
-        _set_environment(options.through)
+        _set_environment(is_local_model=options.is_local_model)
         from deployments.bulk.pool_run import run_on_pool  # Ray reads the environment when it is imported
 
-        return run_on_pool(found, folder, options.rows, options.through)
+        return run_on_pool(found, folder, options.rows, options.served)
 
 
-def _set_environment(pool: PoolSettings) -> None:
+def _set_environment(*, is_local_model: bool) -> None:
     """What Ray and the model hub read; whatever the caller has set stays."""
     defaults = {
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -70,7 +67,7 @@ def _set_environment(pool: PoolSettings) -> None:
         "RAY_ADDRESS" not in os.environ
     ):  # a cluster of our own, on this machine alone: see deployments/launcher/supervisor.py
         defaults["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    if pool.is_local_model:
+    if is_local_model:
         defaults["HF_HUB_OFFLINE"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

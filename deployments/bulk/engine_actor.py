@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 from app.assembly import ONE_DEVICE, Devices, build_matchers, build_sync_engine
 from app.config import EngineConfig
-from app.engine.request import ModelFacts
-from app.jobs.engine_worker import EngineWorker
+from app.engine.request import ModelInfo
 from app.jobs.job import EngineOutput
-from app.jobs.preparation import PreparedItem
 from app.model.location import resolve_model_path
 from app.text import Tokenizer
+from deployments.bulk.engine_worker import EngineWorker, PreparedItem
 from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads
 
 
@@ -27,7 +26,7 @@ class EngineActor:
         self._config, self._threads, self._devices = config, threads, devices
         self._worker: EngineWorker | None = None
 
-    def load(self) -> ModelFacts:
+    def load(self) -> ModelInfo:
         """Load the model. Raises InvalidSetup. Not in the constructor: Ray reports its errors as a death."""
         config = with_threads(self._config, self._threads, num_ranks=self._devices.tensor_parallel)
         engine = build_sync_engine(config, self._devices)

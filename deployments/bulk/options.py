@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from app.config import ServedModelConfig
 from app.errors import InvalidSetup
 from app.jobs.items import RowSettings
-from app.jobs.remote_run import ServiceSettings
 from app.model.location import resolve_model_path
 from deployments.cli import positive
 from deployments.serve.settings import parse, read_serve_file
 
-DEFAULT_PORT = 8000  # as in deployments/serve.yaml
-DEFAULT_MAX_IN_FLIGHT = 1024
-DEFAULT_PATIENCE_S = 600.0
-API_KEY_VARIABLE = "CAROUSEL_API_KEY"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSettings:
-    """Engines of the run's own."""
-
-    served: ServedModelConfig
-
-    @property
-    def is_local_model(self) -> bool:
-        paths = self.served.engine.model_paths.values()
-        return all(resolve_model_path(path) != path or Path(path).is_dir() for path in paths)
+# Options of former versions, and what to do instead.
+_BATCHES = "send the rows to the service as a batch (POST /v1/files, then /v1/batches), or compute them here"
+_REMOVED = {
+    "--through": "leave it out: a run has engines of its own; to use a running service, " + _BATCHES,
+    "--base-url": _BATCHES,
+    "--api-key": _BATCHES,
+    "--max-in-flight": "leave it out: engines take as many rows as their config says",
+    "--wait-for-service": "leave it out: no service is needed",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +33,19 @@ class Options:
     input: str
     output: Path
     output_format: str  # jsonl, parquet
-    through: PoolSettings | ServiceSettings
+    served: ServedModelConfig
     rows: RowSettings
     resume: bool
     fail_on_row_errors: bool
 
+    @property
+    def is_local_model(self) -> bool:
+        paths = self.served.engine.model_paths.values()
+        return all(resolve_model_path(path) != path or Path(path).is_dir() for path in paths)
+
     def description(self) -> dict[str, Any]:
-        """What the answers depend on: a resumed run must have the same. Neither how many engines there are nor where
-        the service listens is among it."""
-        return _model_of(self.through) | {
+        """What the answers depend on: a resumed run must have the same. How many engines there are is not among it."""
+        return _model_of(self.served) | {
             "prompt_column": self.rows.prompt_column,
             "messages_column": self.rows.messages_column,
             "max_tokens": self.rows.max_tokens,
@@ -61,14 +56,12 @@ class Options:
 
 def read_options(arguments: Sequence[str] | None = None) -> Options:
     """Raises InvalidSetup for what is wrong in the config file; argparse reports the rest, with status 2."""
-    parser = _parser()
-    given = parser.parse_args(arguments)
-    _check_they_go_together(parser, given)
+    given = _parser().parse_args(arguments)
     return Options(
         input=given.input,
         output=given.output,
         output_format=given.format,
-        through=_pool(given) if given.through == "pool" else _service(given),
+        served=_served_by(given),
         rows=RowSettings(
             prompt_column=given.prompt_column,
             messages_column=given.messages_column,
@@ -80,19 +73,17 @@ def read_options(arguments: Sequence[str] | None = None) -> Options:
     )
 
 
-def _model_of(through: PoolSettings | ServiceSettings) -> dict[str, Any]:
-    if isinstance(through, ServiceSettings):
-        return {"through": "fleet", "model_name": through.model}
-    model = through.served.engine.model
-    kv_dtype = through.served.engine.cache.dtype
+def _model_of(served: ServedModelConfig) -> dict[str, Any]:
+    model = served.engine.model
+    kv_dtype = served.engine.cache.dtype
     quantization = {} if model.quantization == "none" else {"quantization": model.quantization}
     return (
         quantization
         | ({} if kv_dtype == "auto" else {"kv_dtype": kv_dtype})
         | {
-            "through": "pool",
+            "through": "pool",  # as folders of former versions have it
             "model": model.path,
-            "model_name": through.served.name,
+            "model_name": served.name,
             "revision": model.revision,
             "dtype": model.dtype,
             "max_model_len": model.max_model_len,
@@ -100,30 +91,20 @@ def _model_of(through: PoolSettings | ServiceSettings) -> dict[str, Any]:
     )
 
 
-def _check_they_go_together(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    names = ("engines",) if given.through == "fleet" else ("base_url", "api_key", "max_in_flight", "wait_for_service")
-    for name in names:
-        if getattr(given, name) is not None:
-            parser.error(f"--{name.replace('_', '-')} means nothing with --through {given.through}")
-
-
-def _pool(given: argparse.Namespace) -> PoolSettings:
+def _served_by(given: argparse.Namespace) -> ServedModelConfig:
     served = _served(given.config, given.model)
-    if given.engines is not None:
-        replicas = served.replicas.model_copy(update={"num_replicas": given.engines})
-        served = served.model_copy(update={"replicas": replicas})
-    return PoolSettings(served=served)
+    if given.engines is None:
+        return served
+    replicas = served.replicas.model_copy(update={"num_replicas": given.engines})
+    return served.model_copy(update={"replicas": replicas})
 
 
-def _service(given: argparse.Namespace) -> ServiceSettings:
-    port = DEFAULT_PORT if given.config is None else read_serve_file(given.config).port
-    return ServiceSettings(
-        base_url=given.base_url or f"http://127.0.0.1:{port}",
-        api_key=given.api_key or os.environ.get(API_KEY_VARIABLE),
-        model=given.model,
-        max_in_flight=given.max_in_flight or DEFAULT_MAX_IN_FLIGHT,
-        patience_s=given.wait_for_service or DEFAULT_PATIENCE_S,
-    )
+class _Removed(argparse.Action):
+    """An option of a former version: refused, with what to do instead."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        [name] = self.option_strings
+        parser.error(f"{name} is gone; {_REMOVED[name]}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -131,30 +112,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--input", required=True, metavar="FILE", help="JSONL or Parquet: a file, folder, glob or URI")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the run's own folder")
     parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl", help="of the results")
-    parser.add_argument(
-        "--through",
-        choices=("pool", "fleet"),
-        default="pool",
-        help="engines of its own, or a running service's idle slots",
-    )
-    parser.add_argument(
-        "--model", metavar="MODEL", help="a model of --config by its name, a folder, or a hub id; fleet: a served model"
-    )
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="a Serve config file: engine, engines, devices, port"
-    )
-    parser.add_argument("--engines", type=positive, metavar="N", help="pool: instead of the config's num_replicas")
-    parser.add_argument(
-        "--base-url", metavar="URL", help=f"fleet: the service; default: this machine, port {DEFAULT_PORT}"
-    )
-    parser.add_argument("--api-key", metavar="KEY", help=f"fleet; others cannot read it in ${API_KEY_VARIABLE}")
-    parser.add_argument(
-        "--max-in-flight", type=positive, metavar="N", help=f"fleet: rows at once, at most {DEFAULT_MAX_IN_FLIGHT:,}"
-    )
-    parser.add_argument(
-        "--wait-for-service", type=positive, metavar="S",
-        help=f"fleet: seconds until a service that does not answer is given up; default {DEFAULT_PATIENCE_S:g}",
-    )  # fmt: skip
+    parser.add_argument("--model", metavar="MODEL", help="a model of --config by its name, a folder, or a hub id")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a Serve config file: engine, engines, devices")
+    parser.add_argument("--engines", type=positive, metavar="N", help="instead of the config's num_replicas")
+    for name in _REMOVED:
+        parser.add_argument(name, action=_Removed, help=argparse.SUPPRESS)
     columns = parser.add_mutually_exclusive_group()
     columns.add_argument("--prompt-column", metavar="NAME", help="text to go on with, as /v1/completions does")
     columns.add_argument("--messages-column", metavar="NAME", help="a list of messages, or the text of a user's turn")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from typing import Any
 
@@ -14,14 +14,17 @@ import ray
 from ray.exceptions import RayError
 
 from app.api import RequestHandler, ServedModel
+from app.api.prepared_request import PreparedRequest
+from app.api.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, QueuedRequest
 from app.config import ApiConfig
 from app.engine.request import Request, TokenDelta
+from app.errors import InvalidRequest
 from app.jobs.input_files import InputFile, InputPiece, InputRows, read_piece
-from app.jobs.items import RowSettings, item_of
-from app.jobs.job import InvalidItem, Item
-from app.jobs.preparation import PreparedItem, prepare_row
+from app.jobs.items import GENERATION_URLS, RowSettings, item_of
+from app.jobs.job import Answered, InvalidItem, Item, Json
 from app.jobs.results import ItemSet
 from app.text import Tokenizer
+from deployments.bulk.engine_worker import PreparedItem
 
 ITEMS_IN_A_PIECE = 128
 CPUS_PER_PREPARER = 8  # of the cluster: one process tokenizes some thousand rows a second
@@ -34,7 +37,7 @@ class Preparation:
     tokenizer_path: str
     revision: str | None
     model_name: str
-    facts: Any  # reference to the ModelFacts of an engine that may still be loading
+    facts: Any  # reference to the ModelInfo of an engine that may still be loading
     rows: RowSettings
 
 
@@ -123,3 +126,56 @@ def _pieces(batch: dict[str, Any]) -> Iterator[InputPiece]:
 
 def _elsewhere(request: Request) -> AsyncIterator[TokenDelta]:
     raise AssertionError("rows are prepared here and computed on the engines")
+
+
+# An item as a request of an engine. It means what the same request over HTTP would.
+
+
+async def prepare_row(item: Item, handler: RequestHandler) -> PreparedItem | InvalidItem:
+    """An item of a bulk run, checked and tokenized. What is wrong with it is the reason why it is not run."""
+    call = await handler.prepare_item("", item.url, item.body, check_fits_engines)
+    if isinstance(call, Answered):
+        return InvalidItem(number=item.number, id=item.id, reason=error_message(call.body))
+    return prepared(item, call)
+
+
+def prepared(item: Item, call: PreparedRequest) -> PreparedItem:
+    """An item and its call, which has one request."""
+    [request] = call.requests
+    return PreparedItem(
+        number=item.number,
+        id=item.id,
+        request=replace(request, request_id=f"item-{item.number}"),
+        stop=call.stop,
+        skip_special_tokens=call.skip_special_tokens,
+        include_stop=call.include_stop,
+    )
+
+
+def check_fits_engines(body: QueuedRequest) -> None:
+    """Raise InvalidRequest for what the API can do and engines without it cannot: they make one text for an item."""
+    if not isinstance(body, GenerationRequest):
+        raise InvalidRequest(f"bulk runs answer {' and '.join(GENERATION_URLS)} only")
+    if body.n != 1:
+        raise InvalidRequest(f"n is {body.n:,}; an item has one answer: write an item for each", param="n")
+    if body.num_samples != 1:
+        raise InvalidRequest(f"best_of is {body.best_of}; an item has one answer: leave it out", param="best_of")
+    for name, is_asked in (
+        ("logprobs", body.asked_logprobs[1] is not None),
+        ("prompt_logprobs", body.prompt_logprobs is not None),
+        ("return_token_ids", body.return_token_ids),
+        ("echo", body.asks_for_echo),
+    ):
+        if is_asked:
+            raise InvalidRequest(f"{name} is not for bulk runs: an item's result holds its text only", param=name)
+    if isinstance(body, CompletionRequest) and len(body.prompt) != 1:
+        message = f"prompt holds {len(body.prompt):,} prompts; an item has one: write an item for each"
+        raise InvalidRequest(message, param="prompt")
+    if isinstance(body, ChatRequest) and body.tools and body.tool_choice != "none":
+        raise InvalidRequest("an item of a bulk run has no tools; send it to a service", param="tools")
+
+
+def error_message(body: Json) -> str:
+    """What the error object of a response has to say."""
+    error = body.get("error")
+    return str(error.get("message", ""))[:1000] if isinstance(error, dict) else ""

@@ -20,11 +20,11 @@ from app.assembly import Devices
 from app.config import ServedModelConfig
 from app.errors import Failure, InvalidSetup
 from app.jobs.job import EngineOutput
-from app.jobs.preparation import PreparedItem
+from app.jobs.outputs import RecordFormat
 from app.jobs.results import PartialOutputs
 from app.jobs.runner import Executor, JobRun
 from deployments.bulk.engine_actor import EngineActor
-from deployments.threads import AskedThreads
+from deployments.bulk.engine_worker import PreparedItem
 
 logger = logging.getLogger(__name__)
 
@@ -41,22 +41,17 @@ class EnginePool(Executor[PreparedItem]):
         served: ServedModelConfig,
         run: JobRun[PreparedItem],
         partial: PartialOutputs,
-        *,
-        threads: AskedThreads | None = None,
     ) -> None:
-        """As many engines as `served` has replicas. Items continue after the tokens that `partial` has of them.
-
-        threads: of all engines of the service; None: there are no others.
-        """
+        """As many engines as `served` has replicas. Items continue after the tokens that `partial` has of them."""
         super().__init__(run)
         self._served = served
-        own = [served.engine.model.num_threads] * self._size * served.replicas.tensor_parallel
-        self._threads = own if threads is None else threads
+        self._threads = [served.engine.model.num_threads] * self._size * served.replicas.tensor_parallel
         self._partial = partial
+        self._form = RecordFormat()
         self._window = 3 * served.engine.scheduler.max_running
         self._num_ready = 0  # engines that have loaded and not died
         self._num_deaths_in_a_row = 0
-        self._facts: Any = None  # reference to a ModelFacts
+        self._facts: Any = None  # reference to a ModelInfo
 
     def parts(self) -> Sequence[Coroutine[Any, Any, None]]:
         """The engines."""
@@ -152,7 +147,7 @@ class EnginePool(Executor[PreparedItem]):
 
     async def _book(self, number: int, output: EngineOutput) -> None:
         self._backlog.begin(number, output.begun)
-        self._run.generated(output)
+        self._run.generated(output, map(self._form.generated, output.outputs))
         self._backlog.settle(number, [each.number for each in output.outputs])
         if output.outputs:
             self._num_deaths_in_a_row = 0

@@ -9,35 +9,34 @@ from contextlib import aclosing
 
 import ray
 
-from app.config import ReplicasConfig
+from app.config import ReplicasConfig, ServedModelConfig
 from app.errors import InvalidSetup
 from app.jobs.input_files import InputRows
 from app.jobs.items import RowSettings
 from app.jobs.job import InvalidItem
 from app.jobs.outputs import RecordFormat
-from app.jobs.preparation import PreparedItem
 from app.jobs.run_folder import RunFolder, Summary, finish_run
 from app.jobs.runner import JobRun, ReadingBroke, RunProgress, read_in_thread
 from app.model.location import resolve_model_path
-from deployments.bulk.options import PoolSettings
+from deployments.bulk.engine_worker import PreparedItem
 from deployments.bulk.pipeline import Preparation, prepared_items
 from deployments.bulk.pool import EnginePool
 from deployments.launcher.own_cluster import start_own_cluster
 
 
-def run_on_pool(found: InputRows, folder: RunFolder, rows: RowSettings, pool: PoolSettings) -> Summary:
+def run_on_pool(found: InputRows, folder: RunFolder, rows: RowSettings, served: ServedModelConfig) -> Summary:
     """Answer every row and finish the folder.
 
     Raises:
         InvalidSetup: the model or the cluster cannot do it.
         Failure: the output cannot be written, engines or readers die again and again.
     """
-    run = JobRun[PreparedItem](folder.results, RecordFormat(), progress=RunProgress(found.num_rows))
+    run = JobRun[PreparedItem](folder.results, RecordFormat().invalid, progress=RunProgress(found.num_rows))
 
     def compute() -> None:
-        _join_or_start_ray(pool.served.replicas)
+        _join_or_start_ray(served.replicas)
         try:
-            asyncio.run(_run(run, found, folder, rows, pool))
+            asyncio.run(_run(run, found, folder, rows, served))
         finally:
             ray.shutdown()
 
@@ -45,9 +44,9 @@ def run_on_pool(found: InputRows, folder: RunFolder, rows: RowSettings, pool: Po
 
 
 async def _run(
-    run: JobRun[PreparedItem], found: InputRows, folder: RunFolder, rows: RowSettings, settings: PoolSettings
+    run: JobRun[PreparedItem], found: InputRows, folder: RunFolder, rows: RowSettings, served: ServedModelConfig
 ) -> None:
-    served, model = settings.served, settings.served.engine.model
+    model = served.engine.model
     pool = EnginePool(served, run, folder.results.partial)
 
     async def source() -> AsyncGenerator[list[PreparedItem | InvalidItem], None]:

@@ -12,13 +12,15 @@ from deployments.dashboards.boards import BOARDS
 from deployments.dashboards.rules import rules
 
 FOLDER = Path(__file__).parent
-_GENERATED = "# Written by python -m deployments.dashboards\n"
 
 
 def files() -> dict[str, str]:
     """The text of each file, by its name."""
     boards = {f"{board.name}.json": json.dumps(board.as_json(), indent=1) + "\n" for board in BOARDS}
-    return boards | {"rules.yaml": _GENERATED + yaml.safe_dump(rules(), sort_keys=False, width=120)}
+    return boards | {
+        "rules.yaml": "# Written by python -m deployments.dashboards\n"
+        + yaml.safe_dump(rules(), sort_keys=False, width=120)
+    }
 
 
 def main() -> None:

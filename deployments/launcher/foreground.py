@@ -22,8 +22,8 @@ from deployments.launcher.own_cluster import start_own_cluster
 
 def main() -> int:
     """Start, deploy, report until a signal comes. Returns 1 when the application cannot start."""
-    _end_with_the_launcher()
     given = _arguments()
+    _end_with_the_launcher(given.launcher)
     print(f"Starting Ray and Serve for {given.config}; logs in {given.run_folder}/session_latest/logs", flush=True)
     # Serve is imported while Ray's processes start.
     threading.Thread(target=import_module, args=("deployments.launcher.rollout",), daemon=True).start()
@@ -47,6 +47,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m deployments.launcher.foreground")
+    parser.add_argument("launcher", type=int, help="its process id")
     parser.add_argument("config", type=Path)
     parser.add_argument("run_folder")
     parser.add_argument("reserved_cpus", type=float)
@@ -54,14 +55,14 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _end_with_the_launcher() -> None:
+def _end_with_the_launcher(launcher: int) -> None:
     """End cleanly on a signal, be it the kernel's when the launcher was killed."""
     _end_on_signals()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-        if os.getppid() == 1:
+        if os.getppid() != launcher:  # it has ended before
             sys.exit(1)
 
 

@@ -12,8 +12,6 @@ from typing import Any
 import ray
 from ray._private import parameter
 
-_ANY_FREE_PORT = 0
-
 
 def start_own_cluster(*, reserved_cpus: float, **options: Any) -> None:
     """`ray.init` for a new cluster, which disturbs no other cluster on this machine.
@@ -39,8 +37,9 @@ def _small_cluster() -> Iterator[None]:
     (https://github.com/ray-project/ray/pull/34886 asked for one and was closed).
     """
     of_all_clusters = parameter.RayParams
+    any_free_port = 0
     parameter.RayParams = partial(
-        of_all_clusters, dashboard_agent_listen_port=_ANY_FREE_PORT, no_monitor=True, include_log_monitor=False
+        of_all_clusters, dashboard_agent_listen_port=any_free_port, no_monitor=True, include_log_monitor=False
     )
     try:
         yield

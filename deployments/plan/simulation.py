@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine
+from app.engine.model_runner import ModelRunner
 from app.engine.request import Request, TokenDelta
 from app.engine.sequence import Sequence as EngineSequence
 from app.engine.trace.recorder import Recorder
@@ -32,7 +33,6 @@ from deployments.plan.step_cost import MeasuredReplica, StepCost, StepShape
 from deployments.plan.traces import Trace, TracedRequest
 
 TOKEN_ID = 0  # that each step draws, where it does not end a request
-_EMPTY_STEP_S = 1e-5  # a step that computes nothing takes time, too: the clock must move on
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class _Noise:
         self._returned.extend(reversed(drawn))
 
 
-class TimedRunner:
+class TimedRunner(ModelRunner):
     """A model runner that computes nothing: it moves the clock on by a step's time and ends requests at their end."""
 
     def __init__(self, cost: StepCost, clock: SimulatedClock, *, eos_token_id: int, noise: _Noise | None) -> None:
@@ -71,7 +71,7 @@ class TimedRunner:
         self._noise = noise
         self.end_positions: dict[str, int] = {}  # of requests that end before their limit, by id: of the end token
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         """The step's tokens: 0, or the end token where a request ends."""
         cost, size = self._cost, StepShape.of(batch)
         self._clock.now += cost.seconds(size) if self._noise is None else cost.drawn_seconds(size, self._noise.draw())
@@ -165,8 +165,9 @@ class _Replica:
         """Compute a step; afterwards the clock shows its end."""
         began_at = self.clock.now
         deltas = self.engine.step()
+        empty_step_s = 1e-5  # a step that computes nothing takes time, too: the clock must move on
         if self.clock.now == began_at:
-            self.clock.now += _EMPTY_STEP_S
+            self.clock.now += empty_step_s
         return deltas
 
     def note_in(self, registries: Sequence[ReplicaRegistry]) -> None:

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from app.assembly import assemble, build_sync_engine
 from app.config import EngineConfig, SchedulerConfig
 from app.engine.async_engine import AsyncEngine
-from app.engine.batch import Batch, SchedulingDecision
-from app.engine.request import ModelFacts, Request, SamplingParams, TokenDelta
+from app.engine.batch import SchedulingDecision, StepBatch
+from app.engine.request import ModelInfo, Request, SamplingParams, TokenDelta
 from app.engine.trace.recorder import Recorder
 from app.errors import InvalidSetup
 from deployments.plan.traces import Trace
@@ -31,7 +31,6 @@ from deployments.threads import keep_waits_for_the_interpreter_short
 
 _FORMAT = 2
 _MIN_STEPS = 100  # for some ten numbers that are fitted
-_MIN_NEAR = 10  # steps between a size and its neighbours, for a time of its own
 _NUM_RATIOS = 200  # quantiles of measured by fitted time that are kept
 NOISE_CLASSES = (4, 32, 128)  # tokens: small steps are disturbed by more of their time than large ones
 # Each setting is measured in so many slices, so that a disturbance does not fall on one setting alone; in more where
@@ -48,7 +47,7 @@ class StepShape(NamedTuple):
     num_prefill_pairs: int  # of chunks: for each token, the tokens that it attends to
 
     @classmethod
-    def of(cls, batch: Batch) -> StepShape:
+    def of(cls, batch: StepBatch) -> StepShape:
         context = pairs = 0
         for item in batch.scheduled:
             num_tokens = len(item.token_ids)
@@ -171,7 +170,8 @@ def _knots(num_tokens: Sequence[int]) -> list[int]:
     while knots[-1] < largest:
         knots.append(min(2 * knots[-1], largest))
     counts = np.histogram(num_tokens, bins=[*knots, largest + 1])[0]
-    inner = [knot for knot, *near in zip(knots[1:-1], counts, counts[1:], strict=False) if min(near) >= _MIN_NEAR]
+    min_near = 10  # steps between a size and its neighbours, for a time of its own
+    inner = [knot for knot, *near in zip(knots[1:-1], counts, counts[1:], strict=False) if min(near) >= min_near]
     return [1, *inner, largest]
 
 
@@ -214,7 +214,7 @@ class MeasuredReplica:
     num_threads: int | None
     num_blocks: int
     block_size: int
-    facts: ModelFacts
+    facts: ModelInfo
     cost: StepCost
 
     def write(self, path: Path) -> None:
@@ -231,7 +231,7 @@ class MeasuredReplica:
             found = json.loads(path.expanduser().read_text(encoding="utf-8"))
             if found.pop("step_cost") != _FORMAT:
                 raise ValueError("another format")
-            return cls(facts=ModelFacts.of_json(found.pop("facts")), cost=StepCost(**found.pop("cost")), **found)
+            return cls(facts=ModelInfo.of_json(found.pop("facts")), cost=StepCost(**found.pop("cost")), **found)
         except OSError as error:
             raise InvalidSetup(f"{path}: {error.strerror}") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -312,7 +312,7 @@ class _StepTimes(Recorder):
         self._end(now)
         self._began_at = now
 
-    def scheduled(self, batch: Batch, decision: SchedulingDecision) -> None:
+    def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
         self._size = StepShape.of(batch) if batch else None
 
     def step_ended(self, deltas: list[TokenDelta], *, at: float) -> None:

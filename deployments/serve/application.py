@@ -62,12 +62,7 @@ def _at_absolute_paths(config: ApplicationConfig) -> ApplicationConfig:
         webhooks = config.batches.webhooks
         if webhooks.secret_file is not None:
             webhooks = webhooks.model_copy(update={"secret_file": _absolute(webhooks.secret_file)})
-        files = config.batches.files
-        if files is not None and "://" not in files:
-            files = _absolute(files)
-        batches = config.batches.model_copy(
-            update={"path": _absolute(config.batches.path), "files": files, "webhooks": webhooks}
-        )
+        batches = config.batches.model_copy(update={"path": _absolute(config.batches.path), "webhooks": webhooks})
         config = config.model_copy(update={"batches": batches})
     return config
 

@@ -17,7 +17,7 @@ from app.fleet import Table, adapters_in, merged, with_entry
 from deployments.serve.metrics import Answers, answers_of
 from deployments.serve.transport import (
     OVERRIDE,
-    ReplicaState,
+    GossipAnswer,
     SchedulerOverride,
     ServeTransport,
     detached_call,
@@ -47,7 +47,7 @@ class ModelGossip:
     async def found(self) -> AdapterFindings:
         """See `AdapterFleet`. This process and all replicas know the same afterwards."""
         answers = await self._ask(self._transport.table)
-        replicas: Sequence[ReplicaState] = answers.reports
+        replicas: Sequence[GossipAnswer] = answers.reports
         return AdapterFindings(
             adapters=adapters_in(self._transport.table),
             replicas=[
@@ -115,7 +115,7 @@ def _scheduling_of(answers: Answers) -> SchedulingFindings:
     return SchedulingFindings(replicas=list(map(_in_force, answers.reports)), num_missing=answers.num_missing)
 
 
-def _in_force(replica: ReplicaState) -> ReplicaScheduling:
+def _in_force(replica: GossipAnswer) -> ReplicaScheduling:
     override = replica.table.get(OVERRIDE)
     return ReplicaScheduling(
         replica_id=replica.replica_id,

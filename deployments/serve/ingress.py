@@ -13,30 +13,24 @@ from ray.serve.handle import DeploymentHandle
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from app.api import RequestHandler, batch_routes, build_app, fill_indexes, pipelines_of
+from app.api import RequestHandler, batch_routes, build_app
 from app.api.auth.limits import SharedPools
-from app.api.endpoints.admin import ProcessReport
 from app.api.endpoints.cancellation import RunningCalls
 from app.api.http.guard import owner_of
 from app.config import ApplicationConfig
-from app.fleet import Table
 from app.jobs import BatchService
-from deployments.ray_internals import accept_odd_headers, http_host, keep_calls_on_loopback, leave_request_ids_alone
-from deployments.serve.admin import AdminCollector
-from deployments.serve.gossip import ModelGossip
-from deployments.serve.keys_file import Keys
-from deployments.serve.metrics import IngressReport, MetricsCollector, answers_of
-from deployments.serve.model_client import ModelClient, served_model
-from deployments.serve.process import freeze_loaded, log_where_serve_does, return_freed_memory
+from deployments.ray_internals import accept_odd_headers, http_host, leave_request_ids_alone
+from deployments.serve.metrics import answers_of
+from deployments.serve.process import collect_later, freeze_loaded
 from deployments.serve.ray_metrics import RayMetrics, families_of_requests
+from deployments.serve.sender import Sender
 from deployments.serve.settings import check_exposure, max_ingress_requests
-from deployments.serve.tracing import tracer_of_environment
 from deployments.serve.transport import to_carousel_error
 
 READY_CACHE_S = 1.0
 
 
-class Ingress:
+class Ingress(Sender):
     """One HTTP process. It is ready once a replica of every model has sent its facts."""
 
     def __init__(
@@ -46,88 +40,37 @@ class Ingress:
         handles: Mapping[str, DeploymentHandle],
         batches: DeploymentHandle | None = None,
     ) -> None:
-        """`paths` are resolved model paths, `handles` the replica deployments, both by the model's name.
-
-        `batches` is the deployment that keeps files and batches, where they are served.
-        """
-        log_where_serve_does()
-        return_freed_memory()
-        keep_calls_on_loopback()
+        """See `Sender`. `batches` is the deployment that keeps files and batches, where they are served."""
+        collect_later()
+        super().__init__(config, paths, handles, batches, SharedPools(max_ingress_requests(config)))
         accept_odd_headers()
         leave_request_ids_alone()
-        self._config = config
-        self._paths = paths
-        self._batches = batches
-        self._metrics = MetricsCollector(handles, batches)
-        self._clients = {
-            model.name: ModelClient(model, handles[model.name], self._metrics.requests.model(model.name))
-            for model in config.models
-        }
         # Here too: on a cluster no launcher has checked it.
         check_exposure(http_host(), config.api)
-        self._keys = Keys(config.api, SharedPools(max_ingress_requests(config)))
-        self._admin = AdminCollector(config.models, self._keys.authenticator, batches)
-        senders = [] if batches is None else [batches]
-        self._gossip = {
-            name: ModelGossip(name, handles[name], client.transport, senders) for name, client in self._clients.items()
-        }
-        self._running = RunningCalls({name: client.fleet for name, client in self._clients.items()})
+        self._batches = batches
+        self._fleets = {name: client.fleet for name, client in self._clients.items()}
+        self._running = RunningCalls(self._fleets)
         self._ready_until = 0.0
         self._ready_lock = asyncio.Lock()
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Serve after the constructor; waits for a replica of every model."""
-        models = [
-            await served_model(model, self._paths[model.name], self._clients[model.name])
-            for model in self._config.models
-        ]
+        handler = await self.make_handler()
         freeze_loaded()
-        self._following = asyncio.create_task(self._keys.follow())
         to_ray = RayMetrics(lambda: families_of_requests(self._metrics.requests.snapshot()))
         self._handing_over = asyncio.create_task(to_ray.hand_over_for_ever())
-        pipelines = pipelines_of(self._config, models)
-        handler = RequestHandler(
-            models,
-            self._config.api,
-            self._metrics.requests,
-            self._keys.authenticator,
-            pipelines=pipelines,
-            tracer=tracer_of_environment(),
-        )
-        for name, gossip in self._gossip.items():
-            gossip.on_change = partial(handler.names.serve_adapters, name)
-        await asyncio.gather(*(gossip.found() for gossip in self._gossip.values()))
-        self._filling = asyncio.create_task(fill_indexes(pipelines))
-        self._metrics.loop.start()
-        self._metrics.loop.add_queue("bodies", lambda: handler.threads.num_waiting)
         return build_app(
             handler,
             self._is_ready,
             expose=self._metrics.expose,
             batch_routes=self._batch_routes(handler),
-            collect=self._admin.collect,
-            fleets={name: client.fleet for name, client in self._clients.items()},
+            collect=self.collect_admin_reports,
+            fleets=self._fleets,
             switches=self._gossip,
             adapters=self._gossip,
             running=self._running,
             cancel=self._cancel,
         )
-
-    def check_health(self) -> None:
-        """Called by Serve; raises when this process would not notice that a key is revoked, and Serve replaces it."""
-        self._keys.check_health()
-
-    def metrics_report(self) -> IngressReport:
-        """What this process has measured, for the ingress that answers the scrape."""
-        return self._metrics.report()
-
-    def admin_report(self) -> ProcessReport:
-        """What this process knows, for the ingress that answers the admin."""
-        return self._admin.report()
-
-    def note_gossip(self, model: str, table: Table) -> None:
-        """Another ingress has loaded or unloaded adapters, or has switched a model's replicas."""
-        self._gossip[model].note(table)
 
     async def cancel_request(self, request_id: str, account: str | None) -> bool:
         """Whether this process had the request, which it has cancelled; for the ingress that was asked."""

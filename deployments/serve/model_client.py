@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 
 from app.api import ServedModel
 from app.config import ServedModelConfig
-from app.engine.request import Generate, ModelFacts, Pooling
+from app.engine.request import Generate, ModelInfo, Pooling
 from app.errors import InvalidSetup, Overloaded
 from app.fleet import FailoverLimits, Fleet, FleetMetrics, ReplicaRegistry
 from app.fleet.dispatch import GroupChooser, make_policy
@@ -60,9 +60,9 @@ class ModelClient:
         self.fleet = Fleet(self.transport, registry, limits, metrics)
         self.generate: Generate = self.fleet.generate
 
-    async def facts(self) -> ModelFacts:
+    async def facts(self) -> ModelInfo:
         """What the model's replicas know of it. Waits until one is there; raises when they cannot start."""
-        facts: ModelFacts = await self._handle.facts.remote()
+        facts: ModelInfo = await self._handle.facts.remote()
         return facts
 
     async def answers(self) -> bool:
@@ -94,7 +94,7 @@ async def served_model(model: ServedModelConfig, path: str, client: ModelClient)
     )
 
 
-def pooling_of(model: ServedModelConfig, facts: ModelFacts) -> Pooling | None:
+def pooling_of(model: ServedModelConfig, facts: ModelInfo) -> Pooling | None:
     """What the embeddings of a model are; None: it gives none. Raises InvalidSetup for what it cannot give."""
     if model.pooling == "none" or facts.embedding_size is None:
         return None

@@ -37,8 +37,14 @@ def log_where_serve_does() -> None:
         ours.propagate = False
 
 
+def collect_later() -> None:
+    """Call it before anything is loaded, and `freeze_loaded` after: collections would free nothing meanwhile."""
+    gc.disable()
+
+
 def freeze_loaded() -> None:
     """Call it when everything is loaded: it stays, and no later collection looks at it."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(_ALLOCATIONS_BETWEEN)

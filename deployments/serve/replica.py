@@ -18,7 +18,7 @@ from app.assembly import Devices, adapter_at, build_engine, digest_of_weights
 from app.config import SchedulerConfig, ServedModelConfig
 from app.engine.adapter_store import AdapterStats
 from app.engine.engine import NO_ADAPTERS
-from app.engine.request import Adapter, ModelFacts
+from app.engine.request import Adapter, ModelInfo
 from app.engine.stats import EngineStats
 from app.errors import InvalidSetup, UnsupportedAdapter
 from app.fleet import Address, Entry, FrameServer, Table, adapters_in, merged, report_of
@@ -26,10 +26,10 @@ from app.fleet.dispatch import ReplicaReport, group_of_rank
 from app.metrics import EngineReport, LoopMonitor
 from deployments.ray_internals import StopsWithServe, keep_calls_on_loopback
 from deployments.serve.autoscaling import use_of
-from deployments.serve.process import freeze_loaded, log_where_serve_does
+from deployments.serve.process import collect_later, freeze_loaded, log_where_serve_does
 from deployments.serve.ray_metrics import RayMetrics, families_of_engine
 from deployments.serve.settings import apply_override, groups_of
-from deployments.serve.transport import OVERRIDE, FramesFrom, ReplicaState
+from deployments.serve.transport import OVERRIDE, FramesFrom, GossipAnswer
 from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads
 
 
@@ -42,6 +42,7 @@ class Replica(StopsWithServe):
         Raises:
             InvalidSetup: the model cannot be served as configured.
         """
+        collect_later()
         log_where_serve_does()
         keep_calls_on_loopback()
         self._group = group_of_rank(serve.get_replica_context().rank.rank, groups_of(model))
@@ -73,7 +74,7 @@ class Replica(StopsWithServe):
         self._table = {name: entry for name, entry in self._table.items() if name != OVERRIDE}
         await self._engine.reconfigure(self._tuned)
 
-    async def gossip(self, table: Table = MappingProxyType({})) -> ReplicaState:
+    async def gossip(self, table: Table = MappingProxyType({})) -> GossipAnswer:
         """What this replica knows and does, after it has learnt what another process knows.
 
         An override from before another `user_config` is none.
@@ -92,7 +93,7 @@ class Replica(StopsWithServe):
             for digest in {each.digest for each in adapters_in(before)} - served:
                 store.unload(digest)
         stats = AdapterStats() if store is None else store.stats()
-        return ReplicaState(
+        return GossipAnswer(
             replica_id=serve.get_replica_context().replica_id.unique_id,
             table=after,
             group=self._group,
@@ -129,7 +130,7 @@ class Replica(StopsWithServe):
         await self.gossip(caller.table)
         return await self._frame_server.open()
 
-    def facts(self) -> ModelFacts:
+    def facts(self) -> ModelInfo:
         """What the engine knows about its model."""
         return self._engine.facts
 

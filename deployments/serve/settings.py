@@ -20,9 +20,9 @@ from app.config import (
     mistakes_of,
     shown,
 )
+from app.config.checks import check_branches
 from app.errors import InvalidSetup
 from app.fleet.dispatch import Group
-from app.jobs.files import filesystem_at
 from app.model.simulated import SimulatedCosts
 from app.webhooks.receiver import check_default
 
@@ -32,7 +32,6 @@ LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 # What Ray reserves for an ingress; it may use a core. So little that two replicas of half a core, an ingress and the
 # next one of an update find room on two cores. On a larger node an ingress uses what the replicas do not reserve.
 INGRESS_CPUS = 0.25
-MIN_INGRESS_REQUESTS = 256  # however few the replicas hold: most requests to an ingress do not reach a replica then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,25 +103,17 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
         raise InvalidSetup("\n".join(mistakes)) from None  # it would show what is in the file
 
 
-def num_pool_engines(config: ApplicationConfig) -> int:
-    """One batch at a time has engines."""
-    return 0 if config.batches is None else config.batches.engines
-
-
 def asked_threads(config: ApplicationConfig) -> list[int | None]:
-    """`model.num_threads` of every engine that there can be at once, those of a batch among them; of every rank of it.
+    """`model.num_threads` of every engine that there can be at once, of every rank of it.
 
     Simulated engines are left out: they compute nothing.
     """
     models = [model for model in config.models if model.engine.model.simulated is None]
-    asked = [
+    return [
         model.engine.model.num_threads
         for model in models
         for _ in range(model.replicas.max_replicas * model.replicas.tensor_parallel)
     ]
-    given = [number for number in asked if number is not None]
-    of_a_batch = max(given) if asked and len(given) == len(asked) else None  # its items may be for any of the models
-    return asked + [of_a_batch] * (num_pool_engines(config) if models else 0)
 
 
 def max_replica_requests(model: ServedModelConfig) -> int:
@@ -137,7 +128,8 @@ def max_ingress_requests(config: ApplicationConfig) -> int:
     alone, which may take half of it, can fill the replicas.
     """
     held = sum(max_replica_requests(model) * model.replicas.max_replicas for model in config.models)
-    return max(2 * held, MIN_INGRESS_REQUESTS)
+    min_ingress_requests = 256  # however few the replicas hold: most requests to an ingress do not reach a replica then
+    return max(2 * held, min_ingress_requests)
 
 
 def _read_yaml(path: Path) -> Any:
@@ -155,12 +147,14 @@ def _read_yaml(path: Path) -> Any:
 
 def check(config: ApplicationConfig) -> None:
     """Raise InvalidSetup, with the field, for what only the part that uses it can judge. The rest is in app.config."""
+    try:  # again: a copy with changes is not validated
+        check_branches(config.models, config.pipelines)
+    except ValueError as error:
+        raise InvalidSetup(str(error)) from error
     for index, model in enumerate(config.models):
         _check_simulated(f"models[{index}].engine.model.simulated", model)
     if config.batches is not None:
         check_default(config.batches.webhooks)
-        if config.batches.files is not None:
-            filesystem_at(config.batches.files)
 
 
 def apply_override(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:

@@ -52,7 +52,7 @@ class FramesFrom:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaState:
+class GossipAnswer:
     """What one replica knows, computes by, and has loaded."""
 
     replica_id: str

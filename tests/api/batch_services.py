@@ -15,7 +15,7 @@ from app.api.http.guard import owner_of
 from app.api.prepared_request import RequestLimits
 from app.config import ApiConfig, BatchesConfig
 from app.jobs import BatchLimits
-from app.jobs.batch_runner import FleetExecution
+from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.webhooks.client import WebhookClient
 from tests.api.fakes import Service

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from app.api import Pipeline, RequestHandler, ServedModel, build_app, pipelines_of
 from app.api.prepared_request import RequestLimits
 from app.config import ApiConfig, ApplicationConfig
-from app.engine.request import FinishReason, Generate, ModelFacts, Pooling, Request, TokenDelta
+from app.engine.request import FinishReason, Generate, ModelInfo, Pooling, Request, TokenDelta
 from app.text import ReasoningMarks, Tokenizer
 from app.text.tool_calls import ToolFormat
 from tests.api.keys import ring
@@ -98,7 +98,7 @@ class Service:
         self.generate = ScriptedGenerate(script)
         self.script_of = dict(scripts)
         self.is_ready = True
-        usual = ModelFacts(max_model_len=max_model_len, vocab_size=763, eos_token_ids=(4,), embedding_size=4)
+        usual = ModelInfo(max_model_len=max_model_len, vocab_size=763, eos_token_ids=(4,), embedding_size=4)
         self.models = [
             ServedModel(
                 name=name,

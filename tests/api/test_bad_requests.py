@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from app.api.http import body
-from app.api.schemas.requests import MAX_DETOKENIZED, ChatRequest, CompletionRequest, DetokenizeRequest
+from app.api.schemas.fields import MAX_DETOKENIZED
+from app.api.schemas.requests import ChatRequest, CompletionRequest, DetokenizeRequest
 from app.api.schemas.responses import ResponsesRequest
 from app.text import Tokenizer
 from tests.api.fakes import MAX_MODEL_LEN, Answer, Connection, Service, check_error, say

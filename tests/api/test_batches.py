@@ -20,7 +20,7 @@ from app.config import ApiConfig, BatchesConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded
 from app.jobs import BatchLimits
-from app.jobs.batch_runner import FleetExecution
+from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS

@@ -16,7 +16,7 @@ import pytest
 from app.api import build_app
 from app.api.endpoints import live
 from app.api.endpoints.live import MAX_VIEWERS, LiveFeed
-from app.engine.view import EngineView
+from app.engine.snapshot import EngineSnapshot
 from app.errors import Overloaded
 from tests.api.fakes import Connection, Service
 from tests.benchmarks.servers import serving
@@ -29,7 +29,7 @@ class Fleet:
 
     def __init__(self, facts: str = "") -> None:
         self._facts = facts
-        self.on_view: Callable[[str, EngineView], None] | None = None
+        self.on_view: Callable[[str, EngineSnapshot], None] | None = None
         self.last_decision = None
         self.num_described = 0
         self.engine = build_fake_engine()
@@ -37,7 +37,7 @@ class Fleet:
     def cancel(self, request_id: str) -> bool:
         return False
 
-    def watch(self, on_view: Callable[[str, EngineView], None] | None) -> None:
+    def watch(self, on_view: Callable[[str, EngineSnapshot], None] | None) -> None:
         self.on_view = on_view
 
     def describe(self) -> list[dict[str, Any]]:
@@ -46,7 +46,7 @@ class Fleet:
 
     def show(self) -> None:
         assert self.on_view is not None
-        self.on_view("r0", self.engine.view())
+        self.on_view("r0", self.engine.snapshot())
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def test_a_viewer_gets_the_names_of_all_fields_and_then_what_replicas_show() -> 
         async with aclosing(LiveFeed({"demo": fleet}).events(0)) as events:
             [fields] = parsed(await anext(events))
             await anext(events)
-            fleet.engine.view()
+            fleet.engine.snapshot()
             fleet.engine.step()
             fleet.show()
             while not (views := parsed(await anext(events))[-1]["models"]["demo"]["views"]):

@@ -142,7 +142,7 @@ def test_the_version_changes_with_the_settings_of_a_running_engine() -> None:
         engine = AsyncEngine(build_fake_engine(), max_requests=10)
         before = engine.stats().settings
         await engine.reconfigure(SchedulerConfig(max_running=3))
-        view = await engine.view()
+        view = await engine.snapshot()
         engine.shutdown()
         return [before, engine.stats().settings, view.settings]
 

@@ -12,14 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 import ray
 import yaml
 from pyarrow import parquet
 
-from tests.deployments.conftest import Service
 from tests.waiting import eventually
 
 PROJECT = Path(__file__).parents[2]
@@ -188,25 +186,6 @@ def test_a_row_that_kills_every_engine_is_given_up_alone(start: Start, tmp_path:
     assert failed.keys() == {"add-001"}
     assert "the engine died 4 times while it computed this item" in failed["add-001"]
     assert summary(tmp_path / "out")["engines_lost"] == 4
-
-
-def test_rows_go_through_the_live_service_in_its_lowest_class(start: Start, tmp_path: Path, service: Service) -> None:
-    """A model with one slot: a row is preempted by any request that comes, and the rows are all answered."""
-    num_rows = 60
-    rows = first_rows(num_rows, tmp_path)
-    arguments = ["--input", rows, "--through", "fleet", "--base-url", service.url, "--model", "narrow"]
-    process = start(*arguments, "--max-tokens", 12)
-    wait_for_rows(tmp_path / "out", 5, process)
-    body = {"model": "narrow", "prompt": "Count", "max_tokens": 4}
-    # A row takes milliseconds, and between two rows the slot is free: not every request comes while one runs.
-    while service.stats("narrow")[0].total_preemptions == 0 and process.poll() is None:
-        assert httpx.post(f"{service.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200
-    printed, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, printed
-    assert f"{num_rows} rows: {num_rows} ok, 0 failed" in printed
-    assert sorted(result["row"] for result in results(tmp_path / "out")) == list(range(num_rows))
-    assert service.stats("narrow")[0].total_preemptions > 0
-    service.until_free("narrow")
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_run_in_words(start: Start, tmp_path: Path) -> None:

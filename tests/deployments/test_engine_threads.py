@@ -16,9 +16,9 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "num_cores", lambda: 8)
 
 
-def asked(*models: dict[str, Any], engines: int = 0) -> list[int | None]:
+def asked(*models: dict[str, Any]) -> list[int | None]:
     named = [{"name": f"m{number}", **model} for number, model in enumerate(models)]
-    return asked_threads(ApplicationConfig.model_validate({"models": named, "batches": {"engines": engines}}))
+    return asked_threads(ApplicationConfig.model_validate({"models": named}))
 
 
 def num_threads(asked: list[int | None], *, own: int | None = None) -> int | None:
@@ -33,14 +33,9 @@ def test_replicas_share_the_cores(num_replicas: int, share: int) -> None:
 def test_all_engines_that_there_can_be_are_counted() -> None:
     growing = {"replicas": {"autoscaling": {"max_replicas": 3}}}
     simulated = {"engine": {"model": {"simulated": {}}}, "replicas": {"num_replicas": 9}}
-    everything = asked(growing, {"replicas": {"num_replicas": 1}}, simulated, engines=4)
-    assert everything == [None] * 8
-    assert num_threads(everything) == 1
-
-
-def test_engines_of_a_batch_may_be_of_any_model() -> None:
-    few, many = ({"engine": {"model": {"num_threads": n}}, "replicas": {"num_replicas": 1}} for n in (1, 3))
-    assert asked(few, many, engines=2) == [1, 3, 3, 3]
+    everything = asked(growing, {"replicas": {"num_replicas": 1}}, simulated)
+    assert everything == [None] * 4
+    assert num_threads(everything) == 2
 
 
 def test_on_several_machines_they_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from tests.fleet.replicas import Counts
 
 PROJECT = Path(__file__).parents[2]
 PAGE = PROJECT / "docs" / "design" / "request-path.md"
-STEP_MS = 100
+STEP_MS = 250
 MAX_STATIONS = {"In": 12, "Back": 8}
 # Functions on the way of a token that pass it on unchanged, or wait for it.
 PULLED = {"Fleet.generate", "_choice_pieces", "ResponseState.events"}
@@ -261,7 +261,7 @@ def token_of(passed: Sequence[Passed], sent: Sequence[int]) -> Sequence[Passed]:
 
 # They run beside all requests: the connection is held open, the loop's pauses are measured, metrics are handed over.
 BACKGROUND = {
-    "FrameReader._check_silence", "LoopMonitor._beat", "Outbox._beat", "RayMetrics.hand_over_for_ever",
+    "FrameReader._check_silence", "LoopMonitor._beat", "IngressSession._beat", "RayMetrics.hand_over_for_ever",
     "ReplicaConnection._hold", "ReplicaConnection._keep_open",
 }  # fmt: skip
 

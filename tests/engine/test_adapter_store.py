@@ -102,3 +102,15 @@ def test_all_that_no_request_uses_are_unloaded_for_sleep() -> None:
     held.release()
     store.hold(adapter("b")).release()
     assert read == ["a", "b", "b"]
+
+
+def test_an_adapter_is_held_without_reading_it_only_where_it_is_loaded() -> None:
+    store, read = store_of(1)
+    assert store.hold_if_loaded(adapter("a")) is None
+    assert read == []
+    store.hold(adapter("a")).release()
+    held = store.hold_if_loaded(adapter("a"))
+    assert held is not None
+    with pytest.raises(Overloaded):  # nothing evicts it from now on
+        store.hold(adapter("b"))
+    assert read == ["a"]

@@ -11,8 +11,9 @@ import pytest
 
 from app.config import SchedulerConfig
 from app.engine.async_engine import AsyncEngine
-from app.engine.batch import Batch, DeviceLost, StepResult
-from app.engine.engine import Engine, ModelRunner
+from app.engine.batch import DeviceLost, StepBatch, StepResult
+from app.engine.engine import Engine
+from app.engine.model_runner import ModelRunner
 from app.engine.request import Request
 from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, InvalidSetup, Overloaded, Quarantined, StepFailed
 from tests.fakes import CountingRunner, FakeClock, GatedRunner, build_fake_engine, expected_tokens, make_request
@@ -51,7 +52,7 @@ class FailingRunner(CountingRunner):
         super().__init__()
         self.num_failures = num_failures
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         if self.num_failures:
             self.num_failures -= 1
             raise RuntimeError("a broken device")
@@ -154,7 +155,7 @@ def test_a_lost_device_ends_the_engine_at_once() -> None:
     class LostRunner(CountingRunner):
         num_runs = 0
 
-        def run(self, batch: Batch) -> StepResult:
+        def run(self, batch: StepBatch) -> StepResult:
             self.num_runs += 1
             raise DeviceLost("gone")
 
@@ -234,7 +235,7 @@ def test_an_engine_serves_several_event_loops() -> None:
 
 def test_one_poisonous_request_fails_alone_and_the_others_go_on() -> None:
     class Poisoned(CountingRunner):
-        def run(self, batch: Batch) -> StepResult:
+        def run(self, batch: StepBatch) -> StepResult:
             if any(item.request_id == "bad" for item in batch.scheduled):
                 raise RuntimeError("poison")
             return super().run(batch)
@@ -255,7 +256,7 @@ def test_one_poisonous_request_fails_alone_and_the_others_go_on() -> None:
 
 def test_poison_that_comes_again_and_again_does_not_make_the_engine_unhealthy() -> None:
     class Poisoned(CountingRunner):
-        def run(self, batch: Batch) -> StepResult:
+        def run(self, batch: StepBatch) -> StepResult:
             if any(item.token_ids[:1] == (9,) for item in batch.scheduled):
                 raise RuntimeError("poison")
             return super().run(batch)
@@ -324,7 +325,7 @@ def test_a_refused_client_gets_the_time_when_a_place_should_be_free() -> None:
     clock = FakeClock()
 
     class Timed(GatedRunner):
-        def run(self, batch: Batch) -> StepResult:
+        def run(self, batch: StepBatch) -> StepResult:
             tokens = super().run(batch)
             clock.advance(0.01)
             return tokens

@@ -5,10 +5,10 @@ def pool(num_blocks: int = 4, **settings: bool) -> BlockPool:
     return BlockPool(num_blocks=num_blocks, block_size=2, **settings)
 
 
-def publish(blocks: BlockPool, owned: list[Block], token_ids: list[int], salt: str = "") -> None:
+def cache_full_block(blocks: BlockPool, owned: list[Block], token_ids: list[int], salt: str = "") -> None:
     parent: int | str = salt
     for index, block in enumerate(owned):
-        parent = blocks.publish(block, token_ids[2 * index : 2 * index + 2], parent=parent)
+        parent = blocks.cache_full_block(block, token_ids[2 * index : 2 * index + 2], parent=parent)
 
 
 def test_allocated_blocks_are_distinct_and_come_back() -> None:
@@ -23,7 +23,7 @@ def test_allocated_blocks_are_distinct_and_come_back() -> None:
 def test_a_prefix_is_found_by_its_tokens_after_its_owner_has_left() -> None:
     blocks = pool()
     owned = blocks.allocate(2)
-    publish(blocks, owned, [1, 2, 3, 4])
+    cache_full_block(blocks, owned, [1, 2, 3, 4])
     blocks.free(owned)
     assert blocks.match([1, 2, 3, 4, 5], salt="") == owned
     assert blocks.match([1, 2, 3, 9, 5], salt="") == owned[:1]
@@ -33,22 +33,22 @@ def test_a_prefix_is_found_by_its_tokens_after_its_owner_has_left() -> None:
 def test_a_full_hit_leaves_one_token_to_compute() -> None:
     blocks = pool()
     owned = blocks.allocate(2)
-    publish(blocks, owned, [1, 2, 3, 4])
+    cache_full_block(blocks, owned, [1, 2, 3, 4])
     assert blocks.match([1, 2, 3, 4], salt="") == owned[:1]
 
 
 def test_the_same_block_content_after_another_prefix_is_not_a_hit() -> None:
     blocks = pool()
     first, second = blocks.allocate(2), blocks.allocate(2)
-    publish(blocks, first, [1, 2, 3, 4])
-    publish(blocks, second, [7, 8, 3, 4])
+    cache_full_block(blocks, first, [1, 2, 3, 4])
+    cache_full_block(blocks, second, [7, 8, 3, 4])
     assert blocks.match([7, 8, 3, 4, 0], salt="") == second
 
 
 def test_prefixes_of_another_salt_are_never_found() -> None:
     blocks = pool()
     owned = blocks.allocate(1)
-    publish(blocks, owned, [1, 2], salt="tenant a")
+    cache_full_block(blocks, owned, [1, 2], salt="tenant a")
     assert blocks.match([1, 2, 3], salt="tenant b") == []
     assert blocks.match([1, 2, 3], salt="tenant a") == owned
 
@@ -56,7 +56,7 @@ def test_prefixes_of_another_salt_are_never_found() -> None:
 def test_shared_blocks_are_freed_with_their_last_owner() -> None:
     blocks = pool()
     owned = blocks.allocate(1)
-    publish(blocks, owned, [1, 2])
+    cache_full_block(blocks, owned, [1, 2])
     blocks.share(owned)
     blocks.free(owned)
     assert blocks.num_free == 3
@@ -67,10 +67,10 @@ def test_shared_blocks_are_freed_with_their_last_owner() -> None:
 def test_the_longest_unused_prefix_is_evicted_first_and_from_its_end() -> None:
     blocks = pool(num_blocks=3)
     old = blocks.allocate(2)
-    publish(blocks, old, [1, 2, 3, 4])
+    cache_full_block(blocks, old, [1, 2, 3, 4])
     blocks.free(old)
     new = blocks.allocate(1)
-    publish(blocks, new, [5, 6])
+    cache_full_block(blocks, new, [5, 6])
     blocks.free(new)
     blocks.allocate(1)
     assert blocks.match([1, 2, 3, 4, 0], salt="") == old[:1]
@@ -80,8 +80,8 @@ def test_the_longest_unused_prefix_is_evicted_first_and_from_its_end() -> None:
 def test_a_second_block_with_the_same_prefix_is_not_findable_and_leaves_nothing_behind() -> None:
     blocks = pool()
     first, second = blocks.allocate(1), blocks.allocate(1)
-    publish(blocks, first, [1, 2])
-    publish(blocks, second, [1, 2])
+    cache_full_block(blocks, first, [1, 2])
+    cache_full_block(blocks, second, [1, 2])
     blocks.free(second)
     assert blocks.match([1, 2, 3], salt="") == first
     blocks.free(first)
@@ -92,7 +92,7 @@ def test_a_second_block_with_the_same_prefix_is_not_findable_and_leaves_nothing_
 def test_without_prefix_caching_nothing_is_found() -> None:
     blocks = pool(prefix_caching=False)
     owned = blocks.allocate(1)
-    publish(blocks, owned, [1, 2])
+    cache_full_block(blocks, owned, [1, 2])
     blocks.free(owned)
     assert blocks.match([1, 2, 3], salt="") == []
     assert blocks.num_free == 4
@@ -101,8 +101,8 @@ def test_without_prefix_caching_nothing_is_found() -> None:
 def test_a_cleared_cache_finds_nothing_and_keeps_owners() -> None:
     blocks = pool()
     kept, left = blocks.allocate(1), blocks.allocate(1)
-    publish(blocks, kept, [1, 2])
-    publish(blocks, left, [3, 4])
+    cache_full_block(blocks, kept, [1, 2])
+    cache_full_block(blocks, left, [3, 4])
     blocks.free(left)
     blocks.clear_cache()
     assert blocks.match([1, 2, 3], salt="") == blocks.match([3, 4, 5], salt="") == []

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import StepError
 from app.engine.request import FinishReason
 from app.errors import ContextTooLong, InvalidRequest
@@ -54,7 +54,7 @@ class BreakableRunner(CountingRunner):
 
     is_broken = False
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         if self.is_broken:
             raise RuntimeError("a broken device")
         return super().run(batch)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import StepBatch, StepResult
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs, merge_deltas
 from app.errors import StepFailed
 from tests.engine.test_overlapped_engine import LateRunner
@@ -45,7 +45,7 @@ def check(outcome: Outcome, request: Request) -> None:
 def test_each_gets_what_it_asked_for_among_others(
     runner: Callable[[], CountingRunner], max_scored_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.engine.batch_builder.MAX_SCORED_TOKENS", max_scored_tokens)
+    monkeypatch.setattr("app.engine.batch.MAX_SCORED_TOKENS", max_scored_tokens)
     requests = [
         make_request(prompt(30), logprobs=3, prompt_logprobs=1),
         make_request(prompt(9, first=5), max_tokens=9),
@@ -107,7 +107,7 @@ class Poisoned(CountingRunner):
 
     poison = ""
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         if any(item.request_id == self.poison for item in batch.scheduled):
             raise RuntimeError("poison")
         return super().run(batch)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import StepError
 from app.engine.request import FinishReason, Request
 from app.engine.trace.recorder import Recorder
@@ -50,7 +50,7 @@ class FailingOnDemand(TimedRunner):
     is_broken = False
     poison: str | None = None
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         if self.is_broken or any(item.request_id == self.poison for item in batch.scheduled):
             raise RuntimeError("asked to fail")
         return super().run(batch)
@@ -89,7 +89,7 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> None:
         self.max_scored_tokens = max_scored_tokens
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("app.engine.batch_builder.MAX_SCORED_TOKENS", max_scored_tokens)
+        self.patch.setattr("app.engine.batch.MAX_SCORED_TOKENS", max_scored_tokens)
         self.settings = {
             "max_running": max_running,
             "max_step_tokens": max_running + spare_tokens,

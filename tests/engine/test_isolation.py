@@ -8,7 +8,7 @@ from collections.abc import Collection
 import pytest
 
 from app.engine import isolation
-from app.engine.batch import Batch, DeviceLost, StepResult
+from app.engine.batch import DeviceLost, StepBatch, StepResult
 from app.engine.engine import Engine, StepError
 from app.engine.isolation import Quarantine
 from app.errors import Quarantined, StepFailed
@@ -20,11 +20,11 @@ class PoisonedRunner(CountingRunner):
 
     num_runs = 0
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         self.num_runs += 1
         for end, item in enumerate(batch.scheduled):
             if item.request_id.startswith("bad"):
-                super().run(Batch(batch.scheduled[:end], batch.sequences[:end]))
+                super().run(StepBatch(batch.scheduled[:end], batch.sequences[:end]))
                 raise RuntimeError("poison")
         return super().run(batch)
 
@@ -32,7 +32,7 @@ class PoisonedRunner(CountingRunner):
 class OutOfMemoryRunner(CountingRunner):
     """Can compute three sequences at a time."""
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         if len(batch.scheduled) > 3:
             raise MemoryError("too many")
         return super().run(batch)
@@ -83,7 +83,7 @@ def test_a_step_that_only_fails_as_a_whole_fails_no_request() -> None:
 class BrokenRunner(CountingRunner):
     num_runs = 0
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         self.num_runs += 1
         raise RuntimeError("a broken device")
 
@@ -108,7 +108,7 @@ def test_a_lost_device_is_not_tried_again_and_no_request_is_blamed(num_failures:
     class LosingRunner(CountingRunner):
         num_runs = 0
 
-        def run(self, batch: Batch) -> StepResult:
+        def run(self, batch: StepBatch) -> StepResult:
             self.num_runs += 1
             raise DeviceLost("gone") if self.num_runs > num_failures else RuntimeError("a broken device")
 

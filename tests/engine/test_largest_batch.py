@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from app.config import SchedulerConfig
-from app.engine.batch_builder import MAX_SCORED_TOKENS
+from app.engine.batch import MAX_SCORED_TOKENS
 from app.engine.largest_batch import largest_batch, sequence_lengths
-from app.engine.request import ModelFacts
+from app.engine.request import ModelInfo
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_all_sequences_and_tokens_of_a_step_with_as_many_single_ones_as_can_be(
 
 
 def test_every_sequence_wants_what_costs_most() -> None:
-    facts = ModelFacts(max_model_len=4096, vocab_size=100, eos_token_ids=(), embedding_size=64)
+    facts = ModelInfo(max_model_len=4096, vocab_size=100, eos_token_ids=(), embedding_size=64)
     batch = largest_batch(SchedulerConfig(max_running=8, max_step_tokens=2048), facts, block_size=16)
     assert batch.num_tokens == 2048
     assert len(batch.sampled) == len(batch.matchers) == 8

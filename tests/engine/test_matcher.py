@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.engine.async_engine import AsyncEngine
-from app.engine.batch import Batch, ScheduledSequence, StepResult
+from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.matcher import TokenSet, allowed_after_bans, any_token, with_tokens, without_tokens
 from app.engine.overlapped_engine import OverlappedEngine
@@ -32,7 +32,7 @@ from tests.fakes import (
 class LateMatchedRunner(LateRunner):
     """Computes as late as it may, and asks the matchers then."""
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         drawn = super().run(batch)
         for item in batch.sampled:
             assert not item.lacks_history, "a grammar needs known tokens"

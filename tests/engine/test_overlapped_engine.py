@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from msgspec import structs
 
-from app.engine.batch import Batch, DeviceLost, ScheduledSequence, StepResult
+from app.engine.batch import DeviceLost, ScheduledSequence, StepBatch, StepResult
 from app.engine.engine import StepError
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import FinishReason
@@ -27,6 +27,7 @@ class LateRunner(FailingOnDemand):
     """
 
     fails_next = False
+    launches = True
     fails_drawing = False  # of the next step of which the tokens are drawn after its launch
 
     def __init__(self, clock: FakeClock | None = None, *, block_size: int = 4) -> None:
@@ -41,7 +42,7 @@ class LateRunner(FailingOnDemand):
     def prepare(self) -> None:
         self.num_prepared += 1
 
-    def launch(self, batch: Batch) -> LateStep:
+    def launch(self, batch: StepBatch) -> LateStep:
         if self.fails_next:
             self.fails_next = False
             raise RuntimeError("asked to fail")
@@ -84,11 +85,11 @@ class LateRunner(FailingOnDemand):
 
 
 class LateStep:
-    def __init__(self, runner: LateRunner, batch: Batch, *, fails: bool) -> None:
+    def __init__(self, runner: LateRunner, batch: StepBatch, *, fails: bool) -> None:
         self.batch, self.fails = batch, fails
         self._runner = runner
 
-    def draw(self, batch: Batch) -> None:
+    def draw(self, batch: StepBatch) -> None:
         assert self.batch.lacks_history
         assert not batch.lacks_history
         if self._runner.fails_drawing:
@@ -156,7 +157,7 @@ def test_a_lost_device_is_not_tried_again(*, is_late: bool) -> None:
     class LosingRunner(LateRunner):
         num_losses = 0
 
-        def launch(self, batch: Batch) -> LateStep:
+        def launch(self, batch: StepBatch) -> LateStep:
             self.num_losses += not is_late
             if not is_late:
                 raise DeviceLost("gone")

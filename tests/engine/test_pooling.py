@@ -6,7 +6,7 @@ import pytest
 
 from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
-from app.engine.request import FinishReason, ModelFacts, Pooling
+from app.engine.request import FinishReason, ModelInfo, Pooling
 from app.errors import InvalidRequest
 from tests.fakes import (
     POOLINGS_OF_DECODERS,
@@ -58,7 +58,7 @@ def test_what_gives_no_embedding_is_refused() -> None:
         build_fake_engine().add(make_request(pooling=Pooling.LAST, max_tokens=1))
     engine = assemble(
         SchedulerConfig(), CacheConfig(block_size=4), num_blocks=8, runner=CountingRunner(),
-        facts=ModelFacts(max_model_len=32, vocab_size=50, eos_token_ids=(1,)),
+        facts=ModelInfo(max_model_len=32, vocab_size=50, eos_token_ids=(1,)),
     )  # fmt: skip
     with pytest.raises(InvalidRequest, match="gives no embeddings"):
         engine.add(make_request(pooling=Pooling.LAST, max_tokens=0))

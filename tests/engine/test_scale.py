@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import StepBatch, StepResult
 from app.engine.block_pool import BlockPool
-from app.engine.engine import Engine, ModelRunner
+from app.engine.engine import Engine
+from app.engine.model_runner import ModelRunner
 from app.engine.policies import SchedulingPolicy
-from app.engine.request import ModelFacts, Request
+from app.engine.request import ModelInfo, Request
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from tests.fakes import (
@@ -65,13 +66,13 @@ class CountingPolicy(SchedulingPolicy):
     def __init__(self) -> None:
         self.num_keys = 0
 
-    def rank(self, sequence: Sequence) -> tuple[float, ...]:
+    def order_key(self, sequence: Sequence) -> tuple[float, ...]:
         self.num_keys += 1
         return (CountedNumber(sequence.arrival),)
 
 
-class SevensRunner:
-    def run(self, batch: Batch) -> StepResult:
+class SevensRunner(ModelRunner):
+    def run(self, batch: StepBatch) -> StepResult:
         return StepResult([7] * len(batch.sampled))
 
 
@@ -83,7 +84,7 @@ def build_engine(policy: SchedulingPolicy, *, max_running: int, runner: ModelRun
         policy=policy,
         eos_token_ids=(),
     )
-    facts = ModelFacts(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=())
+    facts = ModelInfo(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=())
     return Engine(scheduler=scheduler, runner=runner or SevensRunner(), facts=facts)
 
 
@@ -214,7 +215,7 @@ def test_a_waiting_request_weighs_little_beside_its_ids() -> None:
 
 
 class EqualRank(SchedulingPolicy):
-    def rank(self, sequence: Sequence) -> tuple[float, ...]:
+    def order_key(self, sequence: Sequence) -> tuple[float, ...]:
         return (0.0,)
 
 

@@ -4,8 +4,9 @@ import pytest
 
 from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
-from app.engine.batch import Batch, StepResult
-from app.engine.request import FinishReason, ModelFacts, Request
+from app.engine.batch import StepBatch, StepResult
+from app.engine.model_runner import ModelRunner
+from app.engine.request import FinishReason, ModelInfo, Request
 from app.errors import InvalidSetup
 from tests.fakes import (
     EOS,
@@ -146,7 +147,7 @@ def test_a_request_that_fills_the_pool_alone_is_served() -> None:
     assert run_to_end(engine, request).token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 6)
 
 
-class EndingRunner:
+class EndingRunner(ModelRunner):
     """Draws the end token, unless it is banned."""
 
     def run(self, batch) -> StepResult:  # type: ignore[no-untyped-def]
@@ -177,23 +178,23 @@ def test_a_stop_token_stops_a_request_even_if_the_end_token_is_ignored() -> None
     assert outcome.reasons[request.request_id] is FinishReason.STOP
 
 
-class _Sevens:
+class _Sevens(ModelRunner):
     def run(self, batch) -> StepResult:  # type: ignore[no-untyped-def]
         return StepResult([8 if 7 in item.banned_token_ids else 7 for item in batch.sampled])
 
 
 def test_an_aborted_request_frees_its_blocks_and_the_others_go_on() -> None:
     engine = build_fake_engine()
-    gone, stays = make_request(prompt(9), max_tokens=9), make_request(prompt(5, first=3), max_tokens=9)
+    gone, occupancies = make_request(prompt(9), max_tokens=9), make_request(prompt(5, first=3), max_tokens=9)
     engine.add(gone)
-    engine.add(stays)
-    tokens = [t for delta in engine.step() if delta.request_id == stays.request_id for t in delta.token_ids]
+    engine.add(occupancies)
+    tokens = [t for delta in engine.step() if delta.request_id == occupancies.request_id for t in delta.token_ids]
     delta = engine.abort(gone.request_id)
     assert delta is not None
     assert delta.finish_reason is FinishReason.ABORT
     assert engine.abort(gone.request_id) is None
     rest = run_to_end(engine)
-    assert tokens + rest.token_ids[stays.request_id] == expected_tokens(stays.prompt_token_ids, 9)
+    assert tokens + rest.token_ids[occupancies.request_id] == expected_tokens(occupancies.prompt_token_ids, 9)
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
@@ -305,7 +306,7 @@ def test_a_step_larger_than_memory_was_sized_for_is_refused_with_the_numbers() -
     sized_for = SchedulerConfig(max_running=8, max_step_tokens=64)
     engine = assemble(
         sized_for, CacheConfig(block_size=4), num_blocks=64, runner=CountingRunner(), largest_step=sized_for,
-        facts=ModelFacts(max_model_len=100, vocab_size=50, eos_token_ids=()),
+        facts=ModelInfo(max_model_len=100, vocab_size=50, eos_token_ids=()),
     )  # fmt: skip
     engine.reconfigure(SchedulerConfig(max_running=4, max_step_tokens=32))
     with pytest.raises(InvalidSetup, match="max_step_tokens: got 128; this replica's memory was sized for 64"):
@@ -313,10 +314,10 @@ def test_a_step_larger_than_memory_was_sized_for_is_refused_with_the_numbers() -
     assert run_to_end(engine, make_request()).reasons
 
 
-class SameToken:
+class SameToken(ModelRunner):
     """A runner that draws one and the same token."""
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         return StepResult([7] * len(batch.sampled))
 
 
@@ -354,3 +355,30 @@ def test_no_step_is_left_out_that_may_decide_something() -> None:
     fair.add(make_request(prompt(3), max_tokens=9))
     fair.step()
     assert fair.num_decode_steps() == 0  # the policy counts tokens
+
+
+class CountedCache(dict):  # type: ignore[type-arg]
+    num_lookups = 0
+
+    def get(self, *args):  # type: ignore[no-untyped-def]
+        self.num_lookups += 1
+        return super().get(*args)
+
+
+def test_a_waiting_request_that_lacks_blocks_keeps_the_match_of_its_prefix() -> None:
+    engine = build_fake_engine(num_blocks=24, block_size=4)
+    shared = tuple(range(2, 42))
+    run_to_end(engine, make_request(shared, max_tokens=1))
+    engine.add(make_request((43,) * 20, max_tokens=40))
+    engine.step()
+    waiting = make_request((*shared, *([44] * 40)), max_tokens=2)
+    engine.add(waiting)
+    engine.step()
+    pool = engine._scheduler._pool
+    pool._cached = cache = CountedCache(pool._cached)
+    for _ in range(10):
+        engine.step()
+    assert engine.stats().num_waiting == 1
+    assert cache.num_lookups <= 2 * 10  # not ten blocks in each step
+    outcome = run_to_end(engine)
+    assert outcome.token_ids[waiting.request_id] == expected_tokens(waiting.prompt_token_ids, 2)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from app.config import CacheConfig, SchedulerConfig, TargetsConfig
+from app.engine.batch import StepLimits
 from app.engine.trace.recorder import Recorder
-from app.engine.tuner import MIN_PREFILL_TOKENS, Limits, RecentTimes, StepTimes, Tuner, Tuning, TuningReason
+from app.engine.tuner import MIN_PREFILL_TOKENS, RecentTimes, StepTimes, Tuner, Tuning, TuningReason
 from deployments.plan.simulation import FleetSimulation, SimulatedRun, simulate
 from deployments.plan.step_cost import StepCost
 from deployments.plan.traces import Trace
@@ -95,17 +96,17 @@ class Tuned(Recorder):
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.moves: list[tuple[float, Limits]] = []
+        self.moves: list[tuple[float, StepLimits]] = []
         self.most_tokens = 0  # of a step, since the last move
 
-    def limited(self, limits: Limits) -> None:
+    def limited(self, limits: StepLimits) -> None:
         self.moves.append((self.now, limits))
 
     def step_ended(self, deltas: object, *, at: float) -> None:
         self.now = at
 
     @property
-    def last(self) -> Limits:
+    def last(self) -> StepLimits:
         return self.moves[-1][1]
 
 
@@ -151,7 +152,7 @@ def test_the_budget_becomes_the_largest_step_within_the_target() -> None:
 def test_without_need_the_limits_stay_as_configured() -> None:
     seen, _, tuning = run_tuned(trace_of(*steady(10, 8, prompt=800, output=20)), targets={"itl_p99_ms": 5000})
     assert seen.moves == []
-    assert (tuning.reason, tuning.limits) == (TuningReason.CONFIGURED, Limits(2048, 2048, 64))
+    assert (tuning.reason, tuning.limits) == (TuningReason.CONFIGURED, StepLimits(2048, 2048, 64))
 
 
 def test_a_target_for_first_tokens_bounds_the_step_that_a_request_finds() -> None:
@@ -269,7 +270,7 @@ def test_the_version_of_settings_names_the_targets_and_not_what_the_tuner_does()
     plain = SchedulerConfig()
     tuned = SchedulerConfig(targets=TargetsConfig(itl_p99_ms=80))
     assert plain.version != tuned.version
-    assert Tuner(tuned).tuning.limits == Limits.of(plain)
+    assert Tuner(tuned).tuning.limits == StepLimits.of(plain)
 
 
 def test_changes_are_logged_from_time_to_time_and_an_unreachable_target_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,23 +10,24 @@ import pytest
 
 from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine
-from app.engine.request import FinishReason, ModelFacts, Pooling, Request
+from app.engine.model_runner import ModelRunner
+from app.engine.request import FinishReason, ModelInfo, Pooling, Request
 from tests.engine.test_combinations import STRATEGIES
 from tests.fakes import FakeClock, make_request, run_to_end
 
-FACTS = ModelFacts(max_model_len=500, vocab_size=1000, eos_token_ids=(), embedding_size=1, generates=False)
+FACTS = ModelInfo(max_model_len=500, vocab_size=1000, eos_token_ids=(), embedding_size=1, generates=False)
 
 
-class WholeRunner:
+class WholeRunner(ModelRunner):
     """Gives each prompt its number of tokens. Sees that a step has whole prompts and no blocks."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.lengths: list[list[int]] = []
         self._clock = clock
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         self._clock.advance(0.01)
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
             assert item.token_ids == sequence.request.prompt_token_ids

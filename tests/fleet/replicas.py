@@ -14,9 +14,9 @@ from msgspec import structs
 
 from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import StepBatch, StepResult
 from app.engine.request import Adapter, Queued, Request
-from app.engine.view import EngineView
+from app.engine.snapshot import EngineSnapshot
 from app.errors import UnsupportedAdapter
 from app.fleet import (
     FailoverLimits,
@@ -55,7 +55,7 @@ class SteppedRunner(CountingRunner):
             (_, gone), self._hold = self._hold, None
             gone.set()
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         hold = self._hold
         if hold is not None and len(self.batches) >= hold[0]:
             self.is_held = True
@@ -194,7 +194,7 @@ class LocalStream(asyncio.Transport):
                     case WatchEngine():
                         self._replica.is_watched = message.is_watched
 
-    def show(self, view: EngineView) -> None:
+    def show(self, view: EngineSnapshot) -> None:
         self._session.show(view)
 
 

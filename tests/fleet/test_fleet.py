@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from app.engine.async_engine import AsyncEngine
-from app.engine.device_turns import DeviceTurns
+from app.engine.device_lease import DeviceLease
 from app.engine.request import Adapter, FinishReason, Request, TokenDelta
-from app.engine.sleeper import Sleeper
+from app.engine.sleep_controller import SleepController
 from app.engine.stats import SleepState
 from app.errors import (
     DeadlineMissed,
@@ -335,14 +335,14 @@ def test_a_request_waits_for_a_sleeping_replica_and_goes_on_elsewhere_when_that_
     async def main() -> None:
         request = make_request((5, 6, 7), max_tokens=30)
         turns, others = (
-            DeviceTurns(tmp_path / "device.json", name=name, num_bytes=6, total_bytes=10) for name in ("own", "other")
+            DeviceLease(tmp_path / "device.json", name=name, num_bytes=6, total_bytes=10) for name in ("own", "other")
         )
         turns.wait()
         local = LocalFleet(1, silence_s=2.0, stuck_s=0.2)
         [dozing] = local.replicas
         dozing.engine.shutdown()
         engine = build_fake_engine(runner=dozing.runner)
-        sleeper = Sleeper(engine, turns, after_s=0.0, started_in_s=0.0)
+        sleeper = SleepController(engine, turns, after_s=0.0, started_in_s=0.0)
         dozing.engine = AsyncEngine(engine, max_requests=10, sleeper=sleeper)
         await until(lambda: dozing.engine.sleep.state is SleepState.ASLEEP)
         assert others.ask()
@@ -676,7 +676,7 @@ def test_views_come_while_they_are_wanted_from_replicas_that_understand() -> Non
             await until(lambda: first.is_watched)
             assert older.is_watched is None
             assert first.stream is not None
-            first.stream.show(await first.engine.view())
+            first.stream.show(await first.engine.snapshot())
             await until(lambda: seen == [("r0", 0)])
             local.fleet.watch(None)
             await until(lambda: first.is_watched is False)

@@ -13,13 +13,13 @@ from msgspec import structs
 
 from app.engine.async_engine import AsyncEngine
 from app.engine.request import FinishReason, Grammar, GrammarKind, Queued, Request, TokenDelta
+from app.engine.snapshot import EngineSnapshot
 from app.engine.stats import SleepState
-from app.engine.view import EngineView
 from app.errors import Failure, InvalidRequest, Overloaded
 from app.fleet import Address, Frame, FrameServer, IngressSession, connect
 from app.fleet.frame_server import MAX_HELLO_BYTES, Hello
 from app.fleet.frames import AbortRequest, Message, SubmitRequest, WatchEngine, encode, frame_decoder
-from tests.engine.test_sleeper import dozing_service, turns_on
+from tests.engine.test_sleep_controller import dozing_service, turns_on
 from tests.fakes import build_fake_engine, expected_tokens, make_request
 from tests.fleet.test_frames import REPORT
 from tests.waiting import until
@@ -55,11 +55,11 @@ class Replica:
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
-    async def view(self, *, is_full: bool) -> EngineView:
+    async def snapshot(self, *, is_full: bool) -> EngineSnapshot:
         self.num_views += 1
-        return build_fake_engine().view()
+        return build_fake_engine().snapshot()
 
-    def end_views(self) -> None:
+    def end_snapshots(self) -> None:
         self.num_views = 0
 
     def put(self, delta: TokenDelta) -> None:

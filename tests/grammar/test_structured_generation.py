@@ -17,7 +17,7 @@ from app.assembly import assemble, build_matchers, build_sync_engine
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.matcher import Matchers
-from app.engine.request import FinishReason, Grammar, GrammarKind, ModelFacts, Request, SamplingParams, Thought
+from app.engine.request import FinishReason, Grammar, GrammarKind, ModelInfo, Request, SamplingParams, Thought
 from app.engine.speculation.drafter import Drafter, LookupDrafter
 from app.model.matcher_preparer import MatcherPreparer
 from app.text import Tokenizer
@@ -73,7 +73,7 @@ class EagerDrafter(LookupDrafter):
         return True
 
 
-def drafting_with_a_model(facts: ModelFacts) -> Drafter:
+def drafting_with_a_model(facts: ModelInfo) -> Drafter:
     """The same model as a draft model, with KV memory of its own."""
     return EagerModelDrafter(build_sync_engine(CONFIG).runner, max_drafts=4, max_model_len=2048, facts=facts)
 
@@ -82,7 +82,7 @@ def drafting_with_a_model(facts: ModelFacts) -> Drafter:
     "make_drafter", [lambda facts: EagerDrafter(6), drafting_with_a_model], ids=["forced_and_lookups", "draft_model"]
 )
 def test_drafts_change_no_document(
-    make_drafter: Callable[[ModelFacts], Drafter], engine: Engine, matchers: Matchers
+    make_drafter: Callable[[ModelInfo], Drafter], engine: Engine, matchers: Matchers
 ) -> None:
     drafting = assemble(
         CONFIG.scheduler, CONFIG.cache, num_blocks=engine.stats().num_blocks, runner=engine.runner, facts=engine.facts,

@@ -15,7 +15,7 @@ import pytest
 
 from app.config import BatchesConfig
 from app.jobs import Answered, ItemOrigin, NewBatch, NewFile, PageOf
-from app.jobs.batch_runner import FleetExecution
+from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from tests import waiting
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import random
 
 from app.jobs.backlog import MAX_DEATHS, Backlog
-from app.jobs.preparation import PreparedItem
 from app.jobs.results import ItemSet
+from deployments.bulk.engine_worker import PreparedItem
 from tests.fakes import make_request
 
 

@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.jobs.executors import MAX_OUTAGE_PAUSE_S, TRY_EVERY_S, OwnerSlots, Window
+from app.jobs.executors import TRY_EVERY_S, OwnerSlots, Window
 
 MAX = 100
 
@@ -64,25 +63,6 @@ def test_refused_with_nothing_under_way_it_waits_as_long_as_it_was_told() -> Non
     assert window.limit == 0
     window.grow(13.0, 0)
     assert window.limit == 1
-
-
-def test_while_the_service_is_gone_one_row_tries_less_and_less_often() -> None:
-    window, now, tries = Window(MAX), 0.0, []
-    grown_to(window, 2.0)
-    window.gone(now)
-    assert (window.limit, window.gone_since) == (0, 0.0)
-    while now < 60.0:
-        window.grow(now, 0)
-        if window.limit:
-            tries.append(now)
-            window.gone(now)
-        now += 0.1
-    pauses = [later - earlier for earlier, later in pairwise(tries)]
-    assert pauses[0] < 1 < pauses[-1]
-    assert max(pauses) <= MAX_OUTAGE_PAUSE_S + 0.11
-    assert len(tries) < 25
-    window.answered()
-    assert window.gone_since is None
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "release", "cancel"]), st.sampled_from("abc")), max_size=60))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from app.disk import take_lock
+from app.errors import InvalidSetup
 from app.jobs.files import FileStore
 
 
@@ -63,3 +66,9 @@ def test_only_one_holds_the_folder(tmp_path: Path) -> None:
 def test_no_other_user_of_the_machine_may_look_into_it(tmp_path: Path) -> None:
     FileStore(tmp_path / "new")
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").rglob("*")} == {0o700}
+
+
+def test_a_folder_whose_files_are_behind_a_url_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "files-name").write_text("carousel-1")
+    with pytest.raises(InvalidSetup, match=r"below carousel-1/; .*: copy them there, and remove .*files-name"):
+        FileStore(tmp_path)

@@ -259,15 +259,6 @@ def test_nothing_is_written_where_nothing_is_new(tmp_path: Path) -> None:
     assert not (tmp_path / "tokens").exists()
 
 
-def test_tokens_that_are_dropped_do_not_come_back(tmp_path: Path) -> None:
-    partial = PartialOutputs(tmp_path / "tokens")
-    partial.add({3: (5, 6)})
-    partial.save()
-    partial.clear()
-    assert 3 not in partial
-    assert 3 not in PartialOutputs(tmp_path / "tokens")
-
-
 def died_with(folder: Path, *items: int) -> None:
     """A process that dies while it has these items: nothing closes its store."""
     store = ResultStore(folder, 4)

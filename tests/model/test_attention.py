@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules, PagedAttention, TorchAttention
 from app.model.cpu.attention import NativeAttention
@@ -74,7 +74,7 @@ def scheduled(start: int, num_tokens: int, block_ids: list[int]) -> ScheduledSeq
 def attend(
     attention: PagedAttention, items: list[ScheduledSequence], qkv: list[torch.Tensor], rules: AttentionRules
 ) -> torch.Tensor:
-    batch = Batch(tuple(items), ())
+    batch = StepBatch(tuple(items), ())
     inputs = build_inputs(batch, block_size=attention.block_size, device=CPU)
     query, key, value = qkv
     return attention.begin_step(batch, inputs).attend(0, query, key, value, rules)

@@ -1,6 +1,6 @@
 import torch
 
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 from app.model.inputs import build_attention_rows, build_inputs, build_segments
 
@@ -13,7 +13,7 @@ def scheduled(token_ids: tuple[int, ...], start: int, block_ids: list[int], samp
 
 
 def test_tokens_of_all_sequences_are_packed_into_one_row() -> None:
-    batch = Batch(
+    batch = StepBatch(
         (
             scheduled((11, 12, 13), 2, [4, 7], samples=False),
             scheduled((21,), 8, [1, 3, 5, 9]),
@@ -37,7 +37,7 @@ def test_tokens_of_all_sequences_are_packed_into_one_row() -> None:
 
 
 def test_shorter_block_tables_are_padded() -> None:
-    batch = Batch((scheduled((1,), 0, [6]), scheduled((2,), 5, [8, 9])), ())
+    batch = StepBatch((scheduled((1,), 0, [6]), scheduled((2,), 5, [8, 9])), ())
     rows = build_attention_rows(batch, block_size=4, device=torch.device("cpu"))
     assert rows.decode is not None
     assert rows.decode.block_tables.tolist() == [[6, 0], [8, 9]]
@@ -45,7 +45,7 @@ def test_shorter_block_tables_are_padded() -> None:
 
 
 def test_long_sequences_are_cut_into_segments() -> None:
-    batch = Batch((scheduled(tuple(range(5)), 2, [4, 7, 9]), scheduled((1,), 5, [8, 6])), ())
+    batch = StepBatch((scheduled(tuple(range(5)), 2, [4, 7, 9]), scheduled((1,), 5, [8, 6])), ())
     segments = build_segments(batch, block_size=4, max_tokens=2)
     assert segments.segments.tolist() == [[0, 2, 2, 0], [2, 2, 4, 0], [4, 1, 6, 0], [5, 1, 5, 2]]
     assert segments.tables.tolist() == [4, 7, 8, 6]  # the third block is not reached yet
@@ -53,8 +53,8 @@ def test_long_sequences_are_cut_into_segments() -> None:
 
 def test_a_step_in_which_all_decode_is_packed_as_any_other() -> None:
     decoding = [scheduled((21,), 8, [1, 3, 5, 9]), scheduled((22,), 3, [2], samples=False), scheduled((23,), 4, [6, 8])]
-    alone = build_inputs(Batch(tuple(decoding), ()), block_size=4, device=torch.device("cpu"))
-    beside = Batch((*decoding, scheduled((31, 32), 0, [7])), ())
+    alone = build_inputs(StepBatch(tuple(decoding), ()), block_size=4, device=torch.device("cpu"))
+    beside = StepBatch((*decoding, scheduled((31, 32), 0, [7])), ())
     whole = build_inputs(beside, block_size=4, device=torch.device("cpu"))
     assert alone.token_ids.tolist() == [whole.token_ids[0, :3].tolist()] == [[21, 22, 23]]
     assert alone.positions.tolist() == [whole.positions[0, :3].tolist()] == [[8, 3, 4]]

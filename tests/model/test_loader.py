@@ -11,7 +11,7 @@ from msgspec import structs
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MambaConfig, T5Config, ViTConfig
 
 from app.config import ModelConfig
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.errors import InvalidSetup, UnsupportedModel
 from app.model import attention, device
 from app.model.attention import AttentionRules, AttentionStep, TorchAttention
@@ -205,11 +205,11 @@ class Poorly(TorchAttention):
         super().__init__(cache, torch.device("cpu"))
         self._wrong_at = wrong_at
 
-    def begin_step(self, batch: Batch, inputs: ModelInputs) -> AttentionStep:
+    def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:
         [item] = batch.scheduled
         if (item.start >= 16 and self._wrong_at == 16) or item.start == self._wrong_at:
             item = structs.replace(item, block_ids=item.block_ids[::-1])
-        return super().begin_step(Batch((item,), ()), inputs)
+        return super().begin_step(StepBatch((item,), ()), inputs)
 
 
 @pytest.mark.parametrize("wrong_at", [None, 8, 16])

@@ -87,7 +87,7 @@ def test_values_are_the_models_own(
     roomy = build(path, way=way, num_slots=3200)
     cramped = build(path, way=way, num_slots=240, max_step_tokens=40, prefill_chunk_tokens=7)
     for engine in (roomy, cramped):
-        monkeypatch.setattr("app.engine.batch_builder.MAX_SCORED_TOKENS", 512 if engine is roomy else 11)
+        monkeypatch.setattr("app.engine.batch.MAX_SCORED_TOKENS", 512 if engine is roomy else 11)
         outcome = run_to_end(engine, *requests)
         for request in requests:
             check(model, request, outcome)
@@ -97,7 +97,7 @@ def test_values_are_the_models_own(
 @pytest.mark.parametrize("way", ["torch", "attention", "decoder"])
 def test_log_likelihoods_of_the_bundled_model(demo_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an evaluation wants them: many ragged contexts, each with a continuation; each sum is within 1e-4."""
-    monkeypatch.setattr("app.engine.batch_builder.MAX_SCORED_TOKENS", 100)
+    monkeypatch.setattr("app.engine.batch.MAX_SCORED_TOKENS", 100)
     contexts = [
         replace(request, sampling=replace(request.sampling, temperature=1.0, seed=n, max_tokens=20))
         for n, request in enumerate(random_requests(30, 763, seed=9))

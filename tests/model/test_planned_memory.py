@@ -12,9 +12,9 @@ from msgspec import structs
 
 from app.assembly import load_runner
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.engine.largest_batch import largest_batch
-from app.engine.request import ModelFacts
+from app.engine.request import ModelInfo
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
 from app.model.cpu.decoder import buffer_bytes
 from app.model.cpu.library import library
@@ -56,7 +56,7 @@ def config_of(path: Path) -> EngineConfig:
     return EngineConfig(model=ModelConfig(path=str(path), device="cpu", dtype="float32"), scheduler=LIMITS)
 
 
-def batch_for(model: LoadedModel, limits: SchedulerConfig = LIMITS) -> Batch:
+def batch_for(model: LoadedModel, limits: SchedulerConfig = LIMITS) -> StepBatch:
     return largest_batch(limits, model.facts, block_size=16)
 
 
@@ -166,7 +166,7 @@ def test_the_workspaces_of_experts_are_those_that_a_cpu_takes(
 
 def test_rows_with_penalties_take_a_copy_of_their_logits_in_float32() -> None:
     num_rows, vocab_size = 6, 50_000
-    facts = ModelFacts(max_model_len=4096, vocab_size=vocab_size, eos_token_ids=())
+    facts = ModelInfo(max_model_len=4096, vocab_size=vocab_size, eos_token_ids=())
     items = largest_batch(LIMITS, facts, block_size=16).sampled
     logits, peaks = torch.zeros(num_rows, vocab_size, dtype=torch.bfloat16, device=META), []
     for each in (items, [structs.replace(item, adjustments=None) for item in items]):
@@ -181,7 +181,7 @@ def test_rows_with_penalties_take_a_copy_of_their_logits_in_float32() -> None:
 def test_sampling_takes_on_a_cpu_what_is_counted_on_meta(num_rows: int) -> None:
     """By the allocator's own records; of a sort, without the memory that its implementation takes inside."""
     limits = SchedulerConfig(max_running=num_rows, max_step_tokens=num_rows)
-    facts = ModelFacts(max_model_len=4096, vocab_size=20_000, eos_token_ids=())
+    facts = ModelInfo(max_model_len=4096, vocab_size=20_000, eos_token_ids=())
     items = largest_batch(limits, facts, block_size=16).sampled
     with torch.inference_mode(), AllocatedBytes(META) as counted:
         sample(torch.zeros(num_rows, facts.vocab_size, device=META), items)

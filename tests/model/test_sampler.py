@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.batch import Batch, ScheduledSequence, StepResult
+from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import Matcher, TokenSet
+from app.engine.model_runner import ModelRunner
 from app.engine.request import SamplingParams
 from app.model.sampler import adjust, draw, gumbel_noise, sample
 from tests.fakes import build_fake_engine, make_request, run_to_end
@@ -142,10 +143,10 @@ def test_a_row_depends_on_that_row_alone(rows: list[dict[str, object]]) -> None:
     assert all(0 <= token < VOCAB_SIZE for token in together)
 
 
-class SamplingRunner:
+class SamplingRunner(ModelRunner):
     """A model that finds all tokens equally likely."""
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         return StepResult(sample(torch.zeros(len(batch.sampled), VOCAB_SIZE), batch.sampled).tolist())
 
 

@@ -264,7 +264,7 @@ def test_logprobs_follow_from_the_tokens_before_whatever_happens_in_between(monk
         for n in range(4)
     ]
     roomy = run_to_end(simulated_engine(), *requests)
-    monkeypatch.setattr("app.engine.batch_builder.MAX_SCORED_TOKENS", 3)
+    monkeypatch.setattr("app.engine.batch.MAX_SCORED_TOKENS", 3)
     engine = simulated_engine(num_blocks=16)
     cramped = run_to_end(engine, *requests)
     assert engine.stats().total_preemptions > 0

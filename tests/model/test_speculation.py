@@ -11,7 +11,7 @@ import pytest
 
 from app.assembly import assemble, drafter_of
 from app.config import CacheConfig, SchedulerConfig, SpeculationConfig
-from app.engine.batch import Batch, ScheduledSequence, StepResult
+from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.request import Request
 from app.engine.sequence import Sequence
@@ -51,7 +51,7 @@ class RecallingDrafter:
         drafts = list(self._token_ids[sequence.request.request_id][at : at + 5])
         return [token if (at + place) % 7 else (token + 1) % VOCAB_SIZE for place, token in enumerate(drafts)]
 
-    def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
+    def stepped(self, batch: StepBatch, result: StepResult, *, at: float, goes_on: bool) -> None:
         """Nothing to learn."""
 
 

@@ -32,7 +32,7 @@ from app.fleet import (
 )
 from app.fleet import connect as connect_frames
 from app.fleet.dispatch import GroupChooser, ReplicaReport, make_policy
-from app.jobs.batch_runner import FleetExecution
+from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.metrics import ModelMetrics
 from app.text import Tokenizer

@@ -105,7 +105,7 @@ def test_times_of_tokens_never_go_back_where_a_view_came_late(page: Any, stage: 
             why_left: "", num_given_tokens: 0, num_generated_tokens: 3,
         };
         const fields = {
-            view: ["slots", "waiting", "steps", "grown"], slots: Object.keys(use), waiting: [],
+            view: ["slots", "waiting", "steps", "reported"], slots: Object.keys(use), waiting: [],
             steps: ["num_steps", "ended_ms"],
         };
         const replicas = [{ replica: "r", state: "serving" }];

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -14,12 +14,11 @@ from starlette.routing import Route
 from app.api.handler import RequestHandler
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
-from app.api.schemas.requests import Schema, from_validation_error
+from app.api.schemas.fields import Schema
 from app.config import Name
 from app.engine.request import Adapter
 from app.errors import InvalidRequest, NotFound, UnsupportedAdapter
-
-Json = dict[str, Any]
+from app.json_pieces import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +96,7 @@ class AdapterRoutes:
     async def load(self, request: Request) -> Response:
         """Load one; an adapter of the same name is replaced. Answers with its entry."""
         body = await read_json_object(request, self._handler.limits)
-        try:
-            asked = AdapterToLoad.model_validate(body)
-        except ValidationError as error:
-            raise from_validation_error(error) from None
+        asked = AdapterToLoad.checked(body)
         model = self._handler.names.model(asked.model, reservation_of(request).account).base
         self._check_name(asked.name, model)
         fleet = self._fleet(model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -12,8 +11,7 @@ from starlette.routing import Route
 
 from app.api.auth.keys import Authenticator
 from app.api.auth.limits import Account, Usage
-
-Json = dict[str, Any]
+from app.json_pieces import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

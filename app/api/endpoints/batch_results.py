@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pydantic_core import from_json
 
 from app.errors import NotFound
-from app.jobs import Answered, BatchService, Json
+from app.jobs import Answered, BatchService
 from app.jobs.items import BYTE_ORDER_MARK
+from app.json_pieces import Json
 
 MAX_SHOWN_BYTES = 16 * 1024 * 1024  # of all files of a batch: more can be had as files
 _READ_BYTES = 1024 * 1024

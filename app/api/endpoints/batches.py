@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from app.api.endpoints.files import ExpiresAfter
-from app.api.endpoints.pages import page_of
+from app.api.endpoints.files import ExpiresAfter, page_of
 from app.api.endpoints.table import ENDPOINTS
 from app.api.http.body import read_json_object
 from app.api.prepared_request import RequestLimits
 from app.api.request_context import asks_for
+from app.api.schemas.fields import MAX_ID_LENGTH, Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_unknown
-from app.api.schemas.requests import MAX_ID_LENGTH, Schema, from_validation_error
 from app.jobs import BatchService, NewBatch
 from app.webhooks.receiver import WebhookReceiver
 
@@ -95,10 +94,7 @@ class BatchRoutes:
         body = await read_json_object(request, _BODY_LIMITS)
         if asks_for(request.headers, STRICT_HEADER):
             refuse_unknown(body, BatchRequest)
-        try:
-            asked = BatchRequest.model_validate(body)
-        except ValidationError as error:
-            raise from_validation_error(error) from None
+        asked = BatchRequest.checked(body)
         expires_after = asked.output_expires_after
         new = NewBatch(
             owner=self._owner_of(request),

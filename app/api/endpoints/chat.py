@@ -8,7 +8,8 @@ from functools import partial
 from app.api.generation import SharedFields, encode_chat, prepare_generation, shared_fields, truncated
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
-from app.api.schemas.requests import ChatRequest, ReasoningEffort
+from app.api.schemas.fields import ReasoningEffort
+from app.api.schemas.requests import ChatRequest
 from app.engine.request import Grammar, GrammarKind, Thought
 from app.errors import InvalidRequest
 from app.text import Reasoning

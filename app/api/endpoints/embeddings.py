@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from app.api.generation import SharedFields, encode_prompts, prepare_pooling
 from app.api.output.choices import ChoiceDelta
-from app.api.output.response_state import Json, ResponseState, Writer
+from app.api.output.response_state import ResponseState, Writer
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.requests import EmbeddingsRequest
 from app.errors import ContextTooLong, Failure, InvalidRequest
-from app.json_pieces import Rows
+from app.json_pieces import Json, Rows
 from app.text.text_pairs import EncodedText
 
 

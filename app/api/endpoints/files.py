@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from app.api.endpoints.pages import page_of
 from app.api.http.multipart import Form, read_form
 from app.api.request_context import asks_for
+from app.api.schemas.fields import Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_names
-from app.api.schemas.requests import Schema, from_validation_error
 from app.errors import InvalidRequest
-from app.jobs import BatchService, NewFile
+from app.jobs import BatchService, NewFile, PageOf
 
 MAX_FILENAME_LENGTH = 255
 MAX_FILES_OF_PAGE = 10_000
@@ -123,7 +122,20 @@ def _expires_after_s(fields: dict[str, str]) -> int | None:
         return None
     if seconds is None or not (seconds.isascii() and seconds.isdigit() and len(seconds) <= 10):
         raise InvalidRequest("expires_after[seconds] should be a number of seconds", param="expires_after[seconds]")
-    try:
-        return ExpiresAfter.model_validate({"anchor": anchor, "seconds": int(seconds)}).seconds
-    except ValidationError as error:
-        raise from_validation_error(error) from None
+    return ExpiresAfter.checked({"anchor": anchor, "seconds": int(seconds)}).seconds
+
+
+def page_of(owner: str, query: Mapping[str, str], *, max_limit: int, default_limit: int) -> PageOf:
+    """From `after`, `limit`, `order` and `purpose`. Raises InvalidRequest naming the one at fault."""
+    limit, order = query.get("limit", str(default_limit)), query.get("order", "desc")
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 6 and 1 <= int(limit) <= max_limit):
+        raise InvalidRequest(f"limit should be 1 to {max_limit:,}; got {limit[:40]!r}", param="limit")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order should be 'asc' or 'desc'; got {order[:40]!r}", param="order")
+    return PageOf(
+        owner=owner,
+        limit=int(limit),
+        after=query.get("after"),
+        is_ascending=order == "asc",
+        purpose=query.get("purpose"),
+    )

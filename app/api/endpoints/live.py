@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.api.http.errors import ClientGone
 from app.api.http.sse import EventStream, WhileConnected
-from app.engine.view import EngineView, QueueEntry, SlotUse, StepSums, TuningView
+from app.engine.snapshot import EngineSnapshot, QueueEntry, SlotUse, StepSums, TuningView
 from app.errors import InvalidRequest, Overloaded
 
 PERIOD_S = 0.2  # as often as replicas send views
@@ -43,7 +43,7 @@ class WatchedDecision(Protocol):
 class WatchedFleet(Protocol):
     """What the live view needs of `app.fleet.Fleet`."""
 
-    def watch(self, on_view: Callable[[str, EngineView], None] | None) -> None:
+    def watch(self, on_view: Callable[[str, EngineSnapshot], None] | None) -> None:
         """Have `on_view(replica_id, view)` called for each view of a replica, some each second. None: no more."""
         ...
 
@@ -67,7 +67,7 @@ class LiveFeed:
         self._fleets = fleets
         self._clock = clock
         self._num_viewers = 0
-        self._views: dict[str, list[tuple[str, int, EngineView]]] = {}  # since the last event, by model
+        self._views: dict[str, list[tuple[str, int, EngineSnapshot]]] = {}  # since the last event, by model
         self._recent: deque[tuple[int, bytes]] = deque(maxlen=_NUM_KEPT)  # events with their times
         self._ticked = asyncio.Event()  # set for a moment when there is another
         self._timer: asyncio.TimerHandle | None = None  # while there are viewers, and a while longer
@@ -125,8 +125,8 @@ class LiveFeed:
         self._views.clear()
         self._recent.clear()
 
-    def _receiver_of(self, model: str) -> Callable[[str, EngineView], None]:
-        def receive(replica_id: str, view: EngineView) -> None:
+    def _receiver_of(self, model: str) -> Callable[[str, EngineSnapshot], None]:
+        def receive(replica_id: str, view: EngineSnapshot) -> None:
             self._views.setdefault(model, []).append((replica_id, self._now(), view))
 
         return receive
@@ -184,7 +184,7 @@ def _names(kind: type[msgspec.Struct]) -> tuple[str, ...]:
 # Views are sent as lists, by position: names five times a second would be most of the bytes.
 _FIELDS = b"event: fields\ndata: %b\n\n" % msgspec.json.encode(
     {
-        "view": _names(EngineView),
+        "view": _names(EngineSnapshot),
         "slots": _names(SlotUse),
         "waiting": _names(QueueEntry),
         "steps": _names(StepSums),

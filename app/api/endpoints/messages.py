@@ -14,11 +14,12 @@ from app.api.generation import SharedFields
 from app.api.http.errors import MESSAGES_PATH, error_body
 from app.api.http.sse import named_event
 from app.api.output.choices import ChoiceDelta
-from app.api.output.response_state import GrowingText, Json, ResponseState, Writer
+from app.api.output.response_state import GrowingText, ResponseState, Writer
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.messages import MessagesRequest
+from app.json_pieces import Json
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 

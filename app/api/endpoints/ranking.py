@@ -15,13 +15,13 @@ from operator import mul
 from app.api.endpoints.embeddings import normalised, vector_of
 from app.api.generation import SharedFields, check_texts, prepare_pooling
 from app.api.output.choices import ChoiceDelta
-from app.api.output.response_state import Json, ResponseState, Writer
+from app.api.output.response_state import ResponseState, Writer
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.ranking import RankingRequest, RerankRequest, ScoreRequest
 from app.engine.request import Pooling
 from app.errors import ContextTooLong, Failure, InvalidRequest
-from app.json_pieces import Rows
+from app.json_pieces import Json, Rows
 from app.text.text_pairs import EncodedText
 
 # Prompt tokens of one call: a query is part of every pair, so a small body could ask for gigabytes of them.

@@ -14,7 +14,7 @@ from app.api.generation import SharedFields
 from app.api.http.errors import error_body
 from app.api.http.sse import named_event, named_event_pieces
 from app.api.output.choices import ChoiceDelta
-from app.api.output.response_state import GrowingText, Json, ResponseState, Writer
+from app.api.output.response_state import GrowingText, ResponseState, Writer
 from app.api.output.token_details import (
     CHAT_LOGPROBS,
     PackedLogprobs,
@@ -26,7 +26,7 @@ from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.responses import ResponsesRequest
-from app.json_pieces import Rows, joined
+from app.json_pieces import Json, Rows, joined
 
 
 def prepare_response(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol
 
-from pydantic import ConfigDict, ValidationError, WithJsonSchema
+from pydantic import ConfigDict, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -14,11 +14,11 @@ from starlette.routing import Route
 from app.api.handler import RequestHandler
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
-from app.api.schemas.requests import Schema, from_validation_error
+from app.api.schemas.fields import Schema
 from app.config import Policy, PolicyConfig, SchedulerConfig, Strategy, StrategyConfig, names_of
 from app.errors import NotFound
+from app.json_pieces import Json
 
-Json = dict[str, Any]
 CHOICES = {
     "strategies": names_of(SchedulerConfig.model_fields["strategy"]),
     "policies": names_of(SchedulerConfig.model_fields["policy"]),
@@ -94,10 +94,7 @@ class SchedulerRoutes:
     async def switch(self, request: Request) -> Response:
         """Switch one model; answers with what is in force then."""
         body = await read_json_object(request, self._handler.limits)
-        try:
-            change = SchedulerChange.model_validate(body)
-        except ValidationError as error:
-            raise from_validation_error(error) from None
+        change = SchedulerChange.checked(body)
         model = self._handler.names.model(change.model, reservation_of(request).account).name
         if model not in self._switches:
             raise NotFound(f"this process has no replicas of {model!r} to switch", param="model")

@@ -3,27 +3,129 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from app.api.endpoints.batch_results import encoded_json, result, results_of, speed
-from app.api.endpoints.prompt_list import PromptList, prompt_list
-from app.api.handler import RequestHandler
+from app.api.endpoints.batches import BatchRoutes, Metadata, WebhookRequest
+from app.api.endpoints.files import FileRoutes
+from app.api.handler import RequestHandler, SharedBody
 from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
 from app.api.http.sse import DONE, EventStream, WhileConnected, event, event_pieces
 from app.api.request_context import RequestContext, asks_for, with_deadline
-from app.api.schemas.parameters import STRICT_HEADER
+from app.api.schemas.fields import MAX_PROMPTS, Schema
+from app.api.schemas.parameters import STRICT_HEADER, refuse_unknown
 from app.errors import CarouselError, InvalidRequest
-from app.jobs import Answered, BatchService, JobState, Json, NewBatch, NewFile
+from app.jobs import Answered, BatchLimits, BatchService, JobState, NewBatch, NewFile
 from app.jobs.items import as_batch_line, items_of_prompts
+from app.json_pieces import Json
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_OWN_FIELDS = frozenset(("prompts", "async", "stream", "webhook", "metadata"))
+# What stands for each prompt where only what they share is looked at.
+_STAND_INS: dict[str, Json] = {CHAT: {"messages": [{"role": "user", "content": "?"}]}, COMPLETIONS: {"prompt": "?"}}
+
+
+def _prompts(value: Any) -> Any:
+    """Texts, or conversations; what is in a conversation is found out prompt by prompt."""
+    if not isinstance(value, list) or not value:
+        raise ValueError("should be a list of texts, or a list of conversations, each a list of messages")
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"holds {len(value):,} prompts; at most {MAX_PROMPTS:,} are accepted")
+    if not all(isinstance(each, str) for each in value) and not all(isinstance(each, list) for each in value):
+        raise ValueError("should hold only texts, or only conversations, each a list of messages")
+    return value
+
+
+class PromptListRequest(Schema):
+    """The body of POST /v1/batch.
+
+    Every other field is one of a completion (where the prompts are texts) or of a chat, and is that of all prompts.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
+
+    prompts: Annotated[
+        list[Any],
+        BeforeValidator(_prompts),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"type": "string"}},
+                    {
+                        "type": "array",
+                        "minItems": 1,
+                        "maxItems": MAX_PROMPTS,
+                        # Of messages; a conversation that is none fails alone, so it is no mistake of the list.
+                        "items": {"type": "array", "description": "the messages of a chat"},
+                    },
+                ]
+            }
+        ),
+    ]
+    is_async: bool = Field(False, alias="async")
+    stream: bool = False
+    webhook: WebhookRequest | None = None
+    metadata: Metadata | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptList:
+    """A checked body: which endpoint its prompts are for, and the fields that they share."""
+
+    asked: PromptListRequest
+    endpoint: str
+    shared: Json
+    common: SharedBody  # the same, checked
+
+    @property
+    def num_samples(self) -> int:
+        """Of all prompts."""
+        return len(self.asked.prompts) * self.common.parsed.num_samples
+
+    def bodies(self) -> list[Json]:
+        """The body that each prompt would have at the endpoint."""
+        return [self.shared | own for own in self.own_bodies()]
+
+    def own_bodies(self) -> list[Json]:
+        """What each of these bodies has alone."""
+        name = "messages" if self.endpoint == CHAT else "prompt"
+        return [{name: prompt} for prompt in self.asked.prompts]
+
+
+async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context: RequestContext) -> PromptList:
+    """The checked list. Raises InvalidRequest for a mistake that all prompts would share, naming the field."""
+    own = {name: value for name, value in body.items() if name in _OWN_FIELDS and value is not None}
+    shared = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
+    if context.is_strict:
+        refuse_unknown(own, PromptListRequest)
+    asked = PromptListRequest.checked(own)
+    for name in ("prompt", "messages"):
+        if shared.get(name) is not None:
+            raise InvalidRequest(f"{name} is for one request; all of a batch's are in prompts", param=name)
+    if asked.stream and asked.is_async:
+        raise InvalidRequest("a job is not streamed; leave out stream or async", param="stream")
+    endpoint = COMPLETIONS if isinstance(asked.prompts[0], str) else CHAT
+    stand_in = shared | _STAND_INS[endpoint]
+    num_bodies = 1 if asked.is_async else len(asked.prompts)
+    common = await handler.check_shared(context, endpoint, stand_in, num_bodies=num_bodies)
+    for name in ("webhook", "metadata"):
+        if getattr(asked, name) is not None and not asked.is_async:
+            raise InvalidRequest(f"{name} is for jobs; send async: true with it", param=name)
+    if asked.is_async and common.parsed.deadline_s is not None:
+        raise InvalidRequest("a job has all the time of its batch; leave deadline_s out", param="deadline_s")
+    return PromptList(asked=asked, endpoint=endpoint, shared=shared, common=common)
+
 
 INPUT_NAME = "prompts.jsonl"
 _SENT_AT_ONCE = 1024 * 1024
@@ -185,3 +287,20 @@ def _answered_at_once(prompts: PromptList, answers: list[Answered], latency_s: f
         "usage": {"input_tokens": num_input, "output_tokens": num_output, "total_tokens": num_input + num_output},
         **speed(latency_s, num_output),
     }
+
+
+def batch_routes(
+    service: BatchService,
+    handler: RequestHandler,
+    *,
+    max_file_bytes: int = BatchLimits().max_file_bytes,
+    owner_of: Callable[[Request], str] = lambda request: "",
+) -> list[Route]:
+    """/v1/files, /v1/batches and /v1/batch over the service that keeps them.
+
+    `handler` handles the prompts of /v1/batch that are computed at once. `owner_of` gives the owner of a request, which
+    sees only its own files and batches. By default all requests have one owner.
+    """
+    files = FileRoutes(service, owner_of, max_file_bytes=max_file_bytes)
+    short = ShortBatchRoutes(service, handler, owner_of)
+    return [*files.routes(), *BatchRoutes(service, owner_of).routes(), *short.routes()]

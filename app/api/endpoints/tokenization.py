@@ -24,8 +24,7 @@ from app.api.schemas.messages import CountTokensRequest
 from app.api.schemas.parameters import STRICT_HEADER
 from app.api.schemas.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from app.api.threads import MAX_SMALL_SIZE
-from app.jobs import Json
-from app.json_pieces import Rows
+from app.json_pieces import Json, Rows
 
 
 class TokenizationRoutes:

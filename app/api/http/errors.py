@@ -34,9 +34,7 @@ from app.errors import (
 
 logger = logging.getLogger(__name__)
 
-CLIENT_GONE_STATUS = 499  # for the log only: the client is gone
 MAX_RETRY_AFTER_S = 120.0  # the openai package does not retry when the value is larger
-UNAVAILABLE_RETRY_AFTER_S = 2.0
 MESSAGES_PATH = "/v1/messages"  # it, and what is below it, are Anthropic's API
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -114,8 +112,9 @@ def error_status(error: Exception) -> int:
 
 def error_response(error: Exception, request_id: str, path: str) -> Response:
     """The response to a request at `path` that failed before its first byte."""
+    client_gone_status = 499  # for the log only: the client is gone
     if isinstance(error, ClientGone):
-        return Response(status_code=CLIENT_GONE_STATUS)
+        return Response(status_code=client_gone_status)
     return JSONResponse(
         error_body(error, request_id, path), status_code=_kind_of(error).status, headers=_headers(error)
     )
@@ -157,8 +156,9 @@ def _headers(error: Exception) -> dict[str, str]:
         return {"Connection": "close"}
     if isinstance(error, Overloaded):
         return _retry_after(error.retry_after_s)
+    unavailable_retry_after_s = 2.0
     if isinstance(error, Unavailable | EngineStopped):
-        return _retry_after(UNAVAILABLE_RETRY_AFTER_S)
+        return _retry_after(unavailable_retry_after_s)
     return {}
 
 

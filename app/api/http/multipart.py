@@ -22,7 +22,6 @@ SILENCE_TIMEOUT_S = 60.0
 MIN_BYTES_PER_S = 64 * 1024  # beyond the first minute: an upload has one of few places
 _PARSED_AT_ONCE = 64 * 1024  # bytes; other requests use the event loop between two of these pieces
 _SENT_AT_ONCE = 1024 * 1024
-_OVERHEAD_BYTES = 256 * 1024  # for boundaries, headers and fields beside the file
 
 Sink = Callable[[bytes], Awaitable[None]]
 
@@ -42,7 +41,8 @@ async def read_form(request: Request, *, max_file_bytes: int, sink: Sink) -> For
     raises.
     """
     reader = _Reader(_boundary(request.headers.get("content-type", "")))
-    async for piece in _pieces(request, max_file_bytes + _OVERHEAD_BYTES):
+    overhead_bytes = 256 * 1024  # for boundaries, headers and fields beside the file
+    async for piece in _pieces(request, max_file_bytes + overhead_bytes):
         reader.write(piece)
         if len(reader.content) >= _SENT_AT_ONCE:
             await sink(reader.take_content())

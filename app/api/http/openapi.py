@@ -13,26 +13,25 @@ from pydantic.json_schema import models_json_schema
 from app.api.endpoints.adapters import AdapterToLoad
 from app.api.endpoints.batches import MAX_BATCHES_OF_PAGE, BatchRequest
 from app.api.endpoints.files import MAX_FILES_OF_PAGE
-from app.api.endpoints.prompt_list import PromptListRequest
 from app.api.endpoints.scheduler import SchedulerChange
+from app.api.endpoints.short_batches import PromptListRequest
 from app.api.endpoints.table import ENDPOINTS
 from app.api.http.errors import MESSAGES_PATH, is_anthropic
 from app.api.prepared_request import RequestLimits
+from app.api.schemas.fields import Schema
 from app.api.schemas.messages import CountTokensRequest
 from app.api.schemas.parameters import unavailable
 from app.api.schemas.requests import (
     DetokenizeRequest,
     GenerationRequest,
     ModelRequest,
-    Schema,
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
 from app.config import ApiConfig
 from app.jobs import JobState
+from app.json_pieces import Json
 from app.versions import versions
-
-Json = dict[str, Any]
 
 BODIES: tuple[type[ModelRequest], ...] = (
     *(endpoint.schema for endpoint in ENDPOINTS.values()),

@@ -16,7 +16,6 @@ from starlette.responses import Response
 from app.errors import NotPermitted
 
 ANY_ORIGIN = "*"
-PREFLIGHT_MAX_AGE_S = 600
 _METHODS = "GET, POST, DELETE"
 _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(:\d*)?")
 
@@ -60,10 +59,11 @@ class OriginPolicy:
         is_preflight = method == "OPTIONS" and "access-control-request-method" in headers
         if not is_preflight or not self._allows(headers.get("origin", "")):
             return None
+        preflight_max_age_s = 600
         allowed = {
             "access-control-allow-methods": _METHODS,
             "access-control-allow-headers": headers.get("access-control-request-headers", ""),
-            "access-control-max-age": str(PREFLIGHT_MAX_AGE_S),
+            "access-control-max-age": str(preflight_max_age_s),
         }
         return Response(status_code=204, headers=allowed)
 

@@ -12,11 +12,11 @@ from pydantic_core import to_json
 from app.api.http.errors import error_body
 from app.api.http.sse import DONE, event, event_pieces
 from app.api.output.choices import ChoiceDelta
-from app.api.output.response_state import ChoiceOutput, EventWriter, Json, ResponseState, Writer, tool_call, usage_of
+from app.api.output.response_state import ChoiceOutput, EventWriter, ResponseState, Writer, tool_call, usage_of
 from app.api.output.token_details import CHAT_LOGPROBS, COMPLETION_LOGPROBS, DetailsWriter, LogprobsForm
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import PreparedRequest
-from app.json_pieces import joined
+from app.json_pieces import Json, joined
 
 
 class Format(Protocol):

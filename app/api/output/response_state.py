@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from io import StringIO
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 from app.api.http.errors import log_error
 from app.api.output.choices import ChoiceDelta, generate_choices
@@ -18,11 +18,10 @@ from app.api.prepared_request import PreparedRequest
 from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace
 from app.engine.request import EngineTimes, Queued
+from app.json_pieces import Json
 from app.metrics import CallMetrics, RequestMetrics
 
 logger = logging.getLogger(__name__)
-
-Json = dict[str, Any]
 
 
 class GrowingText:

@@ -9,20 +9,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
 from app.api.json_structure import is_longer
-from app.api.schemas.requests import (
-    GenerationRequest,
-    ResponseFormat,
-    StructuralTag,
-    StructuredOutputs,
-    from_validation_error,
-)
+from app.api.schemas.requests import GenerationRequest, ResponseFormat, StructuralTag, StructuredOutputs
 from app.engine.request import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from app.errors import InvalidRequest
+from app.json_pieces import Json
 
-Json = dict[str, Any]
 Content = list[Any]  # the parts of a tag, as app/grammar/tags.py describes them
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -47,7 +39,9 @@ def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
     if given.type == "json_object":
         return schema_grammar(_ANY_OBJECT, param=param)
     if given.type == "structural_tag":
-        return structural_tag_grammar(_structural_tag(given.model_dump(by_alias=True, exclude_none=True), param), param)
+        return structural_tag_grammar(
+            StructuralTag.checked(given.model_dump(by_alias=True, exclude_none=True), within=param), param
+        )
     if given.json_schema is None:
         raise InvalidRequest(f"{param}.json_schema is required with the type json_schema", param=f"{param}.json_schema")
     schema = given.json_schema.schema_ or {}
@@ -85,15 +79,8 @@ def _of_wish(given: StructuredOutputs, param: str) -> Grammar:
     if given.grammar is not None:
         return checked_grammar(GrammarKind.GRAMMAR, given.grammar, param=param)
     if given.structural_tag is not None:
-        return structural_tag_grammar(_structural_tag(_object(given.structural_tag, param), param), param)
+        return structural_tag_grammar(StructuralTag.checked(_object(given.structural_tag, param), within=param), param)
     return schema_grammar(_ANY_OBJECT, param=param)
-
-
-def _structural_tag(given: dict[str, Any], param: str) -> StructuralTag:
-    try:
-        return StructuralTag.model_validate(given)
-    except ValidationError as error:
-        raise from_validation_error(error, within=param) from None
 
 
 def _object(given: dict[str, Any] | str, param: str) -> dict[str, Any]:

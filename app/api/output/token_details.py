@@ -11,14 +11,12 @@ import msgspec
 
 from app.api.prepared_request import PreparedRequest, TokenDetailOptions
 from app.engine.request import TokenDelta, TokenLogprobs
-from app.json_pieces import Rows
+from app.json_pieces import Json, Rows
 from app.text import Tokenizer, TokenOffsets
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 MAX_KNOWN_NAMES = 10_000  # of one call: some 2 MB
 _TOKENS_AT_ONCE = 32  # written in one go: 0.5 ms with the top 20
-
-Json = dict[str, Any]
 
 
 class TokenLogprob(NamedTuple):

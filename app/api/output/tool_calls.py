@@ -16,7 +16,8 @@ from app.api.output.tool_grammars import (
     document_or_calls_grammar,
     strict_calls_grammar,
 )
-from app.api.schemas.requests import ChatRequest, FunctionDefinition, NamedTool
+from app.api.schemas.conversation import FunctionDefinition, NamedTool
+from app.api.schemas.requests import ChatRequest
 from app.engine.request import Grammar, GrammarKind
 from app.errors import InvalidRequest
 from app.text import Tokenizer

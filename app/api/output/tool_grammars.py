@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from app.api.output.structured_output import Content, Json, schema_grammar, tag, tags_grammar
-from app.api.schemas.requests import FunctionDefinition
+from app.api.output.structured_output import Content, schema_grammar, tag, tags_grammar
+from app.api.schemas.conversation import FunctionDefinition
 from app.engine.request import Grammar
+from app.json_pieces import Json
 from app.text.tool_calls import ToolFormat
 
 _SPACE = r"( ?|\n[ \t]{0,40})"  # white space between the tokens of a document

@@ -71,7 +71,7 @@ export class History {
       seen.add(stay);
       if (use.left_ms !== null) this.#close(replica, stay, at - use.left_ms, use.why_left);
     }
-    for (const stay of this.#grow(replica, at, view.grown ?? [])) seen.add(stay);
+    for (const stay of this.#report(replica, at, view.reported ?? [])) seen.add(stay);
     for (const stay of [...replica.open.values()]) if (!seen.has(stay)) this.#close(replica, stay, at, "");
   }
 
@@ -92,15 +92,15 @@ export class History {
     return stay;
   }
 
-  // `grown` is flat: slot, tokens, blocks. A stay that is not known comes with the next full view.
-  #grow(replica, at, grown) {
+  // `reported` is flat: slot, tokens, blocks. A stay that is not known comes with the next full view.
+  #report(replica, at, reported) {
     const found = [];
     const inSlots = new Map([...replica.open.values()].map((stay) => [stay.slot, stay]));
-    for (let each = 0; each < grown.length; each += 3) {
-      const stay = inSlots.get(grown[each]);
+    for (let each = 0; each < reported.length; each += 3) {
+      const stay = inSlots.get(reported[each]);
       if (!stay) continue;
-      stay.use.num_generated_tokens = grown[each + 1];
-      stay.use.num_blocks = grown[each + 2];
+      stay.use.num_generated_tokens = reported[each + 1];
+      stay.use.num_blocks = reported[each + 2];
       this.#count(stay, at);
       found.push(stay);
     }

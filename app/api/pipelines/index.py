@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from app.api.output.response_state import Json
 from app.api.pipelines.run import PipelineRun
 from app.api.pipelines.vectors import own_vectors, question_vector
 from app.api.prepared_request import ServedModel
 from app.api.schemas.requests import GenerationRequest
 from app.disk import cache_folder, take_lock, write_atomically
 from app.errors import InvalidRequest, InvalidSetup, Unavailable
+from app.json_pieces import Json
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,10 @@ from functools import cached_property
 from typing import Protocol
 
 from app.api.auth.limits import Account
-from app.api.output.response_state import Json
-from app.api.pipelines.cascade import CascadeStep
-from app.api.pipelines.ensemble import EnsembleStep
 from app.api.pipelines.index import DocumentIndex, IndexStep, read_index
-from app.api.pipelines.ranking import RerankStep
 from app.api.pipelines.route import ByExample, ByHeader, ByLabel, ByLength, Chooser, RouteCase, RouteStep
 from app.api.pipelines.run import PendingAnswer, PipelineRun, Target
+from app.api.pipelines.steps import CascadeStep, EnsembleStep, GenerateStep, RerankStep
 from app.api.prepared_request import ServedModel, by_any_name
 from app.config import (
     ApplicationConfig,
@@ -32,6 +29,7 @@ from app.config import (
     named_by,
 )
 from app.errors import InvalidSetup, traceback_of
+from app.json_pieces import Json
 
 logger = logging.getLogger(__name__)
 
@@ -47,23 +45,6 @@ class AnsweringStep(Protocol):
 
     async def answer(self, run: PipelineRun) -> PendingAnswer:
         """The answer, with all done that must be done before its first token."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateStep:
-    """One model or pipeline answers."""
-
-    name: str
-    target: Target
-    kind: str = "generate"
-
-    @property
-    def targets(self) -> tuple[Target, ...]:
-        return (self.target,)
-
-    async def answer(self, run: PipelineRun) -> PendingAnswer:
-        start = await run.prepared(self.target, self)
-        return await start()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Protocol
 from app.api.endpoints.table import Endpoint
 from app.api.generation import SharedFields
 from app.api.output.choices import ChoiceDelta, token_deltas
-from app.api.output.response_state import Json, ResponseState
+from app.api.output.response_state import ResponseState
 from app.api.output.token_details import LEAST_LOGPROB
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import GROUP_HEADER, PRESET_HEADER, RequestContext
@@ -19,6 +19,7 @@ from app.api.request_trace import StepTimes
 from app.api.schemas.requests import GenerationRequest, QueuedRequest
 from app.engine.request import Generate, Request, TokenDelta
 from app.errors import DeadlineMissed, InvalidRequest
+from app.json_pieces import Json
 from app.metrics import RequestMetrics
 
 _REPLICA_HEADERS = (GROUP_HEADER, PRESET_HEADER)  # which replicas of the model that answers

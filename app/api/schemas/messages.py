@@ -5,36 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from app.api.schemas.requests import (
+from app.api.schemas.conversation import Conversation, FunctionName
+from app.api.schemas.fields import (
     MAX_ID_LENGTH,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
     MAX_TOOLS_SIZE,
-    ChatRequest,
-    Conversation,
-    FunctionName,
-    GenerationRequest,
     ListOf,
-    ModelRequest,
     NonEmpty,
     NumTokens,
     Schema,
     TemplateVariables,
     TextPart,
-    from_validation_error,
     joined_text,
     not_larger,
-    without_user,
 )
+from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelRequest, without_user
 from app.engine.request import MAX_TENANT_LENGTH
 from app.errors import InvalidRequest
-
-SchemaT = TypeVar("SchemaT", bound=Schema)
 
 _ROLES: Mapping[str, tuple[str, ...]] = {  # of the messages that may have a block of each type
     "text": ("user", "assistant"),
@@ -308,7 +301,7 @@ class MessagesRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
             "thinking_token_budget": None if self.thinking is None else self.thinking.budget_tokens,
             "user": self.user or self.metadata.user_id,
         }
-        return _checked(_MessagesChat, given)
+        return _MessagesChat.checked(given)
 
 
 class CountTokensRequest(AnthropicPrompt, ModelRequest):
@@ -316,14 +309,7 @@ class CountTokensRequest(AnthropicPrompt, ModelRequest):
 
     def as_conversation(self) -> Conversation:
         """The conversation with the same prompt. Raises InvalidRequest as `as_chat`."""
-        return _checked(Conversation, self.chat_fields())
-
-
-def _checked(schema: type[SchemaT], given: dict[str, Any]) -> SchemaT:
-    try:
-        return schema.model_validate(given)
-    except ValidationError as error:  # of what only the blocks of a turn have together, such as too many calls
-        raise from_validation_error(error) from None
+        return Conversation.checked(self.chat_fields())
 
 
 class _MessagesChat(_MessageFields, ChatRequest):

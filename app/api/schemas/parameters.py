@@ -9,17 +9,10 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
+from app.api.schemas.fields import Schema, as_int, from_validation_error
 from app.api.schemas.messages import MessagesRequest
 from app.api.schemas.ranking import RerankRequest, ScoreRequest
-from app.api.schemas.requests import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingsRequest,
-    ModelRequest,
-    Schema,
-    as_int,
-    from_validation_error,
-)
+from app.api.schemas.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, ModelRequest
 from app.api.schemas.responses import ResponsesRequest
 from app.errors import InvalidRequest
 

@@ -6,15 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from app.api.schemas.requests import (
-    Documents,
-    ListOf,
-    NonEmpty,
-    NumSamples,
-    NumTokens,
-    QueuedRequest,
-    check_number,
-)
+from app.api.schemas.fields import Documents, ListOf, NonEmpty, NumSamples, NumTokens, check_number
+from app.api.schemas.requests import QueuedRequest
 
 
 def _not_empty(value: Any) -> Any:

@@ -7,31 +7,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 
-from app.api.schemas.requests import (
+from app.api.schemas.conversation import ChosenFunction, FunctionDefinition
+from app.api.schemas.fields import (
     MAX_ID_LENGTH,
     MAX_MESSAGES,
     MAX_TOOLS,
     MAX_TOOLS_SIZE,
-    ChatRequest,
-    ChosenFunction,
-    FunctionDefinition,
-    GenerationRequest,
     ListOf,
     Natural,
     NonEmpty,
     NumTokens,
-    OutputSchema,
     ReasoningEffort,
     Schema,
     TemplateVariables,
     ToolChoice,
-    from_validation_error,
     joined_text,
     not_larger,
-    without_user,
 )
+from app.api.schemas.requests import ChatRequest, GenerationRequest, OutputSchema, without_user
 from app.errors import InvalidRequest
 
 MAX_METADATA_SIZE = 16_384  # 16 values of 512 characters are OpenAI's limit
@@ -243,10 +238,8 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
             "response_format": self.text.format.for_chat(),
             "reasoning_effort": self.reasoning.effort,
         }
-        try:
-            return _ResponsesChat.model_validate(given)
-        except ValidationError as error:  # of what only the items of a turn have together, such as too many calls
-            raise from_validation_error(error, within="input") from None
+        # of what only the items of a turn have together, such as too many calls
+        return _ResponsesChat.checked(given, within="input")
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []

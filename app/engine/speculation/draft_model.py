@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from app.engine.batch import Batch, ScheduledSequence, StepResult
-from app.engine.batch_builder import behind_draft
-from app.engine.engine import ModelRunner, Sleeping
-from app.engine.isolation import tried
-from app.engine.request import ModelFacts
+from app.engine.batch import ScheduledSequence, StepBatch, StepResult, behind_draft
+from app.engine.isolation import run_or_error
+from app.engine.model_runner import ModelRunner
+from app.engine.request import ModelInfo
 from app.engine.sequence import Sequence
+from app.engine.speculation.acceptance import FIRST_ACCEPTANCE, num_worthwhile, updated
 from app.engine.speculation.draft_pace import DraftPace
-from app.engine.speculation.drafter import FIRST_ACCEPTANCE, Take, num_worthwhile, updated
+from app.engine.speculation.drafter import Drafter, Take
 from app.errors import described
 
 logger = logging.getLogger(__name__)
@@ -53,10 +53,10 @@ class _Drafting:
             self.item = structs.replace(behind, token_ids=(draft,), start=self.item.end)
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Drafts as many tokens for each sequence as acceptance and step times make worthwhile, `max_drafts` at most."""
 
-    def __init__(self, runner: ModelRunner, *, max_drafts: int, max_model_len: int, facts: ModelFacts) -> None:
+    def __init__(self, runner: ModelRunner, *, max_drafts: int, max_model_len: int, facts: ModelInfo) -> None:
         """runner: of the draft model, with as much KV memory, in blocks, as the model of these facts.
 
         max_model_len: of the draft model. Longer sequences are not drafted for.
@@ -86,8 +86,8 @@ class ModelDrafter:
         drafting = [each for each in step if each.number]
         while step:
             self._has_computed = True
-            batch = Batch(tuple([each.item for each in step]), tuple([each.sequence for each in step]))
-            result = tried(self._runner.run, batch)
+            batch = StepBatch(tuple([each.item for each in step]), tuple([each.sequence for each in step]))
+            result = run_or_error(self._runner.run, batch)
             if isinstance(result, Exception):
                 self._has_failed = True
                 logger.error("the draft model failed; nothing is drafted any more: %s", described(result))
@@ -129,7 +129,7 @@ class ModelDrafter:
             found.append(_Drafting(place, sequence, first, number))
         return found
 
-    def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
+    def stepped(self, batch: StepBatch, result: StepResult, *, at: float, goes_on: bool) -> None:
         # A step in which the draft model has only caught up is of neither kind.
         counts = batch.has_drafts or not self._has_computed
         self._pace.stepped(batch, result, at=at, goes_on=goes_on, counts=counts)
@@ -144,13 +144,11 @@ class ModelDrafter:
 
     def sleep(self) -> None:
         """Give up the memory of the draft model; every sequence waits."""
-        if isinstance(self._runner, Sleeping):
-            self._runner.sleep()
+        self._runner.sleep()
 
     def wake(self) -> None:
         """Have the memory again. Raises what the runner raises."""
-        if isinstance(self._runner, Sleeping):
-            self._runner.wake()
+        self._runner.wake()
 
 
 def _num_lacking(sequence: Sequence) -> int:

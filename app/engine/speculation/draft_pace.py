@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import log2
 
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import StepBatch, StepResult
 
 _NEWEST_SHARE = 1 / 16  # of a step in the averages
 _MIN_STEPS = 4  # of each kind, before they are compared
@@ -91,7 +91,7 @@ class DraftPace:
         known.num_until_probe = known.probe_every
         return 1.0 if is_drafting else min(_AT_FIRST, chance**2)
 
-    def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool, counts: bool = True) -> None:
+    def stepped(self, batch: StepBatch, result: StepResult, *, at: float, goes_on: bool, counts: bool = True) -> None:
         """As `Drafter.stepped`. A step that does not count, and one with a prompt in it, says nothing of drafts."""
         last_end, self._last_end = self._last_end, at if goes_on else None
         num_sequences = len(batch.sequences)

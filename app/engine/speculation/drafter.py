@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
-from math import log
-from typing import Protocol
 
-from app.engine.batch import Batch, ScheduledSequence, StepResult
+from app.engine.batch import BatchBuilder, ScheduledSequence, StepBatch, StepResult
 from app.engine.matcher import Matcher
+from app.engine.running import RunningSequences
 from app.engine.sequence import Sequence
+from app.engine.speculation.acceptance import FIRST_ACCEPTANCE, SequenceDrafts, num_worthwhile, updated
 from app.engine.speculation.draft_pace import DraftPace
 from app.engine.speculation.prompt_lookup import PromptLookup
 
-_NEWEST_SHARE = 1 / 8  # of a draft in a sequence's acceptance
 _NEWEST_SHARE_OF_ALL = 1 / 64  # in that of all sequences
-FIRST_ACCEPTANCE = 0.7
 _FIRST_ACCEPTANCE_OF_FORCED = 0.9
-# So many equal tokens in a row are tried whatever became of drafts before: a text is copied. Without drafts, too, a
-# match grows token by token.
-_LONG_MATCH = 8
 # Of so many steps one is looked at, while no sequence is promising: looking takes 3% of a step of the smallest models.
 _ONE_OF = 4
 _NUM_HOPEFUL = 8  # looks without a match, after which a sequence is not promising
@@ -29,13 +25,14 @@ _NUM_HOPEFUL = 8  # looks without a match, after which a sequence is not promisi
 Take = Callable[[Sequence, int], int]
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """Proposes the next tokens of sequences that decode. What it proposes costs time and never changes a token."""
 
+    @abstractmethod
     def begin(self, num_sequences: int) -> bool:
         """Whether the next step, of so many sequences, may have drafts. Called before `draft`."""
-        ...
 
+    @abstractmethod
     def draft(
         self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
     ) -> Iterator[tuple[int, Several[int]]]:
@@ -43,14 +40,45 @@ class Drafter(Protocol):
 
         items: what the step computes of each sequence, its last token.
         """
-        ...
 
-    def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
+    @abstractmethod
+    def stepped(self, batch: StepBatch, result: StepResult, *, at: float, goes_on: bool) -> None:
         """A step has ended `at` that time of the engine's clock; the result holds the tokens that were kept.
 
         `goes_on`: another step follows at once.
         """
-        ...
+
+    def sleep(self) -> None:
+        """Give up what memory of the device it has, as a model runner does; every sequence waits."""
+
+    def wake(self) -> None:
+        """Have the memory again. Raises what a model runner raises."""
+
+
+def add_drafts(builder: BatchBuilder, drafter: Drafter, running: RunningSequences, *, is_short: bool) -> None:
+    """Use what is left of the budget and of the blocks for drafts, where every sequence of the step decodes.
+
+    A step with a prompt in it is bound by computing. `is_short`: others wait for blocks, so drafts take none.
+    """
+    sequences = builder.sequences
+    # The first two conditions say so for most steps; the third looks at every sequence.
+    if not builder.has_single_tokens or not drafter.begin(len(sequences)):
+        return
+    if not all(each.is_decoding for each in sequences):
+        return
+    num_tokens_left = builder.num_tokens_left
+
+    def take(sequence: Sequence, at_most: int) -> int:
+        nonlocal num_tokens_left
+        number = min(at_most, num_tokens_left, running.num_draftable(sequence, is_short=is_short))
+        if number <= 0:
+            return 0
+        running.extend(sequence, 1 + number)
+        num_tokens_left -= number
+        return number
+
+    for place, drafts in drafter.draft(builder.scheduled, sequences, take):
+        builder.add_drafts(place, drafts)
 
 
 def one_by_one(
@@ -63,42 +91,8 @@ def one_by_one(
             yield place, drafts[:number]
 
 
-def updated(acceptance: float, num_drafts: int, num_kept: int, newest_share: float) -> float:
-    """The chance of a draft behind kept ones, after so many drafts of which so many were kept."""
-    for _ in range(num_kept):
-        acceptance += newest_share * (1.0 - acceptance)
-    return acceptance if num_kept == num_drafts else acceptance - newest_share * acceptance
-
-
 @dataclass(slots=True)
-class SequenceDrafts:
-    """What a drafter knows of a running sequence."""
-
-    lookup: PromptLookup
-    are_forced: bool = False  # the last drafts: by its grammar
-    acceptance: float = FIRST_ACCEPTANCE  # the chance of a draft behind kept ones
-    num_noted: int = 0  # steps with drafts
-    num_unmatched: int = 0  # looks without a match since the last one
-
-    def note(self, num_drafts: int, num_kept: int) -> None:
-        """So many drafts were computed, and kept. The first steps say more than what others of its kind did."""
-        self.num_noted += 1
-        share = max(_NEWEST_SHARE, 1 / (1 + self.num_noted))
-        self.acceptance = updated(self.acceptance, num_drafts, num_kept, share)
-
-    def num_worthwhile(self, least_chance: float) -> int:
-        """How many drafts in a row have at least this chance to be kept."""
-        is_long = self.lookup.num_matched >= _LONG_MATCH
-        return num_worthwhile(max(self.acceptance, FIRST_ACCEPTANCE) if is_long else self.acceptance, least_chance)
-
-
-def num_worthwhile(chance: float, least_chance: float) -> int:
-    """How many drafts in a row have at least the least chance, if each behind kept ones has `chance`."""
-    return 0 if least_chance >= chance else int(log(max(least_chance, 1e-6)) / log(min(chance, 0.999)))
-
-
-@dataclass(slots=True)
-class LookupDrafter:
+class LookupDrafter(Drafter):
     """Drafts what a grammar forces, else by prompt lookup: as many as recent acceptance and step times make
     worthwhile, `max_drafts` at most."""
 
@@ -152,7 +146,7 @@ class LookupDrafter:
         number = num_worthwhile(self._acceptance_of_forced, self._least_chance)
         return matcher.forced(min(self.max_drafts, number))
 
-    def stepped(self, batch: Batch, result: StepResult, *, at: float, goes_on: bool) -> None:
+    def stepped(self, batch: StepBatch, result: StepResult, *, at: float, goes_on: bool) -> None:
         self._pace.stepped(batch, result, at=at, goes_on=goes_on, counts=not self._is_passing)
         if batch.has_drafts:
             for item, sequence, num_kept in zip(batch.scheduled, batch.sequences, result.num_kept, strict=True):

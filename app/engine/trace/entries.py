@@ -26,9 +26,8 @@ from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 from app.config import SchedulerConfig
-from app.engine.batch import WaitReason
+from app.engine.batch import StepLimits, WaitReason
 from app.engine.request import Adapter, Grammar, GrammarKind, Request, SamplingParams, Thought
-from app.engine.tuner import Limits
 
 FORMAT = 2
 UNKNOWN = -1  # in place of the number of a request that is no longer known
@@ -132,7 +131,7 @@ class Reconfigured(NamedTuple):
 
 
 class Limited(NamedTuple):
-    limits: Limits
+    limits: StepLimits
 
 
 class CacheCleared(NamedTuple):
@@ -163,7 +162,7 @@ class Header:
     began: str  # wall time, ISO 8601
     launches_ahead: bool
     num_blocks: int
-    facts: dict[str, Any]  # of ModelFacts
+    facts: dict[str, Any]  # of ModelInfo
     config: dict[str, Any]  # of EngineConfig
     versions: dict[str, str | None]
     commit: str | None
@@ -232,7 +231,7 @@ def parse(line: str) -> Entry:
         case {"reconfigured": config}:
             return Reconfigured(SchedulerConfig.model_validate(config))
         case {"limits": limits}:
-            return Limited(Limits(**limits))
+            return Limited(StepLimits(**limits))
         case {"cache_cleared": True}:
             return CacheCleared()
         case {"asleep": is_asleep}:

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Several
 from time import perf_counter_ns
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch, SchedulingDecision
+from app.engine.batch import SchedulingDecision, StepBatch, StepLimits
 from app.engine.request import Request, TokenDelta
 from app.engine.sequence import Sequence
 from app.engine.trace.entries import (
@@ -29,7 +29,6 @@ from app.engine.trace.entries import (
     StepFailure,
     StepRecord,
 )
-from app.engine.tuner import Limits
 
 
 class Recorder:
@@ -44,7 +43,7 @@ class Recorder:
     def reconfigured(self, config: SchedulerConfig) -> None:
         """Other settings hold from the next step on."""
 
-    def limited(self, limits: Limits) -> None:
+    def limited(self, limits: StepLimits) -> None:
         """The tuner has other limits used from the next step on."""
 
     def cache_cleared(self) -> None:
@@ -59,10 +58,10 @@ class Recorder:
     def step_began(self) -> None:
         """A call of `Engine.step`; it ends with `step_ended`, or with `failed` of the device."""
 
-    def scheduled(self, batch: Batch, decision: SchedulingDecision) -> None:
+    def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
         """The scheduler made this batch, perhaps an empty one."""
 
-    def sampled(self, batch: Batch, token_ids: list[int], num_kept: Several[int] = ()) -> None:
+    def sampled(self, batch: StepBatch, token_ids: list[int], num_kept: Several[int] = ()) -> None:
         """The model runner has computed this batch: one token for each sampled sequence of it.
 
         With drafts, the tokens that were kept; `num_kept` of each sequence.
@@ -109,7 +108,7 @@ class StepRecorder(Recorder):
     def reconfigured(self, config: SchedulerConfig) -> None:
         self._put(Reconfigured(config))
 
-    def limited(self, limits: Limits) -> None:
+    def limited(self, limits: StepLimits) -> None:
         self._put(Limited(limits))
 
     def cache_cleared(self) -> None:
@@ -126,7 +125,7 @@ class StepRecorder(Recorder):
         self._began_ns = self._scheduled_ns = self._stopwatch_ns()
 
     def _begin(self) -> None:
-        self._batch: Batch | None = None
+        self._batch: StepBatch | None = None
         self._decision = SchedulingDecision()
         self._blocks: list[list[int]] | tuple[()] = ()
         self._scheduled: ScheduledTokens | None = NOTHING
@@ -136,7 +135,7 @@ class StepRecorder(Recorder):
         self._failures: list[StepFailure] = []
         self._began_ns = self._scheduled_ns = self._sampled_ns = 0
 
-    def scheduled(self, batch: Batch, decision: SchedulingDecision) -> None:
+    def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
         self._batch, self._decision = batch, decision
         self._blocks = [list(sequence.block_ids) for sequence in decision.joined] if decision.joined else ()
         self._scheduled = None if self._goes_on(batch, decision) else _scheduled_tokens(batch)
@@ -145,7 +144,7 @@ class StepRecorder(Recorder):
             self._steady = batch.sequences if is_steady else None
         self._scheduled_ns = self._stopwatch_ns()
 
-    def _goes_on(self, batch: Batch, decision: SchedulingDecision) -> bool:
+    def _goes_on(self, batch: StepBatch, decision: SchedulingDecision) -> bool:
         """Whether the same sequences as in the step before each compute one token more."""
         return (
             self._steady == batch.sequences  # compared by identity, in C
@@ -154,7 +153,7 @@ class StepRecorder(Recorder):
             and not decision.preempted
         )
 
-    def sampled(self, batch: Batch, token_ids: list[int], num_kept: Several[int] = ()) -> None:
+    def sampled(self, batch: StepBatch, token_ids: list[int], num_kept: Several[int] = ()) -> None:
         self._token_ids, self._num_kept, self._is_late = token_ids, num_kept, batch is not self._batch
         self._sampled_ns = self._stopwatch_ns()
 
@@ -187,7 +186,7 @@ class StepRecorder(Recorder):
 
     def _record(
         self,
-        batch: Batch | None,
+        batch: StepBatch | None,
         decision: SchedulingDecision,
         ended: list[tuple[int, str]],
         ended_at: float | None,
@@ -231,7 +230,7 @@ class StepRecorder(Recorder):
         )
 
 
-def _scheduled_tokens(batch: Batch) -> ScheduledTokens:
+def _scheduled_tokens(batch: StepBatch) -> ScheduledTokens:
     scheduled = batch.scheduled
     is_plain = batch.num_scheduled_tokens == len(scheduled)
     counts = None if is_plain else [len(item.token_ids) for item in scheduled]

@@ -26,8 +26,6 @@ from app.engine.trace.entries import (
     request_fields,
 )
 
-_KEY_BYTES = 32
-_HASH_BYTES = 8
 _KEPT = ("request_id", "sampling", "priority", "deadline_s", "is_background", "pooling", "num_scored_tokens")
 
 
@@ -36,7 +34,7 @@ class Redactor:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._key = secrets.token_bytes(_KEY_BYTES)
+        self._key = secrets.token_bytes(32)
         self._tokens: dict[
             int, array[int]
         ] = {}  # of requests that have not ended, by number, beyond full prompt blocks
@@ -98,4 +96,4 @@ class Redactor:
         return [self._hash(tokens[end - size : end].tobytes()) for end in range(size, len(tokens) + 1, size)]
 
     def _hash(self, content: bytes) -> str:
-        return hashlib.blake2b(content, key=self._key, digest_size=_HASH_BYTES).hexdigest()
+        return hashlib.blake2b(content, key=self._key, digest_size=8).hexdigest()

@@ -26,8 +26,6 @@ from app.errors import traceback_of
 logger = logging.getLogger(__name__)
 
 MAX_PENDING = 10_000  # entries that the thread may be behind
-_GATHER_S = 0.2
-_CLOSE_S = 10.0  # how long an engine that ends waits for the disk
 
 
 class StepLog:
@@ -71,7 +69,8 @@ class StepLog:
         atexit.unregister(self.close)
         self._is_closing.set()
         self._wake.set()
-        self._thread.join(_CLOSE_S)
+        close_s = 10.0  # how long an engine that ends waits for the disk
+        self._thread.join(close_s)
         if self.num_lost:
             logger.warning("the step log lacks %d entries, for which the disk was too slow", self.num_lost)
             self.num_lost = 0
@@ -88,7 +87,7 @@ class StepLog:
         try:
             while not self._is_closing.is_set():
                 self._wake.wait()
-                self._is_closing.wait(_GATHER_S)
+                self._is_closing.wait(0.2)
                 self._wake.clear()
                 self._write_pending()
             self._write_pending()

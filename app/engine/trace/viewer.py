@@ -12,26 +12,22 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch, SchedulingDecision
+from app.engine.batch import SchedulingDecision, StepBatch, StepLimits
 from app.engine.request import Request, TokenDelta
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
+from app.engine.snapshot import EngineSnapshot, QueueEntry, SlotUse, StepSums, TuningView
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
-from app.engine.tuner import Limits, Tuning
-from app.engine.view import EngineView, QueueEntry, SlotUse, StepSums, TuningView
+from app.engine.tuner import Tuning
 
 # A screen shows no more lines. They bound a view, about 40 kB, and the time that it takes from the engine's thread.
 MAX_SLOTS = 256
 MAX_WAITING = 14
-# Requests that left between two views. Beyond, the oldest are not shown.
-_MAX_LEFT = 512
-# Of this many steps the ends are told: with five views a second, of all steps that take 3 ms.
-_MAX_ENDS = 64
 
 
 @dataclass(slots=True)
-class _Stay:
+class _Occupancy:
     """A sequence in a slot. Times are readings of the engine's clock."""
 
     sequence: Sequence
@@ -49,25 +45,29 @@ class Viewer(Recorder):
     def __init__(self, recorder: Recorder, running: Iterable[Sequence], *, now: float) -> None:
         """`recorder` gets every event too. `running`: what already runs."""
         self.recorder = recorder
-        self._stays: dict[str, _Stay] = {}  # by request id
-        self._prefilling: dict[str, _Stay] = {}  # of these, without a token since they joined
-        self._left: deque[_Stay] = deque(maxlen=_MAX_LEFT)
+        self._occupancies: dict[str, _Occupancy] = {}  # by request id
+        self._prefilling: dict[str, _Occupancy] = {}  # of these, without a token since they joined
+        # Requests that left between two views. Beyond, the oldest are not shown.
+        max_left = 512
+        self._left: deque[_Occupancy] = deque(maxlen=max_left)
         self._num_slots = 0
         self._free_slots: list[int] = []  # below that number; a heap
         self._wait_reason = ""
-        self._sampled: Batch | None = None
+        self._sampled: StepBatch | None = None
         self._last_step_at = now
         self._forget_steps()
         for sequence in running:
-            stay = self._enter(sequence, now)
+            occupancy = self._enter(sequence, now)
             if sequence.is_decoding:
-                stay.first_token_at = now
+                occupancy.first_token_at = now
                 del self._prefilling[sequence.request.request_id]
 
     def _forget_steps(self) -> None:
         self._num_steps = self._num_tokens = self._num_drawn = self._num_sequences = self._most_tokens = 0
         self._busy_s = self._longest_s = 0.0
-        self._ends: deque[float] = deque(maxlen=_MAX_ENDS)
+        # Of this many steps the ends are told: with five views a second, of all steps that take 3 ms.
+        max_ends = 64
+        self._ends: deque[float] = deque(maxlen=max_ends)
 
     # ------------------------------------------------------------------ events
 
@@ -81,14 +81,14 @@ class Viewer(Recorder):
     def reconfigured(self, config: SchedulerConfig) -> None:
         self.recorder.reconfigured(config)
 
-    def limited(self, limits: Limits) -> None:
+    def limited(self, limits: StepLimits) -> None:
         self.recorder.limited(limits)
 
     def cache_cleared(self) -> None:
         self.recorder.cache_cleared()
 
     def slept(self) -> None:
-        for request_id in list(self._stays):
+        for request_id in list(self._occupancies):
             self._leave(request_id, self._last_step_at, "preempted")
         self.recorder.slept()
 
@@ -98,7 +98,7 @@ class Viewer(Recorder):
     def step_began(self) -> None:
         self.recorder.step_began()
 
-    def scheduled(self, batch: Batch, decision: SchedulingDecision) -> None:
+    def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
         for sequence in decision.preempted:
             self._leave(sequence.request.request_id, batch.began_at, "preempted")
         for sequence in decision.joined:
@@ -106,7 +106,7 @@ class Viewer(Recorder):
         self._wait_reason = "" if decision.wait_reason is None else str(decision.wait_reason)
         self.recorder.scheduled(batch, decision)
 
-    def sampled(self, batch: Batch, token_ids: list[int], num_kept: Several[int] = ()) -> None:
+    def sampled(self, batch: StepBatch, token_ids: list[int], num_kept: Several[int] = ()) -> None:
         self._sampled = batch
         self._num_drawn += len(token_ids)
         self.recorder.sampled(batch, token_ids, num_kept)
@@ -132,7 +132,7 @@ class Viewer(Recorder):
     def close(self) -> None:
         self.recorder.close()
 
-    def _note_step(self, batch: Batch, at: float) -> None:
+    def _note_step(self, batch: StepBatch, at: float) -> None:
         step_s = at - max(batch.began_at, self._last_step_at)
         self._last_step_at = at
         self._num_steps += 1
@@ -146,43 +146,43 @@ class Viewer(Recorder):
     def _note_first_tokens(self, deltas: list[TokenDelta], at: float) -> None:
         for delta in deltas:
             if delta.token_ids and delta.request_id in self._prefilling:
-                stay = self._prefilling.pop(delta.request_id)
-                stay.first_token_at, stay.is_shown = at, False
+                occupancy = self._prefilling.pop(delta.request_id)
+                occupancy.first_token_at, occupancy.is_shown = at, False
 
-    def _enter(self, sequence: Sequence, at: float) -> _Stay:
+    def _enter(self, sequence: Sequence, at: float) -> _Occupancy:
         request_id = sequence.request.request_id
         self._leave(request_id, at, "")  # of an earlier request with this id, if its end was not seen
         if self._free_slots:
             slot = heappop(self._free_slots)
         else:
             slot, self._num_slots = self._num_slots, self._num_slots + 1
-        stay = self._stays[request_id] = self._prefilling[request_id] = _Stay(sequence, slot, at)
-        return stay
+        occupancy = self._occupancies[request_id] = self._prefilling[request_id] = _Occupancy(sequence, slot, at)
+        return occupancy
 
     def _leave(self, request_id: str, at: float, why: str) -> None:
-        stay = self._stays.pop(request_id, None)
-        if stay is None:
+        occupancy = self._occupancies.pop(request_id, None)
+        if occupancy is None:
             return  # it waited
         self._prefilling.pop(request_id, None)
-        heappush(self._free_slots, stay.slot)
-        stay.left_at, stay.why_left = at, why
-        self._left.append(stay)
+        heappush(self._free_slots, occupancy.slot)
+        occupancy.left_at, occupancy.why_left = at, why
+        self._left.append(occupancy)
 
     # ------------------------------------------------------------------ views
 
-    def view(self, scheduler: Scheduler, tuning: Tuning | None, *, now: float, is_full: bool) -> EngineView:
+    def snapshot(self, scheduler: Scheduler, tuning: Tuning | None, *, now: float, is_full: bool) -> EngineSnapshot:
         """The engine now, and what happened since the last view."""
         stats = scheduler.stats()
         shown = [*self._left]
-        grown: list[int] = []
-        for stay in self._stays.values():
-            if is_full or not stay.is_shown:
-                shown.append(stay)
-                stay.is_shown = True
-            elif stay.slot < MAX_SLOTS:
-                sequence = stay.sequence
-                grown += (stay.slot, len(sequence.generated_token_ids), len(sequence.blocks))
-        slots = tuple([_slot_use(stay, now) for stay in shown if stay.slot < MAX_SLOTS])
+        reported: list[int] = []
+        for occupancy in self._occupancies.values():
+            if is_full or not occupancy.is_shown:
+                shown.append(occupancy)
+                occupancy.is_shown = True
+            elif occupancy.slot < MAX_SLOTS:
+                sequence = occupancy.sequence
+                reported += (occupancy.slot, len(sequence.generated_token_ids), len(sequence.blocks))
+        slots = tuple([_slot_use(occupancy, now) for occupancy in shown if occupancy.slot < MAX_SLOTS])
         steps = StepSums(
             num_steps=self._num_steps,
             num_tokens=self._num_tokens,
@@ -195,7 +195,7 @@ class Viewer(Recorder):
         )
         self._left.clear()
         self._forget_steps()
-        return EngineView(
+        return EngineSnapshot(
             strategy=stats.strategy,
             policy=stats.policy,
             max_running=stats.max_running,
@@ -210,7 +210,7 @@ class Viewer(Recorder):
             slots=slots,
             waiting=tuple(_waiting_requests(scheduler, now)),
             settings=stats.settings,
-            grown=tuple(grown),
+            reported=tuple(reported),
             prefill_chunk_tokens=scheduler.limits.prefill_chunk_tokens,
             tuning=None if tuning is None else _tuning_view(tuning),
         )
@@ -226,20 +226,20 @@ def _tuning_view(tuning: Tuning) -> TuningView:
     )
 
 
-def _slot_use(stay: _Stay, now: float) -> SlotUse:
-    sequence = stay.sequence
+def _slot_use(occupancy: _Occupancy, now: float) -> SlotUse:
+    sequence = occupancy.sequence
     request = sequence.request
     return SlotUse(
         request_id=request.request_id,
         tenant=request.tenant,
         priority=request.priority,
         is_background=request.is_background,
-        slot=stay.slot,
+        slot=occupancy.slot,
         arrived_ms=_ms(now - sequence.arrived_at),
-        joined_ms=_ms(now - stay.joined_at),
-        first_token_ms=None if stay.first_token_at is None else _ms(now - stay.first_token_at),
-        left_ms=None if stay.left_at is None else _ms(now - stay.left_at),
-        why_left=stay.why_left,
+        joined_ms=_ms(now - occupancy.joined_at),
+        first_token_ms=None if occupancy.first_token_at is None else _ms(now - occupancy.first_token_at),
+        left_ms=None if occupancy.left_at is None else _ms(now - occupancy.left_at),
+        why_left=occupancy.why_left,
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_cached_tokens=sequence.num_cached_tokens,
         num_computed_tokens=sequence.num_computed_tokens,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.model.adapters import PRODUCTS, AdapterWeights, LowRankUpdate, Sizes, linear_sizes
 from app.model.cpu.library import LANES, AdapterLayer, LowRank, in_large_pages
 from app.model.cpu.weights import NativeWeights
@@ -94,7 +94,7 @@ class AdapterColumns(NamedTuple):
     of_token: torch.Tensor  # [num_tokens] int64, which of them; -1: none
 
 
-def adapter_columns(batch: Batch) -> AdapterColumns:
+def adapter_columns(batch: StepBatch) -> AdapterColumns:
     numbers: dict[int, int] = {}  # by address
     of_token: list[int] = []
     for item in batch.scheduled:

@@ -9,7 +9,7 @@ import ctypes
 
 import torch
 
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.model.attention import AttentionRules, AttentionStep
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import DTYPES, AttentionShape, Strides, ThreadPool, log_use_of_amx
@@ -29,7 +29,7 @@ class NativeAttention:
         if pages.dtype is torch.bfloat16:
             log_use_of_amx("bfloat16", *(2 * keys.shape[2] for keys in pages.keys.values()))
 
-    def begin_step(self, batch: Batch, inputs: ModelInputs) -> AttentionStep:
+    def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:
         segments = build_segments(batch, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS)
         return _NativeStep(self, inputs.slots, segments)
 

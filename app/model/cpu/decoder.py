@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.model.adapters import AdapterWeights, Sizes
 from app.model.cpu.adapters import AdaptedModel, AdapterColumns, NativeAdapter, adapter_columns
 from app.model.cpu.attention import MAX_SEGMENT_TOKENS
@@ -71,7 +71,7 @@ class NativeDecoder:
         self._preparer = MatcherPreparer()
         self._cosine = self._sine = torch.empty(0)  # [num_positions, head_dim] each, of the model's type
 
-    def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
+    def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
         """Logits in float32, rounded to the model's type where weights are in it. Matchers are prepared meanwhile."""
         segments = build_segments(batch, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS)
         adapters = adapter_columns(batch) if batch.has_adapters else None

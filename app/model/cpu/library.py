@@ -1,7 +1,8 @@
 """The C++ beside this file, built once with the machine's own compiler and called through ctypes.
 
-Without a compiler the model runs on plain torch. The library is kept in the user's cache folder, under the hash of
-everything that it was built from; a process that finds it does not build it again.
+The library is kept in the user's cache folder, under the hash of everything that it was built from; a process that
+finds it does not build it again. `python -m app.model.cpu.library` builds it there for other x86-64 machines too, which
+need no compiler then (an image does so). Without either the model runs on plain torch.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from app.disk import cache_folder
+from app.errors import InvalidSetup
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +39,42 @@ _SOURCES = Path(__file__).parent
 # What the compiler may use, by the machine's name.
 _CPU_FLAGS = {"x86_64": ("-march=native", "-mprefer-vector-width=512"), "aarch64": ("-mcpu=native",)}
 # Hidden: what two libraries in one process have under one name would otherwise be shared by them.
-_FLAGS = (
-    "-std=c++17", "-O3", *_CPU_FLAGS.get(platform.machine(), ()), "-fno-math-errno", "-fno-trapping-math", "-pthread",
-    "-fPIC", "-fvisibility=hidden",
+_COMMON_FLAGS = (
+    "-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-pthread", "-fPIC", "-fvisibility=hidden",
 )  # fmt: skip
+_FLAGS = (*_COMMON_FLAGS, *_CPU_FLAGS.get(platform.machine(), ()))
 # What is compiled at the same time, as objects of the library.
 _UNITS = (*((f"-DTYPE={suffix}", "typed.cpp") for suffix in reversed(DTYPES.values())), ("library.cpp",))
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """CPUs for which a library can be built elsewhere: each has these flags, as /proc/cpuinfo names them."""
+
+    name: str
+    march: str
+    more: tuple[str, ...]  # flags beside those of `march`
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """For the compiler."""
+        more = (f"-m{flag.replace('_', '-' if flag.startswith('amx') else '')}" for flag in self.more)
+        return (*_COMMON_FLAGS, f"-march={self.march}", *more, "-mprefer-vector-width=512")
+
+    @property
+    def cpu_flags(self) -> frozenset[str]:
+        of_v3 = ("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm")
+        of_v4 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+        return frozenset((*of_v3, *(of_v4 if self.march == "x86-64-v4" else ()), *self.more))
+
+
+_BF16 = ("avx512_vnni", "avx512_bf16")
+LEVELS = (  # the best first
+    Level("amx", "x86-64-v4", (*_BF16, "amx_tile", "amx_bf16", "amx_int8")),
+    Level("avx512-bf16", "x86-64-v4", _BF16),
+    Level("avx512", "x86-64-v4", ()),
+    Level("avx2", "x86-64-v3", ()),
+)
 
 
 class AttentionShape(ctypes.Structure):
@@ -151,12 +184,13 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
 @cache
 def library() -> ctypes.CDLL | None:
     """The built library; None, with one warning, where it cannot be built. Its functions begin with `carousel_`."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        logger.warning("no C++ compiler found: the model runs on plain torch, which is several times slower")
-        return None
+    compiler = _compiler()
     try:
-        found = ctypes.CDLL(str(_built(compiler)))
+        path = _built(compiler) if compiler else _built_elsewhere()
+        if path is None:
+            logger.warning("no C++ compiler found: the model runs on plain torch, which is several times slower")
+            return None
+        found = ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.warning("the native code cannot be built (%s): the model runs on plain torch, slower", error)
         return None
@@ -230,18 +264,46 @@ def advise(tensor: torch.Tensor, advice: int) -> None:
         madvise(first, num_bytes, advice)
 
 
+def build_for(levels: Iterable[Level]) -> list[Path]:
+    """Libraries for other machines, in the cache folder of this one. Raises InvalidSetup without a compiler."""
+    compiler = _compiler()
+    if compiler is None:
+        raise InvalidSetup("no C++ compiler found: install c++, g++ or clang++")
+    return [_kept(compiler, level.options, _path_for(level)) for level in levels]
+
+
+def _compiler() -> str | None:
+    return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+
+
 def _built(compiler: str) -> Path:
-    """The library's path; builds it if it does not exist. Several processes may do so at once."""
+    """The path of the library for this machine; builds it if it does not exist. Several processes may do so at once."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=20).stdout
-    sources = [path.read_bytes() for pattern in ("*.h", "*.cpp") for path in sorted(_SOURCES.glob(pattern))]
-    what = b"\0".join([*sources, version, " ".join(_FLAGS).encode(), _cpu().encode()])
-    folder = cache_folder()
-    target = folder / f"native-{hashlib.sha256(what).hexdigest()[:16]}.so"
+    what = b"\0".join([*_source_texts(), version, " ".join(_FLAGS).encode(), _cpu().encode()])
+    return _kept(compiler, _FLAGS, cache_folder() / f"native-{hashlib.sha256(what).hexdigest()[:16]}.so")
+
+
+def _built_elsewhere() -> Path | None:
+    """The best library for this machine that was built for others; None where there is none."""
+    flags = frozenset(_cpu().split())
+    fitting = (_path_for(level) for level in LEVELS if level.cpu_flags <= flags)
+    return next((path for path in fitting if path.exists()), None)
+
+
+def _path_for(level: Level) -> Path:
+    return cache_folder() / f"native-{hashlib.sha256(b'.'.join(_source_texts())).hexdigest()[:16]}-{level.name}.so"
+
+
+def _source_texts() -> list[bytes]:
+    return [path.read_bytes() for pattern in ("*.h", "*.cpp") for path in sorted(_SOURCES.glob(pattern))]
+
+
+def _kept(compiler: str, flags: Sequence[str], target: Path) -> Path:
     if target.exists():
         return target
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        _build(compiler, _FLAGS, Path(scratch) / target.name).replace(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        _build(compiler, flags, Path(scratch) / target.name).replace(target)
     logger.info("built %s", target)
     return target
 
@@ -269,3 +331,7 @@ def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     flags = [line for line in info.read_text().splitlines() if line.startswith("flags")] if info.exists() else []
     return flags[0] if flags else f"{platform.machine()} {platform.processor()}"
+
+
+if __name__ == "__main__":
+    print("\n".join(map(str, build_for(LEVELS))))

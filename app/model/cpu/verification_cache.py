@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from app.engine.request import ModelFacts
+from app.engine.request import ModelInfo
 from app.model.cpu.library import library
 from app.model.llama import DecoderSettings
 
@@ -29,7 +29,7 @@ class VerifiedModel:
     """What was found: with them and the weights, a decoder can be built."""
 
     settings: DecoderSettings
-    facts: ModelFacts  # with the model's own limit of length
+    facts: ModelInfo  # with the model's own limit of length
 
 
 _VERIFIED_MODEL = TypeAdapter(VerifiedModel)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.model.adapters import MAX_RANK, PRODUCTS, AdapterWeights, LowRankUpdate, Sizes, linear_sizes, tokens_by_adapter
 from app.model.cuda.attention import padded
 from app.model.cuda.fp8 import Fp8Rows, Rows
@@ -160,7 +160,7 @@ class AdapterSlots:
             while late:
                 self._write(*late.popitem())
 
-    def columns(self, batch: Batch, *, num_tokens: int | None = None) -> AdaptedColumns:
+    def columns(self, batch: StepBatch, *, num_tokens: int | None = None) -> AdaptedColumns:
         """A step's rows; padded to those of a captured step of `num_tokens` tokens, if that is given."""
         order: list[int] = []
         tiles: list[tuple[int, int, int]] = []
@@ -174,7 +174,7 @@ class AdapterSlots:
             tiles += [(-1, 0, 0)] * (self._max_tiles(num_tokens) - len(tiles))
         return AdaptedColumns(order, [number for column in zip(*tiles, strict=True) for number in column])
 
-    def rows(self, batch: Batch) -> AdaptedRows:
+    def rows(self, batch: StepBatch) -> AdaptedRows:
         """A step's rows on the device; the batch has adapters."""
         order, tiles = (to_device(column, self._device) for column in self.columns(batch))
         return AdaptedRows(self, order, tiles.view(3, -1))

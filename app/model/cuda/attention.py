@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.model.attention import AttentionRules
 from app.model.cuda.block_tables import BlockTables
 from app.model.cuda.launching import kernels_of
@@ -85,7 +85,7 @@ class TritonAttention:
         """Whether this machine can use it."""
         return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
-    def begin_step(self, batch: Batch, inputs: ModelInputs) -> TritonStep:
+    def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> TritonStep:
         single, longer = self.segments(batch.scheduled)
         return TritonStep(
             self,

@@ -14,7 +14,7 @@ from itertools import accumulate, chain
 
 import torch
 
-from app.engine.batch import EMPTY_BATCH, Batch
+from app.engine.batch import EMPTY_BATCH, StepBatch
 from app.model.cuda.adapters import AdaptedRows, AdapterSlots
 from app.model.cuda.attention import PaddedPieces, Segment, TritonAttention, TritonStep
 from app.model.inputs import PackedColumns, packed_columns, to_device
@@ -78,7 +78,7 @@ def mixed_sizes(*, max_rows: int, max_tokens: int) -> tuple[StepSize, ...]:
     )
 
 
-def smallest_fitting(batch: Batch, *, decode: Sequence[StepSize], mixed: Sequence[StepSize]) -> StepSize | None:
+def smallest_fitting(batch: StepBatch, *, decode: Sequence[StepSize], mixed: Sequence[StepSize]) -> StepSize | None:
     """The captured size that a step is padded to; None: it runs eagerly. The sizes are ascending.
 
     Scored prompts and embeddings want outputs of more tokens than there are sequences.
@@ -114,7 +114,7 @@ class CapturedInputs:
             self.adapted = AdaptedRows(self._adapters, views[5], views[6].view(3, -1))
         self._pieces = self._spare_pieces() if size.is_mixed else None
 
-    def fill(self, batch: Batch) -> None:
+    def fill(self, batch: StepBatch) -> None:
         """Copy a step's inputs to the device, without waiting: one copy, and one for each shape of prefill tiles."""
         packed = packed_columns(batch, block_size=self._attention.block_size)
         single, longer = self._attention.segments(batch.scheduled)
@@ -126,7 +126,7 @@ class CapturedInputs:
     def begin(self) -> TritonStep:
         return self._attention.begin_captured(self._slots, single=self._single, pieces=self._pieces)
 
-    def _columns(self, batch: Batch, packed: PackedColumns, single: Sequence[Segment]) -> list[list[int]]:
+    def _columns(self, batch: StepBatch, packed: PackedColumns, single: Sequence[Segment]) -> list[list[int]]:
         attention, adapters = self._attention, self._adapters
         columns = padded_columns(
             packed, single, size=self.size,

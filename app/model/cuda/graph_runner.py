@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from app.engine.batch import Batch, DeviceLost, ScheduledSequence, StepResult
+from app.engine.batch import DeviceLost, ScheduledSequence, StepBatch, StepResult
 from app.errors import InvalidSetup, described, first_line
 from app.model.adapters import read_adapter
 from app.model.cuda.adapters import AdaptedRows, SlottedAdapter
@@ -62,6 +62,8 @@ _NUM_WARM_UPS = 2  # they compile kernels and let cuBLAS choose and allocate; a 
 class GraphModelRunner(LeadingRunner):
     """Launches batches on one model: by replay what fits into a captured size, the others eagerly."""
 
+    launches = can_sleep = True
+
     def __init__(
         self,
         model: LoadedModel,
@@ -81,6 +83,7 @@ class GraphModelRunner(LeadingRunner):
         """
         super().__init__()
         self._model = model
+        self.adapts = model.adapters is not None
         self._sample, self._compute_logprobs = sample, compute_logprobs
         self._forward = model.device_forward(attention)
         self._attention = attention
@@ -112,26 +115,20 @@ class GraphModelRunner(LeadingRunner):
             self._compare_captured()
         self._capture = None
 
-    @property
-    def adapts(self) -> bool:
-        """See AdaptingRunner."""
-        return self._model.adapters is not None
-
     @torch.inference_mode()
     def load_adapter(self, folder: Path) -> SlottedAdapter:
-        """See AdaptingRunner; it may be asleep."""
+        """It may be asleep."""
         assert self._model.adapters is not None, "it adapts"
         return self._model.adapters.load(read_adapter(folder, self._model.adapters.sizes))
 
     def unload_adapter(self, adapter: object) -> None:
-        """See AdaptingRunner."""
         assert self._model.adapters is not None, "it adapts"
         assert isinstance(adapter, SlottedAdapter), "loaded here"
         self._model.adapters.free(adapter)
 
     @torch.inference_mode()
     def sleep(self) -> None:
-        """See Sleeping. The weights go to the host's memory."""
+        """The weights go to the host's memory."""
         cache, device = self._attention.cache, self._model.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -145,7 +142,7 @@ class GraphModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def wake(self) -> None:
-        """See Sleeping. Captures the steps again: their addresses are others."""
+        """Captures the steps again: their addresses are others."""
         assert self._away is not None, "it sleeps"
         self._away.come_back()
         self._away = None
@@ -163,10 +160,10 @@ class GraphModelRunner(LeadingRunner):
                 "cache.gpu_memory_fraction"
             )
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         return self.launch(batch).result()
 
-    def launch(self, batch: Batch) -> LaunchedStep:
+    def launch(self, batch: StepBatch) -> LaunchedStep:
         """Queue a step. A token id -1 - n in it is the n-th token of the step launched before.
 
         Raises:
@@ -177,17 +174,17 @@ class GraphModelRunner(LeadingRunner):
             return self._launch(batch)
 
     @torch.inference_mode()
-    def follow(self, batch: Batch) -> None:
+    def follow(self, batch: StepBatch) -> None:
         """Compute a step of rank 0. Its tokens come with the next step, if that needs them."""
         self._predict(batch)
         self._drawn = torch.empty(len(batch.sampled), dtype=torch.long, device=self._model.device)
 
-    def _predict(self, batch: Batch) -> Prediction:
+    def _predict(self, batch: StepBatch) -> Prediction:
         graph = self._graph_for(batch)
         return self._eagerly(batch) if graph is None else self._replayed(graph, batch)
 
     @torch.inference_mode()
-    def _launch(self, batch: Batch) -> LaunchedStep:
+    def _launch(self, batch: StepBatch) -> LaunchedStep:
         with self._ranks.step(batch):
             prediction = self._predict(batch)
         pooled = None if prediction.hidden is None else PooledStates(batch, prediction.hidden)
@@ -197,12 +194,12 @@ class GraphModelRunner(LeadingRunner):
         return step
 
     @torch.inference_mode()
-    def _draw(self, prediction: Prediction, batch: Batch) -> _Drawn:
+    def _draw(self, prediction: Prediction, batch: StepBatch) -> _Drawn:
         drawn = draw_tokens(batch, prediction, self._sample, self._compute_logprobs)
         self._drawn = drawn.token_ids
         return _Drawn(drawn)
 
-    def _eagerly(self, batch: Batch) -> Prediction:
+    def _eagerly(self, batch: StepBatch) -> Prediction:
         inputs = build_inputs(batch, block_size=self._attention.block_size, device=self._model.device)
         with self._arithmetic():
             return self._forward.compute(
@@ -214,13 +211,13 @@ class GraphModelRunner(LeadingRunner):
                 adapted=self._adapted_rows(batch),
             )
 
-    def _adapted_rows(self, batch: Batch) -> AdaptedRows | None:
+    def _adapted_rows(self, batch: StepBatch) -> AdaptedRows | None:
         if not batch.has_adapters:
             return None
         assert self._model.adapters is not None, "it has loaded them"
         return self._model.adapters.rows(batch)
 
-    def _replayed(self, graph: _Graph, batch: Batch) -> Prediction:
+    def _replayed(self, graph: _Graph, batch: StepBatch) -> Prediction:
         """The next replay overwrites it."""
         inputs = graph.inputs
         self.num_padding_tokens += inputs.size.num_tokens - batch.num_scheduled_tokens
@@ -239,7 +236,7 @@ class GraphModelRunner(LeadingRunner):
             self._group.broadcast(self._drawn)
         return torch.where(token_ids < 0, self._drawn[(-1 - token_ids).clamp(min=0)], token_ids)
 
-    def _graph_for(self, batch: Batch) -> _Graph | None:
+    def _graph_for(self, batch: StepBatch) -> _Graph | None:
         if not self._graphs:
             return None
         size = smallest_fitting(batch, decode=self._decode_sizes, mixed=self._mixed_sizes)
@@ -377,7 +374,7 @@ class LaunchedStep:
 
     def __init__(
         self,
-        draw: Callable[[Batch], _Drawn],
+        draw: Callable[[StepBatch], _Drawn],
         finding_loss: AbstractContextManager[None],
         pooled: PooledStates | None = None,
         *,
@@ -391,7 +388,7 @@ class LaunchedStep:
         self._pooled = pooled
         self._sums = None if pooled is None else _copy_to_host(pooled.sums)
 
-    def draw(self, batch: Batch) -> None:
+    def draw(self, batch: StepBatch) -> None:
         with self._finding_loss:
             self._drawn = self._draw(batch)
 

@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 1  # of the folders; a change of what is written into them gets another number
 _VALUE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_RESERVE_BYTES = 64 * 2**20  # that stay free beside the weights: tokenizer and configuration are smaller
-_REPORT_S = 2.0
 
 
 def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logger.info) -> Path:
@@ -66,7 +64,8 @@ def _make(target: Path, file: GgufFile, description: Description, report: Callab
     shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
     num_bytes = sum(_num_bytes(tensor) for tensor in description.tensors.values())
     free = shutil.disk_usage(target.parent).free
-    if free < num_bytes + _RESERVE_BYTES:
+    reserve_bytes = 64 * 2**20  # that stay free beside the weights: tokenizer and configuration are smaller
+    if free < num_bytes + reserve_bytes:
         raise InvalidSetup(
             f"{file.path}: its weights take {num_bytes:,} bytes in {target.parent}, of which {free:,} are free; free "
             f"some room, or set XDG_CACHE_HOME to a folder on another disk"
@@ -98,13 +97,14 @@ def _write_weights(path: Path, file: GgufFile, description: Description, report:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     said_at = time.monotonic()
+    report_s = 2.0
     with path.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in description.tensors.items():
             values = file.values(tensor)
             heads = description.interleaved_heads.get(name)
             out.write((values if heads is None else _in_halves(values, heads)).data.cast("B"))
-            if time.monotonic() > said_at + _REPORT_S:
+            if time.monotonic() > said_at + report_s:
                 said_at = time.monotonic()
                 report(f"  {header[name]['data_offsets'][1] / end:.0%} of the weights")
         out.flush()

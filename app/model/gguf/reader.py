@@ -23,8 +23,6 @@ from app.errors import InvalidSetup, UnsupportedModel
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_DEFAULT_ALIGNMENT = 32
-_MAX_DIMENSIONS = 4
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 # Kept as they are; what other types hold is computed, in float32.
@@ -113,7 +111,8 @@ class GgufFile:
             key = self._string()
             metadata[key] = self._value(self._number("I"))
         found = [self._tensor() for _ in range(num_tensors)]
-        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        default_alignment = 32
+        alignment = metadata.get("general.alignment", default_alignment)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment is {alignment!r}")
         first = -(-self._place // alignment) * alignment
@@ -122,7 +121,8 @@ class GgufFile:
 
     def _tensor(self) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
         name, num_dimensions = self._string(), self._number("I")
-        if num_dimensions > _MAX_DIMENSIONS:
+        max_dimensions = 4
+        if num_dimensions > max_dimensions:
             raise ValueError(f"tensor {name} has {num_dimensions:,} dimensions")
         shape = tuple(reversed([self._number("Q") for _ in range(num_dimensions)]))
         number, offset = self._number("I"), self._number("Q")

@@ -7,14 +7,12 @@ import os
 import signal
 from typing import TYPE_CHECKING, Protocol
 
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.model.parallel.channel import Channel, Kind
 from app.model.parallel.steps import StepReader
 
 if TYPE_CHECKING:
     from app.model.parallel.group import RankGroup
-
-_PR_SET_PDEATHSIG = 1
 
 
 class FollowingRunner(Protocol):
@@ -25,10 +23,10 @@ class FollowingRunner(Protocol):
         ...
 
     def prepare(self) -> None:
-        """See `LaunchingRunner.prepare`."""
+        """See `ModelRunner.prepare`."""
         ...
 
-    def follow(self, batch: Batch) -> None:
+    def follow(self, batch: StepBatch) -> None:
         """Compute a step's forward pass: this rank's part of it."""
         ...
 
@@ -56,6 +54,7 @@ def die_with(parent: int) -> None:
 
     parent: the process of that thread.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:
         raise SystemExit("rank 0 has ended already")

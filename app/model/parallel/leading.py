@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
+from app.engine.model_runner import ModelRunner
 from app.model.parallel.group import RankGroup
 from app.model.parallel.ranks import Ranks
 
@@ -12,7 +13,7 @@ from app.model.parallel.ranks import Ranks
 class NoRanks:
     """In place of `Ranks` where one process computes all."""
 
-    def step(self, _batch: Batch) -> AbstractContextManager[None]:
+    def step(self, _batch: StepBatch) -> AbstractContextManager[None]:
         return nullcontext()
 
     def watched(self) -> AbstractContextManager[None]:
@@ -28,7 +29,7 @@ class NoRanks:
         pass
 
 
-class LeadingRunner:
+class LeadingRunner(ModelRunner):
     """Base of the model runners with which other ranks may compute: on rank 0 it leads them, on others it joins."""
 
     def __init__(self) -> None:

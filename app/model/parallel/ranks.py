@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from app.config import GIB
-from app.engine.batch import Batch, DeviceLost
+from app.engine.batch import DeviceLost, StepBatch
 from app.errors import CarouselError, Failure, InvalidSetup, described
 from app.model.parallel.channel import Channel, Kind
 from app.model.parallel.group import ExchangeCounts, RankGroup
@@ -43,8 +43,6 @@ _EXCHANGES_WAIT = 2
 # Of the timeout of a step. At the first a hanging step is ended, at the second the process, if that did not help: all
 # within the timeout, for the watch looks eight times in it.
 _HANGS_AFTER = 0.75
-_EXITS_AFTER = 0.125
-_NUM_LOOKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +169,7 @@ class Ranks:
             self.wait()
 
     @contextmanager
-    def step(self, batch: Batch) -> Iterator[None]:
+    def step(self, batch: StepBatch) -> Iterator[None]:
         """Have the other ranks compute a step; inside, this one does. Raises DeviceLost if any of them fails."""
         message = self._writer.message(batch)
         with self.watched():
@@ -316,8 +314,9 @@ class Ranks:
         waiting = select.poll()
         for end in (*ends, self._wake.fileno()):
             waiting.register(end, select.POLLIN)
+        num_looks = 8
         while not self._is_closing:
-            ready = dict(waiting.poll(1000 * timeout_s / _NUM_LOOKS))
+            ready = dict(waiting.poll(1000 * timeout_s / num_looks))
             if self._is_closing:
                 return
             dead = [rank for rank, end in enumerate(ends, start=1) if end in ready]
@@ -333,7 +332,8 @@ class Ranks:
         self._end(reason)
         if self._work is None:
             return
-        deadline = time.monotonic() + _EXITS_AFTER * self._step_timeout_s
+        exits_after = 0.125
+        deadline = time.monotonic() + exits_after * self._step_timeout_s
         while self._work is not None:
             if time.monotonic() > deadline:
                 logger.critical("this rank does not end what it does with the others; the process ends")

@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 
 # Numbers of sequences, of tables to forget and of tables with new blocks; whether log-probabilities are wanted, whether
 # there are drafts, and whether each sequence has one token and draws the next.
 _HEADER = 6
-_KEPT_TABLES = 256  # of sequences that are not in a step, beside as many as are
 _UNUSED = SamplingParams(max_tokens=1, temperature=0.0)  # rank 0 draws
 _NO_NAME = ""  # the other ranks know no requests
 
@@ -42,7 +41,7 @@ class StepWriter:
         self._tables: dict[int, _Table] = {}  # by the identity of the list of block ids
         self._next_number = 0
 
-    def message(self, batch: Batch) -> bytes:
+    def message(self, batch: StepBatch) -> bytes:
         """To be read by every other rank, once and in order."""
         items, known = batch.scheduled, self._tables
         tables = [known.get(id(item.block_ids)) or self._added(item.block_ids) for item in items]
@@ -71,7 +70,8 @@ class StepWriter:
 
     def _forgotten(self, items: Sequence[ScheduledSequence]) -> list[int]:
         """The numbers of tables that are not needed any more, as a rule: their sequences come anew if they do."""
-        if len(self._tables) <= 2 * len(items) + _KEPT_TABLES:
+        kept_tables = 256  # of sequences that are not in a step, beside as many as are
+        if len(self._tables) <= 2 * len(items) + kept_tables:
             return []
         present = {id(item.block_ids) for item in items}
         absent = [key for key in self._tables if key not in present]
@@ -94,7 +94,7 @@ class StepReader:
     def __init__(self) -> None:
         self._tables: dict[int, list[int]] = {}  # by their numbers
 
-    def batch(self, message: bytes) -> Batch:
+    def batch(self, message: bytes) -> StepBatch:
         """The step, without what only draws need."""
         numbers = array("i")
         numbers.frombytes(message)
@@ -122,4 +122,4 @@ class StepReader:
                 for block_ids, start, num_tokens, samples, num_targets, first_target
                 in zip(tables, starts, *columns, strict=True)
             ]  # fmt: skip
-        return Batch(tuple(items), (), has_logprobs=bool(has_logprobs), has_drafts=bool(has_drafts))
+        return StepBatch(tuple(items), (), has_logprobs=bool(has_logprobs), has_drafts=bool(has_drafts))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from app.config import EngineConfig
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.model.cpu.checkpoint import add_positions
 from app.model.cuda.adapters import AdapterSlots
 from app.model.cuda.attention import TritonAttention
@@ -104,7 +104,7 @@ class CudaModel(LoadedModel):
         if self.adapters is not None:
             yield from self.adapters.tensors()
 
-    def needs(self, config: EngineConfig, largest: Batch) -> MemoryNeeds:
+    def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
         """See LoadedModel."""
         return needs_on_gpu(config, self, largest)
 

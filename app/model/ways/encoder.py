@@ -12,7 +12,7 @@ from torch import nn
 
 from app.config import ModelConfig
 from app.engine.batch import ScheduledSequence
-from app.engine.request import ModelFacts, Pooling, SamplingParams
+from app.engine.request import ModelInfo, Pooling, SamplingParams
 from app.errors import InvalidSetup, UnsupportedModel, first_line
 from app.model.attention import UnknownAttention
 from app.model.description import max_model_len, read_config, sentence_settings
@@ -65,7 +65,7 @@ class LoadedEncoder:
     """A model that reads whole prompts, and its facts."""
 
     runner: EncoderRunner
-    facts: ModelFacts
+    facts: ModelInfo
     dtype: torch.dtype
     device: torch.device
 
@@ -98,7 +98,7 @@ def load_encoder(config: ModelConfig, location: str) -> LoadedEncoder:
     if config.max_model_len is None and sentences.max_length is not None:
         longest = min(longest, sentences.max_length)
     fix_positions(base, longest)
-    facts = ModelFacts(
+    facts = ModelInfo(
         max_model_len=longest,
         vocab_size=base.get_input_embeddings().weight.shape[0],
         eos_token_ids=(),

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from app.config import EngineConfig, ModelConfig
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
 from app.model.attention import PagedAttention
@@ -93,7 +93,7 @@ def output_of_piece(model: LoadedModel, attention: PagedAttention, start: int, e
     assert model.reference is not None, "it is verified"
     token_ids = tuple(model.reference.token_ids[0, start:end].tolist())
     block_ids, greedy = list(range(-(-end // attention.block_size))), SamplingParams(max_tokens=1, temperature=0.0)
-    batch = Batch((ScheduledSequence("verify", token_ids, start, block_ids, True, greedy),), ())
+    batch = StepBatch((ScheduledSequence("verify", token_ids, start, block_ids, True, greedy),), ())
     inputs = build_inputs(batch, block_size=attention.block_size, device=model.device)
     step = attention.begin_step(batch, inputs)
     module = getattr(model, "module", None)
@@ -107,7 +107,7 @@ def output_of_piece(model: LoadedModel, attention: PagedAttention, start: int, e
     return Output(first.logits[None], whole.logits[None])
 
 
-def needs_on_gpu(config: EngineConfig, model: LoadedModel, largest: Batch) -> MemoryNeeds:
+def needs_on_gpu(config: EngineConfig, model: LoadedModel, largest: StepBatch) -> MemoryNeeds:
     """See `LoadedModel.needs`. The KV memory is a single block here: sizes of steps do not depend on what it holds."""
     is_cuda = model.device.type == "cuda"
     of_slots = 0 if model.adapters is None else num_bytes_of(model.adapters.tensors())

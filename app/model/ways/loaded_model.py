@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from app.config import EngineConfig
-from app.engine.batch import Batch
-from app.engine.request import ModelFacts
+from app.engine.batch import StepBatch
+from app.engine.request import ModelInfo
 from app.model.cuda.adapters import AdapterSlots
 from app.model.kv_cache import LayerShape
 from app.model.memory import MemoryNeeds
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class LoadedModel(ABC):
     """A model's weights as one way to compute has them, and its measured facts."""
 
-    facts: ModelFacts
+    facts: ModelInfo
     layers: dict[int, LayerShape]  # by layer index: what its KV memory stores
     dtype: torch.dtype
     device: torch.device
@@ -42,7 +42,7 @@ class LoadedModel(ABC):
         """All weights, and what else is kept beside them; those that are tied more than once."""
 
     @abstractmethod
-    def needs(self, config: EngineConfig, largest: Batch) -> MemoryNeeds:
+    def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
         """Its memory beside that of the KV. largest: the batch that takes most."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from app.config import EngineConfig
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.errors import UnsupportedModel
 from app.model.allocated_bytes import num_bytes_of
 from app.model.cpu.checkpoint import add_positions
@@ -177,7 +177,7 @@ class NativeModel(LoadedModel):
         """See LoadedModel."""
         return self.weights.tensors()
 
-    def needs(self, config: EngineConfig, largest: Batch) -> MemoryNeeds:
+    def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
         """See LoadedModel. Of a CPU's memory, by sizes: the weights may be on the meta device."""
         num_sampled, vocab_size = len(largest.sampled), self.facts.vocab_size
         num_rows = num_sampled + sum(len(item.targets) for item in largest.scheduled)

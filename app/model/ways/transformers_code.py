@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from app.config import EngineConfig
-from app.engine.batch import Batch
-from app.engine.request import ModelFacts
+from app.engine.batch import StepBatch
+from app.engine.request import ModelInfo
 from app.errors import InvalidSetup, UnsupportedModel, first_line
 from app.model.attention import AttentionRules, ProbeStep, TorchAttention, UnknownAttention
 from app.model.cpu.attention import NativeAttention
@@ -133,7 +133,7 @@ class TransformersModel(LoadedModel):
     ) -> TransformersModel:
         """step: that has run on the module."""
         num_embeddings, own = module.get_input_embeddings().weight.shape[0], reference.own
-        facts = ModelFacts(
+        facts = ModelInfo(
             max_model_len=max_model_len(source.config, length_limit(module)),
             vocab_size=min(own.logits.shape[-1], num_embeddings),
             eos_token_ids=eos_token_ids(module),
@@ -174,7 +174,7 @@ class TransformersModel(LoadedModel):
         """See LoadedModel."""
         yield from (*self.module.parameters(), *self.module.buffers())
 
-    def needs(self, config: EngineConfig, largest: Batch) -> MemoryNeeds:
+    def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
         """See LoadedModel. Not counted on a CPU."""
         return needs_on_gpu(config, self, largest)
 

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from app.assembly import build_matchers, build_sync_engine
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
-from app.engine.batch import Batch, StepResult
-from app.engine.engine import LaunchingRunner, ModelRunner
-from app.engine.request import Adapter, Grammar, GrammarKind, ModelFacts, Pooling
+from app.engine.batch import StepBatch, StepResult
+from app.engine.model_runner import ModelRunner
+from app.engine.request import Adapter, Grammar, GrammarKind, ModelInfo, Pooling
 from app.engine.trace.entries import Entry, Header, Limited, StepRecord, parse, to_line
 from app.engine.trace.recorder import Recorder, StepRecorder
 from app.engine.trace.redaction import Redactor
@@ -51,9 +51,9 @@ pytestmark = pytest.mark.usefixtures("small_lengths")
 
 
 def header_of(runner: ModelRunner, *, num_blocks: int, cache: CacheConfig, scheduler: SchedulerConfig) -> Header:
-    facts = ModelFacts(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    facts = ModelInfo(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
     return Header(
-        run="test", began="2026-11-20T12:00:00", launches_ahead=isinstance(runner, LaunchingRunner),
+        run="test", began="2026-11-20T12:00:00", launches_ahead=runner.launches,
         num_blocks=num_blocks, facts=asdict(facts),
         config=EngineConfig(cache=cache, scheduler=scheduler).model_dump(mode="json"), versions={}, commit=None,
     )  # fmt: skip
@@ -193,7 +193,7 @@ class SlowRunner(CountingRunner):
         super().__init__()
         self._clock = clock
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         self._clock.advance(0.01 * batch.num_tokens)
         return super().run(batch)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import StepBatch, StepResult
 from benchmarks.engine.carousel import LoggedCarousel
 from benchmarks.engine.run import Run
-from benchmarks.engine.step_trace import StepTrace, logged
+from benchmarks.engine.step_trace import LoggedRunner, StepTrace
 from benchmarks.harness.workload import TimedRequest, Workload
 from tests.fakes import CountingRunner, FakeClock, TimedRunner, build_fake_engine, make_request
 
@@ -43,7 +43,7 @@ def workload(*max_tokens: int, arrivals_s: tuple[float, ...] = ()) -> Workload:
 def serve(work: Workload, **scheduler: Any) -> tuple[Run, StepTrace]:
     clock = FakeClock()
     log = StepTrace(clock)
-    runner = logged(TimedRunner(clock, step_s=STEP_S), log)
+    runner = LoggedRunner(TimedRunner(clock, step_s=STEP_S), log)
     engine = build_fake_engine(runner=runner, clock=clock, **scheduler)
     return LoggedCarousel(engine, log, start_clock=lambda: ToldClock(clock)).serve(work), log
 
@@ -61,7 +61,7 @@ class _Launched:
     def __init__(self, clock: FakeClock, result: StepResult) -> None:
         self._clock, self._result = clock, result
 
-    def draw(self, batch: Batch) -> None:
+    def draw(self, batch: StepBatch) -> None:
         raise AssertionError("no draw here looks back")
 
     def result(self) -> StepResult:
@@ -72,6 +72,8 @@ class _Launched:
 class LaunchingRunner(CountingRunner):
     """Launches steps, and computes each when its result is asked for."""
 
+    launches = True
+
     def __init__(self, clock: FakeClock) -> None:
         super().__init__()
         self._clock = clock
@@ -79,14 +81,14 @@ class LaunchingRunner(CountingRunner):
     def prepare(self) -> None:
         pass
 
-    def launch(self, batch: Batch) -> _Launched:
+    def launch(self, batch: StepBatch) -> _Launched:
         return _Launched(self._clock, StepResult([2] * len(batch.sampled)))
 
 
 def test_steps_that_are_launched_ahead_follow_each_other_without_overlap() -> None:
     clock = FakeClock()
     log = StepTrace(clock)
-    engine = build_fake_engine(runner=logged(LaunchingRunner(clock), log), clock=clock)
+    engine = build_fake_engine(runner=LoggedRunner(LaunchingRunner(clock), log), clock=clock)
     LoggedCarousel(engine, log, start_clock=lambda: ToldClock(clock)).serve(workload(3))
     assert [(step.began_s, step.ended_s) for step in log.steps] == [
         pytest.approx((number * STEP_S, (number + 1) * STEP_S)) for number in range(3)

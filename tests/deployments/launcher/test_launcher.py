@@ -152,6 +152,18 @@ def test_a_mistake_in_the_config_is_told_within_two_seconds(launch: Launch, conf
     assert after.children_user + after.children_system - before.children_user - before.children_system < 2
 
 
+@pytest.mark.parametrize(("launcher", "ends"), [(1, True), (os.getpid(), False)], ids=["gone", "here"])
+def test_a_service_whose_launcher_has_ended_does_not_start(launcher: int, ends: bool) -> None:
+    """It may have the id 1, as in a container: so the launcher says its own."""
+    code = f"""
+from deployments.launcher import foreground
+foreground._end_with_the_launcher({launcher})
+print("goes on")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == ((1, "") if ends else (0, "goes on\n"))
+
+
 def test_gpus_that_are_not_there_are_told_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout.ray, "cluster_resources", lambda: {"GPU": 2})
     replicas = {"num_replicas": 1, "num_gpus": 1, "tensor_parallel": 4}
@@ -213,6 +225,8 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(
     launch: Launch, config: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
+    # Without it the replica fails too, and which of the two is told depends on which fails first.
+    shutil.copy(PROJECT / "models" / "demo" / "config.json", tmp_path / "empty")
     config["applications"][0]["args"]["models"][0]["engine"]["model"]["path"] = str(tmp_path / "empty")
     process = launch(config)
     output, _ = process.communicate(timeout=2 * PATIENCE_S)

@@ -10,8 +10,9 @@ import pytest
 
 from app.assembly import assemble, build_sync_engine, log_header
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
-from app.engine.batch import Batch, StepResult
-from app.engine.engine import Engine, ModelRunner
+from app.engine.batch import StepBatch, StepResult
+from app.engine.engine import Engine
+from app.engine.model_runner import ModelRunner
 from app.engine.request import Request, SamplingParams
 from app.engine.trace.entries import Arrival, Entry, StepRecord, to_line
 from app.engine.trace.recorder import StepRecorder
@@ -137,7 +138,7 @@ def test_many_decode_steps_at_once_are_the_same_as_one_after_the_other(
 # ---------------------------------------------------------------------- the same as a real engine
 
 
-class ClockedModel:
+class ClockedModel(ModelRunner):
     """A real model; its steps take the time of a cost model, so that what is decided does not depend on the machine."""
 
     def __init__(self, model: ModelRunner, cost: StepCost, clock: SimulatedClock) -> None:
@@ -145,7 +146,7 @@ class ClockedModel:
         self._cost = cost
         self._clock = clock
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         self._clock.now += self._cost.seconds(StepShape.of(batch))
         return self._model.run(batch)
 

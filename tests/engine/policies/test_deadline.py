@@ -50,7 +50,7 @@ def test_short_deadlines_of_one_tenant_go_before_no_other_tenant() -> None:
 def test_of_one_tenant_the_latest_deadline_is_preempted_first_and_of_several_the_one_with_the_most_tokens() -> None:
     def sequence(number: int, tenant: str, deadline_s: float) -> Sequence:
         request = make_request((5,) * 10, tenant=tenant, deadline_s=deadline_s)
-        return Sequence(request=request, arrival=number, arrived_at=0.0, rank=())
+        return Sequence(request=request, arrival=number, arrived_at=0.0, order_key=())
 
     policy = EarliestDeadlineFirst()
     queue = policy.new_queue()
@@ -58,14 +58,14 @@ def test_of_one_tenant_the_latest_deadline_is_preempted_first_and_of_several_the
     def joined(each: Sequence) -> Sequence:
         queue.push(each)
         assert queue.pop() is each
-        each.rank = policy.rank(each)
+        each.order_key = policy.order_key(each)
         policy.joined(each)
         return each
 
     late, early = joined(sequence(0, "one", 60)), joined(sequence(1, "one", 5))
-    assert early.rank < late.rank
+    assert early.order_key < late.order_key
     other = joined(sequence(2, "other", 90))
-    assert other.rank < joined(sequence(3, "one", 1)).rank
+    assert other.order_key < joined(sequence(3, "one", 1)).order_key
 
 
 @pytest.mark.parametrize("policy", POLICIES)

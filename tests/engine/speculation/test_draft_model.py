@@ -6,9 +6,10 @@ import logging
 
 import pytest
 
-from app.engine.batch import Batch, ScheduledSequence, StepResult
-from app.engine.engine import Engine, ModelRunner
-from app.engine.request import ModelFacts
+from app.engine.batch import ScheduledSequence, StepBatch, StepResult
+from app.engine.engine import Engine
+from app.engine.model_runner import ModelRunner
+from app.engine.request import ModelInfo
 from app.engine.speculation.draft_model import MAX_CATCH_UP_TOKENS, ModelDrafter
 from tests.fakes import (
     EOS,
@@ -36,7 +37,7 @@ class DraftRunner(CountingRunner):
         super().__init__()
         self._wrong_every, self._clock, self._row_s = wrong_every, clock, row_s
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         if self._clock is not None:
             self._clock.advance(self._row_s * batch.num_tokens)
         return super().run(batch)
@@ -53,7 +54,7 @@ class MatchedDraftRunner(MatchedRunner):
 
 
 def model_drafter(runner: ModelRunner | None = None, *, wrong_every: int = 0) -> ModelDrafter:
-    facts = ModelFacts(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    facts = ModelInfo(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
     return ModelDrafter(runner or DraftRunner(wrong_every=wrong_every), max_drafts=3, max_model_len=1000, facts=facts)
 
 
@@ -153,7 +154,7 @@ def test_a_prompt_that_is_long_beside_what_is_expected_after_it_is_not_caught_up
 
 def test_a_sequence_beyond_what_the_draft_model_can_compute_is_not_drafted_for() -> None:
     drafting = DraftRunner()
-    facts = ModelFacts(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    facts = ModelInfo(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
     drafter = EagerModelDrafter(drafting, max_drafts=4, max_model_len=20, facts=facts)
     engine = build_fake_engine(drafter=drafter)
     outcome = run_to_end(engine, make_request((5, 6, 7), max_tokens=40, request_id="one"))
@@ -163,7 +164,7 @@ def test_a_sequence_beyond_what_the_draft_model_can_compute_is_not_drafted_for()
 
 def test_a_draft_model_that_fails_ends_speculation_and_no_request(caplog: pytest.LogCaptureFixture) -> None:
     class FailingRunner(DraftRunner):
-        def run(self, batch: Batch) -> StepResult:
+        def run(self, batch: StepBatch) -> StepResult:
             if len(self.batches) == 5:
                 raise RuntimeError("no memory")
             return super().run(batch)

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.request import FinishReason, Grammar, GrammarKind, Request
-from app.engine.speculation.drafter import Drafter, LookupDrafter, SequenceDrafts
+from app.engine.speculation.acceptance import SequenceDrafts
+from app.engine.speculation.drafter import Drafter, LookupDrafter
 from app.engine.speculation.prompt_lookup import PromptLookup
 from tests.engine.speculation.test_draft_model import MatchedDraftRunner, model_drafter
 from tests.engine.test_combinations import POLICIES, STRATEGIES, workload
@@ -38,7 +39,7 @@ class CyclingRunner(CountingRunner):
         super().__init__()
         self._clock, self._base_s, self._row_s = clock, base_s, row_s
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         super().run(batch)
         self._clock.advance(self._base_s + self._row_s * batch.num_tokens)
         return StepResult([5 + item.end % 4 for item in batch.sampled])
@@ -215,5 +216,5 @@ def test_tenants_are_charged_for_the_tokens_that_were_kept() -> None:
     for drafter in (None, KnowingDrafter(3)):
         engine = build_fake_engine(policy="fair", drafter=drafter)
         run_to_end(engine, make_request(max_tokens=24, tenant="a"))
-        counters.append(engine._scheduler._policy._inner.counter("a"))  # type: ignore[attr-defined]
+        counters.append(engine._scheduler._policy._inner.shares.served("a"))  # type: ignore[attr-defined]
     assert counters[0] == counters[1] > 24

@@ -52,7 +52,7 @@ def test_the_text_of_a_grammar_is_not_written_but_that_there_is_one() -> None:
     again = parse(line)
     assert isinstance(again, RedactedArrival)
     sampling = sampling_of(again.request["sampling"])
-    assert sampling.looks_back
+    assert sampling.needs_output_history
     assert sampling.grammar is not None
     assert sampling.grammar.kind is GrammarKind.REGEX
     assert sampling.bad_words == ((0, 0), (0,))

@@ -14,13 +14,13 @@ import pytest
 
 from app.assembly import log_header, recorder_of
 from app.config import EngineConfig, StepLogConfig
-from app.engine.request import Adapter, Grammar, GrammarKind, ModelFacts, Thought
+from app.engine.request import Adapter, Grammar, GrammarKind, ModelInfo, Thought
 from app.engine.trace.entries import Abort, Arrival, DroppedEntries, Header, parse, to_line
 from app.engine.trace.step_log import LogFiles, StepLog
 from app.errors import InvalidSetup
 from tests.fakes import CountingRunner, build_fake_engine, make_request, run_to_end
 
-FACTS = ModelFacts(max_model_len=100, vocab_size=50, eos_token_ids=(1,))
+FACTS = ModelInfo(max_model_len=100, vocab_size=50, eos_token_ids=(1,))
 
 
 def header() -> Header:

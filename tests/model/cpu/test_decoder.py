@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from app.config import ModelConfig
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 from app.model.cpu.decoder import NativeDecoder, buffer_bytes
 from app.model.cpu.kv_cache import NativeKVCache
@@ -54,7 +54,7 @@ def chunk(
 
 
 def step(decoder: NativeDecoder, *items: ScheduledSequence) -> torch.Tensor:
-    batch = Batch(items, ())
+    batch = StepBatch(items, ())
     inputs = build_inputs(batch, block_size=decoder.block_size, device=torch.device("cpu"))
     prediction = decoder.predict(batch, inputs)
     assert prediction.likeliest is not None
@@ -243,7 +243,7 @@ def test_a_token_without_a_number_does_not_disturb_the_experts_of_others(archite
     expected = step(decoder_of(model), chunk(PROMPT, 0, 20, [0, 1]))
     poisoned = model.weights.embedding.clone()
     poisoned[205] = float("nan")
-    batch = Batch((chunk([205] * 5, 0, 5, [4]), chunk(PROMPT, 0, 20, [0, 1])), ())
+    batch = StepBatch((chunk([205] * 5, 0, 5, [4]), chunk(PROMPT, 0, 20, [0, 1])), ())
     decoder = decoder_of(dataclasses.replace(model, weights=dataclasses.replace(model.weights, embedding=poisoned)))
     inputs = build_inputs(batch, block_size=decoder.block_size, device=torch.device("cpu"))
     logits = decoder.predict(batch, inputs).logits

@@ -54,6 +54,35 @@ while [ $# -gt 0 ]; do if [ "$1" = -o ]; then : > "$2"; fi; shift; done
 
 
 @pytest.mark.skipif(library.library() is None, reason="there is no C++ compiler")
+def test_what_was_built_for_other_machines_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best that this machine can run, built with fewer optimisations: in a third of the time."""
+    here = frozenset(library._cpu().split())
+    level = next((level for level in library.LEVELS if level.cpu_flags <= here), None)
+    if level is None:
+        pytest.skip("this machine is of none of these kinds")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library, "_COMMON_FLAGS", tuple(flag.replace("-O3", "-O1") for flag in library._COMMON_FLAGS))
+    [built] = library.build_for([level])
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    code = library.library.__wrapped__()
+    assert code is not None
+    assert code._name == str(built)
+    assert code.carousel_is_fast_in_f32() == library.library().carousel_is_fast_in_f32()  # type: ignore[union-attr]
+
+
+def test_a_machine_takes_the_best_library_that_it_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "carousel").mkdir()
+    for level in library.LEVELS:
+        library._path_for(level).touch()
+    for level in library.LEVELS:
+        monkeypatch.setattr(library, "_cpu", lambda level=level: f"flags : {' '.join(level.cpu_flags)}")
+        assert library._built_elsewhere() == library._path_for(level)
+    monkeypatch.setattr(library, "_cpu", lambda: "flags : fma sse4_2")
+    assert library._built_elsewhere() is None
+
+
+@pytest.mark.skipif(library.library() is None, reason="there is no C++ compiler")
 def test_libraries_in_one_process_share_nothing_of_their_own() -> None:
     """A symbol of the kind that is unique in a process would be one for all builds: which thread has which tiles."""
     code = library.library()

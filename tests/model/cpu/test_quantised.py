@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from app.assembly import digest_of_weights
 from app.config import EngineConfig, ModelConfig
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.errors import InvalidSetup
 from app.model.cpu import library as native
 from app.model.cpu import weights
@@ -145,12 +145,12 @@ def test_a_row_with_a_nan_shows_it_and_other_rows_do_not(tiny_model_path) -> Non
 
 
 def step_unchecked(decoder: NativeDecoder, *items: ScheduledSequence) -> torch.Tensor:
-    batch = Batch(items, ())
+    batch = StepBatch(items, ())
     return decoder.predict(batch, build_inputs(batch, block_size=16, device=torch.device("cpu"))).logits
 
 
 @torch.inference_mode()
-def test_a_kept_check_of_other_weights_does_not_count(tiny_model_path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_kept_result_for_other_weights_does_not_count(tiny_model_path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = tiny_model_path("llama")
     for quantization in ("none", "int8"):
         load(path, quantization=quantization, checks=tmp_path)

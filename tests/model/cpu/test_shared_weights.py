@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.model.cpu.test_kept_check import load, logits_of
 
 from app.model.cpu import shared_weights
 from app.model.cpu.library import is_fast
 from app.model.cpu.shared_weights import LARGE_PAGE, _find, _GrowingFile
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.native_decoder import NativeModel
+from tests.model.cpu.test_verification_cache import load, logits_of
 
 pytestmark = pytest.mark.skipif(not is_fast(torch.float32), reason="this CPU cannot compute the native decoder")
 

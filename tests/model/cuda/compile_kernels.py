@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 from app.model.adapters import PRODUCTS
 from app.model.attention import AttentionRules
@@ -162,7 +162,7 @@ def launch_attention(
     attention.tuning = tuning_of(divmod(architecture, 10))
     attention.device = torch.device("meta")  # so that nothing is widened for the interpreter
     items = [piece(0, 40, [1, 2, 3]), piece(20, 1, [4, 5])]
-    batch = Batch(tuple(items), ())
+    batch = StepBatch(tuple(items), ())
     inputs = build_inputs(batch, block_size=block_size, device=CPU)
     qkv = [
         torch.zeros(heads, 41, dim, dtype=dtype).transpose(0, 1)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import Pooling, SamplingParams
 from app.model.cuda.captured_inputs import (
     StepSize,
@@ -33,7 +33,7 @@ def item(num_tokens: int, *, start: int = 0, samples: bool = True, **facts: obje
 
 
 def chosen(*items: ScheduledSequence, **facts: bool) -> StepSize | None:
-    return smallest_fitting(Batch(items, (), **facts), decode=DECODE, mixed=MIXED)
+    return smallest_fitting(StepBatch(items, (), **facts), decode=DECODE, mixed=MIXED)
 
 
 def test_sizes_that_every_replica_needs_are_captured_first() -> None:
@@ -84,7 +84,7 @@ def test_a_step_that_no_size_holds_runs_eagerly() -> None:
     assert chosen(item(2048), item(1)) is None
     assert chosen(*[item(1)] * 257) is None
     assert chosen(*[item(2)] * 65) is None, "more prompts than a captured step has room for"
-    assert smallest_fitting(Batch((item(2),), ()), decode=DECODE, mixed=()) is None
+    assert smallest_fitting(StepBatch((item(2),), ()), decode=DECODE, mixed=()) is None
 
 
 def test_scored_prompts_and_embeddings_run_eagerly() -> None:
@@ -94,7 +94,7 @@ def test_scored_prompts_and_embeddings_run_eagerly() -> None:
 
 
 def test_spare_columns_of_a_decode_step_belong_to_no_sequence() -> None:
-    packed = packed_columns(Batch((item(1, start=5), item(1)), ()), block_size=4)
+    packed = packed_columns(StepBatch((item(1, start=5), item(1)), ()), block_size=4)
     single = [(0, 1, 5, 2), (1, 1, 0, 0)]
     token_ids, positions, slots, _, columns = padded_columns(
         packed, single, size=decode_size(4), scratch_slot=32, scratch_row=6
@@ -111,7 +111,7 @@ def test_every_part_of_a_mixed_step_is_filled_and_spare_parts_touch_nothing(
 ) -> None:
     items = [item(num_tokens, start=start, samples=samples) for num_tokens, start, samples in places]
     size = StepSize(64, 8, 8)
-    packed = packed_columns(Batch(tuple(items), ()), block_size=4)
+    packed = packed_columns(StepBatch(tuple(items), ()), block_size=4)
     num_tokens, num_sampled = len(packed.token_ids), sum(samples for *_, samples in places)
     single = [(index, 1, start, row) for row, (index, start) in enumerate([(0, 3), (4, 9)])]
     token_ids, positions, slots, logits, columns = padded_columns(

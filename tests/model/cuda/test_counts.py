@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from app.config import ModelConfig
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import TokenSet
 from app.engine.request import SamplingParams
@@ -158,7 +158,7 @@ def test_the_host_never_waits_between_a_batch_and_its_tokens(
     runner = runner_of(loaded(tiny_model_path("llama")))
     has_logprobs = "logprobs" in SAMPLED[how]
     with counting(computes=False) as counts:
-        launched = runner.launch(Batch(tuple(items), tuple(items), has_logprobs=has_logprobs))
+        launched = runner.launch(StepBatch(tuple(items), tuple(items), has_logprobs=has_logprobs))
     assert counts.waits == []
     of_sampling = ["draw_kernel", "logprobs_kernel"] if has_logprobs else ["draw_kernel"]
     assert [each.kernel for each in counts.kernels if each.kernel in of_sampling] == of_sampling
@@ -222,7 +222,7 @@ def attended(sizes: list[tuple[int, int]], *, num_heads: int = 8, num_kv_heads: 
         scheduled([1] * size, start, list(range(first, first - (-(start + size) // block_size))))
         for (start, size), first in zip(sizes, firsts, strict=False)
     )
-    batch = Batch(items, ())
+    batch = StepBatch(items, ())
     num_tokens = sum(size for _, size in sizes)
     query, key, value = (
         torch.randn(num_tokens, n, dim, dtype=torch.bfloat16) for n in (num_heads, *2 * [num_kv_heads])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from app.assembly import adapter_at, build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.engine import Engine
 from app.engine.request import Request
 from app.errors import UnsupportedAdapter
@@ -90,7 +90,7 @@ def merged_logits(path: Path, tokens: tuple[int, ...], dtype: torch.dtype = torc
 @torch.inference_mode()
 def compute(runner: GraphModelRunner, *items: ScheduledSequence) -> torch.Tensor:
     """[num_sampled, vocab_size], on the host."""
-    return runner._predict(Batch(items, ())).logits.float().cpu().clone()
+    return runner._predict(StepBatch(items, ())).logits.float().cpu().clone()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -179,7 +179,7 @@ def test_a_graph_finds_what_is_written_to_a_slot_after_its_capture_and_no_launch
     for name in ("first", "third"):
         adapter = runner.load_adapter(folder / name)
         with torch.inference_mode():
-            logits = runner._predict(Batch((under(adapter, piece(TOKENS[:7], 0, [0, 1])),), ())).logits.clone()
+            logits = runner._predict(StepBatch((under(adapter, piece(TOKENS[:7], 0, [0, 1])),), ())).logits.clone()
         runner.unload_adapter(adapter)
         runner.unload_adapter(runner.load_adapter(folder / "second"))
         expected = merged_logits(folder / f"merged-{name}", TOKENS[:7])
@@ -217,7 +217,7 @@ def test_tiles_and_ranks_that_are_not_there_are_not_read(folder: Path) -> None:
         (piece((3,), 0, [0]), piece((4,), 0, [1])),
         (piece((3,), 0, [0]), under(adapter, piece((4,), 0, [1]))),
     ):
-        inputs.fill(Batch(items, ()))
+        inputs.fill(StepBatch(items, ()))
         assert inputs.adapted is not None
         with torch.inference_mode(), counting() as counts:
             inputs.adapted.add(0, "down", x, output)
@@ -340,7 +340,7 @@ def test_weights_in_fp8_are_adapted(folder: Path, tmp_path: Path) -> None:
 def test_inputs_in_fp8_are_read_with_their_scales(folder: Path) -> None:
     model, slots = load_adapting(folder / "base", dtype="bfloat16")
     weights = read_adapter(folder / "third", slots.sizes)
-    rows = slots.rows(Batch((under(slots.load(weights), piece(TOKENS[:3], 0, [0])),), ()))
+    rows = slots.rows(StepBatch((under(slots.load(weights), piece(TOKENS[:3], 0, [0])),), ()))
     torch.manual_seed(0)
     inputs = in_fp8(torch.randn(3, 64, device=model.device))
     output = torch.zeros(3, 64, dtype=torch.bfloat16, device=model.device)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from app.assembly import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.engine import Engine
 from app.engine.request import Pooling, SamplingParams
 from app.model.allocated_bytes import num_bytes_of
@@ -123,9 +123,9 @@ def predict(model: LoadedModel, *items: ScheduledSequence, before: tuple[Schedul
     runner = runner_of(model)
     with torch.inference_mode():
         if before:
-            runner._eagerly(Batch(before, ()))
+            runner._eagerly(StepBatch(before, ()))
         has_pooling = any(item.pooling is not None for item in items)
-        return runner._eagerly(Batch(items, (), has_pooling=has_pooling))
+        return runner._eagerly(StepBatch(items, (), has_pooling=has_pooling))
 
 
 @pytest.mark.parametrize(
@@ -261,12 +261,12 @@ def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_st
     tokens, beside = (5, 6, 7, 8, 9, 10), (11, 12, 13)
     with torch.inference_mode():
         alone = runner_of(model, batch_invariant=True)
-        first = alone._eagerly(Batch((piece(tokens, 0, [3, 1]),), ())).logits
-        second = alone._eagerly(Batch((piece((14,), 6, [3, 1]),), ())).logits
+        first = alone._eagerly(StepBatch((piece(tokens, 0, [3, 1]),), ())).logits
+        second = alone._eagerly(StepBatch((piece((14,), 6, [3, 1]),), ())).logits
         among = runner_of(model, batch_invariant=True)
-        among._eagerly(Batch((piece(beside, 0, [0]), piece(tokens[:2], 0, [3, 1])), ()))
-        among._eagerly(Batch((piece(tokens[2:3], 2, [3, 1]), piece(beside, 0, [4])), ()))
+        among._eagerly(StepBatch((piece(beside, 0, [0]), piece(tokens[:2], 0, [3, 1])), ()))
+        among._eagerly(StepBatch((piece(tokens[2:3], 2, [3, 1]), piece(beside, 0, [4])), ()))
         items = (piece((9,), 0, [5]), piece(tokens[3:], 3, [3, 1]))
-        assert torch.equal(among._eagerly(Batch(items, ())).logits[1], first[0])
+        assert torch.equal(among._eagerly(StepBatch(items, ())).logits[1], first[0])
         items = (piece((9,), 1, [5]), piece((9,), 0, [6]), piece((14,), 6, [3, 1]))
-        assert torch.equal(among._eagerly(Batch(items, ())).logits[2], second[0])
+        assert torch.equal(among._eagerly(StepBatch(items, ())).logits[2], second[0])

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.errors import InvalidSetup
 from app.model.allocated_bytes import num_bytes_of
 from app.model.loader import load_model
@@ -338,8 +338,8 @@ def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_st
     model = load(tiny_model_path("llama"))
     tokens = (5, 6, 7, 8, 9, 10)
     with torch.inference_mode():
-        alone = runner_of(model, batch_invariant=True)._eagerly(Batch((piece(tokens, 0, [3, 1]),), ())).logits
+        alone = runner_of(model, batch_invariant=True)._eagerly(StepBatch((piece(tokens, 0, [3, 1]),), ())).logits
         among = runner_of(model, batch_invariant=True)
-        among._eagerly(Batch((piece((11, 12, 13), 0, [0]), piece(tokens[:2], 0, [3, 1])), ()))
+        among._eagerly(StepBatch((piece((11, 12, 13), 0, [0]), piece(tokens[:2], 0, [3, 1])), ()))
         items = (piece((9,), 0, [5]), piece(tokens[2:], 2, [3, 1]))
-        assert torch.equal(among._eagerly(Batch(items, ())).logits[1], alone[0])
+        assert torch.equal(among._eagerly(StepBatch(items, ())).logits[1], alone[0])

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from app.assembly import assemble, build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from app.engine.batch import Batch, DeviceLost, ScheduledSequence
+from app.engine.batch import DeviceLost, ScheduledSequence, StepBatch
 from app.engine.engine import Engine
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Request, SamplingParams
@@ -179,7 +179,7 @@ def test_padded_steps_of_any_mix_give_the_tokens_of_eager_ones_and_write_to_the_
         if not items:
             continue
         before = [kv.clone() for kv in own_blocks(padded)]
-        assert padded.run(Batch(tuple(items), ())) == eager.run(Batch(tuple(items), ()))
+        assert padded.run(StepBatch(tuple(items), ())) == eager.run(StepBatch(tuple(items), ()))
         written = [each.block_ids[at // 4] * 4 + at % 4 for each in items for at in range(each.start, each.end)]
         for old, new, right in zip(before, own_blocks(padded), own_blocks(eager), strict=True):
             torch.testing.assert_close(new, right)
@@ -226,7 +226,7 @@ def test_penalties_and_grammars_are_applied_to_steps_that_were_launched_before_t
         replace(request, sampling=replace(request.sampling, **change))  # type: ignore[arg-type]
         for request, change in zip(some_requests(), changes, strict=True)
     ]
-    late: list[Batch] = []
+    late: list[StepBatch] = []
     draw = LaunchedStep.draw
     monkeypatch.setattr(LaunchedStep, "draw", lambda step, batch: (late.append(batch), draw(step, batch)))
     monkeypatch.setattr(GraphModelRunner, "launch", _noting_what_is_late(late))
@@ -238,11 +238,11 @@ def test_penalties_and_grammars_are_applied_to_steps_that_were_launched_before_t
     assert late
 
 
-def _noting_what_is_late(late: list[Batch]) -> Callable[..., LaunchedStep]:
+def _noting_what_is_late(late: list[StepBatch]) -> Callable[..., LaunchedStep]:
     """A launch after which `late` has only batches of which the tokens are drawn after it."""
     launch = GraphModelRunner.launch
 
-    def launches(runner: GraphModelRunner, batch: Batch) -> LaunchedStep:
+    def launches(runner: GraphModelRunner, batch: StepBatch) -> LaunchedStep:
         before = len(late)
         step = launch(runner, batch)
         del late[before:]
@@ -365,8 +365,8 @@ def test_a_step_launched_before_the_last_is_known_computes_its_tokens(small_path
     def share(start: int, block_ids: list[int], *token_ids: int) -> ScheduledSequence:
         return ScheduledSequence("r", token_ids, start, block_ids, True, SamplingParams(max_tokens=1, temperature=0.0))
 
-    def batch(*items: ScheduledSequence) -> Batch:
-        return Batch(items, ())
+    def batch(*items: ScheduledSequence) -> StepBatch:
+        return StepBatch(items, ())
 
     for beside, max_tokens in ((share(1, [2], 9), 0), (share(1, [2], 9, 10), 0), (share(1, [2], 9, 10), 5)):
         runner = GraphModelRunner(model, attention_for(model), max_rows=3, max_tokens=max_tokens, capture=RunAgain())
@@ -394,8 +394,8 @@ def test_the_likeliest_tokens_of_a_replayed_step_are_found_inside_of_it(
     ours._draw = lambda *_given: launched.append(1)  # type: ignore[method-assign, assignment]
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
 
-    def step(*token_ids: int) -> Batch:
-        return Batch(
+    def step(*token_ids: int) -> StepBatch:
+        return StepBatch(
             tuple(ScheduledSequence("r", (each,), 0, [at], True, greedy) for at, each in enumerate(token_ids)), ()
         )
 
@@ -434,7 +434,7 @@ def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_st
             is_last = at + size >= 5
             watched = ScheduledSequence("watched", tokens[at : at + size], at, block_ids, is_last, params)
             other = ScheduledSequence("other", (12,) * beside, at, others, is_last, params)
-            runner.run(Batch((other, watched) if beside else (watched,), ()))
+            runner.run(StepBatch((other, watched) if beside else (watched,), ()))
             at += size
         return list(seen)
 
@@ -535,12 +535,12 @@ def test_only_an_error_after_which_the_device_is_silent_is_its_loss(
     model = load(small_path)
     runner = GraphModelRunner(model, attention_for(model), max_rows=6, capture=None, synchronize=synchronize)
     item = ScheduledSequence("r", (5, 6), 0, [0], True, SamplingParams(max_tokens=1, temperature=0.0))
-    assert len(runner.run(Batch((item,), ())).token_ids) == 1
+    assert len(runner.run(StepBatch((item,), ())).token_ids) == 1
     if fails_at == "launch":
         monkeypatch.setattr(runner, "_sample", fails)
-        launched = partial(runner.launch, Batch((item,), ()))
+        launched = partial(runner.launch, StepBatch((item,), ()))
     else:
-        step = runner.launch(Batch((item,), ()))
+        step = runner.launch(StepBatch((item,), ()))
         assert step._drawn is not None
         step._drawn.copied = SimpleNamespace(synchronize=fails)
         launched = step.result

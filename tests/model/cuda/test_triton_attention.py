@@ -11,7 +11,7 @@ import torch
 
 from app.assembly import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules, PagedAttention, TorchAttention
 from app.model.inputs import build_inputs
@@ -73,7 +73,7 @@ def piece(start: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequenc
 def attend(
     attention: PagedAttention, items: list[ScheduledSequence], qkv: list[torch.Tensor], rules: AttentionRules
 ) -> torch.Tensor:
-    batch = Batch(tuple(items), ())
+    batch = StepBatch(tuple(items), ())
     inputs = build_inputs(batch, block_size=attention.block_size, device=DEVICE)
     return attention.begin_step(batch, inputs).attend(0, *qkv, rules)
 

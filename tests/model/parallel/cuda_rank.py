@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from app.config import ModelConfig
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
@@ -50,7 +50,7 @@ def logits_of_tokens(model: LoadedModel, token_ids: Sequence[int]) -> torch.Tens
     last, found = len(token_ids), []
     for start, end in ((0, last - 2), (last - 2, last - 1), (last - 1, last)):
         piece = ScheduledSequence("r", tuple(token_ids[start:end]), start, blocks, True, GREEDY)
-        batch = Batch((piece,), ())
+        batch = StepBatch((piece,), ())
         inputs = build_inputs(batch, block_size=BLOCK_SIZE, device=model.device)
         step = attention.begin_step(batch, inputs)
         found.append(decoder.compute(inputs.token_ids, inputs.positions, step).logits)

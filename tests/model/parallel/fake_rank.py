@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from app.child_process import child_command, child_environment
-from app.engine.batch import Batch
+from app.engine.batch import StepBatch
 from app.errors import InvalidSetup
 from app.model.parallel.channel import Channel, Kind, settings_of
 from app.model.parallel.follower import die_with, follow
@@ -34,7 +34,7 @@ class ExchangingFollower:
             os.kill(os.getpid(), signal.SIGSTOP)
         self._group.minimum(0)
 
-    def follow(self, _batch: Batch) -> None:
+    def follow(self, _batch: StepBatch) -> None:
         self._group.all_reduce(torch.ones(4))
 
 

@@ -18,7 +18,7 @@ import torch
 from app.child_process import child_environment
 from app.config import GIB
 from app.engine.async_engine import AsyncEngine
-from app.engine.batch import Batch, DeviceLost, StepResult
+from app.engine.batch import DeviceLost, StepBatch, StepResult
 from app.errors import EngineStopped, Failure, InvalidSetup
 from app.model.parallel.ranks import Ranks, VisibleCard, check_cards, check_heads
 from tests.fakes import CountingRunner, build_fake_engine, make_request
@@ -51,7 +51,7 @@ class ExchangingRunner(CountingRunner):
         super().__init__(block_size=4)
         self.ranks = ranks
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         with self.ranks.step(batch):
             self.ranks.group.all_reduce(torch.ones(4))
         return super().run(batch)
@@ -119,10 +119,10 @@ def test_a_rank_that_dies_while_the_engine_is_idle_makes_it_unhealthy() -> None:
 
 def test_a_step_that_fails_on_one_rank_ends_all() -> None:
     ranks = ranks_of()
-    with pytest.raises(DeviceLost, match="a step failed"), ranks.step(Batch((), ())):
+    with pytest.raises(DeviceLost, match="a step failed"), ranks.step(StepBatch((), ())):
         raise ValueError("of rank 0")
     assert all(process.poll() is not None for process in ranks.processes)
-    with pytest.raises(DeviceLost), ranks.step(Batch((), ())):
+    with pytest.raises(DeviceLost), ranks.step(StepBatch((), ())):
         raise AssertionError("no step can be computed")
     ranks.close()
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 from app.model.parallel.steps import StepReader, StepWriter
 
@@ -18,7 +18,7 @@ def item(
     )
 
 
-def facts_of(batch: Batch) -> list[tuple[object, ...]]:
+def facts_of(batch: StepBatch) -> list[tuple[object, ...]]:
     """What a forward pass needs."""
     return [
         (each.token_ids, each.start, each.block_ids, each.samples, len(each.targets), each.first_target)
@@ -28,7 +28,7 @@ def facts_of(batch: Batch) -> list[tuple[object, ...]]:
 
 def sent(writer: StepWriter, reader: StepReader, *items: ScheduledSequence, has_logprobs: bool = False) -> int:
     """Send a step and compare what arrives; returns its bytes."""
-    batch = Batch(items, (), has_logprobs=has_logprobs)
+    batch = StepBatch(items, (), has_logprobs=has_logprobs)
     message = writer.message(batch)
     assert facts_of(reader.batch(message)) == facts_of(batch)
     return len(message)
@@ -41,7 +41,7 @@ def test_a_step_arrives_with_all_that_a_forward_pass_needs() -> None:
 
 
 def test_drafts_arrive_as_drafts() -> None:
-    batch = Batch((item([4, 2], 11, 12, 13, start=5), item([9], 7, start=3)), (), has_drafts=True)
+    batch = StepBatch((item([4, 2], 11, 12, 13, start=5), item([9], 7, start=3)), (), has_drafts=True)
     assert facts_of(StepReader().batch(StepWriter().message(batch))) == facts_of(batch)
 
 

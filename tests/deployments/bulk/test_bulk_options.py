@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from app.errors import InvalidSetup
-from app.jobs.remote_run import ServiceSettings
 from deployments.bulk.__main__ import main
-from deployments.bulk.options import Options, PoolSettings, read_options
+from deployments.bulk.options import Options, read_options
 
 CONFIG = """
 applications:
@@ -35,34 +34,22 @@ def options(*arguments: object) -> Options:
     return read_options(["--input", "in.jsonl", "--output", "out", *map(str, arguments)])
 
 
-def pool(*arguments: object) -> PoolSettings:
-    through = options(*arguments).through
-    assert isinstance(through, PoolSettings)
-    return through
-
-
-def service(*arguments: object) -> ServiceSettings:
-    through = options("--through", "fleet", *arguments).through
-    assert isinstance(through, ServiceSettings)
-    return through
-
-
 def test_without_a_config_it_is_the_bundled_model() -> None:
-    served = pool().served
+    served = options().served
     assert (served.name, served.engine.model.path) == ("demo", "models/demo")
-    assert pool("--model", "demo").served == served
+    assert options("--model", "demo").served == served
 
 
 def test_a_model_of_the_config_is_named_and_brings_its_engine(config: Path) -> None:
-    small = pool("--config", config, "--model", "small")
+    small = options("--config", config, "--model", "small")
     assert (small.served.engine.scheduler.max_running, small.served.replicas.num_replicas) == (7, 3)
-    assert pool("--config", config, "--model", "small", "--engines", 1).served.replicas.num_replicas == 1
+    assert options("--config", config, "--model", "small", "--engines", 1).served.replicas.num_replicas == 1
     with pytest.raises(InvalidSetup, match="has the models small, large; choose one with --model"):
         options("--config", config)
 
 
 def test_a_folder_or_hub_id_runs_on_the_engine_of_the_config(config: Path) -> None:
-    served = pool("--config", config, "--model", "acme/tiny").served
+    served = options("--config", config, "--model", "acme/tiny").served
     assert (served.name, served.engine.model.path, served.replicas.num_replicas) == ("acme/tiny", "acme/tiny", 3)
     with pytest.raises(InvalidSetup, match="there is no such folder"):
         options("--model", "./nothing")
@@ -75,31 +62,29 @@ def test_a_run_may_be_resumed_with_other_engines_and_not_with_other_answers(conf
         assert options(*other).description() != here
 
 
-def test_through_the_fleet_there_is_a_service_in_the_place_of_a_model(
-    config: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("option", "value", "advice"),
+    [
+        ("--through", "fleet", "leave it out"),
+        ("--through", "pool", "leave it out"),
+        ("--base-url", "http://x:1", "send the rows to the service as a batch"),
+        ("--api-key", "k", "send the rows to the service as a batch"),
+        ("--max-in-flight", "5", "leave it out"),
+        ("--wait-for-service", "5", "leave it out"),
+    ],
+)
+def test_an_option_of_a_former_version_is_refused_with_what_to_do_instead(
+    capsys: pytest.CaptureFixture[str], option: str, value: str, advice: str
 ) -> None:
-    monkeypatch.delenv("CAROUSEL_API_KEY", raising=False)
-    plain = service()
-    assert (plain.base_url, plain.api_key, plain.model) == ("http://127.0.0.1:8000", None, None)
-    config.write_text(CONFIG + "http_options: {port: 8123}")
-    assert service("--config", config).base_url == "http://127.0.0.1:8123"
-    monkeypatch.setenv("CAROUSEL_API_KEY", "from-environment")
-    assert service("--base-url", "http://far:1").api_key == "from-environment"
-    given = service("--api-key", "given", "--max-in-flight", 5, "--wait-for-service", 7, "--model", "small")
-    assert (given.api_key, given.max_in_flight, given.patience_s, given.model) == ("given", 5, 7, "small")
-
-
-def test_a_run_may_go_on_at_another_address_and_not_through_a_pool() -> None:
-    here = options("--through", "fleet", "--base-url", "http://one:1").description()
-    assert options("--through", "fleet", "--base-url", "http://other:2").description() == here
-    assert options("--through", "pool").description() != here
+    with pytest.raises(SystemExit) as ended:
+        options(option, value)
+    assert ended.value.code == 2
+    assert f"{option} is gone; {advice}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--through", "fleet", "--engines", "2"],
-        ["--base-url", "http://x:1"],
         ["--temperature", "3"],
         ["--prompt-column", "a", "--messages-column", "b"],
     ],

@@ -6,20 +6,20 @@ import logging
 from collections.abc import Callable
 from math import inf
 
-from app.engine.device_turns import RECHECK_S, DeviceTurns
+from app.engine.device_lease import RECHECK_S, DeviceLease
 from app.engine.engine import Engine
 from app.engine.stats import SleepState, SleepStats
 
 logger = logging.getLogger(__name__)
 
 
-class Sleeper:
+class SleepController:
     """Puts one engine to sleep when it has had nothing to do for long, or other engines wait for its memory.
 
-    The engine's thread calls. It must have taken the memory (`DeviceTurns.wait`).
+    The engine's thread calls. It must have taken the memory (`DeviceLease.wait`).
     """
 
-    def __init__(self, engine: Engine, turns: DeviceTurns, *, after_s: float, started_in_s: float) -> None:
+    def __init__(self, engine: Engine, turns: DeviceLease, *, after_s: float, started_in_s: float) -> None:
         """after_s: without a request. started_in_s: how long it took to build the engine."""
         self._engine = engine
         self._turns = turns

@@ -9,17 +9,37 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from app.engine.matcher import Matcher, Matchers
 from app.engine.request import FinishReason, Request, TokenDelta
 from app.errors import EngineStopped, InvalidRequest, described, traceback_of
 from app.jobs.job import EngineOutput, ItemOutput
-from app.jobs.preparation import PreparedItem
 from app.text import GeneratedText, Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedItem:
+    """An item that an engine can take."""
+
+    number: int
+    id: str
+    request: Request
+    stop: tuple[str, ...]
+    skip_special_tokens: bool
+    include_stop: bool = False
+
+    def continued_after(self, token_ids: tuple[int, ...]) -> PreparedItem:
+        """The same item after the tokens that are known of it."""
+        return replace(self, request=replace(self.request, generated_token_ids=token_ids)) if token_ids else self
+
+    def failed(self, reason: str) -> ItemOutput:
+        """The output of this item when it has no text."""
+        num_prompt = len(self.request.prompt_token_ids)
+        return ItemOutput(number=self.number, id=self.id, prompt_tokens=num_prompt, error=reason)
 
 
 class SteppedEngine(Protocol):

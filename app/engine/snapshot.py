@@ -68,7 +68,7 @@ class TuningView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     is_missed: bool  # a target, and other limits would not help
 
 
-class EngineView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """An engine at one moment, and the slots that were left since the view before.
 
     A full view says everything about every slot in use. Of what has only grown since the view before, any other has
@@ -86,9 +86,9 @@ class EngineView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_cached_blocks: int  # free, with content that can be shared
     num_free_blocks: int  # with nothing in them
     steps: StepSums
-    slots: tuple[SlotUse, ...]  # those in use that `grown` does not have, and those that were left
+    slots: tuple[SlotUse, ...]  # those in use that `reported` does not have, and those that were left
     waiting: tuple[QueueEntry, ...]  # the first, in the order in which they would join now
     settings: str = ""  # `SchedulerConfig.version` of all settings of scheduling
-    grown: tuple[int, ...] = ()  # slot, num_generated_tokens, num_blocks; the same of the next slot, and so on
+    reported: tuple[int, ...] = ()  # slot, num_generated_tokens, num_blocks; the same of the next slot, and so on
     prefill_chunk_tokens: int = 0  # these three limits are those in force
     tuning: TuningView | None = None  # None without targets

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from app.config import SchedulerConfig
 from app.engine.async_engine import AsyncEngine
-from app.engine.batch import Batch, StepResult
-from app.engine.device_turns import SHORTEST_TURN_S, DeviceTurns
+from app.engine.batch import StepBatch, StepResult
+from app.engine.device_lease import SHORTEST_TURN_S, DeviceLease
 from app.engine.engine import Engine
 from app.engine.request import Request
-from app.engine.sleeper import Sleeper
+from app.engine.sleep_controller import SleepController
 from app.engine.stats import SleepState
 from app.errors import DeadlineMissed, EngineStopped, InvalidSetup, Overloaded
-from tests.engine.test_device_turns import asking_process
+from tests.engine.test_device_lease import asking_process
 from tests.engine.test_overlapped_engine import LateRunner
 from tests.fakes import (
     CountingRunner,
@@ -57,7 +57,7 @@ class DozingRunner(CountingRunner):
         """The ids of all requests that were computed."""
         return {item.request_id for batch in self.batches for item in batch.scheduled}
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         assert self.has_memory, "nothing is computed in sleep"
         self.clock.advance(0.01)
         return super().run(batch)
@@ -75,8 +75,8 @@ class DozingRunner(CountingRunner):
         self.has_memory = True
 
 
-def turns_on(path: Path, *, num_bytes: int = 6, clock: Any) -> DeviceTurns:
-    turns = DeviceTurns(path, name="fake", num_bytes=num_bytes, total_bytes=10, clock=clock)
+def turns_on(path: Path, *, num_bytes: int = 6, clock: Any) -> DeviceLease:
+    turns = DeviceLease(path, name="fake", num_bytes=num_bytes, total_bytes=10, clock=clock)
     turns.wait()
     return turns
 
@@ -89,7 +89,7 @@ class Dozing:
         self.runner = DozingRunner(clock)
         self.engine: Engine = build_fake_engine(runner=self.runner, clock=clock, **settings)
         self.turns = turns_on(path, clock=clock)
-        self.sleeper = Sleeper(self.engine, self.turns, after_s=AFTER_S, started_in_s=WAKE_S)
+        self.sleeper = SleepController(self.engine, self.turns, after_s=AFTER_S, started_in_s=WAKE_S)
         self.outcome = Outcome()
 
     def go(self) -> None:
@@ -283,7 +283,7 @@ def test_a_busy_engine_gives_way_after_its_turn_and_both_end_with_their_tokens(t
 
 
 def test_the_first_turn_is_short_as_no_switch_was_measured(dozing: Dozing, tmp_path: Path) -> None:
-    other = DeviceTurns(tmp_path / "device.json", name="other", num_bytes=6, total_bytes=10, clock=dozing.clock)
+    other = DeviceLease(tmp_path / "device.json", name="other", num_bytes=6, total_bytes=10, clock=dozing.clock)
     dozing.engine.add(make_request(max_tokens=100))
     dozing.go()
     assert not other.ask()
@@ -368,7 +368,7 @@ def test_nothing_is_lost_and_none_waits_for_ever(tmp_path: Path, arrivals: list[
 def dozing_service(path: Path, *, after_s: float = 0.02, **settings: Any) -> Iterator[tuple[AsyncEngine, DozingRunner]]:
     runner = DozingRunner()
     engine = build_fake_engine(runner=runner, **settings)
-    sleeper = Sleeper(engine, turns_on(path, clock=engine.now), after_s=after_s, started_in_s=0.0)
+    sleeper = SleepController(engine, turns_on(path, clock=engine.now), after_s=after_s, started_in_s=0.0)
     service = AsyncEngine(engine, max_requests=4, sleeper=sleeper)
     try:
         yield service, runner
@@ -543,7 +543,7 @@ def test_shutdown_in_sleep_ends_what_waits_for_memory_and_its_place_in_the_order
 def test_requests_go_on_when_the_process_that_has_the_memory_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.engine.sleeper.RECHECK_S", 0.05)
+    monkeypatch.setattr("app.engine.sleep_controller.RECHECK_S", 0.05)
 
     async def main(engine: AsyncEngine) -> None:
         await until(lambda: engine.sleep.state is SleepState.ASLEEP)

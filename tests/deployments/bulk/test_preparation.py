@@ -10,8 +10,8 @@ from app.api.endpoints.chat import prepare_chat
 from app.api.request_context import RequestContext
 from app.api.schemas.requests import ChatRequest
 from app.jobs.job import InvalidItem
-from app.jobs.preparation import PreparedItem
-from tests.jobs.conftest import Prepare
+from deployments.bulk.engine_worker import PreparedItem
+from tests.deployments.bulk.conftest import Prepare
 
 CHAT = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "f"}}

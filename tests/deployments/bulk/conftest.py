@@ -11,11 +11,12 @@ import pytest
 
 from app.api import RequestHandler, ServedModel
 from app.config import ApiConfig
-from app.engine.request import ModelFacts
+from app.engine.request import ModelInfo
 from app.jobs.items import RowSettings, item_of, row_from_fields
 from app.jobs.job import InvalidItem
-from app.jobs.preparation import PreparedItem, prepare_row
 from app.text import Tokenizer
+from deployments.bulk.engine_worker import PreparedItem
+from deployments.bulk.pipeline import prepare_row
 
 Prepare = Callable[..., PreparedItem | InvalidItem]
 
@@ -26,7 +27,7 @@ def model(demo_path: Path) -> ServedModel:
     return ServedModel(
         name="demo",
         tokenizer=Tokenizer.load(str(demo_path)),
-        facts=ModelFacts(max_model_len=2048, vocab_size=763, eos_token_ids=(1,)),
+        facts=ModelInfo(max_model_len=2048, vocab_size=763, eos_token_ids=(1,)),
         generate=lambda request: pytest.fail("preparing a row starts nothing"),
         created=0,
     )

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from app.api import ServedModel
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.request import Grammar, GrammarKind
 from app.errors import EngineStopped, InvalidSetup
-from app.jobs.engine_worker import EngineWorker
 from app.jobs.job import ItemOutput
-from app.jobs.preparation import PreparedItem
 from app.text import Detokenizer, Tokenizer
+from deployments.bulk.engine_worker import EngineWorker, PreparedItem
 from tests.fakes import (
     BAD_GRAMMAR,
     CountingRunner,
@@ -169,7 +168,7 @@ class PoisonedRunner(CountingRunner):
         super().__init__()
         self._poison = None if number is None else f"row-{number}"
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         if self._poison is None or any(item.request_id == self._poison for item in batch.scheduled):
             raise RuntimeError("no")
         return super().run(batch)
@@ -178,7 +177,7 @@ class PoisonedRunner(CountingRunner):
 class SlowRunner(CountingRunner):
     """Steps of a millisecond."""
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: StepBatch) -> StepResult:
         time.sleep(0.001)
         return super().run(batch)
 

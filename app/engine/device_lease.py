@@ -29,7 +29,7 @@ SHORTEST_TURN_S = 0.5
 
 
 @dataclass(slots=True)
-class Occupant:
+class LeaseHolder:
     """An engine that has memory of the device, or waits for it."""
 
     key: str  # of its process and its socket
@@ -40,19 +40,19 @@ class Occupant:
     since: float  # when it began to wait or its turn began, by `time.monotonic`, which all processes of a host share
 
 
-def _encode(occupants: list[Occupant]) -> bytes:
+def _encode(occupants: list[LeaseHolder]) -> bytes:
     return json.dumps([asdict(each) for each in occupants]).encode()
 
 
-def _decode(written: bytes) -> list[Occupant]:
+def _decode(written: bytes) -> list[LeaseHolder]:
     """Nothing of what another version wrote."""
     try:
-        return [Occupant(**each) for each in json.loads(written or b"[]")]
+        return [LeaseHolder(**each) for each in json.loads(written or b"[]")]
     except (ValueError, TypeError):
         return []
 
 
-class DeviceTurns:
+class DeviceLease:
     """One engine's part in the turns of a device. Linux only: processes are told by sockets without a file."""
 
     def __init__(
@@ -76,7 +76,7 @@ class DeviceTurns:
                 f"cache.memory_gib, or serve a smaller model"
             )
         self._path, self._total_bytes, self._clock = path, total_bytes, clock
-        self._own = Occupant(uuid4().hex, name, num_bytes, switch_s=0.0, is_waiting=True, since=0.0)
+        self._own = LeaseHolder(uuid4().hex, name, num_bytes, switch_s=0.0, is_waiting=True, since=0.0)
         self.num_bytes = num_bytes
         self._is_in = False  # the file has this engine
         try:
@@ -164,7 +164,7 @@ class DeviceTurns:
         self._socket.close()
 
     @contextmanager
-    def _changing(self) -> Iterator[list[Occupant]]:
+    def _changing(self) -> Iterator[list[LeaseHolder]]:
         """The occupants that live, while no other process changes them; what is changed is written and told."""
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         try:
@@ -183,7 +183,7 @@ class DeviceTurns:
                 if each.key != self._own.key:
                     _tell(each.key)
 
-    def _known(self, written: bytes) -> list[Occupant]:
+    def _known(self, written: bytes) -> list[LeaseHolder]:
         """Those of the file without processes that have ended; this engine is as it knows itself."""
         found, own = _decode(written), self._own
         if self._is_in and all(each.key != own.key for each in found):
@@ -191,7 +191,7 @@ class DeviceTurns:
         return [own if each.key == own.key else each for each in found if each.key == own.key or _lives(each.key)]
 
 
-def _missing(occupants: list[Occupant], wanting: Occupant, total_bytes: int) -> int:
+def _missing(occupants: list[LeaseHolder], wanting: LeaseHolder, total_bytes: int) -> int:
     """How many bytes are not free for it; none if not above zero."""
     return sum(each.num_bytes for each in occupants if not each.is_waiting) + wanting.num_bytes - total_bytes
 

@@ -14,7 +14,7 @@ from threading import Event
 import pytest
 
 from app.child_process import child_environment
-from app.engine.device_turns import SHORTEST_TURN_S, TURN_PER_SWITCH, DeviceTurns
+from app.engine.device_lease import SHORTEST_TURN_S, TURN_PER_SWITCH, DeviceLease
 from app.errors import InvalidSetup
 from tests.fakes import FakeClock
 from tests.waiting import eventually
@@ -22,8 +22,8 @@ from tests.waiting import eventually
 ASKS = """
 import sys, time
 from pathlib import Path
-from app.engine.device_turns import DeviceTurns
-turns = DeviceTurns(Path(sys.argv[1]), name="killed", num_bytes=6, total_bytes=10)
+from app.engine.device_lease import DeviceLease
+turns = DeviceLease(Path(sys.argv[1]), name="killed", num_bytes=6, total_bytes=10)
 print("has it" if turns.ask() else "waits", flush=True)
 time.sleep(60)
 """
@@ -59,8 +59,8 @@ class Device:
         self._path = folder / "device.json"
         self._stack = ExitStack()
 
-    def engine(self, num_bytes: int, *, name: str = "engine") -> DeviceTurns:
-        turns = DeviceTurns(self._path, name=name, num_bytes=num_bytes, total_bytes=10, clock=self.clock)
+    def engine(self, num_bytes: int, *, name: str = "engine") -> DeviceLease:
+        turns = DeviceLease(self._path, name=name, num_bytes=num_bytes, total_bytes=10, clock=self.clock)
         self._stack.callback(turns.close)
         return turns
 
@@ -176,7 +176,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_order_as_it_was(dev
 def test_one_that_starts_and_waits_goes_on_when_the_process_with_the_memory_is_killed(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.engine.device_turns.RECHECK_S", 0.05)
+    monkeypatch.setattr("app.engine.device_lease.RECHECK_S", 0.05)
     with asking_process(tmp_path / "device.json") as (process, _), ThreadPoolExecutor(1) as thread:
         other, third = device.engine(6), device.engine(2)
         started = thread.submit(other.wait)

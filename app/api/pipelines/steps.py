@@ -1,0 +1,142 @@
+"""The steps of pipelines but routing: those that rank documents before the answer, and those in which models answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from app.api.endpoints.ranking import best_documents
+from app.api.endpoints.table import ENDPOINTS
+from app.api.pipelines.run import PendingAnswer, PipelineRun, ReadAnswer, Target
+from app.api.prepared_request import ServedModel
+from app.api.schemas.requests import GenerationRequest
+from app.errors import InvalidRequest
+from app.metrics import task_name
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateStep:
+    """One model or pipeline answers."""
+
+    name: str
+    target: Target
+    kind: str = "generate"
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        return (self.target,)
+
+    async def answer(self, run: PipelineRun) -> PendingAnswer:
+        start = await run.prepared(self.target, self)
+        return await start()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CascadeStep:
+    """A small model answers where it was confident, else a large one.
+
+    Confidence is the mean log-probability of the small model's tokens, over all choices of a request. Nothing of its
+    output is sent before it is known. (The idea is that of FrugalGPT, Chen et al., 2023, with the small model as its
+    own judge.)
+    """
+
+    name: str
+    small: Target
+    large: Target
+    min_mean_logprob: float
+    kind: str = "cascade"
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """What may answer."""
+        return self.small, self.large
+
+    async def answer(self, run: PipelineRun) -> PendingAnswer:
+        """Run the small one and decide. The large one has not begun then. Raises what the small one's run raises."""
+        small = await run.judged().prepared(self.small, self)
+        large = await run.prepared(self.large, self)
+        tried = await (await small()).read()
+        is_sure = tried.mean_logprob >= self.min_mean_logprob
+        tried.decided(is_sure=is_sure)
+        logger.info("%s: mean logprob %.3f, %s", self.name, tried.mean_logprob, "sure" if is_sure else "not sure")
+        return run.again(tried) if is_sure else await large()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnsembleStep:
+    """Models or pipelines all answer, and one of their answers is chosen once all have ended."""
+
+    name: str
+    targets: tuple[Target, ...]
+    choose: Literal["vote", "logprob"]
+    kind: str = "ensemble"
+
+    async def answer(self, run: PipelineRun) -> PendingAnswer:
+        """Run all and choose. The first error of any ends the others and is raised."""
+        judged = run.judged()
+        starts = [await judged.prepared(target, self) for target in self.targets]
+        answers = await _all_read(starts)
+        votes = Counter(answer.texts for answer in answers)
+
+        def rank(answer: ReadAnswer) -> tuple[int, float]:
+            return (votes[answer.texts] if self.choose == "vote" else 0), answer.mean_logprob
+
+        best = max(answers, key=rank)
+        for answer in answers:
+            answer.decided(votes=votes[answer.texts], is_chosen=answer is best)
+        return run.again(best)
+
+
+async def _all_read(starts: Sequence[Callable[[], Awaitable[PendingAnswer]]]) -> list[ReadAnswer]:
+    async def read(start: Callable[[], Awaitable[PendingAnswer]]) -> ReadAnswer:
+        return await (await start()).read()
+
+    tasks = [asyncio.create_task(read(start), name=task_name()) for start in starts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+_RERANK = ENDPOINTS["/v1/rerank"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RerankStep:
+    """Keeps the best documents of the request, by the scores of a model."""
+
+    name: str
+    kind: str
+    model: ServedModel
+    top_n: int
+
+    async def ranked(self, run: PipelineRun) -> PipelineRun:
+        """The run with the documents that are kept, the best first. Raises InvalidRequest where there are none."""
+        body = run.body
+        assert isinstance(body, GenerationRequest), "pipelines are for endpoints that generate"
+        documents = body.documents
+        if not documents:
+            raise InvalidRequest(f"documents is required: {body.model} ranks them; send texts", param="documents")
+        prepared = await run.request_aside(
+            _RERANK,
+            self.model,
+            question_param="query",
+            query=run.question,
+            documents=documents,
+            top_n=self.top_n,
+            max_tokens_per_doc=self.model.facts.max_model_len,  # a longer one is cut
+        )
+        state = run.begin(prepared, self)
+        best = await best_documents(len(documents), self.top_n, state)
+        sources = run.sources or [{"index": index} for index in range(len(documents))]
+        kept = [sources[index] for index, _ in best]
+        run.reports[-1].end(kept=[{**source, "score": score} for source, (_, score) in zip(kept, best, strict=True)])
+        return run.with_documents([documents[index] for index, _ in best], kept)

@@ -1,0 +1,248 @@
+"""The types of fields, their checks, and the errors about them.
+
+No validator here knows a model or a limit. Where one accepts more than the type behind it, its `json_schema_input_type`
+or `WithJsonSchema` says what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from app.api.json_structure import is_longer
+from app.errors import InvalidRequest
+
+MAX_TOKENS = 2**31 - 1
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_ALLOWED_TOKEN_IDS = 16_384
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LENGTH = 256
+MAX_OUTPUT_CHOICES = 4096
+MAX_STRUCTURES, MAX_MARKER_LENGTH = 128, 1024
+MAX_TRIGGERS, MAX_TRIGGER_LENGTH = 16, 128
+MAX_ID_LENGTH = 256
+# More than any model reads. Without these limits the validation of one body could stop all other requests.
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+MAX_PROMPTS = 10_000
+MAX_TOOLS = 128
+MAX_TOOLS_SIZE = 524_288
+MAX_TOOL_CALLS = 128
+MAX_DETOKENIZED = 1_000_000
+TOOL_CHOICES = ("none", "auto", "required")
+
+
+def as_int(value: Any) -> Any:
+    """`1.0` as 1: in JSON they are the same number, and some languages write only the first. Lists item by item."""
+    if type(value) is float and value.is_integer():
+        return int(value)
+    return [as_int(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
+
+
+def _unless_false(value: Any) -> Any:
+    """`logprobs` of a completion: false, as in a chat, is not given."""
+    return None if value is False else as_int(value)
+
+
+def _texts(value: Any) -> Any:
+    """`stop`: one string stands for a list of one."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("should be a string or a list of strings")
+    if "" in texts:
+        raise ValueError("should not contain an empty string")
+    return texts
+
+
+def _prompts(value: Any) -> Any:
+    """The four forms of `prompt` as one: a list of strings or of lists of token ids."""
+    if isinstance(value, str):
+        return [value]
+    value = as_int(value)
+    if not isinstance(value, list) or not value:
+        raise ValueError("should be a string, a list of strings, a list of token ids, or a list of such lists")
+    if all(type(item) is int for item in value):
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"holds {len(value):,} prompts; at most {MAX_PROMPTS:,} are accepted")
+    value = [as_int(item) if isinstance(item, list) else item for item in value]
+    for item in value:
+        if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
+            raise ValueError("should hold only strings, or only token ids, or only lists of token ids")
+    return value
+
+
+def check_number(texts: list[Any]) -> None:
+    """Raise ValueError for more texts than anything reads."""
+    if len(texts) > MAX_PROMPTS:
+        raise ValueError(f"holds {len(texts):,} texts; at most {MAX_PROMPTS:,} are accepted")
+
+
+def _document_texts(value: Any) -> Any:
+    """Strings and `{"text": ...}` as strings. A list is not looked at when it is too long."""
+    if not isinstance(value, list):
+        raise ValueError('should be a list of strings or of objects like {"text": "..."}')
+    check_number(value)
+    texts = [each.get("text") if isinstance(each, dict) else each for each in value]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError('should hold only strings or objects like {"text": "..."}')
+    return texts
+
+
+def joined_text(fields: Mapping[str, str]) -> Callable[[Any], Any]:
+    """Makes one text of a string or of parts, joined by newlines. `fields` names the field of each type's text."""
+
+    def text_of(part: Any) -> str:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(fields[kind]) if isinstance(kind, str) and kind in fields else None
+        if not isinstance(text, str):
+            example = f'{{"type": "{next(iter(fields))}", "text": "..."}}'
+            raise ValueError(f"should hold only parts like {example}; other parts are not supported")
+        return text
+
+    def join(value: Any) -> Any:
+        if isinstance(value, str) or value is None:
+            return value
+        if not isinstance(value, list):
+            raise ValueError("should be a string or a list of text parts")
+        if len(value) > MAX_PARTS:
+            raise ValueError(f"has {len(value):,} parts; at most {MAX_PARTS:,} are accepted")
+        return "\n".join([text_of(part) for part in value])
+
+    return join
+
+
+def _bias(value: Any) -> Any:
+    """`logit_bias` as OpenAI has it: keys are token ids in strings, values are clamped to ±100."""
+    if not isinstance(value, dict):
+        raise ValueError("should be an object of token ids and biases")
+    if len(value) > MAX_LOGIT_BIAS_ENTRIES:
+        raise ValueError(f"has {len(value):,} entries; at most {MAX_LOGIT_BIAS_ENTRIES:,} are accepted")
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise ValueError(f"has the key {key[:40]!r}, which is not a token id")
+        if type(bias) not in (int, float) or bias != bias:
+            raise ValueError(f"has no number for token {key}")
+    return {int(key): float(min(100, max(-100, bias))) for key, bias in value.items()}
+
+
+def _tool_choice(value: Any) -> Any:
+    """Checks before the union does: the union's own error would name all of its parts."""
+    if isinstance(value, str) and value not in TOOL_CHOICES:
+        raise ValueError(f"should be {', '.join(TOOL_CHOICES)} or an object that names a function; got {value[:40]!r}")
+    if not isinstance(value, str | dict):
+        raise ValueError(f"should be {', '.join(TOOL_CHOICES)} or an object that names a function")
+    return value
+
+
+T = TypeVar("T")
+
+
+class _FirstError(FailFast):
+    """Hashable, as parts of unions have to be."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)
+
+
+# A list that ends its validation at the first mistake: to build an error for each of a million items takes seconds.
+ListOf = Annotated[list[T], _FirstError()]
+NonEmpty = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[ListOf[TokenId], Field(min_length=1)]
+AsInt = BeforeValidator(as_int)
+Natural = Annotated[int, Field(ge=0), AsInt]
+NumSamples = Annotated[int, Field(ge=1), AsInt]
+NumTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), AsInt]
+TokenBudget = Annotated[int, Field(ge=0, le=MAX_TOKENS), AsInt]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # as OpenAI names them
+ToolChoice = Annotated[Literal["none", "auto", "required"] | T, BeforeValidator(_tool_choice)]
+TemplateVariables = Annotated[dict[str, Any], Field(max_length=64)]
+
+
+class TextObject(BaseModel):
+    """A document as Cohere's v1 and Jina write it."""
+
+    text: str
+
+
+Documents = Annotated[ListOf[str], BeforeValidator(_document_texts, json_schema_input_type=list[str | TextObject])]
+
+
+def not_larger(max_size: int) -> BeforeValidator:
+    """Refuses a value with more characters and values."""
+
+    def check(value: Any) -> Any:
+        if is_longer(value, max_size):
+            raise ValueError(f"has more than {max_size:,} characters and values, which is the most that is accepted")
+        return value
+
+    return BeforeValidator(check)
+
+
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Schema(BaseModel):
+    """Base of all bodies: no coercion (`"5"` is no number), unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_not_given(cls, value: Any) -> Any:
+        if isinstance(value, dict) and None in value.values():
+            return {name: item for name, item in value.items() if item is not None}
+        return value
+
+    @classmethod
+    def checked(cls, value: Any, *, within: str | None = None) -> Self:
+        """The typed value. Raises InvalidRequest for its first mistake; `within` is the field around it."""
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise from_validation_error(error, within=within) from None
+
+
+def from_validation_error(error: ValidationError, *, within: str | None = None) -> InvalidRequest:
+    """The first mistake, as one sentence that starts with the field's name; `within` is the field around it."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = _field_path(first["loc"] if within is None else (within, *first["loc"]))
+    if first["type"] == "missing":
+        return InvalidRequest(f"{param} is required", param=param)
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    got = "" if first["type"] == "value_error" else f"; got {_short(first['input'])}"
+    return InvalidRequest(f"{param} {message[0].lower()}{message[1:]}{got}", param=param)
+
+
+def _field_path(location: tuple[int | str, ...]) -> str:
+    """`("messages", 0, "role")` as `messages[0].role`, without the schema that was tried of several (`#…`)."""
+    path = ""
+    for part in location:
+        if not str(part).startswith("#"):
+            path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path[:100]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, str):
+        value = value[:60]
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value):,}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,71 @@
+"""The border between deciding and computing: what an engine asks of a model runner. No torch here."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Protocol
+
+from app.engine.batch import StepBatch, StepResult
+
+
+class PendingStep(Protocol):
+    """A step that the device may still be computing."""
+
+    def draw(self, batch: StepBatch) -> None:
+        """Draw the tokens of a step that was launched without. `batch` is the step's, with all that draws need."""
+        ...
+
+    def result(self) -> StepResult:
+        """Wait for the step. Called once, after its tokens are drawn."""
+        ...
+
+
+class ModelRunner(ABC):
+    """Turns a batch into tokens. `run` is all that it must have; the rest is for runners that can do more."""
+
+    launches = False  # whether it has a device that computes while the host goes on: then `launch` is called
+    adapts = False  # whether it may compute with LoRA adapters; else none is loaded
+    can_sleep = False  # whether it gives up its memory in `sleep`
+    num_padding_tokens = 0  # computed for nothing since the start, where steps have a few sizes only
+
+    @abstractmethod
+    def run(self, batch: StepBatch) -> StepResult:
+        """Compute the batch and draw one token id for each of `batch.sampled`; log-probabilities as requested.
+
+        Raises:
+            DeviceLost: the device is of no more use to this process. Any other error may be a request's fault.
+        """
+
+    def prepare(self) -> None:
+        """Do what the first step would do otherwise, in the thread that computes; may take seconds."""
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """Start computing the batch; steps run in the order of their launch. A negative token id -1 - n in it is the
+        placeholder of the n-th token that the step launched before draws.
+
+        Where `batch.lacks_history`, no token is drawn before `PendingStep.draw`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} launches no steps")
+
+    def load_adapter(self, folder: Path) -> object:
+        """Read an adapter, for `ScheduledSequence.adapter`. Any thread may call, beside a step.
+
+        Raises UnsupportedAdapter.
+        """
+        raise NotImplementedError(f"{type(self).__name__} computes with no adapters")
+
+    def unload_adapter(self, adapter: object) -> None:
+        """No step that is run or launched from now on has it; one that is launched already may. Any thread may call."""
+
+    def sleep(self) -> None:
+        """Give up the memory of weights and KV. No step follows before `wake`."""
+
+    def wake(self) -> None:
+        """Have the weights again, and KV memory with nothing in it; may take seconds. The thread of `run` calls."""
+
+    def check(self) -> None:
+        """Raise DeviceLost if another process of it has ended. Any thread may call."""
+
+    def close(self) -> None:
+        """End its other processes. It must not be used afterwards."""

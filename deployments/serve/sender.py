@@ -1,0 +1,114 @@
+"""What the processes that send requests have in common: the ingresses, and the process of batches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from app.api import RequestHandler, fill_indexes, pipelines_of
+from app.api.auth.limits import SharedPools
+from app.api.endpoints.admin import Findings, ProcessReport, usage_of
+from app.config import ApplicationConfig
+from app.fleet import Table
+from deployments.ray_internals import keep_calls_on_loopback
+from deployments.serve.gossip import ModelGossip
+from deployments.serve.keys_file import Keys
+from deployments.serve.metrics import IngressReport, MetricsCollector, answers_of
+from deployments.serve.model_client import ModelClient, registry_of, served_model
+from deployments.serve.process import log_where_serve_does, return_freed_memory
+from deployments.serve.tracing import tracer_of_environment
+
+
+class Sender:
+    """One process with a client of each model, its keys, what it measures, and what it is told by the others."""
+
+    def __init__(
+        self,
+        config: ApplicationConfig,
+        paths: Mapping[str, str],
+        handles: Mapping[str, DeploymentHandle],
+        batches: DeploymentHandle | None = None,
+        pools: SharedPools | None = None,
+    ) -> None:
+        """`paths` are resolved model paths, `handles` the replica deployments, both by the model's name.
+
+        `batches`: the deployment of the other senders, if this is not it. Accounts of keys share `pools`.
+        """
+        log_where_serve_does()
+        return_freed_memory()
+        keep_calls_on_loopback()
+        self._config = config
+        self._paths = paths
+        self._keys = Keys(config.api, pools)
+        self._metrics = MetricsCollector(handles, batches)
+        self._clients = {
+            model.name: ModelClient(model, handles[model.name], self._metrics.requests.model(model.name))
+            for model in config.models
+        }
+        self._other_senders = [] if batches is None else [batches]
+        self._gossip = {
+            name: ModelGossip(name, handles[name], client.transport, self._other_senders)
+            for name, client in self._clients.items()
+        }
+
+    async def make_handler(self) -> RequestHandler:
+        """What answers requests. Waits for a replica of every model."""
+        models = [
+            await served_model(model, self._paths[model.name], self._clients[model.name])
+            for model in self._config.models
+        ]
+        pipelines = pipelines_of(self._config, models)
+        handler = RequestHandler(
+            models,
+            self._config.api,
+            self._metrics.requests,
+            self._keys.authenticator,
+            pipelines=pipelines,
+            tracer=tracer_of_environment(),
+        )
+        for name, gossip in self._gossip.items():
+            gossip.on_change = partial(handler.names.serve_adapters, name)
+        await asyncio.gather(*(gossip.found() for gossip in self._gossip.values()))
+        self._following = asyncio.create_task(self._keys.follow())
+        self._filling = asyncio.create_task(fill_indexes(pipelines))
+        self._metrics.loop.start()
+        self._metrics.loop.add_queue("bodies", lambda: handler.threads.num_waiting)
+        return handler
+
+    def check_health(self) -> None:
+        """Called by Serve; raises when this process would not notice that a key is revoked, and Serve replaces it."""
+        self._keys.check_health()
+
+    async def metrics_report(self) -> IngressReport:
+        """What this process has measured, for the ingress that answers the scrape."""
+        return self._metrics.report()
+
+    def admin_report(self) -> ProcessReport:
+        """What this process knows of keys and replicas, for the ingress that answers the admin."""
+        registries = {model.name: registry_of(model.deployment_name) for model in self._config.models}
+        return ProcessReport(
+            process=serve.get_replica_context().replica_id.unique_id,
+            usage=usage_of(self._keys.authenticator),
+            replicas={model: registry.describe() for model, registry in registries.items() if registry is not None},
+        )
+
+    def note_gossip(self, model: str, table: Table) -> None:
+        """Another process has loaded or unloaded adapters, or has switched a model's replicas."""
+        self._gossip[model].note(table)
+
+    async def collect_admin_reports(self) -> Findings:
+        """The reports of all processes that send requests, as far as they answer in time."""
+        context = serve.get_replica_context()
+        this_deployment = serve.get_deployment_handle(context.deployment, context.app_name)
+        asked = await asyncio.gather(
+            *(answers_of(handle, "admin_report") for handle in (this_deployment, *self._other_senders))
+        )
+        reports = {report.process: report for each in asked for report in each.reports}
+        ours = self.admin_report()  # also while Serve's routing does not know this process yet
+        return Findings(
+            reports=list((reports | {ours.process: ours}).values()), num_missing=sum(each.num_missing for each in asked)
+        )
