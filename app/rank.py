@@ -36,9 +36,9 @@ def main(descriptor: int, parent: int) -> int:
 def _follow(channel: Channel) -> None:
     import torch
 
-    from app.assembly import load_runner
     from app.config import EngineConfig
     from app.model.device import device_of
+    from app.model.loader import load_runner
     from app.model.parallel.channel import settings_of
     from app.model.parallel.follower import follow
     from app.model.parallel.group import RankGroup

@@ -32,12 +32,12 @@ ALLOWED = {
         "app.engine.stats", "app.engine.snapshot", "msgspec",
     },
     "app.model": {
-        "app.config", "app.disk", "app.errors", "app.engine.batch", "app.engine.largest_batch",
+        "app.config", "app.cores", "app.disk", "app.errors", "app.engine.batch", "app.engine.largest_batch",
         "app.engine.logit_adjustments", "app.engine.model_runner", "app.engine.request", "torch", "transformers",
         "triton",
     },
     "app.model.location": {"app.child_process", "app.disk", "app.errors", "app.model.gguf"},
-    "app.model.adapter_files": {"app.errors", "transformers"},
+    "app.model.adapter_files": {"app.errors", "app.engine.request", "app.model.location", "transformers"},
     "app.model.adapters": {"app.errors", "app.engine.batch", "app.model", "torch", "pydantic", "safetensors"},
     "app.model.gguf": {"app.disk", "app.errors", "gguf", "numpy", "tokenizers", "transformers"},
     "app.model.cpu.checkpoint": {"app.model", "torch", "safetensors", "transformers"},
@@ -71,11 +71,11 @@ ALLOWED = {
         "numpy",
     },
     "app.fleet.autoscaling": {"app.config"},
-    "app.assembly": {
+    "app.build": {
         "app.child_process", "app.config", "app.cores", "app.disk", "app.errors", "app.versions", "app.engine",
         "app.grammar", "app.model", "torch",
     },
-    "app.rank": {"app.assembly", "app.config", "app.errors", "app.model", "torch"},
+    "app.rank": {"app.build", "app.config", "app.errors", "app.model", "torch"},
     "deployments": {
         "app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc", "opentelemetry",
         "prometheus_client",

@@ -1,23 +1,93 @@
-"""Loads a model by the first way to compute that can, verified by transformers' code. `ways/` has a file for each."""
+"""Loads a model by the first way to compute that can, verified by transformers' code. `ways/` has a file for each.
+
+Its runner comes with KV memory of a size that fits.
+"""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from app.config import ModelConfig
+from app.config import EngineConfig, ModelConfig
+from app.cores import num_cores
+from app.disk import cache_folder
 from app.model.cuda.attention import TritonAttention
-from app.model.device import device_of, dtype_of, refused_quantization
+from app.model.cuda.graph_runner import GraphModelRunner
+from app.model.device import check_kv_device, device_of, dtype_of, refused_quantization
+from app.model.kv_cache import block_bytes, num_blocks_that_fit
+from app.model.location import resolve_model_path
+from app.model.memory import refusing_to_run_short
 from app.model.parallel.group import RankGroup
+from app.model.runner import TorchModelRunner
 from app.model.source import ModelSource
 from app.model.ways.cuda_decoder import CudaModel
+from app.model.ways.gpu import bytes_for_kv
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.native_decoder import NativeModel
 from app.model.ways.transformers_code import TransformersModel
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRunner:
+    """A model, and what runs its steps."""
+
+    model: LoadedModel
+    runner: TorchModelRunner | GraphModelRunner
+    num_blocks: int  # of its KV memory
+    draft: LoadedRunner | None = None  # the draft model, with as many
+
+
+def load_runner(config: EngineConfig, *, gpu_share: float = 1.0, group: RankGroup | None = None) -> LoadedRunner:
+    """Load the model, or one rank's part of it, and its draft model, and size the KV memory of both.
+
+    All ranks of a group call it.
+    """
+    num_threads = config.model.num_threads or max(1, num_cores() // (1 if group is None else group.size))
+    torch.set_num_threads(num_threads)
+    check_kv_device(config, device_of(config.model))
+    model, of_draft = _load(config, group), config.of_draft_model
+    draft = None if of_draft is None else _load(of_draft, None)
+    is_measured = model.device.type == "cuda" and config.cache.num_blocks is None
+    num_blocks = num_blocks_that_fit(
+        config.cache,
+        model.layers,
+        dtype=model.dtype,
+        gpu_bytes=bytes_for_kv(config, model, gpu_share) if is_measured else None,
+        draft_bytes=0 if draft is None else block_bytes(config.cache, draft.layers, dtype=draft.dtype),
+    )
+    if group is not None:
+        num_blocks = group.minimum(num_blocks)
+    loaded = _with_kv_memory(config, model, num_blocks, num_threads)
+    if of_draft is None or draft is None:
+        return loaded
+    return replace(loaded, draft=_with_kv_memory(of_draft, draft, num_blocks, num_threads))
+
+
+def _load(config: EngineConfig, group: RankGroup | None) -> LoadedModel:
+    with refusing_to_run_short("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
+        return load_model(
+            config.model,
+            resolve_model_path(config.model.path),
+            block_size=config.cache.block_size,
+            checks=cache_folder(),
+            group=group,
+        )
+
+
+def _with_kv_memory(config: EngineConfig, model: LoadedModel, num_blocks: int, num_threads: int) -> LoadedRunner:
+    logger.info(
+        "%s on %s in %s%s%s, threads: %d, %d KV blocks of %d tokens",
+        config.model.path, model.device, model.dtype,
+        "" if config.model.quantization == "none" else f", weights in {config.model.quantization}",
+        "" if config.cache.dtype == "auto" else f", KV memory in {config.cache.dtype}",
+        num_threads, num_blocks, config.cache.block_size,
+    )  # fmt: skip
+    return LoadedRunner(model, model.runner(config, num_blocks=num_blocks, num_threads=num_threads), num_blocks)
 
 
 @torch.inference_mode()

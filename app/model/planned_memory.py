@@ -6,16 +6,18 @@ The same code counts a replica that has loaded its weights.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-from app.config import EngineConfig
+from app.config import GIB, EngineConfig
+from app.cores import memory_of_machine
 from app.disk import cache_folder
 from app.engine.largest_batch import largest_batch
 from app.errors import InvalidSetup, UnsupportedModel, described
 from app.model.adapters import MAX_RANK
 from app.model.cpu.adapters import AdaptedModel
-from app.model.device import NOT_AMONG_RANKS, dtype_of, refused_quantization
+from app.model.device import NOT_AMONG_RANKS, device_of, dtype_of, refused_quantization
 from app.model.kv_cache import block_bytes
 from app.model.location import resolve_model_path
 from app.model.memory import MemoryNeeds
@@ -73,10 +75,42 @@ def planned_cpu_memory(config: EngineConfig, adapters: PlannedAdapters = Planned
     return planned if draft is None else planned.beside(_planned(draft, planned_native_model(draft)))
 
 
-def planned_memory_to_sleep(config: EngineConfig) -> PlannedMemory:
-    """The same as fast as it can be told: of a model that was verified before, without transformers."""
-    planned, draft = _planned_by_cache(config), config.of_draft_model
-    return planned if draft is None else planned.beside(_planned_by_cache(draft))
+class DeviceMemory(NamedTuple):
+    """A device whose engines sleep, and what one of them needs of it."""
+
+    name: str
+    total_bytes: int  # for all engines
+    needed_bytes: int | None  # that sleep gives up; None: all that is left
+
+
+def memory_to_sleep(config: EngineConfig) -> DeviceMemory:
+    """Told as fast as it can be: on a CPU without transformers, of a model that was verified before.
+
+    Raises:
+        InvalidSetup: its memory cannot be planned, so it cannot sleep.
+    """
+    cache = config.cache
+    if device_of(config.model).type == "cpu":
+        share = 0.9  # the rest is for processes and the system
+        return DeviceMemory("cpu", int(share * memory_of_machine()), _needs_to_sleep_on_cpu(config))
+    card, planned = torch.cuda.get_device_properties(0), planned_memory(config)
+    return DeviceMemory(
+        str(card.uuid),
+        total_bytes=int(cache.gpu_memory_fraction * card.total_memory),
+        needed_bytes=None if cache.num_blocks is None else planned.needs.total + cache.num_blocks * planned.block_bytes,
+    )
+
+
+def _needs_to_sleep_on_cpu(config: EngineConfig) -> int:
+    """Bytes of weights, KV memory and the largest step."""
+    cache, of_draft = config.cache, config.of_draft_model
+    try:
+        planned = _planned_by_cache(config)
+        planned = planned if of_draft is None else planned.beside(_planned_by_cache(of_draft))
+    except UnsupportedModel as error:
+        raise InvalidSetup(f"replicas.sleep_after_s: {error}; set no sleep_after_s") from error
+    kv = int(cache.memory_gib * GIB) if cache.num_blocks is None else cache.num_blocks * planned.block_bytes
+    return planned.needs.weights + planned.needs.step + kv
 
 
 def planned_memory(config: EngineConfig, *, num_ranks: int = 1) -> PlannedMemory:

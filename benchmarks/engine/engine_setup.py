@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from app.assembly import build_sync_engine
+from app.build import build_sync_engine
 from app.config import EngineConfig, ModelConfig
 from app.cores import num_cores
 from app.engine.engine import Engine

@@ -27,7 +27,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from app.assembly import assemble, build_sync_engine
+from app.build import assemble, build_sync_engine
 from app.config import CacheConfig, EngineConfig, KvType, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.request import Request, SamplingParams, TokenDelta, TokenLogprobs, merge_deltas

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from app.assembly import assemble
+from app.build import assemble
 from app.config import EngineConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import DeviceLost, StepBatch, StepResult

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 import app.model.ways.gpu
-from app.assembly import build_sync_engine
+from app.build import build_sync_engine
 from app.config import GIB, EngineConfig
 from app.engine.engine import Engine
 from app.engine.largest_batch import largest_batch

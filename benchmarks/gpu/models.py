@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from transformers import AutoModelForCausalLM
 
-from app.assembly import assemble
+from app.build import assemble
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine

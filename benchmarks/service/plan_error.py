@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app.assembly import assemble, build_sync_engine
+from app.build import assemble, build_sync_engine
 from app.config import EngineConfig, SchedulerConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.model_runner import ModelRunner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 
-from app.assembly import ONE_DEVICE, Devices, build_matchers, build_sync_engine
+from app.build import ONE_DEVICE, Devices, build_matchers, build_sync_engine
 from app.config import EngineConfig
 from app.engine.request import ModelInfo
 from app.jobs.job import EngineOutput

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from app.assembly import Devices
+from app.build import Devices
 from app.config import ServedModelConfig
 from app.errors import Failure, InvalidSetup
 from app.jobs.job import EngineOutput

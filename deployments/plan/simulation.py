@@ -17,7 +17,7 @@ from itertools import count, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from app.assembly import assemble
+from app.build import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine

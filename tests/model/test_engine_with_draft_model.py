@@ -12,12 +12,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from app.assembly import Devices, build_sync_engine, load_runner
+from app.build import Devices, build_sync_engine
 from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.speculation.draft_model import ModelDrafter
 from app.errors import InvalidSetup
 from app.grammar.vocabulary import Vocabulary
+from app.model.loader import load_runner
 from app.model.planned_memory import planned_cpu_memory
 from tests.fakes import make_request, run_to_end
 from tests.model.test_reloading import KV_GIB, SLEEPS, resident_gib

@@ -10,7 +10,6 @@ import pytest
 import torch
 from msgspec import structs
 
-from app.assembly import load_runner
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import StepBatch
 from app.engine.largest_batch import largest_batch
@@ -23,7 +22,7 @@ from app.model.cuda.captured_inputs import decode_size, mixed_sizes
 from app.model.cuda.launching import NoKernels
 from app.model.cuda.sampler import TritonSampler
 from app.model.cuda.weights import fuse_weights
-from app.model.loader import load_model
+from app.model.loader import load_model, load_runner
 from app.model.planned_memory import planned_cpu_memory, planned_gpu_model, planned_native_model
 from app.model.sampler import sample
 from app.model.ways.cuda_decoder import CudaModel

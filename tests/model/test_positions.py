@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.assembly import build_sync_engine
+from app.build import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.errors import UnsupportedModel

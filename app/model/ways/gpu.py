@@ -6,6 +6,7 @@ it is counted operator by operator, also on the meta device, where it is a predi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,8 +14,9 @@ from functools import partial
 
 import torch
 
-from app.config import EngineConfig, ModelConfig
+from app.config import GIB, EngineConfig, ModelConfig
 from app.engine.batch import ScheduledSequence, StepBatch
+from app.engine.largest_batch import largest_batch
 from app.engine.request import SamplingParams
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
 from app.model.attention import PagedAttention
@@ -24,10 +26,12 @@ from app.model.cuda.captured_inputs import StepSize, decode_size, graph_sizes, m
 from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
 from app.model.cuda.sampler import TritonLogprobs, TritonSampler
 from app.model.inputs import build_inputs
-from app.model.kv_cache import stored_dtype
-from app.model.memory import WORKSPACE_BYTES, MemoryNeeds, graph_bytes
+from app.model.kv_cache import block_bytes, stored_dtype
+from app.model.memory import WORKSPACE_BYTES, MemoryNeeds, gpu_memory, graph_bytes, refusing_to_run_short
 from app.model.verification import Output, run_module
 from app.model.ways.loaded_model import LoadedModel
+
+logger = logging.getLogger(__name__)
 
 # cuBLAS has a workspace for each thread and stream: those of the thread that builds the engine, of the engine's own
 # thread, and of the stream on which graphs are captured. On a GPU the first is part of the step that was computed.
@@ -105,6 +109,22 @@ def output_of_piece(model: LoadedModel, attention: PagedAttention, start: int, e
         for num_layers in (1, 0)
     )
     return Output(first.logits[None], whole.logits[None])
+
+
+def bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float) -> int:
+    """What weights, the largest step and everything else leave of the engine's share of its GPU."""
+    limits, block_size = config.scheduler, config.cache.block_size
+    fix = (
+        f"Lower scheduler.max_step_tokens ({limits.max_step_tokens:,}) or scheduler.max_running ({limits.max_running})"
+    )
+    with refusing_to_run_short("the weights and a step of the largest size", fix):
+        needs = model.needs(config, largest_batch(limits, model.facts, block_size=block_size))
+    gpu = gpu_memory(model.device, fraction=config.cache.gpu_memory_fraction, share=gpu_share)
+    gpu.check(needs, block_bytes=block_bytes(config.cache, model.layers, dtype=model.dtype))
+    left = gpu.left_for_kv(needs)
+    logger.info("GPU memory: %.2f GiB granted of %.2f; %s; KV %.2f GiB",
+                gpu.granted / GIB, gpu.total / GIB, needs, left / GIB)  # fmt: skip
+    return left
 
 
 def needs_on_gpu(config: EngineConfig, model: LoadedModel, largest: StepBatch) -> MemoryNeeds:

@@ -11,7 +11,6 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
-from app.assembly import digest_of_weights
 from app.config import EngineConfig, ModelConfig
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.errors import InvalidSetup
@@ -24,6 +23,7 @@ from app.model.loader import load_model
 from app.model.ways import native_decoder
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.native_decoder import NativeModel
+from app.model.weights_digest import digest_of_weights
 from tests.model.cpu.builds import QUICK, built_with
 from tests.model.cpu.test_decoder import BLOCKS, PROMPT, check_same_bits_in_any_step, chunk, decoder_of, step
 

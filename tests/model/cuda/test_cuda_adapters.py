@@ -12,12 +12,13 @@ import torch
 from msgspec import structs
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from app.assembly import adapter_at, build_sync_engine
+from app.build import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.engine import Engine
 from app.engine.request import Request
 from app.errors import UnsupportedAdapter
+from app.model.adapter_files import adapter_at
 from app.model.adapters import MAX_RANK, read_adapter
 from app.model.verification import MAX_DIFFERENCES
 from app.model.ways.loaded_model import LoadedModel

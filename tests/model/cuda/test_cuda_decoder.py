@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from app.assembly import build_sync_engine
+from app.build import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.engine import Engine

@@ -33,7 +33,7 @@ from tests.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
-from app.assembly import build_sync_engine
+from app.build import build_sync_engine
 from app.model.cuda import fp8
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import StepSize, decode_size

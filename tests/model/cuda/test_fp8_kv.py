@@ -21,11 +21,12 @@ from tests.fakes import make_request, run_to_end
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
-from app.assembly import build_sync_engine, load_runner
+from app.build import build_sync_engine
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import StepSize, decode_size
 from app.model.cuda.decoder import CudaDecoder
 from app.model.cuda.fp8 import FP8, Fp8Rows, in_fp8
+from app.model.loader import load_runner
 from tests.model.cuda.counting import counting
 from tests.model.cuda.test_decoder_kernels import BLOCK_SIZE, SHAPES, decoder_of
 from tests.model.cuda.test_decoder_kernels import Shape as HeadShape

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.assembly import assemble, build_sync_engine
+from app.build import assemble, build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import DeviceLost, ScheduledSequence, StepBatch
 from app.engine.engine import Engine

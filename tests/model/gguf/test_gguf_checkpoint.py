@@ -15,7 +15,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from app.assembly import build_sync_engine
+from app.build import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig
 from app.errors import InvalidSetup, UnsupportedModel
 from app.model.gguf.checkpoint import checkpoint_of

@@ -1,4 +1,4 @@
-"""Joins an engine and a model; the only place that knows both.
+"""An engine from a config; the only place that knows the engine and the model.
 
 The model room is imported when an engine is built, so that a process that only wants to know where a model lies does
 not load torch.
@@ -7,7 +7,6 @@ not load torch.
 from __future__ import annotations
 
 import filecmp
-import json
 import logging
 import os
 import socket
@@ -19,7 +18,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
-from zlib import crc32
 
 from app.child_process import child_command, child_environment
 from app.config import (
@@ -32,14 +30,13 @@ from app.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from app.cores import memory_of_machine, num_cores
+from app.cores import num_cores
 from app.disk import cache_folder
 from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
 from app.engine.block_pool import BlockPool, NoBlocks
 from app.engine.device_lease import DeviceLease
 from app.engine.engine import Engine
-from app.engine.largest_batch import largest_batch
 from app.engine.matcher import Matchers
 from app.engine.model_runner import ModelRunner
 from app.engine.overlapped_engine import OverlappedEngine
@@ -52,24 +49,20 @@ from app.engine.trace.entries import Header
 from app.engine.trace.recorder import Recorder, StepRecorder
 from app.engine.trace.redaction import Redactor
 from app.engine.trace.step_log import LogFiles, StepLog
-from app.errors import InvalidSetup, UnsupportedAdapter, UnsupportedModel, described
-from app.model.location import folder_seen_from_here, resolve_model_path
+from app.errors import InvalidSetup
+from app.model.location import resolve_model_path
 from app.versions import commit, versions
 
 if TYPE_CHECKING:
-    from app.model.cuda.graph_runner import GraphModelRunner
-    from app.model.parallel.group import RankGroup
+    from app.model.loader import LoadedRunner
     from app.model.parallel.ranks import Ranks
     from app.model.runner import TorchModelRunner
-    from app.model.ways.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
 
 # Prompt tokens that wait on one replica. `scheduler.max_waiting` bounds the requests; this bounds what they hold, when
 # each is a long prompt: 32 MB of token ids, and minutes of prefill even on a GPU.
 MAX_WAITING_TOKENS = 1_000_000
-# Of the machine's memory, for the engines on its CPUs that sleep; the rest is for processes and the system.
-_SLEEPING_SHARE = 0.9
 # Files of a step log: with so many, a full log loses a sixteenth of its past when a new file begins.
 _NUM_LOG_FILES = 16
 
@@ -111,16 +104,16 @@ def build_engine(config: EngineConfig, devices: Devices = ONE_DEVICE) -> AsyncEn
     """
     if devices.sleep_after_s is None:
         return _in_a_thread(config, build_sync_engine(config, devices))
-    turns = turns_of(config, devices)
-    turns.wait()
+    lease = _lease_of(config, devices)
+    lease.wait()
     try:
         began_at = time.monotonic()
         engine = build_sync_engine(config, devices)
         started_in_s = time.monotonic() - began_at
-        sleeper = SleepController(engine, turns, after_s=devices.sleep_after_s, started_in_s=started_in_s)
+        sleeper = SleepController(engine, lease, after_s=devices.sleep_after_s, started_in_s=started_in_s)
         return _in_a_thread(config, engine, sleeper)
     except BaseException:
-        turns.close()
+        lease.close()
         raise
 
 
@@ -134,100 +127,30 @@ def _in_a_thread(config: EngineConfig, engine: Engine, sleeper: SleepController 
     )
 
 
-def turns_of(config: EngineConfig, devices: Devices) -> DeviceLease:
-    """The part that an engine will have in the turns of its device.
+def _lease_of(config: EngineConfig, devices: Devices) -> DeviceLease:
+    """The engine's part in the turns of its device.
 
     Raises:
         InvalidSetup: it needs more than there is, or this model cannot sleep.
         UnsupportedModel: it cannot be served.
     """
-    device = _device_memory(config)
-    total_bytes = device.total_bytes if devices.memory_gib is None else int(devices.memory_gib * GIB)
-    return DeviceLease(
-        cache_folder() / "devices" / f"{socket.gethostname()}-{device.name}.json",
-        name=config.model.path,
-        num_bytes=total_bytes if device.needed_bytes is None else device.needed_bytes,
-        total_bytes=total_bytes,
-    )
+    if config.model.simulated is None:
+        from app.model.planned_memory import memory_to_sleep
 
-
-@dataclass(frozen=True, slots=True)
-class _DeviceMemory:
-    """A device, and what one engine needs of it."""
-
-    name: str
-    total_bytes: int  # for all engines
-    needed_bytes: int | None  # that sleep gives up; None: all that is left
-
-
-def _device_memory(config: EngineConfig) -> _DeviceMemory:
-    if config.model.simulated is not None:
+        device, total_bytes, needed_bytes = memory_to_sleep(config)
+    else:
         from app.model.simulated import SimulatedCosts
 
         costs = SimulatedCosts.model_validate(config.model.simulated)
-        return _DeviceMemory("simulated", total_bytes=GIB * 1024, needed_bytes=int(costs.memory_gib * GIB))
-    import torch
-
-    from app.model.device import device_of
-    from app.model.planned_memory import planned_memory
-
-    if device_of(config.model).type == "cpu":
-        return _DeviceMemory("cpu", int(_SLEEPING_SHARE * memory_of_machine()), _needs_on_cpu(config))
-    card = torch.cuda.get_device_properties(0)
-    planned, num_blocks = planned_memory(config), config.cache.num_blocks
-    return _DeviceMemory(
-        str(card.uuid),
-        total_bytes=int(config.cache.gpu_memory_fraction * card.total_memory),
-        needed_bytes=None if num_blocks is None else planned.needs.total + num_blocks * planned.block_bytes,
+        device, total_bytes, needed_bytes = "simulated", GIB * 1024, int(costs.memory_gib * GIB)
+    if devices.memory_gib is not None:
+        total_bytes = int(devices.memory_gib * GIB)
+    return DeviceLease(
+        cache_folder() / "devices" / f"{socket.gethostname()}-{device}.json",
+        name=config.model.path,
+        num_bytes=total_bytes if needed_bytes is None else needed_bytes,
+        total_bytes=total_bytes,
     )
-
-
-def _needs_on_cpu(config: EngineConfig) -> int:
-    """Bytes of weights, KV memory and the largest step."""
-    from app.model.planned_memory import planned_memory_to_sleep
-
-    cache = config.cache
-    try:
-        planned = planned_memory_to_sleep(config)
-    except UnsupportedModel as error:
-        raise InvalidSetup(f"replicas.sleep_after_s: {error}; set no sleep_after_s") from error
-    kv = int(cache.memory_gib * GIB) if cache.num_blocks is None else cache.num_blocks * planned.block_bytes
-    return planned.needs.weights + planned.needs.step + kv
-
-
-def adapter_at(name: str, path: str) -> Adapter:
-    """The adapter that lies there. Of a hub id the files are downloaded. Raises UnsupportedAdapter."""
-    from app.model.adapter_files import adapter_digest, adapter_folder
-
-    return Adapter(name=name, path=path, digest=adapter_digest(adapter_folder(folder_seen_from_here(path))))
-
-
-def digest_of_weights(config: EngineConfig) -> int:
-    """A number that is equal on machines with the same weights; 0 where there are none or they cannot be read again."""
-    from app.model.weights_digest import weights_digest
-
-    model = config.model
-    if model.simulated is not None:
-        return 0
-    location = resolve_model_path(model.path)
-    try:
-        digest = weights_digest(location, model.revision)
-    except (OSError, ValueError) as error:
-        logger.warning("the files of %s have no digest: %s", model.path, described(error))
-        return 0
-    # Weights of another type are other weights: one replica's tokens are not continued by the other's. The same holds
-    # for KV memory.
-    types = f"{_dtype_name(model, location)} {model.quantization} {config.cache.dtype}"
-    return crc32(types.encode(), digest) if digest else 0
-
-
-def _dtype_name(model: ModelConfig, location: str) -> str:
-    """The type that this machine chooses, where it is not configured."""
-    if model.dtype != "auto":
-        return model.dtype
-    from app.model.device import dtype_of
-
-    return dtype_of(model, location).name
 
 
 def build_matchers(config: EngineConfig, facts: ModelInfo) -> Matchers:
@@ -253,11 +176,16 @@ def build_sync_engine(config: EngineConfig, devices: Devices = ONE_DEVICE) -> En
 
 def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
     from app.model.description import sentence_settings
+    from app.model.device import device_of
+    from app.model.loader import load_runner
     from app.model.ways.encoder import is_encoder
 
     location = resolve_model_path(config.model.path)
     if is_encoder(config.model, location):
         return _build_encoder(config, devices, location)
+    device = device_of(config.model)
+    if device.type != "cpu":
+        _refuse_draft_model(config, f"{config.model.path} runs on {device.type}")
     if devices.tensor_parallel == 1:
         loaded = load_runner(config, gpu_share=devices.gpu_share)
     else:
@@ -340,6 +268,7 @@ def _runner_of(config: EngineConfig, loaded: LoadedRunner, devices: Devices) -> 
 
 def _that_sleeps(config: EngineConfig, loaded: LoadedRunner) -> ModelRunner:
     """The model's runner, or one that loads the model again. Raises InvalidSetup where there is neither."""
+    from app.model.loader import load_runner
     from app.model.reloading import ReloadingRunner
     from app.model.runner import TorchModelRunner
     from app.model.ways.native_decoder import NativeModel
@@ -366,19 +295,13 @@ def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | No
     """None where the runner computes with no adapters."""
     if not runner.adapts:
         return None
-    from app.model.adapter_files import adapter_digest, adapter_folder, another_base
+    from app.model.adapter_files import another_base, folder_of_adapter, names_in_config
 
     model = config.model
-    served = (model.path, *_names_in_config(resolve_model_path(model.path)))
+    served = (model.path, *names_in_config(resolve_model_path(model.path)))
 
     def load(adapter: Adapter) -> object:
-        folder = adapter_folder(folder_seen_from_here(adapter.path))
-        digest = adapter_digest(folder)
-        if digest != adapter.digest:
-            raise UnsupportedAdapter(
-                f"the adapter {adapter.name} in {folder} is {digest} here and {adapter.digest} where it was named: "
-                f"copy the same files to every machine, and load it again under /admin/adapters"
-            )
+        folder = folder_of_adapter(adapter)
         weights = runner.load_adapter(folder)
         difference = another_base(folder, served, model.revision)
         if difference is not None:
@@ -387,13 +310,6 @@ def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | No
 
     max_loaded = model.max_loaded_adapters or MAX_LOADED_ADAPTERS
     return AdapterStore(load, unload=runner.unload_adapter, max_loaded=max_loaded)
-
-
-def _names_in_config(location: str) -> list[str]:
-    """What the config.json of a folder says that the model was loaded from."""
-    file = Path(location) / "config.json"
-    name = json.loads(file.read_bytes()).get("_name_or_path") if file.is_file() else None
-    return [name] if isinstance(name, str) and name else []
 
 
 def _build_encoder(config: EngineConfig, devices: Devices, location: str) -> Engine:
@@ -445,100 +361,6 @@ def _start_ranks(config: EngineConfig, devices: Devices) -> Ranks:
         start=start,
         step_timeout_s=devices.step_timeout_s,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedRunner:
-    """A model, and what runs its steps."""
-
-    model: LoadedModel
-    runner: TorchModelRunner | GraphModelRunner
-    num_blocks: int  # of its KV memory
-    draft: LoadedRunner | None = None  # the draft model, with as many
-
-
-def load_runner(config: EngineConfig, *, gpu_share: float = 1.0, group: RankGroup | None = None) -> LoadedRunner:
-    """Load the model, or one rank's part of it, and its draft model, and size the KV memory of both.
-
-    All ranks of a group call it.
-    """
-    from app.model.kv_cache import block_bytes, num_blocks_that_fit
-
-    model, of_draft = _load_model(config, group), config.of_draft_model
-    draft = None if of_draft is None else _load_model(of_draft, None)
-    is_measured = model.device.type == "cuda" and config.cache.num_blocks is None
-    num_blocks = num_blocks_that_fit(
-        config.cache,
-        model.layers,
-        dtype=model.dtype,
-        gpu_bytes=_gpu_bytes_for_kv(config, model, gpu_share) if is_measured else None,
-        draft_bytes=0 if draft is None else block_bytes(config.cache, draft.layers, dtype=draft.dtype),
-    )
-    if group is not None:
-        num_blocks = group.minimum(num_blocks)
-    loaded = LoadedRunner(model, _with_kv_memory(config, model, num_blocks, group), num_blocks)
-    if of_draft is None or draft is None:
-        return loaded
-    return replace(loaded, draft=LoadedRunner(draft, _with_kv_memory(of_draft, draft, num_blocks, None), num_blocks))
-
-
-def _num_threads(config: EngineConfig, group: RankGroup | None) -> int:
-    return config.model.num_threads or max(1, num_cores() // (1 if group is None else group.size))
-
-
-def _load_model(config: EngineConfig, group: RankGroup | None) -> LoadedModel:
-    import torch
-
-    from app.model.device import check_kv_device, device_of
-    from app.model.loader import load_model
-    from app.model.memory import refusing_to_run_short
-
-    device = device_of(config.model)
-    if device.type != "cpu":
-        _refuse_draft_model(config, f"{config.model.path} runs on {device.type}")
-    torch.set_num_threads(_num_threads(config, group))
-    check_kv_device(config, device)
-    with refusing_to_run_short("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
-        return load_model(
-            config.model,
-            resolve_model_path(config.model.path),
-            block_size=config.cache.block_size,
-            checks=cache_folder(),
-            group=group,
-        )
-
-
-def _with_kv_memory(
-    config: EngineConfig, model: LoadedModel, num_blocks: int, group: RankGroup | None
-) -> TorchModelRunner | GraphModelRunner:
-    num_threads = _num_threads(config, group)
-    logger.info(
-        "%s on %s in %s%s%s, threads: %d, %d KV blocks of %d tokens",
-        config.model.path, model.device, model.dtype,
-        "" if config.model.quantization == "none" else f", weights in {config.model.quantization}",
-        "" if config.cache.dtype == "auto" else f", KV memory in {config.cache.dtype}",
-        num_threads, num_blocks, config.cache.block_size,
-    )  # fmt: skip
-    return model.runner(config, num_blocks=num_blocks, num_threads=num_threads)
-
-
-def _gpu_bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float) -> int:
-    """What weights, the largest step and everything else leave of the engine's share of its GPU."""
-    from app.model.kv_cache import block_bytes
-    from app.model.memory import gpu_memory, refusing_to_run_short
-
-    limits, block_size = config.scheduler, config.cache.block_size
-    fix = (
-        f"Lower scheduler.max_step_tokens ({limits.max_step_tokens:,}) or scheduler.max_running ({limits.max_running})"
-    )
-    with refusing_to_run_short("the weights and a step of the largest size", fix):
-        needs = model.needs(config, largest_batch(limits, model.facts, block_size=block_size))
-    gpu = gpu_memory(model.device, fraction=config.cache.gpu_memory_fraction, share=gpu_share)
-    gpu.check(needs, block_bytes=block_bytes(config.cache, model.layers, dtype=model.dtype))
-    left = gpu.left_for_kv(needs)
-    logger.info("GPU memory: %.2f GiB granted of %.2f; %s; KV %.2f GiB",
-                gpu.granted / GIB, gpu.total / GIB, needs, left / GIB)  # fmt: skip
-    return left
 
 
 def _build_simulated(config: EngineConfig) -> Engine:
