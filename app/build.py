@@ -56,7 +56,6 @@ from app.versions import commit, versions
 if TYPE_CHECKING:
     from app.model.loader import LoadedRunner
     from app.model.parallel.ranks import Ranks
-    from app.model.runner import TorchModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -263,32 +262,11 @@ def _refuse_draft_model(config: EngineConfig, reason: str) -> None:
 
 
 def _runner_of(config: EngineConfig, loaded: LoadedRunner, devices: Devices) -> ModelRunner:
-    return loaded.runner if devices.sleep_after_s is None else _that_sleeps(config, loaded)
-
-
-def _that_sleeps(config: EngineConfig, loaded: LoadedRunner) -> ModelRunner:
-    """The model's runner, or one that loads the model again. Raises InvalidSetup where there is neither."""
-    from app.model.loader import load_runner
-    from app.model.reloading import ReloadingRunner
-    from app.model.runner import TorchModelRunner
-    from app.model.ways.native_decoder import NativeModel
-
-    if loaded.runner.can_sleep:
+    if devices.sleep_after_s is None:
         return loaded.runner
-    if not (isinstance(loaded.model, NativeModel) and isinstance(loaded.runner, TorchModelRunner)):
-        raise InvalidSetup(
-            f"replicas.sleep_after_s: {config.model.path} runs on transformers' code, which keeps its weights; only "
-            f"the native decoder gives them up (the log says why it was not chosen). Set no sleep_after_s"
-        )
-    cache = config.cache.model_copy(update={"num_blocks": loaded.num_blocks})
-    again = config.model_copy(update={"cache": cache, "speculation": SpeculationConfig()})
+    from app.model.reloading import runner_that_sleeps
 
-    def load() -> TorchModelRunner:
-        runner = load_runner(again).runner
-        assert isinstance(runner, TorchModelRunner), "as at the start"
-        return runner
-
-    return ReloadingRunner(loaded.runner, load)
+    return runner_that_sleeps(config, loaded)
 
 
 def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | None:

@@ -75,7 +75,7 @@ ALLOWED = {
         "app.child_process", "app.config", "app.cores", "app.disk", "app.errors", "app.versions", "app.engine",
         "app.grammar", "app.model", "torch",
     },
-    "app.rank": {"app.build", "app.config", "app.errors", "app.model", "torch"},
+    "app.rank": {"app.config", "app.errors", "app.model", "torch"},
     "deployments": {
         "app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc", "opentelemetry",
         "prometheus_client",

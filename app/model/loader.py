@@ -122,7 +122,7 @@ def load_model(
     logger.info("%s: the type is %s: %s", config.path, chosen.name, chosen.reason)
     if reason is not None:
         return _on_transformers_code(source, TransformersModel.load(source), reason)
-    if way is NativeModel and (verified := NativeModel.load_verified(source)) is not None:
+    if way is NativeModel and (verified := NativeModel.verified_before(source)) is not None:
         return verified
     own = TransformersModel.load(source, from_files=way is NativeModel or config.quantization == "fp8")
     reason = way.why_not(source, own)

@@ -148,7 +148,7 @@ def planned_native_model(config: EngineConfig) -> NativeModel:
 
 @torch.inference_mode()
 def _planned_by_cache(config: EngineConfig) -> PlannedMemory:
-    model = NativeModel.planned_verified(_source(config, _dtype_on_cpu(config)))
+    model = NativeModel.verified_before(_source(config, _dtype_on_cpu(config)))
     return _planned(config, planned_native_model(config) if model is None else model)
 
 

@@ -35,38 +35,23 @@ class VerifiedModel:
 _VERIFIED_MODEL = TypeAdapter(VerifiedModel)
 
 
-class VerificationCache:
-    """The result for one model on this machine, in a file."""
+def read_verified(file: Path) -> VerifiedModel | None:
+    """What was found, if the model has been verified."""
+    try:
+        return _VERIFIED_MODEL.validate_json(file.read_bytes())
+    except (OSError, ValidationError):
+        return None
 
-    def __init__(
-        self,
-        folder: Path,
-        location: Path,
-        *,
-        dtype: torch.dtype,
-        quantization: str,
-        block_size: int,
-    ) -> None:
-        """`folder` has the files of all results, `location` is the folder of the model."""
-        digest = digest_of_files(location, dtype, quantization, block_size)
-        self._file = folder / f"verified-{digest}.json"
 
-    def read(self) -> VerifiedModel | None:
-        """What was found, if the model has been verified."""
-        try:
-            return _VERIFIED_MODEL.validate_json(self._file.read_bytes())
-        except (OSError, ValidationError):
-            return None
-
-    def write(self, verified: VerifiedModel) -> None:
-        """The model has been verified."""
-        temporary = self._file.with_suffix(f".{os.getpid()}")
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(_VERIFIED_MODEL.dump_json(verified))
-            temporary.replace(self._file)
-        except OSError as error:
-            logger.warning("the model's next start will verify it again: %s cannot be written: %s", self._file, error)
+def write_verified(file: Path, verified: VerifiedModel) -> None:
+    """The model has been verified."""
+    temporary = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(_VERIFIED_MODEL.dump_json(verified))
+        temporary.replace(file)
+    except OSError as error:
+        logger.warning("the model's next start will verify it again: %s cannot be written: %s", file, error)
 
 
 def digest_of_files(location: Path, *others: object) -> str:

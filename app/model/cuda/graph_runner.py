@@ -41,10 +41,9 @@ from app.model.forward import Prediction
 from app.model.inputs import build_inputs
 from app.model.logprobs import ComputeLogprobs, Logprobs, compute_logprobs
 from app.model.memory import is_out_of_memory
-from app.model.parallel.leading import LeadingRunner, NoRanks
 from app.model.parallel.ranks import Ranks
 from app.model.pooling import PooledStates
-from app.model.runner import DrawnTokens, draw_tokens
+from app.model.runner import DrawnTokens, LeadingRunner, NoRanks, draw_tokens
 from app.model.sampler import Sample, sample
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from app.model.allocated_bytes import num_bytes_of
 from app.model.cpu.checkpoint import add_positions
 from app.model.cpu.decoder import NativeDecoder, buffer_bytes
 from app.model.cpu.kv_cache import NativeKVCache
-from app.model.cpu.library import ThreadPool, is_fast, library
+from app.model.cpu.library import ThreadPool, in_large_pages, is_fast, library
 from app.model.cpu.sampling import native_runner
 from app.model.cpu.shared_weights import Sharing, shared_weights
-from app.model.cpu.verification_cache import VerificationCache, VerifiedModel, digest_of_files
+from app.model.cpu.verification_cache import VerifiedModel, digest_of_files, read_verified, write_verified
 from app.model.cpu.weights import BITS, Allocate, NativeWeights, pack_weights, why_not_native
 from app.model.description import max_model_len
 from app.model.device import NOT_AMONG_RANKS, check_kv_dtype
@@ -89,35 +89,33 @@ class NativeModel(LoadedModel):
         )
 
     @classmethod
-    def load_verified(cls, source: ModelSource) -> NativeModel | None:
-        """Without transformers, whose code takes longer to import than torch. None if it was not verified before."""
-        cache = _cache_of(source)
-        verified = None if cache is None else cache.read()
+    def verified_before(cls, source: ModelSource) -> NativeModel | None:
+        """Without transformers, whose code takes longer to import than torch. None if it was not verified before.
+
+        On the meta device it has sizes and no weights.
+        """
+        file = _file_of_result(source)
+        verified = None if file is None else read_verified(file)
         if verified is None:
             return None
+        settings, is_planned = verified.settings, source.device.type == "meta"
+        files, bits = source.checkpoint(Path(source.location)), BITS[source.config.quantization]
+
+        def weight_of(name: str) -> torch.Tensor | None:
+            weight = files(name)
+            return weight.to("meta") if is_planned and weight is not None else weight
 
         def pack(allocate: Allocate) -> NativeWeights:
-            files = source.checkpoint(Path(source.location))
-            bits = BITS[source.config.quantization]
-            return pack_weights(files, verified.settings, bits=bits, release=files.release, allocate=allocate)
+            return pack_weights(weight_of, settings, bits=bits, release=files.release, allocate=allocate)
 
-        return cls._of_verified(source, verified, shared_weights(pack, _sharing(source, verified.settings)))
-
-    @classmethod
-    def planned_verified(cls, source: ModelSource) -> NativeModel | None:
-        """Sizes without weights, and without transformers; None if it was not verified before."""
-        cache = _cache_of(source)
-        verified = None if cache is None else cache.read()
-        if verified is None:
-            return None
-        found = source.checkpoint(Path(source.location))
-
-        def without_numbers(name: str) -> torch.Tensor | None:
-            weight = found(name)
-            return None if weight is None else weight.to("meta")
-
-        weights = pack_weights(without_numbers, verified.settings, bits=BITS[source.config.quantization])
-        return cls._of_verified(source, verified, weights)
+        shape = LayerShape(num_kv_heads=settings.num_kv_heads, key_dim=settings.head_dim, value_dim=settings.head_dim)
+        return cls(
+            weights=pack(in_large_pages) if is_planned else shared_weights(pack, _sharing(source, settings)),
+            facts=replace(verified.facts, max_model_len=max_model_len(source.config, verified.facts.max_model_len)),
+            layers=dict.fromkeys(range(len(settings.sliding_windows)), shape),
+            dtype=source.dtype,
+            device=torch.device("cpu"),
+        )
 
     @classmethod
     def planned(cls, source: ModelSource, own: TransformersModel) -> NativeModel:
@@ -132,18 +130,6 @@ class NativeModel(LoadedModel):
         settings, bits = settings_of(own.module, own.rules), BITS[source.config.quantization]
         weights = pack_weights(by_expert(own.module.state_dict()).get, settings, bits=bits)
         return cls(weights=weights, facts=own.facts, layers=own.layers, dtype=own.dtype, device=own.device)
-
-    @classmethod
-    def _of_verified(cls, source: ModelSource, verified: VerifiedModel, weights: NativeWeights) -> NativeModel:
-        settings, limit = verified.settings, verified.facts.max_model_len
-        shape = LayerShape(num_kv_heads=settings.num_kv_heads, key_dim=settings.head_dim, value_dim=settings.head_dim)
-        return cls(
-            weights=weights,
-            facts=replace(verified.facts, max_model_len=max_model_len(source.config, limit)),
-            layers=dict.fromkeys(range(len(settings.sliding_windows)), shape),
-            dtype=source.dtype,
-            device=torch.device("cpu"),
-        )
 
     def output(self, source: ModelSource) -> Output:
         """The reference's tokens in one piece, with KV memory of their own; logits in place of the first layer."""
@@ -167,10 +153,10 @@ class NativeModel(LoadedModel):
 
     def when_verified(self, source: ModelSource, own: TransformersModel) -> NativeModel:
         """As it is served. That is kept, but not of weights that transformers changes when it reads them."""
-        cache, limit = _cache_of(source), length_limit(own.module)
-        if cache is not None and limit is not None and own.mapped is not None:
+        file, limit = _file_of_result(source), length_limit(own.module)
+        if file is not None and limit is not None and own.mapped is not None:
             facts = replace(self.facts, max_model_len=limit)
-            cache.write(VerifiedModel(settings=self.weights.settings, facts=facts))
+            write_verified(file, VerifiedModel(settings=self.weights.settings, facts=facts))
         return replace(self, reference=None)
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -204,17 +190,14 @@ class NativeModel(LoadedModel):
         return native_runner(NativeDecoder(self.weights, pages, threads), threads)
 
 
-def _cache_of(source: ModelSource) -> VerificationCache | None:
-    """None where nothing is kept: of models on a hub, or where native code is slow."""
+def _file_of_result(source: ModelSource) -> Path | None:
+    """What keeps that the model is verified. None: it is on a hub, or native code is slow."""
     config, location = source.config, Path(source.location)
     if source.cache is None or not location.is_dir() or not (config.quantization != "none" or is_fast(source.dtype)):
         return None
-    return VerificationCache(
-        source.cache,
-        location,
-        dtype=source.dtype,
-        quantization=config.quantization,
-        block_size=source.block_size,
+    return (
+        source.cache
+        / f"verified-{digest_of_files(location, source.dtype, config.quantization, source.block_size)}.json"
     )
 
 
