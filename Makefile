@@ -32,11 +32,10 @@ bulk: .venv/runtime.done
 native: .venv/runtime.done
 	@$(BIN)/python -m app.model.cpu.library
 
-# Tests that need no cluster share the cores, in the order of folders: by their number of tests, slow files would come
-# last. Live ones look at clocks and come one after the other.
+# One process takes the live tests, which mostly wait, one after the other; the others take files, in the order of
+# folders: by their number of tests, slow files would come last. See tests/conftest.py.
 test: .venv/dev.done
-	$(BIN)/python -m pytest -m "not serve" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest -m "serve and not browser"
+	$(BIN)/python -m pytest -m "not browser" -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
 browser: .venv/dev.done
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'

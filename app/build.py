@@ -39,6 +39,7 @@ from app.engine.device_lease import DeviceLease
 from app.engine.engine import Engine
 from app.engine.matcher import Matchers
 from app.engine.model_runner import ModelRunner
+from app.engine.observer import StepObserver
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Adapter, ModelInfo
 from app.engine.scheduler import Scheduler
@@ -46,7 +47,7 @@ from app.engine.sleep_controller import SleepController
 from app.engine.speculation.draft_model import ModelDrafter
 from app.engine.speculation.drafter import Drafter, LookupDrafter
 from app.engine.trace.entries import Header
-from app.engine.trace.recorder import Recorder, StepRecorder
+from app.engine.trace.recorder import StepRecorder
 from app.engine.trace.redaction import Redactor
 from app.engine.trace.step_log import LogFiles, StepLog
 from app.errors import InvalidSetup
@@ -218,7 +219,6 @@ def _model_drafter(config: EngineConfig, facts: ModelInfo, draft: LoadedRunner, 
     _check_tokens(config.model, of_draft.model, facts, draft.model.facts)
     return ModelDrafter(
         _runner_of(of_draft, draft, devices),
-        max_drafts=config.speculation.max_drafts,
         max_model_len=draft.model.facts.max_model_len,
         facts=facts,
     )
@@ -391,7 +391,7 @@ def assemble_recorded(
 
 def drafter_of(settings: SpeculationConfig) -> Drafter | None:
     """What drafts without a draft model by these settings; None: nothing."""
-    return LookupDrafter(settings.max_drafts) if settings.method == "lookup" else None
+    return LookupDrafter() if settings.method == "lookup" else None
 
 
 def assemble(
@@ -403,7 +403,7 @@ def assemble(
     facts: ModelInfo,
     clock: Callable[[], float] = time.monotonic,
     largest_step: SchedulerConfig | None = None,
-    recorder: Recorder | None = None,
+    recorder: StepObserver | None = None,
     adapters: AdapterStore | None = None,
     drafter: Drafter | None = None,
 ) -> Engine:
@@ -436,15 +436,15 @@ def assemble(
     )
 
 
-def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, num_blocks: int) -> Recorder:
-    """The receiver of the engine's steps: a step log if the settings name a folder, else one that does nothing.
+def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, num_blocks: int) -> StepRecorder | None:
+    """The receiver of the engine's steps: a step log if the settings name a folder.
 
     Raises:
         InvalidSetup: that folder cannot be written.
     """
     settings = config.step_log
     if settings.path is None:
-        return Recorder()
+        return None
     header = log_header(config, runner=runner, facts=facts, num_blocks=num_blocks)
     folder = Path(settings.path).expanduser()
     file_bytes = settings.max_megabytes * 1_000_000 // _NUM_LOG_FILES

@@ -11,7 +11,7 @@ from importlib import import_module
 
 COMMANDS = {  # name → the function that takes its arguments, and what it does
     "serve": ("deployments.launcher.supervisor:main", "serve a model or a config file on this machine, until Ctrl-C"),
-    "bulk": ("deployments.bulk.__main__:main", "answer every row of some files, without a server or through one"),
+    "bulk": ("deployments.bulk.__main__:main", "answer every row of some files, without a server"),
     "plan": ("deployments.plan.__main__:main", "say what fits on a device, and what a trace needs"),
     "key": ("deployments.cli:print_key", "make an API key"),
 }

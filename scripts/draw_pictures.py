@@ -21,7 +21,19 @@ PROJECT = Path(__file__).resolve().parent.parent
 PICTURES = PROJECT / "docs" / "pictures"
 # Modules that any package may import, and the process of a rank, which uses what `build` does: no arrows.
 EVERYWHERE = frozenset(
-    {"child_process", "config", "cores", "culprits", "errors", "fair", "versions", "disk", "json_pieces", "rank"}
+    {
+        "child_process",
+        "config",
+        "cores",
+        "culprits",
+        "errors",
+        "fair",
+        "versions",
+        "disk",
+        "json_pieces",
+        "output_lengths",
+        "rank",
+    }
 )
 INK, PAPER, BLUE, GREEN, ORANGE, GREY = "#24292f", "#ffffff", "#dbeafe", "#dcfce7", "#ffedd5", "#f1f5f9"
 

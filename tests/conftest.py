@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,11 +27,44 @@ PROJECT = Path(__file__).resolve().parent.parent
 gc.disable()  # while modules are imported, of which nothing is garbage
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Live tests, which share a cluster, form a group for one of several processes, which begins with them."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    items.sort(key=lambda item: item.get_closest_marker("serve") is None)
+    for item in items:
+        if item.get_closest_marker("serve") is not None:
+            item.add_marker(pytest.mark.xdist_group("live"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadgroup`, tests without a group are given out by files."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "live" if nodeid.endswith("@live") else nodeid.partition("::")[0]
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadgroup" else None
+
+
 def pytest_collection_finish() -> None:
     """What is loaded stays, and no later collection looks at it: torch and transformers are 700,000 objects."""
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine function runs in an event loop of its own, which its `loop_factory` may make."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    with asyncio.Runner(loop_factory=pyfuncitem.funcargs.get("loop_factory")) as runner:
+        runner.run(pyfuncitem.obj(**given))
+    return True
 
 
 @pytest.fixture(scope="session")
@@ -70,8 +106,6 @@ def small_lengths() -> Iterator[None]:
     """The constants of strategies and policies, scaled down to requests of some ten tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("app.engine.strategies.BUCKET_BOUNDARIES", (4, 8))
-        patch.setattr("app.engine.strategies.SHORT_TOKENS", 8)
-        patch.setattr("app.engine.strategies.LONG_TOKENS", 10)
         patch.setattr("app.engine.policies.AGEING_TOKENS_PER_S", 100.0)
         patch.setattr("app.engine.policies.MAX_OVERTAKING_S", 0.3)
         patch.setattr("app.engine.policies.AGEING_S", 0.05)

@@ -20,6 +20,7 @@ from app.engine.batch import ScheduledSequence, StepBatch, StepResult, by_reques
 from app.engine.engine import Engine
 from app.engine.matcher import Matcher, with_tokens
 from app.engine.model_runner import ModelRunner
+from app.engine.observer import StepObserver
 from app.engine.request import (
     Adapter,
     FinishReason,
@@ -33,7 +34,6 @@ from app.engine.request import (
 from app.engine.sequence import Sequence
 from app.engine.speculation.draft_model import ModelDrafter
 from app.engine.speculation.drafter import Drafter, Take, one_by_one
-from app.engine.trace.recorder import Recorder
 from app.errors import CarouselError, InvalidRequest
 
 VOCAB_SIZE = 50
@@ -209,7 +209,7 @@ def build_fake_engine(
     prefix_caching: bool = True,
     max_model_len: int = 1000,
     clock: Callable[[], float] = time.monotonic,
-    recorder: Recorder | None = None,
+    recorder: StepObserver | None = None,
     drafter: Drafter | None = None,
     adapters: AdapterStore | None = None,
     **scheduler: Any,

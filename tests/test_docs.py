@@ -21,6 +21,7 @@ from scripts import configuration_page, draw_pictures
 from scripts.draw_pictures import imported
 from tests.doc_pages import COMMANDS, GUIDES, OUTPUT, PAGES, PROJECT, Block, blocks
 from tests.metrics.test_exposition import after_one_request
+from tests.test_imports import ALLOWED
 
 README = PROJECT / "README.md"
 LANGUAGES = COMMANDS | OUTPUT | {"yaml", "dockerfile", "mermaid", "http"}
@@ -135,6 +136,16 @@ def test_the_architecture_page_names_every_package() -> None:
     page = (PROJECT / "docs" / "design" / "architecture.md").read_text()
     rooms = [path.parent for package in ("app", "deployments") for path in (PROJECT / package).rglob("__init__.py")]
     assert not [str(room.relative_to(PROJECT)) for room in rooms if f"{room.name}/" not in page]
+
+
+def test_the_table_of_borders_is_that_of_the_test_that_keeps_them() -> None:
+    page = (PROJECT / "docs" / "design" / "architecture.md").read_text()
+    rows = [
+        f"| `{room}` | {', '.join(f'`{each}`' for each in sorted(allowed)) or '–'} |"
+        for room, allowed in ALLOWED.items()
+        if room.count(".") == 1 or room == "deployments"
+    ]
+    assert "\n".join(rows) in page, "the table should be:\n" + "\n".join(rows)
 
 
 def test_the_page_of_dependencies_has_all_of_them() -> None:

@@ -6,6 +6,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -19,17 +20,18 @@ ALLOWED = {
     "app.errors": {"pydantic"},
     "app.culprits": set(),
     "app.fair": set(),
+    "app.output_lengths": set(),
     "app.json_pieces": {"pydantic_core"},
     "app.fleet.dispatch": {"app.errors", "msgspec"},
-    "app.engine": {"app.config", "app.culprits", "app.errors", "app.fair", "msgspec"},
+    "app.engine": {"app.config", "app.culprits", "app.errors", "app.fair", "app.output_lengths", "msgspec"},
     "app.child_process": set(),
     "app.grammar": {
         "app.child_process", "app.config", "app.errors", "app.fair", "app.engine.matcher", "app.engine.request",
         "llguidance", "transformers",
     },
     "app.fleet": {
-        "app.fleet.dispatch", "app.culprits", "app.errors", "app.engine.throughput", "app.engine.request",
-        "app.engine.stats", "app.engine.snapshot", "msgspec",
+        "app.fleet.dispatch", "app.culprits", "app.errors", "app.output_lengths", "app.engine.throughput",
+        "app.engine.request", "app.engine.stats", "app.engine.snapshot", "msgspec",
     },
     "app.model": {
         "app.config", "app.cores", "app.disk", "app.errors", "app.engine.batch", "app.engine.largest_batch",
@@ -147,3 +149,33 @@ def test_no_package_of_ours_reads_bytes_that_run_code() -> None:
             node.func.id for node in nodes_of(path) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         }
         assert not calls & {"eval", "exec"}, path
+
+
+def imported_at_once(statements: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """What runs when a module is imported: no imports inside functions, none for type checkers."""
+    for each in statements:
+        match each:
+            case ast.Import() | ast.ImportFrom():
+                yield each
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                yield from imported_at_once(each.orelse)
+            case ast.If() | ast.Try() | ast.ClassDef() | ast.With():
+                for name in ("body", "orelse", "finalbody"):
+                    yield from imported_at_once(getattr(each, name, []))
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    modules = {module_name(path): path for path in sources()}
+    for module, path in modules.items():
+        names: set[str] = set()
+        for node in imported_at_once(ast.parse(path.read_text()).body):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            else:
+                names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+        graph[module] = (names & modules.keys()) - {module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))

@@ -18,7 +18,7 @@ from app.api.output.tool_calls import ToolUse, tool_use
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel, TokenDetailOptions, check_token_ids
 from app.api.request_context import TIMINGS_HEADER, RequestContext, asks_for
 from app.api.schemas.conversation import Conversation, template_messages
-from app.api.schemas.requests import ChatRequest, GenerationRequest, QueuedRequest
+from app.api.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, QueuedRequest
 from app.engine.request import Grammar, Pooling, Request, SamplingParams
 from app.errors import ContextTooLong, InvalidRequest
 from app.text import Reasoning, Tokenizer
@@ -86,7 +86,7 @@ def shared_fields(body: GenerationRequest, model: ServedModel, limits: RequestLi
         names_are_ids=body.return_tokens_as_token_ids,
         prompt_logprobs=body.prompt_logprobs,
         token_ids=body.return_token_ids,
-        echo=body.asks_for_echo,
+        echo=isinstance(body, CompletionRequest) and body.echo,
         choose_best=body.num_samples > body.n,
     )
     grammar = grammar_of(body)

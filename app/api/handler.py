@@ -118,33 +118,22 @@ class RequestHandler:
             prepared = await self._prepare(endpoint, parsed, target, context, size, shared.get(target.name))
             state = ResponseState.begin(prepared, context, self.metrics)
         else:
-            state = await self._run(target, endpoint, parsed, context, size, shared)
+            run = PipelineRun(
+                endpoint=endpoint,
+                body=parsed,
+                context=context,
+                prepare=self._prepare,
+                metrics=self.metrics,
+                size=size,
+                shared=shared,
+            )
+            answer = await run.answer(target)
+            state = answer.state
+            state.pipeline_headers = run.headers(answer)
         state.writer = endpoint.writer(parsed)
-        state.is_streamed = parsed.wants_stream
+        state.is_streamed = isinstance(parsed, GenerationRequest) and parsed.stream
         state.shows_loads = context.reservation.account.may_administer
         return state
-
-    async def _run(
-        self,
-        pipeline: Pipeline,
-        endpoint: Endpoint,
-        parsed: QueuedRequest,
-        context: RequestContext,
-        size: int,
-        shared: Mapping[str, SharedFields],
-    ) -> ResponseState:
-        run = PipelineRun(
-            endpoint=endpoint,
-            body=parsed,
-            context=context,
-            prepare=self._prepare,
-            metrics=self.metrics,
-            size=size,
-            shared=shared,
-        )
-        answer = await run.answer(pipeline)
-        answer.state.pipeline_headers = run.headers(answer)
-        return answer.state
 
     async def parse(
         self, body: Mapping[str, Any], size: int, schema: type[ParsedT], account: Account, *, is_strict: bool = False

@@ -133,7 +133,6 @@ class SpeculationConfig(Settings):
         description="folder, GGUF file or hub id of the draft model, which has the same tokens; its type, quantization "
         "and threads are the model's",
     )
-    max_drafts: int = Field(8, ge=1, le=64, description="drafts for one request in one step, at most")
 
     @model_validator(mode="after")
     def _a_draft_model_is_named(self) -> SpeculationConfig:

@@ -11,50 +11,44 @@ from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_va
 from app.config.base import Settings, chosen
 from app.config.removed import refuse_removed
 
-BatchSize = Annotated[int, Field(ge=1, le=4096, description="sequences in one batch; of adaptive, at most")]
-MaxWaitMs = Annotated[float, Field(ge=0, le=600_000, description="ms after which a batch goes, full or not")]
-Selective = Annotated[bool, Field(description="short sequences and chunks of long prompts never in one step")]
+
+class WholeBatchesConfig(Settings):
+    """What the strategies have in common that form batches."""
+
+    batch_size: int = Field(8, ge=1, le=4096, description="sequences in one batch; of adaptive, at most")
+    max_wait_ms: float = Field(50.0, ge=0, le=600_000, description="ms after which a batch goes, full or not")
 
 
-class StaticConfig(Settings):
+class StaticConfig(WholeBatchesConfig):
     """No sequence joins until the whole batch has finished."""
 
     name: Literal["static"] = "static"
-    batch_size: BatchSize = 8
-    max_wait_ms: MaxWaitMs = 50.0
 
 
-class DynamicConfig(Settings):
+class DynamicConfig(WholeBatchesConfig):
     """Static, with a bound on a batch's prompt tokens: a time window."""
 
     name: Literal["dynamic"] = "dynamic"
-    batch_size: BatchSize = 8
-    max_wait_ms: MaxWaitMs = 50.0
     max_batch_tokens: int = Field(4096, ge=1, le=10_000_000, description="prompt tokens of one batch, at most")
 
 
-class BucketedConfig(Settings):
+class BucketedConfig(WholeBatchesConfig):
     """Only prompts of one length class share a batch."""
 
     name: Literal["bucketed"] = "bucketed"
-    batch_size: BatchSize = 8
-    max_wait_ms: MaxWaitMs = 50.0
 
 
-class SortedConfig(Settings):
+class SortedConfig(WholeBatchesConfig):
     """The request that has waited longest, with those of the nearest prompt lengths."""
 
     name: Literal["sorted"] = "sorted"
-    batch_size: BatchSize = 8
-    max_wait_ms: MaxWaitMs = 50.0
 
 
-class AdaptiveConfig(Settings):
+class AdaptiveConfig(WholeBatchesConfig):
     """Dynamic, with a batch size that follows the latency of the batches before."""
 
     name: Literal["adaptive"] = "adaptive"
-    batch_size: BatchSize = 32
-    max_wait_ms: MaxWaitMs = 50.0
+    batch_size: int = Field(32, ge=1, le=4096, description="sequences in one batch; of adaptive, at most")
     target_latency_ms: float = Field(2000.0, gt=0, le=3_600_000, description="ms that a batch should take")
 
 
@@ -62,14 +56,12 @@ class ContinuousConfig(Settings):
     """At every step, as slots, blocks and the token budget allow."""
 
     name: Literal["continuous"] = "continuous"
-    selective: Selective = False
 
 
 class HybridConfig(Settings):
     """Continuous, with a share of the step's budget that prefill may take while anything decodes."""
 
     name: Literal["hybrid"] = "hybrid"
-    selective: Selective = False
     prefill_share: float = Field(0.5, gt=0, le=1, description="share of a step's budget for prefill beside decoding")
 
 
@@ -94,7 +86,6 @@ class PriorityConfig(Settings):
     """The lowest priority number first; ten seconds of waiting outweigh one class."""
 
     name: Literal["priority"] = "priority"
-    preemption: bool = Field(True, description="a waiting request may take the slot of a running one of a lower class")
 
 
 class FairConfig(Settings):

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from msgspec import structs
@@ -206,32 +207,28 @@ class AsyncEngine:
             EngineStopped: the engine has shut down or died.
         """
         try:
-            return self._submit(request, receiver, matcher, adapter)
+            self.check_health()
+            self._engine.check(request)
+            assert (matcher is None) == (request.sampling.grammar is None), "grammars come with their matchers"
+            if request.request_id in self._receivers:
+                raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
+            subscription = _Subscription(asyncio.get_running_loop(), receiver)
+            arrived_at = self._engine.now()
+            enter = partial(self._engine.add_checked, request, arrived_at=arrived_at, matcher=matcher, adapter=adapter)
+            with self._wake:
+                self._check_room(request, arrived_at)
+                wait_s = self._stats.estimated_wait_s + self.sleep.expected_wake_s
+                queued = Queued(self._stats.num_waiting + self._num_entering, wait_s)
+                self._command(enter)
+                self._num_entering += 1
+                self._num_entering_tokens += len(request.prompt_token_ids)
+                self._receivers[request.request_id] = subscription
+                if not request.is_background:
+                    self._foreground.add(request.request_id)
         except BaseException:
             if adapter is not None:
                 adapter.release()
             raise
-
-    def _submit(
-        self, request: Request, receiver: DeltaReceiver, matcher: Matcher | None, adapter: HeldAdapter | None
-    ) -> Queued:
-        self.check_health()
-        self._engine.check(request)
-        assert (matcher is None) == (request.sampling.grammar is None), "grammars come with their matchers"
-        if request.request_id in self._receivers:
-            raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
-        num_tokens, arrived_at = len(request.prompt_token_ids), self._engine.now()
-        subscription = _Subscription(asyncio.get_running_loop(), receiver)
-        with self._wake:
-            self._check_room(request, arrived_at)
-            wait_s = self._stats.estimated_wait_s + self.sleep.expected_wake_s
-            queued = Queued(self._stats.num_waiting + self._num_entering, wait_s)
-            self._command(lambda: self._enter(request, arrived_at, matcher, adapter))
-            self._num_entering += 1
-            self._num_entering_tokens += num_tokens
-            self._receivers[request.request_id] = subscription
-            if not request.is_background:
-                self._foreground.add(request.request_id)
         return queued
 
     def abort(self, request_id: str) -> None:
@@ -440,9 +437,6 @@ class AsyncEngine:
     def _reconfigure(self, config: SchedulerConfig) -> None:
         self._engine.reconfigure(config)
         self._stats = self._engine.stats()  # before the caller of `reconfigure` continues
-
-    def _enter(self, request: Request, arrived_at: float, matcher: Matcher | None, adapter: HeldAdapter | None) -> None:
-        self._engine.add_checked(request, arrived_at=arrived_at, matcher=matcher, adapter=adapter)
 
     def _step(self) -> None:
         num_steps = self._stats.total_steps

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from app.engine.length_predictor import LengthPredictor
 from app.engine.policies import SchedulingPolicy
 from app.engine.sequence import Sequence
 from app.engine.throughput import Throughput
@@ -15,8 +14,7 @@ from app.errors import DeadlineMissed
 class Deadlines:
     """Sequences with a deadline, by the time of their next check."""
 
-    def __init__(self, lengths: LengthPredictor, throughput: Throughput) -> None:
-        self._lengths = lengths
+    def __init__(self, throughput: Throughput) -> None:
         self._throughput = throughput
         self._heap: LazyHeap[float] = LazyHeap()
 
@@ -25,14 +23,24 @@ class Deadlines:
         """The time of the next check; None without any sequence."""
         return self._heap.first_key() if len(self._heap) else None
 
-    def watch(self, sequence: Sequence, policy: SchedulingPolicy, *, chunk_tokens: int, is_idle: bool) -> None:
+    def watch(
+        self,
+        sequence: Sequence,
+        policy: SchedulingPolicy,
+        *,
+        chunk_tokens: int,
+        num_expected_tokens: int | None,
+        is_idle: bool,
+    ) -> None:
         """Check an arrived sequence when the policy gives it up unstarted, and at its deadline in any case.
 
-        A step takes `chunk_tokens` of its prompt. An idle engine (`is_idle`) starts every sequence: otherwise it would
-        not learn that it has become faster.
+        A step takes `chunk_tokens` of its prompt. Without `num_expected_tokens`, only the tokens that it must generate
+        count: no request is refused by a guess. An idle engine (`is_idle`) starts every sequence: otherwise it
+        would not learn that it has become faster.
         """
         deadline_at = _deadline_at(sequence)
-        give_up_at = deadline_at if is_idle else self._give_up_at(sequence, policy, chunk_tokens)
+        num_tokens = sequence.request.sampling.min_tokens if num_expected_tokens is None else num_expected_tokens
+        give_up_at = deadline_at if is_idle else self._give_up_at(sequence, policy, chunk_tokens, num_tokens)
         self._heap.push(min(give_up_at, deadline_at), sequence)
 
     def overdue(self, now: float) -> Iterator[Sequence]:
@@ -50,21 +58,15 @@ class Deadlines:
         """Account for a watched sequence that has just become finished."""
         self._heap.note_finished()
 
-    def _give_up_at(self, sequence: Sequence, policy: SchedulingPolicy, chunk_tokens: int) -> float:
+    def _give_up_at(self, sequence: Sequence, policy: SchedulingPolicy, chunk_tokens: int, num_tokens: int) -> float:
         """When a sequence is refused if it has not started by then."""
         num_chunks = -(-sequence.num_prompt_tokens // chunk_tokens)
-        service_s = self._throughput.step_s * (num_chunks + self._num_tokens_to_come(sequence) - 1)
+        service_s = self._throughput.step_s * (num_chunks + max(1, num_tokens - sequence.num_generated_tokens) - 1)
         deadline_at = _deadline_at(sequence)
         if sequence.arrived_at + service_s > deadline_at:
             return sequence.arrived_at  # it would be late even if it started now
         give_up_at = policy.give_up_at(sequence, service_s)
         return deadline_at if give_up_at is None else give_up_at
-
-    def _num_tokens_to_come(self, sequence: Sequence) -> int:
-        # No request is refused by a guess: without a prediction, only the tokens that are certain count.
-        predicted = self._lengths.predict(sequence.request)
-        num_tokens = sequence.request.sampling.min_tokens if predicted is None else predicted
-        return max(1, num_tokens - sequence.num_generated_tokens)
 
 
 def deadline_missed(sequence: Sequence, now: float) -> DeadlineMissed:

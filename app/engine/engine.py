@@ -6,8 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
-from dataclasses import replace
-from math import inf
 
 from app.config import SchedulerConfig
 from app.engine.adapter_store import AdapterStore, HeldAdapter
@@ -15,16 +13,16 @@ from app.engine.batch import EMPTY_BATCH, StepBatch, StepLimits, StepResult, kep
 from app.engine.isolation import DeviceFailed, Quarantine, run_in_parts, run_or_error
 from app.engine.matcher import Matcher, TokenSet
 from app.engine.model_runner import ModelRunner
+from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import ModelInfo, Request, TokenDelta
 from app.engine.request_checks import check_request
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.snapshot import EngineSnapshot
-from app.engine.stats import EngineMeasurements, EngineStats
+from app.engine.stats import EngineMeasurements, EngineStats, MeasurementCollector
 from app.engine.trace.entries import FailureKind
-from app.engine.trace.recorder import Recorder
 from app.engine.trace.viewer import Viewer
-from app.engine.tuner import WINDOW_S, Tuner, Tuning, TuningReason
+from app.engine.tuner import Tuner, Tuning
 from app.errors import InvalidRequest, InvalidSetup, Quarantined, StepFailed, described, traceback_of
 
 logger = logging.getLogger(__name__)
@@ -34,7 +32,6 @@ NO_ADAPTERS = (
     "is simulated; on a GPU also engine.model.max_loaded_adapters, for their memory is taken at the start, and a model "
     "that the decoder for CUDA computes (the replica's log says whether it does)"
 )
-_TELL_EVERY_S = 10.0  # of changed limits, at most
 
 
 class Engine:
@@ -48,7 +45,7 @@ class Engine:
         facts: ModelInfo,
         clock: Callable[[], float] = time.monotonic,
         largest_step: SchedulerConfig | None = None,
-        recorder: Recorder | None = None,
+        recorder: StepObserver | None = None,
         adapters: AdapterStore | None = None,
     ) -> None:
         """`clock` gives monotonic seconds. `largest_step` has the limits that memory was sized for, if steps need any.
@@ -61,12 +58,14 @@ class Engine:
         self.runner = runner
         self._clock = clock
         self._largest_step = largest_step
-        self._recorder = recorder or Recorder()
-        self._viewer: Viewer | None = None  # while there are views; then it is the recorder, too
+        self._measurements = MeasurementCollector(settings=scheduler.config.version)
+        # The measurements are first: they complete the deltas. The tuner is last: what it changes follows on the step.
+        self._observers: list[StepObserver] = [self._measurements]
+        if recorder is not None:
+            self._observers.append(recorder)
+        self._viewer: Viewer | None = None  # while there are views
+        self._tuner = self._new_tuner()
         self._quarantine = Quarantine()
-        self._tuner = _tuner_of(scheduler.config)
-        self._has_told_of_reach = False
-        self._num_changes_told, self._tells_at = 0, -inf
         self._is_asleep = False
 
     def prepare(self) -> None:
@@ -133,7 +132,8 @@ class Engine:
         if matcher is None and request.sampling.allowed_token_ids:
             matcher = TokenSet(request.sampling.allowed_token_ids, vocab_size=self.facts.vocab_size)
         self._scheduler.add(request, now=now, matcher=matcher, adapter=adapter)
-        self._recorder.arrived(request, at=now)
+        for observer in self._observers:
+            observer.arrived(request, at=now)
 
     def now(self) -> float:
         """The engine's clock, in seconds; any thread may read it."""
@@ -143,7 +143,8 @@ class Engine:
         """End a request and free its blocks; None when it has ended already."""
         delta = self._scheduler.abort(request_id)
         if delta is not None:
-            self._recorder.aborted(request_id)
+            for observer in self._observers:
+                observer.aborted(request_id)
         return delta
 
     def step(self) -> list[TokenDelta]:
@@ -158,67 +159,50 @@ class Engine:
             StepError: every part fails, so the device is at fault. The batch's requests have ended; it names them.
             DeviceLost: no later step can be computed either; the engine must not be used any more.
         """
-        self._recorder.step_began()
+        for observer in self._observers:
+            observer.step_began()
         if self._is_asleep:
-            return self._deltas_without_step()
-        batch = self._scheduler.schedule(self._clock())
-        self._recorder.scheduled(batch, self._scheduler.take_decision())
+            return self._end_without_step()
+        batch = self._schedule()
         result = self._run(batch) if batch else StepResult([])
         if batch.has_drafts:
             result = kept_tokens(batch, result)
-        self._fail_unmatched(batch)
-        self._recorder.sampled(batch, result.token_ids, result.num_kept)
+        self._note_drawn(batch, result)
         ended_at = self._clock()
-        deltas = self._scheduler.update(batch, result, now=ended_at)
-        self._recorder.step_ended(deltas, at=ended_at)
-        self._tune(batch, deltas, ended_at)
+        return self._end_step(batch, self._scheduler.update(batch, result, now=ended_at), at=ended_at)
+
+    def _schedule(self, *, is_ahead: bool = False) -> StepBatch:
+        batch = self._scheduler.schedule(self._clock(), is_ahead=is_ahead)
+        decision = self._scheduler.take_decision()
+        for observer in self._observers:
+            observer.scheduled(batch, decision)
+        return batch
+
+    def _note_drawn(self, batch: StepBatch, result: StepResult) -> None:
+        self._fail_unmatched(batch)
+        for observer in self._observers:
+            observer.sampled(batch, result.token_ids, result.num_kept)
+
+    def _end_step(self, batch: StepBatch, deltas: list[TokenDelta], *, at: float) -> list[TokenDelta]:
+        step = EndedStep(batch, deltas, at, self._scheduler.last_step_s)
+        for observer in self._observers:
+            observer.step_ended(step)
         return deltas
 
-    def _deltas_without_step(self) -> list[TokenDelta]:
+    def _end_without_step(self) -> list[TokenDelta]:
         """The deltas of sequences that ended without a step."""
         ended_at = self._clock()
         deltas = self._scheduler.update(EMPTY_BATCH, StepResult([]), now=ended_at)
-        self._recorder.step_ended(deltas, at=ended_at)
-        return deltas
+        return self._end_step(EMPTY_BATCH, deltas, at=ended_at)
 
-    def _tune(self, batch: StepBatch, deltas: list[TokenDelta], at: float) -> None:
-        """Other limits from the next step on, where the targets need them."""
-        if self._tuner is None:
-            return
-        limits = self._tuner.stepped(batch, deltas, at=at, num_running=len(self._scheduler.running))
-        if limits is not None:
-            self.limit(limits)
-        self._tell(self._tuner.tuning, at)
-
-    def _tell(self, tuning: Tuning, at: float) -> None:
-        """Log other limits, from time to time, and once that the targets are out of reach."""
-        if tuning.reason is TuningReason.UNREACHABLE and not self._has_told_of_reach:
-            self._has_told_of_reach = True
-            logger.warning(
-                "%s cannot be held: even the smallest steps take longer; steps of up to %.3g ms are planned instead",
-                self._scheduler.config.targets, 1000 * tuning.step_s,
-            )  # fmt: skip
-        if tuning.num_changes > self._num_changes_told and at >= self._tells_at:
-            self._num_changes_told, self._tells_at = tuning.num_changes, at + _TELL_EVERY_S
-            logger.info(
-                "limits are now %s, because of %s (change %d); p99 in the last %.0f s: TTFT %.3g s, ITL %.3g ms",
-                tuning.limits._asdict(), tuning.reason, tuning.num_changes, WINDOW_S, tuning.ttft_p99_s,
-                1000 * tuning.itl_p99_s,
-            )  # fmt: skip
+    def _note_failed(self, how: FailureKind, sequences: Several[Sequence] = ()) -> None:
+        for observer in self._observers:
+            observer.failed(how, sequences)
 
     @property
     def running(self) -> list[Sequence]:
         """In order; for reading."""
         return self._scheduler.running
-
-    def num_decode_steps(self) -> int:
-        """See `Scheduler.num_decode_steps`; 0 where each step is recorded or may change the limits."""
-        may_skip = type(self._recorder) is Recorder and self._tuner is None
-        return self._scheduler.num_decode_steps() if may_skip else 0
-
-    def decode(self, ends_at: Several[float], *, token_id: int) -> None:
-        """See `Scheduler.decode`. No model runs."""
-        self._scheduler.decode(ends_at, token_id=token_id)
 
     def _run(self, batch: StepBatch) -> StepResult:
         result = run_or_error(self.runner.run, batch)
@@ -230,9 +214,9 @@ class Engine:
         except DeviceFailed:
             if len(batch.scheduled) == 1:  # a single request may be at fault, too: if it fails again, it is refused
                 self._quarantine.note_failure(batch.sequences[0].request)
-            self._recorder.failed(FailureKind.DEVICE, batch.sequences)
+            self._note_failed(FailureKind.DEVICE, batch.sequences)
             raise StepError(self._scheduler.fail(batch)) from error
-        self._recorder.failed(FailureKind.REQUESTS, [sequence for sequence, _ in found.culprits])
+        self._note_failed(FailureKind.REQUESTS, [sequence for sequence, _ in found.culprits])
         if not found.culprits:
             logger.warning(
                 "a step of %d requests failed as a whole, not in parts: %s", len(batch.scheduled), described(error)
@@ -247,7 +231,7 @@ class Engine:
         """End the requests for which the matcher could not say which tokens may be drawn in this step."""
         failed = [each for each in batch.sequences if each.matcher is not None and each.matcher.failure is not None]
         if failed:
-            self._recorder.failed(FailureKind.MATCHERS, failed)
+            self._note_failed(FailureKind.MATCHERS, failed)
         for sequence in failed:
             assert sequence.matcher is not None, "it has failed"
             grammar = sequence.request.sampling.grammar
@@ -269,18 +253,22 @@ class Engine:
                     f"{getattr(largest, name):,} when it started: change it in the application's args"
                 )
         self._scheduler.reconfigure(config)
-        self._tuner, self._has_told_of_reach, self._num_changes_told = _tuner_of(config), False, 0
-        self._recorder.reconfigured(config)
+        for observer in self._observers:
+            observer.reconfigured(config)
+        self._stop_observing(self._tuner)
+        self._tuner = self._new_tuner()
 
     def limit(self, limits: StepLimits) -> None:
         """Use other limits from the next step on, none above those of the settings, until `reconfigure`."""
         self._scheduler.limit(limits)
-        self._recorder.limited(limits)
+        for observer in self._observers:
+            observer.limited(limits)
 
     def clear_prefix_cache(self) -> None:
         """Forget every shared prefix: later prompts are computed from their start."""
         self._scheduler.clear_prefix_cache()
-        self._recorder.cache_cleared()
+        for observer in self._observers:
+            observer.cache_cleared()
 
     @property
     def is_asleep(self) -> bool:
@@ -296,7 +284,8 @@ class Engine:
         self._is_asleep = True
         self._scheduler.preempt_all()
         self._scheduler.clear_prefix_cache()
-        self._recorder.slept()
+        for observer in self._observers:
+            observer.slept()
         if self.adapters is not None:
             self.adapters.unload_unused()
         self.runner.sleep()
@@ -314,11 +303,13 @@ class Engine:
             self.runner.sleep()
             raise
         self._is_asleep = False
-        self._recorder.woke()
+        for observer in self._observers:
+            observer.woke()
 
     def close(self) -> None:
         """Let the recorder write what it has, end the runner's processes. The engine must not be used afterwards."""
-        self._recorder.close()
+        for observer in self._observers:
+            observer.close()
         self.runner.close()
 
     def check_health(self) -> None:
@@ -335,13 +326,14 @@ class Engine:
         """
         now = self._clock()
         if self._viewer is None:
-            self._recorder = self._viewer = Viewer(self._recorder, self._scheduler.running, now=now)
+            self._viewer = Viewer(self._scheduler.running, now=now)
+            self._observers.insert(1, self._viewer)
         return self._viewer.snapshot(self._scheduler, self.tuning, now=now, is_full=is_full)
 
     def end_snapshots(self) -> None:
         """Note nothing for views any more."""
-        if self._viewer is not None:
-            self._recorder, self._viewer = self._viewer.recorder, None
+        self._stop_observing(self._viewer)
+        self._viewer = None
 
     @property
     def tuning(self) -> Tuning | None:
@@ -350,16 +342,27 @@ class Engine:
 
     def measurements(self) -> EngineMeasurements:
         """All measurements since the start. Any thread may call."""
-        return replace(
-            self._scheduler.measurements(),
+        scheduler = self._scheduler
+        return self._measurements.snapshot(
+            scheduler.limits,
+            block_size=scheduler.block_size,
+            num_outstanding_tokens=scheduler.num_outstanding_tokens,
+            num_padding_tokens=self.runner.num_padding_tokens,
             tuning=self.tuning,
             adapters=None if self.adapters is None else self.adapters.stats(),
-            num_padding_tokens=self.runner.num_padding_tokens,
         )
 
+    def _new_tuner(self) -> Tuner | None:
+        """The tuner of the settings in force, if they have targets; it observes from now on."""
+        if self._scheduler.config.targets is None:
+            return None
+        tuner = Tuner(self._scheduler.config, running=self._scheduler.running, limit=self.limit)
+        self._observers.append(tuner)
+        return tuner
 
-def _tuner_of(config: SchedulerConfig) -> Tuner | None:
-    return None if config.targets is None else Tuner(config)
+    def _stop_observing(self, observer: StepObserver | None) -> None:
+        if observer is not None:
+            self._observers.remove(observer)
 
 
 class StepError(Exception):

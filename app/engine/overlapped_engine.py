@@ -64,14 +64,14 @@ class OverlappedEngine(Engine):
         if self.is_asleep or (before is None and self._has_failed):
             self._has_failed = False
             return super().step()
-        self._recorder.step_began()
+        for observer in self._observers:
+            observer.step_began()
         must_wait = before is not None and self._has_failed
         self._launched = None if must_wait else self._launch(is_ahead=before is not None)
-        return self._deltas_without_step() if before is None else self._reconcile(before)
+        return self._end_without_step() if before is None else self._reconcile(before)
 
     def _launch(self, *, is_ahead: bool) -> _Launched | None:
-        batch = self._scheduler.schedule(self._clock(), is_ahead=is_ahead)
-        self._recorder.scheduled(batch, self._scheduler.take_decision())
+        batch = self._schedule(is_ahead=is_ahead)
         if not batch:
             return None  # all sequences wait for their last token, or for the strategy's timer
         step = run_or_error(self.runner.launch, batch)
@@ -97,17 +97,14 @@ class OverlappedEngine(Engine):
         if isinstance(result, Exception):
             self._retry_after(FailureKind.RESULT, launched.batch, result)
             self._take_back(launched)
-            return self._deltas_without_step()
-        self._fail_unmatched(launched.batch)
-        self._recorder.sampled(launched.batch, result.token_ids)
+            return self._end_without_step()
+        self._note_drawn(launched.batch, result)
         ended_at = self._clock()
         deltas = self._scheduler.reconcile(launched.batch, result, now=ended_at)
         ahead = self._launched
         if ahead is not None and ahead.batch.lacks_history:
             self._launched = self._draw(ahead)
-        self._recorder.step_ended(deltas, at=ended_at)
-        self._tune(launched.batch, deltas, ended_at)
-        return deltas
+        return self._end_step(launched.batch, deltas, at=ended_at)
 
     def _take_back(self, failed: _Launched) -> None:
         """Undo the failed step, and the one that was launched after it with the tokens of the failed one."""
@@ -126,5 +123,5 @@ class OverlappedEngine(Engine):
 
     def _retry_after(self, how: FailureKind, batch: StepBatch, error: Exception) -> None:
         logger.warning("a step of %d requests failed and is computed again: %s", len(batch.scheduled), described(error))
-        self._recorder.failed(how)
+        self._note_failed(how)
         self._has_failed = True

@@ -9,12 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from itertools import repeat
-from typing import Protocol
 
 from app.config import DeadlineConfig, FairConfig, FcfsConfig, PolicyConfig, PriorityConfig, SjfConfig
 from app.engine.batch import StepBatch
 from app.engine.sequence import Sequence
-from app.engine.waiting_queue import LazyHeap
+from app.engine.waiting_queue import LazyHeap, PolicyQueue
 from app.fair import FairQueue, FairShares
 
 # Under `sjf`, one second of waiting outweighs so many tokens of work.
@@ -46,7 +45,7 @@ def _make_foreground_policy(config: PolicyConfig) -> SchedulingPolicy:
         case SjfConfig():
             return ShortestJobFirst()
         case PriorityConfig():
-            return PriorityFirst(preempts=config.preemption)
+            return PriorityFirst()
         case FairConfig():
             return FairShare()
         case DeadlineConfig():
@@ -54,24 +53,6 @@ def _make_foreground_policy(config: PolicyConfig) -> SchedulingPolicy:
 
 
 # ---------------------------------------------------------------------- the interface
-
-
-class PolicyQueue(Protocol):
-    """Waiting sequences in a policy's order."""
-
-    def push(self, sequence: Sequence) -> None: ...
-
-    def peek(self) -> Sequence:
-        """The next to join. The queue must not be empty."""
-        ...
-
-    def pop(self) -> Sequence:
-        """Take out the next to join. The queue must not be empty."""
-        ...
-
-    def note_finished(self, sequence: Sequence) -> None:
-        """Account for a sequence inside that has just become finished."""
-        ...
 
 
 class SchedulingPolicy(ABC):
@@ -171,8 +152,7 @@ class PriorityFirst(SchedulingPolicy):
     and arrives at most `n * AGEING_S` seconds later: that limits starvation.
     """
 
-    def __init__(self, *, preempts: bool) -> None:
-        self.preempts = preempts
+    preempts = True
 
     def order_key(self, sequence: Sequence) -> OrderKey:
         handicap_s = sequence.request.priority * AGEING_S

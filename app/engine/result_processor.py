@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import count, islice
 
 from msgspec import structs
 
 from app.engine.batch import StepBatch, StepResult
 from app.engine.block_pool import BlockPool
-from app.engine.request import EngineTimes, FinishReason, Pooling, TokenDelta, TokenLogprobs
+from app.engine.request import FinishReason, Pooling, TokenDelta, TokenLogprobs
 from app.engine.sequence import Sequence, SequenceStatus
 
 
@@ -21,50 +21,46 @@ class ResultProcessor:
         self._pool = pool
         self._end = end
 
-    def process(self, batch: StepBatch, result: StepResult) -> list[TokenDelta]:
+    def process(self, batch: StepBatch, result: StepResult, *, is_ahead: bool = False) -> list[TokenDelta]:
         """Apply the result of a computed batch; returns one delta for each request that has news.
 
-        Of a batch with drafts it holds the tokens that were kept.
+        Of a batch with drafts it holds the tokens that were kept. The KV of rejected drafts is not counted: the next
+        step overwrites it. A batch that is ahead (`commit_ahead`) has advanced: tokens replace their placeholders.
         """
-        if batch.has_drafts:
-            return self._process_kept(batch, result)
-        block_size, finished = self._pool.block_size, SequenceStatus.FINISHED
+        block_size, finished, has_drafts = self._pool.block_size, SequenceStatus.FINISHED, batch.has_drafts
         scores = _newly_scored(batch, result) if batch.has_logprobs else {}
-        drawn, logprobs = iter(result.token_ids), result.logprobs
+        drawn, numbers, logprobs = iter(result.token_ids), iter(result.num_kept), result.logprobs
         deltas: list[TokenDelta] = []
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
-            token_id = next(drawn) if item.samples else None
+            token_ids: tuple[int, ...] = ()
+            end = item.start + len(item.token_ids)  # `item.end`, sooner
+            if has_drafts:
+                token_ids = tuple(islice(drawn, next(numbers)))
+                end = item.start + len(token_ids)
+            elif item.samples:
+                token_ids = (next(drawn),)
             if sequence.status is finished:
                 continue  # aborted, expired or failed while the step ran
-            sequence.num_computed_tokens = end = item.start + len(item.token_ids)  # `item.end`, sooner
-            if end >= (len(sequence.prefix_ids) + 1) * block_size:
-                self.cache_full_blocks(sequence, end)
-            if batch.has_pooling:
-                _pool(sequence, result)
-            if token_id is not None:
+            if is_ahead and token_ids:
+                num_generated = end - sequence.num_prompt_tokens + 1
+                sequence.generated_token_ids[num_generated - 1] = token_ids[0]
+            else:
+                sequence.generated_token_ids += token_ids
+                num_generated = len(sequence.generated_token_ids)
+            is_current = item.block_ids is sequence.block_ids  # else it was preempted since, and the blocks are others'
+            if is_current:
+                if end > sequence.num_computed_tokens:
+                    sequence.num_computed_tokens = end
+                if end >= (len(sequence.prefix_ids) + 1) * block_size:
+                    self.cache_full_blocks(sequence, end)
+                if batch.has_pooling:
+                    _pool(sequence, result)
+            if token_ids:
                 likely = logprobs.get(item.request_id, ()) if logprobs else ()
-                generated = sequence.generated_token_ids
-                generated.append(token_id)
-                deltas.append(self._drawn(sequence, (token_id,), len(generated), likely))
-            elif end == sequence.num_tokens:
+                deltas.append(self._drawn(sequence, token_ids, num_generated, likely))
+            elif end == sequence.num_tokens and (is_current or sequence.request.pooling is None):
                 deltas.append(self._computed(sequence))
         return _with_scores(deltas, scores) if scores else deltas
-
-    def _process_kept(self, batch: StepBatch, result: StepResult) -> list[TokenDelta]:
-        """The KV of rejected drafts is not counted: the next step overwrites it, and no block with it is published."""
-        block_size, drawn = self._pool.block_size, iter(result.token_ids)
-        deltas: list[TokenDelta] = []
-        for item, sequence, number in zip(batch.scheduled, batch.sequences, result.num_kept, strict=True):
-            token_ids = tuple(islice(drawn, number))
-            if sequence.is_finished:
-                continue
-            sequence.generated_token_ids += token_ids
-            sequence.num_computed_tokens = end = item.start + number
-            if end >= (len(sequence.prefix_ids) + 1) * block_size:
-                self.cache_full_blocks(sequence, end)
-            likely = result.logprobs.get(item.request_id, ())
-            deltas.append(self._drawn(sequence, token_ids, sequence.num_generated_tokens, likely))
-        return deltas
 
     def commit_ahead(self, batch: StepBatch) -> None:
         """Count a batch as computed before its tokens are known: -1 - n is the placeholder of `batch.sampled[n]`."""
@@ -81,29 +77,6 @@ class ResultProcessor:
                 sequence.generated_token_ids.pop()
             if item.block_ids is sequence.block_ids:  # else it was preempted since, and nothing counts as computed
                 sequence.num_computed_tokens = item.start
-
-    def process_advanced(self, batch: StepBatch, result: StepResult) -> list[TokenDelta]:
-        """As `process`, of a batch that has advanced: the drawn tokens replace their placeholders."""
-        scores = _newly_scored(batch, result) if batch.has_logprobs else {}
-        drawn, logprobs = iter(result.token_ids), result.logprobs
-        deltas: list[TokenDelta] = []
-        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
-            token_id = next(drawn) if item.samples else None
-            if sequence.is_finished:
-                continue
-            is_current = item.block_ids is sequence.block_ids  # else it was preempted since, and the blocks are others'
-            if is_current:
-                self.cache_full_blocks(sequence, item.end)
-            if batch.has_pooling and is_current:
-                _pool(sequence, result)
-            if token_id is not None:
-                at = item.end - sequence.num_prompt_tokens
-                sequence.generated_token_ids[at] = token_id
-                likely = logprobs.get(item.request_id, ()) if logprobs else ()
-                deltas.append(self._drawn(sequence, (token_id,), at + 1, likely))
-            elif item.end == sequence.num_tokens and (is_current or sequence.request.pooling is None):
-                deltas.append(self._computed(sequence))
-        return _with_scores(deltas, scores) if scores else deltas
 
     def cache_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Let others share the blocks that are full with so many computed tokens."""
@@ -151,11 +124,6 @@ class ResultProcessor:
             num_cached_tokens=sequence.num_cached_tokens,
             embedding=embedding,
         )
-
-
-def with_times(delta: TokenDelta, times: Mapping[str, EngineTimes]) -> TokenDelta:
-    """The delta with the times of its request, if they are among these."""
-    return structs.replace(delta, times=times[delta.request_id]) if delta.request_id in times else delta
 
 
 def _pool(sequence: Sequence, result: StepResult) -> None:

@@ -105,11 +105,11 @@ class RunningSequences:
 
     def has_room_for(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether free blocks hold as many more tokens of it."""
-        return self._pool.can_allocate(self._num_missing_blocks(sequence, num_tokens))
+        return self._pool.can_allocate(self.num_missing_blocks(sequence, num_tokens))
 
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
         """Give a sequence the blocks for as many more tokens; there must be room."""
-        sequence.extend_blocks(self._pool.allocate(self._num_missing_blocks(sequence, num_tokens)))
+        sequence.extend_blocks(self._pool.allocate(self.num_missing_blocks(sequence, num_tokens)))
 
     def num_draftable(self, sequence: Sequence, *, is_short: bool) -> int:
         """How many drafts it has blocks for and may come to be; the last token that it may have is always drawn.
@@ -120,43 +120,9 @@ class RunningSequences:
         num_left = sequence.request.sampling.max_tokens - sequence.num_generated_tokens
         return min(num_slots - sequence.num_computed_tokens, num_left) - 1
 
-    def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+    def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        """How many blocks it takes to hold as many more tokens."""
         return self._pool.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.blocks)
-
-    def num_decode_steps(self) -> int:
-        """How many steps give each sequence one more token by a plain draw, before one reaches its limit or a block
-        is missing; 0 where any has more than one token to compute.
-        """
-        if not self.in_order or not all(map(_decodes_plainly, self.in_order)):
-            return 0
-        number = min(each.request.sampling.max_tokens - each.num_generated_tokens for each in self.in_order) - 1
-        while number > 0 and not self._pool.can_allocate(
-            sum(max(0, self._num_missing_blocks(each, number)) for each in self.in_order)
-        ):
-            number //= 2
-        return max(0, number)
-
-    def decode(self, num_steps: int, token_id: int, *, cache_full_block: Callable[[Sequence, int], None]) -> None:
-        """Give each sequence so many more computed tokens, and after them the same one: as many as `num_decode_steps`.
-
-        Blocks are taken, and handed to `cache_full_block` with the number of computed tokens when they are full, in the
-        order of these steps.
-        """
-        size = self._pool.block_size
-        changes: list[tuple[int, bool, int]] = []  # step, whether it is after the step, the sequence's place
-        for place, sequence in enumerate(self.in_order):
-            computed = sequence.num_computed_tokens
-            sequence.generated_token_ids.extend([token_id] * num_steps)
-            changes += [(step, False, place) for step in range(-computed % size, num_steps, size)]
-            changes += [(step, True, place) for step in range(-(computed + 1) % size, num_steps, size)]
-        for step, is_full, place in sorted(changes):
-            sequence = self.in_order[place]
-            if is_full:
-                cache_full_block(sequence, sequence.num_computed_tokens + step + 1)
-            elif self._num_missing_blocks(sequence, step + 1) > 0:
-                self.extend(sequence, step + 1)
-        for sequence in self.in_order:
-            sequence.num_computed_tokens += num_steps
 
     # ------------------------------------------------------------------ preemption
 
@@ -178,12 +144,3 @@ class RunningSequences:
                 num_slots += 1
                 num_free += sum(block.num_owners == 1 for block in running.blocks)
         return victims if num_slots > 0 and num_free >= num_blocks else []  # preempting would not help
-
-
-def _decodes_plainly(sequence: Sequence) -> bool:
-    return (
-        sequence.is_decoding
-        and sequence.has_plain_sampling
-        and sequence.matcher is None
-        and not sequence.wants_logprobs
-    )

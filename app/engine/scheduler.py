@@ -7,8 +7,7 @@ al., 2023), prefix hits, preempted and decoding sequences are one code path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Several
+from collections.abc import Iterable
 from dataclasses import replace
 
 from app.config import SchedulerConfig
@@ -24,19 +23,19 @@ from app.engine.batch import (
 )
 from app.engine.block_pool import BlockPool
 from app.engine.deadlines import Deadlines, deadline_missed
-from app.engine.length_predictor import LengthPredictor
 from app.engine.matcher import Matcher
 from app.engine.policies import SchedulingPolicy, make_policy
-from app.engine.request import EngineTimes, FinishReason, Request, SamplingParams, TokenDelta
-from app.engine.result_processor import ResultProcessor, with_times
+from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
+from app.engine.result_processor import ResultProcessor
 from app.engine.running import RunningSequences
 from app.engine.sequence import Sequence, SequenceStatus
 from app.engine.speculation.drafter import Drafter, add_drafts
-from app.engine.stats import SPEED_STEP_TOKENS, EngineMeasurements, EngineStats, MeasurementCollector, Totals
+from app.engine.stats import SPEED_STEP_TOKENS, EngineStats, Totals
 from app.engine.strategies import SchedulerView, StepPlan, make_strategy
 from app.engine.throughput import Throughput
 from app.engine.waiting_queue import WaitingQueue
 from app.errors import CarouselError
+from app.output_lengths import OutputLengths
 
 # Tokens of background prompts in one step while others are served, at most. On a GPU a step of decoding waits for
 # memory and computes so many tokens more in nearly the same time; on a CPU they are an eighth of the default step.
@@ -77,17 +76,19 @@ class Scheduler:
         self._takes_whole_prompts = takes_whole_prompts
         self._num_arrived = 0
         self._sequences: dict[str, Sequence] = {}  # waiting and running, by request id
-        self._waiting = WaitingQueue(self._policy, self._strategy.bucket_of)
+        self._waiting = WaitingQueue(self._policy.new_queue, self._strategy.bucket_of)
         self._running = RunningSequences(pool)
         self._preempted: list[Sequence] = []  # since the last step was scheduled
         self._ended: list[TokenDelta] = []  # of sequences that ended without a step, until `update` returns them
-        self._lengths = LengthPredictor()
+        # By the median: half of the refusals by a higher one would be of requests that would have met their deadlines.
+        self._lengths = OutputLengths(by_median=True)
+        self._mean_length_error = 0.0  # tokens, without sign; a moving average
         self._throughput = Throughput()
-        self._deadlines = Deadlines(self._lengths, self._throughput)
+        self._deadlines = Deadlines(self._throughput)
         self._results = ResultProcessor(pool, self._finish_complete)
-        self._measurements = MeasurementCollector()
         self._totals = Totals()
         self._last_step_at = 0.0  # when the last step's results were processed
+        self.last_step_s = 0.0  # that it took
         self._decision = SchedulingDecision()  # of the last `schedule`, until `take_decision`
 
     @property
@@ -125,29 +126,34 @@ class Scheduler:
         generated tokens. `adapter`: the request's; it is released at the end.
         """
         assert request.request_id not in self._sequences, f"request {request.request_id} was added twice"
-        sequence = self._new_sequence(request, now, matcher, adapter)
-        if sequence.deadline_at is not None:
-            chunk_tokens = self._limits.prefill_chunk_tokens
-            self._deadlines.watch(sequence, self._policy, chunk_tokens=chunk_tokens, is_idle=not self._sequences)
-        self._sequences[request.request_id] = sequence
-        self._waiting.push(sequence)
-
-    def _new_sequence(
-        self, request: Request, now: float, matcher: Matcher | None, adapter: HeldAdapter | None
-    ) -> Sequence:
-        num_predicted_tokens = self._lengths.predict(request)
+        num_expected_tokens = self._expected_tokens(request)
         sequence = Sequence(
             request=request,
             arrival=self._num_arrived,
             arrived_at=now,
             end_token_ids=self._end_token_ids(request.sampling),
-            num_predicted_tokens=request.sampling.max_tokens if num_predicted_tokens is None else num_predicted_tokens,
+            num_predicted_tokens=request.sampling.max_tokens if num_expected_tokens is None else num_expected_tokens,
             matcher=matcher,
             adapter=adapter,
         )
         sequence.order_key = self._policy.order_key(sequence)
         self._num_arrived += 1
-        return sequence
+        if sequence.deadline_at is not None:
+            self._deadlines.watch(
+                sequence,
+                self._policy,
+                chunk_tokens=self._limits.prefill_chunk_tokens,
+                num_expected_tokens=num_expected_tokens,
+                is_idle=not self._sequences,
+            )
+        self._sequences[request.request_id] = sequence
+        self._waiting.push(sequence)
+
+    def _expected_tokens(self, request: Request) -> int | None:
+        sampling = request.sampling
+        if not (sampling.ends_at_eos or sampling.stop_token_ids):
+            return sampling.max_tokens  # nothing else ends it
+        return self._lengths.expected(_kinds(request), at_least=sampling.min_tokens, at_most=sampling.max_tokens)
 
     def _end_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
         """The tokens that end generation. Requests without stop tokens of their own share one set."""
@@ -191,7 +197,9 @@ class Scheduler:
         """It has its last token."""
         self._totals.finished += 1
         self._finish(sequence)
-        self._lengths.learn(sequence.request, num_generated=num_generated, num_predicted=sequence.num_predicted_tokens)
+        self._lengths.learn(_kinds(sequence.request), num_generated)
+        error = abs(sequence.num_predicted_tokens - num_generated)
+        self._mean_length_error += 0.02 * (error - self._mean_length_error)  # of the last 50 or so
 
     def _finish(self, sequence: Sequence) -> None:
         """Every sequence passes here exactly once."""
@@ -221,13 +229,15 @@ class Scheduler:
             self._preempt(sequence)
         plan = self._strategy.plan(self._view(now))
         builder = self._new_builder(plan)
-        self._schedule_running(builder, plan.taking_part(self._running.in_order, is_ahead=is_ahead))
+        running = self._running.in_order.copy()
+        if is_ahead:  # without those that get their last token in the step before
+            # A sequence that generates nothing takes part until its prompt is computed, like every other.
+            running = [s for s in running if len(s.generated_token_ids) < (s.request.sampling.max_tokens or 1)]
+        self._schedule_running(builder, running)
         num_running = len(builder.sequences)
         # After a preemption for blocks memory is short: a sequence that joined now would be preempted next.
         wait_reason = WaitReason.BLOCKS if builder.has_preempted else self._admit(builder, plan)
         joined = builder.sequences[num_running:]
-        if joined:
-            self._measurements.joined(joined, now)
         if self.drafter is not None:
             add_drafts(builder, self.drafter, self._running, is_short=wait_reason is WaitReason.BLOCKS)
         self._note_decision(joined, wait_reason)
@@ -388,7 +398,7 @@ class Scheduler:
 
         With an empty batch only the deltas of sequences that ended without a step are returned.
         """
-        return self._process(batch, result, now, self._results.process)
+        return self._process(batch, result, now, is_ahead=False)
 
     def with_history(self, batch: StepBatch) -> StepBatch:
         """A batch that lacked history when it was scheduled, after the step before it, and before `commit_ahead`."""
@@ -414,34 +424,24 @@ class Scheduler:
 
         A sequence that ends here may be in the next batch already: the token that is drawn for it there is discarded.
         """
-        return self._process(batch, result, now, self._results.process_advanced)
+        return self._process(batch, result, now, is_ahead=True)
 
-    def _process(
-        self,
-        batch: StepBatch,
-        result: StepResult,
-        now: float,
-        process: Callable[[StepBatch, StepResult], list[TokenDelta]],
-    ) -> list[TokenDelta]:
-        """The deltas after a step: of sequences that ended without it, then those that `process` returns."""
+    def _process(self, batch: StepBatch, result: StepResult, now: float, *, is_ahead: bool) -> list[TokenDelta]:
+        """The deltas after a step: of sequences that ended without it, then those of its own."""
         num_drawn, num_sampled = len(result.token_ids), sum(result.num_kept) or len(batch.sampled)
         assert num_drawn == num_sampled, f"{num_drawn} tokens for {num_sampled} sequences"
         self._finish_overdue(now)  # a token that arrives after the deadline is not delivered
         deltas, self._ended = self._ended, []
         if batch:
             num_ended = len(deltas) - self._totals.finished
-            processed = process(batch, result)
+            processed = self._results.process(batch, result, is_ahead=is_ahead)
             self._totals.generated_tokens += sum([len(delta.token_ids) for delta in processed])
-            times = self._note_step(batch, result, now, num_ended=num_ended + self._totals.finished)
-            deltas += [with_times(each, times) for each in processed] if times else processed
+            self._note_step(batch, result, now, num_ended=num_ended + self._totals.finished)
+            deltas += processed
         return deltas
 
-    def _note_step(self, batch: StepBatch, result: StepResult, now: float, *, num_ended: int) -> dict[str, EngineTimes]:
-        """Count a computed step; returns the times of the requests that have their first token by it."""
-        times = self._count_step(
-            now, began_at=batch.began_at, num_tokens=batch.num_scheduled_tokens, num_sequences=len(batch.sequences),
-            num_ended=num_ended,
-        )  # fmt: skip
+    def _note_step(self, batch: StepBatch, result: StepResult, now: float, *, num_ended: int) -> None:
+        self._count_step(now, began_at=batch.began_at, num_tokens=batch.num_scheduled_tokens, num_ended=num_ended)
         if batch.has_drafts:
             self._totals.drafted_tokens += batch.num_scheduled_tokens - len(batch.sequences)
             self._totals.accepted_tokens += len(result.token_ids) - len(batch.sequences)
@@ -450,44 +450,12 @@ class Scheduler:
         self._policy.computed(batch, result.num_kept)
         if not len(self._running):
             self._strategy.emptied(now)
-        return times
 
-    def _count_step(
-        self, now: float, *, began_at: float, num_tokens: int, num_sequences: int, num_ended: int
-    ) -> dict[str, EngineTimes]:
+    def _count_step(self, now: float, *, began_at: float, num_tokens: int, num_ended: int) -> None:
         self._totals.steps += 1
-        step_s = now - max(began_at, self._last_step_at)  # a step ahead begins while the one before it runs
+        self.last_step_s = now - max(began_at, self._last_step_at)  # a step ahead begins while the one before it runs
         self._last_step_at = now
-        self._throughput.note_step(step_s, num_tokens=num_tokens, num_ended=num_ended)
-        return self._measurements.stepped(
-            now, num_tokens=num_tokens, num_sequences=num_sequences, step_s=step_s, settings=self._settings
-        )
-
-    # ------------------------------------------------------------------ many steps at once
-
-    def num_decode_steps(self) -> int:
-        """How many of the next steps can only give each running sequence one more token, if no drawn token ends it.
-
-        0: the next step may have something to decide, or ends a sequence by its limit.
-        """
-        is_plain = not (len(self._waiting) or self._ended or self._policy.counts_steps or self.drafter)
-        if not is_plain or self._deadlines.next_at is not None:
-            return 0
-        return self._running.num_decode_steps()
-
-    def decode(self, ends_at: Several[float], *, token_id: int) -> None:
-        """Compute as many of these steps, which end at these times: each draws `token_id` for each running sequence.
-
-        Changes what `schedule` and `update` would change step by step, but for `take_decision`; no batch may be between
-        the two. For simulations.
-        """
-        num_sequences = len(self._running)
-        self._running.decode(len(ends_at), token_id, cache_full_block=self._results.cache_full_blocks)
-        self._totals.generated_tokens += num_sequences * len(ends_at)
-        for at in ends_at:
-            self._count_step(
-                at, began_at=self._last_step_at, num_tokens=num_sequences, num_sequences=num_sequences, num_ended=0
-            )
+        self._throughput.note_step(self.last_step_s, num_tokens=num_tokens, num_ended=num_ended)
 
     # ------------------------------------------------------------------ between two steps
 
@@ -508,7 +476,7 @@ class Scheduler:
             waiting = self._waiting.take_all()
             self._policy = make_policy(config.policy) if is_new_policy else self._policy
             self._strategy = make_strategy(config.strategy) if is_new_strategy else self._strategy
-            self._waiting = WaitingQueue(self._policy, self._strategy.bucket_of)
+            self._waiting = WaitingQueue(self._policy.new_queue, self._strategy.bucket_of)
             self._running.reorder(self._policy.order_key)
             for sequence in waiting:
                 sequence.order_key = self._policy.order_key(sequence)
@@ -535,7 +503,7 @@ class Scheduler:
             num_staying_background=0 if self._strategy.joins_any_step else self._running.num_background,
             estimated_wait_s=self._estimated_wait_s(),
             ended_per_s=self._throughput.ended_per_s,
-            mean_length_error_tokens=self._lengths.mean_error_tokens,
+            mean_length_error_tokens=self._mean_length_error,
             num_free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
             block_size=self._pool.block_size,
@@ -555,13 +523,14 @@ class Scheduler:
             total_missed=totals.missed,
         )
 
-    def measurements(self) -> EngineMeasurements:
-        """All measurements so far. Any thread may call: each value read here is replaced or counted as a whole."""
-        return self._measurements.snapshot(
-            max_running=self._limits.max_running,
-            block_size=self._pool.block_size,
-            num_outstanding_tokens=self._waiting.work + sum([each.remaining_work for each in list(self._running)]),
-        )
+    @property
+    def num_outstanding_tokens(self) -> int:
+        """Still to compute for all requests: prompts, and outputs as far as predicted. Any thread may read it."""
+        return self._waiting.work + sum([each.remaining_work for each in list(self._running)])
+
+    @property
+    def block_size(self) -> int:
+        return self._pool.block_size
 
     def _estimated_wait_s(self) -> float:
         """How long a request that arrives now waits before it joins."""
@@ -596,3 +565,9 @@ class Scheduler:
         if not tokens_per_s:
             return 0.0
         return max(num_tokens / tokens_per_s, 1.0 / ended_per_s if ended_per_s else 0.0)
+
+
+def _kinds(request: Request) -> tuple[tuple[str | None, int], ...]:
+    """What requests with outputs of a like length have in common: tenant and power of two of the prompt's length."""
+    length_class = len(request.prompt_token_ids).bit_length()
+    return (request.tenant, length_class), (None, length_class)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
 import msgspec
+from msgspec import structs
 
+from app.config import SchedulerConfig
 from app.engine.adapter_store import AdapterStats
+from app.engine.batch import SchedulingDecision, StepBatch, StepLimits
 from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram
+from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import EngineTimes
 from app.engine.sequence import Sequence
 from app.engine.tuner import Tuning
@@ -119,10 +122,12 @@ class EngineMeasurements:
     sleep: SleepStats | None = None  # None where the engine never sleeps
 
 
-class MeasurementCollector:
+class MeasurementCollector(StepObserver):
     """Fills the distributions. Costs a bisection for each step and each request."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, settings: str) -> None:
+        """`settings`: the version of those in force."""
+        self._settings = settings
         self._queue_s = Histogram(SECONDS)
         self._prefill_s = Histogram(SECONDS)
         self._step_s = Histogram(SECONDS)
@@ -130,26 +135,35 @@ class MeasurementCollector:
         self._step_requests = Histogram(SMALL_NUMBERS)
         self._prefilling: list[tuple[Sequence, int, float]] = []  # with tokens and time when they joined
 
-    def joined(self, sequences: Several[Sequence], now: float) -> None:
-        """These sequences joined a step at `now`, some of them perhaps again after a preemption."""
-        for sequence in sequences:
-            if sequence.num_preemptions == 0:
-                self._queue_s.observe(now - sequence.arrived_at)
-                self._prefilling.append((sequence, sequence.num_generated_tokens, now))
+    def reconfigured(self, config: SchedulerConfig) -> None:
+        self._settings = config.version
 
-    def stepped(
-        self, now: float, *, num_tokens: int, num_sequences: int, step_s: float, settings: str
-    ) -> dict[str, EngineTimes]:
-        """A step has ended under these settings, and its results are processed.
+    def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
+        for sequence in decision.joined:
+            if sequence.num_preemptions == 0:  # else it has joined before
+                self._queue_s.observe(batch.began_at - sequence.arrived_at)
+                self._prefilling.append((sequence, sequence.num_generated_tokens, batch.began_at))
 
-        Returns the times of the requests that it gave their first token, or that it ended without one, by their ids.
-        """
-        self._step_s.observe(step_s)
+    def step_ended(self, step: EndedStep) -> None:
+        """Adds their times to the deltas of requests that got their first token, or that ended without one."""
+        if not step.batch:
+            return
+        self.note_step(
+            step.seconds, num_tokens=step.batch.num_scheduled_tokens, num_sequences=len(step.batch.sequences)
+        )
+        if self._prefilling and (times := self._note_first_tokens(step.at)):
+            step.deltas[:] = [
+                structs.replace(each, times=times[each.request_id]) if each.request_id in times else each
+                for each in step.deltas
+            ]
+
+    def note_step(self, seconds: float, *, num_tokens: int, num_sequences: int) -> None:
+        """Measure the size and the time of a step."""
+        self._step_s.observe(seconds)
         self._step_tokens.observe(num_tokens)
         self._step_requests.observe(num_sequences)
-        return self._note_first_tokens(now, settings) if self._prefilling else {}
 
-    def _note_first_tokens(self, now: float, settings: str) -> dict[str, EngineTimes]:
+    def _note_first_tokens(self, now: float) -> dict[str, EngineTimes]:
         still, times = [], {}
         for sequence, num_tokens, joined_at in self._prefilling:
             new = sequence.generated_token_ids[num_tokens : num_tokens + 1]
@@ -158,16 +172,25 @@ class MeasurementCollector:
                 self._prefill_s.observe(now - joined_at)
             if has_token or sequence.is_finished:
                 queue_s = joined_at - sequence.arrived_at
-                times[sequence.request.request_id] = EngineTimes(queue_s, now - joined_at, settings)
+                times[sequence.request.request_id] = EngineTimes(queue_s, now - joined_at, self._settings)
             else:
                 still.append((sequence, num_tokens, joined_at))
         self._prefilling = still
         return times
 
-    def snapshot(self, *, max_running: int, block_size: int, num_outstanding_tokens: int) -> EngineMeasurements:
-        """The distributions now, with the scheduler's numbers."""
+    def snapshot(
+        self,
+        limits: StepLimits,
+        *,
+        block_size: int,
+        num_outstanding_tokens: int,
+        num_padding_tokens: int,
+        tuning: Tuning | None,
+        adapters: AdapterStats | None,
+    ) -> EngineMeasurements:
+        """The distributions now, with what others know. Any thread may call: each value is counted as a whole."""
         return EngineMeasurements(
-            max_running=max_running,
+            max_running=limits.max_running,
             block_size=block_size,
             num_outstanding_tokens=num_outstanding_tokens,
             queue_s=self._queue_s.snapshot(),
@@ -175,4 +198,7 @@ class MeasurementCollector:
             step_s=self._step_s.snapshot(),
             step_tokens=self._step_tokens.snapshot(),
             step_requests=self._step_requests.snapshot(),
+            num_padding_tokens=num_padding_tokens,
+            tuning=tuning,
+            adapters=adapters,
         )

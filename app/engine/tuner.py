@@ -8,15 +8,19 @@ steps. As steps are estimated, not tried, a change of traffic needs no search.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil, exp, inf, log
 
-from app.config import SchedulerConfig
+from app.config import SchedulerConfig, TargetsConfig
 from app.engine.batch import StepBatch, StepLimits
+from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import TokenDelta
+
+logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0  # between two decisions
 WINDOW_S = 30.0  # of the percentiles that are compared with the targets
@@ -66,11 +70,15 @@ class Tuning:
         return self.is_missed and self.reason is not TuningReason.UNREACHABLE
 
 
-class Tuner:
+class Tuner(StepObserver):
     """One engine's controller. What it decides depends on the steps and times that it gets, and on nothing else."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        """The settings must have targets."""
+    def __init__(
+        self, config: SchedulerConfig, *, running: Sequence[object], limit: Callable[[StepLimits], None]
+    ) -> None:
+        """The settings must have targets. `running`: the engine's list of what runs. `limit` sets its limits."""
+        self._running = running
+        self._limit = limit
         targets = config.targets
         assert targets is not None, "without targets there is nothing to hold"
         self._itl_s = inf if targets.itl_p99_ms is None else targets.itl_p99_ms / 1e3
@@ -86,23 +94,25 @@ class Tuner:
         self._due_at: float | None = None
         self._is_unreachable = False
         self.tuning = Tuning(limits=self._highest, step_s=self._planned_s()[0])
+        self._teller = _Teller(targets)
 
-    def stepped(
-        self, batch: StepBatch, deltas: Sequence[TokenDelta], *, at: float, num_running: int
-    ) -> StepLimits | None:
-        """A step has ended with these deltas, `at` the time of the engine's clock; returns other limits, if any.
-
-        `num_running` requests go on.
-        """
-        if batch:
-            self._note(batch, deltas, at)
+    def step_ended(self, step: EndedStep) -> None:
+        at, num_running = step.at, len(self._running)
+        if step.batch:
+            self._note(step.batch, step.deltas, at)
         self._last_end = at if num_running else None
         if self._due_at is not None and at < self._due_at:
-            return None
+            return
         is_first, self._due_at = self._due_at is None, at + PERIOD_S
-        return None if is_first else self._update(at, num_running)
+        if is_first:
+            return
+        limits = self._update(at, num_running)
+        if limits is not None:
+            self._limit(limits)
+        self._teller.tell(self.tuning, at)
 
     def _note(self, batch: StepBatch, deltas: Sequence[TokenDelta], at: float) -> None:
+        # Requests that go on wait from the end of one step to that of the next.
         seconds = at - (batch.began_at if self._last_end is None else self._last_end)
         num_tokens, num_sequences = batch.num_scheduled_tokens, len(batch.sequences)
         # Tokens that come together have one gap before them.
@@ -183,6 +193,32 @@ def _settled(current: StepLimits, wanted: StepLimits, highest: StepLimits) -> St
         for old, new, top in zip(current, wanted, highest, strict=True)
     )
     return StepLimits(tokens, min(chunk, tokens), min(running, tokens))
+
+
+class _Teller:
+    """Logs other limits, from time to time, and once that the targets are out of reach."""
+
+    _EVERY_S = 10.0  # at most
+
+    def __init__(self, targets: TargetsConfig) -> None:
+        self._targets = targets
+        self._has_told_of_reach = False
+        self._num_changes_told, self._tells_at = 0, -inf
+
+    def tell(self, tuning: Tuning, at: float) -> None:
+        if tuning.reason is TuningReason.UNREACHABLE and not self._has_told_of_reach:
+            self._has_told_of_reach = True
+            logger.warning(
+                "%s cannot be held: even the smallest steps take longer; steps of up to %.3g ms are planned instead",
+                self._targets, 1000 * tuning.step_s,
+            )  # fmt: skip
+        if tuning.num_changes > self._num_changes_told and at >= self._tells_at:
+            self._num_changes_told, self._tells_at = tuning.num_changes, at + self._EVERY_S
+            logger.info(
+                "limits are now %s, because of %s (change %d); p99 in the last %.0f s: TTFT %.3g s, ITL %.3g ms",
+                tuning.limits._asdict(), tuning.reason, tuning.num_changes, WINDOW_S, tuning.ttft_p99_s,
+                1000 * tuning.itl_p99_s,
+            )  # fmt: skip
 
 
 class _MemoryLimit:

@@ -7,24 +7,42 @@ from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush, nsmallest
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from app.engine.sequence import Sequence, SequenceStatus
-
-if TYPE_CHECKING:
-    from app.engine.policies import SchedulingPolicy
 
 KeyT = TypeVar("KeyT")
 
 MAX_SORTED = 1000  # of a bucket, by `WaitingQueue.first`: half a millisecond
 
 
+class PolicyQueue(Protocol):
+    """Waiting sequences in a policy's order."""
+
+    def push(self, sequence: Sequence) -> None: ...
+
+    def peek(self) -> Sequence:
+        """The next to join. The queue must not be empty."""
+        ...
+
+    def pop(self) -> Sequence:
+        """Take out the next to join. The queue must not be empty."""
+        ...
+
+    def note_finished(self, sequence: Sequence) -> None:
+        """Account for a sequence inside that has just become finished."""
+        ...
+
+
 class WaitingQueue:
     """Every waiting sequence, with totals. Push, pop and peek cost no more when more sequences wait."""
 
-    def __init__(self, policy: SchedulingPolicy, bucket_of: Callable[[Sequence], int]) -> None:
-        """`bucket_of` gives the number of a sequence's bucket, always the same for the same sequence."""
-        self._policy = policy
+    def __init__(self, new_queue: Callable[[], PolicyQueue], bucket_of: Callable[[Sequence], int]) -> None:
+        """`new_queue` makes an empty queue in the policy's order.
+
+        `bucket_of` gives the number of a sequence's bucket, always the same for the same sequence.
+        """
+        self._new_queue = new_queue
         self._bucket_of = bucket_of
         self._buckets: dict[int, Bucket] = {}  # created when first used
         self._num_waiting = 0
@@ -45,7 +63,7 @@ class WaitingQueue:
         """One bucket; it may be empty."""
         bucket = self._buckets.get(number)
         if bucket is None:
-            bucket = self._buckets[number] = Bucket(number, self._policy)
+            bucket = self._buckets[number] = Bucket(number, self._new_queue())
         return bucket
 
     def push(self, sequence: Sequence) -> None:
@@ -99,9 +117,9 @@ class WaitingQueue:
 class Bucket:
     """Sequences that may share a batch, in the policy's order, and which of them has waited longest."""
 
-    def __init__(self, number: int, policy: SchedulingPolicy) -> None:
+    def __init__(self, number: int, queue: PolicyQueue) -> None:
         self.number = number
-        self.queue = policy.new_queue()
+        self.queue = queue
         self.num_waiting = 0
         self.num_tokens = 0  # of prompts
         self._by_age: deque[Sequence] = deque()  # the oldest first; sequences that have left are removed at the front

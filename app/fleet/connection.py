@@ -220,7 +220,6 @@ class FrameReader(asyncio.Protocol):
         self.end(exc)
 
     def _check(self, frame: Frame) -> None:
-        """Raise ReplicaLost when frames are missing before this one, or the replica hangs."""
         if frame.number != self._next_number:
             raise ReplicaLost(f"frame {self._next_number} is missing, {frame.number} came", reason="gap")
         self._next_number += 1

@@ -255,7 +255,6 @@ class Fleet:
         return _SUSPECT_PAUSE_S * self._culprits.losses_without_progress(request_id)
 
     def _is_recent(self, in_flight: InFlightRequest, now: float) -> bool:
-        """Whether a replica was lost under this request not long ago."""
         return in_flight.lost_at is not None and now - in_flight.lost_at <= self._limits.place_timeout_s
 
     async def _wait_for_room(self, in_flight: InFlightRequest, full: Overloaded) -> None:
@@ -276,7 +275,6 @@ class Fleet:
         return found
 
     def _is_open(self, replica_id: str) -> bool:
-        """Whether a replica takes messages now. Once the fleet is closed, none does."""
         connection = self._connections.get(replica_id)
         return connection is not None and connection.is_open
 
@@ -317,7 +315,6 @@ class Fleet:
             waking.cancel()
 
     def _note_change(self) -> None:
-        """Have all requests that wait for a replica look again."""
         self._changed.set()
         self._changed.clear()
 
@@ -348,7 +345,6 @@ class Fleet:
         )
 
     def _begun(self, replica_id: str) -> None:
-        """A replica's first frame has come on a new stream."""
         if self._on_view is not None:
             self._tell_watching(replica_id)
         self._note_change()
@@ -362,7 +358,6 @@ class Fleet:
             self._on_view(replica_id, view)
 
     def _close_if_idle(self, replica_id: str) -> None:
-        """Close the connection to a replica that leaves, once it has no request of this process any more."""
         if not any(each.replica_id == replica_id for each in self._in_flight.values()):
             self._close_connection(replica_id)
 

@@ -16,7 +16,6 @@ from app.fleet.dispatch import (
     DispatchPolicy,
     GroupChooser,
     Ledger,
-    OutputLengths,
     PrefixIndex,
     ReplicaReport,
     RequestSize,
@@ -24,6 +23,7 @@ from app.fleet.dispatch import (
     near_adapter,
     of_group,
 )
+from app.output_lengths import OutputLengths
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class ReplicaRegistry:
         self.replica_ids: Collection[str] = ()
         self._ledger = Ledger()
         self.progress = self._ledger.progress  # new tokens of a request have come
-        self._lengths = OutputLengths()
+        self._lengths = OutputLengths(by_median=False)  # work is added up
         self._sessions = Sessions()
         self._prefixes: PrefixIndex | None = None  # from the first report on, which says how much KV memory there is
         self._adapters_sent: dict[str, str] = {}  # the replica that the last request with an adapter went to
@@ -82,10 +82,11 @@ class ReplicaRegistry:
             session_replica_id=self._sessions.replica_of(session) if session else None,
         )
         considered = self._considered(candidates, group, avoid, request=request)
-        num_generated = len(request.generated_token_ids)
+        num_generated, max_tokens = len(request.generated_token_ids), request.sampling.max_tokens
+        expected = self._lengths.expected((max_tokens.bit_length(), None), at_most=max_tokens)
         size = RequestSize(
             num_prompt_tokens=len(request.prompt_token_ids) + num_generated,
-            num_expected_tokens=max(1, self._lengths.expected_tokens(request.sampling.max_tokens) - num_generated),
+            num_expected_tokens=max(1, (expected or max_tokens) - num_generated),
         )
         if request.adapter is not None:
             considered = near_adapter(considered, size, self._replicas_with(request.adapter))
@@ -142,7 +143,6 @@ class ReplicaRegistry:
         return found
 
     def _replicas_with(self, adapter: Adapter) -> set[str]:
-        """Those that have an adapter loaded, or are loading it for a request that has just been sent."""
         found = {each for each, report in self.reports.items() if adapter.digest in (report.adapters or ())}
         return found | {self._adapters_sent.get(adapter.digest, "")}
 
@@ -150,7 +150,7 @@ class ReplicaRegistry:
         """A request has ended, in whatever way; `num_generated`: after so many tokens of its limit, or by a stop."""
         self._ledger.end(request_id)
         if num_generated is not None:
-            self._lengths.learn(max_tokens, num_generated)
+            self._lengths.learn((max_tokens.bit_length(), None), num_generated)  # of like limits, and of all
 
     def _overloaded(self, problem: str, request: Request) -> Overloaded:
         """The error for a caller when no replica can take its request: why, and when to come back."""

@@ -25,11 +25,11 @@ from app.config import BatchesConfig
 from app.disk import OneThread
 from app.errors import described, traceback_of
 from app.jobs.catalog import Catalog
-from app.jobs.executors import BatchWork, FleetExecution
+from app.jobs.executors import FleetExecution
 from app.jobs.files import FileStore
 from app.jobs.items import InputRules, OpenFile, check, pieces_of, read_items
-from app.jobs.job import OUTPUT_PURPOSE, Counts, Item, ItemError, ItemResult, Job, JobState, StoredFile, counted
-from app.jobs.outputs import BatchFiles, KeptFile, write_batch_files
+from app.jobs.job import Counts, Item, ItemError, ItemResult, Job, JobState, StoredFile, counted
+from app.jobs.outputs import BatchFiles, write_batch_files
 from app.jobs.results import ResultStore
 from app.jobs.runner import read_in_thread
 from app.jobs.service import BatchLimits
@@ -89,13 +89,11 @@ class BatchRunner:
         limits: BatchLimits,
         config: BatchesConfig,
         clock: Callable[[], float],
-        expiry: Callable[[], float],
         on_end: Callable[[], None],
     ) -> None:
         """`catalog` is used in `thread` only; stores of results are folders in `folder`, by the batches' ids.
 
-        `clock` gives seconds since 1970, `expiry` those by which batches expire. `on_end` is called at
-        each end of a batch.
+        `clock` gives seconds since 1970. `on_end` is called at each end of a batch.
         """
         self._catalog = catalog
         self._files = files
@@ -105,9 +103,8 @@ class BatchRunner:
         self._limits = limits
         self._config = config
         self._clock = clock
-        self._expiry = expiry
         self._on_end = on_end
-        self._rate = TokenRate(clock)
+        self.rate = TokenRate(clock)  # output tokens of items
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._owners: dict[str, str] = {}  # by the batch's id, as all here
         # By owner: reading or writing whole files takes seconds of a thread, and all owners share the threads.
@@ -141,14 +138,6 @@ class BatchRunner:
         """Batches that wait for the storage."""
         return len(self._pauses)
 
-    def num_in_flight(self, owner: str) -> int:
-        """Items of this owner that are computed."""
-        return self._execution.num_in_flight(owner)
-
-    def tokens_per_second(self, owner: str) -> float:
-        """Output tokens of this owner's items over the last minute."""
-        return self._rate.per_second(owner)
-
     def counts(self, job_id: str) -> Counts | None:
         """What has come of a batch that has begun and not ended."""
         results = self._results.get(job_id)
@@ -160,7 +149,7 @@ class BatchRunner:
         Returns the batches that have not ended.
         """
         # What is there before what is kept: nothing of a process that has taken the folder since can be removed.
-        there = await asyncio.to_thread(_names_in, self._folder)
+        there = {path.name for path in await asyncio.to_thread(lambda: [*self._folder.glob("*")])}
         unfinished = await self._thread.run(self._catalog.unfinished)
         for name in there - {job.id for job in unfinished}:
             await asyncio.to_thread(shutil.rmtree, self._folder / name, ignore_errors=True)
@@ -231,7 +220,6 @@ class BatchRunner:
             await self._finish(job, _ENDS[job.status])
 
     async def _fail(self, job_id: str) -> None:
-        """End a batch on which the server has failed, with what is done."""
         job = await self._thread.run(self._catalog.job, job_id)
         if not job.status.has_ended:
             await self._finish(job, JobState.FAILED, errors=(_SERVER_ERROR,))
@@ -275,9 +263,8 @@ class BatchRunner:
         """Whether every item has ended. While there is no room for results nothing runs."""
         is_done = results.is_complete
         stopped = asyncio.create_task(self._stops[job.id].wait())
-        latest = time.monotonic() + job.expires_at - job.created_at
         try:
-            while not is_done and not stopped.done() and (left_s := self._left_s(job, latest)) > 0:
+            while not is_done and not stopped.done() and (left_s := job.expires_at - self._clock()) > 0:
                 if self._is_paused(job.id, await self._shortage(job, results)):
                     await asyncio.wait({stopped}, timeout=min(left_s, STORAGE_PAUSE_S))
                 else:
@@ -287,15 +274,11 @@ class BatchRunner:
             stopped.cancel()
             await asyncio.gather(stopped, return_exceptions=True)
 
-    def _left_s(self, job: Job, latest: float) -> float:
-        """Until a batch expires; at `latest` (monotonic) its whole time is over, by whatever clock its end was set."""
-        return min(job.expires_at - self._expiry(), latest - time.monotonic())
-
     async def _run_while_room(
         self, job: Job, results: ResultStore, stopped: asyncio.Task[Any], timeout_s: float
     ) -> bool:
         """Whether every item has ended before there is no room, or the batch is stopped, or the time is over."""
-        run = asyncio.create_task(self._execution.run(self._work_of(job, results)))
+        run = asyncio.create_task(self._compute(job, results))
         full = asyncio.create_task(self._until_full(job, results))
         try:
             await asyncio.wait({run, full, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -315,7 +298,6 @@ class BatchRunner:
                 return
 
     async def _shortage(self, job: Job, results: ResultStore) -> str | None:
-        """Why there is no room for more results, which are written once more at the batch's end."""
         of_share = shortage_of_share(self._config.max_total_bytes, self.stored_bytes(), job.owner)
         return of_share or await asyncio.to_thread(
             shortage_of_disk, self._folder, results.num_bytes, share_of_reserve=_RESERVE_OF_WORK
@@ -341,20 +323,14 @@ class BatchRunner:
                 "batch %s: the storage failed, and is tried again every %g s: %s", job_id, STORAGE_PAUSE_S, reason
             )
 
-    def _work_of(self, job: Job, results: ResultStore) -> BatchWork:
-        async def pieces() -> AsyncGenerator[list[Item], None]:
+    async def _compute(self, job: Job, results: ResultStore) -> None:
+        async def unfinished() -> AsyncGenerator[list[Item], None]:
             items = read_items(self._opener(job), self._rules(job))
-            async with aclosing(read_in_thread(pieces_of(items))) as read:
-                async for piece in read:
+            async with aclosing(read_in_thread(pieces_of(items))) as pieces:
+                async for piece in pieces:
                     yield [item for item in piece if item.number not in results.ended]
 
-        return BatchWork(
-            job=job,
-            results=results,
-            pieces=pieces,
-            on_results=self._count,
-            on_tokens=partial(self._rate.add, job.owner),
-        )
+        await self._execution.run(job, results, unfinished, self._count, partial(self.rate.add, job.owner))
 
     def _count(self, results: Sequence[ItemResult]) -> None:
         num_failed = sum(result.is_error for result in results)
@@ -366,14 +342,8 @@ class BatchRunner:
         with closing(results):
             await self._room_for_files(job, results)
             async with self._turns[job.owner]:
-                written = await asyncio.to_thread(self._write_files, job, end, results)
-            now = self._now()
-            keep_s = job.output_expires_after_s or self._config.keep_s
-            files = [
-                _stored(file, job, f"{job.id}_{kind}.jsonl", now, keep_s)
-                for kind, file in (("output", written.output), ("error", written.errors))
-                if file is not None
-            ]
+                written = await asyncio.to_thread(self._write_files, job, end, results, self._now())
+            files = [file for file in (written.output, written.errors) if file is not None]
             try:
                 await self._thread.run(
                     self._catalog.end_job,
@@ -384,7 +354,7 @@ class BatchRunner:
                     error_file_id=written.errors and written.errors.id,
                     **counted(results.counts),
                     **changes,
-                    **{f"{end.value}_at": now},
+                    **{f"{end.value}_at": self._now()},
                 )
             except STORAGE_FAILURES:
                 await self._delete_unknown(job, files)
@@ -393,7 +363,6 @@ class BatchRunner:
         await asyncio.to_thread(shutil.rmtree, self._folder / job.id, ignore_errors=True)
 
     async def _room_for_files(self, job: Job, results: ResultStore) -> None:
-        """Returns when the disk has room for the output files, which need as much as the results."""
         look = partial(shortage_of_disk, self._folder, results.num_bytes, share_of_reserve=_RESERVE_OF_FILES)
         while True:
             if not self._is_paused(job.id, await asyncio.to_thread(look)):
@@ -407,9 +376,10 @@ class BatchRunner:
             if file.id not in (ended.output_file_id, ended.error_file_id):
                 await asyncio.to_thread(self._files.delete, file.id)
 
-    def _write_files(self, job: Job, end: JobState, results: ResultStore) -> BatchFiles:
+    def _write_files(self, job: Job, end: JobState, results: ResultStore, now: int) -> BatchFiles:
+        keep_s = job.output_expires_after_s or self._config.keep_s
         with closing(read_items(self._opener(job), self._rules(job))) as items:
-            return write_batch_files(job, end, results, items, self._files)
+            return write_batch_files(job, end, results, items, self._files, now=now, keep_s=keep_s)
 
     async def _open_results(self, job: Job) -> ResultStore:
         results = await asyncio.to_thread(ResultStore, self._folder / job.id, job.num_items)
@@ -418,7 +388,6 @@ class BatchRunner:
         return results
 
     async def _change(self, job: Job, **changes: object) -> Job:
-        """Change the batch unless it was cancelled meanwhile; the batch as it is then."""
         return await self._thread.run(self._catalog.change_job, job.id, job.status, **changes)
 
     def _opener(self, job: Job) -> OpenFile:
@@ -436,19 +405,3 @@ class BatchRunner:
 _SERVER_ERROR = ItemError(code="server_error", message="the server failed on this batch; its log has the reason")
 
 _STORAGE_FAILED = ItemError(code="storage_failed", message="the server cannot use its storage now, and tries again")
-
-
-def _stored(file: KeptFile, job: Job, name: str, now: int, keep_s: int | None) -> StoredFile:
-    return StoredFile(
-        id=file.id,
-        owner=job.owner,
-        bytes=file.num_bytes,
-        created_at=now,
-        expires_at=None if keep_s is None else now + keep_s,
-        filename=name,
-        purpose=OUTPUT_PURPOSE,
-    )
-
-
-def _names_in(folder: Path) -> set[str]:
-    return {each.name for each in folder.iterdir()} if folder.exists() else set()

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import InvalidSetup, NotFound
-from app.jobs.expiry_clock import SeenTime
 from app.jobs.job import ItemError, Job, JobState, StoredFile
 from app.jobs.service import PageOf
 from app.jobs.space import MIN_CHARGED_BYTES
@@ -43,7 +42,6 @@ CREATE INDEX IF NOT EXISTS files_by_owner ON files (owner);
 CREATE INDEX IF NOT EXISTS files_by_expiry ON files (expires_at);
 CREATE TABLE IF NOT EXISTS service (one INTEGER PRIMARY KEY CHECK (one = 1), generation NOT NULL);
 INSERT OR IGNORE INTO service VALUES (1, 0);
-CREATE TABLE IF NOT EXISTS seen_time (one INTEGER PRIMARY KEY CHECK (one = 1), at NOT NULL, doubted_s NOT NULL);
 {SCHEMA}
 PRAGMA user_version = {_VERSION};
 """
@@ -88,16 +86,6 @@ class Catalog:
         [generation] = self._connection.execute("SELECT generation FROM service").fetchone()
         if generation != self._generation:
             raise Superseded(f"{self._path} was opened by another process; this one, number {self._generation}, stops")
-
-    def seen_time(self) -> SeenTime | None:
-        """What the last process has noted; None where none has."""
-        row = self._row("SELECT at, doubted_s FROM seen_time", ())
-        return None if row is None else SeenTime(*row)
-
-    def note_time(self, seen: SeenTime) -> None:
-        """For the next process."""
-        with self._transaction():
-            self._connection.execute("INSERT OR REPLACE INTO seen_time VALUES (1, ?, ?)", (seen.at, seen.doubted_s))
 
     # Files
 
@@ -286,7 +274,6 @@ class Catalog:
 
 
 def _value(value: Any) -> Any:
-    """A field as SQLite keeps it."""
     if isinstance(value, JobState):
         return value.value
     if isinstance(value, tuple):
@@ -315,7 +302,6 @@ def _job(row: sqlite3.Row) -> Job:
 
 
 def _sums(row: sqlite3.Row) -> Job:
-    """A batch that stands for all of a status."""
     counts = {name: row[name] for name in _COUNTS}
     status = JobState(row["status"])
     return Job(id="", owner="", endpoint="", input_file_id="", status=status, created_at=0, expires_at=0, **counts)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from app.errors import EngineStopped, Overloaded, Unavailable
@@ -17,7 +16,7 @@ from app.fair import FairQueue
 from app.jobs.job import Answer, Answered, Item, ItemOrigin, ItemResult, Job
 from app.jobs.outputs import BatchFormat
 from app.jobs.results import ResultStore
-from app.jobs.runner import Executor, JobRun
+from app.jobs.runner import Executor, JobRun, Source
 
 TICK_S = 0.1
 BEGUN_AFTER_S = 1.0  # an item that was not refused by then is computed
@@ -28,17 +27,6 @@ MAX_PAUSE_S = 30.0  # a full fleet is asked again after at most so long
 TRY_EVERY_S = 0.2
 _MIN_READ_AHEAD = 16  # items
 _FLEET = 0  # the one engine that the backlog of a `FleetExecutor` knows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchWork:
-    """A batch as its execution sees it."""
-
-    job: Job
-    results: ResultStore
-    pieces: Callable[[], AsyncGenerator[list[Item], None]]  # the items that have not ended, some at a time
-    on_results: Callable[[Sequence[ItemResult]], None]
-    on_tokens: Callable[[int], None]
 
 
 class FleetExecution:
@@ -59,21 +47,21 @@ class FleetExecution:
         """Items of this owner that are computed."""
         return sum(executor.num_sent for each, executor in self._executors.values() if each == owner)
 
-    async def run(self, work: BatchWork) -> None:
+    async def run(
+        self,
+        job: Job,
+        results: ResultStore,
+        source: Source[Item],
+        on_results: Callable[[Sequence[ItemResult]], None],
+        on_tokens: Callable[[int], None],
+    ) -> None:
         """Return when every item has ended. Cancelled, it leaves what has not ended to a later run."""
-        job = work.job
         form = BatchFormat(job.id)
-        run = JobRun[Item](
-            work.results,
-            form.invalid,
-            on_results=work.on_results,
-            on_tokens=work.on_tokens,
-            deaths=work.results.deaths,
-        )
+        run = JobRun[Item](results, form.invalid, on_results=on_results, on_tokens=on_tokens, deaths=results.deaths)
         executor = FleetExecutor(run, self, job, form)
         self._executors[job.id] = job.owner, executor
         try:
-            await run.run(executor, work.pieces)
+            await run.run(executor, source)
         finally:
             del self._executors[job.id]
 
@@ -147,7 +135,6 @@ class FleetExecutor(Executor[Item]):
         return has_room and self._backlog.has_items_for(_FLEET, input_is_over=self._input_is_over)
 
     async def _has_slot(self) -> bool:
-        """Whether there is a slot for the next item; if not, the loop is woken once there is."""
         if self._next_slot is None and not self._slots.locked():
             await self._slots.acquire(self._job.owner)  # at once
             return True
@@ -171,7 +158,6 @@ class FleetExecutor(Executor[Item]):
                 self._slots.release(self._job.owner)
 
     async def _wait(self) -> None:
-        """Return when something has changed, or the clock should be looked at."""
         # Not `wait_for`: in Python 3.11 it loses a cancellation that comes together with what it waits for.
         with suppress(TimeoutError):
             async with self._changed, asyncio.timeout(TICK_S):
@@ -226,7 +212,6 @@ class FleetExecutor(Executor[Item]):
         self._backlog.settle(_FLEET, [item.number])
 
     def _take_back(self, item: Item) -> None:
-        """The item waits again."""
         if self._backlog.give_back(_FLEET, item.number):
             self._run.interrupted([item.number])
 

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from app.disk import sync_folder
 from app.errors import InvalidSetup
-from app.jobs.job import new_file_id
+from app.jobs.job import StoredFile, new_file_id
 
 
 class FileStore:
@@ -98,6 +98,14 @@ class FileDraft:
         self._is_written = True
         self._path.replace(self._content)
         sync_folder(self._content.parent)
+
+    def described(self, owner: str, filename: str, purpose: str, now: int, keep_s: int | None) -> StoredFile:
+        """The file as it is listed from `now` on, until it expires `keep_s` later; None: never."""
+        expires_at = None if keep_s is None else now + keep_s
+        return StoredFile(
+            id=self.id, owner=owner, bytes=self.num_bytes, created_at=now, expires_at=expires_at, filename=filename,
+            purpose=purpose,
+        )  # fmt: skip
 
     def abandon(self) -> None:
         """Remove it, and what `keep` has made of it, whole or in part."""

@@ -29,7 +29,6 @@ from app.errors import (
 from app.jobs.batch_runner import STORAGE_FAILURES, BatchRunner
 from app.jobs.catalog import Catalog, Superseded
 from app.jobs.executors import FleetExecution
-from app.jobs.expiry_clock import ExpiryClock
 from app.jobs.files import FileDraft, FileStore
 from app.jobs.job import (
     INPUT_PURPOSE,
@@ -81,7 +80,6 @@ class _Open:
     files: FileStore
     runner: BatchRunner
     dispatcher: WebhookDispatcher
-    expiry: ExpiryClock
 
 
 class LocalBatchService(BatchService):
@@ -194,31 +192,19 @@ class LocalBatchService(BatchService):
     async def _hold(self) -> None:
         config, thread = self._config, self._thread
         catalog, files = await thread.run(_open_folder, self._path)
-        expiry = ExpiryClock(self._clock, await thread.run(catalog.seen_time))
         dispatcher = WebhookDispatcher(
-            catalog.outbox, thread, self._client, config.webhooks, self._retries, self._clock, expiry, random.Random()
+            catalog.outbox, thread, self._client, config.webhooks, self._retries, self._clock, random.Random()
         )
         results = self._path / RESULTS_FOLDER
         runner = BatchRunner(
-            catalog,
-            files,
-            results,
-            thread,
-            self._execution,
-            self._limits,
-            config,
-            self._clock,
-            expiry,
-            dispatcher.wake,
+            catalog, files, results, thread, self._execution, self._limits, config, self._clock, dispatcher.wake
         )
         try:
             unfinished = await runner.sweep()
             for job in unfinished:
                 logger.info("batch %s goes on: %s", job.id, job.status.value)
             await runner.resume(unfinished)
-            opened = _Open(catalog, files, runner, dispatcher, expiry)
-            await self._note_time(opened)
-            self._open = opened
+            self._open = opened = _Open(catalog, files, runner, dispatcher)
             self._opened.set()
             async with asyncio.TaskGroup() as group:
                 group.create_task(dispatcher.work())
@@ -226,7 +212,6 @@ class LocalBatchService(BatchService):
                 while True:
                     await self._keep_house(opened)
                     await asyncio.sleep(HOUSEKEEPING_S)
-                    await self._note_time(opened)
         finally:
             self._open = None
             await runner.close()
@@ -248,24 +233,16 @@ class LocalBatchService(BatchService):
             except STORAGE_FAILURES as error:
                 logger.error("the generation of the batches folder could not be read: %s", described(error))
 
-    async def _note_time(self, opened: _Open) -> None:
-        """So that the next process knows whether its clock has jumped."""
-        opened.expiry()
-        try:
-            await self._thread.run(opened.catalog.note_time, opened.expiry.seen)
-        except STORAGE_FAILURES as error:
-            logger.error("the time could not be noted: %s", described(error))
-
     async def _keep_house(self, opened: _Open) -> None:
         """Remove files that have expired, uploads that are not continued, and batches that ended long ago."""
         late = time.monotonic() - UPLOAD_TIMEOUT_S
         try:
             for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
                 await self._thread.run(self._uploads.pop(upload_id).draft.abandon)
-            for file_id in await self._thread.run(opened.catalog.expired_file_ids, opened.expiry()):
+            for file_id in await self._thread.run(opened.catalog.expired_file_ids, self._clock()):
                 await self._thread.run(opened.catalog.remove_file, file_id)
                 await self._delete_content(opened, file_id)
-            await self._thread.run(opened.catalog.forget_ended, opened.expiry() - BATCH_KEPT_S)
+            await self._thread.run(opened.catalog.forget_ended, self._clock() - BATCH_KEPT_S)
         except STORAGE_FAILURES as error:
             logger.error("files and uploads that have expired could not be removed: %s", described(error))
 
@@ -294,16 +271,7 @@ class LocalBatchService(BatchService):
         opened = self._opened_now()
         self._check_share(upload.owner, max(0, MIN_CHARGED_BYTES - upload.draft.num_bytes))
         keep_s = new.expires_after_s or self._config.keep_s
-        now = self._now()
-        file = StoredFile(
-            id=upload.draft.id,
-            owner=upload.owner,
-            bytes=upload.draft.num_bytes,
-            created_at=now,
-            expires_at=None if keep_s is None else now + keep_s,
-            filename=new.filename,
-            purpose=new.purpose,
-        )
+        file = upload.draft.described(upload.owner, new.filename, new.purpose, self._now(), keep_s)
         del self._uploads[upload_id]
         await self._translated(self._to_its_end(self._finish(opened, upload, file)))
         return file_object(file)
@@ -345,7 +313,7 @@ class LocalBatchService(BatchService):
 
     async def files(self, page: PageOf) -> Json:
         opened = self._opened_now()
-        files = await self._run(opened.catalog.files, page, opened.expiry())
+        files = await self._run(opened.catalog.files, page, self._clock())
         return _list([file_object(file) for file in files], page)
 
     async def read(self, owner: str, file_id: str, offset: int, max_bytes: int) -> bytes:
@@ -391,7 +359,7 @@ class LocalBatchService(BatchService):
             self._check_share(job.owner, 1)
             self._check_place("batches have not ended", self._limits.max_batches, runner.num_batches, job.owner)
             await self._run(_check_disk, self._path)
-            await self._run(_add_job, opened.catalog, job, has_message, receiver, opened.expiry())
+            await self._run(_add_job, opened.catalog, job, has_message, receiver, self._clock())
             runner.start(job)
 
     async def batch(self, owner: str, batch_id: str) -> Json:
@@ -421,10 +389,9 @@ class LocalBatchService(BatchService):
         unfinished = [job for job in await self._run(opened.catalog.unfinished) if job.owner == owner]
         runner = opened.runner
         counts = [*ended, *((_as_it_is(job, runner), 1) for job in unfinished)]
-        return stats_object(counts, runner.num_in_flight(owner), runner.tokens_per_second(owner))
+        return stats_object(counts, self._execution.num_in_flight(owner), runner.rate.per_second(owner))
 
     async def _shown(self, jobs: Sequence[Job]) -> list[Json]:
-        """The batches as clients read them, with what became of their webhooks."""
         opened = self._opened_now()
         messages = await self._run(opened.catalog.outbox.shown, [job.id for job in jobs])
         return [_shown_batch(job, opened.runner) | {"webhook": messages.get(job.id)} for job in jobs]
@@ -447,7 +414,6 @@ class LocalBatchService(BatchService):
             )
 
     def _check_place(self, what: str, total: int, used: Counter[str], owner: str) -> None:
-        """Raises Overloaded when an owner has its share of the places for uploads or batches."""
         if room_left(total, used, owner) >= 1:
             return
         share = f", {used[owner]} of them this key's; one key has as many as stay free for others" if owner else ""
@@ -459,7 +425,6 @@ class LocalBatchService(BatchService):
         return [*self._uploads.values(), *self._finishing]
 
     def _check_share(self, owner: str, num_bytes: int) -> None:
-        """Raises InvalidRequest when an owner may not keep so many bytes more."""
         used = self._opened_now().runner.stored_bytes()
         for upload in self._unfinished_uploads():
             used[upload.owner] += upload.draft.num_bytes
@@ -468,8 +433,7 @@ class LocalBatchService(BatchService):
             raise InvalidRequest(shortage, code="storage_full")
 
     async def _file(self, owner: str, file_id: str) -> StoredFile:
-        opened = self._opened_now()
-        return await self._run(opened.catalog.file, owner, file_id, opened.expiry())
+        return await self._run(self._opened_now().catalog.file, owner, file_id, self._clock())
 
     async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._translated(self._thread.run(function, *args, **kwargs))
@@ -504,7 +468,6 @@ def _open_folder(path: Path) -> tuple[Catalog, FileStore]:
 
 
 def _check_disk(path: Path, num_bytes: int = 0) -> None:
-    """Raises StorageFull when so many bytes more would leave less than the reserve."""
     shortage = shortage_of_disk(path, num_bytes)
     if shortage is not None:
         raise StorageFull(f"{shortage}; try again later", retry_after_s=RETRY_AFTER_S)
@@ -551,7 +514,6 @@ def _shown_batch(job: Job, runner: BatchRunner) -> Json:
 
 
 def _as_it_is(job: Job, runner: BatchRunner) -> Job:
-    """The batch with the counts of now."""
     counts = None if job.status.has_ended else runner.counts(job.id)
     return job if counts is None else replace(job, **counted(counts))
 

@@ -17,8 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from app.disk import hidden_name, sync_folder
-from app.jobs.files import FileDraft, FileStore
-from app.jobs.job import Answered, InvalidItem, Item, ItemOrigin, ItemOutput, ItemResult, Job, JobState, Json
+from app.jobs.files import FileStore
+from app.jobs.job import (
+    OUTPUT_PURPOSE,
+    Answered,
+    InvalidItem,
+    Item,
+    ItemOrigin,
+    ItemOutput,
+    ItemResult,
+    Job,
+    JobState,
+    Json,
+    StoredFile,
+)  # fmt: skip
 from app.jobs.results import ResultStore
 from app.json_pieces import json_pieces
 
@@ -81,26 +93,28 @@ def _batch_line(custom_id: str, response: Json | None, error: Json | None) -> by
     return b"".join(json_pieces(line, _encode))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptFile:
-    """A kept file that the catalog does not know yet."""
-
-    id: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BatchFiles:
-    """Both files of a batch; none where there are no lines for it."""
+    """Both files of a batch, which the catalog does not know yet; none where there are no lines for it."""
 
-    output: KeptFile | None
-    errors: KeptFile | None
+    output: StoredFile | None
+    errors: StoredFile | None
 
 
 def write_batch_files(
-    job: Job, end: JobState, results: ResultStore, items: Iterable[Item], files: FileStore
+    job: Job,
+    end: JobState,
+    results: ResultStore,
+    items: Iterable[Item],
+    files: FileStore,
+    *,
+    now: int,
+    keep_s: int | None,
 ) -> BatchFiles:
-    """Write every item of a batch that is about to `end`: into one of both files, once. Raises OSError."""
+    """Write every item of a batch that is about to `end`: into one of both files, once. Raises OSError.
+
+    The files expire `keep_s` after `now`; None: never.
+    """
     with ExitStack() as stack:
         output, errors = (stack.enter_context(files.draft()) for _ in range(2))
         for result in results.results():
@@ -110,14 +124,12 @@ def write_batch_files(
             for item in items:
                 if item.number not in results.ended:
                     errors.write(_batch_line(item.id, None, {"code": code, "message": message}) + b"\n")
-        return BatchFiles(output=_kept(output), errors=_kept(errors))
-
-
-def _kept(draft: FileDraft) -> KeptFile | None:
-    if not draft.num_bytes:
-        return None
-    draft.keep()
-    return KeptFile(id=draft.id, num_bytes=draft.num_bytes)
+        kept: list[StoredFile | None] = [None, None]
+        for place, (draft, kind) in enumerate(((output, "output"), (errors, "error"))):
+            if draft.num_bytes:
+                draft.keep()
+                kept[place] = draft.described(job.owner, f"{job.id}_{kind}.jsonl", OUTPUT_PURPOSE, now, keep_s)
+        return BatchFiles(*kept)
 
 
 # Bulk runs

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from app.engine.histogram import Distribution
-from app.engine.stats import EngineMeasurements, EngineStats, SleepState, SleepStats
+from app.engine.stats import SleepState, SleepStats
 from app.engine.tuner import Tuning
 from app.metrics.event_loop import LoopSnapshot
-from app.metrics.families import by_reason, counter, gauge, histogram
+from app.metrics.families import Family, metrics_of
 from app.metrics.reports import BatchCounts, EngineReport
 from app.metrics.requests import Latencies, ModelSnapshot, Snapshot, merge, without_requests
 from app.metrics.vllm_names import ModelReport, vllm_families
@@ -42,12 +42,32 @@ class Scrape:
 
 def exposition(scrape: Scrape) -> bytes:
     """The text of `/metrics`."""
-    models = _models(scrape)
+    models = [
+        ModelReport(name, requests, scrape.replicas.get(name, ()), scrape.gone.get(name, ()))
+        for name, requests in merge([*scrape.requests, *map(without_requests, scrape.gone_requests)]).items()
+    ]
+    requests = [((model.name,), model.requests) for model in models]
+    named = [row for row in requests if row[0][0]]
+    latencies = [((*labels, *kind), each) for labels, model in named for kind, each in model.latencies.items()]
+    replicas = [
+        ((name, each.replica_id, each.group), each) for name, several in scrape.replicas.items() for each in several
+    ]
+    tuned = [(labels, tuning) for labels, each in replicas if (tuning := each.measurements.tuning)]
+    sleeping = [(labels, sleep) for labels, each in replicas if (sleep := each.measurements.sleep)]
+    adapters = [(labels, stats) for labels, each in replicas if (stats := each.measurements.adapters)]
+    loops = list(scrape.loops.items())
+    loops += [(("replica", each.replica_id), each.loop) for _, each in replicas if each.loop is not None]
     families = [
-        *_request_families(models),
-        *_replica_families(scrape),
-        *_loop_families(scrape),
-        *_batch_families(scrape.batches),
+        *metrics_of(_CALLS, ("model_name",), requests),
+        *metrics_of(_LATENCIES, ("model_name", "group", "class"), latencies),
+        *metrics_of(_REQUESTS, ("model_name",), named),
+        *metrics_of(_SERVICE, (), [((), scrape)]),
+        *metrics_of(_REPLICAS, _REPLICA, replicas),
+        *metrics_of(_ADAPTERS, _REPLICA, adapters),
+        *metrics_of(_TUNING, _REPLICA, tuned),
+        *metrics_of(_SLEEP, _REPLICA, sleeping),
+        *metrics_of(_LOOPS, ("process", "id"), loops),
+        *(metrics_of(_BATCHES, (), [((), scrape.batches)]) if scrape.batches else ()),
         *vllm_families(models),
     ]
     return generate_latest(_Families(families))
@@ -63,277 +83,163 @@ class _Families(Collector):
         return self._families
 
 
-def _models(scrape: Scrape) -> list[ModelReport]:
-    return [
-        ModelReport(name, requests, scrape.replicas.get(name, ()), scrape.gone.get(name, ()))
-        for name, requests in merge([*scrape.requests, *map(without_requests, scrape.gone_requests)]).items()
-    ]
+_REPLICA = ("model_name", "replica", "group")
 
-
-def _request_families(models: Sequence[ModelReport]) -> Iterable[Metric]:
-    """What the ingresses measure, by model. Some of it has no vLLM name; the rest is there under vLLM's alone."""
-    yield gauge(
-        "carousel_requests_in_flight",
-        "Requests that the ingresses are answering.",
-        ("model_name",),
-        [((model.name,), model.requests.num_in_flight) for model in models],
-    )
-    for name, text, values in _REASONS:
-        yield by_reason(f"carousel_{name}", text, "reason", [(each.name, values(each.requests)) for each in models])
-    for name, text, time in _LATENCIES:
-        kinds = [
-            ((each.name, *kind), time(spread)) for each in models for kind, spread in each.requests.latencies.items()
-        ]
-        yield histogram(f"carousel_{name}", text, ("model_name", "group", "class"), [row for row in kinds if row[0][0]])
-    for name, text, value in _TIMES_AND_SIZES:
-        rows = [((each.name,), value(each.requests)) for each in models if each.name]
-        yield histogram(f"carousel_{name}", text, ("model_name",), rows)
-
-
-_REASONS: Sequence[tuple[str, str, Callable[[ModelSnapshot], Mapping[str, float]]]] = (
-    ("requests_finished", "Requests that ended, by finish reason.", lambda model: model.finished),
-    ("calls_refused", "Calls that ended with an error before their first token.", lambda model: model.refused),
-    ("calls_failed", "Calls that ended with an error after their first token.", lambda model: model.failed),
-    ("dispatches", "Decisions where to send a request, by what decided.", lambda model: model.dispatched),
-    ("resumes", "Requests that went on at another replica, by what had happened.", lambda model: model.resumed),
-)
-_LATENCIES: Sequence[tuple[str, str, Callable[[Latencies], Distribution]]] = (
-    ("first_token_seconds", "From a call's arrival to a request's first token.", lambda times: times.first_token_s),
-    ("inter_token_seconds", "Between two tokens of a request.", lambda times: times.inter_token_s),
-    ("request_seconds", "From a call's arrival to a request's end.", lambda times: times.request_s),
-    (
-        "request_queue_seconds",
-        "From a request's arrival at its replica to its first step.",
-        lambda times: times.queue_s,
-    ),
-)
-_TIMES_AND_SIZES: Sequence[tuple[str, str, Callable[[ModelSnapshot], Distribution]]] = (
-    ("prompt_tokens", "Prompt tokens of a request.", lambda model: model.prompt_tokens),
-    ("generated_tokens", "Tokens generated for a request.", lambda model: model.generated_tokens),
-    ("frame_deltas", "Requests with tokens in one frame from a replica.", lambda model: model.deltas_per_frame),
-)
-
-_LABELS = ("model_name", "replica", "group")
-_LOOP_LABELS = ("process", "id")
-
-
-def _replica_families(scrape: Scrape) -> Iterable[Metric]:
-    """What each engine counts and measures."""
-    reports = [
-        ((name, each.replica_id, each.group), each) for name, several in scrape.replicas.items() for each in several
-    ]
-    yield gauge(
-        "carousel_scrape_missing",
-        "Processes that did not answer this scrape in time.",
-        (),
-        [((), scrape.num_missing)],
-    )
-    num_ingresses = sum(process == "ingress" for process, _ in scrape.loops)
-    yield gauge("carousel_ingresses", "Ingresses that answered this scrape.", (), [((), num_ingresses)])
-    for name, text, value in _ENGINE_GAUGES:
-        yield gauge(f"carousel_{name}", text, _LABELS, [(labels, value(each)) for labels, each in reports])
-    yield gauge(
-        "carousel_settings_info",
-        "The version of the settings of scheduling: their names and a hash.",
-        (*_LABELS, "settings"),
-        [((*labels, each.stats.settings), 1) for labels, each in reports],
-    )
-    yield from _tuning_families([(labels, each.measurements.tuning) for labels, each in reports])
-    for name, text, count in _ENGINE_COUNTERS:
-        yield counter(f"carousel_{name}", text, _LABELS, [(labels, count(each.stats)) for labels, each in reports])
-    yield counter(
-        "carousel_graph_padding_tokens",
-        "Tokens that steps computed for nothing, as graphs have a few sizes.",
-        _LABELS,
-        [(labels, each.measurements.num_padding_tokens) for labels, each in reports],
-    )
-    adapters = [(labels, each.measurements.adapters) for labels, each in reports]
-    yield gauge(
-        "carousel_adapters_loaded",
-        "LoRA adapters in memory.",
-        _LABELS,
-        [(labels, len(each.loaded)) for labels, each in adapters if each is not None],
-    )
-    yield counter(
-        "carousel_adapter_loads",
-        "LoRA adapters read, the same ones again after they had made room for others too.",
-        _LABELS,
-        [(labels, each.num_loads) for labels, each in adapters if each is not None],
-    )
-    yield from _sleep_families([(labels, each.measurements.sleep) for labels, each in reports])
-    for name, text, spread in _ENGINE_HISTOGRAMS:
-        rows = [(labels, spread(each.measurements)) for labels, each in reports]
-        yield histogram(f"carousel_{name}", text, _LABELS, rows)
-
-
-def _sleep_families(rows: Iterable[tuple[tuple[str, ...], SleepStats | None]]) -> Iterable[Metric]:
-    """Of the replicas that sleep."""
-    dozing = [(labels, sleep) for labels, sleep in rows if sleep is not None]
-    yield gauge(
-        "carousel_sleep_state",
-        "1 for the state that a replica with sleep_after_s is in.",
-        (*_LABELS, "state"),
-        [((*labels, state), sleep.state == state) for labels, sleep in dozing for state in SleepState],
-    )
-    for name, text, value in _SLEEP_COUNTERS:
-        yield counter(f"carousel_{name}", text, _LABELS, [(labels, value(sleep)) for labels, sleep in dozing])
-
-
-_SLEEP_COUNTERS: Sequence[tuple[str, str, Callable[[SleepStats], float]]] = (
-    ("wakes", "Times that a replica has taken its memory again.", lambda sleep: sleep.num_wakes),
-    ("waking_seconds", "Seconds that these took.", lambda sleep: sleep.waking_s),
-    ("device_queue_seconds", "Seconds that requests waited for the memory of other models.", lambda s: s.queued_s),
-    ("turns_ended", "Times that a replica slept with requests, as others waited.", lambda s: s.num_turns_ended),
-)
-
-
-def _tuning_families(rows: Iterable[tuple[tuple[str, ...], Tuning | None]]) -> Iterable[Metric]:
-    """Of the replicas that have targets."""
-    tuned = [(labels, tuning) for labels, tuning in rows if tuning is not None]
-    yield gauge(
-        "carousel_limit",
-        "Limits in force, which the tuner moves to hold the targets.",
-        (*_LABELS, "limit"),
-        [((*labels, name), value) for labels, tuning in tuned for name, value in tuning.limits._asdict().items()],
-    )
-    yield gauge(
-        "carousel_limits_info",
-        "What holds the limits where they are.",
-        (*_LABELS, "reason"),
-        [((*labels, str(tuning.reason)), 1) for labels, tuning in tuned],
-    )
-    yield gauge(
-        "carousel_target_p99_seconds",
-        "99th percentiles that the targets are for, in the last half minute.",
-        (*_LABELS, "target"),
-        [
-            ((*labels, name), seconds)
-            for labels, tuning in tuned
-            for name, seconds in (("ttft_p99", tuning.ttft_p99_s), ("itl_p99", tuning.itl_p99_s))
-        ],
-    )
-    yield gauge(
-        "carousel_targets_missed",
-        "1 while a target is missed that other limits would not help.",
-        _LABELS,
-        [(labels, tuning.is_missed) for labels, tuning in tuned],
-    )
-    yield counter(
-        "carousel_limit_changes",
-        "Changes of limits since the settings were last set.",
-        _LABELS,
-        [(labels, tuning.num_changes) for labels, tuning in tuned],
-    )
-
-
-_ENGINE_GAUGES: Sequence[tuple[str, str, Callable[[EngineReport], float]]] = (
-    ("slots", "Requests that one step can have.", lambda each: each.measurements.max_running),
-    ("slots_used", "Requests that take part in steps.", lambda each: each.stats.num_running),
-    ("queue_requests", "Requests that wait.", lambda each: each.stats.num_waiting),
-    ("queue_tokens", "Tokens of their prompts.", lambda each: each.stats.num_waiting_tokens),
-    ("queue_wait_seconds", "How long a request that arrived now would wait.", lambda each: each.stats.estimated_wait_s),
-    (
-        "outstanding_tokens",
+# What the ingresses measure, by model, where calls may have been refused before it was clear which model they meant.
+# Some of it has no vLLM name; the rest is there under vLLM's alone.
+_CALLS: Sequence[Family[ModelSnapshot]] = (
+    Family("gauge", "carousel_requests_in_flight", "Requests that the ingresses are answering.",
+        lambda model: model.num_in_flight),
+    Family("counter", "carousel_requests_finished", "Requests that ended, by finish reason.",
+        lambda model: model.finished, ("reason",)),
+    Family("counter", "carousel_calls_refused", "Calls that ended with an error before their first token.",
+        lambda model: model.refused, ("reason",)),
+    Family("counter", "carousel_calls_failed", "Calls that ended with an error after their first token.",
+        lambda model: model.failed, ("reason",)),
+    Family("counter", "carousel_dispatches", "Decisions where to send a request, by what decided.",
+        lambda model: model.dispatched, ("reason",)),
+    Family("counter", "carousel_resumes", "Requests that went on at another replica, by what had happened.",
+        lambda model: model.resumed, ("reason",)),
+)  # fmt: skip
+_LATENCIES: Sequence[Family[Latencies]] = (
+    Family("histogram", "carousel_first_token_seconds", "From a call's arrival to a request's first token.",
+        lambda times: times.first_token_s),
+    Family("histogram", "carousel_inter_token_seconds", "Between two tokens of a request.",
+        lambda times: times.inter_token_s),
+    Family("histogram", "carousel_request_seconds", "From a call's arrival to a request's end.",
+        lambda times: times.request_s),
+    Family("histogram", "carousel_request_queue_seconds", "From a request's arrival at its replica to its first step.",
+        lambda times: times.queue_s),
+)  # fmt: skip
+_REQUESTS: Sequence[Family[ModelSnapshot]] = (
+    Family("histogram", "carousel_prompt_tokens", "Prompt tokens of a request.", lambda model: model.prompt_tokens),
+    Family("histogram", "carousel_generated_tokens", "Tokens generated for a request.",
+        lambda model: model.generated_tokens),
+    Family("histogram", "carousel_frame_deltas", "Requests with tokens in one frame from a replica.",
+        lambda model: model.deltas_per_frame),
+)  # fmt: skip
+_SERVICE: Sequence[Family[Scrape]] = (
+    Family("gauge", "carousel_scrape_missing", "Processes that did not answer this scrape in time.",
+        lambda scrape: scrape.num_missing),
+    Family("gauge", "carousel_ingresses", "Ingresses that answered this scrape.",
+        lambda scrape: sum(process == "ingress" for process, _ in scrape.loops)),
+)  # fmt: skip
+# What each engine counts and measures.
+_REPLICAS: Sequence[Family[EngineReport]] = (
+    Family("gauge", "carousel_slots", "Requests that one step can have.", lambda each: each.measurements.max_running),
+    Family("gauge", "carousel_slots_used", "Requests that take part in steps.", lambda each: each.stats.num_running),
+    Family("gauge", "carousel_queue_requests", "Requests that wait.", lambda each: each.stats.num_waiting),
+    Family("gauge", "carousel_queue_tokens", "Tokens of their prompts.", lambda each: each.stats.num_waiting_tokens),
+    Family("gauge", "carousel_queue_wait_seconds", "How long a request that arrived now would wait.",
+        lambda each: each.stats.estimated_wait_s),
+    Family("gauge", "carousel_outstanding_tokens",
         "Tokens still to compute for all requests, outputs as far as predicted.",
-        lambda each: each.measurements.num_outstanding_tokens,
+        lambda each: each.measurements.num_outstanding_tokens),
+    Family("gauge", "carousel_batch_size", "Requests that the strategy aims at; 0 without batches.",
+        lambda each: each.stats.batch_size),
+    Family("gauge", "carousel_kv_blocks", "Blocks of KV memory.", lambda each: each.stats.num_blocks),
+    Family("gauge", "carousel_kv_blocks_free", "Blocks that could be allocated, cached ones included.",
+        lambda each: each.stats.num_free_blocks),
+    Family("gauge", "carousel_length_error_tokens", "Mean error of predicted output lengths, recently.",
+        lambda each: each.stats.mean_length_error_tokens),
+    Family("gauge", "carousel_settings_info", "The version of the settings of scheduling: their names and a hash.",
+        lambda each: {each.stats.settings: 1}, ("settings",)),
+    Family("counter", "carousel_engine_steps", "Steps.", lambda each: each.stats.total_steps),
+    Family("counter", "carousel_engine_prompt_tokens", "Prompt tokens of admitted requests.",
+        lambda each: each.stats.total_prompt_tokens),
+    Family("counter", "carousel_engine_cached_tokens", "Of these, found in the prefix cache.",
+        lambda each: each.stats.total_cached_tokens),
+    Family("counter", "carousel_engine_generated_tokens", "Tokens generated.",
+        lambda each: each.stats.total_generated_tokens),
+    Family("counter", "carousel_engine_preemptions", "Times that a request's memory was taken back.",
+        lambda each: each.stats.total_preemptions),
+    Family("counter", "carousel_engine_memory_preemptions", "Of these, because memory was short for requests that ran.",
+        lambda each: each.stats.total_memory_preemptions),
+    Family("counter", "carousel_engine_drafted_tokens", "Tokens computed as drafts of the next ones.",
+        lambda each: each.stats.total_drafted_tokens),
+    Family("counter", "carousel_engine_accepted_tokens", "Drafts that requests went on with.",
+        lambda each: each.stats.total_accepted_tokens),
+    Family("counter", "carousel_engine_finished", "Requests ended by stop or length.",
+        lambda each: each.stats.total_finished),
+    Family("counter", "carousel_engine_aborted", "Requests ended by their callers.",
+        lambda each: each.stats.total_aborted),
+    Family("counter", "carousel_engine_failed", "Requests ended by a failed step.",
+        lambda each: each.stats.total_failed),
+    Family("counter", "carousel_engine_missed", "Requests ended by their deadline.",
+        lambda each: each.stats.total_missed),
+    Family("counter", "carousel_graph_padding_tokens",
+        "Tokens that steps computed for nothing, as graphs have a few sizes.",
+        lambda each: each.measurements.num_padding_tokens),
+    Family("histogram", "carousel_step_seconds", "Time of one step.", lambda each: each.measurements.step_s),
+    Family("histogram", "carousel_step_tokens", "Tokens computed in one step.",
+        lambda each: each.measurements.step_tokens),
+    Family("histogram", "carousel_step_requests", "Requests in one step.",
+        lambda each: each.measurements.step_requests),
+    Family("histogram", "carousel_queue_seconds", "From a request's arrival to its first step.",
+        lambda each: each.measurements.queue_s),
+    Family("histogram", "carousel_prefill_seconds", "From a request's first step to its first token.",
+        lambda each: each.measurements.prefill_s),
+)  # fmt: skip
+_ADAPTERS: Sequence[Family[Any]] = (
+    Family("gauge", "carousel_adapters_loaded", "LoRA adapters in memory.", lambda adapters: len(adapters.loaded)),
+    Family("counter", "carousel_adapter_loads",
+        "LoRA adapters read, the same ones again after they had made room for others too.",
+        lambda adapters: adapters.num_loads),
+)  # fmt: skip
+# Of the replicas that have targets.
+_TUNING: Sequence[Family[Tuning]] = (
+    Family("gauge", "carousel_limit", "Limits in force, which the tuner moves to hold the targets.",
+        lambda tuning: tuning.limits._asdict(), ("limit",)),
+    Family("gauge", "carousel_limits_info", "What holds the limits where they are.",
+        lambda tuning: {str(tuning.reason): 1}, ("reason",)),
+    Family("gauge", "carousel_target_p99_seconds",
+        "99th percentiles that the targets are for, in the last half minute.",
+        lambda tuning: {"ttft_p99": tuning.ttft_p99_s, "itl_p99": tuning.itl_p99_s}, ("target",)),
+    Family("gauge", "carousel_targets_missed", "1 while a target is missed that other limits would not help.",
+        lambda tuning: tuning.is_missed),
+    Family("counter", "carousel_limit_changes", "Changes of limits since the settings were last set.",
+        lambda tuning: tuning.num_changes),
+)  # fmt: skip
+_SLEEP: Sequence[Family[SleepStats]] = (
+    Family("gauge", "carousel_sleep_state", "1 for the state that a replica with sleep_after_s is in.",
+        lambda sleep: {str(state): sleep.state == state for state in SleepState}, ("state",)),
+    Family("counter", "carousel_wakes", "Times that a replica has taken its memory again.",
+        lambda sleep: sleep.num_wakes),
+    Family("counter", "carousel_waking_seconds", "Seconds that these took.", lambda sleep: sleep.waking_s),
+    Family("counter", "carousel_device_queue_seconds", "Seconds that requests waited for the memory of other models.",
+        lambda sleep: sleep.queued_s),
+    Family("counter", "carousel_turns_ended", "Times that a replica slept with requests, as others waited.",
+        lambda sleep: sleep.num_turns_ended),
+)  # fmt: skip
+# The event loop of each process that serves requests.
+_LOOPS: Sequence[Family[LoopSnapshot]] = (
+    Family("histogram", "carousel_loop_delay_seconds", "How late an event loop woke.", lambda loop: loop.delay_s),
+    Family("counter", "carousel_loop_stalls", "Times that an event loop woke more than 50 ms late.",
+        lambda loop: loop.num_stalls),
+    Family("counter", "carousel_loop_stalled_seconds", "How late it was these times, together.",
+        lambda loop: loop.stalled_s),
+    Family("gauge", "carousel_loop_tasks", "Tasks of an event loop that have not ended.", lambda loop: loop.num_tasks),
+    Family("gauge", "carousel_thread_queue", "Calls that wait for a thread beside an event loop.",
+        lambda loop: loop.queued, ("threads",)),
+)  # fmt: skip
+
+
+def _sum(field_name: str) -> Callable[[Sequence[BatchCounts]], int]:
+    return lambda counts: sum(getattr(each, field_name) for each in counts)
+
+
+_BATCHES: Sequence[Family[Sequence[BatchCounts]]] = (
+    Family(
+        "counter", "carousel_batch_lines_completed", "Lines of batches that were answered.", _sum("num_lines_completed")
     ),
-    ("batch_size", "Requests that the strategy aims at; 0 without batches.", lambda each: each.stats.batch_size),
-    ("kv_blocks", "Blocks of KV memory.", lambda each: each.stats.num_blocks),
-    (
-        "kv_blocks_free",
-        "Blocks that could be allocated, cached ones included.",
-        lambda each: each.stats.num_free_blocks,
+    Family(
+        "counter", "carousel_batch_lines_failed", "Lines of batches that ended with an error.", _sum("num_lines_failed")
     ),
-    (
-        "length_error_tokens",
-        "Mean error of predicted output lengths, recently.",
-        lambda each: each.stats.mean_length_error_tokens,
+    Family(
+        "counter", "carousel_webhook_attempts", "Messages sent to receivers, again too.", _sum("num_webhook_attempts")
     ),
-)
-_ENGINE_COUNTERS: Sequence[tuple[str, str, Callable[[EngineStats], float]]] = (
-    ("engine_steps", "Steps.", lambda stats: stats.total_steps),
-    ("engine_prompt_tokens", "Prompt tokens of admitted requests.", lambda stats: stats.total_prompt_tokens),
-    ("engine_cached_tokens", "Of these, found in the prefix cache.", lambda stats: stats.total_cached_tokens),
-    ("engine_generated_tokens", "Tokens generated.", lambda stats: stats.total_generated_tokens),
-    ("engine_preemptions", "Times that a request's memory was taken back.", lambda stats: stats.total_preemptions),
-    (
-        "engine_memory_preemptions",
-        "Of these, because memory was short for requests that ran.",
-        lambda stats: stats.total_memory_preemptions,
-    ),
-    ("engine_drafted_tokens", "Tokens computed as drafts of the next ones.", lambda stats: stats.total_drafted_tokens),
-    ("engine_accepted_tokens", "Drafts that requests went on with.", lambda stats: stats.total_accepted_tokens),
-    ("engine_finished", "Requests ended by stop or length.", lambda stats: stats.total_finished),
-    ("engine_aborted", "Requests ended by their callers.", lambda stats: stats.total_aborted),
-    ("engine_failed", "Requests ended by a failed step.", lambda stats: stats.total_failed),
-    ("engine_missed", "Requests ended by their deadline.", lambda stats: stats.total_missed),
-)
-_ENGINE_HISTOGRAMS: Sequence[tuple[str, str, Callable[[EngineMeasurements], Distribution]]] = (
-    ("step_seconds", "Time of one step.", lambda measured: measured.step_s),
-    ("step_tokens", "Tokens computed in one step.", lambda measured: measured.step_tokens),
-    ("queue_seconds", "From a request's arrival to its first step.", lambda measured: measured.queue_s),
-    ("step_requests", "Requests in one step.", lambda measured: measured.step_requests),
-    ("prefill_seconds", "From a request's first step to its first token.", lambda measured: measured.prefill_s),
-)
-
-
-def _loop_families(scrape: Scrape) -> Iterable[Metric]:
-    """The event loop of each process that serves requests."""
-    rows = list(scrape.loops.items())
-    rows += [
-        (("replica", each.replica_id), each.loop)
-        for several in scrape.replicas.values()
-        for each in several
-        if each.loop is not None
-    ]
-    yield histogram(
-        "carousel_loop_delay_seconds",
-        "How late an event loop woke.",
-        _LOOP_LABELS,
-        [(labels, loop.delay_s) for labels, loop in rows],
-    )
-    yield counter(
-        "carousel_loop_stalls",
-        "Times that an event loop woke more than 50 ms late.",
-        _LOOP_LABELS,
-        [(labels, loop.num_stalls) for labels, loop in rows],
-    )
-    yield counter(
-        "carousel_loop_stalled_seconds",
-        "How late it was these times, together.",
-        _LOOP_LABELS,
-        [(labels, loop.stalled_s) for labels, loop in rows],
-    )
-    yield gauge(
-        "carousel_loop_tasks",
-        "Tasks of an event loop that have not ended.",
-        _LOOP_LABELS,
-        [(labels, loop.num_tasks) for labels, loop in rows],
-    )
-    yield gauge(
-        "carousel_thread_queue",
-        "Calls that wait for a thread beside an event loop.",
-        (*_LOOP_LABELS, "threads"),
-        [((*labels, name), number) for labels, loop in rows for name, number in loop.queued.items()],
-    )
-
-
-def _batch_families(batches: Sequence[BatchCounts]) -> Iterable[Metric]:
-    """None where there are no batches."""
-    for name, text, count in _BATCH_COUNTERS if batches else ():
-        yield counter(f"carousel_{name}", text, (), [((), sum(map(count, batches)))])
-    for name, text, count in _BATCH_GAUGES if batches else ():
-        yield gauge(f"carousel_{name}", text, (), [((), sum(map(count, batches)))])
-
-
-_BATCH_COUNTERS: Sequence[tuple[str, str, Callable[[BatchCounts], int]]] = (
-    ("batch_lines_completed", "Lines of batches that were answered.", lambda each: each.num_lines_completed),
-    ("batch_lines_failed", "Lines of batches that ended with an error.", lambda each: each.num_lines_failed),
-    ("webhook_attempts", "Messages sent to receivers, again too.", lambda each: each.num_webhook_attempts),
-    ("webhooks_delivered", "Messages that have arrived.", lambda each: each.num_webhooks_delivered),
-    ("webhooks_given_up", "Messages that are not sent again.", lambda each: each.num_webhooks_given_up),
-)
-_BATCH_GAUGES: Sequence[tuple[str, str, Callable[[BatchCounts], int]]] = (
-    ("webhooks_pending", "Messages that have still to arrive.", lambda each: each.num_webhooks_pending),
-    ("batches_paused", "Batches that wait for their storage.", lambda each: each.num_paused),
+    Family("counter", "carousel_webhooks_delivered", "Messages that have arrived.", _sum("num_webhooks_delivered")),
+    Family("counter", "carousel_webhooks_given_up", "Messages that are not sent again.", _sum("num_webhooks_given_up")),
+    Family("gauge", "carousel_webhooks_pending", "Messages that have still to arrive.", _sum("num_webhooks_pending")),
+    Family("gauge", "carousel_batches_paused", "Batches that wait for their storage.", _sum("num_paused")),
 )

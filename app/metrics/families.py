@@ -1,41 +1,61 @@
-"""Families of Prometheus metrics, each made of its rows: the values of its labels and a number or a distribution."""
+"""Families of Prometheus metrics, each defined once, in a table: its kind, its name, its help, its value and labels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, Generic, Literal, TypeVar
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from app.engine.histogram import Distribution
 
+SourceT = TypeVar("SourceT")
 Labels = tuple[str, ...]
+_KINDS = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 
 
-def gauge(name: str, text: str, labels: Labels, rows: Iterable[tuple[Labels, float]]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for values, value in rows:
-        family.add_metric(values, value)
-    return family
+@dataclass(frozen=True, slots=True)
+class Family(Generic[SourceT]):
+    """One family, of which each source of its table has a value: a number, or a Distribution of a histogram.
+
+    With labels of its own, beside those of its sources, the value is a mapping: from the value of its label, or from
+    those of all of them, to the number.
+    """
+
+    kind: Literal["gauge", "counter", "histogram"]
+    name: str
+    text: str
+    value: Callable[[SourceT], Any]
+    labels: Labels = ()
+
+    def metric(self, labels: Labels, sources: Iterable[tuple[Labels, SourceT]]) -> Metric:
+        """As Prometheus' library has it; each source comes with the values of the labels of all of them."""
+        family: Any = _KINDS[self.kind](self.name, self.text, labels=(*labels, *self.labels))
+        for values, source in sources:
+            for own, value in self._values(source):
+                if isinstance(value, Distribution):
+                    family.add_metric((*values, *own), buckets=_buckets(value), sum_value=value.total)
+                else:
+                    family.add_metric((*values, *own), value)
+        metric: Metric = family
+        return metric
+
+    def _values(self, source: SourceT) -> Iterator[tuple[Labels, Any]]:
+        value = self.value(source)
+        if not self.labels:
+            yield (), value
+            return
+        for own, number in value.items():
+            yield (own,) if isinstance(own, str) else own, number
 
 
-def counter(name: str, text: str, labels: Labels, rows: Iterable[tuple[Labels, float]]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=labels)
-    for values, value in rows:
-        family.add_metric(values, value)
-    return family
-
-
-def by_reason(name: str, text: str, label: str, models: Iterable[tuple[str, Mapping[str, float]]]) -> Metric:
-    rows = [((model, reason), count) for model, counts in models for reason, count in counts.items()]
-    return counter(name, text, ("model_name", label), rows)
-
-
-def histogram(name: str, text: str, labels: Labels, rows: Iterable[tuple[Labels, Distribution]]) -> Metric:
-    family = HistogramMetricFamily(name, text, labels=labels)
-    for values, spread in rows:
-        family.add_metric(values, buckets=_buckets(spread), sum_value=spread.total)
-    return family
+def metrics_of(
+    table: Iterable[Family[SourceT]], labels: Labels, sources: Sequence[tuple[Labels, SourceT]]
+) -> Iterator[Metric]:
+    """All families of a table."""
+    return (family.metric(labels, sources) for family in table)
 
 
 def _buckets(spread: Distribution) -> list[tuple[str, float]]:

@@ -55,12 +55,11 @@ class WebhookDispatcher:
         config: WebhooksConfig,
         retries: RetrySchedule,
         clock: Callable[[], float],
-        expiry: Callable[[], float],
         rng: random.Random,
     ) -> None:
         """`outbox` is used in `thread` only; `config` has the default receiver; `clock` gives seconds since 1970.
 
-        `expiry` gives those by which messages are given up. `rng` spreads the attempts.
+        `rng` spreads the attempts.
         """
         self._outbox = outbox
         self._thread = thread
@@ -68,7 +67,6 @@ class WebhookDispatcher:
         self._config = config
         self._retries = retries
         self._clock = clock
-        self._expiry = expiry
         self._rng = rng
         self._woken = asyncio.Event()
         self._being_sent: Counter[str] = Counter()  # messages by owner
@@ -98,14 +96,11 @@ class WebhookDispatcher:
         if not room:
             return MAX_SLEEP_S  # the end of any attempt wakes this loop
         now = self._clock()
-        attempt_s = self._client.timeout_s + _LEASE_S
-        latest = now + self._retries.max_pause_s + attempt_s
-        due_at = await self._thread.run(self._outbox.next_due_at, latest)
+        due_at = await self._thread.run(self._outbox.next_due_at)
         if due_at is None or due_at > now:
             return MAX_SLEEP_S if due_at is None else min(due_at - now, MAX_SLEEP_S)
-        for message in await self._thread.run(
-            self._outbox.take, now, latest, now + attempt_s, room, dict(self._being_sent)
-        ):
+        until = now + self._client.timeout_s + _LEASE_S
+        for message in await self._thread.run(self._outbox.take, now, until, room, dict(self._being_sent)):
             self._being_sent[message.owner] += 1
             group.create_task(self._send(message))
         return 0.0
@@ -137,7 +132,7 @@ class WebhookDispatcher:
     async def _failed(self, message: WebhookMessage, failure: DeliveryFailed) -> None:
         pause = self._retries.pause_s(message.num_attempts, self._rng)
         next_at = self._clock() + pause
-        is_late = self._expiry() + pause > message.ended_at + self._retries.give_up_after_s
+        is_late = next_at > message.ended_at + self._retries.give_up_after_s
         if failure.is_final or is_late or message.num_attempts >= MAX_ATTEMPTS:
             logger.warning("webhook %s of %s: given up: %s", message.id, message.batch_id, failure.reason)
             self.num_given_up += 1

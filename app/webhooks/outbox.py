@@ -51,12 +51,9 @@ class WebhookOutbox:
             (DeliveryState.PENDING.value, f"batch.{status}", at, at, batch_id, DeliveryState.WAITING.value),
         )
 
-    def take(
-        self, now: float, latest: float, until: float, limit: int, being_sent: Mapping[str, int]
-    ) -> list[WebhookMessage]:
+    def take(self, now: float, until: float, limit: int, being_sent: Mapping[str, int]) -> list[WebhookMessage]:
         """The messages that are due, each as one more attempt; due again at `until`. A transaction of its own.
 
-        No message is put off beyond `latest`: one that is was put off by a wrong clock, and is due.
         Owners with the fewest messages in `being_sent` go first, so that none waits behind all the messages of another.
         An attempt counts before it is made: one that dies with the process is made again, but not for ever.
         """
@@ -64,9 +61,9 @@ class WebhookOutbox:
             due = self._connection.execute(
                 """SELECT batch_id, owner, due_at, turn FROM
                    (SELECT batch_id, owner, due_at, row_number() OVER (PARTITION BY owner ORDER BY due_at) AS turn
-                    FROM messages JOIN batches ON batches.id = batch_id WHERE due_at <= ? OR due_at > ?)
+                    FROM messages JOIN batches ON batches.id = batch_id WHERE due_at <= ?)
                    WHERE turn <= ?""",
-                (now, latest, limit),
+                (now, limit),
             ).fetchall()
             due.sort(key=lambda row: (being_sent.get(row["owner"], 0) + row["turn"], row["due_at"]))
             owners = {row["batch_id"]: row["owner"] for row in due[:limit]}
@@ -83,11 +80,10 @@ class WebhookOutbox:
         [number] = self._connection.execute(query, (DeliveryState.PENDING.value,)).fetchone()
         return int(number)
 
-    def next_due_at(self, latest: float) -> float | None:
-        """When there is something to do again; `latest` as for `take`."""
-        query = "SELECT (SELECT min(due_at) FROM messages), (SELECT max(due_at) FROM messages)"
-        [first, last] = self._connection.execute(query).fetchone()
-        return None if first is None else float(first if last <= latest else 0)
+    def next_due_at(self) -> float | None:
+        """When there is something to do again."""
+        [due_at] = self._connection.execute("SELECT min(due_at) FROM messages").fetchone()
+        return None if due_at is None else float(due_at)
 
     def put_off(self, message: WebhookMessage, until: float, reason: str) -> None:
         """An attempt has failed; there is another one at `until`."""

@@ -1,4 +1,4 @@
-"""Secrets in prompts, and the search for them in responses. No network here.
+"""Secrets in the prompts of requests of all kinds, and the search for them in responses. No network here.
 
 A prompt asks the bundled model to repeat a few words, which it does: three that all tenants have in common, so that
 their prompts begin alike, and eight of its own. Three words in a row are a mark; no two secrets share one.
@@ -24,11 +24,11 @@ NUM_SECRET_WORDS = 8
 _WORDS = tuple(map("".join, product("bdfglmnprstvk", "aeiou", "bdfglmnprstvk", "aeiou", "nrst")))
 
 KINDS = (
-    "whole", "stream", "background", "abort", "again", "logprobs", "n", "echo", "prompt_logprobs", "choice", "schema",
+    "whole", "stream", "background", "abort", "logprobs", "n", "echo", "prompt_logprobs", "choice", "schema", "tools",
     "reply", "message", "ranking", "documents", "batch",
 )  # fmt: skip
 GREEDY_TEXT = frozenset(  # nothing but the secret is said first
-    ("whole", "stream", "background", "again", "logprobs", "reply", "message", "ranking")
+    ("whole", "stream", "background", "logprobs", "reply", "message", "ranking")
 )
 _CHAT = "chat/completions"
 
@@ -84,8 +84,9 @@ def _marks(words: Sequence[str]) -> Iterator[Mark]:
 class Question:
     """One HTTP request with the secrets that are in it."""
 
+    number: int
     kind: str
-    tenant: int
+    tenant: str
     salt: str | None
     secrets: tuple[Secret, ...]
     endpoint: str
@@ -109,8 +110,9 @@ class Question:
 def question(
     kind: str,
     *,
+    number: int,
     model: str,
-    tenant: int,
+    tenant: str,
     salt: str | None,
     secrets: Sequence[Secret],
     prompt_ids: Sequence[int],
@@ -125,7 +127,6 @@ def question(
     bodies: dict[str, tuple[str, Json]] = {
         "whole": (_CHAT, chat | ids),
         "stream": (_CHAT, chat | ids),
-        "again": (_CHAT, chat | ids),
         "abort": (_CHAT, chat | ids),
         "background": (_CHAT, chat | ids | {"service_tier": "flex"}),
         "logprobs": (_CHAT, chat | {"logprobs": True, "top_logprobs": 3}),
@@ -133,7 +134,8 @@ def question(
         "echo": ("completions", completion | {"echo": True, "logprobs": 3}),
         "prompt_logprobs": ("completions", completion | {"prompt_logprobs": 2}),
         "choice": (_CHAT, chat | {"structured_outputs": {"choice": [secret.sentence, "none of these"]}}),
-        "schema": (_CHAT, chat | {"response_format": _schema(secret)}),
+        "schema": (_CHAT, chat | {"response_format": {"type": "json_schema", "json_schema": _schema(secret)}}),
+        "tools": (_CHAT, chat | {"tools": [_tool(secret)], "tool_choice": "required"}),
         "reply": ("responses", {"input": secret.question, "max_output_tokens": 100, "temperature": 0, "store": False}),
         "message": ("messages", {"messages": secret.messages, "max_tokens": 100, "temperature": 0}),
         "ranking": ("rerank", _ranking(secret, source)),
@@ -141,16 +143,15 @@ def question(
         "batch": ("batch", {"prompts": [each.messages for each in secrets], "max_tokens": 100, "temperature": 0}),
     }
     endpoint, body = bodies[kind]
-    is_stream = is_stream and kind not in ("whole", "again", "batch", "prompt_logprobs", "ranking")
+    is_stream = is_stream and kind not in ("whole", "batch", "prompt_logprobs", "ranking")
     if is_stream:
-        body = (
-            body
-            | {"stream": True}
-            | ({} if kind in ("reply", "message") else {"stream_options": {"include_usage": True}})
-        )
+        body = body | {"stream": True}
+        if kind not in ("reply", "message"):
+            body = body | {"stream_options": {"include_usage": True}}
     if salt is not None and kind != "reply":
         body = body | {"cache_salt": salt}
     return Question(
+        number=number,
         kind=kind,
         tenant=tenant,
         salt=None if kind == "reply" else salt,
@@ -174,60 +175,74 @@ def _schema(secret: Secret) -> Json:
         "required": ["words"],
         "additionalProperties": False,
     }
-    return {"type": "json_schema", "json_schema": {"name": "words", "schema": schema, "strict": True}}
+    return {"name": "words", "schema": schema, "strict": True}
+
+
+def _tool(secret: Secret) -> Json:
+    return {"type": "function", "function": {"name": "say", "parameters": _schema(secret)["schema"]}}
 
 
 @dataclass(slots=True)
 class Heard:
     """What an answer says, however it came."""
 
-    texts: list[str] = field(default_factory=list)  # of each choice, and whatever else has words
+    texts: list[str] = field(default_factory=list)  # of each choice, then whatever else has words
     ids: list[list[int]] = field(default_factory=list)  # of prompts and outputs
+    around: str = ""  # other events of a reply, in which ids and times differ from answer to answer
+    num_ends: Counter[int] = field(default_factory=Counter)  # finish reasons, by choice
     cached_tokens: int | None = None
 
     @property
     def first(self) -> str:
-        return self.texts[0] if self.texts else ""
+        return self.texts[0].strip() if self.texts else ""
 
 
-def heard(asked: Question, documents: Iterable[Json]) -> Heard:
-    """What a whole answer's document, or those of a stream's events, say to `asked`."""
-    said, ids = Counter[Any](), dict[Any, list[int]]()
-    texts: dict[Any, str] = {}
-    found = Heard()
+def heard(documents: Iterable[Json]) -> Heard:
+    """What a whole answer's document, or those of a stream's events, say.
 
-    def say(key: Any, text: object) -> None:
+    Raises:
+        ValueError: one of them is an error.
+    """
+    texts, ids, found = dict[tuple[Any, ...], str](), dict[tuple[Any, ...], list[int]](), Heard()
+
+    def say(key: tuple[Any, ...], text: object) -> None:
         if isinstance(text, str):
             texts[key] = texts.get(key, "") + text
 
     for document in documents:
-        said["documents"] += 1
+        if document.get("error"):
+            raise ValueError(f"an error event: {document['error']}")
         _listen_to_usage(found, document)
         if document.get("type") == "response.output_text.delta":
-            say(("output", 0), document["delta"])
+            say(("0 output", 0), document["delta"])
         elif document.get("type", "").startswith("response."):
-            say("other", str(document))
+            found.around += str(document)
         for item in document.get("output", ()):
-            say(("output", 0), "".join(part.get("text", "") for part in item.get("content", ())))
+            say(("0 output", 0), "".join(part.get("text", "") for part in item.get("content", ())))
         for block in _blocks(document):
-            say(("output", 0), block.get("text"))
+            say(("0 output", 0), block.get("text"))
         for result in document.get("results", ()):
             if "document" in result:
-                say(("output", len(texts)), result["document"]["text"])
+                say(("0 output", len(texts)), result["document"]["text"])
             for choice in (result.get("response") or {}).get("choices", ()):
-                say(("output", result["index"]), choice["message"]["content"])
-        ids.setdefault("prompt", []).extend(document.get("prompt_token_ids") or ())
+                say(("0 output", result["index"]), choice["message"]["content"])
+        ids.setdefault(("prompt", 0), []).extend(document.get("prompt_token_ids") or ())
         for choice in document.get("choices", ()):
             place = choice["index"]
+            found.num_ends[place] += bool(choice.get("finish_reason"))
             part = choice.get("delta") or choice.get("message") or choice
-            say(("output", place), part.get("content") if part is not choice else choice.get("text"))
-            ids.setdefault(place, []).extend(choice.get("token_ids") or ())
+            say(("0 output", place), part.get("content") if part is not choice else choice.get("text"))
+            for each in part.get("tool_calls") or ():
+                say(
+                    ("0 output", place),
+                    (each["function"].get("name") or "") + (each["function"].get("arguments") or ""),
+                )
+            ids.setdefault(("output", place), []).extend(choice.get("token_ids") or ())
             ids.setdefault(("prompt", place), []).extend(choice.get("prompt_token_ids") or ())
             for rank, text in _of_logprobs(choice):
                 say(("logprobs", place, rank), text)
-    outputs = [texts.pop(key) for key in sorted(key for key in texts if key[0] == "output")]
-    found.texts = outputs + list(texts.values())
-    found.ids = [each for each in ids.values() if each]
+    found.texts = [texts[key] for key in sorted(texts)]
+    found.ids = [ids[key] for key in sorted(ids) if ids[key]]
     return found
 
 
@@ -267,7 +282,7 @@ class Prefixes:
         """`computed_by`: of each name that requests ask for, the model and adapters that may compute its prompts."""
         self._block_size = block_size
         self._computed_by = computed_by
-        self._seen: dict[tuple[int, str | None, str], Counter[tuple[int, ...]]] = {}
+        self._seen: dict[tuple[str, str | None, str], Counter[tuple[int, ...]]] = {}
 
     def add(self, asked: Question, prompts: Iterable[Sequence[int]]) -> None:
         """A request is about to be sent, with one of these prompts or all."""
@@ -284,7 +299,7 @@ class Prefixes:
         ]
         return max(explained, default=0)
 
-    def _owners(self, asked: Question) -> list[tuple[int, str | None, str]]:
+    def _owners(self, asked: Question) -> list[tuple[str, str | None, str]]:
         """What shares KV: a tenant's requests of one salt and one adapter. A pipeline may compute with several."""
         return [(asked.tenant, asked.salt, each) for each in self._computed_by[asked.body["model"]]]
 

@@ -1,17 +1,24 @@
-"""Requests that no honest client sends: bodies of every endpoint made wrong, huge, deep or broken, and broken HTTP."""
+"""Requests that no honest client sends: bodies of every endpoint made wrong, huge, deep or broken, and broken HTTP; and
+an attacker who sends them."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from benchmarks.harness.http_call import Target
 
 HOST = "127.0.0.1"
 MAX_TEXT = 1_000_000  # characters of one string: many fit into the default limit of a body
 MAX_DEPTH = 100_000
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # before an answer
 _SMALL, _OFTEN = 20_000, 0.98  # most strings are this long at most, or a run would only copy bytes
 
 VALID: dict[str, dict[str, Any]] = {
@@ -200,3 +207,50 @@ def post(path: str, body: bytes, more: str = "Content-Type: application/json") -
     """The bytes of a POST on a connection of its own; `more` are lines of its head."""
     head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n{more}\r\n\r\n"
     return head.encode("latin-1") + body
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of an attack: outcomes are answers by status.
+
+    `closed`: the connection ended without an answer; `hung_up`: the attacker ended it, without one after 2 s, or 0.2 s
+    where the request was cut off.
+    """
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    by_kind: Counter[str] = field(default_factory=Counter)
+    server_errors: list[dict[str, str]] = field(default_factory=list)  # answers of 500 and above
+
+
+async def attack(target: Target, cases: Iterable[HostileRequest], tally: Tally, *, rate: float, at_once: int) -> None:
+    """Send cases, so many a second and at most so many at once."""
+    began, free = time.perf_counter(), asyncio.Semaphore(at_once)
+    async with asyncio.TaskGroup() as tasks:
+        for number, case in enumerate(cases):
+            await asyncio.sleep(max(0.0, began + number / rate - time.perf_counter()))
+            await free.acquire()
+            tally.by_kind[case.kind] += 1
+            tasks.create_task(_send(target, case, tally)).add_done_callback(lambda _: free.release())
+
+
+async def _send(target: Target, case: HostileRequest, tally: Tally) -> None:
+    outcome, answer = "closed", b""
+    try:
+        async with asyncio.timeout(0.2 if case.is_cut else 2.0):
+            reader, writer = await asyncio.open_connection(target.host, target.port)
+            try:
+                writer.write(case.data)
+                while data := await reader.read(65_536):
+                    answer = answer or data.removeprefix(_CONTINUE)
+            finally:
+                writer.close()
+    except TimeoutError:
+        outcome = "hung_up"
+    except OSError:
+        pass  # the server did not want the rest
+    if answer:
+        outcome = answer[9:12].decode(errors="replace")
+    tally.outcomes[outcome] += 1
+    if outcome.startswith("5"):
+        said = {"kind": case.kind, "request": repr(case.data[:300]), "answer": repr(answer[-300:])}
+        tally.server_errors.append(said)

@@ -3,38 +3,29 @@
     python -m benchmarks.service.plan_error --data FOLDER --costs engine.json [--rows 1-6] [--seconds 20]
 
 FOLDER holds Azure's traces, conv.csv and code.csv; without it the first 1,000 requests of each are played again and
-again. Rows on an `engine` serve the bundled model in a replica's own thread, without HTTP. Rows on a `service` are the
-whole live service with simulated replicas (`model.simulated`: steps that sleep), so that the model does not take the
-cores from the rest. Step times are measured first, where the files of --costs do not have them. What an idle engine or
-service adds to a first token is measured before each row, one request at a time, and added to the prediction.
+again. Each row starts the whole service: rows of `weights` serve the bundled model, those of `simulated` replicas with
+steps that sleep (`model.simulated`), so that the model does not take the cores from the rest. Step times are measured
+first, where the files of --costs do not have them. What an idle service adds to a first token is measured before each
+row, one request at a time, and added to the prediction.
 
 Loads are shares of what the planner says that the replicas can do. Limits of error: 5% of throughput, 10% of p50, 20%
-of p99. Beside it the mean latency by queueing theory (Sakasegawa's approximation of M/G/k: k slots, each held as long
-as in a full batch). Prints a table and one JSON object.
+of p99. Prints a table and one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import random
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app.build import assemble, build_sync_engine
 from app.config import EngineConfig, SchedulerConfig
-from app.engine.async_engine import AsyncEngine
-from app.engine.model_runner import ModelRunner
-from app.engine.request import Request, SamplingParams, TokenDelta
-from app.errors import Overloaded
+from app.engine.request import Request, SamplingParams
 from benchmarks.harness.command import command_parser, run_command, tell
 from benchmarks.harness.figures import table
 from benchmarks.harness.service import Service, service
@@ -43,7 +34,6 @@ from deployments.plan.planner import full_rate, limits_to_measure
 from deployments.plan.simulation import SimulatedRun, simulate
 from deployments.plan.step_cost import MeasuredReplica, measure
 from deployments.plan.traces import Trace, read_trace
-from deployments.threads import keep_waits_for_the_interpreter_short
 
 _LENGTHS = 0.1  # of the traces' prompts and outputs: the bundled model takes 2,048 tokens
 _MODEL = "models/demo"
@@ -58,67 +48,78 @@ _NUM_ALONE, _ALONE_S = 30, 0.2  # requests by which the service's own time is me
 class Row:
     """One setting that is predicted and served."""
 
-    where: str  # engine or service
+    replicas: str  # weights or simulated
     trace: str  # conv or code
     strategy: str
     num_replicas: int
     load: float
 
     def __str__(self) -> str:
-        return f"{self.where} {self.trace} {self.strategy} x{self.num_replicas} {self.load:g}"
+        return f"{self.replicas} {self.trace} {self.strategy} x{self.num_replicas} {self.load:g}"
 
 
 ROWS = (
-    Row("engine", "conv", "continuous", 1, 0.3),
-    Row("engine", "conv", "continuous", 1, 0.7),
-    Row("engine", "conv", "continuous", 1, 1.0),
-    Row("engine", "conv", "continuous", 1, 1.3),
-    Row("engine", "code", "continuous", 1, 0.5),
-    Row("engine", "code", "continuous", 1, 0.9),
-    Row("engine", "code", "hybrid", 1, 0.7),
-    Row("engine", "conv", "static", 1, 0.5),
-    Row("engine", "conv", "dynamic", 1, 0.7),
-    Row("engine", "code", "bucketed", 1, 0.5),
-    Row("service", "conv", "continuous", 1, 0.5),
-    Row("service", "conv", "continuous", 1, 1.0),
-    Row("service", "conv", "continuous", 2, 0.3),
-    Row("service", "conv", "continuous", 2, 0.7),
-    Row("service", "conv", "continuous", 2, 1.3),
-    Row("service", "code", "continuous", 2, 0.5),
-    Row("service", "code", "continuous", 2, 0.9),
-    Row("service", "conv", "static", 2, 0.5),
-    Row("service", "code", "hybrid", 2, 0.7),
+    Row("weights", "conv", "continuous", 1, 0.3),
+    Row("weights", "conv", "continuous", 1, 0.7),
+    Row("weights", "conv", "continuous", 1, 1.0),
+    Row("weights", "conv", "continuous", 1, 1.3),
+    Row("weights", "code", "continuous", 1, 0.5),
+    Row("weights", "code", "continuous", 1, 0.9),
+    Row("weights", "code", "hybrid", 1, 0.7),
+    Row("weights", "conv", "static", 1, 0.5),
+    Row("weights", "conv", "dynamic", 1, 0.7),
+    Row("weights", "code", "bucketed", 1, 0.5),
+    Row("simulated", "conv", "continuous", 1, 0.5),
+    Row("simulated", "conv", "continuous", 1, 1.0),
+    Row("simulated", "conv", "continuous", 2, 0.3),
+    Row("simulated", "conv", "continuous", 2, 0.7),
+    Row("simulated", "conv", "continuous", 2, 1.3),
+    Row("simulated", "code", "continuous", 2, 0.5),
+    Row("simulated", "code", "continuous", 2, 0.9),
+    Row("simulated", "conv", "static", 2, 0.5),
+    Row("simulated", "code", "hybrid", 2, 0.7),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("service.plan_error", __doc__)
     parser.add_argument("--data", metavar="FOLDER", help="of Azure's traces, conv.csv and code.csv")
-    parser.add_argument("--costs", required=True, metavar="FILE", help="step times are kept here; .service too")
+    parser.add_argument(
+        "--costs", required=True, metavar="FILE", help="step times are kept here, and in FILE.simulated.json"
+    )
     parser.add_argument("--rows", default=f"1-{len(ROWS)}", metavar="A-B", help="some of the rows")
     parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="in which a row's requests arrive")
     return run_command(parser, measured, arguments)
 
 
 def measured(given: argparse.Namespace) -> dict[str, Any]:
-    """All chosen rows; those on the same service one after the other."""
+    """All chosen rows, one after the other."""
     first, _, last = given.rows.partition("-")
-    numbers = range(int(first), int(last or first) + 1)
-    rows = [(number, ROWS[number - 1]) for number in numbers]
-    found: list[dict[str, Any]] = []
-    on_engine = [(number, row) for number, row in rows if row.where == "engine"]
-    if on_engine:
-        found += _engine_rows(given, on_engine)
-    for number, row in rows:
-        if row.where == "service":
-            found.append(_service_row(given, number, row))
+    found = [_row(given, number, ROWS[number - 1]) for number in range(int(first), int(last or first) + 1)]
     print(in_words(found))
     return {"seconds": given.seconds, "rows": found}
 
 
+def _row(given: argparse.Namespace, number: int, row: Row) -> dict[str, Any]:
+    replica, config = _measured_replica(given, row.replicas), _config(row.replicas, row.strategy)
+    trace = _requests(given, row, replica, config)
+    predicted = _figures(simulate(trace, replica, config.scheduler, config.cache, num_replicas=row.num_replicas))
+    with service(_application(row, config)) as live:
+        extra_s = _own_time_s(live, trace, replica, config)
+        found = _figures(asyncio.run(_served(live, trace)))
+    for name in ("ttft_p50", "ttft_p99", "latency_mean"):
+        predicted[name] += extra_s
+    errors = {name: _error(predicted[name], found[name]) for name in _LIMITS}
+    tell(f"{number} {row}: " + ", ".join(f"{name} {error:+.1%}" for name, error in errors.items()))
+    return {
+        "number": number, "name": str(row), "num_requests": len(trace.requests), "rate": trace.rate,
+        "predicted": predicted, "measured": found, "errors": errors, "extra_s": extra_s,
+    }  # fmt: skip
+
+
 def in_words(rows: Sequence[dict[str, Any]]) -> str:
     """Measured by predicted, with the error; a miss of its limit has an asterisk."""
-    heads = ["row", "requests", *(f"{name}" for name in _LIMITS), "latency mean", "by M/G/k"]
+    heads = ["row", "requests", *_LIMITS, "latency mean"]
     return table(heads, [_cells(row) for row in rows])
 
 
@@ -129,35 +130,30 @@ def _cells(row: dict[str, Any]) -> list[str]:
         error = row["errors"][name]
         mark = "*" if abs(error) > _LIMITS[name] else ""
         cells.append(f"{form.format(row['predicted'][name])} / {form.format(row['measured'][name])} {error:+.0%}{mark}")
-    return [*cells, f"{row['measured']['latency_mean']:.4f}", f"{row['by_theory_s']:.4f}"]
+    return [*cells, f"{row['measured']['latency_mean']:.4f}"]
 
 
 # ---------------------------------------------------------------------- prediction
 
 
-def _config(row: Row | None = None, *, simulated: bool) -> EngineConfig:
-    strategy: dict[str, Any] = {"name": row.strategy if row else "continuous"}
-    scheduler = SchedulerConfig.model_validate({"strategy": strategy})
+def _config(replicas: str, strategy: str = "continuous") -> EngineConfig:
+    chosen: dict[str, Any] = {"name": strategy}
+    scheduler = SchedulerConfig.model_validate({"strategy": chosen})
     if "batch_size" in type(scheduler.strategy).model_fields:
-        strategy["batch_size"] = scheduler.max_running
-    return EngineConfig.model_validate(
-        {
-            "model": {"path": _MODEL, "num_threads": 1} | ({"simulated": _COSTS} if simulated else {}),
-            "scheduler": {"strategy": strategy},
-        }
-    )
+        chosen["batch_size"] = scheduler.max_running
+    model = {"path": _MODEL, "num_threads": 1} | ({"simulated": _COSTS} if replicas == "simulated" else {})
+    return EngineConfig.model_validate({"model": model, "scheduler": {"strategy": chosen}})
 
 
-def _measured_replica(given: argparse.Namespace, where: str) -> MeasuredReplica:
+def _measured_replica(given: argparse.Namespace, replicas: str) -> MeasuredReplica:
     path = Path(given.costs)
-    path = path if where == "engine" else path.with_suffix(".service.json")
+    path = path if replicas == "weights" else path.with_suffix(".simulated.json")
     if path.is_file():
         return MeasuredReplica.read(path)
-    tell(f"measuring steps of the {where}")
-    config = _config(simulated=where == "service")
-    seconds = 25.0 if where == "engine" else 40.0
+    tell(f"measuring steps of replicas: {replicas}")
+    config = _config(replicas)
     both = Trace("both", tuple(each for name in ("conv", "code") for each in _trace(given, name).first(1000).requests))
-    replica = measure(config, both, limits_to_measure(config.scheduler), seconds=seconds)
+    replica = measure(config, both, limits_to_measure(config.scheduler), seconds=40.0)
     replica.write(path)
     return replica
 
@@ -172,23 +168,14 @@ def _requests(given: argparse.Namespace, row: Row, replica: MeasuredReplica, con
     trace = _trace(given, row.trace)
     rate = row.load * row.num_replicas * full_rate(trace, replica, config.scheduler, config.cache)
     trace = trace.repeated(max(20, round(rate * given.seconds))).at_rate(rate)
-    return trace_with_prompts(trace, vocab_size=replica.facts.vocab_size)
-
-
-def trace_with_prompts(trace: Trace, *, vocab_size: int) -> Trace:
-    """The same requests with prompts of random tokens that share no prefix."""
-    rng = random.Random(1)
-    tokens = rng.choices(range(_FIRST_TOKEN, vocab_size), k=110_000)
+    rng = random.Random(1)  # prompts share no prefix
+    tokens = rng.choices(range(_FIRST_TOKEN, replica.facts.vocab_size), k=110_000)
     requests = []
     for traced in trace.requests:
         start = rng.randrange(100_000)
         prompt = tuple(tokens[start : start + traced.num_prompt_tokens])
         requests.append(replace(traced, prompt_token_ids=prompt))
     return Trace(trace.name, tuple(requests))
-
-
-def _predicted(row: Row, trace: Trace, replica: MeasuredReplica, config: EngineConfig) -> SimulatedRun:
-    return simulate(trace, replica, config.scheduler, config.cache, num_replicas=row.num_replicas)
 
 
 def _figures(run: SimulatedRun) -> dict[str, float]:
@@ -199,164 +186,21 @@ def _figures(run: SimulatedRun) -> dict[str, float]:
     }
 
 
-def _compared(
-    number: int, row: Row, trace: Trace, run: SimulatedRun, found: dict[str, float], *, full: float, extra_s: float
-) -> dict[str, Any]:
-    predicted = _figures(run)
-    for name in ("ttft_p50", "ttft_p99", "latency_mean"):
-        predicted[name] += extra_s
-    errors = {name: _error(predicted[name], found[name]) for name in _LIMITS}
-    tell(f"{number} {row}: " + ", ".join(f"{name} {error:+.1%}" for name, error in errors.items()))
-    return {
-        "number": number, "name": str(row), "num_requests": len(trace.requests), "rate": trace.rate,
-        "predicted": predicted, "measured": found, "errors": errors, "extra_s": extra_s,
-        "by_theory_s": latency_by_theory(trace, num_slots=row.num_replicas * 32, full_rate=full * row.num_replicas),
-    }  # fmt: skip
-
-
 def _error(predicted: float, found: float) -> float:
     """Relative; 0 where both are infinite, because requests were refused."""
     return 0.0 if predicted == found else predicted / found - 1
 
 
-def latency_by_theory(trace: Trace, *, num_slots: int, full_rate: float) -> float:
-    """Mean time in an M/G/k system in seconds, infinite at a load of 1 or more.
-
-    A request holds one of k slots for a time in proportion to its output: by Little's law k / `full_rate` on average
-    when all are full. The wait is Sakasegawa's (1977) for M/M/k, times half of one more than the squared variation of
-    service.
-    """
-    load = trace.rate / full_rate
-    service_s = num_slots / full_rate
-    if load > 0.999:
-        return math.inf
-    lengths = [each.num_output_tokens for each in trace.requests]
-    variation = statistics.pvariance(lengths) / statistics.fmean(lengths) ** 2
-    wait_s: float = service_s * load ** (math.sqrt(2 * (num_slots + 1)) - 1) / (num_slots * (1 - load))
-    return service_s + wait_s * (1 + variation) / 2
+# ---------------------------------------------------------------------- service
 
 
-# ---------------------------------------------------------------------- one engine in real time
+def _application(row: Row, config: EngineConfig) -> dict[str, Any]:
+    engine = config.model_dump(mode="json", exclude_unset=True)
+    replicas = {"num_replicas": row.num_replicas, "num_cpus": 0.1, "drain_timeout_s": 1}
+    return {"models": [{"name": "demo", "engine": engine, "replicas": replicas}]}
 
 
-def _engine_rows(given: argparse.Namespace, rows: Sequence[tuple[int, Row]]) -> Iterator[dict[str, Any]]:
-    keep_waits_for_the_interpreter_short()
-    replica = _measured_replica(given, "engine")
-    loaded = build_sync_engine(_config(simulated=False))
-    for number, row in rows:
-        config = _config(row, simulated=False)
-        trace = _requests(given, row, replica, config)
-        run = _predicted(row, trace, replica, config)
-        serve = partial(_served_by_engine, loaded.runner, replica, config)
-        extra_s = _own_time_s(serve, trace, replica, config)
-        served = serve(trace)
-        full = full_rate(_trace(given, row.trace), replica, config.scheduler, config.cache)
-        yield _compared(number, row, trace, run, _figures(served), full=full, extra_s=extra_s)
-
-
-def _served_by_engine(
-    runner: ModelRunner, replica: MeasuredReplica, config: EngineConfig, trace: Trace
-) -> SimulatedRun:
-    """The requests at their times, in a new engine around a loaded model."""
-    return asyncio.run(_play(runner, replica, config, trace))
-
-
-async def _play(runner: ModelRunner, replica: MeasuredReplica, config: EngineConfig, trace: Trace) -> SimulatedRun:
-    engine = AsyncEngine(
-        assemble(
-            config.scheduler, config.cache, num_blocks=replica.num_blocks, runner=runner, facts=replica.facts
-        ),
-        max_requests=config.scheduler.max_requests,
-    )  # fmt: skip
-    client = OpenLoop(engine, trace)
-    try:
-        await client.play()
-    finally:
-        engine.shutdown()
-    return client.run
-
-
-class OpenLoop:
-    """Sends requests when their time has come, and notes when their tokens do."""
-
-    def __init__(self, engine: AsyncEngine, trace: Trace) -> None:
-        self.run = SimulatedRun()
-        self._engine = engine
-        self._trace = trace
-        self._start = 0.0
-        self._num_open = 0
-        self._all_sent = False
-        self._ended = asyncio.Event()
-
-    async def play(self) -> None:
-        self._start = time.perf_counter()
-        for number, traced in enumerate(self._trace.requests):
-            late_s = time.perf_counter() - self._start - traced.arrival_s
-            if late_s < 0:
-                await asyncio.sleep(-late_s)
-            self._send(request_of(number, traced.prompt_token_ids, traced.num_output_tokens))
-        self._all_sent = True
-        if self._num_open:
-            await self._ended.wait()
-        self.run.seconds = max(self.run.last_tokens_s)
-
-    def _send(self, request: Request) -> None:
-        self.run.arrive(time.perf_counter() - self._start)  # a late timer is no wait for the engine
-        try:
-            self._engine.submit(request, self)
-            self._num_open += 1
-        except Overloaded:
-            self.run.num_refused += 1
-
-    def put_all(self, deltas: Sequence[TokenDelta]) -> None:
-        now = time.perf_counter() - self._start
-        for delta in deltas:
-            self.run.note(int(delta.request_id), len(delta.token_ids), at_s=now)
-            self._num_open -= delta.finish_reason is not None
-        if self._all_sent and not self._num_open:
-            self._ended.set()
-
-
-def request_of(number: int, prompt: tuple[int, ...] | None, num_output: int) -> Request:
-    """A request that generates exactly so many tokens."""
-    assert prompt is not None, "a real engine needs real prompts"
-    sampling = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
-    return Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling)
-
-
-# ---------------------------------------------------------------------- the live service
-
-
-def _service_row(given: argparse.Namespace, number: int, row: Row) -> dict[str, Any]:
-    replica = _measured_replica(given, "service")
-    config = _config(row, simulated=True)
-    trace = _requests(given, row, replica, config)
-    run = _predicted(row, trace, replica, config)
-    with _live(row, config) as live:
-        extra_s = _own_time_s(lambda alone: asyncio.run(_served_over_http(live, alone)), trace, replica, config)
-        figures = _figures(asyncio.run(_served_over_http(live, trace)))
-    full = full_rate(_trace(given, row.trace), replica, config.scheduler, config.cache)
-    return _compared(number, row, trace, run, figures, full=full, extra_s=extra_s)
-
-
-@contextmanager
-def _live(row: Row, config: EngineConfig) -> Iterator[Service]:
-    application = {
-        "models": [
-            {
-                "name": "demo",
-                "engine": config.model_dump(mode="json", exclude_unset=True),
-                "replicas": {"num_replicas": row.num_replicas, "num_cpus": 0.1, "drain_timeout_s": 1},
-            }
-        ]
-    }
-    with service(application) as live:
-        yield live
-
-
-def _own_time_s(
-    serve: Callable[[Trace], SimulatedRun], trace: Trace, replica: MeasuredReplica, config: EngineConfig
-) -> float:
+def _own_time_s(live: Service, trace: Trace, replica: MeasuredReplica, config: EngineConfig) -> float:
     """What the way of a request adds to a first token when there is no other: sockets, threads that wake up.
 
     Each request has one output token, so that it has ended before the next comes, on any number of replicas.
@@ -368,19 +212,19 @@ def _own_time_s(
             for number, each in enumerate(trace.requests[:_NUM_ALONE])
         ),
     )
-    found = serve(alone)
+    found = asyncio.run(_served(live, alone))
     run = simulate(alone, replica, config.scheduler, config.cache)
     return max(0.0, found.percentile_s("ttft", 50) - run.percentile_s("ttft", 50))
 
 
-async def _served_over_http(live: Service, trace: Trace) -> SimulatedRun:
+async def _served(live: Service, trace: Trace) -> SimulatedRun:
     """The requests at their times, over HTTP."""
-    requests = [
-        completion_request(
-            live.target, "demo", request_of(number, traced.prompt_token_ids, traced.num_output_tokens)
-        )
-        for number, traced in enumerate(trace.requests)
-    ]  # fmt: skip
+    requests = []
+    for number, traced in enumerate(trace.requests):
+        assert traced.prompt_token_ids is not None, "given above"
+        sampling = SamplingParams(max_tokens=traced.num_output_tokens, temperature=0.0, ignore_eos=True)
+        request = Request(request_id=str(number), prompt_token_ids=traced.prompt_token_ids, sampling=sampling)
+        requests.append(completion_request(live.target, "demo", request))
     start_s = time.perf_counter() + LEAD_S
     arrivals_s = [traced.arrival_s for traced in trace.requests]
     sent = await play(live.target, requests, arrivals_s, start_s=start_s, timeout_s=_TIMEOUT_S)

@@ -2,24 +2,29 @@
 
     python -m benchmarks.service.soak --minutes 60
 
-Starts the service as `make serve` does: two replicas of the bundled model, API keys, and batches on a file system of
-its own in memory, for which one has to be root on Linux. Four tenants send streams, tool calls, schemas and
-log-probabilities; one of them has a batch under way all the time. After a calm part a fifth tenant sends hostile
+Starts the service as `make serve` does: two replicas of the bundled model with little KV memory, adapters, pipelines,
+speculation, API keys, and batches on a file system of its own in memory, for which one has to be root on Linux
+(`--disk-mib 0`: none, and no full disk). Tenants send requests of all kinds (`tenants.py`), each with words of its own
+that the model repeats; one of them has a batch under way all the time. After a calm part another tenant sends hostile
 requests, `--rate` a second, one of 50 with a field filled to its limit (`field_bodies.py`). A replica is killed every
 two minutes, the batches process every five, and the file system is full for a minute at one third and at two thirds.
 Progress goes to stderr; the last line of stdout is one JSON object:
 
-    tenants       outcomes by tenant: `right` answers say what the same request said before, token for token; times in
-                  ms, calm and attacked; the first findings in full
+    tenants       outcomes by tenant: `right` answers say what the same request said before, token for token; `leaked`:
+                  with words of another request; `unexplained`: with cached tokens that no request of its own key and
+                  salt explains; times in ms, calm and attacked; the first findings in full
+    searched      answers by kind in which words of other requests were looked for; `own`: in how many their own were
+    sang          share of the whole greedy answers that say their own words
     attack        answers by status, and those of 500 and above
-    memory_mib, open_files, threads, tasks   by process: medians of the four quarters of the attack. A kind of process
-                  that is killed counts while it is older than a minute. Tasks of the event loops, each minute
+    memory_mib, open_files, threads   by process: medians of the four quarters of the attack. A kind of process that is
+                  killed counts while it is older than a minute
     growth        memory of the last quarter over the second, by process
     restarts      processes of the service that ended without being killed
+    preemptions, resumes   what has happened meanwhile
     left          what is held at the end without any request under way
 
-Exits with 1 when an honest answer is wrong, late, lost or doubled, on a server error, on a restart, and on growth
-beyond `--max-growth`.
+Exits with 1 when an honest answer is wrong, late, lost, doubled or has anything of another, on a server error, on a
+restart, when too few sang, and on growth beyond `--max-growth`.
 """
 
 from __future__ import annotations
@@ -31,7 +36,6 @@ import errno
 import json
 import os
 import random
-import re
 import secrets
 import signal
 import statistics
@@ -41,21 +45,22 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from app.text import Tokenizer
 from benchmarks.chaos.stage import Stage, stage
 from benchmarks.chaos.traffic import MODEL_NAME
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
 from benchmarks.harness.processes import resident_bytes
+from benchmarks.harness.random_adapter import projections_in, save_random_adapter
 from benchmarks.harness.service import scraped, with_tools, write_keys
 from benchmarks.service.field_bodies import field_bodies
-from benchmarks.service.fuzz import Tally, send_hostile
-from benchmarks.service.honest import ONLINE_KINDS, TIMEOUT_S, Client, Tenant
-from benchmarks.service.hostile_requests import HostileRequest, hostile_requests, post
+from benchmarks.service.hostile_requests import HostileRequest, Tally, attack, hostile_requests, post
+from benchmarks.service.tenants import BLOCK_SIZE, DOCUMENTS, FINE, TIMEOUT_S, Found, Tenants
 
 _BATCHES = "ray::ServeReplica:carousel:batches"
 _SAMPLE_EVERY_S = 5.0
@@ -65,6 +70,8 @@ _LATE_MS = 20_000.0  # an honest answer takes about half a second
 _PATIENCE_S = 300.0  # with the last batch
 _MAX_HOSTILE_AT_ONCE = 128
 _LARGE_EVERY, _LARGE_BYTES = 50, 2**20
+_MIN_SANG = 0.95  # the model itself repeats 99 of 100
+_NUM_ADAPTERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,6 @@ class Watched:
     """What the service's processes held over time, and which of them were killed here."""
 
     samples: list[Sample] = field(default_factory=list)
-    tasks: list[tuple[float, str, float]] = field(default_factory=list)  # when, the kind of process, how many
     killed: set[int] = field(default_factory=set)
     num_killed: Counter[str] = field(default_factory=Counter)
     full_s: float = 0.0
@@ -95,31 +101,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measured(given: argparse.Namespace) -> dict[str, Any]:
-    names = [*(f"tenant-{kind}" for kind in ONLINE_KINDS), "attacker"]
-    keys = {name: f"sk-{name}-{secrets.token_hex(16)}" for name in names}
+    keys = {name: f"sk-{name}-{secrets.token_hex(16)}" for name in (*_names(given.tenants), "attacker")}
     with (
-        small_disk(given.disk_mib) as folder,
+        small_disk(given.disk_mib) as disk,
         with_tools(Path(given.model)) as model,
-        tempfile.TemporaryDirectory() as keys_folder,
-        stage(application(str(model), write_keys(Path(keys_folder) / "keys.yaml", keys), folder)) as running,
+        tempfile.TemporaryDirectory() as folder,
     ):
-        return asyncio.run(_Soak(running, keys, folder, given).run())
+        adapters = _adapters(model, Path(folder))
+        keys_file = write_keys(Path(folder) / "keys.yaml", keys)
+        with stage(application(str(model), keys_file, disk, adapters, num_blocks=given.num_blocks)) as running:
+            models = [MODEL_NAME, *adapters]
+            tenants = Tenants(
+                running.target, {name: keys[name] for name in _names(given.tenants)}, Tokenizer.load(str(model)),
+                models=models, pipelines={each["name"]: models for each in pipelines_of(models)}, seed=given.seed,
+            )  # fmt: skip
+            return asyncio.run(_Soak(running, tenants, keys["attacker"], disk, given).run())
 
 
-def application(model: str, keys_file: Path, folder: Path) -> dict[str, Any]:
-    """The application's `args`."""
+def _names(number: int) -> list[str]:
+    return [f"tenant-{each}" for each in range(number)]
+
+
+def _adapters(model: Path, folder: Path) -> dict[str, str]:
+    """Folders by name. The model repeats words with them as well: their numbers are small."""
+    paths = {f"adapter-{seed}": folder / f"adapter-{seed}" for seed in range(_NUM_ADAPTERS)}
+    for seed, path in enumerate(paths.values()):
+        save_random_adapter(path, projections_in(model), rank=8, seed=seed, scale=0.01)
+    return {name: str(path) for name, path in paths.items()}
+
+
+def pipelines_of(models: Sequence[str]) -> list[dict[str, Any]]:
+    """Steps of all kinds over these models, at least two."""
+    first, second, *_ = models
+    cases = [{"model": second, "max_prompt_tokens": 60}, {"model": "careful"}]
+    ranking = [{"kind": "embed", "model": first, "top_n": 1}, {"kind": "generate", "model": "auto"}]
+    return [
+        {"name": "careful", "steps": [{"kind": "cascade", "small": second, "large": first, "min_mean_logprob": -0.01}]},
+        {"name": "together", "steps": [{"kind": "ensemble", "models": [first, second]}]},
+        {"name": "auto", "steps": [{"kind": "route", "by": "length", "cases": cases}]},
+        {"name": DOCUMENTS, "steps": ranking},
+    ]
+
+
+def application(
+    model: str, keys_file: Path, folder: Path, adapters: Mapping[str, str], *, num_blocks: int
+) -> dict[str, Any]:
+    """The application's `args`: two replicas with too little KV memory for what they are sent."""
     return {
         "models": [
             {
                 "name": MODEL_NAME,
+                "adapters": dict(adapters),
                 "engine": {
                     "model": {"path": model, "batch_invariant": True},
-                    "cache": {"num_blocks": 4096, "block_size": 16},
+                    "cache": {"num_blocks": num_blocks, "block_size": BLOCK_SIZE},
                     "scheduler": {"max_running": 32, "max_waiting": 256, "policy": "fair"},
+                    "speculation": {"method": "lookup"},
                 },
                 "replicas": {"num_replicas": 2, "num_cpus": 0.1, "drain_timeout_s": 5},
             }
         ],
+        "pipelines": pipelines_of([MODEL_NAME, *adapters]),
         "api": {"keys_file": str(keys_file), "metrics_for": "public"},
         "batches": {"path": str(folder)},
     }
@@ -127,8 +169,11 @@ def application(model: str, keys_file: Path, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def small_disk(size_mib: int) -> Iterator[Path]:
-    """A folder on a file system of its own, in memory. Raises BenchmarkError where none can be made."""
+    """A folder on a file system of its own, in memory (0: on none). Raises BenchmarkError where none can be made."""
     with tempfile.TemporaryDirectory(prefix="carousel-soak-") as folder:
+        if not size_mib:
+            yield Path(folder)
+            return
         command = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", folder]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -147,44 +192,32 @@ def small_disk(size_mib: int) -> Iterator[Path]:
 class _Soak:
     """One run. In one event loop."""
 
-    def __init__(self, running: Stage, keys: Mapping[str, str], folder: Path, given: argparse.Namespace) -> None:
+    def __init__(
+        self, running: Stage, tenants: Tenants, attacker_key: str, folder: Path, given: argparse.Namespace
+    ) -> None:
         self._running = running
+        self._tenants = tenants
+        self._attacker_key = attacker_key
         self._folder = folder
         self._given = given
-        self._attacker_key = keys["attacker"]
-        self._clients = {
-            kind: Client(running.target, Tenant(f"tenant-{kind}", keys[f"tenant-{kind}"]), model=MODEL_NAME)
-            for kind in ONLINE_KINDS
-        }
         self._over = asyncio.Event()
         self._watched = Watched()
         self._tally = Tally()
         self._source = random.Random(given.seed)
 
     async def run(self) -> dict[str, Any]:
-        given, seconds = self._given, self._given.minutes * 60
-        for kind, client in self._clients.items():
-            await client.learn(sorted({kind, "schema"}))
+        given, seconds, tenants = self._given, self._given.minutes * 60, self._tenants
         before = self._ours()
         async with asyncio.TaskGroup() as tasks:
-            for kind, client in self._clients.items():
+            for name in tenants.found:
                 for _ in range(given.clients):
-                    tasks.create_task(client.keep_asking(kind, pause_s=given.pause_s, until=self._over))
-            tasks.create_task(self._clients["schema"].keep_batching(given.items, until=self._over))
+                    tasks.create_task(tenants.keep_asking(name, pause_s=given.pause_s, until=self._over))
+            tasks.create_task(tenants.keep_batching(_names(1)[0], given.items, until=self._over))
             began = time.monotonic()
             await asyncio.sleep(given.calm_s)
             attacked_s = time.monotonic()
             tell(f"calm for {attacked_s - began:.0f} s; now the attack")
-            trouble = [
-                asyncio.create_task(each)
-                for each in (
-                    self._attack(attacked_s + seconds),
-                    self._watch(),
-                    self._kill_every(given.kill_replica_s, lambda: self._running.replicas(), "replica"),
-                    self._kill_every(given.kill_batches_s, lambda: self._running.named(_BATCHES), "batches"),
-                    self._fill_disk(attacked_s, seconds),
-                )
-            ]
+            trouble = [asyncio.create_task(each) for each in self._trouble(attacked_s, seconds)]
             done, _ = await asyncio.wait(trouble, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
@@ -192,40 +225,44 @@ class _Soak:
                 task.cancel()
             await asyncio.gather(*trouble, return_exceptions=True)
             self._over.set()
-            self._clients["schema"].patience_ends_s = time.monotonic() + _PATIENCE_S
+            tenants.patience_ends_s = time.monotonic() + _PATIENCE_S
         await self._running.is_whole()
         ended = set(before) - set(self._ours()) - self._watched.killed
+        samples = await asyncio.to_thread(scraped, self._running.target)
         return (
-            figures_of([client.tenant for client in self._clients.values()], began, attacked_s)
+            figures_of(tenants.found, began, attacked_s)
             | attack_figures(self._tally)
             | process_figures(self._watched.samples, attacked_s, seconds)
-            | {"tasks": task_figures(self._watched.tasks, attacked_s, seconds)}
             | {
                 "killed": dict(self._watched.num_killed),
                 "disk_full_s": round(self._watched.full_s),
                 "restarts": sorted(before[pid] for pid in ended),
+                "preemptions": round(sum(n for name, _, n in samples if name == "carousel_engine_preemptions_total")),
+                "resumes": round(sum(n for name, _, n in samples if name == "carousel_resumes_total")),
                 "left": await self._running.left_over(),
                 "max_growth": given.max_growth,
             }
         )
 
-    async def _attack(self, ends_s: float) -> None:
-        cases = self._hostile(self._large_bodies())
-        free, began = asyncio.Semaphore(_MAX_HOSTILE_AT_ONCE), time.monotonic()
-        async with asyncio.TaskGroup() as tasks:
-            for number, case in enumerate(cases):
-                await asyncio.sleep(max(0.0, began + number / self._given.rate - time.monotonic()))
-                if time.monotonic() > ends_s:
-                    break
-                await free.acquire()
-                self._tally.by_kind[case.kind] += 1
-                sending = tasks.create_task(send_hostile(self._running.target, case, self._tally))
-                sending.add_done_callback(lambda _: free.release())
+    def _trouble(self, began_s: float, seconds: float) -> Iterable[Coroutine[Any, Any, None]]:
+        given = self._given
+        yield self._watch()
+        yield attack(
+            self._running.target, self._hostile(self._large_bodies()), self._tally, rate=given.rate,
+            at_once=_MAX_HOSTILE_AT_ONCE,
+        )  # fmt: skip
+        if given.kill_replica_s:
+            yield self._kill_every(given.kill_replica_s, self._running.replicas, "replica")
+        if given.kill_batches_s:
+            yield self._kill_every(given.kill_batches_s, lambda: self._running.named(_BATCHES), "batches")
+        if given.disk_mib:
+            yield self._fill_disk(began_s, seconds)
 
     def _hostile(self, large: Iterator[HostileRequest]) -> Iterator[HostileRequest]:
         """Hostile requests with the attacker's key, without end."""
+        models = [each["id"] for each in self._read("/v1/models")["data"]]
         header = f"\r\nAuthorization: Bearer {self._attacker_key}\r\nConnection: close\r\n".encode()
-        for number, case in enumerate(hostile_requests(self._given.seed)):
+        for number, case in enumerate(hostile_requests(self._given.seed, models)):
             chosen = next(large) if number % _LARGE_EVERY == 0 else case
             yield replace(chosen, data=chosen.data.replace(b"\r\nConnection: close\r\n", header, 1))
 
@@ -250,8 +287,7 @@ class _Soak:
             self._watched.samples += await asyncio.to_thread(self._sampled)
             if time.monotonic() > told_s + _TELL_EVERY_S:
                 told_s = time.monotonic()
-                self._watched.tasks += await asyncio.to_thread(self._tasks)
-                tell(f"{ ({c.tenant.name: dict(c.tenant.outcomes) for c in self._clients.values()}) }")
+                tell(f"{sum((each.outcomes for each in self._tenants.found.values()), Counter())}")
                 tell(f"hostile: {dict(self._tally.outcomes)}, killed: {dict(self._watched.num_killed)}")
             await asyncio.sleep(_SAMPLE_EVERY_S)
 
@@ -262,22 +298,12 @@ class _Soak:
             for pid, process in self._running.processes().items()
         ]
 
-    def _tasks(self) -> list[tuple[float, str, float]]:
-        now = time.monotonic()
-        with contextlib.suppress(OSError):  # it is being killed
-            return [
-                (now, re.findall('process="([^"]*)"', labels)[0], value)
-                for name, labels, value in scraped(self._running.target)
-                if name == "carousel_loop_tasks"
-            ]
-        return []
-
     def _ours(self) -> dict[int, str]:
         return {
             pid: each.title for pid, each in self._running.processes().items() if each.title.startswith("ray::Serve")
         }
 
-    async def _kill_every(self, seconds: float, pids: Any, what: str) -> None:
+    async def _kill_every(self, seconds: float, pids: Callable[[], list[int]], what: str) -> None:
         while True:
             await asyncio.sleep(seconds)
             found = await asyncio.to_thread(pids)
@@ -325,26 +351,31 @@ def _entries(pid: int, folder: str) -> int:
         return 0
 
 
-def figures_of(tenants: Sequence[Tenant], began_s: float, attacked_s: float) -> dict[str, Any]:
-    """What the honest clients got."""
+def figures_of(tenants: Mapping[str, Found], began_s: float, attacked_s: float) -> dict[str, Any]:
+    """What the honest tenants got."""
+    num_greedy = sum(each.num_greedy for each in tenants.values())
     return {
         "tenants": {
-            tenant.name: {
-                "outcomes": dict(sorted(tenant.outcomes.items())),
-                "calm_ms": {f"p{p}": tenant.times_ms(p, began_s, attacked_s) for p in (50, 99)},
-                "attacked_ms": {f"p{p}": tenant.times_ms(p, attacked_s) for p in (50, 99, 100)},
-                "late": sum(1000 * took_s > _LATE_MS for took_s in tenant.times_s),
-                "findings": tenant.findings,
+            name: {
+                "outcomes": dict(sorted(found.outcomes.items())),
+                "calm_ms": {f"p{p}": found.times_ms(p, began_s, attacked_s) for p in (50, 99)},
+                "attacked_ms": {f"p{p}": found.times_ms(p, attacked_s) for p in (50, 99, 100)},
+                "late": sum(1000 * took_s > _LATE_MS for _, took_s in found.times_s),
+                "cached": found.num_cached,
+                "findings": found.details,
             }
-            for tenant in tenants
-        }
+            for name, found in tenants.items()
+        },
+        "searched": dict(sum((each.answers for each in tenants.values()), Counter())),
+        "own": dict(sum((each.own for each in tenants.values()), Counter())),
+        "sang": round(sum(each.num_sang for each in tenants.values()) / num_greedy, 4) if num_greedy else None,
     }
 
 
 def attack_figures(tally: Tally) -> dict[str, Any]:
     """What the attacker got."""
     outcomes = dict(sorted(tally.outcomes.items()))
-    return {"attack": {"cases": tally.num_cases, "outcomes": outcomes, "server_errors": tally.server_errors[:20]}}
+    return {"attack": {"cases": tally.by_kind.total(), "outcomes": outcomes, "server_errors": tally.server_errors[:20]}}
 
 
 def process_figures(samples: Sequence[Sample], began_s: float, seconds: float) -> dict[str, Any]:
@@ -369,16 +400,6 @@ def process_figures(samples: Sequence[Sample], began_s: float, seconds: float) -
     return found
 
 
-def task_figures(
-    tasks: Sequence[tuple[float, str, float]], began_s: float, seconds: float
-) -> dict[str, list[float | None]]:
-    """By the kind of process: medians of each quarter."""
-    by_kind: defaultdict[str, list[list[float]]] = defaultdict(lambda: [[], [], [], []])
-    for at_s, kind, number in tasks:
-        by_kind[kind][_quarter(at_s, began_s, seconds)].append(number)
-    return {kind: _medians(quarters) for kind, quarters in sorted(by_kind.items())}
-
-
 def _quarter(at_s: float, began_s: float, seconds: float) -> int:
     return min(3, max(0, int(4 * (at_s - began_s) / seconds)))
 
@@ -392,14 +413,20 @@ def is_bad(figures: Mapping[str, Any]) -> bool:
     outcomes: Counter[str] = Counter()
     for tenant in figures["tenants"].values():
         outcomes.update(tenant["outcomes"])
-    fine = {"right", "batch_right", "items_right", "refused_and_tried_again"}
-    has_failed = any(name not in fine and not name.startswith("batch_call_tried_again") for name in outcomes)
+    has_failed = bool(outcomes.keys() - FINE)
+    is_mute = figures["sang"] is not None and figures["sang"] < _MIN_SANG
     is_late = any(tenant["late"] for tenant in figures["tenants"].values())
     ours = [growth for title, growth in figures["growth"].items() if title.startswith("ray::ServeReplica:carousel:")]
     has_grown = any(growth > figures["max_growth"] for growth in ours)
     is_held = any(figures["left"].values())
     return bool(
-        has_failed or is_late or has_grown or is_held or figures["attack"]["server_errors"] or figures["restarts"]
+        has_failed
+        or is_mute
+        or is_late
+        or has_grown
+        or is_held
+        or figures["attack"]["server_errors"]
+        or figures["restarts"]
     )
 
 
@@ -409,15 +436,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--calm-s", type=float, default=60.0, metavar="S", help="before it")
     parser.add_argument("--model", default="models/demo", metavar="DIR")
     parser.add_argument("--rate", type=float, default=50.0, metavar="N", help="hostile requests a second")
+    parser.add_argument("--tenants", type=positive, default=4, metavar="N", help="API keys")
     parser.add_argument("--clients", type=positive, default=2, metavar="N", help="of each tenant")
+    parser.add_argument("--num-blocks", type=positive, default=400, metavar="N", help="KV memory of a replica")
     parser.add_argument(
         "--pause-s", type=float, default=0.5, metavar="S", help="between a client's requests, on average"
     )
     parser.add_argument("--items", type=positive, default=300, metavar="N", help="of each batch")
-    parser.add_argument("--kill-replica-s", type=float, default=120.0, metavar="S")
-    parser.add_argument("--kill-batches-s", type=float, default=300.0, metavar="S")
+    parser.add_argument("--kill-replica-s", type=float, default=120.0, metavar="S", help="0: never")
+    parser.add_argument("--kill-batches-s", type=float, default=300.0, metavar="S", help="0: never")
     parser.add_argument("--full-s", type=float, default=60.0, metavar="S", help="how long the disk is full, twice")
-    parser.add_argument("--disk-mib", type=positive, default=2048, metavar="N", help="the size of that file system")
+    parser.add_argument("--disk-mib", type=int, default=2048, metavar="N", help="of that file system; 0: none")
     parser.add_argument(
         "--max-growth", type=float, default=1.05, metavar="X", help="of memory, last quarter over second"
     )

@@ -110,14 +110,12 @@ async def _prepared(items: Iterable[Item | InvalidItem], handler: RequestHandler
 
 
 def _columns(piece: InputPiece) -> dict[str, Any]:
-    """A piece as a row of a dataset: plain values, which Arrow stores as they are."""
     columns = asdict(piece)
     file: dict[str, Any] = columns.pop("file")
     return columns | file
 
 
 def _pieces(batch: dict[str, Any]) -> Iterator[InputPiece]:
-    """The pieces in a batch of such rows."""
     for values in zip(*batch.values(), strict=True):
         columns: dict[str, Any] = dict(zip(batch, values, strict=True))
         file = InputFile(**{field.name: str(columns.pop(field.name)) for field in fields(InputFile)})
@@ -164,7 +162,7 @@ def check_fits_engines(body: QueuedRequest) -> None:
         ("logprobs", body.asked_logprobs[1] is not None),
         ("prompt_logprobs", body.prompt_logprobs is not None),
         ("return_token_ids", body.return_token_ids),
-        ("echo", body.asks_for_echo),
+        ("echo", isinstance(body, CompletionRequest) and body.echo),
     ):
         if is_asked:
             raise InvalidRequest(f"{name} is not for bulk runs: an item's result holds its text only", param=name)

@@ -3,7 +3,7 @@
 Each engine has one call in flight, always: it takes new items there and brings ended items back. An engine holds three
 times the items that it computes at once, so that it never waits for the call to come round; items never wait for each
 other. Why items do not go to the engines in blocks of Ray Data, as `map_batches` would send them, is in
-docs/results/bulk.md.
+docs/results/service.md.
 """
 
 from __future__ import annotations
@@ -139,7 +139,6 @@ class EnginePool(Executor[PreparedItem]):
             await self._book(number, output)
 
     async def _wait_for_items(self, number: int) -> None:
-        """Return when there are items for an empty engine, or never will be."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self._is_over or self._backlog.has_items_for(number, input_is_over=self._input_is_over)
@@ -170,7 +169,6 @@ class EnginePool(Executor[PreparedItem]):
 
 
 def _reason(error: Exception) -> str:
-    """What a person needs of Ray's message: the cause where it is one of ours, else the first line."""
     cause = getattr(error, "cause", None)
     lines = str(cause or error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__

@@ -68,7 +68,6 @@ async def _run(
 def _until_it_breaks(
     pieces: Generator[list[PreparedItem | InvalidItem], None, None],
 ) -> Generator[list[PreparedItem | InvalidItem], None, None]:
-    """The same pieces; Ray's errors are raised as `ReadingBroke`."""
     try:
         yield from pieces
     except ray.exceptions.RayError as error:

@@ -125,288 +125,139 @@ _REPLICA = "{{model_name}} {{replica}}"
 _FAILED = _rate("carousel_calls_failed_total")
 _ENDED = _rate("carousel_requests_finished_total")
 
-_OVERVIEW = Board(
-    name="overview",
-    title="Carousel: overview",
-    panels=[
-        Panel(
-            title=f"First token within {TTFT_GOOD_S:g} s",
-            queries=[(_good("carousel_first_token_seconds", TTFT_GOOD_LE), "")],
-            unit="percentunit",
-            is_tile=True,
-            red_below=0.99,
-            width=4,
-        ),
-        Panel(
-            title=f"Next token within {1000 * ITL_GOOD_S:g} ms",
-            queries=[(_good("carousel_inter_token_seconds", ITL_GOOD_LE), "")],
-            unit="percentunit",
-            is_tile=True,
-            red_below=0.99,
-            width=4,
-        ),
-        Panel(
-            title="Requests without failure",
-            queries=[(f"1 - (({_FAILED} or vector(0)) / ({_ENDED} > 0) or vector(0))", "")],
-            unit="percentunit",
-            is_tile=True,
-            red_below=0.999,
-            width=4,
-        ),
-        Panel(
-            title="In flight",
-            queries=[(f"sum(carousel_requests_in_flight{{{_MODEL}}})", "")],
-            is_tile=True,
-            width=4,
-        ),
-        Panel(title="Tokens a second", queries=[(_rate("vllm:generation_tokens_total"), "")], is_tile=True, width=4),
-        Panel(
-            title="Replicas", queries=[(f"count(carousel_slots{{{_MODEL}}}) or vector(0)", "")], is_tile=True, width=4
-        ),
-        Panel(
-            title="Time to first token",
-            queries=_quantiles("carousel_first_token_seconds", "model_name, group, class", _KIND),
-            unit="s",
-        ),
-        Panel(
-            title="Between tokens",
-            queries=_quantiles("carousel_inter_token_seconds", "model_name, group, class", _KIND),
-            unit="s",
-        ),
-        Panel(
-            title="In the queue",
-            queries=_quantiles("carousel_request_queue_seconds", "model_name, group, class", _KIND),
-            unit="s",
-        ),
-        Panel(
-            title="Whole request",
-            queries=_quantiles("carousel_request_seconds", "model_name, group, class", _KIND),
-            unit="s",
-        ),
-        Panel(
-            title="Requests that ended, a second",
-            queries=[(_rate("carousel_requests_finished_total", "model_name, reason"), "{{model_name}} {{reason}}")],
-        ),
-        Panel(
-            title="Calls refused, a second",
-            queries=[
-                ("sum by (reason) (rate(carousel_calls_refused_total[$__rate_interval])) or vector(0)", "{{reason}}")
-            ],
-        ),
-        Panel(
-            title="Calls failed, a second",
-            queries=[(f"{_rate('carousel_calls_failed_total', 'model_name, reason')} or vector(0)", "{{reason}}")],
-        ),
-        Panel(
-            title="Tokens a second",
-            queries=[
-                (_rate("vllm:prompt_tokens_total", "model_name"), "prompt {{model_name}}"),
-                (_rate("vllm:generation_tokens_total", "model_name"), "generated {{model_name}}"),
-            ],
-        ),
-        Panel(
-            title="Settings in force",
-            queries=[(_now("carousel_settings_info", "model_name, group, settings"), "{{model_name}} {{settings}}")],
-        ),
-    ],
-)
 
-_ENGINES = Board(
-    name="engines",
-    title="Carousel: engines",
-    panels=[
-        Panel(
-            title="Requests in a step",
-            queries=_quantiles("carousel_step_requests", "model_name, replica", _REPLICA),
-        ),
-        Panel(
-            title="Share of slots used",
-            queries=[(f"{_now('carousel_slots_used')} / {_now('carousel_slots')}", _REPLICA)],
-            unit="percentunit",
-        ),
-        Panel(
-            title="Time of a step",
-            queries=_quantiles("carousel_step_seconds", "model_name, replica", _REPLICA),
-            unit="s",
-        ),
-        Panel(
-            title="Tokens in a step",
-            queries=_quantiles("carousel_step_tokens", "model_name, replica", _REPLICA),
-        ),
-        Panel(
-            title="Share of tokens that graphs compute for nothing",
-            queries=[
-                (
-                    _ratio(
-                        _rate("carousel_graph_padding_tokens_total", "model_name, replica"),
-                        _rate("carousel_step_tokens_sum", "model_name, replica"),
-                    ),
-                    _REPLICA,
-                )
-            ],
-            unit="percentunit",
-        ),
-        Panel(
-            title="Steps a second",
-            queries=[(_rate("carousel_engine_steps_total", "model_name, replica"), _REPLICA)],
-        ),
-        Panel(
-            title="KV memory in use",
-            queries=[(f"1 - {_now('carousel_kv_blocks_free')} / {_now('carousel_kv_blocks')}", _REPLICA)],
-            unit="percentunit",
-        ),
-        Panel(
-            title="Share of prompt tokens found in the prefix cache",
-            queries=[
-                (
-                    _ratio(
-                        _rate("carousel_engine_cached_tokens_total", "model_name, replica"),
-                        _rate("carousel_engine_prompt_tokens_total", "model_name, replica"),
-                    ),
-                    _REPLICA,
-                )
-            ],
-            unit="percentunit",
-        ),
-        Panel(
-            title="Preemptions a second",
-            queries=[(_rate("carousel_engine_preemptions_total", "model_name, replica"), _REPLICA)],
-        ),
-        Panel(
-            title="In the queue",
-            queries=_quantiles("carousel_queue_seconds", "model_name, replica", _REPLICA),
-            unit="s",
-        ),
-        Panel(
-            title="From first step to first token",
-            queries=_quantiles("carousel_prefill_seconds", "model_name, replica", _REPLICA),
-            unit="s",
-        ),
-        Panel(
-            title="Ended otherwise than by their end, a second",
-            queries=[
-                (_rate(f"carousel_engine_{how}_total", "model_name, replica"), f"{how} {_REPLICA}")
-                for how in ("aborted", "failed", "missed")
-            ],
-        ),
-        Panel(
-            title="Batch that the strategy aims at",
-            queries=[(_now("carousel_batch_size"), _REPLICA)],
-        ),
-        Panel(
-            title="Error of predicted output lengths",
-            queries=[(_now("carousel_length_error_tokens"), _REPLICA)],
-        ),
-        Panel(
-            title="Finished, a second",
-            queries=[(_rate("carousel_engine_finished_total", "model_name, replica"), _REPLICA)],
-        ),
-    ],
-)
+def _tile(title: str, expr: str, *, unit: str = "short", red_below: float | None = None, width: int = 4) -> Panel:
+    return Panel(title=title, queries=[(expr, "")], unit=unit, is_tile=True, red_below=red_below, width=width)
 
-_FLEET = Board(
-    name="fleet",
-    title="Carousel: fleet",
-    panels=[
-        Panel(title="Ingresses", queries=[("carousel_ingresses", "")], is_tile=True, width=6),
-        Panel(title="Did not answer the scrape", queries=[("carousel_scrape_missing", "")], is_tile=True, width=6),
-        Panel(
-            title="Requests that wait",
-            queries=[(f"sum(carousel_queue_requests{{{_MODEL}}}) or vector(0)", "")],
-            is_tile=True,
-            width=6,
-        ),
-        Panel(
-            title="Longest expected wait",
-            queries=[(f"max(carousel_queue_wait_seconds{{{_MODEL}}}) or vector(0)", "")],
-            unit="s",
-            is_tile=True,
-            width=6,
-        ),
-        Panel(title="Requests that wait", queries=[(_now("carousel_queue_requests"), _REPLICA)]),
-        Panel(title="Prompt tokens that wait", queries=[(_now("carousel_queue_tokens"), _REPLICA)]),
-        Panel(title="Tokens still to compute", queries=[(_now("carousel_outstanding_tokens"), _REPLICA)]),
-        Panel(
-            title="Tokens generated a second",
-            queries=[(_rate("carousel_engine_generated_tokens_total", "model_name, replica"), _REPLICA)],
-        ),
-        Panel(
-            title="Decisions of dispatch, a second",
-            queries=[(_rate("carousel_dispatches_total", "model_name, reason"), "{{model_name}} {{reason}}")],
-        ),
-        Panel(
-            title="Went on at another replica, a second",
-            queries=[(f"{_rate('carousel_resumes_total', 'model_name, reason')} or vector(0)", "{{reason}}")],
-        ),
-        Panel(
-            title="How late event loops wake",
-            queries=[
-                (
-                    "histogram_quantile(0.99, "
-                    "sum by (le, process) (rate(carousel_loop_delay_seconds_bucket[$__rate_interval])))",
-                    "p99 {{process}}",
-                )
-            ],
-            unit="s",
-        ),
-        Panel(
-            title="Stalls of event loops, a second",
-            queries=[("sum by (process) (rate(carousel_loop_stalls_total[$__rate_interval]))", "{{process}}")],
-        ),
-        Panel(
-            title="Tasks and waiting calls",
-            queries=[
-                ("sum by (process) (carousel_loop_tasks)", "tasks {{process}}"),
-                ("sum by (process, threads) (carousel_thread_queue)", "waiting {{process}} {{threads}}"),
-            ],
-        ),
-        Panel(
-            title="Requests in one frame",
-            queries=_quantiles("carousel_frame_deltas", "model_name", "{{model_name}}"),
-        ),
-    ],
-)
+
+def _lines(title: str, *queries: tuple[str, str], unit: str = "short") -> Panel:
+    return Panel(title=title, queries=queries, unit=unit)
+
+
+def _by_kind(title: str, metric: str) -> Panel:
+    return _lines(title, *_quantiles(metric, "model_name, group, class", _KIND), unit="s")
+
+
+def _by_replica(title: str, metric: str, *, unit: str = "short") -> Panel:
+    return _lines(title, *_quantiles(metric, "model_name, replica", _REPLICA), unit=unit)
+
+
+def _replica_rate(metric: str) -> str:
+    return _rate(metric, "model_name, replica")
 
 
 def _plain_rate(metric: str) -> str:
     return f"rate({metric}[$__rate_interval])"
 
 
-_BACKGROUND = _rate("carousel_request_seconds_count", "model_name", ', class="background"')
+_OVERVIEW = Board(
+    name="overview",
+    title="Carousel: overview",
+    panels=[
+        _tile(f"First token within {TTFT_GOOD_S:g} s", _good("carousel_first_token_seconds", TTFT_GOOD_LE),
+              unit="percentunit", red_below=0.99),
+        _tile(f"Next token within {1000 * ITL_GOOD_S:g} ms", _good("carousel_inter_token_seconds", ITL_GOOD_LE),
+              unit="percentunit", red_below=0.99),
+        _tile("Requests without failure", f"1 - (({_FAILED} or vector(0)) / ({_ENDED} > 0) or vector(0))",
+              unit="percentunit", red_below=0.999),
+        _tile("In flight", f"sum(carousel_requests_in_flight{{{_MODEL}}})"),
+        _tile("Tokens a second", _rate("vllm:generation_tokens_total")),
+        _tile("Replicas", f"count(carousel_slots{{{_MODEL}}}) or vector(0)"),
+        _by_kind("Time to first token", "carousel_first_token_seconds"),
+        _by_kind("Between tokens", "carousel_inter_token_seconds"),
+        _by_kind("In the queue", "carousel_request_queue_seconds"),
+        _by_kind("Whole request", "carousel_request_seconds"),
+        _lines("Requests that ended, a second",
+               (_rate("carousel_requests_finished_total", "model_name, reason"), "{{model_name}} {{reason}}")),
+        _lines("Calls refused, a second",
+               ("sum by (reason) (rate(carousel_calls_refused_total[$__rate_interval])) or vector(0)", "{{reason}}")),
+        _lines("Calls failed, a second",
+               (f"{_rate('carousel_calls_failed_total', 'model_name, reason')} or vector(0)", "{{reason}}")),
+        _lines("Tokens a second",
+               (_rate("vllm:prompt_tokens_total", "model_name"), "prompt {{model_name}}"),
+               (_rate("vllm:generation_tokens_total", "model_name"), "generated {{model_name}}")),
+        _lines("Settings in force",
+               (_now("carousel_settings_info", "model_name, group, settings"), "{{model_name}} {{settings}}")),
+    ],
+)  # fmt: skip
 
+_ENGINES = Board(
+    name="engines",
+    title="Carousel: engines",
+    panels=[
+        _by_replica("Requests in a step", "carousel_step_requests"),
+        _lines("Share of slots used",
+               (f"{_now('carousel_slots_used')} / {_now('carousel_slots')}", _REPLICA), unit="percentunit"),
+        _by_replica("Time of a step", "carousel_step_seconds", unit="s"),
+        _by_replica("Tokens in a step", "carousel_step_tokens"),
+        _lines("Share of tokens that graphs compute for nothing",
+               (_ratio(_replica_rate("carousel_graph_padding_tokens_total"),
+                       _replica_rate("carousel_step_tokens_sum")), _REPLICA), unit="percentunit"),
+        _lines("Steps a second", (_replica_rate("carousel_engine_steps_total"), _REPLICA)),
+        _lines("KV memory in use",
+               (f"1 - {_now('carousel_kv_blocks_free')} / {_now('carousel_kv_blocks')}", _REPLICA), unit="percentunit"),
+        _lines("Share of prompt tokens found in the prefix cache",
+               (_ratio(_replica_rate("carousel_engine_cached_tokens_total"),
+                       _replica_rate("carousel_engine_prompt_tokens_total")), _REPLICA), unit="percentunit"),
+        _lines("Preemptions a second", (_replica_rate("carousel_engine_preemptions_total"), _REPLICA)),
+        _by_replica("In the queue", "carousel_queue_seconds", unit="s"),
+        _by_replica("From first step to first token", "carousel_prefill_seconds", unit="s"),
+        _lines("Ended otherwise than by their end, a second",
+               *((_replica_rate(f"carousel_engine_{how}_total"), f"{how} {_REPLICA}")
+                 for how in ("aborted", "failed", "missed"))),
+        _lines("Batch that the strategy aims at", (_now("carousel_batch_size"), _REPLICA)),
+        _lines("Error of predicted output lengths", (_now("carousel_length_error_tokens"), _REPLICA)),
+        _lines("Finished, a second", (_replica_rate("carousel_engine_finished_total"), _REPLICA)),
+    ],
+)  # fmt: skip
+
+_FLEET = Board(
+    name="fleet",
+    title="Carousel: fleet",
+    panels=[
+        _tile("Ingresses", "carousel_ingresses", width=6),
+        _tile("Did not answer the scrape", "carousel_scrape_missing", width=6),
+        _tile("Requests that wait", f"sum(carousel_queue_requests{{{_MODEL}}}) or vector(0)", width=6),
+        _tile("Longest expected wait", f"max(carousel_queue_wait_seconds{{{_MODEL}}}) or vector(0)", unit="s", width=6),
+        _lines("Requests that wait", (_now("carousel_queue_requests"), _REPLICA)),
+        _lines("Prompt tokens that wait", (_now("carousel_queue_tokens"), _REPLICA)),
+        _lines("Tokens still to compute", (_now("carousel_outstanding_tokens"), _REPLICA)),
+        _lines("Tokens generated a second", (_replica_rate("carousel_engine_generated_tokens_total"), _REPLICA)),
+        _lines("Decisions of dispatch, a second",
+               (_rate("carousel_dispatches_total", "model_name, reason"), "{{model_name}} {{reason}}")),
+        _lines("Went on at another replica, a second",
+               (f"{_rate('carousel_resumes_total', 'model_name, reason')} or vector(0)", "{{reason}}")),
+        _lines("How late event loops wake",
+               ("histogram_quantile(0.99, "
+                "sum by (le, process) (rate(carousel_loop_delay_seconds_bucket[$__rate_interval])))",
+                "p99 {{process}}"), unit="s"),
+        _lines("Stalls of event loops, a second",
+               ("sum by (process) (rate(carousel_loop_stalls_total[$__rate_interval]))", "{{process}}")),
+        _lines("Tasks and waiting calls",
+               ("sum by (process) (carousel_loop_tasks)", "tasks {{process}}"),
+               ("sum by (process, threads) (carousel_thread_queue)", "waiting {{process}} {{threads}}")),
+        _lines("Requests in one frame", *_quantiles("carousel_frame_deltas", "model_name", "{{model_name}}")),
+    ],
+)  # fmt: skip
+
+_BACKGROUND = _rate("carousel_request_seconds_count", "model_name", ', class="background"')
 _BATCHES = Board(
     name="batches",
     title="Carousel: batches",
     panels=[
-        Panel(
-            title="Lines a second",
-            queries=[
-                (_plain_rate("carousel_batch_lines_completed_total"), "completed"),
-                (_plain_rate("carousel_batch_lines_failed_total"), "failed"),
-            ],
-        ),
-        Panel(
-            title="Lines since the start",
-            queries=[
-                ("carousel_batch_lines_completed_total", "completed"),
-                ("carousel_batch_lines_failed_total", "failed"),
-            ],
-        ),
-        Panel(
-            title="Background requests that ended, a second",
-            queries=[(f"{_BACKGROUND} or vector(0)", "{{model_name}}")],
-        ),
-        Panel(
-            title="Webhooks a second",
-            queries=[
-                (_plain_rate("carousel_webhook_attempts_total"), "sent"),
-                (_plain_rate("carousel_webhooks_delivered_total"), "delivered"),
-                (_plain_rate("carousel_webhooks_given_up_total"), "given up"),
-            ],
-        ),
-        Panel(title="Webhooks to deliver", queries=[("carousel_webhooks_pending", "")]),
-        Panel(title="Batches that wait for their storage", queries=[("carousel_batches_paused", "")]),
+        _lines("Lines a second",
+               (_plain_rate("carousel_batch_lines_completed_total"), "completed"),
+               (_plain_rate("carousel_batch_lines_failed_total"), "failed")),
+        _lines("Lines since the start",
+               ("carousel_batch_lines_completed_total", "completed"), ("carousel_batch_lines_failed_total", "failed")),
+        _lines("Background requests that ended, a second", (f"{_BACKGROUND} or vector(0)", "{{model_name}}")),
+        _lines("Webhooks a second",
+               (_plain_rate("carousel_webhook_attempts_total"), "sent"),
+               (_plain_rate("carousel_webhooks_delivered_total"), "delivered"),
+               (_plain_rate("carousel_webhooks_given_up_total"), "given up")),
+        _lines("Webhooks to deliver", ("carousel_webhooks_pending", "")),
+        _lines("Batches that wait for their storage", ("carousel_batches_paused", "")),
     ],
-)
+)  # fmt: skip
 
 BOARDS = (_OVERVIEW, _ENGINES, _FLEET, _BATCHES)

@@ -1,4 +1,4 @@
-"""Rules and alerts for Prometheus. What to do about each alert is in docs/operate/alerts.md."""
+"""Rules and alerts for Prometheus. What to do about each alert is in docs/operate/monitoring.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Json = dict[str, Any]
 # expressions: Prometheus 3 writes 1 as 1.0, and 1.0 without brackets is 120, too.
 TTFT_GOOD_S, TTFT_GOOD_LE = 1.0, "1|1[.]0"
 ITL_GOOD_S, ITL_GOOD_LE = 0.1, "0[.]1"
-_RUNBOOK = "docs/operate/alerts.md"
+_RUNBOOK = "docs/operate/monitoring.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

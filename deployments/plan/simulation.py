@@ -13,18 +13,20 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.build import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
+from app.engine.block_pool import BlockPool
 from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
+from app.engine.observer import StepObserver
 from app.engine.request import Request, TokenDelta
+from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence as EngineSequence
-from app.engine.trace.recorder import Recorder
 from app.errors import Overloaded
 from app.fleet import report_of
 from app.fleet.dispatch import GroupChooser, make_policy
@@ -103,6 +105,81 @@ class TimedRunner(ModelRunner):
         del steps.ends_at[number:]
 
 
+class SimulatedScheduler(Scheduler):
+    """A scheduler that can compute many steps at once, where each only gives every running sequence one more token."""
+
+    def num_decode_steps(self) -> int:
+        """How many of the next steps decide nothing, if no drawn token ends a sequence.
+
+        0: the next step may have something to decide, or ends a sequence by its limit.
+        """
+        is_plain = not (len(self._waiting) or self._ended or self._policy.counts_steps or self.drafter)
+        running = self.running
+        if not (is_plain and running) or self._deadlines.next_at is not None or not all(map(_decodes_plainly, running)):
+            return 0
+        number = min(each.request.sampling.max_tokens - each.num_generated_tokens for each in running) - 1
+        while number > 0 and not self._pool.can_allocate(
+            sum(max(0, self._running.num_missing_blocks(each, number)) for each in running)
+        ):
+            number //= 2
+        return max(0, number)
+
+    def decode(self, ends_at: Sequence[float]) -> list[float]:
+        """Compute as many of these steps, which end at these times; returns how long each took.
+
+        Changes what `schedule` and `update` would change step by step, but for `take_decision`. Blocks are taken, and
+        shared when they are full, in the order of these steps.
+        """
+        size, num_steps, running = self._pool.block_size, len(ends_at), self.running
+        changes: list[tuple[int, bool, int]] = []  # step, whether it is after the step, the sequence's place
+        for place, sequence in enumerate(running):
+            computed = sequence.num_computed_tokens
+            sequence.generated_token_ids.extend([TOKEN_ID] * num_steps)
+            changes += [(step, False, place) for step in range(-computed % size, num_steps, size)]
+            changes += [(step, True, place) for step in range(-(computed + 1) % size, num_steps, size)]
+        for step, is_full, place in sorted(changes):
+            sequence = running[place]
+            if is_full:
+                self._results.cache_full_blocks(sequence, sequence.num_computed_tokens + step + 1)
+            elif self._running.num_missing_blocks(sequence, step + 1) > 0:
+                self._running.extend(sequence, step + 1)
+        for sequence in running:
+            sequence.num_computed_tokens += num_steps
+        self._totals.generated_tokens += len(running) * num_steps
+        took_s = []
+        for at in ends_at:
+            self._count_step(at, began_at=self._last_step_at, num_tokens=len(running), num_ended=0)
+            took_s.append(self.last_step_s)
+        return took_s
+
+
+def _decodes_plainly(sequence: EngineSequence) -> bool:
+    return (
+        sequence.is_decoding
+        and sequence.has_plain_sampling
+        and sequence.matcher is None
+        and not sequence.wants_logprobs
+    )
+
+
+class SimulatedEngine(Engine):
+    """An engine around a simulated scheduler."""
+
+    def __init__(self, *, scheduler: SimulatedScheduler, **parts: Any) -> None:
+        super().__init__(scheduler=scheduler, **parts)
+        self._deciding = scheduler
+
+    def num_decode_steps(self) -> int:
+        """See `SimulatedScheduler.num_decode_steps`; 0 where each step is recorded or may change the limits."""
+        is_only_measured = len(self._observers) == 1
+        return self._deciding.num_decode_steps() if is_only_measured else 0
+
+    def decode(self, ends_at: Sequence[float]) -> None:
+        """See `SimulatedScheduler.decode`. No model runs."""
+        for seconds in self._deciding.decode(ends_at):
+            self._measurements.note_step(seconds, num_tokens=len(self.running), num_sequences=len(self.running))
+
+
 @dataclass(slots=True)
 class DecodeSteps:
     """Steps to come that give each running sequence another token and decide nothing."""
@@ -117,7 +194,7 @@ class _Replica:
 
     def __init__(
         self, replica_id: str, scheduler: SchedulerConfig, cache: CacheConfig, measured: MeasuredReplica,
-        *, noise: _Noise | None, recorder: Recorder | None,
+        *, noise: _Noise | None, recorder: StepObserver | None,
     ) -> None:  # fmt: skip
         self.replica_id = replica_id
         self.clock = SimulatedClock()
@@ -128,10 +205,13 @@ class _Replica:
         self.runner = TimedRunner(
             measured.cost, self.clock, eos_token_id=(*measured.facts.eos_token_ids, -1)[0], noise=noise
         )
-        self.engine = assemble(
-            scheduler, cache, num_blocks=measured.num_blocks, runner=self.runner, facts=measured.facts,
-            clock=self.clock, recorder=recorder,
-        )  # fmt: skip
+        pool = BlockPool(
+            num_blocks=measured.num_blocks, block_size=cache.block_size, prefix_caching=cache.prefix_caching
+        )
+        deciding = SimulatedScheduler(config=scheduler, pool=pool, eos_token_ids=measured.facts.eos_token_ids)
+        self.engine = SimulatedEngine(
+            scheduler=deciding, runner=self.runner, facts=measured.facts, clock=self.clock, recorder=recorder
+        )
         self._max_requests = scheduler.max_requests
 
     def enter(self) -> None:
@@ -156,7 +236,7 @@ class _Replica:
         number = bisect_right(steps.ends_at, now)
         ended_at = steps.ends_at[:number]
         if number:
-            self.engine.decode(ended_at, token_id=TOKEN_ID)
+            self.engine.decode(ended_at)
             self.clock.now = ended_at[-1]
             del steps.ends_at[:number], steps.drawn[:number]
         return ended_at
@@ -298,7 +378,7 @@ class FleetSimulation:
         dispatch: str = "least_loaded",
         num_ingresses: int = 1,
         seed: int | None = 1,
-        recorders: Mapping[int, Recorder] | None = None,
+        recorders: Mapping[int, StepObserver] | None = None,
     ) -> None:
         """`seed` of dispatch and of the steps' noise; None: no noise. `recorders` by the number of a replica."""
         self._now = 0.0

@@ -23,8 +23,8 @@ from app.build import assemble, build_sync_engine
 from app.config import EngineConfig, SchedulerConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import SchedulingDecision, StepBatch
+from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import ModelInfo, Request, SamplingParams, TokenDelta
-from app.engine.trace.recorder import Recorder
 from app.errors import InvalidSetup
 from deployments.plan.traces import Trace
 from deployments.threads import keep_waits_for_the_interpreter_short
@@ -292,7 +292,7 @@ async def _serve_all(
             await load.run(setting, seconds=seconds / _ROUNDS / len(settings), pauses=number % 2 == 1)
 
 
-class _StepTimes(Recorder):
+class _StepTimes(StepObserver):
     """Times each step from its beginning to that of the next one, or to its end where no request is left."""
 
     def __init__(self) -> None:
@@ -315,8 +315,8 @@ class _StepTimes(Recorder):
     def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
         self._size = StepShape.of(batch) if batch else None
 
-    def step_ended(self, deltas: list[TokenDelta], *, at: float) -> None:
-        self._num_open -= sum(delta.finish_reason is not None for delta in deltas)
+    def step_ended(self, step: EndedStep) -> None:
+        self._num_open -= sum(delta.finish_reason is not None for delta in step.deltas)
         if not self._num_open:
             self._end(time.perf_counter())
 

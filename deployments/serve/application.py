@@ -124,7 +124,6 @@ def _batches_deployment() -> serve.Deployment:
 
 
 def _engine_config(model: ServedModelConfig) -> EngineConfig:
-    """The engine's branch with the path resolved and the device that the reservation grants."""
     asked = model.engine.model
     granted = "cuda" if model.replicas.num_gpus else "cpu"
     device = granted if asked.device == "auto" else asked.device

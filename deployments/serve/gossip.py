@@ -99,7 +99,6 @@ class ModelGossip:
         self.on_change(adapters_in(self._transport.table))
 
     async def _ask(self, table: Table) -> Answers:
-        """Tell all replicas, and learn what they know then."""
         answers = await answers_of(self._handle, "gossip", table)
         self.note(merged(each.table for each in answers.reports))
         return answers

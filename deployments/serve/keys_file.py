@@ -68,7 +68,6 @@ class Keys:
         logger.info("there are %d API keys now: %s", len(keys), ", ".join(key.name for key in keys))
 
     def _report(self, mistake: str) -> None:
-        """Log a mistake once. The file is read again at every look: the mistake may have been the disk's."""
         if mistake != self._reported:
             logger.error("the API keys stay as they were: %s", mistake)
         self._reported = mistake

@@ -99,7 +99,6 @@ class RayMetrics:
         return self._made[name]
 
     def _new(self, sample: Sample) -> float:
-        """What a counter has counted since it was asked last."""
         key = sample.name, tuple(sample.labels.values())
         before = self._handed.get(key, 0.0)
         self._handed[key] = sample.value

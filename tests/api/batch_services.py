@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 
 from app.api import RequestHandler, batch_routes, build_app
 from app.api.http.guard import owner_of
@@ -20,6 +20,7 @@ from app.jobs.local_service import LocalBatchService
 from app.webhooks.client import WebhookClient
 from tests.api.fakes import Service
 from tests.api.keys import ring
+from tests.api.openai_clients import openai_client
 from tests.waiting import until
 
 ENDED = ("completed", "failed", "cancelled", "expired")
@@ -59,16 +60,18 @@ def client_of(app: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
 
 
-def with_http(
-    service: Service, folder: Path, use: Callable[[httpx.AsyncClient], Awaitable[None]], **settings: Any
-) -> None:
-    """Call `use` with a client of the app."""
+@asynccontextmanager
+async def http_client(service: Service, folder: Path, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the app with files and batches."""
+    async with served(service, folder, **settings) as app, client_of(app) as client:
+        yield client
 
-    async def main() -> None:
-        async with served(service, folder, **settings) as app, client_of(app) as client:
-            await use(client)
 
-    asyncio.run(main())
+@asynccontextmanager
+async def openai_batches(service: Service, folder: Path, **settings: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The `openai` package on that app."""
+    async with served(service, folder, **settings) as app, openai_client(app) as client:
+        yield client
 
 
 async def job_ended(client: httpx.AsyncClient, job_id: str) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def test_a_line_that_has_to_wait_counts_as_refused_and_not_as_a_request() -> Non
     account = Account(KeyConfig.model_validate(entry(tokens_per_minute=10)), lambda: 0.0)
     with account.reserve_item() as reservation:
         reservation.reserve(10)
-        reservation.add_usage(lambda: 10)
+        reservation.usages.append(lambda: 10)
     with pytest.raises(LimitReached), account.reserve_item() as reservation:
         reservation.reserve(1)
     assert account.usage == Usage(num_requests=1, num_refused=1, num_running=0, num_tokens=10)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,9 @@ from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
-from tests.api.batch_services import ENDED, job_ended, served, with_http
+from tests.api.batch_services import ENDED, http_client, job_ended, openai_batches
 from tests.api.fakes import CASCADE, Service, say, without_times
 from tests.api.keys import bearer, entry
-from tests.api.openai_clients import openai_client
 from tests.stalls import stalls_of_loop
 from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 from tests.waiting import until
@@ -38,16 +38,6 @@ CHAT = "/v1/chat/completions"
 def chat_line(custom_id: str, **fields: Any) -> bytes:
     body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]} | fields
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body}).encode() + b"\n"
-
-
-def with_openai(
-    service: Service, folder: Path, use: Callable[[openai.AsyncOpenAI], Awaitable[None]], **settings: Any
-) -> None:
-    async def main() -> None:
-        async with served(service, folder, **settings) as app, openai_client(app) as client:
-            await use(client)
-
-    asyncio.run(main())
 
 
 async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
@@ -65,8 +55,8 @@ async def lines_of(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str,
     return by_id
 
 
-def test_the_openai_package_drives_a_whole_batch(service: Service, tmp_path: Path) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_the_openai_package_drives_a_whole_batch(service: Service, tmp_path: Path) -> None:
+    async with openai_batches(service, tmp_path) as client:
         content = b"".join(chat_line(f"line-{n}", max_tokens=8) for n in range(20)) + chat_line("bad", temperature=9)
         file = await client.files.create(
             file=("mine.jsonl", content),
@@ -108,8 +98,6 @@ def test_the_openai_package_drives_a_whole_batch(service: Service, tmp_path: Pat
         assert (await client.files.delete(file.id)).deleted
         with pytest.raises(openai.NotFoundError):
             await client.files.retrieve(file.id)
-
-    with_openai(service, tmp_path, use)
     assert {request.priority for request in service.generate.requests} == {100}
 
 
@@ -131,13 +119,11 @@ FILE_PART = b'Content-Disposition: form-data; name="file"; filename="a.jsonl"\r\
 PURPOSE_PART = b'Content-Disposition: form-data; name="purpose"\r\n\r\nbatch'
 
 
-def test_a_form_may_have_its_parts_in_any_order(service: Service, tmp_path: Path) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_a_form_may_have_its_parts_in_any_order(service: Service, tmp_path: Path) -> None:
+    async with http_client(service, tmp_path) as client:
         for parts in ((FILE_PART, PURPOSE_PART), (PURPOSE_PART, FILE_PART)):
             response = await client.post("/v1/files", **form(*parts))
             assert (response.status_code, response.json()["bytes"]) == (200, 2), response.text
-
-    with_http(service, tmp_path, use)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +141,8 @@ def test_a_form_may_have_its_parts_in_any_order(service: Service, tmp_path: Path
         ("batches.sqlite3", "batches.sqlite3"),
     ],
 )
-def test_a_clients_name_is_for_show_only(service: Service, tmp_path: Path, name: str, shown: str | None) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_a_clients_name_is_for_show_only(service: Service, tmp_path: Path, name: str, shown: str | None) -> None:
+    async with http_client(service, tmp_path / "folder") as client:
         before = names_below(tmp_path)
         disposition = b'Content-Disposition: form-data; name="file"; filename="' + name.encode() + b'"\r\n\r\n{}'
         response = await client.post("/v1/files", **form(disposition, PURPOSE_PART))
@@ -166,14 +152,12 @@ def test_a_clients_name_is_for_show_only(service: Service, tmp_path: Path, name:
         else:
             assert response.json()["filename"] == shown
             assert names_below(tmp_path) - before == {response.json()["id"]}
-
-    with_http(service, tmp_path / "folder", use)
-    assert {path.name for path in tmp_path.iterdir()} == {"folder"}
+    assert os.listdir(tmp_path) == ["folder"]
 
 
 @pytest.mark.parametrize("file_id", ["file-..%2f..%2fx", "..%2fbatches.sqlite3", "%2e%2e", "file-%00", "x" * 5000])
-def test_an_id_that_is_none_is_not_found(service: Service, tmp_path: Path, file_id: str) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_an_id_that_is_none_is_not_found(service: Service, tmp_path: Path, file_id: str) -> None:
+    async with http_client(service, tmp_path) as client:
         for method, path in (
             ("GET", f"/v1/files/{file_id}"),
             ("GET", f"/v1/files/{file_id}/content"),
@@ -184,8 +168,6 @@ def test_an_id_that_is_none_is_not_found(service: Service, tmp_path: Path, file_
             response = await client.request(method, path)
             assert response.status_code == 404, (method, path)
             assert response.json()["error"]["type"] == "invalid_request_error"
-
-    with_http(service, tmp_path, use)
 
 
 @pytest.mark.parametrize(
@@ -214,21 +196,19 @@ def test_an_id_that_is_none_is_not_found(service: Service, tmp_path: Path, file_
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_a_form_that_is_none_leaves_nothing(
+async def test_a_form_that_is_none_leaves_nothing(
     service: Service, tmp_path: Path, request_: dict[str, Any], message: str
 ) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path) as client:
         response = await client.post("/v1/files", **request_)
         assert response.status_code == 400, response.text
         assert message in response.json()["error"]["message"]
         assert (await client.get("/v1/files")).json()["data"] == []
         assert not list((tmp_path / "drafts").iterdir())
 
-    with_http(service, tmp_path, use)
 
-
-def test_a_file_may_have_so_many_bytes_and_not_one_more(service: Service, tmp_path: Path) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_a_file_may_have_so_many_bytes_and_not_one_more(service: Service, tmp_path: Path) -> None:
+    async with http_client(service, tmp_path, batch_limits=BatchLimits(max_file_bytes=1000)) as client:
         assert (await send(client, b"x" * 1000)).status_code == 200
         refused = await send(client, b"x" * 1001)
         assert (refused.status_code, refused.json()["error"]["code"]) == (413, "request_too_large")
@@ -243,11 +223,9 @@ def test_a_file_may_have_so_many_bytes_and_not_one_more(service: Service, tmp_pa
         headers["content-length"] = "9" * 30
         assert (await client.post("/v1/files", content=b"", headers=headers)).status_code == 413
 
-    with_http(service, tmp_path, use, batch_limits=BatchLimits(max_file_bytes=1000))
-
 
 @pytest.mark.parametrize("pause_s", [math.inf, 0.02], ids=["silent", "a byte now and then"])
-def test_an_upload_that_is_slow_gives_its_place_back(
+async def test_an_upload_that_is_slow_gives_its_place_back(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause_s: float
 ) -> None:
     monkeypatch.setattr("app.api.http.multipart.SILENCE_TIMEOUT_S", 0.1)
@@ -259,16 +237,14 @@ def test_an_upload_that_is_slow_gives_its_place_back(
                 await asyncio.wait_for(asyncio.Event().wait(), pause_s if pause_s < math.inf else None)
             yield b"x"
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path) as client:
         headers = {"content-type": "multipart/form-data; boundary=edge"}
         response = await client.post("/v1/files", content=slow(), headers=headers)
         assert (response.status_code, response.json()["error"]["code"]) == (408, "body_timeout")
         assert not list((tmp_path / "drafts").iterdir())
 
-    with_http(service, tmp_path, use)
 
-
-def test_an_upload_that_is_fast_enough_may_take_longer_than_a_silence(
+async def test_an_upload_that_is_fast_enough_may_take_longer_than_a_silence(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.api.http.multipart.SILENCE_TIMEOUT_S", 0.5)
@@ -280,15 +256,13 @@ def test_an_upload_that_is_fast_enough_may_take_longer_than_a_silence(
             yield b"x" * 65536
         yield b"\r\n--edge--\r\n"
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path) as client:
         headers = {"content-type": "multipart/form-data; boundary=edge"}
         response = await client.post("/v1/files", content=steady(), headers=headers)
         assert response.status_code == 200, response.text
 
-    with_http(service, tmp_path, use)
 
-
-def test_hostile_and_large_uploads_delay_no_other_request(service: Service, tmp_path: Path) -> None:
+async def test_hostile_and_large_uploads_delay_no_other_request(service: Service, tmp_path: Path) -> None:
     hostile = [
         form(b"X: y\r\n\r\n", end=b"\r\n--edg" * 1_000_000),
         form(FILE_PART + b"\r" * 8_000_000),
@@ -298,7 +272,7 @@ def test_hostile_and_large_uploads_delay_no_other_request(service: Service, tmp_
         form(FILE_PART + b"x" * 16_000_000, PURPOSE_PART),
     ]
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path) as client:
         async with stalls_of_loop() as stalls:
             for request in hostile:
                 body, headers = request["content"], request["headers"]
@@ -309,8 +283,6 @@ def test_hostile_and_large_uploads_delay_no_other_request(service: Service, tmp_
 
                 assert (await client.post("/v1/files", content=pieces(), headers=headers)).status_code in (200, 400)
         assert stalls.longest_s < 0.1
-
-    with_http(service, tmp_path, use)
 
 
 @pytest.mark.parametrize(
@@ -328,96 +300,82 @@ def test_hostile_and_large_uploads_delay_no_other_request(service: Service, tmp_
         ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, "output_expires_after.anchor"),
     ],
 )
-def test_a_batch_that_cannot_be_names_the_field(
+async def test_a_batch_that_cannot_be_names_the_field(
     service: Service, tmp_path: Path, fields: dict[str, Any], param: str
 ) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path) as client:
         file = (await send(client)).json()
         body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"} | fields
         response = await client.post("/v1/batches", json=body)
         assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
         assert (await client.get("/v1/batches")).json()["data"] == []
 
-    with_http(service, tmp_path, use)
-
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "limit=99999999", "order=up", "after=batch_none"])
-def test_a_page_that_cannot_be(service: Service, tmp_path: Path, query: str) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_a_page_that_cannot_be(service: Service, tmp_path: Path, query: str) -> None:
+    async with http_client(service, tmp_path) as client:
         response = await client.get(f"/v1/batches?{query}")
         assert response.status_code == (404 if "after" in query else 400)
         assert response.json()["error"]["param"] == query.partition("=")[0]
 
-    with_http(service, tmp_path, use)
 
-
-def test_an_owner_sees_only_what_is_theirs_and_is_the_tenant_of_their_lines(service: Service, tmp_path: Path) -> None:
-    async def main() -> None:
-        handler = RequestHandler(service.models, ApiConfig())
-        execution = FleetExecution(handler.handle_item, max_in_flight=8)
-        async with LocalBatchService(tmp_path, BatchesConfig(), execution) as batches:
-            routes = batch_routes(
-                batches,
-                handler,
-                max_file_bytes=10_000,
-                owner_of=lambda request: request.headers["owner"],
-            )
-            app = build_app(handler, service._is_ready, batch_routes=routes)
-            transport = httpx.ASGITransport(app=app)
-            base_url, owner = "http://localhost", {"owner": "ann"}
-            async with httpx.AsyncClient(transport=transport, base_url=base_url, headers=owner) as client:
-                file = (await send(client, chat_line("one", user="bob"))).json()
-                assert "owner" not in file
-                body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
-                refused = await client.post("/v1/batches", json=body, headers={"owner": "bob"})
-                assert refused.status_code == 404
-                batch = (await client.post("/v1/batches", json=body)).json()
-                path = f"/v1/batches/{batch['id']}"
-                assert (await client.get(path, headers={"owner": "bob"})).status_code == 404
-                await until(lambda: client.get(path), lambda shown: shown.json()["status"] in ENDED)
-
-    asyncio.run(main())
+async def test_an_owner_sees_only_what_is_theirs_and_is_the_tenant_of_their_lines(
+    service: Service, tmp_path: Path
+) -> None:
+    handler = RequestHandler(service.models, ApiConfig())
+    execution = FleetExecution(handler.handle_item, max_in_flight=8)
+    async with LocalBatchService(tmp_path, BatchesConfig(), execution) as batches:
+        routes = batch_routes(
+            batches,
+            handler,
+            max_file_bytes=10_000,
+            owner_of=lambda request: request.headers["owner"],
+        )
+        app = build_app(handler, service._is_ready, batch_routes=routes)
+        transport = httpx.ASGITransport(app=app)
+        base_url, owner = "http://localhost", {"owner": "ann"}
+        async with httpx.AsyncClient(transport=transport, base_url=base_url, headers=owner) as client:
+            file = (await send(client, chat_line("one", user="bob"))).json()
+            assert "owner" not in file
+            body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+            refused = await client.post("/v1/batches", json=body, headers={"owner": "bob"})
+            assert refused.status_code == 404
+            batch = (await client.post("/v1/batches", json=body)).json()
+            path = f"/v1/batches/{batch['id']}"
+            assert (await client.get(path, headers={"owner": "bob"})).status_code == 404
+            await until(lambda: client.get(path), lambda shown: shown.json()["status"] in ENDED)
     assert service.request.tenant == "ann"
 
 
-def test_a_file_says_when_it_goes(service: Service, tmp_path: Path) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_a_file_says_when_it_goes(service: Service, tmp_path: Path) -> None:
+    async with http_client(service, tmp_path) as client:
         given = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
         file = (await send(client, **given)).json()
         assert file["expires_at"] == file["created_at"] + 3600
         kept = (await send(client)).json()
         assert kept["expires_at"] == kept["created_at"] + 30 * 86_400
 
-    with_http(service, tmp_path, use)
 
-
-def test_a_batch_goes_on_after_a_restart_and_waits_out_a_full_fleet(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_a_batch_goes_on_after_a_restart_and_waits_out_a_full_fleet(tokenizer: Tokenizer, tmp_path: Path) -> None:
     is_full = True
     hello = say(tokenizer, "3 4 5.")
     service = Service(
         tokenizer, lambda request: [Overloaded("full", retry_after_s=0.01)] if is_full else hello(request)
     )
     content = b"".join(chat_line(f"line-{n}") for n in range(5))
-    batch_ids: list[str] = []
-
-    async def begin(client: openai.AsyncOpenAI) -> None:
+    async with openai_batches(service, tmp_path) as client:
         file = await client.files.create(file=("a.jsonl", content), purpose="batch")
         batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-        batch_ids.append(batch.id)
         # Every line has been refused, one of them twice.
         await until(lambda: len(service.generate.requests) > 5)
         counts = (await client.batches.retrieve(batch.id)).request_counts
         assert counts is not None
         assert counts.model_dump() == {"total": 5, "completed": 0, "failed": 0}
-
-    async def see(client: openai.AsyncOpenAI) -> None:
-        batch = await ended(client, batch_ids[0])
-        assert batch.status == "completed"
-        assert len(await lines_of(client, batch.output_file_id)) == 5
-
-    with_openai(service, tmp_path, begin)
     is_full = False
-    with_openai(service, tmp_path, see)
+    async with openai_batches(service, tmp_path) as client:
+        done = await ended(client, batch.id)
+        assert done.status == "completed"
+        assert len(await lines_of(client, done.output_file_id)) == 5
 
 
 def test_without_batches_there_are_no_such_routes(service: Service) -> None:
@@ -425,21 +383,19 @@ def test_without_batches_there_are_no_such_routes(service: Service) -> None:
         assert service.call(method, path).error["code"] == "not_found"
 
 
-def test_files_and_batches_are_of_the_key_that_sent_them(service: Service, tmp_path: Path) -> None:
+async def test_files_and_batches_are_of_the_key_that_sent_them(service: Service, tmp_path: Path) -> None:
     keys = {"ann": "a" * 40, "bob": "b" * 40}
     entries = [entry(key, name) for name, key in keys.items()]
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path, keys=entries) as client:
         assert (await client.get("/v1/files")).status_code == 401
         client.headers.update(bearer(keys["ann"]))
         file = (await send(client, chat_line("one"))).json()
         assert (await client.get(f"/v1/files/{file['id']}")).status_code == 200
         assert (await client.get(f"/v1/files/{file['id']}", headers=bearer(keys["bob"]))).status_code == 404
 
-    with_http(service, tmp_path, use, keys=entries)
 
-
-def test_a_tool_call_that_names_no_character_ends_as_its_own_item(tmp_path: Path) -> None:
+async def test_a_tool_call_that_names_no_character_ends_as_its_own_item(tmp_path: Path) -> None:
     """A lone surrogate cannot be encoded: it is replaced, and the batches of others are not concerned."""
     written = '<tool_call>\n{"name": "\\ud800", "arguments": {"a": "\\udfff"}}\n</tool_call>'
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -450,7 +406,7 @@ def test_a_tool_call_that_names_no_character_ends_as_its_own_item(tmp_path: Path
     asked = {"tools": tools, "structured_outputs": {"choice": [written]}}
     content = {"ann": chat_line("tool", **asked) + chat_line("text"), "bob": chat_line("one") + chat_line("two")}
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path, keys=entries) as client:
         batches = {}
         for name, key in keys.items():
             client.headers.update(bearer(key))
@@ -466,11 +422,9 @@ def test_a_tool_call_that_names_no_character_ends_as_its_own_item(tmp_path: Path
         [call] = result["response"]["choices"][0]["message"]["tool_calls"]
         assert "\ufffd" in call["function"]["name"]
 
-    with_http(service, tmp_path, use, keys=entries)
 
-
-def test_a_line_may_name_its_model_by_an_alias(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_a_line_may_name_its_model_by_an_alias(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with openai_batches(Service(tokenizer, say(tokenizer, "3"), aliases=("gpt-4o",)), tmp_path) as client:
         content = chat_line("alias", model="gpt-4o") + chat_line("stranger", model="gpt-5")
         file = await client.files.create(file=("mine.jsonl", content), purpose="batch")
         batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
@@ -480,8 +434,6 @@ def test_a_line_may_name_its_model_by_an_alias(tokenizer: Tokenizer, tmp_path: P
         assert line["response"]["body"]["model"] == "demo"
         [line] = (await lines_of(client, batch.error_file_id)).values()
         assert "there is no model 'gpt-5'; this server has demo" in line["response"]["body"]["error"]["message"]
-
-    with_openai(Service(tokenizer, say(tokenizer, "3"), aliases=("gpt-4o",)), tmp_path, use)
 
 
 def ending(request: Request) -> list[TokenDelta]:
@@ -502,14 +454,14 @@ def ending(request: Request) -> list[TokenDelta]:
         ("/v1/embeddings", {"model": "small", "input": ["Hi", [5, 6]], "dimensions": 2}),
     ],
 )
-def test_lines_of_every_endpoint_are_answered_as_calls_are(
+async def test_lines_of_every_endpoint_are_answered_as_calls_are(
     tokenizer: Tokenizer, tmp_path: Path, endpoint: str, body: dict[str, Any]
 ) -> None:
     service = Service(tokenizer, ending, names=("small", "large"), pipelines=[CASCADE], pooling=Pooling.LAST)
     line = {"custom_id": "a", "method": "POST", "url": endpoint, "body": body}
-    online = service.call("POST", endpoint, body).json
+    online = (await service._call("POST", endpoint, body, {}, "")).json
 
-    async def use(client: openai.AsyncOpenAI) -> None:
+    async with openai_batches(service, tmp_path) as client:
         file = await client.files.create(file=("mine.jsonl", json.dumps(line).encode()), purpose="batch")
         batch = await client.batches.create(
             input_file_id=file.id,
@@ -526,5 +478,3 @@ def test_lines_of_every_endpoint_are_answered_as_calls_are(
         assert answer["model"] == online["model"] == ("small" if endpoint == "/v1/embeddings" else "large")
         usage = answer["usage"]
         assert done.usage.input_tokens == usage.get("prompt_tokens", usage.get("input_tokens"))
-
-    with_openai(service, tmp_path, use)

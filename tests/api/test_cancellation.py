@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -26,53 +25,51 @@ async def posted(app: Any, path: str, key: str) -> Answer:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("key", [KEY, ADMIN_KEY])
-def test_a_request_is_cancelled_by_its_own_key_or_an_admin(tokenizer: Tokenizer, key: str, is_streamed: bool) -> None:
-    async def main() -> None:
-        async with LocalFleet(1) as local:
-            service = Service(tokenizer, generate=local.fleet.generate, keys=KEYS)
-            app = build_app(service.handler, service._is_ready, fleets={"demo": local.fleet})
-            [replica] = local.replicas
-            local.hold(replica, before=3)
-            headers = bearer() | {"x-request-id": "mine"}
-            body = BODY | {"stream": is_streamed}
-            async with Connection(app, "POST", "/v1/completions", body, headers) as connection:
-                await local.held(replica)
-                stranger = await posted(app, "/v1/requests/mine/cancel", OTHER_KEY)
-                assert (stranger.status, stranger.error["code"]) == (404, "request_not_found")
-                assert local.fleet.num_in_flight == 1
-                done = await posted(app, "/v1/requests/mine/cancel", key)
-                assert done.json == {"id": "mine", "object": "request", "status": "cancelled"}
-                await connection.finished()
-                answer = connection.answer()
-            if is_streamed:
-                assert '"code":"request_cancelled"' in answer.data[-2]
-                assert answer.data[-1] == "[DONE]"
-            else:
-                assert (answer.status, answer.error["code"]) == (400, "request_cancelled")
-            assert local.fleet.num_in_flight == 0
-            local.go()
-            await until(lambda: replica.aborted)
-            again = await posted(app, "/v1/requests/mine/cancel", key)
-            assert again.status == 404
-
-    asyncio.run(main())
+async def test_a_request_is_cancelled_by_its_own_key_or_an_admin(
+    tokenizer: Tokenizer, key: str, is_streamed: bool
+) -> None:
+    async with LocalFleet(1) as local:
+        service = Service(tokenizer, generate=local.fleet.generate, keys=KEYS)
+        app = build_app(service.handler, service._is_ready, fleets={"demo": local.fleet})
+        [replica] = local.replicas
+        local.hold(replica, before=3)
+        headers = bearer() | {"x-request-id": "mine"}
+        body = BODY | {"stream": is_streamed}
+        async with Connection(app, "POST", "/v1/completions", body, headers) as connection:
+            await local.held(replica)
+            stranger = await posted(app, "/v1/requests/mine/cancel", OTHER_KEY)
+            assert (stranger.status, stranger.error["code"]) == (404, "request_not_found")
+            assert local.fleet.num_in_flight == 1
+            done = await posted(app, "/v1/requests/mine/cancel", key)
+            assert done.json == {"id": "mine", "object": "request", "status": "cancelled"}
+            await connection.finished()
+            answer = connection.answer()
+        if is_streamed:
+            assert '"code":"request_cancelled"' in answer.data[-2]
+            assert answer.data[-1] == "[DONE]"
+        else:
+            assert (answer.status, answer.error["code"]) == (400, "request_cancelled")
+        assert local.fleet.num_in_flight == 0
+        local.go()
+        await until(lambda: replica.aborted)
+        again = await posted(app, "/v1/requests/mine/cancel", key)
+        assert again.status == 404
 
 
 @pytest.mark.parametrize("suffix", ["-0", ""])
-def test_the_ids_of_the_response_and_of_the_engine_name_the_request_too(tokenizer: Tokenizer, suffix: str) -> None:
-    async def main() -> None:
-        async with LocalFleet(1) as local:
-            service = Service(tokenizer, generate=local.fleet.generate)
-            app = build_app(service.handler, service._is_ready, fleets={"demo": local.fleet})
-            [replica] = local.replicas
-            local.hold(replica, before=3)
-            async with Connection(app, "POST", "/v1/completions", BODY, {}) as connection:
-                await local.held(replica)
-                [served] = replica.served
-                known_id = served.request_id.removesuffix(suffix)
-                assert (await posted(app, f"/v1/requests/{known_id}/cancel", KEY)).status == 200
-                await connection.finished()
-                assert connection.answer().error["code"] == "request_cancelled"
-            local.go()
-
-    asyncio.run(main())
+async def test_the_ids_of_the_response_and_of_the_engine_name_the_request_too(
+    tokenizer: Tokenizer, suffix: str
+) -> None:
+    async with LocalFleet(1) as local:
+        service = Service(tokenizer, generate=local.fleet.generate)
+        app = build_app(service.handler, service._is_ready, fleets={"demo": local.fleet})
+        [replica] = local.replicas
+        local.hold(replica, before=3)
+        async with Connection(app, "POST", "/v1/completions", BODY, {}) as connection:
+            await local.held(replica)
+            [served] = replica.served
+            known_id = served.request_id.removesuffix(suffix)
+            assert (await posted(app, f"/v1/requests/{known_id}/cancel", KEY)).status == 200
+            await connection.finished()
+            assert connection.answer().error["code"] == "request_cancelled"
+        local.go()

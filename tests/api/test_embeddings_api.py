@@ -166,7 +166,7 @@ def test_it_is_measured(service: Service) -> None:
     assert 'vllm:request_prompt_tokens_sum{model_name="demo"} 3.0' in text
 
 
-def test_the_openai_package_gets_the_models_own_hidden_states(demo_path: Path, tokenizer: Tokenizer) -> None:
+async def test_the_openai_package_gets_the_models_own_hidden_states(demo_path: Path, tokenizer: Tokenizer) -> None:
     model = AutoModelForCausalLM.from_pretrained(demo_path, dtype=torch.float32).eval()
     texts = ["Count from 3 to 5.", "Name a colour.", "3 4 5 6 7 8 9"]
 
@@ -175,22 +175,19 @@ def test_the_openai_package_gets_the_models_own_hidden_states(demo_path: Path, t
             states = model.base_model(torch.tensor([tokenizer.encode(text, add_special_tokens=True)]))
         return torch.nn.functional.normalize(states.last_hidden_state[0].mean(dim=0), dim=0)
 
-    async def main() -> None:
-        engine = build_engine(
-            EngineConfig(
-                model=ModelConfig(path=str(demo_path), dtype="float32", device="cpu"), cache=CacheConfig(num_blocks=64)
-            )
+    engine = build_engine(
+        EngineConfig(
+            model=ModelConfig(path=str(demo_path), dtype="float32", device="cpu"), cache=CacheConfig(num_blocks=64)
         )
-        try:
-            service = Service(tokenizer, generate=engine.generate, pooling=Pooling.MEAN)
-            async with openai_client(service.app) as client:
-                answer = await client.embeddings.create(model="demo", input=texts)
-                for text, data in zip(texts, answer.data, strict=True):
-                    assert (torch.tensor(data.embedding) - expected(text)).norm() < 1e-4
-        finally:
-            engine.shutdown()
-
-    asyncio.run(main())
+    )
+    try:
+        service = Service(tokenizer, generate=engine.generate, pooling=Pooling.MEAN)
+        async with openai_client(service.app) as client:
+            answer = await client.embeddings.create(model="demo", input=texts)
+            for text, data in zip(texts, answer.data, strict=True):
+                assert (torch.tensor(data.embedding) - expected(text)).norm() < 1e-4
+    finally:
+        engine.shutdown()
 
 
 def test_a_line_of_a_batch_may_ask_for_embeddings(service: Service) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from app.engine.async_engine import AsyncEngine
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
 from tests.api.fakes import Service
-from tests.api.openai_clients import with_client as with_openai
+from tests.api.openai_clients import openai_client
 from tests.text.tool_calls.templates import TEMPLATES
 
 WEATHER = {
@@ -40,14 +38,14 @@ PLACE_AND_UNIT = [{"place": place, "unit": unit} for place in ("Ulm", "Oslo") fo
 
 
 @pytest.fixture
-def with_client(engine: AsyncEngine, demo_path: Path) -> Callable[[Callable[..., Awaitable[None]]], None]:
+def app(engine: AsyncEngine, demo_path: Path) -> Any:
     """The bundled model with a template that has tools: it never saw any, but it must call them."""
     pretrained = PreTrainedTokenizerFast.from_pretrained(demo_path)
     pretrained.chat_template = TEMPLATES["hermes"]
     service = Service(
         Tokenizer(pretrained), generate=engine.generate, tool_format=FORMATS["hermes"], max_model_len=2000
     )
-    return partial(with_openai, service.app)
+    return service.app
 
 
 def asked(**fields: Any) -> Any:
@@ -55,8 +53,8 @@ def asked(**fields: Any) -> Any:
     return chat | {"tools": [WEATHER, TIME]} | fields
 
 
-def test_some_tool_must_be_called(with_client: Callable[..., None]) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_some_tool_must_be_called(app: Any) -> None:
+    async with openai_client(app) as client:
         for seed in range(4):
             one = asked(tool_choice="required", tools=[WEATHER], parallel_tool_calls=False, seed=seed)
             [choice] = (await client.chat.completions.create(**one)).choices
@@ -64,11 +62,9 @@ def test_some_tool_must_be_called(with_client: Callable[..., None]) -> None:
             assert (choice.finish_reason, choice.message.content, call.function.name) == ("tool_calls", None, "weather")
             assert json.loads(call.function.arguments) in PLACE_AND_UNIT
 
-    with_client(use)
 
-
-def test_several_may_be_called_in_a_stream(with_client: Callable[..., None]) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_several_may_be_called_in_a_stream(app: Any) -> None:
+    async with openai_client(app) as client:
         calls: dict[int, str] = {}
         text = ""
         stream = await client.chat.completions.create(
@@ -89,22 +85,18 @@ def test_several_may_be_called_in_a_stream(with_client: Callable[..., None]) -> 
         assert all(json.loads(arguments) in PLACE_AND_UNIT for arguments in complete)
         assert calls
 
-    with_client(use)
 
-
-def test_a_named_function_must_be_called(with_client: Callable[..., None]) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_a_named_function_must_be_called(app: Any) -> None:
+    async with openai_client(app) as client:
         named: Any = {"type": "function", "function": {"name": "weather"}}
         [choice] = (await client.chat.completions.create(**asked(tool_choice=named))).choices
         [call] = choice.message.tool_calls or []
         assert (choice.finish_reason, call.function.name) == ("tool_calls", "weather")
         assert json.loads(call.function.arguments) in PLACE_AND_UNIT
 
-    with_client(use)
 
-
-def test_responses_have_forced_calls_and_formats_too(with_client: Callable[..., None]) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_responses_have_forced_calls_and_formats_too(app: Any) -> None:
+    async with openai_client(app) as client:
         tool: Any = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
         forced = await client.responses.create(
             model="demo", input="?", tools=[tool], tool_choice={"type": "function", "name": "weather"}
@@ -125,15 +117,13 @@ def test_responses_have_forced_calls_and_formats_too(with_client: Callable[..., 
             await client.responses.create(model="demo", input="?", text=form)
         assert refused.value.param == "text.format"
 
-    with_client(use)
-
 
 class Warmth(BaseModel):
     is_warm: bool
 
 
-def test_with_tools_and_a_model_to_parse_it_is_a_document_or_a_call(with_client: Callable[..., None]) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_with_tools_and_a_model_to_parse_it_is_a_document_or_a_call(app: Any) -> None:
+    async with openai_client(app) as client:
         kinds = set()
         for seed in range(6):
             answer = await client.chat.completions.parse(
@@ -154,11 +144,9 @@ def test_with_tools_and_a_model_to_parse_it_is_a_document_or_a_call(with_client:
                 await client.chat.completions.create(**asked(tools=[tool], response_format=broken))
             assert refused.value.param == param
 
-    with_client(use)
 
-
-def test_strict_tools_leave_what_is_no_call_as_it_is(with_client: Callable[..., None]) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_strict_tools_leave_what_is_no_call_as_it_is(app: Any) -> None:
+    async with openai_client(app) as client:
         loose: Any = {"type": "function", "function": {**WEATHER["function"], "strict": False}}  # type: ignore[dict-item]
         for seed in range(3):
             texts = []
@@ -167,11 +155,9 @@ def test_strict_tools_leave_what_is_no_call_as_it_is(with_client: Callable[..., 
                 texts.append((await client.chat.completions.create(**one)).choices[0].message.content)
             assert texts[0] == texts[1]
 
-    with_client(use)
 
-
-def test_a_schema_that_cannot_be_kept_is_a_bad_request(with_client: Callable[..., None]) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_a_schema_that_cannot_be_kept_is_a_bad_request(app: Any) -> None:
+    async with openai_client(app) as client:
         broken: Any = {
             "type": "function",
             "function": {"name": "f", "parameters": {"properties": {"a": {"type": "b"}}}},
@@ -180,8 +166,6 @@ def test_a_schema_that_cannot_be_kept_is_a_bad_request(with_client: Callable[...
             with pytest.raises(openai.BadRequestError) as refused:
                 await client.chat.completions.create(**asked(tools=[broken], tool_choice=choice))
             assert refused.value.param == "tools"
-
-    with_client(use)
 
 
 def test_references_of_a_moved_schema_lead_into_it() -> None:

@@ -179,24 +179,18 @@ def test_nothing_but_the_open_routes_answers_without_a_key(guarded_service: Serv
     assert guarded_service.generate.requests == []
 
 
-def test_with_a_key_every_route_answers_and_odd_forms_are_still_no_routes(guarded_service: Service) -> None:
+async def test_with_a_key_every_route_answers_and_odd_forms_are_still_no_routes(guarded_service: Service) -> None:
     _, paths = all_paths(guarded_service)
 
     async def statuses(path: str) -> set[int]:
         return {await status_of(guarded_service.app, method, path, encoded(bearer())) for method in ("GET", "POST")}
 
-    async def run() -> None:
-        for path in (
-            paths
-            - ADMIN
-            - {ADAPTER, "/detokenize", "/v1/embeddings", "/v1/responses", "/v1/messages", CANCEL}
-            - RANKING
-        ):  # they want another body or id
-            assert 200 in await statuses(path), path
-        assert await statuses("//v1/models") == {404}
-        assert await statuses("/health/../v1/models") == {404}
-
-    asyncio.run(run())
+    for path in (
+        paths - ADMIN - {ADAPTER, "/detokenize", "/v1/embeddings", "/v1/responses", "/v1/messages", CANCEL} - RANKING
+    ):  # they want another body or id
+        assert 200 in await statuses(path), path
+    assert await statuses("//v1/models") == {404}
+    assert await statuses("/health/../v1/models") == {404}
 
 
 def test_every_route_lets_in_the_keys_that_it_should_and_no_others(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -262,13 +256,10 @@ def test_a_caller_without_a_key_learns_only_that(guarded_service: Service, path:
     assert answer.headers["x-request-id"]
 
 
-def test_a_body_is_not_read_before_the_key_is_known(guarded_service: Service) -> None:
-    async def run() -> None:
-        async with Connection(guarded_service.app, "POST", "/v1/completions", [], {}) as connection:  # never sends one
-            await connection.finished()
-            assert connection.answer().status == 401
-
-    asyncio.run(run())
+async def test_a_body_is_not_read_before_the_key_is_known(guarded_service: Service) -> None:
+    async with Connection(guarded_service.app, "POST", "/v1/completions", [], {}) as connection:  # never sends one
+        await connection.finished()
+        assert connection.answer().status == 401
 
 
 @pytest.mark.parametrize(

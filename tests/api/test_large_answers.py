@@ -149,24 +149,21 @@ def test_the_event_loop_goes_on_while_much_has_come_at_once(tokenizer: Tokenizer
     assert num_turns > NUM_TOKENS / 64
 
 
-def test_of_many_large_answers_one_piece_is_written_at_a_time(tokenizer: Tokenizer) -> None:
+async def test_of_many_large_answers_one_piece_is_written_at_a_time(tokenizer: Tokenizer) -> None:
     num_sent: list[int] = []
 
-    async def main() -> None:
-        service = large(tokenizer, num_at_once=NUM_TOKENS)
-        path, body = CALLS["chat"]
-        connections = [Connection(service.app, "POST", path, body, {}) for _ in range(8)]
-        for connection in connections:
-            await connection.__aenter__()
-        tasks = [asyncio.create_task(connection.finished()) for connection in connections]
-        while not all(task.done() for task in tasks):
-            before = sum(len(connection.messages) for connection in connections)
-            await asyncio.sleep(0)
-            num_sent.append(sum(len(connection.messages) for connection in connections) - before)
-        for connection in connections:
-            assert connection.answer().status == 200
-
-    asyncio.run(main())
+    service = large(tokenizer, num_at_once=NUM_TOKENS)
+    path, body = CALLS["chat"]
+    connections = [Connection(service.app, "POST", path, body, {}) for _ in range(8)]
+    for connection in connections:
+        await connection.__aenter__()
+    tasks = [asyncio.create_task(connection.finished()) for connection in connections]
+    while not all(task.done() for task in tasks):
+        before = sum(len(connection.messages) for connection in connections)
+        await asyncio.sleep(0)
+        num_sent.append(sum(len(connection.messages) for connection in connections) - before)
+    for connection in connections:
+        assert connection.answer().status == 200
     assert max(num_sent) <= 8 + 3, "each answer may begin, and one of them has a piece written"
     assert sum(num > 1 for num in num_sent) < len(num_sent) / 4
 
@@ -199,7 +196,7 @@ def test_the_answers_to_a_list_of_prompts_are_sent_in_pieces(tokenizer: Tokenize
     assert max(map(len, answer.parts)) < MOST_BYTES < len(answer.body)
 
 
-def test_answers_under_way_hold_a_bounded_number_of_logprobs(tokenizer: Tokenizer) -> None:
+async def test_answers_under_way_hold_a_bounded_number_of_logprobs(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, lambda request: [(5,), WAIT], max_model_len=100_000)
     path, body = "/v1/chat/completions", CHAT | TOP | {"max_tokens": 47_000}  # 987,000 of 4,000,000
 
@@ -209,19 +206,16 @@ def test_answers_under_way_hold_a_bounded_number_of_logprobs(tokenizer: Tokenize
             await connection.finished()
             return connection.answer()
 
-    async def main() -> None:
-        waiting = [asyncio.create_task(service._call("POST", path, body, {}, "")) for _ in range(4)]
-        await until(lambda: len(service.generate.open) == 4)
-        refused = await answer(body)
-        assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
-        assert refused.headers["retry-after"]
-        with pytest.raises(LimitReached):  # a line of a batch waits
-            await service.handler.handle_item("", path, body)
-        assert (await answer(body | {"max_tokens": 100})).status == 200
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        assert (await answer(body)).status == 200
-        assert (await service.handler.handle_item("", path, body)).status_code == 200
-
-    asyncio.run(main())
+    waiting = [asyncio.create_task(service._call("POST", path, body, {}, "")) for _ in range(4)]
+    await until(lambda: len(service.generate.open) == 4)
+    refused = await answer(body)
+    assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+    assert refused.headers["retry-after"]
+    with pytest.raises(LimitReached):  # a line of a batch waits
+        await service.handler.handle_item("", path, body)
+    assert (await answer(body | {"max_tokens": 100})).status == 200
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert (await answer(body)).status == 200
+    assert (await service.handler.handle_item("", path, body)).status_code == 200

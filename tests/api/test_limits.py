@@ -115,7 +115,7 @@ def test_tokens_are_reserved_at_the_start_and_settled_at_the_end() -> None:
         assert limited.headers()["x-ratelimit-remaining-tokens"] == "20"
         with pytest.raises(LimitReached, match="needs up to 30 and 20 are left"), limited.reserve() as other:
             other.reserve(30)
-        reservation.add_usage(lambda: 15)
+        reservation.usages.append(lambda: 15)
     assert limited.headers()["x-ratelimit-remaining-tokens"] == "85"
 
 
@@ -297,24 +297,21 @@ def test_a_call_that_no_replica_took_costs_no_tokens(tokenizer: Tokenizer) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_requests_at_once_are_counted_until_their_last_byte(tokenizer: Tokenizer, stream: bool) -> None:
+async def test_requests_at_once_are_counted_until_their_last_byte(tokenizer: Tokenizer, stream: bool) -> None:
     [first_token] = tokenizer.encode("3", add_special_tokens=False)[:1]
     service = Service(tokenizer, lambda request: [(first_token,), WAIT], keys=[entry(max_concurrency=1)])
 
-    async def run() -> None:
-        body = {"prompt": "Hi", "stream": stream}
-        async with Connection(service.app, "POST", "/v1/completions", body, bearer()) as first:
-            await until(lambda: bool(service.generate.open))
-            async with Connection(service.app, "GET", "/v1/models", None, bearer()) as second:
-                await second.finished()
-                assert second.answer().status == 429
-            first.hang_up()
-            await first.finished()
-        async with Connection(service.app, "GET", "/v1/models", None, bearer()) as third:
-            await third.finished()
-            assert third.answer().status == 200
-
-    asyncio.run(run())
+    body = {"prompt": "Hi", "stream": stream}
+    async with Connection(service.app, "POST", "/v1/completions", body, bearer()) as first:
+        await until(lambda: bool(service.generate.open))
+        async with Connection(service.app, "GET", "/v1/models", None, bearer()) as second:
+            await second.finished()
+            assert second.answer().status == 429
+        first.hang_up()
+        await first.finished()
+    async with Connection(service.app, "GET", "/v1/models", None, bearer()) as third:
+        await third.finished()
+        assert third.answer().status == 200
 
 
 def test_an_account_may_hold_as_much_as_is_free_and_one_that_comes_later_finds_some() -> None:
@@ -408,23 +405,20 @@ def test_bodies_in_arrival_share_what_a_process_reads_at_once(
     asyncio.run(run())
 
 
-def test_a_request_that_generates_holds_no_body(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_generates_holds_no_body(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams last; what they have sent is token ids by then."""
     monkeypatch.setattr(limits, "MAX_BODY_BYTES_AT_ONCE", 1_000_000, raising=False)
     [first_token] = tokenizer.encode("3", add_special_tokens=False)[:1]
     service = Service(tokenizer, lambda request: [(first_token,), WAIT])
     body = b'{"prompt": "Hi", "stream": true}' + b" " * 400_000
 
-    async def run() -> None:
-        async with AsyncExitStack() as stack:
-            for number in range(1, 5):
-                connection = Connection(service.app, "POST", "/v1/completions", [body], {})
-                await stack.enter_async_context(connection)
-                await until(lambda number=number: len(service.generate.open) == number)  # type: ignore[misc]
-            account = service.handler.authenticator.accounts[0]
-            assert not account._pools.body_bytes.held(account)
-
-    asyncio.run(run())
+    async with AsyncExitStack() as stack:
+        for number in range(1, 5):
+            connection = Connection(service.app, "POST", "/v1/completions", [body], {})
+            await stack.enter_async_context(connection)
+            await until(lambda number=number: len(service.generate.open) == number)  # type: ignore[misc]
+        account = service.handler.authenticator.accounts[0]
+        assert not account.pools.body_bytes.held(account)
 
 
 @pytest.mark.parametrize(("limits", "lowest"), [({}, 0), ({"min_priority": -5}, -5)])

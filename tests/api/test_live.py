@@ -61,93 +61,78 @@ def parsed(data: bytes) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
 
 
-def test_a_viewer_gets_the_names_of_all_fields_and_then_what_replicas_show() -> None:
-    async def main() -> None:
-        fleet = Fleet()
-        fleet.engine.add(make_request(request_id="a", tenant="t"))
-        async with aclosing(LiveFeed({"demo": fleet}).events(0)) as events:
-            [fields] = parsed(await anext(events))
-            await anext(events)
-            fleet.engine.snapshot()
-            fleet.engine.step()
-            fleet.show()
-            while not (views := parsed(await anext(events))[-1]["models"]["demo"]["views"]):
-                pass
-        [[replica_id, _, values]] = views
-        view = dict(zip(fields["view"], values, strict=True))
-        [use] = (dict(zip(fields["slots"], each, strict=True)) for each in view["slots"])
-        assert (replica_id, view["num_running"], use["request_id"], use["tenant"]) == ("r0", 1, "a", "t")
-
-    asyncio.run(main())
+async def test_a_viewer_gets_the_names_of_all_fields_and_then_what_replicas_show() -> None:
+    fleet = Fleet()
+    fleet.engine.add(make_request(request_id="a", tenant="t"))
+    async with aclosing(LiveFeed({"demo": fleet}).events(0)) as events:
+        [fields] = parsed(await anext(events))
+        await anext(events)
+        fleet.engine.snapshot()
+        fleet.engine.step()
+        fleet.show()
+        while not (views := parsed(await anext(events))[-1]["models"]["demo"]["views"]):
+            pass
+    [[replica_id, _, values]] = views
+    view = dict(zip(fields["view"], values, strict=True))
+    [use] = (dict(zip(fields["slots"], each, strict=True)) for each in view["slots"])
+    assert (replica_id, view["num_running"], use["request_id"], use["tenant"]) == ("r0", 1, "a", "t")
 
 
-def test_without_viewers_replicas_show_nothing_and_nothing_is_computed() -> None:
-    async def main() -> None:
-        fleet = Fleet()
-        feed = LiveFeed({"demo": fleet})
-        assert fleet.on_view is None
-        async with aclosing(feed.events(0)) as events:
-            await anext(events)
-            await anext(events)
-            assert fleet.on_view is not None
-        await until(lambda: fleet.on_view is None)
-        num_described = fleet.num_described
-        await asyncio.sleep(0.03)
-        assert fleet.num_described == num_described
-
-    asyncio.run(main())
+async def test_without_viewers_replicas_show_nothing_and_nothing_is_computed() -> None:
+    fleet = Fleet()
+    feed = LiveFeed({"demo": fleet})
+    assert fleet.on_view is None
+    async with aclosing(feed.events(0)) as events:
+        await anext(events)
+        await anext(events)
+        assert fleet.on_view is not None
+    await until(lambda: fleet.on_view is None)
+    num_described = fleet.num_described
+    await asyncio.sleep(0.03)
+    assert fleet.num_described == num_described
 
 
-def test_a_viewer_that_comes_back_at_once_has_missed_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_viewer_that_comes_back_at_once_has_missed_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_LINGER_S", 5.0)
 
-    async def main() -> None:
-        fleet = Fleet()
-        times = iter(range(1, 10_000))
-        feed = LiveFeed({"demo": fleet}, clock=lambda: next(times) / 1000)
-        async with aclosing(feed.events(0)) as events:
-            await anext(events)
-            seen = parsed(await anext(events))[-1]["at"]
-        await asyncio.sleep(0.02)
-        async with aclosing(feed.events(seen)) as events:
-            await anext(events)
-            later = [each["at"] for each in parsed(await anext(events))]
-        assert later[0] == seen + 1
-        assert fleet.on_view is not None, "it was watched all the time"
-
-    asyncio.run(main())
+    fleet = Fleet()
+    times = iter(range(1, 10_000))
+    feed = LiveFeed({"demo": fleet}, clock=lambda: next(times) / 1000)
+    async with aclosing(feed.events(0)) as events:
+        await anext(events)
+        seen = parsed(await anext(events))[-1]["at"]
+    await asyncio.sleep(0.02)
+    async with aclosing(feed.events(seen)) as events:
+        await anext(events)
+        later = [each["at"] for each in parsed(await anext(events))]
+    assert later[0] == seen + 1
+    assert fleet.on_view is not None, "it was watched all the time"
 
 
-def test_only_so_many_may_watch_and_one_that_leaves_makes_room() -> None:
-    async def main() -> None:
-        feed = LiveFeed({"demo": Fleet()})
-        async with AsyncExitStack() as stack:
-            viewers = [await stack.enter_async_context(aclosing(feed.events(0))) for _ in range(MAX_VIEWERS)]
-            for viewer in viewers:
-                await anext(viewer)
-            with pytest.raises(Overloaded, match="20 viewers watch already"):
-                await anext(feed.events(0))
-            await viewers[0].aclose()
-            async with aclosing(feed.events(0)) as another:
-                assert await anext(another)
-
-    asyncio.run(main())
+async def test_only_so_many_may_watch_and_one_that_leaves_makes_room() -> None:
+    feed = LiveFeed({"demo": Fleet()})
+    async with AsyncExitStack() as stack:
+        viewers = [await stack.enter_async_context(aclosing(feed.events(0))) for _ in range(MAX_VIEWERS)]
+        for viewer in viewers:
+            await anext(viewer)
+        with pytest.raises(Overloaded, match="20 viewers watch already"):
+            await anext(feed.events(0))
+        await viewers[0].aclose()
+        async with aclosing(feed.events(0)) as another:
+            assert await anext(another)
 
 
-def test_a_viewer_that_reads_late_gets_the_newest_and_memory_stays_bounded() -> None:
-    async def main() -> None:
-        feed = LiveFeed({"demo": Fleet()})
-        async with aclosing(feed.events(0)) as slow, aclosing(feed.events(0)) as quick:
-            await anext(slow)
-            await anext(quick)
-            for _ in range(60):
-                last = parsed(await anext(quick))[-1]["at"]
-            assert len(feed._recent) <= live._NUM_KEPT
-            events = [parsed(await anext(slow))[0]["at"] for _ in range(live._NUM_KEPT)]
-            assert events == sorted(events)
-            assert events[-1] >= last
-
-    asyncio.run(main())
+async def test_a_viewer_that_reads_late_gets_the_newest_and_memory_stays_bounded() -> None:
+    feed = LiveFeed({"demo": Fleet()})
+    async with aclosing(feed.events(0)) as slow, aclosing(feed.events(0)) as quick:
+        await anext(slow)
+        await anext(quick)
+        for _ in range(60):
+            last = parsed(await anext(quick))[-1]["at"]
+        assert len(feed._recent) <= live._NUM_KEPT
+        events = [parsed(await anext(slow))[0]["at"] for _ in range(live._NUM_KEPT)]
+        assert events == sorted(events)
+        assert events[-1] >= last
 
 
 def test_viewers_that_never_read_hold_little_and_make_room_after_a_while(
@@ -181,17 +166,14 @@ def test_a_stream_ends_by_itself_so_that_an_ingress_can_stop(service: Service, m
     assert parsed(answer.body)[-1]["models"] == {}
 
 
-def test_a_viewer_that_hangs_up_is_one_less(service: Service) -> None:
-    async def main() -> None:
-        fleet = Fleet()
-        app = build_app(service.handler, service._is_ready, fleets={"demo": fleet})
-        async with Connection(app, "GET", "/admin/live", b"", {}) as connection:
-            await until(lambda: fleet.on_view is not None)
-            connection.hang_up()
-            await connection.finished()
-            await until(lambda: fleet.on_view is None)
-
-    asyncio.run(main())
+async def test_a_viewer_that_hangs_up_is_one_less(service: Service) -> None:
+    fleet = Fleet()
+    app = build_app(service.handler, service._is_ready, fleets={"demo": fleet})
+    async with Connection(app, "GET", "/admin/live", b"", {}) as connection:
+        await until(lambda: fleet.on_view is not None)
+        connection.hang_up()
+        await connection.finished()
+        await until(lambda: fleet.on_view is None)
 
 
 @pytest.mark.parametrize("after", ["-1", "1.5", "x", "9" * 16, "\u0661"])

@@ -8,14 +8,14 @@ import pytest
 from app.errors import Overloaded
 from app.text import Tokenizer
 from tests.api.fakes import Service
-from tests.api.openai_clients import with_client
+from tests.api.openai_clients import openai_client
 
 URL = "http://carousel/v1"
 USER = {"role": "user", "content": "Hi"}
 
 
-def test_models_chats_and_completions(service: Service) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_models_chats_and_completions(service: Service) -> None:
+    async with openai_client(service.app) as client:
         models = [model.id async for model in client.models.list()]
         assert models == ["demo"]
         assert (await client.models.retrieve("demo")).id == "demo"
@@ -26,11 +26,9 @@ def test_models_chats_and_completions(service: Service) -> None:
         completion = await client.completions.create(model="demo", prompt=[[5, 6], [7]], max_tokens=8)
         assert [choice.text for choice in completion.choices] == ["3 4 5."] * 2
 
-    with_client(service.app, use)
 
-
-def test_a_streamed_chat(service: Service) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_a_streamed_chat(service: Service) -> None:
+    async with openai_client(service.app) as client:
         stream = await client.chat.completions.create(
             model="demo", messages=[USER], stream=True, stream_options={"include_usage": True}
         )
@@ -41,11 +39,9 @@ def test_a_streamed_chat(service: Service) -> None:
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens == 5
 
-    with_client(service.app, use)
 
-
-def test_errors_become_the_packages_own(tokenizer: Tokenizer) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_errors_become_the_packages_own(tokenizer: Tokenizer) -> None:
+    async with openai_client(Service(tokenizer, lambda request: [Overloaded("full")]).app) as client:
         with pytest.raises(openai.NotFoundError, match="there is no model") as not_found:
             await client.chat.completions.create(model="nope", messages=[USER])
         assert not_found.value.code == "model_not_found"
@@ -55,14 +51,10 @@ def test_errors_become_the_packages_own(tokenizer: Tokenizer) -> None:
         with pytest.raises(openai.RateLimitError):
             await client.chat.completions.create(model="demo", messages=[USER])
 
-    with_client(Service(tokenizer, lambda request: [Overloaded("full")]).app, use)
 
-
-def test_an_error_in_mid_stream_is_raised(tokenizer: Tokenizer) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_an_error_in_mid_stream_is_raised(tokenizer: Tokenizer) -> None:
+    async with openai_client(Service(tokenizer, lambda request: [(20,), Overloaded("full")]).app) as client:
         stream = await client.chat.completions.create(model="demo", messages=[USER], stream=True)
         with pytest.raises(openai.APIError, match="full"):
             async for _ in stream:
                 pass
-
-    with_client(Service(tokenizer, lambda request: [(20,), Overloaded("full")]).app, use)

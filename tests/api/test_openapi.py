@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from starlette.routing import Route, Router
 
@@ -16,7 +15,7 @@ from app.api.schemas.parameters import MAX_NAME_LENGTH, MAX_REMEMBERED_NAMES, Un
 from app.api.schemas.requests import CompletionRequest
 from app.config import ApiConfig
 from app.text import Tokenizer
-from tests.api.batch_services import with_http
+from tests.api.batch_services import http_client
 from tests.api.fakes import Service, say
 from tests.api.keys import bearer, entry
 
@@ -129,12 +128,10 @@ def test_null_inside_of_fields_is_not_given(service: Service) -> None:
     assert service.call("POST", "/v1/responses", {"input": "Hi", "n": 1.0}).status == 200
 
 
-def test_a_refused_method_names_those_of_all_routes_with_the_path(service: Service, tmp_path: Path) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_a_refused_method_names_those_of_all_routes_with_the_path(service: Service, tmp_path: Path) -> None:
+    async with http_client(service, tmp_path) as client:
         answer = await client.request("PUT", "/v1/files")
         assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD, POST")
-
-    with_http(service, tmp_path, use)
 
 
 def test_unknown_names_are_remembered_in_bounded_memory() -> None:

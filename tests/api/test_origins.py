@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from pydantic import ValidationError
 
@@ -14,7 +13,7 @@ from app.api.http.origins import OriginPolicy
 from app.config import ApiConfig
 from app.errors import NotPermitted
 from app.text import Tokenizer
-from tests.api.batch_services import with_http
+from tests.api.batch_services import http_client
 from tests.api.fakes import Answer, Service, say
 from tests.api.keys import bearer, entry
 
@@ -107,16 +106,14 @@ def test_a_body_that_is_declared_as_json_is_read(service: Service, declared: str
     assert complete(service, **{"content-type": declared}).status == 200
 
 
-def test_a_foreign_form_uploads_no_file_and_begins_no_batch(service: Service, tmp_path: Path) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_a_foreign_form_uploads_no_file_and_begins_no_batch(service: Service, tmp_path: Path) -> None:
+    async with http_client(service, tmp_path) as client:
         form = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}
         assert (await client.post("/v1/files", headers={"origin": "https://evil.example"}, **form)).status_code == 403
         assert (await client.get("/v1/files")).json()["data"] == []
         for path in ("/v1/batches", "/v1/batch"):
             sent = await client.post(path, content=json.dumps({}), headers={"content-type": "text/plain"})
             assert sent.status_code == 415
-
-    with_http(service, tmp_path, use)
 
 
 @pytest.mark.parametrize("api", [{}, {"keys": [entry()]}])
@@ -171,6 +168,6 @@ def test_what_no_browser_sends_is_refused_as_a_setting(wrong: str) -> None:
 def test_origins_in_the_settings_are_compared_as_browsers_write_them() -> None:
     [origin] = ApiConfig(allowed_origins=("HTTPS://Chat.Example.com",)).allowed_origins
     policy = OriginPolicy([origin], loopback_only=True)
-    policy.check({"host": "localhost", "origin": PAGE})
+    policy.preflight("GET", {"host": "localhost", "origin": PAGE})
     with pytest.raises(NotPermitted):
-        policy.check({"host": "localhost", "origin": f"{PAGE}.evil.example"})
+        policy.preflight("GET", {"host": "localhost", "origin": f"{PAGE}.evil.example"})

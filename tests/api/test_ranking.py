@@ -227,17 +227,14 @@ def test_the_tokens_of_all_documents_count_for_the_key(words: Tokenizer) -> None
     assert 'request_success_total{finished_reason="stop",model_name="demo"} 3.0' in text
 
 
-def test_a_client_that_goes_ends_all_documents(words: Tokenizer) -> None:
+async def test_a_client_that_goes_ends_all_documents(words: Tokenizer) -> None:
     service = Service(words, lambda request: [WAIT], facts=CROSS_ENCODER)
 
-    async def main() -> None:
-        body = {"query": "w10", "documents": ["w20"] * 5}
-        async with Connection(service.app, "POST", "/v1/rerank", body, {}) as connection:
-            await until(lambda: len(service.generate.open) == 5)
-            connection.hang_up()
-            await connection.finished()
-
-    asyncio.run(main())
+    body = {"query": "w10", "documents": ["w20"] * 5}
+    async with Connection(service.app, "POST", "/v1/rerank", body, {}) as connection:
+        await until(lambda: len(service.generate.open) == 5)
+        connection.hang_up()
+        await connection.finished()
     assert service.generate.open == set()
 
 
@@ -251,26 +248,23 @@ def test_cohere_asks_at_a_path_of_its_own_and_an_item_of_a_batch_at_the_first(cr
     assert crossing.generate.requests[-1].is_background
 
 
-def test_a_real_cross_encoder_gives_what_transformers_gives(tmp_path: Path) -> None:
+async def test_a_real_cross_encoder_gives_what_transformers_gives(tmp_path: Path) -> None:
     model, theirs = save_tiny_encoder("bert", tmp_path, num_labels=1), tiny_tokenizer()
     query, documents = "w10 w11", [f"w{at} w{at + 7} w{at + 3}" for at in range(4, 44)]
     with torch.inference_mode():
         padded = theirs([query] * 40, documents, return_tensors="pt", padding=True)
         expected = model(**padded).logits[:, 0].sigmoid().tolist()
 
-    async def main() -> None:
-        config = EngineConfig(model=ModelConfig(path=str(tmp_path), dtype="float32", device="cpu"))
-        engine = await asyncio.to_thread(build_engine, config)
-        try:
-            service = Service(Tokenizer(theirs), generate=engine.generate, facts=CROSS_ENCODER)
-            body = {"query": query, "documents": documents}
-            async with Connection(service.app, "POST", "/v1/rerank", body, {}) as connection:
-                await connection.finished()
-                results = connection.answer().json["results"]
-        finally:
-            engine.shutdown()
-        assert [each["relevance_score"] for each in results] == pytest.approx(sorted(expected, reverse=True), abs=1e-4)
-        for each in results:
-            assert each["relevance_score"] == pytest.approx(expected[each["index"]], abs=1e-4)
-
-    asyncio.run(main())
+    config = EngineConfig(model=ModelConfig(path=str(tmp_path), dtype="float32", device="cpu"))
+    engine = await asyncio.to_thread(build_engine, config)
+    try:
+        service = Service(Tokenizer(theirs), generate=engine.generate, facts=CROSS_ENCODER)
+        body = {"query": query, "documents": documents}
+        async with Connection(service.app, "POST", "/v1/rerank", body, {}) as connection:
+            await connection.finished()
+            results = connection.answer().json["results"]
+    finally:
+        engine.shutdown()
+    assert [each["relevance_score"] for each in results] == pytest.approx(sorted(expected, reverse=True), abs=1e-4)
+    for each in results:
+        assert each["relevance_score"] == pytest.approx(expected[each["index"]], abs=1e-4)

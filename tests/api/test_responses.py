@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-import openai
 import pytest
 
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
@@ -17,7 +16,7 @@ from app.jobs.outputs import BatchFormat
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
 from tests.api.fakes import Answer, Service, Step, say
-from tests.api.openai_clients import with_client
+from tests.api.openai_clients import openai_client
 from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
@@ -215,8 +214,8 @@ def test_strict_responses_look_into_items_of_all_types(service: Service) -> None
     assert ask(service, {"x-strict": "true"}, input=items).error["param"] == "input[0].mood"
 
 
-def test_the_openai_package_reads_responses(service: Service) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_the_openai_package_reads_responses(service: Service) -> None:
+    async with openai_client(service.app) as client:
         response = await client.responses.create(model="demo", input="Hi", instructions="Count.")
         assert response.output_text == "3 4 5."
         assert response.usage is not None
@@ -228,13 +227,11 @@ def test_the_openai_package_reads_responses(service: Service) -> None:
         assert kinds[-1] == "response.completed"
         assert final.output_text == "3 4 5."
 
-    with_client(service.app, use)
 
-
-def test_the_openai_package_goes_on_with_a_call(tools_tokenizer: Tokenizer) -> None:
+async def test_the_openai_package_goes_on_with_a_call(tools_tokenizer: Tokenizer) -> None:
     service = calling(tools_tokenizer, CALL)
 
-    async def use(client: openai.AsyncOpenAI) -> None:
+    async with openai_client(service.app) as client:
         asked: Any = {"model": "demo", "input": [{"role": "user", "content": "?"}], "tools": [TOOL]}
         response = await client.responses.create(**asked)
         [call] = response.output
@@ -246,17 +243,13 @@ def test_the_openai_package_goes_on_with_a_call(tools_tokenizer: Tokenizer) -> N
         assert again.type == "function_call"
         assert json.loads(again.arguments) == {"a": 1}
 
-    with_client(service.app, use)
 
-
-def test_the_openai_package_sees_a_failed_response(tokenizer: Tokenizer) -> None:
+async def test_the_openai_package_sees_a_failed_response(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, lambda request: [(20,), StepFailed("no")])
 
-    async def use(client: openai.AsyncOpenAI) -> None:
+    async with openai_client(service.app) as client:
         events = [event async for event in await client.responses.create(model="demo", input="Hi", stream=True)]
         assert events[-1].type == "response.failed"
-
-    with_client(service.app, use)
 
 
 def test_a_line_of_a_batch_may_ask_for_a_response(service: Service) -> None:
@@ -337,8 +330,8 @@ def test_log_probabilities_are_those_of_text_and_not_of_calls(tools_tokenizer: T
     assert call["type"] == "function_call"
 
 
-def test_the_openai_package_reads_log_probabilities(service: Service) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_the_openai_package_reads_log_probabilities(service: Service) -> None:
+    async with openai_client(likely(service.tokenizer, "3 4 5.").app) as client:
         wanted: Any = {"model": "demo", "input": "?", "include": INCLUDE, "top_logprobs": 3}
         response = await client.responses.create(**wanted)
         item = response.output[0]
@@ -356,5 +349,3 @@ def test_the_openai_package_reads_log_probabilities(service: Service) -> None:
             final = await stream.get_final_response()
         assert streamed == [0.0, -1.0, -2.0, -3.0, -4.0]
         assert final.output_text == response.output_text == "3 4 5."
-
-    with_client(likely(service.tokenizer, "3 4 5.").app, use)

@@ -19,7 +19,7 @@ from app.config import ApiConfig, WebhooksConfig
 from app.errors import Overloaded, StepFailed
 from app.jobs import BatchLimits
 from app.text import Tokenizer
-from tests.api.batch_services import client_of, job_ended, served, with_http
+from tests.api.batch_services import client_of, http_client, job_ended, served
 from tests.api.fakes import WAIT, Connection, Service, say
 from tests.api.keys import KEY, OTHER_KEY, bearer, entry
 from tests.api.test_bad_requests import FIELDS, JSON, LIKELY
@@ -50,10 +50,10 @@ def texts(results: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", [{}, JOB], ids=["at once", "as a job"])
-def test_texts_are_answered_in_their_order(tokenizer: Tokenizer, tmp_path: Path, mode: dict[str, Any]) -> None:
+async def test_texts_are_answered_in_their_order(tokenizer: Tokenizer, tmp_path: Path, mode: dict[str, Any]) -> None:
     prompts = [f"{n} + {n}" for n in range(12)]
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(echoing(tokenizer), tmp_path) as client:
         answer = (await post(client, prompts, max_tokens=20, **mode)).json()
         if mode:
             assert (answer["status"], answer["results"], answer["progress"]) == ("validating", None, 0)
@@ -67,11 +67,9 @@ def test_texts_are_answered_in_their_order(tokenizer: Tokenizer, tmp_path: Path,
         assert answer["usage"]["input_tokens"] == sum(usage["prompt_tokens"] for usage in used)
         assert answer["usage"]["output_tokens"] == sum(usage["completion_tokens"] for usage in used)
 
-    with_http(echoing(tokenizer), tmp_path, use)
 
-
-def test_each_entry_and_the_whole_say_how_long_they_took(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_each_entry_and_the_whole_say_how_long_they_took(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with http_client(echoing(tokenizer), tmp_path) as client:
         answer = (await post(client, ["3", "4 5"], max_tokens=20)).json()
         for entry_, num_tokens in [
             *((each, each["response"]["usage"]["completion_tokens"]) for each in answer["results"]),
@@ -81,13 +79,11 @@ def test_each_entry_and_the_whole_say_how_long_they_took(tokenizer: Tokenizer, t
             assert entry_["tokens_per_second"] == pytest.approx(1000 * num_tokens / entry_["latency_ms"], rel=0.2)
         assert answer["latency_ms"] >= max(each["latency_ms"] for each in answer["results"])
 
-    with_http(echoing(tokenizer), tmp_path, use)
 
-
-def test_a_streamed_list_has_an_event_for_each_entry_as_it_ends(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_a_streamed_list_has_an_event_for_each_entry_as_it_ends(tokenizer: Tokenizer, tmp_path: Path) -> None:
     prompts = ["4 4 4 4 4 4 4 4 4 4 4 4 4 4 4 4", "3", "long " * 500]
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(echoing(tokenizer), tmp_path) as client:
         answer = await post(client, prompts, max_tokens=60, stream=True)
         assert answer.headers["content-type"].startswith("text/event-stream")
         *events, done, rest = answer.text.split("\n\n")
@@ -104,16 +100,14 @@ def test_a_streamed_list_has_an_event_for_each_entry_as_it_ends(tokenizer: Token
             each["response"]["usage"]["completion_tokens"] for each in entries
         )
 
-    with_http(echoing(tokenizer), tmp_path, use)
-
 
 @pytest.mark.parametrize("mode", [{}, JOB], ids=["at once", "as a job"])
-def test_a_bad_prompt_fails_alone_with_the_error_that_it_would_have_had(
+async def test_a_bad_prompt_fails_alone_with_the_error_that_it_would_have_had(
     service: Service, tmp_path: Path, mode: dict[str, Any]
 ) -> None:
     prompts = [chat("Hi"), [{"role": "king", "content": "Hi"}], chat("long " * 500), [], chat("Ho")]
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path) as client:
         answer = (await post(client, prompts, model="demo", max_tokens=8, **mode)).json()
         if mode:
             answer = await job_ended(client, answer["id"])
@@ -124,8 +118,6 @@ def test_a_bad_prompt_fails_alone_with_the_error_that_it_would_have_had(
         assert [each["error"]["param"] for each in results[1:4]] == ["messages[0].role", "messages", "messages"]
         assert results[2]["error"]["code"] == "context_length_exceeded"
         assert all(each["response"] is None for each in results[1:4])
-
-    with_http(service, tmp_path, use)
 
 
 @pytest.mark.parametrize(
@@ -161,43 +153,37 @@ def test_a_bad_prompt_fails_alone_with_the_error_that_it_would_have_had(
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_a_mistake_of_all_prompts_is_one_error_and_nothing_is_begun(
+async def test_a_mistake_of_all_prompts_is_one_error_and_nothing_is_begun(
     service: Service, tmp_path: Path, fields: dict[str, Any], param: str
 ) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path, limits=RequestLimits(max_prompts=16)) as client:
         response = await client.post("/v1/batch", json=fields)
         assert response.status_code in (400, 404), response.text
         assert response.json()["error"]["param"] == param
         assert service.generate.requests == []
         assert (await client.get("/v1/batches")).json()["data"] == (await client.get("/v1/files")).json()["data"] == []
 
-    with_http(service, tmp_path, use, limits=RequestLimits(max_prompts=16))
 
-
-def test_strict_callers_hear_of_unknown_fields(service: Service, tmp_path: Path) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_strict_callers_hear_of_unknown_fields(service: Service, tmp_path: Path) -> None:
+    async with http_client(service, tmp_path) as client:
         body = {"prompts": ["Hi"], "temprature": 1, "webhook": None}
         refused = await client.post("/v1/batch", json=body, headers={"x-strict": "1"})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "temprature")
         assert (await client.post("/v1/batch", json=body)).status_code == 200
 
-    with_http(service, tmp_path, use)
 
-
-def test_when_no_replica_has_room_for_any_of_them_the_call_is_refused_as_others_are(
+async def test_when_no_replica_has_room_for_any_of_them_the_call_is_refused_as_others_are(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     service = Service(tokenizer, lambda request: [Overloaded("all are full", retry_after_s=7)])
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path) as client:
         refused = await post(client, ["Hi", "Ho"])
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "7")
         assert refused.json()["error"]["code"] == "overloaded"
 
-    with_http(service, tmp_path, use)
 
-
-def test_one_that_no_replica_has_room_for_is_an_error_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_one_that_no_replica_has_room_for_is_an_error_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
     full, broken = (tuple(tokenizer.encode(text, add_special_tokens=True)) for text in ("1", "2"))
     failures = {full: Overloaded("all are full", retry_after_s=7), broken: StepFailed("the step raised")}
     three = say(tokenizer, "3")
@@ -208,7 +194,7 @@ def test_one_that_no_replica_has_room_for_is_an_error_of_its_own(tokenizer: Toke
         ),
     )
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path) as client:
         answer = await post(client, ["1", "2", "4"])
         assert answer.status_code == 200
         results = answer.json()["results"]
@@ -216,13 +202,11 @@ def test_one_that_no_replica_has_room_for_is_an_error_of_its_own(tokenizer: Toke
         assert results[0]["error"]["code"] == "overloaded"
         assert "the step raised" not in results[1]["error"]["message"]
 
-    with_http(service, tmp_path, use)
 
-
-def test_a_disconnect_ends_all_prompts_of_the_call(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_a_disconnect_ends_all_prompts_of_the_call(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, lambda request: [WAIT])
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path) as client:
         app = client._transport.app  # type: ignore[attr-defined]
         async with Connection(app, "POST", "/v1/batch", {"prompts": ["Hi"] * 5}, {}) as connection:
             await until(lambda: len(service.generate.open) == 5)
@@ -230,14 +214,14 @@ def test_a_disconnect_ends_all_prompts_of_the_call(tokenizer: Tokenizer, tmp_pat
             await connection.finished()
         assert service.generate.open == set()
 
-    with_http(service, tmp_path, use)
 
-
-def test_what_is_answered_at_once_counts_for_the_key_and_runs_in_its_name(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_what_is_answered_at_once_counts_for_the_key_and_runs_in_its_name(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     service = Service(tokenizer, say(tokenizer, "3 4 5."))
     keys = [entry(tokens_per_minute=6_000, max_tokens=40)]
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path, keys=keys) as client:
         client.headers.update(bearer())
         answer = await post(client, ["Hi", "Ho"], max_tokens=40, user="somebody else")
         assert {request.tenant for request in service.generate.requests} == {"alice"}
@@ -248,14 +232,12 @@ def test_what_is_answered_at_once_counts_for_the_key_and_runs_in_its_name(tokeni
             refused = await post(client, ["Hi"], **{param: beyond})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
-    with_http(service, tmp_path, use, keys=keys)
 
-
-def test_a_key_sees_only_its_own_jobs_and_uses_only_its_models(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_a_key_sees_only_its_own_jobs_and_uses_only_its_models(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, say(tokenizer, "3"), names=("small", "large"))
     keys = [entry(models=["small"]), entry(OTHER_KEY, "bob")]
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path, keys=keys) as client:
         assert (await client.get("/v1/batch/stats")).status_code == 401
         client.headers.update(bearer(KEY))
         for mode in ({}, JOB):
@@ -268,13 +250,11 @@ def test_a_key_sees_only_its_own_jobs_and_uses_only_its_models(tokenizer: Tokeni
         stats = [(await client.get("/v1/batch/stats", headers=bearer(key))).json() for key in (KEY, OTHER_KEY)]
         assert [each["requests"]["completed"] for each in stats] == [1, 0]
 
-    with_http(service, tmp_path, use, keys=keys)
 
-
-def test_stats_say_what_waits_runs_and_is_done(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_stats_say_what_waits_runs_and_is_done(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, lambda request: [WAIT])
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path, max_in_flight=2) as client:
         job = (await post(client, ["Hi"] * 5, **JOB)).json()
         await until(lambda: len(service.generate.open) == 2)
         stats = (await client.get("/v1/batch/stats")).json()
@@ -292,14 +272,12 @@ def test_stats_say_what_waits_runs_and_is_done(tokenizer: Tokenizer, tmp_path: P
         assert stats["tokens"]["output"] == 25
         assert 0 < stats["output_tokens_per_second"] <= 25
 
-    with_http(service, tmp_path, use, max_in_flight=2)
 
-
-def test_a_cancelled_job_says_which_prompts_were_not_done(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_a_cancelled_job_says_which_prompts_were_not_done(tokenizer: Tokenizer, tmp_path: Path) -> None:
     three, waits = say(tokenizer, "3"), tuple(tokenizer.encode("2", add_special_tokens=True))
     service = Service(tokenizer, lambda request: [WAIT] if request.prompt_token_ids == waits else three(request))
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path) as client:
         job = (await post(client, ["1", "2", "4"], **JOB)).json()
         async with asyncio.timeout(10):
             while job["request_counts"]["completed"] < 2:
@@ -311,11 +289,9 @@ def test_a_cancelled_job_says_which_prompts_were_not_done(tokenizer: Tokenizer, 
         assert [each["status_code"] for each in results] == [200, None, 200]
         assert results[1]["error"]["code"] == "batch_cancelled"
 
-    with_http(service, tmp_path, use)
 
-
-def test_a_job_is_a_batch_and_a_batch_can_be_read_as_a_job(service: Service, tmp_path: Path) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_a_job_is_a_batch_and_a_batch_can_be_read_as_a_job(service: Service, tmp_path: Path) -> None:
+    async with http_client(service, tmp_path) as client:
         job = (await post(client, ["Hi", "Ho"], metadata={"night": "first"}, **JOB)).json()
         job = await job_ended(client, job["id"])
         batch = (await client.get(f"/v1/batches/{job['id']}")).json()
@@ -333,13 +309,11 @@ def test_a_job_is_a_batch_and_a_batch_can_be_read_as_a_job(service: Service, tmp
         other = await job_ended(client, (await client.post("/v1/batches", json=body)).json()["id"])
         assert [each["custom_id"] for each in other["results"]] == ["zoe", "adam", "7"]
 
-    with_http(service, tmp_path, use)
 
-
-def test_a_job_whose_files_are_gone_or_too_large_to_show_has_no_results(
+async def test_a_job_whose_files_are_gone_or_too_large_to_show_has_no_results(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path) as client:
         job = await job_ended(client, (await post(client, ["Hi"], **JOB)).json()["id"])
         assert job["results"] is not None
         with monkeypatch.context() as small:
@@ -349,13 +323,11 @@ def test_a_job_whose_files_are_gone_or_too_large_to_show_has_no_results(
         job = (await client.get(f"/v1/batch/{job['id']}")).json()
         assert (job["status"], job["results"]) == ("completed", None)
 
-    with_http(service, tmp_path, use)
 
-
-def test_a_job_that_cannot_begin_leaves_no_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_a_job_that_cannot_begin_leaves_no_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, lambda request: [WAIT])
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path, batch_limits=BatchLimits(max_batches=1, max_file_bytes=10_000)) as client:
         first = (await post(client, ["Hi"], **JOB)).json()
         assert (await post(client, ["Hi"], **JOB)).status_code == 429
         assert [file["id"] for file in (await client.get("/v1/files")).json()["data"]] == [first["input_file_id"]]
@@ -364,19 +336,17 @@ def test_a_job_that_cannot_begin_leaves_no_file(tokenizer: Tokenizer, tmp_path: 
         assert len((await client.get("/v1/files")).json()["data"]) == 1
         assert not list((tmp_path / "drafts").iterdir())
 
-    with_http(service, tmp_path, use, batch_limits=BatchLimits(max_batches=1, max_file_bytes=10_000))
-
 
 @pytest.mark.parametrize("job_id", ["none", "batch_none", "..", "x" * 5000])
-def test_there_is_no_such_job(service: Service, tmp_path: Path, job_id: str) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_there_is_no_such_job(service: Service, tmp_path: Path, job_id: str) -> None:
+    async with http_client(service, tmp_path) as client:
         assert (await client.get(f"/v1/batch/{job_id}")).status_code in (404, 405)
 
-    with_http(service, tmp_path, use)
 
-
-def test_the_routes_of_files_and_batches_are_described_where_they_are_served(service: Service, tmp_path: Path) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_the_routes_of_files_and_batches_are_described_where_they_are_served(
+    service: Service, tmp_path: Path
+) -> None:
+    async with http_client(service, tmp_path) as client:
         document = (await client.get("/openapi.json")).json()
         app = client._transport.app  # type: ignore[attr-defined]
         routes = {
@@ -394,58 +364,51 @@ def test_the_routes_of_files_and_batches_are_described_where_they_are_served(ser
             schema = document["components"]["schemas"][body.__name__]
             for name, field in schema["properties"].items():
                 assert ({"type": "null"} in field.get("anyOf", [])) == (name not in schema["required"]), name
-
-    with_http(service, tmp_path, use)
     assert "/v1/batch" not in openapi_document(ApiConfig(), RequestLimits())["paths"]
 
 
 @pytest.mark.parametrize("path", ["/v1/batch", "/v1/batches"])
-def test_a_signed_webhook_tells_of_the_end(service: Service, tmp_path: Path, path: str) -> None:
-    async def main() -> None:
-        async with Receiver() as receiver:
-            webhook = {"url": receiver.url, "secret": SECRET}
-            webhooks = WebhooksConfig(allowed_networks=LOCAL)
-            async with served(service, tmp_path, webhooks=webhooks) as app, client_of(app) as client:
-                if path == "/v1/batch":
-                    asked: dict[str, Any] = {"prompts": ["Hi"], "async": True}
-                else:
-                    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}
-                    form = {"files": {"file": ("a.jsonl", json.dumps(line).encode())}, "data": {"purpose": "batch"}}
-                    file = (await client.post("/v1/files", **form)).json()
-                    asked = {
-                        "input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h",
-                    }  # fmt: skip
-                begun = (await client.post(path, json=asked | {"webhook": webhook})).json()
-                assert begun["webhook"]["status"] == "waiting"
-                [received] = await receiver.got(1)
-                event = openai.OpenAI(api_key="none", webhook_secret=SECRET).webhooks.unwrap(
-                    received.body, received.headers
-                )
-                assert (event.type, event.data.id) == ("batch.completed", begun["id"])  # type: ignore[union-attr]
-                job = await job_ended(client, begun["id"])
-                assert SECRET not in json.dumps([begun, job])
-                refused = await client.post(path, json=asked | {"webhook": webhook | {"url": "https://10.0.0.1/"}})
-                assert (refused.status_code, refused.json()["error"]["param"]) == (400, "webhook.url")
-
-    asyncio.run(main())
+async def test_a_signed_webhook_tells_of_the_end(service: Service, tmp_path: Path, path: str) -> None:
+    async with Receiver() as receiver:
+        webhook = {"url": receiver.url, "secret": SECRET}
+        webhooks = WebhooksConfig(allowed_networks=LOCAL)
+        async with served(service, tmp_path, webhooks=webhooks) as app, client_of(app) as client:
+            if path == "/v1/batch":
+                asked: dict[str, Any] = {"prompts": ["Hi"], "async": True}
+            else:
+                line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}
+                form = {"files": {"file": ("a.jsonl", json.dumps(line).encode())}, "data": {"purpose": "batch"}}
+                file = (await client.post("/v1/files", **form)).json()
+                asked = {
+                    "input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h",
+                }  # fmt: skip
+            begun = (await client.post(path, json=asked | {"webhook": webhook})).json()
+            assert begun["webhook"]["status"] == "waiting"
+            [received] = await receiver.got(1)
+            event = openai.OpenAI(api_key="none", webhook_secret=SECRET).webhooks.unwrap(
+                received.body, received.headers
+            )
+            assert (event.type, event.data.id) == ("batch.completed", begun["id"])  # type: ignore[union-attr]
+            job = await job_ended(client, begun["id"])
+            assert SECRET not in json.dumps([begun, job])
+            refused = await client.post(path, json=asked | {"webhook": webhook | {"url": "https://10.0.0.1/"}})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "webhook.url")
 
 
 @pytest.mark.parametrize("secret", [None, 5, [SECRET], SECRET * 20, "canary-secret"], ids=str)
-def test_a_refused_secret_is_not_repeated(service: Service, tmp_path: Path, secret: Any) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_a_refused_secret_is_not_repeated(service: Service, tmp_path: Path, secret: Any) -> None:
+    async with http_client(service, tmp_path) as client:
         response = await post(client, ["Hi"], webhook={"url": "https://example.com/", "secret": secret}, **JOB)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "webhook.secret")
         assert SECRET not in response.text
         assert "canary" not in response.text
 
-    with_http(service, tmp_path, use)
 
-
-def test_large_results_delay_no_other_request(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_large_results_delay_no_other_request(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, say(tokenizer, "3"))
     long = "é" * 30_000
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path) as client:
         lines = [{"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi", "x": long}}
                  for n in range(250)]  # fmt: skip
         content = b"".join(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in lines)
@@ -460,17 +423,15 @@ def test_large_results_delay_no_other_request(tokenizer: Tokenizer, tmp_path: Pa
             await client.get(f"/v1/batch/{batch_id}")
         assert stalls.longest_s < 0.1
 
-    with_http(service, tmp_path, use)
-
 
 _PROMPTS = st.lists(st.sampled_from(["Hi", "", chat("Hi"), chat(""), [], [1], [{}], 5, None, {}]) | JSON, max_size=4)
 _WEBHOOK = st.fixed_dictionaries({"url": st.text(max_size=9) | JSON, "secret": st.text(max_size=9) | JSON}) | JSON
 
 
-def test_no_json_body_gives_a_5xx(service: Service, tmp_path: Path) -> None:
+async def test_no_json_body_gives_a_5xx(service: Service, tmp_path: Path) -> None:
     others = st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), LIKELY | JSON, max_size=4)
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path) as client:
         loop = asyncio.get_running_loop()
 
         @settings(max_examples=60, deadline=None)
@@ -483,8 +444,6 @@ def test_no_json_body_gives_a_5xx(service: Service, tmp_path: Path) -> None:
                 assert response.status_code in (200, 400, 404, 429), response.text
 
         await asyncio.to_thread(check)
-
-    with_http(service, tmp_path, use)
 
 
 @pytest.mark.parametrize(
@@ -511,30 +470,27 @@ def test_no_json_body_gives_a_5xx(service: Service, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_every_route_names_unknown_fields_to_strict_callers(
+async def test_every_route_names_unknown_fields_to_strict_callers(
     service: Service, tmp_path: Path, path: str, body: dict[str, Any], param: str
 ) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path) as client:
         refused = await client.post(path, json=body, headers={"x-strict": "true"})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
         assert "x-strict" in refused.json()["error"]["message"]
 
-    with_http(service, tmp_path, use)
 
-
-def test_a_strict_upload_names_unknown_fields_too(service: Service, tmp_path: Path) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_a_strict_upload_names_unknown_fields_too(service: Service, tmp_path: Path) -> None:
+    async with http_client(service, tmp_path) as client:
         upload: Any = {"files": {"file": ("a.jsonl", b"{}\n")}, "data": {"purpose": "batch", "mood": "good"}}
         refused = await client.post("/v1/files", headers={"x-strict": "true"}, **upload)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "mood")
         assert (await client.get("/v1/files")).json()["data"] == []
         assert (await client.post("/v1/files", **upload)).status_code == 200
 
-    with_http(service, tmp_path, use)
 
-
-def test_the_prompts_of_one_answer_share_its_logprobs(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    async def use(client: httpx.AsyncClient) -> None:
+async def test_the_prompts_of_one_answer_share_its_logprobs(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    limits = RequestLimits(max_answer_logprobs=600)
+    async with http_client(echoing(tokenizer), tmp_path, limits=limits) as client:
         many = ["1 + 1"] * 8
         asked = {"max_tokens": 100, "logprobs": 2}
         assert (await post(client, many[:2], **asked)).status_code == 200
@@ -543,14 +499,11 @@ def test_the_prompts_of_one_answer_share_its_logprobs(tokenizer: Tokenizer, tmp_
         job = await job_ended(client, (await post(client, many, **asked, **JOB)).json()["id"])
         assert job["request_counts"]["completed"] == 8
 
-    limits = RequestLimits(max_answer_logprobs=600)
-    with_http(echoing(tokenizer), tmp_path, use, limits=limits)
 
-
-def test_the_prompts_of_one_answer_share_its_allowed_token_ids(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_the_prompts_of_one_answer_share_its_allowed_token_ids(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Each request carries its own list to its replica: 128 lists of 16,384 ids would hold up the loop there."""
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(echoing(tokenizer), tmp_path, limits=RequestLimits(max_allowed_token_ids=40)) as client:
         allowed = {"allowed_token_ids": list(range(300, 310)), "max_tokens": 2}
         assert (await post(client, ["Hi"] * 4, **allowed)).status_code == 200
         refused = await post(client, ["Hi"] * 5, **allowed)
@@ -562,19 +515,15 @@ def test_the_prompts_of_one_answer_share_its_allowed_token_ids(tokenizer: Tokeni
         job = await job_ended(client, (await post(client, ["Hi"] * 5, **allowed, **JOB)).json()["id"])
         assert job["request_counts"]["completed"] == 5
 
-    with_http(echoing(tokenizer), tmp_path, use, limits=RequestLimits(max_allowed_token_ids=40))
 
-
-def test_what_prompts_share_is_made_once(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_what_prompts_share_is_made_once(tokenizer: Tokenizer, tmp_path: Path) -> None:
     counting = CountingTokenizer(tokenizer._pretrained)
     service = Service(counting, say(counting, "3 4 5."))
     words = [f"word{number}" for number in range(128)]
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path) as client:
         answer = await client.post("/v1/batch", json={"prompts": ["Hi"] * 64, "bad_words": words, "max_tokens": 4})
         assert answer.json()["request_counts"] == {"total": 64, "completed": 64, "failed": 0}
-
-    with_http(service, tmp_path, use)
     assert counting.num_texts <= 2 * len(words) + 70
     assert len({request.sampling.bad_words for request in service.generate.requests}) == 1
     assert len(service.generate.requests[0].sampling.bad_words) >= len(words)

@@ -279,51 +279,42 @@ def begin_and_wait(request: Request) -> list[Step]:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("leave", [Connection.hang_up, Connection.cancel])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_ends_its_generation(
+async def test_a_client_that_goes_away_ends_its_generation(
     tokenizer: Tokenizer, stream: bool, leave: Callable[[Connection], None], n: int
 ) -> None:
     service = Service(tokenizer, begin_and_wait)
 
-    async def main() -> None:
-        body = CHAT | {"stream": stream, "n": n}
-        async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
-            await until(lambda: len(service.generate.open) == n)
-            if stream:
-                await until(lambda: len(connection.messages) > 2)
-            leave(connection)
-            await until(lambda: not service.generate.open)
-
-    asyncio.run(main())
+    body = CHAT | {"stream": stream, "n": n}
+    async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
+        await until(lambda: len(service.generate.open) == n)
+        if stream:
+            await until(lambda: len(connection.messages) > 2)
+        leave(connection)
+        await until(lambda: not service.generate.open)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_while_queued_ends_its_request(tokenizer: Tokenizer, stream: bool) -> None:
+async def test_a_client_that_goes_away_while_queued_ends_its_request(tokenizer: Tokenizer, stream: bool) -> None:
     service = Service(tokenizer, lambda request: [WAIT])
 
-    async def main() -> None:
-        async with Connection(service.app, "POST", "/v1/chat/completions", CHAT | {"stream": stream}, {}) as connection:
-            await until(lambda: bool(service.generate.open))
-            assert not connection.messages, "no header before the first token"
-            connection.hang_up()
-            await until(lambda: not service.generate.open)
-            await connection.finished()
-
-    asyncio.run(main())
+    async with Connection(service.app, "POST", "/v1/chat/completions", CHAT | {"stream": stream}, {}) as connection:
+        await until(lambda: bool(service.generate.open))
+        assert not connection.messages, "no header before the first token"
+        connection.hang_up()
+        await until(lambda: not service.generate.open)
+        await connection.finished()
 
 
-def test_a_client_that_is_gone_before_the_headers_leaves_nothing_open(tokenizer: Tokenizer) -> None:
+async def test_a_client_that_is_gone_before_the_headers_leaves_nothing_open(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, begin_and_wait)
 
-    async def main() -> None:
-        async with Connection(service.app, "POST", "/v1/chat/completions", CHAT, {}) as connection:
-            connection.hang_up()
-            await connection.finished()
-            assert not service.generate.open
-
-    asyncio.run(main())
+    async with Connection(service.app, "POST", "/v1/chat/completions", CHAT, {}) as connection:
+        connection.hang_up()
+        await connection.finished()
+        assert not service.generate.open
 
 
-def test_a_client_that_cannot_be_written_to_ends_its_generation(tokenizer: Tokenizer) -> None:
+async def test_a_client_that_cannot_be_written_to_ends_its_generation(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, begin_and_wait)
 
     class BrokenPipe(Connection):
@@ -332,12 +323,9 @@ def test_a_client_that_cannot_be_written_to_ends_its_generation(tokenizer: Token
             if len(self.messages) == 3:
                 raise OSError("broken pipe")
 
-    async def main() -> None:
-        async with BrokenPipe(service.app, "POST", "/v1/chat/completions", CHAT, {}) as connection:
-            await connection.finished()
-            assert not service.generate.open
-
-    asyncio.run(main())
+    async with BrokenPipe(service.app, "POST", "/v1/chat/completions", CHAT, {}) as connection:
+        await connection.finished()
+        assert not service.generate.open
 
 
 def test_a_server_that_reports_a_disconnect_after_the_last_message_cancels_nothing(
@@ -361,18 +349,13 @@ def test_a_server_that_reports_a_disconnect_after_the_last_message_cancels_nothi
     assert "went away" not in caplog.text
 
 
-def test_events_leave_as_they_come(tokenizer: Tokenizer) -> None:
+async def test_events_leave_as_they_come(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, begin_and_wait)
 
-    async def main() -> None:
-        async with Connection(
-            service.app, "POST", "/v1/completions", {"prompt": "a", "stream": True}, {}
-        ) as connection:
-            await until(lambda: len(connection.messages) == 3)
-            bodies = [message["body"] for message in connection.messages[1:]]
-            assert [json.loads(body[6:])["choices"][0]["text"] for body in bodies] == ["0", "1"]
-
-    asyncio.run(main())
+    async with Connection(service.app, "POST", "/v1/completions", {"prompt": "a", "stream": True}, {}) as connection:
+        await until(lambda: len(connection.messages) == 3)
+        bodies = [message["body"] for message in connection.messages[1:]]
+        assert [json.loads(body[6:])["choices"][0]["text"] for body in bodies] == ["0", "1"]
 
 
 def num_comments(connection: Connection) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any, Literal
 
 import openai
@@ -15,7 +13,7 @@ from pydantic import BaseModel
 from app.engine.async_engine import AsyncEngine
 from app.text import Tokenizer
 from tests.api.fakes import Service
-from tests.api.openai_clients import with_client as with_openai
+from tests.api.openai_clients import openai_client
 
 USER = {"role": "user", "content": "Tell me of a bird."}
 
@@ -28,23 +26,21 @@ class Bird(BaseModel):
 
 
 @pytest.fixture
-def with_client(tokenizer: Tokenizer, engine: AsyncEngine) -> Callable[[Callable[..., Awaitable[None]]], None]:
-    return partial(with_openai, Service(tokenizer, generate=engine.generate).app)
+def app(tokenizer: Tokenizer, engine: AsyncEngine) -> Any:
+    return Service(tokenizer, generate=engine.generate).app
 
 
-def test_a_pydantic_model_is_parsed(with_client: Callable[..., None]) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_a_pydantic_model_is_parsed(app: Any) -> None:
+    async with openai_client(app) as client:
         for seed in range(5):
             answer = await client.chat.completions.parse(model="demo", messages=[USER], response_format=Bird, seed=seed)
             [choice] = answer.choices
             assert choice.finish_reason == "stop"
             assert isinstance(choice.message.parsed, Bird)
 
-    with_client(use)
 
-
-def test_a_stream_is_held_to_its_form_too(with_client: Callable[..., None]) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_a_stream_is_held_to_its_form_too(app: Any) -> None:
+    async with openai_client(app) as client:
         stream = await client.chat.completions.create(
             model="demo",
             messages=[USER],
@@ -55,11 +51,9 @@ def test_a_stream_is_held_to_its_form_too(with_client: Callable[..., None]) -> N
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
         assert re.fullmatch("[a-z]{3,20}( [a-z]{2,9}){1,4}!", text), text
 
-    with_client(use)
 
-
-def test_all_choices_of_a_call_have_the_form(with_client: Callable[..., None]) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_all_choices_of_a_call_have_the_form(app: Any) -> None:
+    async with openai_client(app) as client:
         grammar = 'root ::= "{" ("\\"a\\"" | "\\"b\\"") ": " [1-9] [0-9]? "}"'
         answer = await client.completions.create(
             model="demo", prompt="x", n=4, max_tokens=60, extra_body={"structured_outputs": {"grammar": grammar}}
@@ -67,11 +61,9 @@ def test_all_choices_of_a_call_have_the_form(with_client: Callable[..., None]) -
         assert {choice.finish_reason for choice in answer.choices} == {"stop"}
         assert all(json.loads(choice.text).keys() <= {"a", "b"} for choice in answer.choices)
 
-    with_client(use)
 
-
-def test_what_cannot_be_compiled_is_a_bad_request(with_client: Callable[..., None]) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_what_cannot_be_compiled_is_a_bad_request(app: Any) -> None:
+    async with openai_client(app) as client:
         for wanted in ({"regex": "(a"}, {"json": {"type": "nonsense"}}, {"grammar": "a ="}):
             with pytest.raises(openai.BadRequestError, match="cannot be used") as refused:
                 await client.chat.completions.create(
@@ -79,8 +71,6 @@ def test_what_cannot_be_compiled_is_a_bad_request(with_client: Callable[..., Non
                 )
             assert refused.value.code == "invalid_grammar"
             assert refused.value.param == f"structured_outputs.{next(iter(wanted))}"
-
-    with_client(use)
 
 
 TAG = {
@@ -90,8 +80,8 @@ TAG = {
 }
 
 
-def test_a_structural_tag_holds_what_follows_its_triggers(with_client: Callable[..., None]) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
+async def test_a_structural_tag_holds_what_follows_its_triggers(app: Any) -> None:
+    async with openai_client(app) as client:
         asked: Any = {"model": "demo", "messages": [USER], "temperature": 0, "max_tokens": 60}
         answers = []
         for wanted in (
@@ -107,5 +97,3 @@ def test_a_structural_tag_holds_what_follows_its_triggers(with_client: Callable[
         assert all(re.match('e=("owl"|7);', each) for each in found[:-1]), answers[0]
         free = (await client.chat.completions.create(**asked)).choices[0].message.content or ""
         assert answers[0].startswith(free[: free.index("e") + 1]), "free until there"
-
-    with_client(use)

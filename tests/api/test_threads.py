@@ -77,30 +77,24 @@ def test_too_much_waiting_work_of_a_tenant_is_refused_and_that_of_others_is_not(
     assert (last.result(20), other.result(20)) == (1, 2)
 
 
-def test_the_size_of_a_body_says_where_its_work_is_done() -> None:
+async def test_the_size_of_a_body_says_where_its_work_is_done() -> None:
     threads, here = BodyThreads(), threading.get_ident()
 
-    async def main() -> None:
-        assert await threads.encode("", MAX_SIZE_ON_THE_LOOP, threading.get_ident) == here
-        assert await threads.encode("", MAX_SIZE_ON_THE_LOOP + 1, threading.get_ident) != here
-        assert await threads.read("", MAX_SMALL_SIZE, threading.get_ident) == here
-        assert await threads.read("", MAX_SMALL_SIZE + 1, threading.get_ident) != here
-
-    asyncio.run(main())
+    assert await threads.encode("", MAX_SIZE_ON_THE_LOOP, threading.get_ident) == here
+    assert await threads.encode("", MAX_SIZE_ON_THE_LOOP + 1, threading.get_ident) != here
+    assert await threads.read("", MAX_SMALL_SIZE, threading.get_ident) == here
+    assert await threads.read("", MAX_SMALL_SIZE + 1, threading.get_ident) != here
 
 
-def test_small_bodies_do_not_wait_for_large_ones() -> None:
+async def test_small_bodies_do_not_wait_for_large_ones() -> None:
     threads, gate = BodyThreads(), Gate()
 
-    async def main() -> None:
-        large = [asyncio.create_task(threads.encode("", MAX_SMALL_SIZE + 1, lambda: gate.work("large"))) for _ in "123"]
-        await asyncio.to_thread(gate.has_begun.acquire, timeout=20)
-        assert await asyncio.wait_for(threads.encode("", MAX_SMALL_SIZE, lambda: "small"), 20) == "small"
-        assert threads.num_waiting >= 1, "one tenant's large ones leave a thread to others"
-        gate.open.set()
-        assert await asyncio.gather(*large) == ["large"] * 3
-
-    asyncio.run(main())
+    large = [asyncio.create_task(threads.encode("", MAX_SMALL_SIZE + 1, lambda: gate.work("large"))) for _ in "123"]
+    await asyncio.to_thread(gate.has_begun.acquire, timeout=20)
+    assert await asyncio.wait_for(threads.encode("", MAX_SMALL_SIZE, lambda: "small"), 20) == "small"
+    assert threads.num_waiting >= 1, "one tenant's large ones leave a thread to others"
+    gate.open.set()
+    assert await asyncio.gather(*large) == ["large"] * 3
 
 
 def test_the_body_of_work_that_fails_is_gone_without_a_collection_of_garbage() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -180,19 +179,16 @@ def test_tools_for_a_model_of_an_unknown_format_are_refused(tokenizer: Tokenizer
     assert "tool_parser" in answer.error["message"]
 
 
-def test_the_openai_package_reads_calls_whole_and_streamed(tokenizer: Tokenizer) -> None:
+async def test_the_openai_package_reads_calls_whole_and_streamed(tokenizer: Tokenizer) -> None:
     service = serving(tokenizer, CALL)
 
-    async def main() -> None:
-        async with openai_client(service.app) as client:
-            asked: Any = {"model": "demo", "messages": [{"role": "user", "content": "?"}], "tools": [TOOL]}
-            whole = await client.chat.completions.create(**asked)
-            calls = whole.choices[0].message.tool_calls
-            assert calls is not None
-            assert json.loads(calls[0].function.arguments) == {"a": 1}
-            async with client.chat.completions.stream(**asked) as stream:
-                final = await stream.get_final_completion()
-            [call] = final.choices[0].message.tool_calls or []
-            assert call.function.parsed_arguments == {"a": 1}
-
-    asyncio.run(main())
+    async with openai_client(service.app) as client:
+        asked: Any = {"model": "demo", "messages": [{"role": "user", "content": "?"}], "tools": [TOOL]}
+        whole = await client.chat.completions.create(**asked)
+        calls = whole.choices[0].message.tool_calls
+        assert calls is not None
+        assert json.loads(calls[0].function.arguments) == {"a": 1}
+        async with client.chat.completions.stream(**asked) as stream:
+            final = await stream.get_final_completion()
+        [call] = final.choices[0].message.tool_calls or []
+        assert call.function.parsed_arguments == {"a": 1}

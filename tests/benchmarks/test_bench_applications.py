@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,19 +9,19 @@ import pytest
 from app.config import ApplicationConfig
 from benchmarks.chaos import stage
 from benchmarks.clients import __main__ as clients
-from benchmarks.service import canary, fuzz
+from benchmarks.service import fields, fleet
 
 
 @pytest.mark.parametrize(
     "application",
     [
-        canary.application("models/demo", Path("keys.yaml"), "folder", {"adapter": "folder"}, num_blocks=200),
         clients.application("models/demo"),
-        fuzz.application(fuzz._parser().parse_args([])),
+        fields.application(fields._parser().parse_args([]), "models/demo", "folder"),
+        fleet.application(fleet._parser().parse_args([])),
         stage.application(crash_token_id=0, silence_timeout_s=0.8, place_timeout_s=1.0),
         stage.application(weights=True),
     ],
-    ids=["canary", "clients", "fuzz", "chaos", "chaos with weights"],
+    ids=["clients", "fields", "fleet", "chaos", "chaos with weights"],
 )
 def test_an_application_is_one_that_the_service_takes(application: dict[str, Any]) -> None:
     config = ApplicationConfig.model_validate(application)

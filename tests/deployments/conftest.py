@@ -1,4 +1,4 @@
-"""One Ray cluster for all tests here, and one application on it with a model for each thing to show.
+"""One Ray cluster for all tests here, and two applications on it with a model for each thing to show.
 
 The environment is the launcher's own, set before Ray is imported anywhere: Ray and Serve read it then.
 """
@@ -27,6 +27,7 @@ from tests.waiting import eventually
 
 HERE = Path(__file__).parent
 STARTS_RAY = {"cluster", "hosts", "guarded", "launch"}  # fixtures
+TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
 NATIVE: Mapping[str, Any] = {}
 PLAIN = {"backend": "torch"}
 TRIAL = (
@@ -42,6 +43,7 @@ def free_port() -> int:
 
 HTTP_PORT = free_port()
 Deployed = Callable[[str, Mapping[str, Any]], AbstractContextManager[str]]
+SHARED = "shared"  # the name of the application
 RUN_FOLDER = Path(tempfile.mkdtemp(prefix="carousel-", dir="/tmp"))
 atexit.register(shutil.rmtree, RUN_FOLDER, ignore_errors=True)
 _FILE = ServeFile(host="127.0.0.1", port=HTTP_PORT, applications={})
@@ -80,9 +82,9 @@ class Service:
 
     def stats(self, model: str) -> list[Any]:
         """EngineStats of each replica of a model, always in the same order while the replicas are the same."""
-        return list(_handle(model).broadcast("stats").results(timeout_s=10))
+        return list(_handle(model).broadcast("stats").results(timeout_s=60))
 
-    def eventually(self, model: str, condition: Callable[[list[Any]], bool], timeout_s: float = 10.0) -> list[Any]:
+    def eventually(self, model: str, condition: Callable[[list[Any]], bool], timeout_s: float = 60.0) -> list[Any]:
         """The stats once they meet the condition."""
         return eventually(lambda: self.stats(model), condition, timeout_s)
 
@@ -90,17 +92,17 @@ class Service:
         """Until the ingress too knows of no request at the model's replicas: their reports come a moment later."""
 
         def requests() -> int:
-            entries = httpx.get(f"{self.url}/admin/fleet", timeout=10).json()["data"]
+            entries = httpx.get(f"{self.url}/admin/fleet", timeout=60).json()["data"]
             return sum(each["requests"] for entry in entries if entry["model"] == model for each in entry["replicas"])
 
-        eventually(requests, lambda number: number == 0, timeout_s=10.0)
+        eventually(requests, lambda number: number == 0, timeout_s=60.0)
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
     """A Ray cluster that nothing else uses; gives the address of its HTTP proxy."""
     start_own_cluster(
-        reserved_cpus=4,  # reservations of all applications at once; a number, not cores
+        reserved_cpus=8,  # reservations of all applications at once; a number, not cores
         namespace="serve",
         include_dashboard=False,
         _temp_dir=str(RUN_FOLDER),
@@ -160,6 +162,51 @@ def service(cluster: str, demo_path: Path, tmp_path_factory: pytest.TempPathFact
     for model in ("turns", "least", "held", "narrow", "trial", "ranker"):
         service.stats(model)  # the first call takes longer, and tests of one moment cannot wait
     return service
+
+
+@pytest.fixture(scope="session")
+def adapters(tmp_path_factory: pytest.TempPathFactory, demo_path: Path) -> Path:
+    """A folder with two adapters of the bundled model, and one of another base."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.lora import save_adapter
+
+    folder = tmp_path_factory.mktemp("adapters")
+    model = AutoModelForCausalLM.from_pretrained(demo_path)
+    for seed, name in enumerate(("first", "second")):
+        save_adapter(folder / name, model, seed=seed, rank=8, size=0.2)
+    save_adapter(folder / "wrong", model, targets=("lm_head",))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shared(
+    deployed: Deployed, demo_path: Path, adapters: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """Two ingresses and batches; a test that kills a process of it waits until another has come.
+
+    `demo` is the bundled model with a place for tools in its chat template, which it lacks, and with an adapter;
+    `switched` has two simulated replicas, `night` one.
+    """
+    folder = tmp_path_factory.mktemp("shared")
+    model = shutil.copytree(demo_path, folder / "demo")
+    template = model / "chat_template.jinja"
+    template.write_text(TOOLS + template.read_text())
+    args = {
+        "models": [
+            _model("demo", model, num_replicas=1) | {"adapters": {"first": str(adapters / "first")}},
+            _model("switched", demo_path, num_replicas=2, model=steps_of(20)),
+            _model("night", demo_path, num_replicas=1, model=steps_of(20)),
+        ],
+        "ingress": {"num_replicas": 2},
+        "batches": {
+            "path": str(folder / "batches"),
+            "max_in_flight": 8,
+            "webhooks": {"allowed_networks": ["127.0.0.1/32"]},
+        },
+    }
+    with deployed(SHARED, args) as url:
+        yield url
 
 
 def steps_of(step_ms: float) -> dict[str, Any]:

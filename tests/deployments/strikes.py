@@ -16,7 +16,7 @@ from benchmarks.chaos.traffic import Traffic
 from benchmarks.chaos.verdict import judged
 from deployments.launcher.supervisor import session_members
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def replica_pids(application: str, deployment: str) -> list[int]:

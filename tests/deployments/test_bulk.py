@@ -23,7 +23,7 @@ from tests.waiting import eventually
 PROJECT = Path(__file__).parents[2]
 EXAMPLE = PROJECT / "deployments" / "bulk" / "example.jsonl"
 NUM_ROWS = 200
-PATIENCE_S = 60.0
+PATIENCE_S = 200.0
 Start = Callable[..., "subprocess.Popen[str]"]
 
 

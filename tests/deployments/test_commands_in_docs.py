@@ -4,43 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import ray
 
-from tests.deployments.conftest import Deployed
 from tests.doc_pages import COMMANDS, GUIDES, PROJECT, Block, blocks
 
 ADDRESS = "http://127.0.0.1:8000"  # of the service in the pages
-TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
 DIFFERENT_EACH_TIME = frozenset({"id", "created"})
-
-
-@pytest.fixture(scope="module")
-def url(deployed: Deployed, demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The bundled model with a place for tools in its chat template, which it lacks, and batches."""
-    folder = tmp_path_factory.mktemp("docs")
-    model = shutil.copytree(demo_path, folder / "demo")
-    template = model / "chat_template.jinja"
-    template.write_text(TOOLS + template.read_text())
-    args = {
-        "models": [
-            {
-                "name": "demo",
-                "engine": {"model": {"path": str(model)}, "cache": {"memory_gib": 0.05}},
-                "replicas": {"num_replicas": 1, "num_cpus": 0.05, "drain_timeout_s": 1},
-            }
-        ],
-        "batches": {"path": str(folder / "batches")},
-    }
-    with deployed("docs", args) as url:
-        yield url
 
 
 @pytest.fixture(scope="module")
@@ -57,27 +33,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [block for page in GUIDES for block in blocks(page) if block.language in COMMANDS and block.is_run],
     ids=str,
 )
-def test_a_command_prints_what_its_page_says(block: Block, url: str, folder: Path) -> None:
-    printed = run(block, url, folder)
+def test_a_command_prints_what_its_page_says(block: Block, shared: str, folder: Path) -> None:
+    printed = run(block, shared, folder)
     if block.expected is not None and block.expected.language == "json":
         assert masked(json.loads(printed)) == masked(json.loads(block.expected.text))
     elif block.expected is not None:
         assert printed.strip() == block.expected.text.strip()
 
 
-def test_the_commands_that_ask_really_ask(url: str) -> None:
+def test_the_commands_that_ask_really_ask(shared: str) -> None:
     """Else every curl of a page could fail quietly: without an expected output only its exit status is looked at."""
-    assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "demo"
+    assert httpx.get(f"{shared}/v1/models").json()["data"][0]["id"] == "demo"
 
 
 def run(block: Block, url: str, folder: Path) -> str:
     text = block.text.replace(ADDRESS, url).replace("curl -s ", "curl -s --fail-with-body ")
     command = [sys.executable, "-c", text] if block.language == "python" else ["bash", "-euo", "pipefail", "-c", text]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
+    environment = os.environ | {
         "PATH": path, "PYTHONPATH": str(PROJECT), "CAROUSEL_API_KEY": "none", "CAROUSEL_ADMIN_KEY": "none",
+        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,  # a bulk run joins the tests' cluster
     }  # fmt: skip
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, f"{block}: {done.stdout[-1000:]}{done.stderr[-2000:]}"
     return done.stdout
 

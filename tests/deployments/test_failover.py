@@ -29,6 +29,7 @@ from deployments.serve.settings import parse
 from tests.deployments.strikes import (
     PATIENCE_S,
     assert_nothing_is_wrong,
+    has_begun,
     replica_pids,
     replica_states,
     struck,
@@ -39,7 +40,6 @@ APPLICATION = "failover"
 NUM_REPLICAS = 3
 NUM_STREAMS = 24
 SILENCE_S = 1.0
-STOPPED_S = 2.5
 UPDATE_S = 120.0  # for all replicas and the ingress, one after the other, beside the traffic
 PATTERN = "[a-z]{30,40}!"
 SCHEMA = {
@@ -121,7 +121,7 @@ def stats() -> list[Any]:
     if not handle.is_initialized:
         handle._init(_run_router_in_separate_loop=True)
     try:
-        return list(handle.broadcast("stats").results(timeout_s=2))
+        return list(handle.broadcast("stats").results(timeout_s=10))
     except Exception:  # one of them has just died, and Serve does not know yet
         return []
 
@@ -143,16 +143,16 @@ def test_a_replica_that_stops_for_a_while_costs_its_streams_a_pause_and_says_not
 
     async def main() -> None:
         async with fresh.flowing():
-            await moment(lambda: sum(bool(each.arrivals_s) for each in fresh.answers) >= NUM_STREAMS)
+            await has_begun(fresh)
+            running = [each for each in fresh.answers if each.ended_s is None]
             stopped_s = time.perf_counter()
             os.kill(victim, signal.SIGSTOP)
             try:
-                await asyncio.sleep(STOPPED_S)
+                await moment(lambda: all(each.ended_s for each in running))  # they have gone on before it does
             finally:
                 os.kill(victim, signal.SIGCONT)
             await asyncio.sleep(0.5)
-            longest_s = max(each.longest_pause_s(stopped_s, stopped_s + 5) for each in fresh.answers)
-            assert SILENCE_S / 2 < longest_s < STOPPED_S, "they have gone on before it did"
+            assert max(each.longest_pause_s(stopped_s, each.ended_s) for each in running) > SILENCE_S / 2
 
     asyncio.run(main())
     assert_nothing_is_wrong(fresh)
@@ -167,7 +167,7 @@ def test_when_all_replicas_are_killed_the_streams_wait_for_new_ones(fresh: Traff
 
 
 def test_a_client_that_leaves_frees_its_blocks_at_once(fresh: Traffic) -> None:
-    [asked] = alike(1, num_tokens=400)
+    [asked] = alike(1, num_tokens=1500)
 
     async def leave_after(num_arrivals: int) -> None:
         stream = Stream(asked.name, begun_s=time.perf_counter())
@@ -178,7 +178,7 @@ def test_a_client_that_leaves_frees_its_blocks_at_once(fresh: Traffic) -> None:
 
     for num_arrivals in (1, 10):
         asyncio.run(leave_after(num_arrivals))
-        eventually(holds_nothing, timeout_s=4.0)  # the whole answer takes twice as long
+        eventually(holds_nothing, timeout_s=15.0)  # the whole answer takes twice as long
 
 
 def test_structured_outputs_have_the_form_that_was_asked_for(structured_traffic: Traffic) -> None:

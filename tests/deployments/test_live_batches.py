@@ -7,13 +7,12 @@ import json
 import queue
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.deployments.conftest import Deployed, steps_of
+from tests.deployments.conftest import SHARED
 from tests.deployments.strikes import kill_batches
 from tests.metrics.test_exposition import value
 from tests.waiting import eventually
@@ -21,8 +20,7 @@ from tests.waiting import eventually
 MODEL = "night"
 CHAT = "/v1/chat/completions"
 NUM_LINES = 200
-
-
+PATIENCE_S = 200.0
 SECRET = "whsec_" + "QUJD" * 8
 
 
@@ -58,23 +56,8 @@ def inbox() -> Iterator[Inbox]:
 
 
 @pytest.fixture(scope="module")
-def client(
-    deployed: Deployed, demo_path: Path, tmp_path_factory: pytest.TempPathFactory, inbox: Inbox
-) -> Iterator[openai.OpenAI]:
-    model = {
-        "name": MODEL,
-        "engine": {"model": {"path": str(demo_path), **steps_of(20)}, "cache": {"num_blocks": 256}},
-        "replicas": {"num_replicas": 1, "num_cpus": 0.05, "drain_timeout_s": 1},
-    }
-    args = {
-        "models": [model],
-        "batches": {
-            "path": str(tmp_path_factory.mktemp("batches")),
-            "max_in_flight": 8,
-            "webhooks": {"allowed_networks": ["127.0.0.1/32"]},
-        },
-    }
-    with deployed(MODEL, args) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=10) as client:
+def client(shared: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{shared}/v1", api_key="none", max_retries=10) as client:
         yield client
 
 
@@ -93,11 +76,11 @@ def test_every_line_ends_once_though_the_process_is_killed(client: openai.OpenAI
         assert counts is not None
         return counts.completed
 
-    done = eventually(completed, lambda done: done >= NUM_LINES // 10)
+    done = eventually(completed, lambda done: done >= NUM_LINES // 10, PATIENCE_S)
     assert done < NUM_LINES
-    kill_batches(MODEL)
+    kill_batches(SHARED)
     assert completed() >= done  # asked again and again until the next process answers
-    batch = eventually(lambda: client.batches.retrieve(batch.id), lambda batch: batch.status == "completed")
+    batch = eventually(lambda: client.batches.retrieve(batch.id), lambda batch: batch.status == "completed", PATIENCE_S)
     assert batch.output_file_id is not None
     assert batch.error_file_id is None
     lines = [json.loads(each) for each in client.files.content(batch.output_file_id).content.splitlines()]
@@ -140,8 +123,8 @@ def test_a_job_ends_and_its_webhook_comes_though_the_process_is_killed(client: o
     body = {"prompts": ["Once"] * 60, "max_tokens": 8, "ignore_eos": True, "async": True, "webhook": webhook}
     job = client.post("/batch", body=body, cast_to=object)
     assert isinstance(job, dict)
-    kill_batches(MODEL)
-    sent, headers = inbox.received.get(timeout=30)
+    kill_batches(SHARED)
+    sent, headers = inbox.received.get(timeout=PATIENCE_S)
     event = openai.OpenAI(api_key="none").webhooks.unwrap(sent, headers, secret=SECRET)
     assert event.type == "batch.completed"
     assert event.data.id == job["id"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -50,16 +49,14 @@ def test_a_rank_that_is_killed_or_stopped_costs_its_streams_a_pause(cluster: str
     traffic.answers, traffic.timeout_s = [], PATIENCE_S
     killed, stopped, untouched = ranks()
 
-    async def main() -> float:
+    async def main() -> None:
         async with traffic.flowing():
             await has_begun(traffic)
             os.kill(killed, signal.SIGKILL)
-            struck_s = time.perf_counter()
             os.kill(stopped, signal.SIGSTOP)
             await asyncio.to_thread(eventually, lambda: is_gone(stopped), timeout_s=PATIENCE_S)
-            return time.perf_counter() - struck_s
 
-    assert asyncio.run(main()) < STEP_TIMEOUT_S + 1
+    asyncio.run(main())
     assert not is_gone(untouched)
     assert_nothing_is_wrong(traffic)
     serve.delete(APPLICATION, _blocking=False)

@@ -43,22 +43,22 @@ def ask(url: str, name: str, prompt: str, max_tokens: int = 8) -> str:
 
 
 def states(url: str) -> dict[str, str]:
-    entries = httpx.get(f"{url}/admin/fleet", timeout=10).json()["data"]
+    entries = httpx.get(f"{url}/admin/fleet", timeout=60).json()["data"]
     return {entry["model"]: each["sleep"] for entry in entries for each in entry["replicas"]}
 
 
 def number(url: str, name: str, model_name: str) -> float:
-    families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=10).text)
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=60).text)
     samples = [sample for family in families for sample in family.samples if sample.name == name]
     return sum(sample.value for sample in samples if sample.labels["model_name"] == model_name)
 
 
 def test_a_native_model_sleeps_and_answers_the_next_request_as_before(url: str) -> None:
     before = ask(url, NATIVE, "Once upon a time")
-    eventually(lambda: states(url)[NATIVE], lambda state: state == "asleep", timeout_s=20)
+    eventually(lambda: states(url)[NATIVE], lambda state: state == "asleep", timeout_s=120)
     num_wakes = number(url, "carousel_wakes_total", NATIVE)
     assert ask(url, NATIVE, "Once upon a time") == before
-    eventually(lambda: number(url, "carousel_wakes_total", NATIVE), lambda wakes: wakes > num_wakes, timeout_s=20)
+    eventually(lambda: number(url, "carousel_wakes_total", NATIVE), lambda wakes: wakes > num_wakes, timeout_s=120)
 
 
 def test_two_models_that_do_not_fit_together_take_turns_and_lose_nothing(url: str) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import os
-import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +29,6 @@ from app.engine.request import Request, SamplingParams
 from app.errors import InvalidSetup
 from app.fleet import Address, connect
 from app.fleet.frames import SubmitRequest, encode, frame_decoder
-from deployments.launcher.rollout import reason
 from deployments.launcher.supervisor import session_members
 from deployments.serve.application import _ingress_deployment, _replica_deployment, build
 from deployments.serve.settings import parse
@@ -397,21 +395,6 @@ def test_new_settings_reach_every_replica_without_losing_a_request_or_restarting
     assert sum(each.total_steps for each in after) >= sum(each.total_steps for each in before) > 0  # the same processes
     assert tokens["a"] == tokens["b"] == tokens["c"]
     serve.delete("retuned", _blocking=False)
-
-
-def test_a_model_that_cannot_be_loaded_fails_the_application_with_its_reason(
-    cluster: str, demo_path: Path, tmp_path: Path
-) -> None:
-    model = shutil.copytree(demo_path, tmp_path / "model")
-    (model / "config.json").write_text(json.dumps({"model_type": "none-such"}))
-    broken = {"engine": {"model": {"path": str(model)}}, "replicas": {"num_replicas": 1, "num_cpus": 0.1}}
-    application = build(parse({"models": [broken]}))
-    with pytest.raises(RuntimeError, match="replica-demo"):
-        serve.run(application, name="broken", route_prefix="/broken")
-    message = serve.status().applications["broken"].deployments["replica-demo"].message
-    assert "none-such" in reason(message)
-    assert "Traceback" not in reason(message)
-    serve.delete("broken", _blocking=False)
 
 
 def test_the_builder_itself_refuses_parts_that_do_not_fit() -> None:

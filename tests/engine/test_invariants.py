@@ -13,8 +13,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from app.config import SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import StepError
+from app.engine.observer import StepObserver
 from app.engine.request import FinishReason, Request
-from app.engine.trace.recorder import Recorder
 from app.errors import DeadlineMissed, Quarantined, StepFailed
 from tests.fakes import (
     POOLINGS_OF_DECODERS,
@@ -33,7 +33,6 @@ pytestmark = pytest.mark.usefixtures("small_lengths")
 
 STRATEGIES: list[Any] = [
     "continuous",
-    {"name": "continuous", "selective": True},
     {"name": "hybrid", "prefill_share": 0.3},
     {"name": "static", "batch_size": 3, "max_wait_ms": 40},
     {"name": "dynamic", "batch_size": 4, "max_batch_tokens": 12, "max_wait_ms": 40},
@@ -110,7 +109,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.sent: dict[str, Request] = {}
         self.ended_otherwise: set[str] = set()
 
-    def new_recorder(self) -> Recorder | None:
+    def new_recorder(self) -> StepObserver | None:
         """The engine's recorder; this one ignores all events."""
         return None
 

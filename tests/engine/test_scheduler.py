@@ -4,7 +4,7 @@ import pytest
 
 from app.build import assemble
 from app.config import CacheConfig, SchedulerConfig
-from app.engine.batch import StepBatch, StepResult
+from app.engine.batch import StepResult
 from app.engine.model_runner import ModelRunner
 from app.engine.request import FinishReason, ModelInfo, Request
 from app.errors import InvalidSetup
@@ -312,49 +312,6 @@ def test_a_step_larger_than_memory_was_sized_for_is_refused_with_the_numbers() -
     with pytest.raises(InvalidSetup, match="max_step_tokens: got 128; this replica's memory was sized for 64"):
         engine.reconfigure(SchedulerConfig(max_running=4, max_step_tokens=128))
     assert run_to_end(engine, make_request()).reasons
-
-
-class SameToken(ModelRunner):
-    """A runner that draws one and the same token."""
-
-    def run(self, batch: StepBatch) -> StepResult:
-        return StepResult([7] * len(batch.sampled))
-
-
-def test_decode_steps_at_once_leave_what_single_steps_leave() -> None:
-    clock = FakeClock()
-    at_once, one_by_one = (build_fake_engine(runner=SameToken(), num_blocks=40, clock=clock) for _ in range(2))
-    for engine in (at_once, one_by_one):
-        for length, max_tokens in ((3, 30), (9, 25), (16, 40)):
-            engine.add(make_request(prompt(length), max_tokens=max_tokens))
-        engine.step()
-    number = at_once.num_decode_steps()
-    assert number == 25 - 2  # the next one ends a request
-    at_once.decode([clock()] * number, token_id=7)
-    for _ in range(number):
-        one_by_one.step()
-    for fast, slow in zip(at_once.running, one_by_one.running, strict=True):
-        assert (fast.block_ids, fast.prefix_ids) == (slow.block_ids, slow.prefix_ids)
-        assert (fast.generated_token_ids, fast.num_computed_tokens) == (
-            slow.generated_token_ids, slow.num_computed_tokens
-        )  # fmt: skip
-    assert at_once.stats() == one_by_one.stats()
-    assert at_once.measurements() == one_by_one.measurements()
-
-
-def test_no_step_is_left_out_that_may_decide_something() -> None:
-    engine = build_fake_engine(runner=SameToken(), max_running=1)
-    engine.add(make_request(prompt(20), max_tokens=9))
-    assert engine.num_decode_steps() == 0  # nothing runs
-    engine.step()
-    engine.step()
-    assert engine.num_decode_steps() == 7
-    engine.add(make_request(prompt(3), max_tokens=1))
-    assert engine.num_decode_steps() == 0  # a request waits
-    fair = build_fake_engine(runner=SameToken(), policy="fair")
-    fair.add(make_request(prompt(3), max_tokens=9))
-    fair.step()
-    assert fair.num_decode_steps() == 0  # the policy counts tokens
 
 
 class CountedCache(dict):  # type: ignore[type-arg]

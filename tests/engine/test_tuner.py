@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from app.config import CacheConfig, SchedulerConfig, TargetsConfig
 from app.engine.batch import StepLimits
-from app.engine.trace.recorder import Recorder
+from app.engine.observer import EndedStep, StepObserver
 from app.engine.tuner import MIN_PREFILL_TOKENS, RecentTimes, StepTimes, Tuner, Tuning, TuningReason
 from deployments.plan.simulation import FleetSimulation, SimulatedRun, simulate
 from deployments.plan.step_cost import StepCost
@@ -91,7 +91,7 @@ def test_a_target_is_missed_by_more_than_a_hundredth_and_by_more_than_a_few() ->
 # ---------------------------------------------------------------------- limits, in simulated time
 
 
-class Tuned(Recorder):
+class Tuned(StepObserver):
     """The limits of one simulated engine, with the times of their changes."""
 
     def __init__(self) -> None:
@@ -102,8 +102,8 @@ class Tuned(Recorder):
     def limited(self, limits: StepLimits) -> None:
         self.moves.append((self.now, limits))
 
-    def step_ended(self, deltas: object, *, at: float) -> None:
-        self.now = at
+    def step_ended(self, step: EndedStep) -> None:
+        self.now = step.at
 
     @property
     def last(self) -> StepLimits:
@@ -270,11 +270,11 @@ def test_the_version_of_settings_names_the_targets_and_not_what_the_tuner_does()
     plain = SchedulerConfig()
     tuned = SchedulerConfig(targets=TargetsConfig(itl_p99_ms=80))
     assert plain.version != tuned.version
-    assert Tuner(tuned).tuning.limits == StepLimits.of(plain)
+    assert Tuner(tuned, running=[], limit=print).tuning.limits == StepLimits.of(plain)
 
 
 def test_changes_are_logged_from_time_to_time_and_an_unreachable_target_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "app.engine.engine")
+    caplog.set_level(logging.INFO, "app.engine.tuner")
     seen, _, _ = run_tuned(trace_of(*steady(20, 8, prompt=200, output=20)), targets={"itl_p99_ms": 5})
     assert seen.moves
     assert 1 <= sum(record.message.startswith("limits are now") for record in caplog.records) <= 3

@@ -11,7 +11,7 @@ from tests.fakes import make_request
 
 
 def queue_of(num_sequences: int) -> tuple[WaitingQueue, list[Sequence]]:
-    queue = WaitingQueue(FirstComeFirstServed(), bucket_of=lambda sequence: sequence.num_prompt_tokens % 2)
+    queue = WaitingQueue(FirstComeFirstServed().new_queue, bucket_of=lambda sequence: sequence.num_prompt_tokens % 2)
     sequences = [
         Sequence(request=make_request((5,) * (n + 1)), arrival=n, arrived_at=float(n), order_key=(n,))
         for n in range(num_sequences)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -39,43 +39,30 @@ class Ingress:
         return encode(Frame(number, make_report(step_age_s=step_age_s), deltas))
 
 
-def run(scene: Callable[[Ingress], Awaitable[None]], **timeouts: float) -> None:
-    async def main() -> None:
-        await asyncio.wait_for(scene(Ingress(**timeouts)), 20)
-
-    asyncio.run(main())
-
-
-def test_tokens_go_to_their_request_and_reports_to_the_registry() -> None:
-    async def scene(ingress: Ingress) -> None:
-        reader = ingress.reader()
-        reader.data_received(ingress.frame(0) + ingress.frame(1, 5, 6))
-        assert (await ingress.request.next()).token_ids == (5, 6)
-        assert list(ingress.registry.reports) == ["r0"]
-
-    run(scene)
+async def test_tokens_go_to_their_request_and_reports_to_the_registry() -> None:
+    ingress = Ingress()
+    reader = ingress.reader()
+    reader.data_received(ingress.frame(0) + ingress.frame(1, 5, 6))
+    assert (await ingress.request.next()).token_ids == (5, 6)
+    assert list(ingress.registry.reports) == ["r0"]
 
 
-def test_a_slow_reader_of_a_request_gets_what_has_accumulated_as_one_delta() -> None:
-    async def scene(ingress: Ingress) -> None:
-        reader = ingress.reader()
-        for number in range(4):
-            reader.data_received(ingress.frame(number, 5 + number))
-        assert (await ingress.request.next()).token_ids == (5, 6, 7, 8)
-
-    run(scene)
+async def test_a_slow_reader_of_a_request_gets_what_has_accumulated_as_one_delta() -> None:
+    ingress = Ingress()
+    reader = ingress.reader()
+    for number in range(4):
+        reader.data_received(ingress.frame(number, 5 + number))
+    assert (await ingress.request.next()).token_ids == (5, 6, 7, 8)
 
 
-def test_tokens_of_an_earlier_attempt_are_dropped() -> None:
-    async def scene(ingress: Ingress) -> None:
-        late = ingress.frame(0, 9)
-        ingress.in_flight.clear()
-        ingress.in_flight[ingress.request.begin_attempt(1.0).request_id] = ingress.request
-        reader = ingress.reader()
-        reader.data_received(late + ingress.frame(1, 5))
-        assert (await ingress.request.next()).token_ids == (5,)
-
-    run(scene)
+async def test_tokens_of_an_earlier_attempt_are_dropped() -> None:
+    ingress = Ingress()
+    late = ingress.frame(0, 9)
+    ingress.in_flight.clear()
+    ingress.in_flight[ingress.request.begin_attempt(1.0).request_id] = ingress.request
+    reader = ingress.reader()
+    reader.data_received(late + ingress.frame(1, 5))
+    assert (await ingress.request.next()).token_ids == (5,)
 
 
 def stuck(ingress: Ingress) -> Sequence[bytes]:
@@ -91,28 +78,24 @@ def stuck(ingress: Ingress) -> Sequence[bytes]:
         (lambda ingress: [b"HTTP/1.1 200 OK\r\n\r\n"], "broken"),
     ],
 )
-def test_a_stream_that_cannot_be_trusted_is_lost_and_nothing_after_counts(
+async def test_a_stream_that_cannot_be_trusted_is_lost_and_nothing_after_counts(
     data: Callable[[Ingress], Sequence[bytes]], reason: str
 ) -> None:
-    async def scene(ingress: Ingress) -> None:
-        reader = ingress.reader()
-        for piece in data(ingress):
-            reader.data_received(piece)
-        assert (await reader.ended()).reason == reason
-        reader.data_received(ingress.frame(1, 5) + ingress.frame(2, 5) + ingress.frame(3, 5))
-        assert ingress.request.num_tokens == 0
-        assert not ingress.request.is_accepted
-
-    run(scene)
+    ingress = Ingress()
+    reader = ingress.reader()
+    for piece in data(ingress):
+        reader.data_received(piece)
+    assert (await reader.ended()).reason == reason
+    reader.data_received(ingress.frame(1, 5) + ingress.frame(2, 5) + ingress.frame(3, 5))
+    assert ingress.request.num_tokens == 0
+    assert not ingress.request.is_accepted
 
 
-def test_a_silent_replica_is_lost() -> None:
-    async def scene(ingress: Ingress) -> None:
-        reader = ingress.reader()
-        reader.data_received(ingress.frame(0))
-        assert (await reader.ended()).reason == "silent"
-
-    run(scene, silence_s=0.05)
+async def test_a_silent_replica_is_lost() -> None:
+    ingress = Ingress(silence_s=0.05)
+    reader = ingress.reader()
+    reader.data_received(ingress.frame(0))
+    assert (await reader.ended()).reason == "silent"
 
 
 class Transport(asyncio.Transport):
@@ -122,28 +105,26 @@ class Transport(asyncio.Transport):
         self.is_closed = True
 
 
-def test_a_stream_that_ends_is_opened_again_until_the_connection_is_closed() -> None:
-    async def scene(ingress: Ingress) -> None:
-        opened: list[tuple[FrameReader, Transport]] = []
-        lost: list[tuple[str, ReplicaLost]] = []
+async def test_a_stream_that_ends_is_opened_again_until_the_connection_is_closed() -> None:
+    ingress = Ingress()
+    opened: list[tuple[FrameReader, Transport]] = []
+    lost: list[tuple[str, ReplicaLost]] = []
 
-        async def connect(reader: FrameReader) -> Transport:
-            if len(opened) == 1 and len(lost) == 1:
-                raise OSError("nothing listens there")
-            opened.append((reader, Transport()))
-            return opened[-1][1]
+    async def connect(reader: FrameReader) -> Transport:
+        if len(opened) == 1 and len(lost) == 1:
+            raise OSError("nothing listens there")
+        opened.append((reader, Transport()))
+        return opened[-1][1]
 
-        connection = ReplicaConnection(
-            "r0", ingress.reader, connect, lambda replica_id, reason: lost.append((replica_id, reason))
-        )
-        await until(lambda: len(opened) == 1)
-        opened[0][0].connection_lost(None)
-        await until(lambda: len(lost) == 2)
-        await until(lambda: len(opened) == 2)
-        assert [(replica_id, each.reason) for replica_id, each in lost] == [("r0", "ended"), ("r0", "broken")]
-        assert opened[0][1].is_closed
-        connection.close()
-        await until(lambda: opened[1][1].is_closed)
-        assert len(lost) == 2
-
-    run(scene)
+    connection = ReplicaConnection(
+        "r0", ingress.reader, connect, lambda replica_id, reason: lost.append((replica_id, reason))
+    )
+    await until(lambda: len(opened) == 1)
+    opened[0][0].connection_lost(None)
+    await until(lambda: len(lost) == 2)
+    await until(lambda: len(opened) == 2)
+    assert [(replica_id, each.reason) for replica_id, each in lost] == [("r0", "ended"), ("r0", "broken")]
+    assert opened[0][1].is_closed
+    connection.close()
+    await until(lambda: opened[1][1].is_closed)
+    assert len(lost) == 2

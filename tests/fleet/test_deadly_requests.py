@@ -76,84 +76,68 @@ def num_killed(local: LocalFleet) -> int:
 
 
 @pytest.mark.parametrize("place", [0, 3, 7])
-def test_those_that_come_in_the_same_moment_as_a_culprit_are_not_given_up_with_it(place: int) -> None:
+async def test_those_that_come_in_the_same_moment_as_a_culprit_are_not_given_up_with_it(place: int) -> None:
     """One replica at a time, so that every loss is everybody's, and nobody has a token before the first."""
-
-    async def main() -> None:
-        others = [harmless(number, 12) for number in range(7)]
-        async with poisonous_fleet(1) as local:
-            answers = [asyncio.ensure_future(answer(local, request)) for request in others[:place]]
-            given_up = asyncio.ensure_future(assert_given_up(local, deadly()))
-            answers += [asyncio.ensure_future(answer(local, request)) for request in others[place:]]
-            assert await asyncio.gather(*answers) == [expected(request) for request in others]
-            await given_up
-            assert num_killed(local) == MAX_RESUMES
-
-    asyncio.run(main())
+    others = [harmless(number, 12) for number in range(7)]
+    async with poisonous_fleet(1) as local:
+        answers = [asyncio.ensure_future(answer(local, request)) for request in others[:place]]
+        given_up = asyncio.ensure_future(assert_given_up(local, deadly()))
+        answers += [asyncio.ensure_future(answer(local, request)) for request in others[place:]]
+        assert await asyncio.gather(*answers) == [expected(request) for request in others]
+        await given_up
+        assert num_killed(local) == MAX_RESUMES
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whenever_they_come_only_the_culprit_is_given_up(seed: int) -> None:
-    async def main() -> None:
-        source = random.Random(seed)
-        others = [harmless(number, source.randrange(1, 60)) for number in range(24)]
-        async with poisonous_fleet(3) as local:
-            answers = [answer(local, request, source.uniform(0.0, 1.0)) for request in others]
-            found, _ = await asyncio.gather(
-                asyncio.gather(*answers), assert_given_up(local, deadly(), source.uniform(0.0, 0.3))
-            )
-            assert found == [expected(request) for request in others]
-            assert num_killed(local) == MAX_RESUMES
-
-    asyncio.run(main())
+async def test_whenever_they_come_only_the_culprit_is_given_up(seed: int) -> None:
+    source = random.Random(seed)
+    others = [harmless(number, source.randrange(1, 60)) for number in range(24)]
+    async with poisonous_fleet(3) as local:
+        answers = [answer(local, request, source.uniform(0.0, 1.0)) for request in others]
+        found, _ = await asyncio.gather(
+            asyncio.gather(*answers), assert_given_up(local, deadly(), source.uniform(0.0, 0.3))
+        )
+        assert found == [expected(request) for request in others]
+        assert num_killed(local) == MAX_RESUMES
 
 
-def test_a_stream_outlives_any_number_of_culprits_that_come_one_after_another() -> None:
-    async def main() -> None:
-        long = harmless(0, 100)
-        async with poisonous_fleet(1, max_resumes=2) as local:
-            streaming = asyncio.ensure_future(answer(local, long))
-            for number in range(2):
-                await assert_given_up(local, deadly(number), after_s=0.1, max_resumes=2)
-            assert not streaming.done(), "it was there at every loss"
-            assert await streaming == expected(long)
-            assert num_killed(local) == 4
-
-    asyncio.run(main())
+async def test_a_stream_outlives_any_number_of_culprits_that_come_one_after_another() -> None:
+    long = harmless(0, 100)
+    async with poisonous_fleet(1, max_resumes=2) as local:
+        streaming = asyncio.ensure_future(answer(local, long))
+        for number in range(2):
+            await assert_given_up(local, deadly(number), after_s=0.1, max_resumes=2)
+        assert not streaming.done(), "it was there at every loss"
+        assert await streaming == expected(long)
+        assert num_killed(local) == 4
 
 
-def test_a_suspect_whose_client_leaves_does_not_keep_the_others_waiting() -> None:
-    async def main() -> None:
-        other = harmless(1, 12)
-        async with poisonous_fleet(1) as local:
-            leaving = asyncio.ensure_future(answer(local, deadly()))
-            staying = asyncio.ensure_future(answer(local, other))
-            await until(lambda: num_killed(local) >= 2)
-            leaving.cancel()
-            with suppress(asyncio.CancelledError):
-                await leaving
-            assert await asyncio.wait_for(staying, 1.5) == expected(other)
-
-    asyncio.run(main())
+async def test_a_suspect_whose_client_leaves_does_not_keep_the_others_waiting() -> None:
+    other = harmless(1, 12)
+    async with poisonous_fleet(1) as local:
+        leaving = asyncio.ensure_future(answer(local, deadly()))
+        staying = asyncio.ensure_future(answer(local, other))
+        await until(lambda: num_killed(local) >= 2)
+        leaving.cancel()
+        with suppress(asyncio.CancelledError):
+            await leaving
+        assert await asyncio.wait_for(staying, 1.5) == expected(other)
 
 
-def test_one_that_is_refused_on_its_trial_lets_the_next_begin_at_once() -> None:
-    async def main() -> None:
-        clock = FakeClock()
-        async with LocalFleet(2, max_requests=1, max_resumes=1, clock=clock) as local:
-            local.hold(*local.replicas, before=0)
-            filling = asyncio.create_task(answer(local, harmless(0, 5)))
-            await until(lambda: any(replica.served for replica in local.replicas))
-            suspect = asyncio.create_task(answer(local, harmless(1, 5)))
-            await until(lambda: all(replica.served for replica in local.replicas))
-            [doomed] = [replica for replica in local.replicas if replica.served[0].prompt_token_ids[-1] == 8]
-            doomed.kill()
-            await until(lambda: bool(local.registry.suspects))
-            clock.advance(60.0)  # so long ago that it is refused as a new request is
-            with pytest.raises(Overloaded):
-                await suspect
-            await asyncio.wait_for(local.fleet._suspects.begin("the next"), 0.5)
-            local.go()
-            assert len(await filling) == 5
-
-    asyncio.run(main())
+async def test_one_that_is_refused_on_its_trial_lets_the_next_begin_at_once() -> None:
+    clock = FakeClock()
+    async with LocalFleet(2, max_requests=1, max_resumes=1, clock=clock) as local:
+        local.hold(*local.replicas, before=0)
+        filling = asyncio.create_task(answer(local, harmless(0, 5)))
+        await until(lambda: any(replica.served for replica in local.replicas))
+        suspect = asyncio.create_task(answer(local, harmless(1, 5)))
+        await until(lambda: all(replica.served for replica in local.replicas))
+        [doomed] = [replica for replica in local.replicas if replica.served[0].prompt_token_ids[-1] == 8]
+        doomed.kill()
+        await until(lambda: bool(local.registry.suspects))
+        clock.advance(60.0)  # so long ago that it is refused as a new request is
+        with pytest.raises(Overloaded):
+            await suspect
+        await asyncio.wait_for(local.fleet._suspects.begin("the next"), 0.5)
+        local.go()
+        assert len(await filling) == 5

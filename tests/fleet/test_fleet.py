@@ -67,38 +67,32 @@ def mixed(num_requests: int, seed: int) -> list[Request]:
     ]
 
 
-def test_every_request_gets_its_tokens_and_its_end() -> None:
-    async def main() -> None:
-        requests = mixed(40, seed=1)
-        async with LocalFleet(3) as local:
-            answers = await asyncio.gather(*(collect(local, request) for request in requests))
-            assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
-            assert all(last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for _, last in answers)
-            assert all(replica.served for replica in local.replicas)
-            assert local.fleet.num_in_flight == 0
-
-    asyncio.run(main())
+async def test_every_request_gets_its_tokens_and_its_end() -> None:
+    requests = mixed(40, seed=1)
+    async with LocalFleet(3) as local:
+        answers = await asyncio.gather(*(collect(local, request) for request in requests))
+        assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
+        assert all(last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for _, last in answers)
+        assert all(replica.served for replica in local.replicas)
+        assert local.fleet.num_in_flight == 0
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_killing_replicas_in_mid_stream_changes_no_token(seed: int) -> None:
-    async def main() -> None:
-        rng = random.Random(seed)
-        requests = mixed(32, seed)
-        async with LocalFleet(3) as local:
-            doomed = rng.sample(local.replicas, 2)
-            for replica in doomed:
-                local.hold(replica, before=rng.randrange(20))
-            answers = start(local, requests)
-            for replica in doomed:
-                await local.held(replica)
-                replica.kill()
-            for request, (tokens, last) in zip(requests, await asyncio.gather(*answers), strict=True):
-                assert tokens == expected(request)
-                assert last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-            assert local.counts.resumes.total() >= 2
-
-    asyncio.run(main())
+async def test_killing_replicas_in_mid_stream_changes_no_token(seed: int) -> None:
+    rng = random.Random(seed)
+    requests = mixed(32, seed)
+    async with LocalFleet(3) as local:
+        doomed = rng.sample(local.replicas, 2)
+        for replica in doomed:
+            local.hold(replica, before=rng.randrange(20))
+        answers = start(local, requests)
+        for replica in doomed:
+            await local.held(replica)
+            replica.kill()
+        for request, (tokens, last) in zip(requests, await asyncio.gather(*answers), strict=True):
+            assert tokens == expected(request)
+            assert last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        assert local.counts.resumes.total() >= 2
 
 
 ADAPTER = Adapter(name="support", path="/support", digest="3")
@@ -116,129 +110,111 @@ def expected_with_adapter(request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])
-def test_a_request_goes_on_with_its_adapter_whether_or_not_the_other_replica_has_it(is_loaded: bool) -> None:
-    async def main() -> None:
-        async with LocalFleet(2) as local:
-            if is_loaded:
-                for replica in local.replicas:
-                    await replica.engine.load_adapter(ADAPTER)
-            requests = [with_adapter(0), *alike(4), with_adapter(1)]
-            local.hold(*local.replicas)
-            answers = start(local, requests)
-            first = await until(lambda: [each for each in local.replicas if any(r.adapter for r in each.served)])
-            await local.held(first[0])
-            other = next(replica for replica in local.replicas if replica is not first[0])
-            other_has_it = ADAPTER.digest in other.engine.adapters.stats().loaded  # type: ignore[union-attr]
-            first[0].kill()
-            local.go()
-            for request, (tokens, _) in zip(requests, await asyncio.gather(*answers), strict=True):
-                assert tokens == (expected_with_adapter(request) if request.adapter else expected(request))
-            resumed = [each for each in other.served if each.generated_token_ids and each.adapter]
-            assert resumed, "it died in the middle of their streams"
-            assert other_has_it == is_loaded
-
-    asyncio.run(main())
-
-
-def test_a_request_goes_on_nowhere_where_its_adapter_has_other_files() -> None:
-    async def main() -> None:
-        async with LocalFleet(2) as local:
-            local.hold(*local.replicas)
-            [answer] = start(local, [with_adapter(0)])
-            [serving] = await until(lambda: [replica for replica in local.replicas if replica.served])
-            await local.held(serving)
+async def test_a_request_goes_on_with_its_adapter_whether_or_not_the_other_replica_has_it(is_loaded: bool) -> None:
+    async with LocalFleet(2) as local:
+        if is_loaded:
             for replica in local.replicas:
-                replica.has_other_files = True
-            serving.kill()
-            local.go()
-            with pytest.raises(UnsupportedAdapter, match="the adapter support is another one here"):
-                await answer
-
-    asyncio.run(main())
-
-
-def test_a_request_goes_on_only_with_the_weights_that_made_its_tokens(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        local = LocalFleet(4)
-        for replica, weights in zip(local.replicas, (1, 1, 2, 2), strict=True):
-            replica.weights = weights
-        async with local:
-            assert "has other weights" in caplog.text
-            requests = alike(24)
-            local.hold(*local.replicas)
-            answers = start(local, requests)
-            first, second, *_ = local.replicas
-            await local.held(first)
-            served = {request.request_id for request in first.served}
-            first.kill()
-            local.go()
-            for request, (tokens, _) in zip(requests, await asyncio.gather(*answers), strict=True):
-                assert tokens == expected(request)
-            resumed = [each for replica in local.replicas[1:] for each in replica.served if each.generated_token_ids]
-            assert served
-            assert len(resumed) == len(served)
-            assert {each.request_id for each in resumed} <= {each.request_id for each in second.served}
-
-    asyncio.run(main())
+                await replica.engine.load_adapter(ADAPTER)
+        requests = [with_adapter(0), *alike(4), with_adapter(1)]
+        local.hold(*local.replicas)
+        answers = start(local, requests)
+        first = await until(lambda: [each for each in local.replicas if any(r.adapter for r in each.served)])
+        await local.held(first[0])
+        other = next(replica for replica in local.replicas if replica is not first[0])
+        other_has_it = ADAPTER.digest in other.engine.adapters.stats().loaded  # type: ignore[union-attr]
+        first[0].kill()
+        local.go()
+        for request, (tokens, _) in zip(requests, await asyncio.gather(*answers), strict=True):
+            assert tokens == (expected_with_adapter(request) if request.adapter else expected(request))
+        resumed = [each for each in other.served if each.generated_token_ids and each.adapter]
+        assert resumed, "it died in the middle of their streams"
+        assert other_has_it == is_loaded
 
 
-def test_a_request_is_not_continued_with_other_weights_where_there_are_no_more_of_its_own() -> None:
-    async def main() -> None:
-        local = LocalFleet(2, place_timeout_s=0.2)
-        for weights, replica in enumerate(local.replicas, 1):
-            replica.weights = weights
-        async with local:
-            local.hold(*local.replicas)
-            [answer] = start(local, alike(1))
-            [serving] = await until(lambda: [replica for replica in local.replicas if replica.served])
-            await local.held(serving)
-            serving.kill()
-            local.go()
-            with pytest.raises(Unavailable, match="the others have other weights; send it again"):
-                await answer
-            [begun] = await asyncio.gather(*start(local, alike(1)))
-            assert len(begun[0]) == 50, "a new request takes any replica"
-
-    asyncio.run(main())
+async def test_a_request_goes_on_nowhere_where_its_adapter_has_other_files() -> None:
+    async with LocalFleet(2) as local:
+        local.hold(*local.replicas)
+        [answer] = start(local, [with_adapter(0)])
+        [serving] = await until(lambda: [replica for replica in local.replicas if replica.served])
+        await local.held(serving)
+        for replica in local.replicas:
+            replica.has_other_files = True
+        serving.kill()
+        local.go()
+        with pytest.raises(UnsupportedAdapter, match="the adapter support is another one here"):
+            await answer
 
 
-def test_a_replica_whose_frames_have_another_version_breaks_no_stream_and_gets_no_request() -> None:
-    async def main() -> None:
-        requests = mixed(20, seed=3)
-        async with LocalFleet(2) as local:
-            begun = start(local, requests[:10])
-            newer = local.join_another()
-            newer.frame_version += 1
-            answers = await asyncio.gather(*begun, *start(local, requests[10:]))
-            assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
-            assert not newer.served
-
-    asyncio.run(main())
-
-
-def test_a_request_goes_on_after_its_first_tokens_and_is_counted_once() -> None:
-    async def main() -> None:
-        request = make_request((5, 6, 7, 8, 9), max_tokens=40)
-        async with LocalFleet(2) as local:
-            local.hold(*local.replicas)
-            tokens: list[int] = []
-            cached: set[int] = set()
-            async for delta in local.fleet.generate(request):
-                tokens += delta.token_ids
-                cached.add(delta.num_cached_tokens)
-                if len(tokens) >= 3 and not any(replica.is_dead for replica in local.replicas):
-                    [serving] = [replica for replica in local.replicas if replica.served]
-                    serving.kill()
-                    local.go()
+async def test_a_request_goes_on_only_with_the_weights_that_made_its_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    local = LocalFleet(4)
+    for replica, weights in zip(local.replicas, (1, 1, 2, 2), strict=True):
+        replica.weights = weights
+    async with local:
+        assert "has other weights" in caplog.text
+        requests = alike(24)
+        local.hold(*local.replicas)
+        answers = start(local, requests)
+        first, second, *_ = local.replicas
+        await local.held(first)
+        served = {request.request_id for request in first.served}
+        first.kill()
+        local.go()
+        for request, (tokens, _) in zip(requests, await asyncio.gather(*answers), strict=True):
             assert tokens == expected(request)
-            assert cached == {0}, "what the second replica found cached is no saving of the caller's"
-            assert local.counts.resumes == {"broken": 1}
+        resumed = [each for replica in local.replicas[1:] for each in replica.served if each.generated_token_ids]
+        assert served
+        assert len(resumed) == len(served)
+        assert {each.request_id for each in resumed} <= {each.request_id for each in second.served}
 
-    asyncio.run(main())
+
+async def test_a_request_is_not_continued_with_other_weights_where_there_are_no_more_of_its_own() -> None:
+    local = LocalFleet(2, place_timeout_s=0.2)
+    for weights, replica in enumerate(local.replicas, 1):
+        replica.weights = weights
+    async with local:
+        local.hold(*local.replicas)
+        [answer] = start(local, alike(1))
+        [serving] = await until(lambda: [replica for replica in local.replicas if replica.served])
+        await local.held(serving)
+        serving.kill()
+        local.go()
+        with pytest.raises(Unavailable, match="the others have other weights; send it again"):
+            await answer
+        [begun] = await asyncio.gather(*start(local, alike(1)))
+        assert len(begun[0]) == 50, "a new request takes any replica"
+
+
+async def test_a_replica_whose_frames_have_another_version_breaks_no_stream_and_gets_no_request() -> None:
+    requests = mixed(20, seed=3)
+    async with LocalFleet(2) as local:
+        begun = start(local, requests[:10])
+        newer = local.join_another()
+        newer.frame_version += 1
+        answers = await asyncio.gather(*begun, *start(local, requests[10:]))
+        assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
+        assert not newer.served
+
+
+async def test_a_request_goes_on_after_its_first_tokens_and_is_counted_once() -> None:
+    request = make_request((5, 6, 7, 8, 9), max_tokens=40)
+    async with LocalFleet(2) as local:
+        local.hold(*local.replicas)
+        tokens: list[int] = []
+        cached: set[int] = set()
+        async for delta in local.fleet.generate(request):
+            tokens += delta.token_ids
+            cached.add(delta.num_cached_tokens)
+            if len(tokens) >= 3 and not any(replica.is_dead for replica in local.replicas):
+                [serving] = [replica for replica in local.replicas if replica.served]
+                serving.kill()
+                local.go()
+        assert tokens == expected(request)
+        assert cached == {0}, "what the second replica found cached is no saving of the caller's"
+        assert local.counts.resumes == {"broken": 1}
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_losing_replicas_loses_and_repeats_no_logprobs(seed: int) -> None:
+async def test_losing_replicas_loses_and_repeats_no_logprobs(seed: int) -> None:
     """While prompts are scored, and in mid-stream."""
 
     async def collect_logprobs(local: LocalFleet, request: Request) -> Outcome:
@@ -248,381 +224,317 @@ def test_losing_replicas_loses_and_repeats_no_logprobs(seed: int) -> None:
                 outcome.book([delta])
         return outcome
 
-    async def main() -> None:
-        rng = random.Random(seed)
-        requests = [
-            make_request(
-                tuple(rng.randrange(2, 50) for _ in range(rng.randrange(1, 90))),
-                max_tokens=rng.randrange(0, 30),
-                logprobs=rng.choice((None, 0, 2)),
-                prompt_logprobs=rng.choice((None, 0, 2)),
-            )
-            for _ in range(24)
-        ]
-        async with LocalFleet(3) as local:
-            doomed = rng.sample(local.replicas, 2)
-            for replica in doomed:
-                local.hold(replica, before=rng.randrange(20))
-            answers = [asyncio.create_task(collect_logprobs(local, request)) for request in requests]
-            for replica in doomed:
-                await local.held(replica)
-                replica.kill()
-            for request, outcome in zip(requests, await asyncio.gather(*answers), strict=True):
-                check_logprobs(outcome, request)
-            assert local.counts.resumes.total() >= 2
-
-    asyncio.run(main())
-
-
-def test_a_silent_replica_is_given_up_and_what_it_says_later_is_not_heard() -> None:
-    async def main() -> None:
-        requests = alike(8)
-        async with LocalFleet(2, silence_s=0.3) as local:
-            silent = local.replicas[0]
-            local.hold(silent)
-            answers = start(local, requests)
-            await local.held(silent)
-            silent.is_heard.clear()
-            local.go()
-            await until(lambda: "r0" in local.registry.suspects)
-            silent.is_heard.set()
-            assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
-            assert set(local.counts.resumes) == {"silent"}
-            await until(lambda: not local.registry.suspects)  # it speaks again, and is trusted again
-            tokens, _ = await collect(local, requests[0])
-            assert tokens == expected(requests[0])
-
-    asyncio.run(main())
-
-
-def test_a_request_that_is_sent_to_a_replica_that_has_just_fallen_silent_goes_on_elsewhere() -> None:
-    async def main() -> None:
-        requests = alike(4, max_tokens=20)
-        async with LocalFleet(2, dispatch="round_robin", silence_s=0.5) as local:
-            silent, other = local.replicas
-            silent.is_heard.clear()
-            answers = await asyncio.gather(*start(local, requests))
-            assert [tokens for tokens, _ in answers] == [expected(each) for each in requests]
-            assert local.counts.resumes == {"silent": 2}
-            assert len(other.served) == 4
-            silent.is_heard.set()
-            await until(lambda: not local.registry.suspects)
-            await until(lambda: silent.engine.stats().num_running + silent.engine.stats().num_waiting == 0)
-
-    asyncio.run(main())
-
-
-def test_a_replica_whose_step_does_not_end_is_given_up_though_it_sends_heartbeats() -> None:
-    async def main() -> None:
-        request = make_request((5, 6, 7), max_tokens=30)
-        async with LocalFleet(2, silence_s=2.0, stuck_s=1.0) as local:
-            local.hold(*local.replicas)
-            [answer] = start(local, [request])
-            await until(lambda: any(replica.runner.is_held for replica in local.replicas))
-            [free] = [replica for replica in local.replicas if not replica.runner.is_held]
-            free.runner.go()
-            tokens, _ = await answer
-            assert tokens == expected(request)
-            assert [len(replica.served) for replica in local.replicas] == [1, 1]
-            assert local.counts.resumes == {"stuck": 1}
-
-    asyncio.run(main())
-
-
-def test_a_request_waits_for_a_sleeping_replica_and_goes_on_elsewhere_when_that_is_lost(tmp_path: Path) -> None:
-    """Waiting for memory is no step and no silence."""
-
-    async def main() -> None:
-        request = make_request((5, 6, 7), max_tokens=30)
-        turns, others = (
-            DeviceLease(tmp_path / "device.json", name=name, num_bytes=6, total_bytes=10) for name in ("own", "other")
+    rng = random.Random(seed)
+    requests = [
+        make_request(
+            tuple(rng.randrange(2, 50) for _ in range(rng.randrange(1, 90))),
+            max_tokens=rng.randrange(0, 30),
+            logprobs=rng.choice((None, 0, 2)),
+            prompt_logprobs=rng.choice((None, 0, 2)),
         )
-        turns.wait()
-        local = LocalFleet(1, silence_s=2.0, stuck_s=0.2)
-        [dozing] = local.replicas
-        dozing.engine.shutdown()
-        engine = build_fake_engine(runner=dozing.runner)
-        sleeper = SleepController(engine, turns, after_s=0.0, started_in_s=0.0)
-        dozing.engine = AsyncEngine(engine, max_requests=10, sleeper=sleeper)
-        await until(lambda: dozing.engine.sleep.state is SleepState.ASLEEP)
-        assert others.ask()
-        async with local:
-            [answer] = start(local, [request])
-            await until(lambda: dozing.engine.sleep.state is SleepState.QUEUED)
-            await asyncio.sleep(0.4)
-            assert not local.counts.resumes
-            local.join_another()
-            dozing.kill()
-            tokens, _ = await answer
-            assert tokens == expected(request)
-        others.close()
-
-    asyncio.run(main())
-
-
-def test_when_every_replica_is_lost_the_caller_hears_of_it() -> None:
-    async def main() -> None:
-        async with LocalFleet(3, max_resumes=2) as local:
-            local.hold(*local.replicas)
-            [answer] = start(local, alike(1))
-            for _ in local.replicas:
-                await until(lambda: any(each.runner.is_held and not each.is_dead for each in local.replicas))
-                for replica in local.replicas:
-                    if replica.runner.is_held and not replica.is_dead:
-                        replica.kill()
-            with pytest.raises(ReplicasLost, match="3 replicas were lost"):
-                await answer
-            assert local.fleet.num_in_flight == 0
-
-    asyncio.run(main())
-
-
-def test_a_request_whose_last_replica_is_lost_waits_for_another_only_for_a_time() -> None:
-    async def main() -> None:
-        async with LocalFleet(1, place_timeout_s=0.6) as local:
-            [replica] = local.replicas
-            local.hold(replica)
-            [answer] = start(local, alike(1))
+        for _ in range(24)
+    ]
+    async with LocalFleet(3) as local:
+        doomed = rng.sample(local.replicas, 2)
+        for replica in doomed:
+            local.hold(replica, before=rng.randrange(20))
+        answers = [asyncio.create_task(collect_logprobs(local, request)) for request in requests]
+        for replica in doomed:
             await local.held(replica)
             replica.kill()
-            with pytest.raises(Unavailable, match=r"no replica was there .* for 0.6 s"):
-                await answer
-            assert local.fleet.num_in_flight == 0
-
-    asyncio.run(main())
+        for request, outcome in zip(requests, await asyncio.gather(*answers), strict=True):
+            check_logprobs(outcome, request)
+        assert local.counts.resumes.total() >= 2
 
 
-def test_a_request_that_kills_replicas_is_given_up_before_those_that_were_there_with_it() -> None:
-    async def main() -> None:
-        deadly = make_request((5, 0, 7), max_tokens=30)
-        others = alike(6, max_tokens=250)
-        async with LocalFleet(4, step_s=0.02, max_resumes=3) as local:  # the others take five seconds like this
-            loop = asyncio.get_running_loop()
+async def test_a_silent_replica_is_given_up_and_what_it_says_later_is_not_heard() -> None:
+    requests = alike(8)
+    async with LocalFleet(2, silence_s=0.3) as local:
+        silent = local.replicas[0]
+        local.hold(silent)
+        answers = start(local, requests)
+        await local.held(silent)
+        silent.is_heard.clear()
+        local.go()
+        await until(lambda: "r0" in local.registry.suspects)
+        silent.is_heard.set()
+        assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
+        assert set(local.counts.resumes) == {"silent"}
+        await until(lambda: not local.registry.suspects)  # it speaks again, and is trusted again
+        tokens, _ = await collect(local, requests[0])
+        assert tokens == expected(requests[0])
+
+
+async def test_a_request_that_is_sent_to_a_replica_that_has_just_fallen_silent_goes_on_elsewhere() -> None:
+    requests = alike(4, max_tokens=20)
+    async with LocalFleet(2, dispatch="round_robin", silence_s=0.5) as local:
+        silent, other = local.replicas
+        silent.is_heard.clear()
+        answers = await asyncio.gather(*start(local, requests))
+        assert [tokens for tokens, _ in answers] == [expected(each) for each in requests]
+        assert local.counts.resumes == {"silent": 2}
+        assert len(other.served) == 4
+        silent.is_heard.set()
+        await until(lambda: not local.registry.suspects)
+        await until(lambda: silent.engine.stats().num_running + silent.engine.stats().num_waiting == 0)
+
+
+async def test_a_replica_whose_step_does_not_end_is_given_up_though_it_sends_heartbeats() -> None:
+    request = make_request((5, 6, 7), max_tokens=30)
+    async with LocalFleet(2, silence_s=2.0, stuck_s=1.0) as local:
+        local.hold(*local.replicas)
+        [answer] = start(local, [request])
+        await until(lambda: any(replica.runner.is_held for replica in local.replicas))
+        [free] = [replica for replica in local.replicas if not replica.runner.is_held]
+        free.runner.go()
+        tokens, _ = await answer
+        assert tokens == expected(request)
+        assert [len(replica.served) for replica in local.replicas] == [1, 1]
+        assert local.counts.resumes == {"stuck": 1}
+
+
+async def test_a_request_waits_for_a_sleeping_replica_and_goes_on_elsewhere_when_that_is_lost(tmp_path: Path) -> None:
+    """Waiting for memory is no step and no silence."""
+    request = make_request((5, 6, 7), max_tokens=30)
+    turns, others = (
+        DeviceLease(tmp_path / "device.json", name=name, num_bytes=6, total_bytes=10) for name in ("own", "other")
+    )
+    turns.wait()
+    local = LocalFleet(1, silence_s=2.0, stuck_s=0.2)
+    [dozing] = local.replicas
+    dozing.engine.shutdown()
+    engine = build_fake_engine(runner=dozing.runner)
+    sleeper = SleepController(engine, turns, after_s=0.0, started_in_s=0.0)
+    dozing.engine = AsyncEngine(engine, max_requests=10, sleeper=sleeper)
+    await until(lambda: dozing.engine.sleep.state is SleepState.ASLEEP)
+    assert others.ask()
+    async with local:
+        [answer] = start(local, [request])
+        await until(lambda: dozing.engine.sleep.state is SleepState.QUEUED)
+        await asyncio.sleep(0.4)
+        assert not local.counts.resumes
+        local.join_another()
+        dozing.kill()
+        tokens, _ = await answer
+        assert tokens == expected(request)
+    others.close()
+
+
+async def test_when_every_replica_is_lost_the_caller_hears_of_it() -> None:
+    async with LocalFleet(3, max_resumes=2) as local:
+        local.hold(*local.replicas)
+        [answer] = start(local, alike(1))
+        for _ in local.replicas:
+            await until(lambda: any(each.runner.is_held and not each.is_dead for each in local.replicas))
             for replica in local.replicas:
-                replica.runner.deadly_token_id = 0
-                replica.runner.on_deadly = lambda kill=replica.kill: loop.call_soon_threadsafe(kill)
-            answers = start(local, others)
-            await until(lambda: sum(len(replica.runner.batches) > 1 for replica in local.replicas) == 4)
-            with pytest.raises(Unavailable, match="3 replicas were lost"):
-                await collect(local, deadly)
-            assert not any(answer.done() for answer in answers), "they are there at every loss"
-            for replica in local.replicas:
-                replica.runner.step_s = 0.0
-            assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in others]
-            assert sum(replica.is_dead for replica in local.replicas) == 3
-
-    asyncio.run(main())
+                if replica.runner.is_held and not replica.is_dead:
+                    replica.kill()
+        with pytest.raises(ReplicasLost, match="3 replicas were lost"):
+            await answer
+        assert local.fleet.num_in_flight == 0
 
 
-def test_requests_outlive_the_loss_of_every_replica_when_another_comes_in_time() -> None:
-    async def main() -> None:
-        requests = alike(8)
-        async with LocalFleet(4, max_resumes=3) as local:
-            local.transport.leave("r3")
-            *lost, _ = local.replicas
-            local.hold(*lost)
-            answers = start(local, requests)
-            await local.held(*lost)
-            for replica in lost:
-                replica.kill()
-            await asyncio.sleep(0.5)
-            assert not any(answer.done() for answer in answers)
-            local.transport.join("r3")
-            assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
-
-    asyncio.run(main())
+async def test_a_request_whose_last_replica_is_lost_waits_for_another_only_for_a_time() -> None:
+    async with LocalFleet(1, place_timeout_s=0.6) as local:
+        [replica] = local.replicas
+        local.hold(replica)
+        [answer] = start(local, alike(1))
+        await local.held(replica)
+        replica.kill()
+        with pytest.raises(Unavailable, match=r"no replica was there .* for 0.6 s"):
+            await answer
+        assert local.fleet.num_in_flight == 0
 
 
-def test_a_request_waits_for_a_replica_only_for_a_time() -> None:
-    async def main() -> None:
-        async with LocalFleet(1, place_timeout_s=0.1) as local:
-            local.transport.leave("r0")
-            with pytest.raises(Unavailable, match=r"for 0.1 s"):
-                await collect(local, make_request())
-            await until(lambda: local.transport.num_waking == 0)
-
-    asyncio.run(main())
-
-
-def test_a_model_without_replicas_is_woken_by_each_request_that_waits_for_one() -> None:
-    async def main() -> None:
-        requests = alike(3)
-        async with LocalFleet(1) as local:
-            local.transport.leave("r0")
-            answers = start(local, requests)
-            await until(lambda: local.transport.num_waking == 3)  # Serve starts as many replicas as that needs
-            local.transport.join("r0")
-            assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
-            assert not local.counts.resumes
-
-    asyncio.run(main())
+async def test_a_request_that_kills_replicas_is_given_up_before_those_that_were_there_with_it() -> None:
+    deadly = make_request((5, 0, 7), max_tokens=30)
+    others = alike(6, max_tokens=250)
+    async with LocalFleet(4, step_s=0.02, max_resumes=3) as local:  # the others take five seconds like this
+        loop = asyncio.get_running_loop()
+        for replica in local.replicas:
+            replica.runner.deadly_token_id = 0
+            replica.runner.on_deadly = lambda kill=replica.kill: loop.call_soon_threadsafe(kill)
+        answers = start(local, others)
+        await until(lambda: sum(len(replica.runner.batches) > 1 for replica in local.replicas) == 4)
+        with pytest.raises(Unavailable, match="3 replicas were lost"):
+            await collect(local, deadly)
+        assert not any(answer.done() for answer in answers), "they are there at every loss"
+        for replica in local.replicas:
+            replica.runner.step_s = 0.0
+        assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in others]
+        assert sum(replica.is_dead for replica in local.replicas) == 3
 
 
-def test_a_replica_that_leaves_ends_what_it_has() -> None:
-    async def main() -> None:
-        requests = alike(6)
-        async with LocalFleet(2) as local:
-            local.hold(*local.replicas)
-            answers = start(local, requests)
-            await local.held(*local.replicas)
-            local.transport.leave("r0")
-            local.go()
-            assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
-            assert not local.counts.resumes
-
-    asyncio.run(main())
-
-
-def test_a_full_replica_sends_its_requests_to_one_that_has_room() -> None:
-    async def main() -> None:
-        requests = alike(8, max_tokens=30)
-        async with LocalFleet(2, dispatch="round_robin", max_requests=4) as local:
-            answers = await asyncio.gather(*start(local, requests))
-            assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
-
-    asyncio.run(main())
+async def test_requests_outlive_the_loss_of_every_replica_when_another_comes_in_time() -> None:
+    requests = alike(8)
+    async with LocalFleet(4, max_resumes=3) as local:
+        local.transport.leave("r3")
+        *lost, _ = local.replicas
+        local.hold(*lost)
+        answers = start(local, requests)
+        await local.held(*lost)
+        for replica in lost:
+            replica.kill()
+        await asyncio.sleep(0.5)
+        assert not any(answer.done() for answer in answers)
+        local.transport.join("r3")
+        assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
 
 
-def test_when_all_are_full_the_caller_is_told_when_to_come_back() -> None:
-    async def main() -> None:
-        async with LocalFleet(2, max_requests=4) as local:
-            local.hold(*local.replicas)
-            answers = start(local, alike(12))
-            await until(lambda: sum(answer.done() for answer in answers) == 4)
-            local.go()
-            found = await asyncio.gather(*answers, return_exceptions=True)
-            refused = [answer for answer in found if isinstance(answer, BaseException)]
-            assert len(refused) == 4
-            assert all(isinstance(error, Overloaded) and error.retry_after_s > 0 for error in refused)
-
-    asyncio.run(main())
+async def test_a_request_waits_for_a_replica_only_for_a_time() -> None:
+    async with LocalFleet(1, place_timeout_s=0.1) as local:
+        local.transport.leave("r0")
+        with pytest.raises(Unavailable, match=r"for 0.1 s"):
+            await collect(local, make_request())
+        await until(lambda: local.transport.num_waking == 0)
 
 
-def test_background_work_on_every_slot_of_every_replica_refuses_no_other_request() -> None:
-    async def main() -> None:
-        num_slots = 2 * 8  # as many as two such replicas take at all
-        night = [replace(request, is_background=True) for request in alike(num_slots + 1, max_tokens=40)]
-        day = mixed(num_slots, seed=3)
-        async with LocalFleet(2, max_requests=8) as local:
-            local.hold(*local.replicas)
-            answers = start(local, night[:num_slots])
-            await local.held(*local.replicas)
-            await until(lambda: sum(report.num_background for report in local.registry.reports.values()) == num_slots)
-            with pytest.raises(Overloaded, match="all 2 replicas are full"):  # and no replica had to say so
-                await collect(local, night[num_slots])
-            assert sum(len(replica.served) for replica in local.replicas) == num_slots
-            answers += start(local, day)
-            await until(lambda: sum(len(replica.served) for replica in local.replicas) == 2 * num_slots)
-            with pytest.raises(Overloaded):
-                await collect(local, make_request())
-            local.go()
-            for request, (tokens, _) in zip([*night[:num_slots], *day], await asyncio.gather(*answers), strict=True):
-                assert tokens == expected(request)
-
-    asyncio.run(main())
+async def test_a_model_without_replicas_is_woken_by_each_request_that_waits_for_one() -> None:
+    requests = alike(3)
+    async with LocalFleet(1) as local:
+        local.transport.leave("r0")
+        answers = start(local, requests)
+        await until(lambda: local.transport.num_waking == 3)  # Serve starts as many replicas as that needs
+        local.transport.join("r0")
+        assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
+        assert not local.counts.resumes
 
 
-def test_closing_a_stream_aborts_the_request_where_it_runs() -> None:
-    async def main() -> None:
-        async with LocalFleet(1) as local:
-            [replica] = local.replicas
-            local.hold(replica)
-            async with aclosing(local.fleet.generate(make_request(max_tokens=50))) as deltas:  # type: ignore[type-var]
-                async for delta in deltas:
-                    if delta.token_ids:
-                        break
-            await until(lambda: bool(replica.aborted))
-            local.go()
-            await until(lambda: replica.engine.stats().total_aborted == 1)
-            stats = replica.engine.stats()
-            assert stats.num_free_blocks == stats.num_blocks
-            assert local.fleet.num_in_flight == 0
-
-    asyncio.run(main())
+async def test_a_replica_that_leaves_ends_what_it_has() -> None:
+    requests = alike(6)
+    async with LocalFleet(2) as local:
+        local.hold(*local.replicas)
+        answers = start(local, requests)
+        await local.held(*local.replicas)
+        local.transport.leave("r0")
+        local.go()
+        assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
+        assert not local.counts.resumes
 
 
-def test_the_place_of_a_request_that_was_given_up_is_free_at_once() -> None:
-    async def main() -> None:
-        async with LocalFleet(1, max_requests=1) as local:
-            [replica] = local.replicas
-            local.hold(replica)
-            [given_up] = start(local, [make_request(max_tokens=50)])
-            await local.held(replica)
-            given_up.cancel()
-            await until(lambda: [each.num_requests for each in local.registry.reports.values()] == [0])
-            request = make_request(request_id="next")
-            [answer] = start(local, [request])
-            await until(lambda: len(replica.served) == 2)  # though the step with the first has not ended
-            local.go()
-            assert (await answer)[0] == expected(request)
-
-    asyncio.run(main())
+async def test_a_full_replica_sends_its_requests_to_one_that_has_room() -> None:
+    requests = alike(8, max_tokens=30)
+    async with LocalFleet(2, dispatch="round_robin", max_requests=4) as local:
+        answers = await asyncio.gather(*start(local, requests))
+        assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
 
 
-def test_a_deadline_goes_on_counting_while_replicas_are_lost() -> None:
-    async def main() -> None:
-        clock = FakeClock()
-        async with LocalFleet(2, clock=clock) as local:
-            local.hold(*local.replicas)
-            [answer] = start(local, [make_request(max_tokens=40, deadline_s=100.0)])
-
-            async def lose_after(seconds: float) -> LocalReplica:
-                await until(lambda: any(each.runner.is_held and not each.is_dead for each in local.replicas))
-                [replica] = [each for each in local.replicas if each.runner.is_held and not each.is_dead]
-                clock.advance(seconds)
-                replica.kill()
-                return replica
-
-            first, second = await lose_after(70.0), await lose_after(30.0)
-            assert [request.deadline_s for request in (*first.served, *second.served)] == [100.0, 30.0]
-            with pytest.raises(DeadlineMissed, match="deadline of 100 s has passed"):
-                await answer
-
-    asyncio.run(main())
+async def test_when_all_are_full_the_caller_is_told_when_to_come_back() -> None:
+    async with LocalFleet(2, max_requests=4) as local:
+        local.hold(*local.replicas)
+        answers = start(local, alike(12))
+        await until(lambda: sum(answer.done() for answer in answers) == 4)
+        local.go()
+        found = await asyncio.gather(*answers, return_exceptions=True)
+        refused = [answer for answer in found if isinstance(answer, BaseException)]
+        assert len(refused) == 4
+        assert all(isinstance(error, Overloaded) and error.retry_after_s > 0 for error in refused)
 
 
-def test_a_deadline_that_the_replica_misses_is_missed() -> None:
-    async def main() -> None:
-        async with LocalFleet(1, step_s=0.01) as local:
-            with pytest.raises(DeadlineMissed):
-                await collect(local, make_request(max_tokens=400, deadline_s=0.1))
-            assert not local.counts.resumes
-
-    asyncio.run(main())
-
-
-def test_a_slow_reader_receives_everything_and_delays_no_other_reader() -> None:
-    async def main() -> None:
-        slow, quick = make_request((9, 8), max_tokens=80), make_request((5, 6, 7), max_tokens=80)
-        async with LocalFleet(1) as local, aclosing(local.fleet.generate(slow)) as deltas:  # type: ignore[type-var]
-            heard = [await anext(deltas)]
-            tokens, _ = await collect(local, quick)
-            assert tokens == expected(quick)
-            heard += [delta async for delta in deltas]
-            assert [token for delta in heard for token in delta.token_ids] == expected(slow)
-            assert len(heard) == 2
-
-    asyncio.run(main())
+async def test_background_work_on_every_slot_of_every_replica_refuses_no_other_request() -> None:
+    num_slots = 2 * 8  # as many as two such replicas take at all
+    night = [replace(request, is_background=True) for request in alike(num_slots + 1, max_tokens=40)]
+    day = mixed(num_slots, seed=3)
+    async with LocalFleet(2, max_requests=8) as local:
+        local.hold(*local.replicas)
+        answers = start(local, night[:num_slots])
+        await local.held(*local.replicas)
+        await until(lambda: sum(report.num_background for report in local.registry.reports.values()) == num_slots)
+        with pytest.raises(Overloaded, match="all 2 replicas are full"):  # and no replica had to say so
+            await collect(local, night[num_slots])
+        assert sum(len(replica.served) for replica in local.replicas) == num_slots
+        answers += start(local, day)
+        await until(lambda: sum(len(replica.served) for replica in local.replicas) == 2 * num_slots)
+        with pytest.raises(Overloaded):
+            await collect(local, make_request())
+        local.go()
+        for request, (tokens, _) in zip([*night[:num_slots], *day], await asyncio.gather(*answers), strict=True):
+            assert tokens == expected(request)
 
 
-def test_requests_of_a_group_go_to_its_replicas() -> None:
-    async def main() -> None:
-        groups = (Group("a", 1.0), Group("b", 1.0))
-        async with LocalFleet(2, groups=groups) as local:
-            requests = [replace(make_request((5, n), max_tokens=3), group="b") for n in range(2, 12)]
-            await asyncio.gather(*start(local, requests))
-            assert [len(replica.served) for replica in local.replicas] == [0, 10]
-            async with aclosing(local.fleet.generate(requests[0])) as deltas:  # type: ignore[type-var]
-                first = await anext(deltas)
-            assert first.queued is not None
-            assert first.queued.group == "b", "metrics tell the groups apart by it"
-            with pytest.raises(InvalidRequest, match="there is no group 'c'"):
-                await collect(local, replace(make_request(), group="c"))
+async def test_closing_a_stream_aborts_the_request_where_it_runs() -> None:
+    async with LocalFleet(1) as local:
+        [replica] = local.replicas
+        local.hold(replica)
+        async with aclosing(local.fleet.generate(make_request(max_tokens=50))) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                if delta.token_ids:
+                    break
+        await until(lambda: bool(replica.aborted))
+        local.go()
+        await until(lambda: replica.engine.stats().total_aborted == 1)
+        stats = replica.engine.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        assert local.fleet.num_in_flight == 0
 
-    asyncio.run(main())
+
+async def test_the_place_of_a_request_that_was_given_up_is_free_at_once() -> None:
+    async with LocalFleet(1, max_requests=1) as local:
+        [replica] = local.replicas
+        local.hold(replica)
+        [given_up] = start(local, [make_request(max_tokens=50)])
+        await local.held(replica)
+        given_up.cancel()
+        await until(lambda: [each.num_requests for each in local.registry.reports.values()] == [0])
+        request = make_request(request_id="next")
+        [answer] = start(local, [request])
+        await until(lambda: len(replica.served) == 2)  # though the step with the first has not ended
+        local.go()
+        assert (await answer)[0] == expected(request)
 
 
-def test_an_engine_that_stops_under_its_requests_loses_none_of_them() -> None:
+async def test_a_deadline_goes_on_counting_while_replicas_are_lost() -> None:
+    clock = FakeClock()
+    async with LocalFleet(2, clock=clock) as local:
+        local.hold(*local.replicas)
+        [answer] = start(local, [make_request(max_tokens=40, deadline_s=100.0)])
+
+        async def lose_after(seconds: float) -> LocalReplica:
+            await until(lambda: any(each.runner.is_held and not each.is_dead for each in local.replicas))
+            [replica] = [each for each in local.replicas if each.runner.is_held and not each.is_dead]
+            clock.advance(seconds)
+            replica.kill()
+            return replica
+
+        first, second = await lose_after(70.0), await lose_after(30.0)
+        assert [request.deadline_s for request in (*first.served, *second.served)] == [100.0, 30.0]
+        with pytest.raises(DeadlineMissed, match="deadline of 100 s has passed"):
+            await answer
+
+
+async def test_a_deadline_that_the_replica_misses_is_missed() -> None:
+    async with LocalFleet(1, step_s=0.01) as local:
+        with pytest.raises(DeadlineMissed):
+            await collect(local, make_request(max_tokens=400, deadline_s=0.1))
+        assert not local.counts.resumes
+
+
+async def test_a_slow_reader_receives_everything_and_delays_no_other_reader() -> None:
+    slow, quick = make_request((9, 8), max_tokens=80), make_request((5, 6, 7), max_tokens=80)
+    async with LocalFleet(1) as local, aclosing(local.fleet.generate(slow)) as deltas:  # type: ignore[type-var]
+        heard = [await anext(deltas)]
+        tokens, _ = await collect(local, quick)
+        assert tokens == expected(quick)
+        heard += [delta async for delta in deltas]
+        assert [token for delta in heard for token in delta.token_ids] == expected(slow)
+        assert len(heard) == 2
+
+
+async def test_requests_of_a_group_go_to_its_replicas() -> None:
+    groups = (Group("a", 1.0), Group("b", 1.0))
+    async with LocalFleet(2, groups=groups) as local:
+        requests = [replace(make_request((5, n), max_tokens=3), group="b") for n in range(2, 12)]
+        await asyncio.gather(*start(local, requests))
+        assert [len(replica.served) for replica in local.replicas] == [0, 10]
+        async with aclosing(local.fleet.generate(requests[0])) as deltas:  # type: ignore[type-var]
+            first = await anext(deltas)
+        assert first.queued is not None
+        assert first.queued.group == "b", "metrics tell the groups apart by it"
+        with pytest.raises(InvalidRequest, match="there is no group 'c'"):
+            await collect(local, replace(make_request(), group="c"))
+
+
+async def test_an_engine_that_stops_under_its_requests_loses_none_of_them() -> None:
     def is_stopping(replica: LocalReplica) -> bool:
         try:
             replica.engine.check_health()
@@ -630,104 +542,86 @@ def test_an_engine_that_stops_under_its_requests_loses_none_of_them() -> None:
             return True
         return False
 
-    async def main() -> None:
-        requests = alike(6)
-        async with LocalFleet(2) as local:
-            stopped = local.replicas[0]
-            local.hold(stopped)
-            answers = start(local, requests)
-            await local.held(stopped)
-            stopping = asyncio.create_task(asyncio.to_thread(stopped.engine.shutdown))
-            await until(lambda: is_stopping(stopped))
-            local.go()
-            await stopping
-            assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
-            assert local.counts.resumes["engine_failed"] > 0
-
-    asyncio.run(main())
+    requests = alike(6)
+    async with LocalFleet(2) as local:
+        stopped = local.replicas[0]
+        local.hold(stopped)
+        answers = start(local, requests)
+        await local.held(stopped)
+        stopping = asyncio.create_task(asyncio.to_thread(stopped.engine.shutdown))
+        await until(lambda: is_stopping(stopped))
+        local.go()
+        await stopping
+        assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
+        assert local.counts.resumes["engine_failed"] > 0
 
 
-def test_a_device_that_fails_on_everything_loses_none_of_its_requests() -> None:
-    async def main() -> None:
-        requests = alike(12)
-        async with LocalFleet(2) as local:
-            broken = local.replicas[0]
-            local.hold(broken)
-            answers = start(local, requests)
-            await local.held(broken)
-            broken.runner.is_broken = True
-            local.go()
-            assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
-            assert local.counts.resumes["engine_failed"] > 0
-
-    asyncio.run(main())
+async def test_a_device_that_fails_on_everything_loses_none_of_its_requests() -> None:
+    requests = alike(12)
+    async with LocalFleet(2) as local:
+        broken = local.replicas[0]
+        local.hold(broken)
+        answers = start(local, requests)
+        await local.held(broken)
+        broken.runner.is_broken = True
+        local.go()
+        assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
+        assert local.counts.resumes["engine_failed"] > 0
 
 
-def test_views_come_while_they_are_wanted_from_replicas_that_understand() -> None:
-    async def main() -> None:
-        seen: list[tuple[str, int]] = []
-        async with LocalFleet(2) as local:
-            first, older = local.replicas
-            older.sends_views = False
-            await collect(local, make_request())  # reports come with frames
-            await collect(local, make_request())
-            await until(lambda: not local.registry.sends_views("r1"))
-            local.fleet.watch(lambda replica_id, view: seen.append((replica_id, view.num_running)))
-            await until(lambda: first.is_watched)
-            assert older.is_watched is None
-            assert first.stream is not None
-            first.stream.show(await first.engine.snapshot())
-            await until(lambda: seen == [("r0", 0)])
-            local.fleet.watch(None)
-            await until(lambda: first.is_watched is False)
-
-    asyncio.run(main())
+async def test_views_come_while_they_are_wanted_from_replicas_that_understand() -> None:
+    seen: list[tuple[str, int]] = []
+    async with LocalFleet(2) as local:
+        first, older = local.replicas
+        older.sends_views = False
+        await collect(local, make_request())  # reports come with frames
+        await collect(local, make_request())
+        await until(lambda: not local.registry.sends_views("r1"))
+        local.fleet.watch(lambda replica_id, view: seen.append((replica_id, view.num_running)))
+        await until(lambda: first.is_watched)
+        assert older.is_watched is None
+        assert first.stream is not None
+        first.stream.show(await first.engine.snapshot())
+        await until(lambda: seen == [("r0", 0)])
+        local.fleet.watch(None)
+        await until(lambda: first.is_watched is False)
 
 
-def test_a_replica_that_comes_back_or_joins_is_watched_too() -> None:
-    async def main() -> None:
-        async with LocalFleet(1) as local:
-            local.fleet.watch(lambda replica_id, view: None)
-            [first] = local.replicas
-            await until(lambda: first.is_watched)
-            first.is_watched = None
-            assert first.stream is not None
-            first.stream.break_off(RuntimeError("the network"))
-            await until(lambda: first.is_watched)
-            second = local.join_another()
-            await until(lambda: second.is_watched)
-
-    asyncio.run(main())
+async def test_a_replica_that_comes_back_or_joins_is_watched_too() -> None:
+    async with LocalFleet(1) as local:
+        local.fleet.watch(lambda replica_id, view: None)
+        [first] = local.replicas
+        await until(lambda: first.is_watched)
+        first.is_watched = None
+        assert first.stream is not None
+        first.stream.break_off(RuntimeError("the network"))
+        await until(lambda: first.is_watched)
+        second = local.join_another()
+        await until(lambda: second.is_watched)
 
 
-def test_replicas_are_described_with_their_state() -> None:
-    async def main() -> None:
-        async with LocalFleet(2) as local:
-            first, second = local.replicas
-            local.hold(*local.replicas)
-            answers = start(local, alike(2))
-            await local.held(first, second)
-            local.transport.leave("r1")
-            assert {each["replica"]: each["state"] for each in local.fleet.describe()} == {
-                "r0": "serving",
-                "r1": "leaving",
-            }
-            assert local.fleet.last_decision is not None
-            first.kill()
-            await until(lambda: local.fleet.describe()[0]["state"] == "lost")
-            local.join_another()
-            local.go()
-            await asyncio.gather(*answers)
-            await until(lambda: {each["replica"] for each in local.fleet.describe()} == {"r0", "r2"})
-
-    asyncio.run(main())
+async def test_replicas_are_described_with_their_state() -> None:
+    async with LocalFleet(2) as local:
+        first, second = local.replicas
+        local.hold(*local.replicas)
+        answers = start(local, alike(2))
+        await local.held(first, second)
+        local.transport.leave("r1")
+        assert {each["replica"]: each["state"] for each in local.fleet.describe()} == {
+            "r0": "serving",
+            "r1": "leaving",
+        }
+        assert local.fleet.last_decision is not None
+        first.kill()
+        await until(lambda: local.fleet.describe()[0]["state"] == "lost")
+        local.join_another()
+        local.go()
+        await asyncio.gather(*answers)
+        await until(lambda: {each["replica"] for each in local.fleet.describe()} == {"r0", "r2"})
 
 
-def test_a_fleet_that_is_closed_is_still_described() -> None:
-    async def main() -> None:
-        async with LocalFleet(2) as local:
-            await collect(local, make_request())
-            local.fleet.close()  # with the service, while viewers of the page are connected
-            assert [each["state"] for each in local.fleet.describe()] == ["lost", "lost"]
-
-    asyncio.run(main())
+async def test_a_fleet_that_is_closed_is_still_described() -> None:
+    async with LocalFleet(2) as local:
+        await collect(local, make_request())
+        local.fleet.close()  # with the service, while viewers of the page are connected
+        assert [each["state"] for each in local.fleet.describe()] == ["lost", "lost"]

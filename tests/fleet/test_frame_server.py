@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
 from msgspec import structs
 
-from app.engine.async_engine import AsyncEngine
 from app.engine.request import FinishReason, Grammar, GrammarKind, Queued, Request, TokenDelta
 from app.engine.snapshot import EngineSnapshot
 from app.engine.stats import SleepState
@@ -68,32 +68,26 @@ class Replica:
 
 
 @asynccontextmanager
+async def a_server(server: FrameServer) -> AsyncIterator[tuple[FrameServer, Address]]:
+    address = await server.open()
+    try:
+        async with asyncio.timeout(20):
+            yield server, address
+    finally:
+        await server.close()
+
+
+@asynccontextmanager
 async def a_replica() -> AsyncIterator[tuple[Replica, Address]]:
     replica = Replica()
-    address = await replica.server.open()
-    try:
+    async with a_server(replica.server) as (_, address):
         yield replica, address
-    finally:
-        await replica.server.close()
 
 
-@pytest.fixture(autouse=True, params=["asyncio", "uvloop"])
-def new_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def loop_factory(request: pytest.FixtureRequest) -> Any:
     """Serve runs on uvloop, whose transports differ from asyncio's."""
-    factory = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}[request.param]
-    monkeypatch.setattr(f"{__name__}.LOOP_FACTORY", factory)
-
-
-LOOP_FACTORY: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
-
-
-def with_replica(test: Callable[[Replica, Address], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with a_replica() as (replica, address):
-            await asyncio.wait_for(test(replica, address), 20)
-
-    with asyncio.Runner(loop_factory=LOOP_FACTORY) as runner:
-        runner.run(main())
+    return request.param
 
 
 class Frames(asyncio.Protocol):
@@ -146,32 +140,30 @@ async def frames_from(address: Address, ingress_id: str, *, heartbeat_s: float =
         frames.transport.abort()
 
 
-def test_frames_come_through_in_order_and_every_ingress_gets_its_own() -> None:
-    async def scene(replica: Replica, address: Address) -> None:
-        async with frames_from(address, "one") as first, frames_from(address, "two") as second:
-            assert (await first.next()).number == (await second.next()).number == 0
-            await first.submit("a")
-            await second.submit("b")
-            replica.put(TokenDelta("a", (5,)))
-            replica.put(TokenDelta("b", (6,), FinishReason.LENGTH))
-            frame = await first.next()
-            assert (frame.number, frame.deltas) == (2, (TokenDelta("a", (5,)),))
-            assert frame.report == structs.replace(REPORT, num_own=1)
-            assert (await second.next()).deltas == (TokenDelta("b", (6,), FinishReason.LENGTH),)
+async def test_frames_come_through_in_order_and_every_ingress_gets_its_own() -> None:
+    async with (
+        a_replica() as (replica, address),
+        frames_from(address, "one") as first,
+        frames_from(address, "two") as second,
+    ):
+        assert (await first.next()).number == (await second.next()).number == 0
+        await first.submit("a")
+        await second.submit("b")
+        replica.put(TokenDelta("a", (5,)))
+        replica.put(TokenDelta("b", (6,), FinishReason.LENGTH))
+        frame = await first.next()
+        assert (frame.number, frame.deltas) == (2, (TokenDelta("a", (5,)),))
+        assert frame.report == structs.replace(REPORT, num_own=1)
+        assert (await second.next()).deltas == (TokenDelta("b", (6,), FinishReason.LENGTH),)
 
-    with_replica(scene)
 
-
-def test_a_request_arrives_as_it_was_sent_and_its_first_delta_says_where_it_is_queued() -> None:
-    async def scene(replica: Replica, address: Address) -> None:
-        async with frames_from(address, "one") as frames:
-            frames.send(SubmitRequest(make_request(request_id="a")), SubmitRequest(make_request(request_id="b")))
-            [first, *others] = await frames.deltas()
-            assert (first.request_id, first.queued) == ("a", Queued(1, 0.5))
-            [second] = others or await frames.deltas()
-            assert (second.request_id, second.queued) == ("b", Queued(2, 0.5))
-
-    with_replica(scene)
+async def test_a_request_arrives_as_it_was_sent_and_its_first_delta_says_where_it_is_queued() -> None:
+    async with a_replica() as (_, address), frames_from(address, "one") as frames:
+        frames.send(SubmitRequest(make_request(request_id="a")), SubmitRequest(make_request(request_id="b")))
+        [first, *others] = await frames.deltas()
+        assert (first.request_id, first.queued) == ("a", Queued(1, 0.5))
+        [second] = others or await frames.deltas()
+        assert (second.request_id, second.queued) == ("b", Queued(2, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -182,166 +174,131 @@ def test_a_request_arrives_as_it_was_sent_and_its_first_delta_says_where_it_is_q
         (ZeroDivisionError(), Failure),
     ],
 )
-def test_a_request_that_is_refused_ends_with_the_error_and_the_connection_stays(
+async def test_a_request_that_is_refused_ends_with_the_error_and_the_connection_stays(
     refusal: Exception, kind: type[Exception]
 ) -> None:
-    async def scene(replica: Replica, address: Address) -> None:
-        async with frames_from(address, "one") as frames:
-            replica.refusal = refusal
-            frames.send(SubmitRequest(make_request(request_id="a")))
-            [delta] = await frames.deltas()
-            assert (delta.request_id, delta.finish_reason, type(delta.error)) == ("a", FinishReason.ERROR, kind)
-            replica.refusal = None
-            await frames.submit("b")
-            assert not replica.aborted
-
-    with_replica(scene)
+    async with a_replica() as (replica, address), frames_from(address, "one") as frames:
+        replica.refusal = refusal
+        frames.send(SubmitRequest(make_request(request_id="a")))
+        [delta] = await frames.deltas()
+        assert (delta.request_id, delta.finish_reason, type(delta.error)) == ("a", FinishReason.ERROR, kind)
+        replica.refusal = None
+        await frames.submit("b")
+        assert not replica.aborted
 
 
-def test_a_request_with_a_grammar_waits_for_it_and_holds_up_no_other() -> None:
-    async def scene(replica: Replica, address: Address) -> None:
-        async with frames_from(address, "one") as frames:
-            grammar = Grammar(GrammarKind.REGEX, "a+")
-            frames.send(
-                *(SubmitRequest(make_request(request_id=each, grammar=grammar)) for each in ("slow", "given up"))
-            )
-            await frames.submit("quick")
-            frames.send(AbortRequest("given up"))
-            await frames.submit("another")
-            assert list(replica.sessions) == ["quick", "another"]
-            replica.compiled.set()
-            [delta] = await frames.deltas()
-            assert delta.request_id == "slow"
-            assert list(replica.sessions) == ["quick", "another", "slow"]
-
-    with_replica(scene)
+async def test_a_request_with_a_grammar_waits_for_it_and_holds_up_no_other() -> None:
+    async with a_replica() as (replica, address), frames_from(address, "one") as frames:
+        grammar = Grammar(GrammarKind.REGEX, "a+")
+        frames.send(*(SubmitRequest(make_request(request_id=each, grammar=grammar)) for each in ("slow", "given up")))
+        await frames.submit("quick")
+        frames.send(AbortRequest("given up"))
+        await frames.submit("another")
+        assert list(replica.sessions) == ["quick", "another"]
+        replica.compiled.set()
+        [delta] = await frames.deltas()
+        assert delta.request_id == "slow"
+        assert list(replica.sessions) == ["quick", "another", "slow"]
 
 
-def test_an_abort_reaches_the_engine_once_and_only_for_requests_that_run() -> None:
-    async def scene(replica: Replica, address: Address) -> None:
-        async with frames_from(address, "one") as frames:
-            await frames.submit("a", "b")
-            replica.put(TokenDelta("b", (6,), FinishReason.LENGTH))
-            frames.send(AbortRequest("a"), AbortRequest("a"), AbortRequest("b"), AbortRequest("of another time"))
-            await frames.submit("c")
-            assert replica.aborted == ["a"]
-
-    with_replica(scene)
+async def test_an_abort_reaches_the_engine_once_and_only_for_requests_that_run() -> None:
+    async with a_replica() as (replica, address), frames_from(address, "one") as frames:
+        await frames.submit("a", "b")
+        replica.put(TokenDelta("b", (6,), FinishReason.LENGTH))
+        frames.send(AbortRequest("a"), AbortRequest("a"), AbortRequest("b"), AbortRequest("of another time"))
+        await frames.submit("c")
+        assert replica.aborted == ["a"]
 
 
-def test_after_aborts_a_frame_says_that_their_places_are_free_and_one_does_for_several() -> None:
+async def test_after_aborts_a_frame_says_that_their_places_are_free_and_one_does_for_several() -> None:
     """Until then their ingress takes them for requests of another ingress, and refuses others for them."""
-
-    async def scene(replica: Replica, address: Address) -> None:
-        async with frames_from(address, "one", heartbeat_s=60) as frames:
-            await frames.submit("a", "b")
-            frames.send(AbortRequest("a"), AbortRequest("b"))
-            frame = await frames.next()
-            assert (frame.report, frame.deltas) == (structs.replace(REPORT, num_own=0), ())
-            assert replica.aborted == ["a", "b"]
-            await asyncio.sleep(0.1)  # a second such frame would come within 50 ms
-            frames.send(SubmitRequest(make_request(request_id="c")))
-            assert (await frames.next()).number == frame.number + 1
-
-    with_replica(scene)
+    async with a_replica() as (replica, address), frames_from(address, "one", heartbeat_s=60) as frames:
+        await frames.submit("a", "b")
+        frames.send(AbortRequest("a"), AbortRequest("b"))
+        frame = await frames.next()
+        assert (frame.report, frame.deltas) == (structs.replace(REPORT, num_own=0), ())
+        assert replica.aborted == ["a", "b"]
+        await asyncio.sleep(0.1)  # a second such frame would come within 50 ms
+        frames.send(SubmitRequest(make_request(request_id="c")))
+        assert (await frames.next()).number == frame.number + 1
 
 
-def test_the_requests_of_a_connection_that_ends_are_aborted() -> None:
-    async def scene(replica: Replica, address: Address) -> None:
-        async with frames_from(address, "other") as other:
-            async with frames_from(address, "one") as frames:
-                await frames.submit("a", "b")
-                await other.submit("c")
-            await until(lambda: sorted(replica.aborted) == ["a", "b"])
-            replica.put(TokenDelta("a", (5,)))  # of a step that was under way
-            replica.put(TokenDelta("c", (5,)))
-            assert (await other.next()).deltas == (TokenDelta("c", (5,)),)
-
-    with_replica(scene)
-
-
-def test_a_replica_has_drained_when_the_last_delta_of_the_last_request_is_sent() -> None:
-    async def scene(replica: Replica, address: Address) -> None:
-        async with frames_from(address, "one") as frames, frames_from(address, "two") as leaving:
-            await frames.submit("a")
-            await leaving.submit("b")
-            draining = asyncio.create_task(replica.server.drain())
-            leaving.transport.abort()
-            await until(lambda: replica.aborted == ["b"])
-            assert not draining.done()
-            replica.put(TokenDelta("a", (5,), FinishReason.LENGTH))
-            await draining
-            assert (await frames.next()).deltas == (TokenDelta("a", (5,), FinishReason.LENGTH),)
-
-    with_replica(scene)
-
-
-def test_a_replica_that_sleeps_wakes_for_what_it_has_before_it_has_drained(tmp_path: Path) -> None:
-    async def scene(engine: AsyncEngine, server: FrameServer) -> None:
-        await until(lambda: engine.sleep.state is SleepState.ASLEEP)
-        await server.drain()
-        assert engine.sleep.num_wakes == 0
-        with_memory = turns_on(tmp_path / "device.json", clock=lambda: 1e9)
-        request = make_request()
-        async with frames_from(await server.open(), "one") as frames:
-            frames.send(SubmitRequest(request))
-            await until(lambda: engine.sleep.state is SleepState.QUEUED)
-            draining = asyncio.create_task(server.drain())
-            await asyncio.sleep(0)
-            assert not draining.done()
-            with_memory.close()
-            await draining
-            token_ids: list[int] = []
-            while len(token_ids) < request.sampling.max_tokens:
-                token_ids += [each for delta in (await frames.next()).deltas for each in delta.token_ids]
-        assert token_ids == expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
-        assert engine.sleep.num_wakes == 1
-
-    async def main(engine: AsyncEngine) -> None:
-        server = FrameServer("127.0.0.1", engine, lambda: REPORT)
-        try:
-            await asyncio.wait_for(scene(engine, server), 20)
-        finally:
-            await server.close()
-
-    with dozing_service(tmp_path / "device.json") as (engine, _), asyncio.Runner(loop_factory=LOOP_FACTORY) as runner:
-        runner.run(main(engine))
-
-
-def test_there_are_heartbeats_when_nothing_happens() -> None:
-    async def scene(replica: Replica, address: Address) -> None:
-        async with frames_from(address, "one", heartbeat_s=0.01) as frames:
-            assert [(await frames.next()).number for _ in range(4)] == [0, 1, 2, 3]
-
-    with_replica(scene)
-
-
-def test_a_newer_stream_of_an_ingress_ends_the_one_before_and_its_requests() -> None:
-    async def scene(replica: Replica, address: Address) -> None:
-        async with frames_from(address, "one") as old:
-            await old.submit("a")
-            async with frames_from(address, "one") as new:
-                assert (await new.next()).number == 0
-                with pytest.raises(EOFError):
-                    await old.next()
-                await until(lambda: replica.aborted == ["a"])
-                await new.submit("b")
-                replica.put(TokenDelta("b", (5,)))
-                assert (await new.next()).number == 2
-
-    with_replica(scene)
-
-
-def test_a_connection_that_sends_what_is_no_message_is_closed() -> None:
-    async def scene(replica: Replica, address: Address) -> None:
+async def test_the_requests_of_a_connection_that_ends_are_aborted() -> None:
+    async with a_replica() as (replica, address), frames_from(address, "other") as other:
         async with frames_from(address, "one") as frames:
-            await frames.submit("a")
-            frames.transport.write(b"GET / HTTP/1.1\r\n\r\n")
-            with pytest.raises(EOFError):
-                await frames.next()
-            assert replica.aborted == ["a"]
+            await frames.submit("a", "b")
+            await other.submit("c")
+        await until(lambda: sorted(replica.aborted) == ["a", "b"])
+        replica.put(TokenDelta("a", (5,)))  # of a step that was under way
+        replica.put(TokenDelta("c", (5,)))
+        assert (await other.next()).deltas == (TokenDelta("c", (5,)),)
 
-    with_replica(scene)
+
+async def test_a_replica_has_drained_when_the_last_delta_of_the_last_request_is_sent() -> None:
+    async with (
+        a_replica() as (replica, address),
+        frames_from(address, "one") as frames,
+        frames_from(address, "two") as leaving,
+    ):
+        await frames.submit("a")
+        await leaving.submit("b")
+        draining = asyncio.create_task(replica.server.drain())
+        leaving.transport.abort()
+        await until(lambda: replica.aborted == ["b"])
+        assert not draining.done()
+        replica.put(TokenDelta("a", (5,), FinishReason.LENGTH))
+        await draining
+        assert (await frames.next()).deltas == (TokenDelta("a", (5,), FinishReason.LENGTH),)
+
+
+async def test_a_replica_that_sleeps_wakes_for_what_it_has_before_it_has_drained(tmp_path: Path) -> None:
+    with dozing_service(tmp_path / "device.json") as (engine, _):
+        async with a_server(FrameServer("127.0.0.1", engine, lambda: REPORT)) as (server, address):
+            await until(lambda: engine.sleep.state is SleepState.ASLEEP)
+            await server.drain()
+            assert engine.sleep.num_wakes == 0
+            with_memory = turns_on(tmp_path / "device.json", clock=lambda: 1e9)
+            request = make_request()
+            async with frames_from(address, "one") as frames:
+                frames.send(SubmitRequest(request))
+                await until(lambda: engine.sleep.state is SleepState.QUEUED)
+                draining = asyncio.create_task(server.drain())
+                await asyncio.sleep(0)
+                assert not draining.done()
+                with_memory.close()
+                await draining
+                token_ids: list[int] = []
+                while len(token_ids) < request.sampling.max_tokens:
+                    token_ids += [each for delta in (await frames.next()).deltas for each in delta.token_ids]
+            assert token_ids == expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
+            assert engine.sleep.num_wakes == 1
+
+
+async def test_there_are_heartbeats_when_nothing_happens() -> None:
+    async with a_replica() as (_, address), frames_from(address, "one", heartbeat_s=0.01) as frames:
+        assert [(await frames.next()).number for _ in range(4)] == [0, 1, 2, 3]
+
+
+async def test_a_newer_stream_of_an_ingress_ends_the_one_before_and_its_requests() -> None:
+    async with a_replica() as (replica, address), frames_from(address, "one") as old:
+        await old.submit("a")
+        async with frames_from(address, "one") as new:
+            assert (await new.next()).number == 0
+            with pytest.raises(EOFError):
+                await old.next()
+            await until(lambda: replica.aborted == ["a"])
+            await new.submit("b")
+            replica.put(TokenDelta("b", (5,)))
+            assert (await new.next()).number == 2
+
+
+async def test_a_connection_that_sends_what_is_no_message_is_closed() -> None:
+    async with a_replica() as (replica, address), frames_from(address, "one") as frames:
+        await frames.submit("a")
+        frames.transport.write(b"GET / HTTP/1.1\r\n\r\n")
+        with pytest.raises(EOFError):
+            await frames.next()
+        assert replica.aborted == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -357,8 +314,8 @@ def test_a_connection_that_sends_what_is_no_message_is_closed() -> None:
         b"\n",
     ],
 )
-def test_a_stranger_gets_nothing_and_is_turned_away(said: bytes) -> None:
-    async def scene(replica: Replica, address: Address) -> None:
+async def test_a_stranger_gets_nothing_and_is_turned_away(said: bytes) -> None:
+    async with a_replica() as (replica, address):
         reader, writer = await asyncio.open_connection(address.host, address.port)
         writer.write(said)
         with suppress(ConnectionResetError):  # when it was closed with some of what was said unread
@@ -366,22 +323,17 @@ def test_a_stranger_gets_nothing_and_is_turned_away(said: bytes) -> None:
         assert replica.server.is_idle
         writer.close()
 
-    with_replica(scene)
 
-
-def test_a_replica_that_is_gone_cannot_be_reached() -> None:
-    async def scene(replica: Replica, address: Address) -> None:
+async def test_a_replica_that_is_gone_cannot_be_reached() -> None:
+    async with a_replica() as (replica, address):
         await replica.server.close()
         with pytest.raises(ConnectionRefusedError):
             await connect(address, "one", Frames(), heartbeat_s=1.0)
 
-    with_replica(scene)
 
-
-def test_a_reader_that_does_not_read_gets_fewer_and_longer_frames_and_slows_no_other() -> None:
+async def test_a_reader_that_does_not_read_gets_fewer_and_longer_frames_and_slows_no_other() -> None:
     num_tokens, long_id = 400, "a" * 100_000  # together more than all buffers on the way hold
-
-    async def scene(replica: Replica, address: Address) -> None:
+    async with a_replica() as (replica, address):
         slow, slow_writer = await asyncio.open_connection(address.host, address.port, limit=1024)
         slow_writer.write(
             Hello(address.secret, "slow", 60.0).line() + encode(SubmitRequest(make_request(request_id=long_id)))
@@ -406,51 +358,48 @@ def test_a_reader_that_does_not_read_gets_fewer_and_longer_frames_and_slows_no_o
         assert len(frames) < num_tokens
         slow_writer.close()
 
-    with_replica(scene)
+
+async def test_only_an_ingress_that_watches_gets_views() -> None:
+    async with (
+        a_replica() as (replica, address),
+        frames_from(address, "one") as viewer,
+        frames_from(address, "two") as other,
+    ):
+        assert (await viewer.next()).view is None
+        viewer.send(WatchEngine(True))
+        seen = [(await viewer.next()).view for _ in range(3)]
+        assert all(view is not None and view.num_running == 0 for view in seen)
+        await other.next()
+        await other.submit("a")
+        replica.put(TokenDelta("a", (5,)))
+        assert (await other.next()).view is None
 
 
-def test_only_an_ingress_that_watches_gets_views() -> None:
-    async def scene(replica: Replica, address: Address) -> None:
-        async with frames_from(address, "one") as viewer, frames_from(address, "two") as other:
-            assert (await viewer.next()).view is None
-            viewer.send(WatchEngine(True))
-            seen = [(await viewer.next()).view for _ in range(3)]
-            assert all(view is not None and view.num_running == 0 for view in seen)
-            await other.next()
-            await other.submit("a")
-            replica.put(TokenDelta("a", (5,)))
-            assert (await other.next()).view is None
-
-    with_replica(scene)
-
-
-def test_without_viewers_no_view_is_made() -> None:
-    async def scene(replica: Replica, address: Address) -> None:
-        async with frames_from(address, "one") as first, frames_from(address, "two") as second:
-            assert replica.num_views == 0
-            for frames in (first, second):
-                frames.send(WatchEngine(True))
-            await until(lambda: replica.num_views > 1)
-            first.send(WatchEngine(False))
-            second.transport.abort()  # its process has died
-            await until(lambda: replica.num_views == 0)
-
-    with_replica(scene)
-
-
-def test_a_view_goes_with_the_next_step_and_is_not_kept_longer_than_until_the_next_view() -> None:
-    async def scene(replica: Replica, address: Address) -> None:
-        async with frames_from(address, "one") as frames:
-            await frames.next()
-            await frames.submit("a")
+async def test_without_viewers_no_view_is_made() -> None:
+    async with (
+        a_replica() as (replica, address),
+        frames_from(address, "one") as first,
+        frames_from(address, "two") as second,
+    ):
+        assert replica.num_views == 0
+        for frames in (first, second):
             frames.send(WatchEngine(True))
-            await until(lambda: replica.num_views == 1)
-            replica.put(TokenDelta("a", (5,)))
-            frame = await frames.next()
-            assert frame.deltas
-            assert frame.view is not None
-            frame = await frames.next()  # no step comes any more
-            assert frame.deltas == ()
-            assert frame.view is not None
+        await until(lambda: replica.num_views > 1)
+        first.send(WatchEngine(False))
+        second.transport.abort()  # its process has died
+        await until(lambda: replica.num_views == 0)
 
-    with_replica(scene)
+
+async def test_a_view_goes_with_the_next_step_and_is_not_kept_longer_than_until_the_next_view() -> None:
+    async with a_replica() as (replica, address), frames_from(address, "one") as frames:
+        await frames.next()
+        await frames.submit("a")
+        frames.send(WatchEngine(True))
+        await until(lambda: replica.num_views == 1)
+        replica.put(TokenDelta("a", (5,)))
+        frame = await frames.next()
+        assert frame.deltas
+        assert frame.view is not None
+        frame = await frames.next()  # no step comes any more
+        assert frame.deltas == ()
+        assert frame.view is not None

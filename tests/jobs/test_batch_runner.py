@@ -9,7 +9,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,6 @@ import pytest
 from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
 from app.jobs import Answered, BatchLimits, ItemOrigin, NewBatch
 from app.jobs.items import Checked, InputRules, OpenFile, check
-from app.jobs.job import Answer
 from app.jobs.local_service import LocalBatchService
 from app.jobs.space import RESERVE_BYTES
 from app.json_pieces import Rows
@@ -33,7 +32,6 @@ from tests.jobs.lives import (
     Writes,
     all_files,
     begin,
-    content,
     ends,
     input_line,
     jsonl,
@@ -46,14 +44,6 @@ from tests.jobs.lives import (
 
 ONE = jsonl(input_line("one"))
 TEN = jsonl(*(input_line(f"line-{n}") for n in range(10)))
-
-
-def run(folder: Path, echo: Answer, use: Callable[[LocalBatchService], Awaitable[None]], **settings: Any) -> None:
-    async def main() -> None:
-        async with service_in(folder, echo, **settings) as service:
-            await use(service)
-
-    asyncio.run(main())
 
 
 class Clock:
@@ -83,10 +73,9 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.jobs.batch_runner.STORAGE_PAUSE_S", 0.01)
 
 
-def test_lines_of_all_batches_share_the_places_in_flight(tmp_path: Path) -> None:
+async def test_lines_of_all_batches_share_the_places_in_flight(tmp_path: Path) -> None:
     echo = Echo()
-
-    async def use(service: LocalBatchService) -> None:
+    async with service_in(tmp_path, echo, max_in_flight=4) as service:
         echo.hold = asyncio.Event()
         batch_ids = [await begin(service, TEN) for _ in range(3)]
         await echo.has_open(4)
@@ -95,12 +84,10 @@ def test_lines_of_all_batches_share_the_places_in_flight(tmp_path: Path) -> None
         for batch_id in batch_ids:
             output, _ = await ends(service, await until(service, batch_id))
             assert len(output) == 10
-
-    run(tmp_path, echo, use, max_in_flight=4)
     assert echo.max_open == 4
 
 
-def test_a_small_batch_takes_turns_with_a_large_one_that_began_before(tmp_path: Path) -> None:
+async def test_a_small_batch_takes_turns_with_a_large_one_that_began_before(tmp_path: Path) -> None:
     large = jsonl(*(input_line(f"large-{n}") for n in range(200)))
     small = jsonl(*(input_line(f"small-{n}") for n in range(3)))
     num_asked = []
@@ -110,8 +97,7 @@ def test_a_small_batch_takes_turns_with_a_large_one_that_began_before(tmp_path: 
         return ok("small-2")
 
     echo = Echo({"small-2": last})
-
-    async def use(service: LocalBatchService) -> None:
+    async with service_in(tmp_path, echo, max_in_flight=2) as service:
         echo.hold = asyncio.Event()
         first = await begin(service, large)
         await echo.has_open(2)
@@ -123,10 +109,8 @@ def test_a_small_batch_takes_turns_with_a_large_one_that_began_before(tmp_path: 
         await until(service, first)
         assert num_asked[0] < 20
 
-    run(tmp_path, echo, use, max_in_flight=2)
 
-
-def test_an_owner_with_many_batches_leaves_another_its_share_of_the_places(tmp_path: Path) -> None:
+async def test_an_owner_with_many_batches_leaves_another_its_share_of_the_places(tmp_path: Path) -> None:
     num_asked = []
 
     def last(_: int) -> Answered:
@@ -134,8 +118,13 @@ def test_an_owner_with_many_batches_leaves_another_its_share_of_the_places(tmp_p
         return ok("bob-39")
 
     echo = Echo({"bob-39": last})
+    lengths = random.Random(0)
 
-    async def use(service: LocalBatchService) -> None:
+    async def slow(*call: Any) -> Answered:
+        await asyncio.sleep(lengths.uniform(0.001, 0.009))  # else all end at the same time
+        return await echo(*call)
+
+    async with service_in(tmp_path, slow, max_in_flight=4) as service:
         echo.hold = asyncio.Event()
         many = [await begin(service, jsonl(*(input_line(f"{n}-{m}") for m in range(40)))) for n in range(10)]
         await echo.has_open(4)
@@ -148,16 +137,8 @@ def test_an_owner_with_many_batches_leaves_another_its_share_of_the_places(tmp_p
             await until(service, batch_id)
         assert num_asked[0] < 3 * 40, "about as many of the other's, not ten times as many"
 
-    lengths = random.Random(0)
 
-    async def slow(*call: Any) -> Answered:
-        await asyncio.sleep(lengths.uniform(0.001, 0.009))  # else all end at the same time
-        return await echo(*call)
-
-    run(tmp_path, slow, use, max_in_flight=4)
-
-
-def test_the_files_of_an_owner_that_are_read_for_long_hold_up_no_other(
+async def test_the_files_of_an_owner_that_are_read_for_long_hold_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on, num_read = threading.Event(), []
@@ -171,8 +152,7 @@ def test_the_files_of_an_owner_that_are_read_for_long_hold_up_no_other(
         return check(open_file, rules)
 
     monkeypatch.setattr("app.jobs.batch_runner.check", slow_check)
-
-    async def use(service: LocalBatchService) -> None:
+    async with service_in(tmp_path, Echo()) as service:
         try:
             many = [await begin(service, TEN) for _ in range(32)]  # as many as there are threads at most
             one = await asyncio.wait_for(begin(service, ONE, owner="bob"), 10)
@@ -183,10 +163,8 @@ def test_the_files_of_an_owner_that_are_read_for_long_hold_up_no_other(
         for batch_id in many:
             assert (await until(service, batch_id))["status"] == "completed"
 
-    run(tmp_path, Echo(), use)
 
-
-def test_lines_know_nothing_of_the_request_that_began_their_batch(tmp_path: Path) -> None:
+async def test_lines_know_nothing_of_the_request_that_began_their_batch(tmp_path: Path) -> None:
     request = ContextVar("request", default="none")
     seen = []
 
@@ -194,47 +172,38 @@ def test_lines_know_nothing_of_the_request_that_began_their_batch(tmp_path: Path
         seen.append(request.get())
         return ok("line-0")
 
-    async def use(service: LocalBatchService) -> None:
+    async with service_in(tmp_path, Echo({"line-0": answer})) as service:
         request.set("the one that began it")
         await until(service, await begin(service, TEN))
-
-    run(tmp_path, Echo({"line-0": answer}), use)
     assert seen == ["none"]
 
 
 @pytest.mark.parametrize(
     "error", [Overloaded("full", retry_after_s=60), Unavailable("none"), EngineStopped("over")], ids=type
 )
-def test_a_line_that_no_replica_has_room_for_waits_and_never_fails(tmp_path: Path, error: Exception) -> None:
+async def test_a_line_that_no_replica_has_room_for_waits_and_never_fails(tmp_path: Path, error: Exception) -> None:
     echo = Echo({"line-3": lambda times: raising(error)(times) if times < 6 else ok("line-3")})
-
-    async def use(service: LocalBatchService) -> None:
+    async with service_in(tmp_path, echo) as service:
         batch = await until(service, await begin(service, TEN))
         output, errors = await ends(service, batch)
         assert (len(output), errors) == (10, {})
         assert batch["error_file_id"] is None
-
-    run(tmp_path, echo, use)
     assert echo.asked["line-3"] == 6
 
 
-def test_a_line_that_the_server_fails_on_is_tried_three_times(tmp_path: Path) -> None:
+async def test_a_line_that_the_server_fails_on_is_tried_three_times(tmp_path: Path) -> None:
     echo = Echo({"line-1": lambda _: refused(500), "line-2": lambda times: refused(500) if times < 3 else ok("line-2")})
-
-    async def use(service: LocalBatchService) -> None:
+    async with service_in(tmp_path, echo) as service:
         output, errors = await ends(service, await until(service, await begin(service, TEN)))
         assert errors.keys() == {"line-1"}
         assert errors["line-1"]["response"]["status_code"] == 500
         assert "line-2" in output
-
-    run(tmp_path, echo, use)
     assert echo.asked["line-1"] == 3
 
 
-def test_a_file_with_any_mistake_runs_nothing(tmp_path: Path) -> None:
+async def test_a_file_with_any_mistake_runs_nothing(tmp_path: Path) -> None:
     echo = Echo()
-
-    async def use(service: LocalBatchService) -> None:
+    async with service_in(tmp_path, echo) as service:
         batch = await until(service, await begin(service, TEN + b"{\n" + jsonl(input_line("line-1"))))
         assert batch["status"] == "failed"
         assert batch["failed_at"] is not None
@@ -243,8 +212,6 @@ def test_a_file_with_any_mistake_runs_nothing(tmp_path: Path) -> None:
         ]  # fmt: skip
         assert batch["output_file_id"] is None
         assert batch["error_file_id"] is None
-
-    run(tmp_path, echo, use)
     assert not echo.asked
 
 
@@ -256,10 +223,9 @@ async def some_done(service: LocalBatchService, echo: Echo) -> str:
     return batch_id
 
 
-def test_a_cancelled_batch_keeps_what_was_done(tmp_path: Path) -> None:
+async def test_a_cancelled_batch_keeps_what_was_done(tmp_path: Path) -> None:
     echo = Echo()
-
-    async def use(service: LocalBatchService) -> None:
+    async with service_in(tmp_path, echo) as service:
         batch_id = await some_done(service, echo)
         cancelling = await service.cancel_batch(OWNER, batch_id)
         assert cancelling["status"] == "cancelling"
@@ -272,22 +238,17 @@ def test_a_cancelled_batch_keeps_what_was_done(tmp_path: Path) -> None:
         assert (await service.cancel_batch(OWNER, batch_id))["status"] == "cancelled", "twice is once"
         assert echo.num_open == 0
 
-    run(tmp_path, echo, use)
 
-
-def test_a_batch_that_has_ended_cannot_be_cancelled(tmp_path: Path) -> None:
-    async def use(service: LocalBatchService) -> None:
+async def test_a_batch_that_has_ended_cannot_be_cancelled(tmp_path: Path) -> None:
+    async with service_in(tmp_path, Echo()) as service:
         batch = await until(service, await begin(service, TEN))
         with pytest.raises(InvalidRequest, match="the batch is completed"):
             await service.cancel_batch(OWNER, batch["id"])
 
-    run(tmp_path, Echo(), use)
 
-
-def test_when_its_time_is_over_a_batch_expires_with_what_was_done(tmp_path: Path) -> None:
+async def test_when_its_time_is_over_a_batch_expires_with_what_was_done(tmp_path: Path) -> None:
     echo = Echo()
-
-    async def use(service: LocalBatchService) -> None:
+    async with service_in(tmp_path, echo, limits=BatchLimits(window_s=1)) as service:
         echo.answers = HALF_HANG
         batch = await until(service, await begin(service, TEN))
         assert batch["status"] == "expired"
@@ -297,88 +258,40 @@ def test_when_its_time_is_over_a_batch_expires_with_what_was_done(tmp_path: Path
         assert output.keys() | errors.keys() == {f"line-{n}" for n in range(10)}
         assert {line["error"]["code"] for line in errors.values()} == {"batch_expired"}
 
-    run(tmp_path, echo, use, limits=BatchLimits(window_s=1))
 
-
-def test_a_batch_whose_time_was_over_while_nothing_ran_expires_at_the_restart(tmp_path: Path) -> None:
+async def test_a_batch_whose_time_was_over_while_nothing_ran_expires_at_the_restart(tmp_path: Path) -> None:
     clock, echo = Clock(), Echo()
-
-    async def first_life() -> str:
-        async with service_in(tmp_path, echo, clock=clock) as service:
-            return await some_done(service, echo)
-
-    batch_id = asyncio.run(first_life())
+    async with service_in(tmp_path, echo, clock=clock) as service:
+        batch_id = await some_done(service, echo)
     clock.at += 90_000
     asked = echo.asked.total()
-
-    async def second_life() -> None:
-        async with service_in(tmp_path, echo, clock=clock) as service:
-            batch = await until(service, batch_id)
-            assert batch["status"] == "expired"
-            assert [len(each) for each in await ends(service, batch)] == [5, 5]
-
-    asyncio.run(second_life())
+    async with service_in(tmp_path, echo, clock=clock) as service:
+        batch = await until(service, batch_id)
+        assert batch["status"] == "expired"
+        assert [len(each) for each in await ends(service, batch)] == [5, 5]
     assert echo.asked.total() == asked
 
 
-def test_files_go_when_their_time_is_over_but_not_under_a_batch(
+async def test_files_go_when_their_time_is_over_but_not_under_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.jobs.local_service.HOUSEKEEPING_S", 0.01)
     clock, echo = Clock(), Echo()
-
-    async def main() -> None:
-        async with service_in(tmp_path, echo, clock=clock) as service:
-            short = await upload(service, TEN, expires_after_s=3600)
-            echo.hold = asyncio.Event()
-            new = NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=short, output_expires_after_s=7200)
-            batch_id = (await service.create_batch(new))["id"]
-            await until(service, batch_id, "in_progress")
-            clock.at += 4000
-            await asyncio.sleep(0.05)
-            assert (tmp_path / "files" / short).exists(), "a batch reads it"
-            echo.hold.set()
-            batch = await until(service, batch_id)
-            [output] = await all_files(service)
-            assert output["id"] == batch["output_file_id"]
-            assert output["expires_at"] == output["created_at"] + 7200
-            await waiting.until(lambda: not (tmp_path / "files" / short).exists())
-
-    asyncio.run(main())
-
-
-def test_one_start_with_a_clock_a_month_ahead_deletes_no_file_and_expires_no_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("app.jobs.local_service.HOUSEKEEPING_S", 0.01)
-    clock, echo = Clock(), Echo()
-
-    async def life(use: Callable[[LocalBatchService], Awaitable[None]]) -> None:
-        async with service_in(tmp_path, echo, clock=clock) as service:
-            await use(service)
-
-    ids = {}
-
-    async def begins(service: LocalBatchService) -> None:
-        ids["file"] = await upload(service, TEN)
-        ids["batch"] = await some_done(service, echo)
-
-    async def ahead(service: LocalBatchService) -> None:
-        await asyncio.sleep(0.1)
-        assert await content(service, ids["file"]) == TEN
-        assert (await service.batch(OWNER, ids["batch"]))["status"] == "in_progress"
-
-    async def ends_it(service: LocalBatchService) -> None:
-        echo.answers = {}
-        batch = await until(service, ids["batch"])
-        assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 10)
-        assert await content(service, ids["file"]) == TEN
-
-    asyncio.run(life(begins))
-    clock.at += 31 * 86_400
-    asyncio.run(life(ahead))
-    clock.at -= 31 * 86_400
-    asyncio.run(life(ends_it))
+    async with service_in(tmp_path, echo, clock=clock) as service:
+        short = await upload(service, TEN, expires_after_s=3600)
+        echo.hold = asyncio.Event()
+        new = NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=short, output_expires_after_s=7200)
+        batch_id = (await service.create_batch(new))["id"]
+        await until(service, batch_id, "in_progress")
+        clock.at += 4000
+        await asyncio.sleep(0.05)
+        assert (tmp_path / "files" / short).exists(), "a batch reads it"
+        echo.hold.set()
+        batch = await until(service, batch_id)
+        [output] = await all_files(service)
+        assert output["id"] == batch["output_file_id"]
+        assert output["expires_at"] == output["created_at"] + 7200
+        await waiting.until(lambda: not (tmp_path / "files" / short).exists())
 
 
 @pytest.mark.parametrize(
@@ -392,60 +305,51 @@ def test_one_start_with_a_clock_a_month_ahead_deletes_no_file_and_expires_no_bat
     ],
     ids=str,
 )
-def test_a_batch_waits_for_a_disk_that_is_full_and_loses_nothing(
+async def test_a_batch_waits_for_a_disk_that_is_full_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, only: str
 ) -> None:
     writes = Writes(lambda: error).watch(monkeypatch)
     echo = Echo({"line-3": lambda _: refused()})
-
-    async def main() -> None:
-        async with service_in(tmp_path, echo) as service:
-            echo.hold = asyncio.Event()
-            batch_id = await begin(service, TEN)
-            await echo.has_open(10)
-            writes.left, writes.only = 0, only
-            echo.hold.set()
-            await asyncio.sleep(0.2)
-            assert (await service.batch(OWNER, batch_id))["status"] in ("in_progress", "finalizing")
-            writes.left = None
-            output, errors = await ends(service, await until(service, batch_id))
-            assert (len(output), errors.keys()) == (9, {"line-3"})
-            assert not list((tmp_path / "drafts").iterdir())
-            assert len(await all_files(service)) == len(list((tmp_path / "files").iterdir())) == 3
-
-    asyncio.run(main())
+    async with service_in(tmp_path, echo) as service:
+        echo.hold = asyncio.Event()
+        batch_id = await begin(service, TEN)
+        await echo.has_open(10)
+        writes.left, writes.only = 0, only
+        echo.hold.set()
+        await asyncio.sleep(0.2)
+        assert (await service.batch(OWNER, batch_id))["status"] in ("in_progress", "finalizing")
+        writes.left = None
+        output, errors = await ends(service, await until(service, batch_id))
+        assert (len(output), errors.keys()) == (9, {"line-3"})
+        assert not list((tmp_path / "drafts").iterdir())
+        assert len(await all_files(service)) == len(list((tmp_path / "files").iterdir())) == 3
 
 
-def test_a_disk_that_stays_full_until_the_batch_expires_costs_no_line_that_was_done(
+async def test_a_disk_that_stays_full_until_the_batch_expires_costs_no_line_that_was_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes = Writes(lambda: OSError(28, "No space left on device")).watch(monkeypatch)
     clock, echo = Clock(), Echo()
-
-    async def main() -> None:
-        async with service_in(tmp_path, echo, clock=clock) as service:
-            batch_id = await some_done(service, echo)
-            writes.left, writes.only = 0, "write"
-            echo.answers = {}  # the others would end now
-            await asyncio.sleep(0.1)
-            clock.at += 90_000
-            await asyncio.sleep(0.1)
-            writes.left = None
-            batch = await until(service, batch_id)
-            output, errors = await ends(service, batch)
-            assert {f"line-{n}" for n in range(5)} <= output.keys()
-            assert output.keys() | errors.keys() == {f"line-{n}" for n in range(10)}
-            assert batch["request_counts"]["completed"] == len(output)
-
-    asyncio.run(main())
+    async with service_in(tmp_path, echo, clock=clock) as service:
+        batch_id = await some_done(service, echo)
+        writes.left, writes.only = 0, "write"
+        echo.answers = {}  # the others would end now
+        await asyncio.sleep(0.1)
+        clock.at += 90_000
+        await asyncio.sleep(0.1)
+        writes.left = None
+        batch = await until(service, batch_id)
+        output, errors = await ends(service, batch)
+        assert {f"line-{n}" for n in range(5)} <= output.keys()
+        assert output.keys() | errors.keys() == {f"line-{n}" for n in range(10)}
+        assert batch["request_counts"]["completed"] == len(output)
 
 
-def test_a_text_that_cannot_be_encoded_and_a_number_that_json_has_not_cost_no_other_line(tmp_path: Path) -> None:
+async def test_a_text_that_cannot_be_encoded_and_a_number_that_json_has_not_cost_no_other_line(tmp_path: Path) -> None:
     echo = Echo(
         {"line-1": lambda _: Answered(200, {"echo": "\ud800"}), "line-2": lambda _: Answered(200, {"x": math.nan})}
     )
-
-    async def use(service: LocalBatchService) -> None:
+    async with service_in(tmp_path, echo) as service:
         batch_ids = [await begin(service, TEN) for _ in range(2)]
         for batch_id in batch_ids:
             batch = await until(service, batch_id)
@@ -454,10 +358,8 @@ def test_a_text_that_cannot_be_encoded_and_a_number_that_json_has_not_cost_no_ot
             assert output["line-1"]["response"]["body"] == {"echo": "?"}
             assert errors["line-2"]["error"]["code"] == "server_error"
 
-    run(tmp_path, echo, use)
 
-
-def test_large_lines_are_written_in_a_thread_one_at_a_time(tmp_path: Path) -> None:
+async def test_large_lines_are_written_in_a_thread_one_at_a_time(tmp_path: Path) -> None:
     threads: list[str] = []
     under_way: list[int] = []
 
@@ -474,20 +376,17 @@ def test_large_lines_are_written_in_a_thread_one_at_a_time(tmp_path: Path) -> No
         return Answered(200, {"rows": Rows(some_at_a_time)}, is_large=True)
 
     echo = Echo({f"line-{number}": large for number in range(8)})
-
-    async def use(service: LocalBatchService) -> None:
+    async with service_in(tmp_path, echo) as service:
         for batch_id in [await begin(service, TEN) for _ in range(2)]:
             batch = await until(service, batch_id)
             output, _ = await ends(service, batch)
             assert (batch["status"], len(output)) == ("completed", 10)
             assert output["line-7"]["response"]["body"] == {"rows": [1, 2, 3]}
-
-    run(tmp_path, echo, use)
     assert len(threads) == 16
     assert "MainThread" not in threads
 
 
-def test_a_line_with_which_the_process_dies_again_and_again_is_given_up(
+async def test_a_line_with_which_the_process_dies_again_and_again_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that dies leaves what is in its folder at that moment."""
@@ -501,40 +400,33 @@ def test_a_line_with_which_the_process_dies_again_and_again_is_given_up(
     def has_begun(folder: Path) -> bool:
         return any(path.read_bytes()[0] & 1 << 3 for path in folder.glob("jobs/*/begun.bits"))
 
-    async def main() -> None:
-        folder, batch_id = tmp_path / "0", ""
-        for death in range(1, 5):
-            async with service_in(folder, answer) as service:
-                batch_id = batch_id or await begin(service, TEN)
-                await waiting.until(partial(has_begun, folder))
-                left = shutil.copytree(folder, tmp_path / str(death))
-            folder = left
-        async with service_in(folder, Echo()) as service:
-            batch = await until(service, batch_id)
-            output, errors = await ends(service, batch)
-            assert (batch["status"], len(output), errors.keys()) == ("completed", 9, {"line-3"})
-            assert "died 4 times" in errors["line-3"]["error"]["message"]
-
-    asyncio.run(main())
+    folder, batch_id = tmp_path / "0", ""
+    for death in range(1, 5):
+        async with service_in(folder, answer) as service:
+            batch_id = batch_id or await begin(service, TEN)
+            await waiting.until(partial(has_begun, folder))
+            left = shutil.copytree(folder, tmp_path / str(death))
+        folder = left
+    async with service_in(folder, Echo()) as service:
+        batch = await until(service, batch_id)
+        output, errors = await ends(service, batch)
+        assert (batch["status"], len(output), errors.keys()) == ("completed", 9, {"line-3"})
+        assert "died 4 times" in errors["line-3"]["error"]["message"]
 
 
-def test_a_batch_on_which_the_server_fails_ends_with_what_was_done(
+async def test_a_batch_on_which_the_server_fails_ends_with_what_was_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     echo = Echo()
-
-    async def main() -> None:
-        async with service_in(tmp_path, echo) as service:
-            batch_id = await some_done(service, echo)
-            monkeypatch.setattr("app.jobs.outputs.BatchFormat.answered", None)
-            echo.answers = {}
-            batch = await until(service, batch_id)
-            monkeypatch.undo()
-            output, _ = await ends(service, batch)
-            assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "server_error")
-            assert output.keys() == {f"line-{n}" for n in range(5)}
-
-    asyncio.run(main())
+    async with service_in(tmp_path, echo) as service:
+        batch_id = await some_done(service, echo)
+        monkeypatch.setattr("app.jobs.outputs.BatchFormat.answered", None)
+        echo.answers = {}
+        batch = await until(service, batch_id)
+        monkeypatch.undo()
+        output, _ = await ends(service, batch)
+        assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "server_error")
+        assert output.keys() == {f"line-{n}" for n in range(5)}
 
 
 async def is_paused(service: LocalBatchService, batch_id: str) -> dict[str, Any]:
@@ -546,13 +438,12 @@ def long_answers(num_bytes: int) -> dict[str, Callable[[int], Answered]]:
     return {f"line-{n}": lambda _: ok("x" * num_bytes) for n in range(10)}
 
 
-def test_a_batch_whose_owner_has_used_its_share_waits_until_it_deletes_files(
+async def test_a_batch_whose_owner_has_used_its_share_waits_until_it_deletes_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.jobs.batch_runner.SPACE_LOOK_EVERY_S", 0.001)
     echo = Echo(long_answers(10_000) | HALF_HANG)
-
-    async def use(service: LocalBatchService) -> None:
+    async with service_in(tmp_path, echo, max_total_bytes=200_000) as service:
         kept = await upload(service, b"x" * 50_000)
         batch_id = await begin(service, TEN)
         batch = await is_paused(service, batch_id)
@@ -574,17 +465,14 @@ def test_a_batch_whose_owner_has_used_its_share_waits_until_it_deletes_files(
         output, _ = await ends(service, batch)
         assert (len(output), batch["paused"]) == (10, None)
 
-    run(tmp_path, echo, use, max_total_bytes=200_000)
-
 
 @pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "expired"])
-def test_a_batch_that_waits_for_room_ends_with_what_was_done(
+async def test_a_batch_that_waits_for_room_ends_with_what_was_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
 ) -> None:
     monkeypatch.setattr("app.jobs.batch_runner.SPACE_LOOK_EVERY_S", 0.001)
     echo, clock = Echo(long_answers(10_000) | HALF_HANG), Clock()
-
-    async def use(service: LocalBatchService) -> None:
+    async with service_in(tmp_path, echo, max_total_bytes=100_000, clock=clock) as service:
         batch_id = await begin(service, TEN)
         batch = await is_paused(service, batch_id)
         if is_cancelled:
@@ -596,18 +484,15 @@ def test_a_batch_that_waits_for_room_ends_with_what_was_done(
         assert batch["status"] == ("cancelled" if is_cancelled else "expired")
         assert (len(output), len(errors)) == (5, 5)
 
-    run(tmp_path, echo, use, max_total_bytes=100_000, clock=clock)
 
-
-def test_a_batch_waits_for_a_disk_that_is_nearly_full_with_what_it_needs_for_its_files(
+async def test_a_batch_waits_for_a_disk_that_is_nearly_full_with_what_it_needs_for_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.jobs.batch_runner.SPACE_LOOK_EVERY_S", 0.001)
     echo = Echo(long_answers(10_000) | HALF_HANG)
     disk = SimpleNamespace(f_frsize=1, f_bavail=2 * RESERVE_BYTES, f_blocks=100_000_000_000)
     monkeypatch.setattr("os.statvfs", lambda _: disk)
-
-    async def use(service: LocalBatchService) -> None:
+    async with service_in(tmp_path, echo) as service:
         batch_id = await begin(service, TEN)
         await waiting.until(lambda: service.stats(OWNER), lambda stats: stats["requests"]["completed"] == 5)
         disk.f_bavail = RESERVE_BYTES // 2 + 50_000  # the five lines once more, and not the reserve
@@ -623,5 +508,3 @@ def test_a_batch_waits_for_a_disk_that_is_nearly_full_with_what_it_needs_for_its
         disk.f_bavail = RESERVE_BYTES // 2
         output, errors = await ends(service, await until(service, batch_id))
         assert (len(output), len(errors)) == (5, 5)
-
-    run(tmp_path, echo, use)

@@ -85,14 +85,14 @@ def test_a_process_that_another_has_replaced_changes_nothing(tmp_path: Path) -> 
         first.add_job(job, has_message=True)
         first.add_job(a_job(JobState.FINALIZING), has_message=True)
         first.end_job(a_job(JobState.FINALIZING).id, [], **ended)
-        [message] = first.outbox.take(10, 10, 10, 1, {})
+        [message] = first.outbox.take(10, 10, 1, {})
         with closing(Catalog(tmp_path)) as second:
             for change in (
                 lambda: first.add_job(a_job(JobState.VALIDATING)),
                 lambda: first.change_job(job.id, job.status, status=JobState.CANCELLING),
                 lambda: first.end_job(job.id, [], **ended),
                 lambda: first.remove_file("file-1"),
-                lambda: first.outbox.take(10, 20, 20, 1, {}),
+                lambda: first.outbox.take(20, 20, 1, {}),
                 lambda: first.outbox.put_off(message, 20, "reason"),
                 lambda: first.outbox.end(message, DeliveryState.DELIVERED),
                 first.file_ids,  # for a sweep
@@ -166,7 +166,7 @@ def test_batches_that_ended_long_ago_are_forgotten_with_their_messages(tmp_path:
         for name in ("told", "not-told-yet"):
             catalog.add_job(replace(a_job(JobState.FINALIZING), id=name), has_message=True)
             catalog.end_job(name, [], status=JobState.COMPLETED, completed_at=5)
-        [told, _] = catalog.outbox.take(10, 10, 20, 2, {})
+        [told, _] = catalog.outbox.take(10, 20, 2, {})
         catalog.outbox.end(told, DeliveryState.DELIVERED)
         assert catalog.forget_ended(50) == 3
         page = PageOf(owner="ann", limit=10, is_ascending=True)

@@ -101,31 +101,25 @@ def test_a_slot_goes_to_the_owner_with_the_fewest_and_none_is_lost(steps: list[t
     asyncio.run(main())
 
 
-def test_owners_take_turns_at_the_only_slot() -> None:
-    async def main() -> None:
-        slots, order = OwnerSlots(1), []
+async def test_owners_take_turns_at_the_only_slot() -> None:
+    slots, order = OwnerSlots(1), []
 
-        async def use(owner: str) -> None:
-            await slots.acquire(owner)
-            order.append(owner)
-            await asyncio.sleep(0)
-            slots.release(owner)
-
-        await asyncio.gather(*(use(owner) for owner in "aaaabbc"))
-        assert "".join(order) == "aabcaba"
-
-    asyncio.run(main())
-
-
-def test_a_slot_that_comes_as_its_task_is_cancelled_is_given_back() -> None:
-    async def main() -> None:
-        slots = OwnerSlots(1)
-        await slots.acquire("a")
-        waiting = asyncio.create_task(slots.acquire("b"))
+    async def use(owner: str) -> None:
+        await slots.acquire(owner)
+        order.append(owner)
         await asyncio.sleep(0)
-        slots.release("a")
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        assert not slots.locked()
+        slots.release(owner)
 
-    asyncio.run(main())
+    await asyncio.gather(*(use(owner) for owner in "aaaabbc"))
+    assert "".join(order) == "aabcaba"
+
+
+async def test_a_slot_that_comes_as_its_task_is_cancelled_is_given_back() -> None:
+    slots = OwnerSlots(1)
+    await slots.acquire("a")
+    waiting = asyncio.create_task(slots.acquire("b"))
+    await asyncio.sleep(0)
+    slots.release("a")
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert not slots.locked()

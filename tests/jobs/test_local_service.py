@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -34,16 +33,8 @@ OWNERS = ("ann", "bob", "cid")
 ONE = jsonl(input_line("one"))
 
 
-def run(folder: Path, use: Callable[[LocalBatchService], Awaitable[None]], **settings: Any) -> None:
-    async def main() -> None:
-        async with service_in(folder, Echo(), **settings) as service:
-            await use(service)
-
-    asyncio.run(main())
-
-
-def test_a_file_is_read_in_pieces_and_deleted_once(tmp_path: Path) -> None:
-    async def use(service: LocalBatchService) -> None:
+async def test_a_file_is_read_in_pieces_and_deleted_once(tmp_path: Path) -> None:
+    async with service_in(tmp_path, Echo()) as service:
         data = bytes(range(256)) * 20
         file_id = await upload(service, data)
         assert await content(service, file_id) == data
@@ -58,14 +49,12 @@ def test_a_file_is_read_in_pieces_and_deleted_once(tmp_path: Path) -> None:
                 await call
         assert not list((tmp_path / "files").iterdir())
 
-    run(tmp_path, use)
-
 
 @pytest.mark.parametrize(
     "file_id", ["", "..", "file-../../x", "../batches.sqlite3", "/etc/passwd", "x\0y", "' OR 1=1 --"]
 )
-def test_an_id_is_only_looked_up(tmp_path: Path, file_id: str) -> None:
-    async def use(service: LocalBatchService) -> None:
+async def test_an_id_is_only_looked_up(tmp_path: Path, file_id: str) -> None:
+    async with service_in(tmp_path, Echo()) as service:
         await upload(service, ONE)
         for call in (
             service.file(OWNER, file_id),
@@ -79,11 +68,9 @@ def test_an_id_is_only_looked_up(tmp_path: Path, file_id: str) -> None:
             with pytest.raises(NotFound):
                 await call
 
-    run(tmp_path, use)
 
-
-def test_an_owner_does_not_see_what_another_owns(tmp_path: Path) -> None:
-    async def use(service: LocalBatchService) -> None:
+async def test_an_owner_does_not_see_what_another_owns(tmp_path: Path) -> None:
+    async with service_in(tmp_path, Echo()) as service:
         batch = await until(service, await begin(service, ONE))
         file_id, other = batch["output_file_id"], "bob"
         for call in (
@@ -101,11 +88,9 @@ def test_an_owner_does_not_see_what_another_owns(tmp_path: Path) -> None:
         assert (await service.files(PageOf(owner=other, limit=10)))["data"] == []
         assert (await service.batches(PageOf(owner=other, limit=10)))["data"] == []
 
-    run(tmp_path, use)
 
-
-def test_lists_come_in_pages(tmp_path: Path) -> None:
-    async def use(service: LocalBatchService) -> None:
+async def test_lists_come_in_pages(tmp_path: Path) -> None:
+    async with service_in(tmp_path, Echo()) as service:
         ids = [await upload(service, ONE) for _ in range(5)]
         newest = await service.files(PageOf(owner=OWNER, limit=2))
         assert [file["id"] for file in newest["data"]] == [ids[4], ids[3]]
@@ -117,11 +102,11 @@ def test_lists_come_in_pages(tmp_path: Path) -> None:
         none = await service.files(PageOf(owner=OWNER, limit=1, purpose="batch_output"))
         assert none == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
 
-    run(tmp_path, use)
 
-
-def test_a_file_may_have_so_many_bytes_and_not_one_more(tmp_path: Path) -> None:
-    async def use(service: LocalBatchService) -> None:
+async def test_a_file_may_have_so_many_bytes_and_not_one_more(tmp_path: Path) -> None:
+    async with service_in(
+        tmp_path, Echo(), limits=BatchLimits(max_file_bytes=10_000), max_total_bytes=15_000
+    ) as service:
         upload_id = await service.begin_upload("")
         await service.append(upload_id, b"x" * 10_000)
         with pytest.raises(BodyTooLarge):
@@ -132,8 +117,6 @@ def test_a_file_may_have_so_many_bytes_and_not_one_more(tmp_path: Path) -> None:
         assert full.value.code == "storage_full"
         await upload(service, b"x" * 5_000, owner="")
 
-    run(tmp_path, use, limits=BatchLimits(max_file_bytes=10_000), max_total_bytes=15_000)
-
 
 async def is_taken(service: LocalBatchService, num_bytes: int, owner: str) -> bool:
     [result] = await asyncio.gather(upload(service, b"x" * num_bytes, owner=owner), return_exceptions=True)
@@ -141,31 +124,25 @@ async def is_taken(service: LocalBatchService, num_bytes: int, owner: str) -> bo
     return isinstance(result, str)
 
 
-def test_no_owner_can_take_the_place_of_all_files(tmp_path: Path) -> None:
+async def test_no_owner_can_take_the_place_of_all_files(tmp_path: Path) -> None:
     """Each may keep as much as stays free for others; what it deletes is free again, for another process too."""
-
-    async def main() -> None:
-        for owner, num_files in zip(OWNERS, (10, 5, 2), strict=True):  # of 20
-            async with service_in(tmp_path, Echo(), max_total_bytes=200_000) as service:
-                assert [await is_taken(service, 10_000, owner) for _ in range(num_files)] == [True] * num_files
-                assert not await is_taken(service, 10_000, owner)
+    for owner, num_files in zip(OWNERS, (10, 5, 2), strict=True):  # of 20
         async with service_in(tmp_path, Echo(), max_total_bytes=200_000) as service:
-            for file in await all_files(service, "ann"):
-                await service.delete_file("ann", file["id"])
-            assert await is_taken(service, 10_000, "bob")
-            uploads = [await service.begin_upload("dan") for _ in range(2)]
-            await service.append(uploads[0], b"x" * 50_000)
-            with pytest.raises(InvalidRequest, match="have 50,000 bytes"):
-                await service.append(uploads[1], b"x" * 50_000)
+            assert [await is_taken(service, 10_000, owner) for _ in range(num_files)] == [True] * num_files
+            assert not await is_taken(service, 10_000, owner)
+    async with service_in(tmp_path, Echo(), max_total_bytes=200_000) as service:
+        for file in await all_files(service, "ann"):
+            await service.delete_file("ann", file["id"])
+        assert await is_taken(service, 10_000, "bob")
+        uploads = [await service.begin_upload("dan") for _ in range(2)]
+        await service.append(uploads[0], b"x" * 50_000)
+        with pytest.raises(InvalidRequest, match="have 50,000 bytes"):
+            await service.append(uploads[1], b"x" * 50_000)
 
-    asyncio.run(main())
 
-
-def test_many_small_files_take_what_they_take_of_the_disk(tmp_path: Path) -> None:
-    async def use(service: LocalBatchService) -> None:
+async def test_many_small_files_take_what_they_take_of_the_disk(tmp_path: Path) -> None:
+    async with service_in(tmp_path, Echo(), max_total_bytes=20 * 4096) as service:
         assert [await is_taken(service, 1, OWNER) for _ in range(12)] == [True] * 10 + [False] * 2
-
-    run(tmp_path, use, max_total_bytes=20 * 4096)
 
 
 def has_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
@@ -174,8 +151,8 @@ def has_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr("os.statvfs", lambda _: disk)
 
 
-def test_a_disk_that_is_nearly_full_takes_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def use(service: LocalBatchService) -> None:
+async def test_a_disk_that_is_nearly_full_takes_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with service_in(tmp_path, Echo()) as service:
         file_id, upload_id = await upload(service, ONE), await service.begin_upload(OWNER)
         has_free(monkeypatch, RESERVE_BYTES - 1)
         new = NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=file_id)
@@ -188,11 +165,9 @@ def test_a_disk_that_is_nearly_full_takes_nothing_new(tmp_path: Path, monkeypatc
         has_free(monkeypatch, RESERVE_BYTES)
         assert await service.begin_upload(OWNER)
 
-    run(tmp_path, use)
 
-
-def test_what_was_abandoned_leaves_nothing(tmp_path: Path) -> None:
-    async def use(service: LocalBatchService) -> None:
+async def test_what_was_abandoned_leaves_nothing(tmp_path: Path) -> None:
+    async with service_in(tmp_path, Echo()) as service:
         upload_id = await service.begin_upload(OWNER)
         await service.append(upload_id, b"x")
         await service.abandon_upload(upload_id)
@@ -201,36 +176,28 @@ def test_what_was_abandoned_leaves_nothing(tmp_path: Path) -> None:
             await service.append(upload_id, b"x")
         assert not list((tmp_path / "drafts").iterdir())
 
-    run(tmp_path, use)
 
-
-def test_an_abandoned_upload_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_abandoned_upload_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.jobs.local_service.HOUSEKEEPING_S", 0.01)
     monkeypatch.setattr("app.jobs.local_service.UPLOAD_TIMEOUT_S", 0.03)
-
-    async def use(service: LocalBatchService) -> None:
+    async with service_in(tmp_path, Echo()) as service:
         upload_id = await service.begin_upload(OWNER)
         await waiting.until(lambda: not list((tmp_path / "drafts").iterdir()))
         with pytest.raises(Unavailable):
             await service.append(upload_id, b"x")
 
-    run(tmp_path, use)
 
-
-def test_so_many_batches_and_no_more(tmp_path: Path) -> None:
-    async def main() -> None:
-        echo = Echo()
-        echo.hold = asyncio.Event()
-        async with service_in(tmp_path, echo, limits=BatchLimits(max_batches=2)) as service:
-            batch_ids = [await begin(service, ONE, owner="") for _ in range(2)]
-            with pytest.raises(Overloaded):
-                await begin(service, ONE, owner="")
-            echo.hold.set()
-            for batch_id in batch_ids:
-                await until(service, batch_id, owner="")
+async def test_so_many_batches_and_no_more(tmp_path: Path) -> None:
+    echo = Echo()
+    echo.hold = asyncio.Event()
+    async with service_in(tmp_path, echo, limits=BatchLimits(max_batches=2)) as service:
+        batch_ids = [await begin(service, ONE, owner="") for _ in range(2)]
+        with pytest.raises(Overloaded):
             await begin(service, ONE, owner="")
-
-    asyncio.run(main())
+        echo.hold.set()
+        for batch_id in batch_ids:
+            await until(service, batch_id, owner="")
+        await begin(service, ONE, owner="")
 
 
 async def num_taken(call: Callable[[], Awaitable[object]], num_calls: int) -> int:
@@ -241,33 +208,28 @@ async def num_taken(call: Callable[[], Awaitable[object]], num_calls: int) -> in
     return num_calls - len(refused)
 
 
-def test_owners_share_the_places_for_batches_and_uploads(tmp_path: Path) -> None:
+async def test_owners_share_the_places_for_batches_and_uploads(tmp_path: Path) -> None:
     """Of 64 places two thirds for two that come at the same time, and something for each that comes later."""
+    echo = Echo()
+    echo.hold = asyncio.Event()
+    async with service_in(tmp_path, echo) as service:
+        file_ids = {owner: await upload(service, ONE, owner=owner) for owner in OWNERS}
 
-    async def main() -> None:
-        echo = Echo()
-        echo.hold = asyncio.Event()
-        async with service_in(tmp_path, echo) as service:
-            file_ids = {owner: await upload(service, ONE, owner=owner) for owner in OWNERS}
+        def create(owner: str) -> Callable[[], Awaitable[object]]:
+            new = NewBatch(owner=owner, endpoint=CHAT, input_file_id=file_ids[owner])
+            return lambda: service.create_batch(new)
 
-            def create(owner: str) -> Callable[[], Awaitable[object]]:
-                new = NewBatch(owner=owner, endpoint=CHAT, input_file_id=file_ids[owner])
-                return lambda: service.create_batch(new)
+        def send(owner: str) -> Callable[[], Awaitable[object]]:
+            return lambda: service.begin_upload(owner)
 
-            def send(owner: str) -> Callable[[], Awaitable[object]]:
-                return lambda: service.begin_upload(owner)
-
-            assert [await num_taken(create(owner), 80) for owner in OWNERS] == [32, 16, 8]
-            assert [await num_taken(send(owner), 80) for owner in OWNERS] == [32, 16, 8]
-            echo.hold.set()
-
-    asyncio.run(main())
+        assert [await num_taken(create(owner), 80) for owner in OWNERS] == [32, 16, 8]
+        assert [await num_taken(send(owner), 80) for owner in OWNERS] == [32, 16, 8]
+        echo.hold.set()
 
 
-def test_what_a_client_has_begun_is_done_though_it_goes(tmp_path: Path) -> None:
+async def test_what_a_client_has_begun_is_done_though_it_goes(tmp_path: Path) -> None:
     """A batch that is known is worked off, an upload that is begun is dropped by its time."""
-
-    async def use(service: LocalBatchService) -> None:
+    async with service_in(tmp_path, Echo()) as service:
         file_id = await upload(service, ONE)
         for num_turns in range(6):
             new = NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=file_id)
@@ -282,60 +244,47 @@ def test_what_a_client_has_begun_is_done_though_it_goes(tmp_path: Path) -> None:
             assert (await until(service, batch["id"]))["status"] == "completed"
         assert {path.name for path in (tmp_path / "drafts").iterdir()} == set(service._uploads)
 
-    run(tmp_path, use)
+
+async def test_the_input_of_a_batch_stays_until_it_has_ended(tmp_path: Path) -> None:
+    echo = Echo()
+    echo.hold = asyncio.Event()
+    async with service_in(tmp_path, echo) as service:
+        batch = await service.batch(OWNER, await begin(service, ONE))
+        with pytest.raises(InvalidRequest, match=batch["id"]):
+            await service.delete_file(OWNER, batch["input_file_id"])
+        echo.hold.set()
+        batch = await until(service, batch["id"])
+        assert (await service.delete_file(OWNER, batch["input_file_id"]))["deleted"]
+        with pytest.raises(InvalidRequest, match="purpose is 'batch_output'"):
+            await service.create_batch(NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=batch["output_file_id"]))
 
 
-def test_the_input_of_a_batch_stays_until_it_has_ended(tmp_path: Path) -> None:
-    async def main() -> None:
-        echo = Echo()
-        echo.hold = asyncio.Event()
-        async with service_in(tmp_path, echo) as service:
-            batch = await service.batch(OWNER, await begin(service, ONE))
-            with pytest.raises(InvalidRequest, match=batch["id"]):
-                await service.delete_file(OWNER, batch["input_file_id"])
-            echo.hold.set()
-            batch = await until(service, batch["id"])
-            assert (await service.delete_file(OWNER, batch["input_file_id"]))["deleted"]
-            with pytest.raises(InvalidRequest, match="purpose is 'batch_output'"):
-                await service.create_batch(NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=batch["output_file_id"]))
-
-    asyncio.run(main())
-
-
-def test_a_folder_that_cannot_be_is_said_at_once(tmp_path: Path) -> None:
+async def test_a_folder_that_cannot_be_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-
-    async def main() -> None:
-        service = service_in(tmp_path / "file", Echo())
-        service.start()
-        with pytest.raises(FileExistsError):
-            await service.opened()
-        with pytest.raises(FileExistsError):
-            service.check_health()
-        with pytest.raises(Unavailable):
-            await service.begin_upload(OWNER)
-        await service.close()
-
-    asyncio.run(main())
+    service = service_in(tmp_path / "file", Echo())
+    service.start()
+    with pytest.raises(FileExistsError):
+        await service.opened()
+    with pytest.raises(FileExistsError):
+        service.check_health()
+    with pytest.raises(Unavailable):
+        await service.begin_upload(OWNER)
+    await service.close()
 
 
-def test_a_second_process_waits_for_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_second_process_waits_for_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.jobs.local_service.LOCK_RETRY_S", 0.01)
-
-    async def main() -> None:
-        first = service_in(tmp_path, Echo())
-        second = service_in(tmp_path, Echo())
-        async with first:
-            file_id = await upload(first, ONE)
-            second.start()
-            await asyncio.sleep(0.05)
-            with pytest.raises(Unavailable):
-                await second.file(OWNER, file_id)
-        await second.opened()
-        assert (await second.file(OWNER, file_id))["id"] == file_id
-        await second.close()
-
-    asyncio.run(main())
+    first = service_in(tmp_path, Echo())
+    second = service_in(tmp_path, Echo())
+    async with first:
+        file_id = await upload(first, ONE)
+        second.start()
+        await asyncio.sleep(0.05)
+        with pytest.raises(Unavailable):
+            await second.file(OWNER, file_id)
+    await second.opened()
+    assert (await second.file(OWNER, file_id))["id"] == file_id
+    await second.close()
 
 
 LINES = {f"line-{n}" for n in range(6)}
@@ -357,45 +306,41 @@ async def both_open(folder: Path) -> tuple[LocalBatchService, Echo, LocalBatchSe
     return first, first_echo, second, second_echo, batch_id
 
 
-def test_two_processes_that_both_hold_the_folder_lose_and_double_nothing(
+async def test_two_processes_that_both_hold_the_folder_lose_and_double_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.jobs.local_service.GENERATION_CHECK_S", 3600)  # the first goes on as long as it can
-
-    async def main() -> None:
-        first, first_echo, second, second_echo, batch_id = await both_open(tmp_path)
-        upload_id = await first.begin_upload(OWNER)
-        await first.append(upload_id, ONE)
-        file_id = await upload(second, ONE)
-        assert first_echo.hold
-        assert second_echo.hold
-        first_echo.hold.set()
-        await waiting.until(lambda: first_echo.asked.keys() == LINES and not first_echo.num_open)
-        for change in (
-            first.finish_upload(upload_id, NewFile(filename="x", purpose="batch")),
-            first.delete_file(OWNER, file_id),
-            first.cancel_batch(OWNER, batch_id),
-            begin(first, ONE),
-        ):
-            with pytest.raises(Unavailable):
-                await change
-        assert (await second.batch(OWNER, batch_id))["status"] == "in_progress"
-        second_echo.hold.set()
-        batch = await until(second, batch_id)
-        assert batch["request_counts"] == {"total": 6, "completed": 6, "failed": 0}
-        await first.close()
-        await second.close()
-        async with service_in(tmp_path, Echo()) as third:
-            assert await third.batch(OWNER, batch_id) == batch
-            output, errors = await ends(third, batch)
-            assert (output.keys(), errors) == (LINES, {})
-            assert (
-                {file["id"] for file in await all_files(third)}
-                == {path.name for path in (tmp_path / "files").iterdir()}
-                == {file_id, batch["input_file_id"], batch["output_file_id"]}
-            )
-
-    asyncio.run(main())
+    first, first_echo, second, second_echo, batch_id = await both_open(tmp_path)
+    upload_id = await first.begin_upload(OWNER)
+    await first.append(upload_id, ONE)
+    file_id = await upload(second, ONE)
+    assert first_echo.hold
+    assert second_echo.hold
+    first_echo.hold.set()
+    await waiting.until(lambda: first_echo.asked.keys() == LINES and not first_echo.num_open)
+    for change in (
+        first.finish_upload(upload_id, NewFile(filename="x", purpose="batch")),
+        first.delete_file(OWNER, file_id),
+        first.cancel_batch(OWNER, batch_id),
+        begin(first, ONE),
+    ):
+        with pytest.raises(Unavailable):
+            await change
+    assert (await second.batch(OWNER, batch_id))["status"] == "in_progress"
+    second_echo.hold.set()
+    batch = await until(second, batch_id)
+    assert batch["request_counts"] == {"total": 6, "completed": 6, "failed": 0}
+    await first.close()
+    await second.close()
+    async with service_in(tmp_path, Echo()) as third:
+        assert await third.batch(OWNER, batch_id) == batch
+        output, errors = await ends(third, batch)
+        assert (output.keys(), errors) == (LINES, {})
+        assert (
+            {file["id"] for file in await all_files(third)}
+            == {path.name for path in (tmp_path / "files").iterdir()}
+            == {file_id, batch["input_file_id"], batch["output_file_id"]}
+        )
 
 
 def has_ended(service: LocalBatchService) -> bool:
@@ -406,17 +351,13 @@ def has_ended(service: LocalBatchService) -> bool:
     return False
 
 
-def test_a_process_stops_when_it_has_lost_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_stops_when_it_has_lost_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.jobs.local_service.GENERATION_CHECK_S", 0.01)
-
-    async def main() -> None:
-        first, first_echo, second, _, _ = await both_open(tmp_path)
-        await waiting.until(lambda: not first_echo.num_open)  # its lines were aborted
-        with pytest.raises(Unavailable):
-            await first.begin_upload(OWNER)
-        await waiting.until(lambda: has_ended(first))  # after its catalog is closed; and so it is replaced
-        second.check_health()
-        await first.close()
-        await second.close()
-
-    asyncio.run(main())
+    first, first_echo, second, _, _ = await both_open(tmp_path)
+    await waiting.until(lambda: not first_echo.num_open)  # its lines were aborted
+    with pytest.raises(Unavailable):
+        await first.begin_upload(OWNER)
+    await waiting.until(lambda: has_ended(first))  # after its catalog is closed; and so it is replaced
+    second.check_health()
+    await first.close()
+    await second.close()

@@ -237,8 +237,8 @@ def test_in_int8_a_token_without_a_number_shows_in_its_sequence_alone() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "in_tiles", "in_int8"), NATIVE)
-@pytest.mark.parametrize("heads_per_kv", [1, 3, 4, 8, 14])
-@settings(max_examples=12, deadline=None)
+@pytest.mark.parametrize("heads_per_kv", [1, 4, 14])
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_native_rows_that_read_shared_blocks_together_have_the_bits_of_each_alone(
     dtype: torch.dtype, in_tiles: bool, in_int8: bool, heads_per_kv: int, data: st.DataObject

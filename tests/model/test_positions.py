@@ -63,7 +63,7 @@ def test_a_request_has_the_same_positions_beside_a_long_one_as_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = save(tmp_path, "longrope")
-    long = make_request(tuple(3 + n % 200 for n in range(150)), max_tokens=60, ignore_eos=True)
+    long = make_request(tuple(3 + n % 200 for n in range(150)), max_tokens=16, ignore_eos=True)
     with caplog.at_level("INFO"):
         engine = build(path)
     assert "all sequences have the longrope positions of one of 256 tokens" in caplog.text

@@ -148,83 +148,67 @@ def test_the_systems_own_names_lead_to_no_exception() -> None:
     assert connects.addresses == []
 
 
-def test_of_several_addresses_only_those_that_are_allowed_are_connected_to() -> None:
-    async def main() -> None:
-        async with Receiver(host="127.0.0.2") as allowed, Receiver(host="127.0.0.1", port=allowed.port) as forbidden:
-            client = WebhookClient(("127.0.0.2/32",), look_up=names("127.0.0.1", "127.0.0.2", "127.0.0.3"))
-            with Connects() as connects:
-                await client.deliver(message(), at(f"http://hooks.example:{allowed.port}/hook"), time.time())
-            assert connects.addresses == [("127.0.0.2", allowed.port)]
-            assert (allowed.num_connections, forbidden.num_connections) == (1, 0)
-            assert allowed.received[0].headers["host"] == f"hooks.example:{allowed.port}"
-            client.close()
-
-    asyncio.run(main())
+async def test_of_several_addresses_only_those_that_are_allowed_are_connected_to() -> None:
+    async with Receiver(host="127.0.0.2") as allowed, Receiver(host="127.0.0.1", port=allowed.port) as forbidden:
+        client = WebhookClient(("127.0.0.2/32",), look_up=names("127.0.0.1", "127.0.0.2", "127.0.0.3"))
+        with Connects() as connects:
+            await client.deliver(message(), at(f"http://hooks.example:{allowed.port}/hook"), time.time())
+        assert connects.addresses == [("127.0.0.2", allowed.port)]
+        assert (allowed.num_connections, forbidden.num_connections) == (1, 0)
+        assert allowed.received[0].headers["host"] == f"hooks.example:{allowed.port}"
+        client.close()
 
 
-def test_a_name_that_changes_its_address_between_two_looks_is_looked_up_once() -> None:
+async def test_a_name_that_changes_its_address_between_two_looks_is_looked_up_once() -> None:
     looks: list[str] = []
+    async with Receiver(host="127.0.0.2") as allowed, Receiver(host="127.0.0.1", port=allowed.port) as forbidden:
 
-    async def main() -> None:
-        async with Receiver(host="127.0.0.2") as allowed, Receiver(host="127.0.0.1", port=allowed.port) as forbidden:
+        def rebinding(host: str, port: int) -> Sequence[tuple[Any, ...]]:
+            looks.append(host)
+            return names("127.0.0.2" if len(looks) == 1 else "127.0.0.1")(host, port)
 
-            def rebinding(host: str, port: int) -> Sequence[tuple[Any, ...]]:
-                looks.append(host)
-                return names("127.0.0.2" if len(looks) == 1 else "127.0.0.1")(host, port)
-
-            client = WebhookClient(("127.0.0.2/32",), look_up=rebinding)
-            url = f"http://hooks.example:{allowed.port}/hook"
-            client.check(at(url))
-            await client.deliver(message(), at(url), time.time())
-            assert looks == ["hooks.example"]
-            with Connects() as connects:
-                assert "not a public one" in (await failure(client, url)).reason
-            assert connects.addresses == []
-            assert (allowed.num_connections, forbidden.num_connections) == (1, 0)
-            client.close()
-
-    asyncio.run(main())
+        client = WebhookClient(("127.0.0.2/32",), look_up=rebinding)
+        url = f"http://hooks.example:{allowed.port}/hook"
+        client.check(at(url))
+        await client.deliver(message(), at(url), time.time())
+        assert looks == ["hooks.example"]
+        with Connects() as connects:
+            assert "not a public one" in (await failure(client, url)).reason
+        assert connects.addresses == []
+        assert (allowed.num_connections, forbidden.num_connections) == (1, 0)
+        client.close()
 
 
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
-def test_redirects_are_not_followed(code: int) -> None:
-    async def main() -> None:
-        async with Receiver() as target, Receiver(lambda n: status(code, f"Location: {target.url}")) as receiver:
-            client = WebhookClient(LOCAL)
-            failed = await failure(client, receiver.url)
-            assert failed.reason == f"the receiver answered with {code}"
-            assert (receiver.num_connections, target.num_connections) == (1, 0)
+async def test_redirects_are_not_followed(code: int) -> None:
+    async with Receiver() as target, Receiver(lambda n: status(code, f"Location: {target.url}")) as receiver:
+        client = WebhookClient(LOCAL)
+        failed = await failure(client, receiver.url)
+        assert failed.reason == f"the receiver answered with {code}"
+        assert (receiver.num_connections, target.num_connections) == (1, 0)
+        client.close()
+
+
+async def test_no_proxy_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Receiver() as receiver, Receiver() as proxy:
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.port}")
+            monkeypatch.setenv(name.lower(), f"http://127.0.0.1:{proxy.port}")
+        client = WebhookClient(LOCAL)
+        await client.deliver(message(), at(receiver.url), time.time())
+        assert (receiver.num_connections, proxy.num_connections) == (1, 0)
+        client.close()
+
+
+async def test_only_what_is_configured_may_be_reached_beside_public_addresses() -> None:
+    async with Receiver() as receiver:
+        for allowed_networks in ((), ("127.0.0.2/32", "::/0")):
+            client = WebhookClient(allowed_networks)
+            with pytest.raises(InvalidRequest):
+                client.check(at(receiver.url))
+            assert (await failure(client, receiver.url)).is_final
             client.close()
-
-    asyncio.run(main())
-
-
-def test_no_proxy_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with Receiver() as receiver, Receiver() as proxy:
-            for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-                monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.port}")
-                monkeypatch.setenv(name.lower(), f"http://127.0.0.1:{proxy.port}")
-            client = WebhookClient(LOCAL)
-            await client.deliver(message(), at(receiver.url), time.time())
-            assert (receiver.num_connections, proxy.num_connections) == (1, 0)
-            client.close()
-
-    asyncio.run(main())
-
-
-def test_only_what_is_configured_may_be_reached_beside_public_addresses() -> None:
-    async def main() -> None:
-        async with Receiver() as receiver:
-            for allowed_networks in ((), ("127.0.0.2/32", "::/0")):
-                client = WebhookClient(allowed_networks)
-                with pytest.raises(InvalidRequest):
-                    client.check(at(receiver.url))
-                assert (await failure(client, receiver.url)).is_final
-                client.close()
-            assert receiver.num_connections == 0
-
-    asyncio.run(main())
+        assert receiver.num_connections == 0
 
 
 @pytest.mark.parametrize(
@@ -282,33 +266,30 @@ def test_what_receivers_answer(answer: bytes | None, reason: str | None) -> None
         asyncio.run(main())
 
 
-def test_a_refused_connection_is_a_failed_attempt() -> None:
-    async def main() -> None:
-        async with Receiver() as receiver:
-            pass
-        client = WebhookClient(LOCAL)
-        failed = await failure(client, receiver.url)
-        assert failed.reason.startswith("the connection failed")
-        assert not failed.is_final
-        client.close()
-
-    asyncio.run(main())
+async def test_a_refused_connection_is_a_failed_attempt() -> None:
+    async with Receiver() as receiver:
+        pass
+    client = WebhookClient(LOCAL)
+    failed = await failure(client, receiver.url)
+    assert failed.reason.startswith("the connection failed")
+    assert not failed.is_final
+    client.close()
 
 
 def test_a_name_server_that_is_slow_costs_the_time_of_one_attempt() -> None:
-    gate = threading.Event()
+    gate, has_ended = threading.Event(), threading.Event()
 
     def slow(host: str, port: int) -> Sequence[tuple[Any, ...]]:
         gate.wait(20)
+        has_ended.set()
         raise OSError("no such name")
 
     client = WebhookClient(timeout_s=0.2, look_up=slow)
 
     async def use() -> None:
-        began = time.monotonic()
         try:
             failures = await asyncio.gather(*(failure(client, "https://hooks.example/x") for _ in range(8)))
-            assert time.monotonic() - began < 2
+            assert not has_ended.is_set()
             assert {each.reason for each in failures} == {"no answer within 0.2 s"}
             assert await asyncio.to_thread(lambda: 3) == 3, "the threads of others are free"
         finally:
@@ -348,37 +329,30 @@ def certificate(folder: Path, name: str) -> tuple[ssl.SSLContext, ssl.SSLContext
     return server, ssl.create_default_context(cadata=pem.decode())
 
 
-def test_tls_is_verified_against_the_hosts_name(tmp_path: Path) -> None:
+async def test_tls_is_verified_against_the_hosts_name(tmp_path: Path) -> None:
     server, trusting = certificate(tmp_path, "hooks.example")
-
-    async def main() -> None:
-        async with Receiver(tls=server) as receiver:
-            look_up = names("127.0.0.1")
-            client = WebhookClient(LOCAL, look_up=look_up, tls=trusting)
-            await client.deliver(message(), at(f"https://hooks.example:{receiver.port}/hook"), time.time())
-            assert len(receiver.received) == 1
-            for host, tls in (("other.example", trusting), ("hooks.example", None)):
-                other = WebhookClient(LOCAL, look_up=look_up, tls=tls)
-                failed = await failure(other, f"https://{host}:{receiver.port}/hook")
-                assert failed.reason == "the certificate is not one for this host"
-                other.close()
-            assert len(receiver.received) == 1, "nothing was said to them"
-            client.close()
-
-    asyncio.run(main())
+    async with Receiver(tls=server) as receiver:
+        look_up = names("127.0.0.1")
+        client = WebhookClient(LOCAL, look_up=look_up, tls=trusting)
+        await client.deliver(message(), at(f"https://hooks.example:{receiver.port}/hook"), time.time())
+        assert len(receiver.received) == 1
+        for host, tls in (("other.example", trusting), ("hooks.example", None)):
+            other = WebhookClient(LOCAL, look_up=look_up, tls=tls)
+            failed = await failure(other, f"https://{host}:{receiver.port}/hook")
+            assert failed.reason == "the certificate is not one for this host"
+            other.close()
+        assert len(receiver.received) == 1, "nothing was said to them"
+        client.close()
 
 
-def test_what_arrives(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with Receiver(lambda n: OK) as receiver:
-            client = WebhookClient(LOCAL)
-            await client.deliver(message(), at(f"{receiver.url}?a=%20b&c"), 1_700_000_000.9)
-            [received] = receiver.received
-            assert received.line == "POST /hook?a=%20b&c HTTP/1.1"
-            assert received.headers["content-type"] == "application/json"
-            assert received.headers["webhook-id"] == "evt_1"
-            assert received.headers["webhook-timestamp"] == "1700000000"
-            assert received.body == message().body()
-            client.close()
-
-    asyncio.run(main())
+async def test_what_arrives(tmp_path: Path) -> None:
+    async with Receiver(lambda n: OK) as receiver:
+        client = WebhookClient(LOCAL)
+        await client.deliver(message(), at(f"{receiver.url}?a=%20b&c"), 1_700_000_000.9)
+        [received] = receiver.received
+        assert received.line == "POST /hook?a=%20b&c HTTP/1.1"
+        assert received.headers["content-type"] == "application/json"
+        assert received.headers["webhook-id"] == "evt_1"
+        assert received.headers["webhook-timestamp"] == "1700000000"
+        assert received.body == message().body()
+        client.close()

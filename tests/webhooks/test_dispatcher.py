@@ -64,57 +64,47 @@ def read(received: Received, secret: str = SECRET) -> Any:
     return verifier.unwrap(received.body, received.headers, secret=secret)
 
 
-def test_the_receiver_hears_once_of_the_end_of_a_batch(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with Receiver() as receiver, service_in(tmp_path) as service:
-            batch_id = await begin(service, receiver.url)
-            batch = await until(service, batch_id)
-            shown = await webhook_of(service, batch_id, "delivered")
-            counts = await service.counts()
-            assert (counts["num_lines_completed"], counts["num_lines_failed"]) == (1, 0)
-            assert counts["num_webhook_attempts"] == counts["num_webhooks_delivered"] == 1
-            assert counts["num_webhooks_given_up"] == counts["num_webhooks_pending"] == 0
-            [received] = receiver.received
-            event = read(received)
-            assert (event.type, event.data.id, event.created_at) == ("batch.completed", batch_id, batch["completed_at"])
-            assert event.id == received.headers["webhook-id"] == shown["id"]
-            assert (shown["attempts"], shown["last_error"]) == (1, None)
-
-    asyncio.run(main())
+async def test_the_receiver_hears_once_of_the_end_of_a_batch(tmp_path: Path) -> None:
+    async with Receiver() as receiver, service_in(tmp_path) as service:
+        batch_id = await begin(service, receiver.url)
+        batch = await until(service, batch_id)
+        shown = await webhook_of(service, batch_id, "delivered")
+        counts = await service.counts()
+        assert (counts["num_lines_completed"], counts["num_lines_failed"]) == (1, 0)
+        assert counts["num_webhook_attempts"] == counts["num_webhooks_delivered"] == 1
+        assert counts["num_webhooks_given_up"] == counts["num_webhooks_pending"] == 0
+        [received] = receiver.received
+        event = read(received)
+        assert (event.type, event.data.id, event.created_at) == ("batch.completed", batch_id, batch["completed_at"])
+        assert event.id == received.headers["webhook-id"] == shown["id"]
+        assert (shown["attempts"], shown["last_error"]) == (1, None)
 
 
-def test_every_kind_of_end_is_told(tmp_path: Path) -> None:
+async def test_every_kind_of_end_is_told(tmp_path: Path) -> None:
     echo = Echo({"slow": raising(Overloaded("full", retry_after_s=60))})
     slow = jsonl(input_line("slow"))
-
-    async def main() -> None:
-        # Long enough that a busy machine cancels the third before it expires.
-        async with Receiver() as receiver, service_in(tmp_path, echo, limits=BatchLimits(window_s=4)) as service:
-            failed = await begin(service, receiver.url, b"nonsense\n")
-            expired = await begin(service, receiver.url, slow)
-            cancelled = await begin(service, receiver.url, slow)
-            await until(service, cancelled, "in_progress")
-            await service.cancel_batch(OWNER, cancelled)
-            events = {event.data.id: event.type for event in map(read, await receiver.got(3))}
-            assert events == {failed: "batch.failed", expired: "batch.expired", cancelled: "batch.cancelled"}
-
-    asyncio.run(main())
+    # Long enough that a busy machine cancels the third before it expires.
+    async with Receiver() as receiver, service_in(tmp_path, echo, limits=BatchLimits(window_s=4)) as service:
+        failed = await begin(service, receiver.url, b"nonsense\n")
+        expired = await begin(service, receiver.url, slow)
+        cancelled = await begin(service, receiver.url, slow)
+        await until(service, cancelled, "in_progress")
+        await service.cancel_batch(OWNER, cancelled)
+        events = {event.data.id: event.type for event in map(read, await receiver.got(3))}
+        assert events == {failed: "batch.failed", expired: "batch.expired", cancelled: "batch.cancelled"}
 
 
-def test_a_receiver_that_fails_is_tried_again_with_the_same_message(tmp_path: Path) -> None:
-    async def main() -> None:
-        answers = [status(500), None, b"nonsense\r\n\r\n", status(302, "Location: /"), OK]
-        async with Receiver(lambda n: answers[n]) as receiver:
-            async with service_in(tmp_path, timeout_s=0.1) as service:
-                batch_id = await begin(service, receiver.url)
-                shown = await webhook_of(service, batch_id, "delivered")
-                assert shown["attempts"] == 5
-            assert len(receiver.received) == 5
-            assert len({(each.headers["webhook-id"], each.body) for each in receiver.received}) == 1
-            for each in receiver.received:
-                read(each)
-
-    asyncio.run(main())
+async def test_a_receiver_that_fails_is_tried_again_with_the_same_message(tmp_path: Path) -> None:
+    answers = [status(500), None, b"nonsense\r\n\r\n", status(302, "Location: /"), OK]
+    async with Receiver(lambda n: answers[n]) as receiver:
+        async with service_in(tmp_path, timeout_s=0.1) as service:
+            batch_id = await begin(service, receiver.url)
+            shown = await webhook_of(service, batch_id, "delivered")
+            assert shown["attempts"] == 5
+        assert len(receiver.received) == 5
+        assert len({(each.headers["webhook-id"], each.body) for each in receiver.received}) == 1
+        for each in receiver.received:
+            read(each)
 
 
 class Clock:
@@ -125,31 +115,27 @@ class Clock:
         return self.at
 
 
-def test_a_receiver_that_is_down_hears_of_it_after_restarts(tmp_path: Path) -> None:
+async def test_a_receiver_that_is_down_hears_of_it_after_restarts(tmp_path: Path) -> None:
     clock = Clock()
-
-    async def main() -> None:
-        async with Receiver() as receiver:
-            port, retries = receiver.port, RetrySchedule(first_pause_s=60, max_pause_s=600)
-        batch_id = ""
-        for life in range(3):
-            async with service_in(tmp_path, retries=retries, clock=clock) as service:
-                batch_id = batch_id or await begin(service, receiver.url)
-                async with asyncio.timeout(10):
-                    while True:
-                        shown = (await service.batch(OWNER, batch_id))["webhook"]
-                        if shown["attempts"] > life and shown["last_error"] is not None:
-                            break
-                        await asyncio.sleep(0.005)
-                assert shown["status"] == "pending"
-                assert shown["last_error"].startswith("the connection failed")
-            clock.at += 1200
-        async with Receiver(port=port) as up, service_in(tmp_path, retries=retries, clock=clock) as service:
-            shown = await webhook_of(service, batch_id, "delivered")
-            assert [read_at(each, clock.at) for each in up.received] == [batch_id]
-            assert shown["attempts"] == 4
-
-    asyncio.run(main())
+    async with Receiver() as receiver:
+        port, retries = receiver.port, RetrySchedule(first_pause_s=60, max_pause_s=600)
+    batch_id = ""
+    for life in range(3):
+        async with service_in(tmp_path, retries=retries, clock=clock) as service:
+            batch_id = batch_id or await begin(service, receiver.url)
+            async with asyncio.timeout(10):
+                while True:
+                    shown = (await service.batch(OWNER, batch_id))["webhook"]
+                    if shown["attempts"] > life and shown["last_error"] is not None:
+                        break
+                    await asyncio.sleep(0.005)
+            assert shown["status"] == "pending"
+            assert shown["last_error"].startswith("the connection failed")
+        clock.at += 1200
+    async with Receiver(port=port) as up, service_in(tmp_path, retries=retries, clock=clock) as service:
+        shown = await webhook_of(service, batch_id, "delivered")
+        assert [read_at(each, clock.at) for each in up.received] == [batch_id]
+        assert shown["attempts"] == 4
 
 
 def read_at(received: Received, at: float) -> str:
@@ -158,54 +144,24 @@ def read_at(received: Received, at: float) -> str:
     return str(json.loads(received.body)["data"]["id"])
 
 
-def test_what_was_delivered_but_not_booked_comes_again_as_the_same_message(tmp_path: Path) -> None:
+async def test_what_was_delivered_but_not_booked_comes_again_as_the_same_message(tmp_path: Path) -> None:
     clock = Clock()
-
-    async def main() -> None:
-        held = True
-        async with Receiver(lambda n: None if held else OK) as receiver:
-            async with service_in(tmp_path, clock=clock) as service:
-                batch_id = await begin(service, receiver.url)
-                await receiver.got(1)  # and no more is heard of the process that sent it
-            held = False
-            async with service_in(tmp_path, clock=clock) as service:
-                await asyncio.sleep(0.05)
-                assert len(receiver.received) == 1, "an attempt may still be under way"
-                clock.at += 11
-                service_wakes = await begin(service, None)
-                await until(service, service_wakes)
-                shown = await webhook_of(service, batch_id, "delivered")
-                assert shown["attempts"] == 2
-            first, second = receiver.received
-            assert (first.headers["webhook-id"], first.body) == (second.headers["webhook-id"], second.body)
-
-    asyncio.run(main())
-
-
-async def failed(service: LocalBatchService, batch_id: str, attempts: int) -> None:
-    """Returns once so many attempts have failed, the last one for now."""
-    put_off = {"status": "pending", "attempts": attempts, "last_error": "the connection failed (ClientConnectorError)"}
-    await waiting.until(lambda: service.batch(OWNER, batch_id), lambda it: it["webhook"].items() >= put_off.items())
-
-
-def test_a_message_that_was_put_off_by_a_clock_a_month_ahead_is_sent_once_the_clock_is_right(tmp_path: Path) -> None:
-    clock = Clock()
-
-    async def main() -> None:
-        async with Receiver() as receiver:
-            port = receiver.port
+    held = True
+    async with Receiver(lambda n: None if held else OK) as receiver:
         async with service_in(tmp_path, clock=clock) as service:
             batch_id = await begin(service, receiver.url)
-            await failed(service, batch_id, 1)
-        clock.at += 31 * 86_400
+            await receiver.got(1)  # and no more is heard of the process that sent it
+        held = False
         async with service_in(tmp_path, clock=clock) as service:
-            await until(service, await begin(service, receiver.url))
-            await failed(service, batch_id, 2)  # and is not given up
-        clock.at -= 31 * 86_400
-        async with Receiver(port=port), service_in(tmp_path, clock=clock) as service:
-            await webhook_of(service, batch_id, "delivered")
-
-    asyncio.run(main())
+            await asyncio.sleep(0.05)
+            assert len(receiver.received) == 1, "an attempt may still be under way"
+            clock.at += 11
+            service_wakes = await begin(service, None)
+            await until(service, service_wakes)
+            shown = await webhook_of(service, batch_id, "delivered")
+            assert shown["attempts"] == 2
+        first, second = receiver.received
+        assert (first.headers["webhook-id"], first.body) == (second.headers["webhook-id"], second.body)
 
 
 async def life_and_death(folder: Path, writes: Writes, num_writes: int) -> bool:
@@ -240,83 +196,70 @@ def test_wherever_the_process_dies_the_receiver_hears_of_the_end(
     assert num_points > 20, "every write was a point of death"
 
 
-def test_after_a_time_no_more_attempts_are_made_and_the_secret_is_forgotten(tmp_path: Path) -> None:
-    async def main() -> None:
-        retries = RetrySchedule(first_pause_s=0.01, max_pause_s=0.01, give_up_after_s=0.3)
-        async with (
-            Receiver(lambda n: status(500)) as receiver,
-            service_in(tmp_path, retries=retries) as service,
-        ):
-            batch_id = await begin(service, receiver.url)
-            shown = await webhook_of(service, batch_id, "given_up")
-            assert shown["last_error"] == "the receiver answered with 500"
-            assert shown["attempts"] == len(receiver.received)
-
-    asyncio.run(main())
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+async def test_after_a_time_no_more_attempts_are_made_and_the_secret_is_forgotten(tmp_path: Path) -> None:
+    retries = RetrySchedule(first_pause_s=0.01, max_pause_s=0.01, give_up_after_s=0.3)
+    async with (
+        Receiver(lambda n: status(500)) as receiver,
+        service_in(tmp_path, retries=retries) as service,
+    ):
+        batch_id = await begin(service, receiver.url)
+        shown = await webhook_of(service, batch_id, "given_up")
+        assert shown["last_error"] == "the receiver answered with 500"
+        assert shown["attempts"] == len(receiver.received)
+    assert not files_with(SECRET.encode(), tmp_path)
 
 
-def test_what_we_did_not_foresee_is_a_failed_attempt_like_others(
+def files_with(content: bytes, folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and content in path.read_bytes()]
+
+
+async def test_what_we_did_not_foresee_is_a_failed_attempt_like_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(self: WebhookClient, *_: Any) -> Any:
         raise RuntimeError("nobody thought of this")
 
     monkeypatch.setattr(WebhookClient, "_status", broken)
-
-    async def main() -> None:
-        retries = RetrySchedule(first_pause_s=0.01, max_pause_s=0.05, give_up_after_s=1.2)
-        async with service_in(tmp_path, retries=retries) as service:
-            shown = await webhook_of(service, await begin(service, "https://example.com/"), "given_up")
-            assert shown["last_error"] == "this server failed on it; its log has the reason"
-            assert shown["attempts"] > 1
-            assert "nobody thought of this" in caplog.text
-
-    asyncio.run(main())
+    retries = RetrySchedule(first_pause_s=0.01, max_pause_s=0.05, give_up_after_s=1.2)
+    async with service_in(tmp_path, retries=retries) as service:
+        shown = await webhook_of(service, await begin(service, "https://example.com/"), "given_up")
+        assert shown["last_error"] == "this server failed on it; its log has the reason"
+        assert shown["attempts"] > 1
+        assert "nobody thought of this" in caplog.text
 
 
-def test_a_receiver_that_is_gone_is_not_asked_again(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with Receiver(lambda n: status(410)) as receiver, service_in(tmp_path) as service:
-            shown = await webhook_of(service, await begin(service, receiver.url), "given_up")
-            assert shown["attempts"] == len(receiver.received) == 1
-
-    asyncio.run(main())
+async def test_a_receiver_that_is_gone_is_not_asked_again(tmp_path: Path) -> None:
+    async with Receiver(lambda n: status(410)) as receiver, service_in(tmp_path) as service:
+        shown = await webhook_of(service, await begin(service, receiver.url), "given_up")
+        assert shown["attempts"] == len(receiver.received) == 1
 
 
-def test_slow_receivers_delay_no_other_receiver(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with (
-            Receiver(lambda n: None) as slow,
-            Receiver() as quick,
-            service_in(tmp_path, timeout_s=60) as service,
-        ):
-            for _ in range(10):
-                await begin(service, slow.url)
-            await slow.got(10)
-            began = time.monotonic()
-            await webhook_of(service, await begin(service, quick.url), "delivered")
-            assert time.monotonic() - began < 5
-
-    asyncio.run(main())
+async def test_slow_receivers_delay_no_other_receiver(tmp_path: Path) -> None:
+    async with (
+        Receiver(lambda n: None) as slow,
+        Receiver() as quick,
+        service_in(tmp_path, timeout_s=60) as service,
+    ):
+        for _ in range(10):
+            await begin(service, slow.url)
+        await slow.got(10)
+        await webhook_of(service, await begin(service, quick.url), "delivered")
+        assert len(slow.received) == 10
 
 
-def test_owners_take_turns(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with (
-            Receiver(lambda n: None) as slow,
-            Receiver() as quick,
-            service_in(tmp_path, timeout_s=0.5) as service,
-        ):
-            for _ in range(60):
-                await begin(service, slow.url)
-            await slow.got(16)
-            before = len(slow.received)
-            await begin(service, quick.url, owner="bob")
-            await quick.got(1)
-            assert len(slow.received) - before <= 32, "a turn or two of others, not all of them again and again"
-
-    asyncio.run(main())
+async def test_owners_take_turns(tmp_path: Path) -> None:
+    async with (
+        Receiver(lambda n: None) as slow,
+        Receiver() as quick,
+        service_in(tmp_path, timeout_s=0.5) as service,
+    ):
+        for _ in range(60):
+            await begin(service, slow.url)
+        await slow.got(16)
+        before = len(slow.received)
+        await begin(service, quick.url, owner="bob")
+        await quick.got(1)
+        assert len(slow.received) - before <= 32, "a turn or two of others, not all of them again and again"
 
 
 @pytest.mark.parametrize(
@@ -327,90 +270,76 @@ def test_owners_take_turns(tmp_path: Path) -> None:
         ("https://example.com/x", "canary", "webhook.secret"),
     ],
 )
-def test_a_webhook_that_cannot_be_begins_no_batch(tmp_path: Path, url: str, secret: str, param: str) -> None:
-    async def main() -> None:
-        async with service_in(tmp_path, webhooks=WebhooksConfig()) as service:
-            file_id = await upload(service, ONE)
-            new = NewBatch(
-                owner=OWNER, endpoint=CHAT, input_file_id=file_id, webhook=WebhookReceiver(url=url, secret=secret)
-            )
-            with pytest.raises(InvalidRequest) as refused:
-                await service.create_batch(new)
-            assert refused.value.param == param
-            assert secret not in repr(new) + refused.value.message
-
-    asyncio.run(main())
+async def test_a_webhook_that_cannot_be_begins_no_batch(tmp_path: Path, url: str, secret: str, param: str) -> None:
+    async with service_in(tmp_path, webhooks=WebhooksConfig()) as service:
+        file_id = await upload(service, ONE)
+        new = NewBatch(
+            owner=OWNER, endpoint=CHAT, input_file_id=file_id, webhook=WebhookReceiver(url=url, secret=secret)
+        )
+        with pytest.raises(InvalidRequest) as refused:
+            await service.create_batch(new)
+        assert refused.value.param == param
+        assert secret not in repr(new) + refused.value.message
 
 
-def test_a_default_receiver_hears_of_batches_that_name_none(tmp_path: Path) -> None:
+async def test_a_default_receiver_hears_of_batches_that_name_none(tmp_path: Path) -> None:
     secret_file = tmp_path / "secret"
     secret_file.write_text(f"{SECRET}\n")
     other = "whsec_" + "QUJD" * 8
-
-    async def main() -> None:
-        async with Receiver() as default, Receiver() as own:
-            webhooks = WebhooksConfig(allowed_networks=LOCAL, url=default.url, secret_file=str(secret_file))
-            async with service_in(tmp_path / "folder", webhooks=webhooks) as service:
-                plain = await begin(service, None)
-                await webhook_of(service, plain, "delivered")
-                secret_file.write_text(other)  # from now on it signs
-                named = await begin(service, own.url)
-                await webhook_of(service, named, "delivered")
-                later = await begin(service, None)
-                await webhook_of(service, later, "delivered")
-                secret_file.unlink()
-                without = await begin(service, None)
-                batch = await waiting.until(
-                    lambda: service.batch(OWNER, without), lambda batch: batch["webhook"]["last_error"] is not None
-                )
-                assert batch["webhook"]["last_error"] == "the file with the secret cannot be read"
-            assert [read(default.received[0]).data.id, read(own.received[0]).data.id] == [plain, named]
-            assert read(default.received[1], other).data.id == later
-
-    asyncio.run(main())
+    async with Receiver() as default, Receiver() as own:
+        webhooks = WebhooksConfig(allowed_networks=LOCAL, url=default.url, secret_file=str(secret_file))
+        async with service_in(tmp_path / "folder", webhooks=webhooks) as service:
+            plain = await begin(service, None)
+            await webhook_of(service, plain, "delivered")
+            secret_file.write_text(other)  # from now on it signs
+            named = await begin(service, own.url)
+            await webhook_of(service, named, "delivered")
+            later = await begin(service, None)
+            await webhook_of(service, later, "delivered")
+            secret_file.unlink()
+            without = await begin(service, None)
+            batch = await waiting.until(
+                lambda: service.batch(OWNER, without), lambda batch: batch["webhook"]["last_error"] is not None
+            )
+            assert batch["webhook"]["last_error"] == "the file with the secret cannot be read"
+        assert [read(default.received[0]).data.id, read(own.received[0]).data.id] == [plain, named]
+        assert read(default.received[1], other).data.id == later
 
 
-def test_the_receiver_of_the_settings_may_be_in_a_private_network_and_opens_it_to_no_batch(tmp_path: Path) -> None:
+async def test_the_receiver_of_the_settings_may_be_in_a_private_network_and_opens_it_to_no_batch(
+    tmp_path: Path,
+) -> None:
     secret_file = tmp_path / "secret"
     secret_file.write_text(SECRET)
-
-    async def main() -> None:
-        async with Receiver() as default:
-            webhooks = WebhooksConfig(url=default.url, secret_file=str(secret_file))
-            async with service_in(tmp_path / "folder", webhooks=webhooks) as service:
-                plain = await begin(service, None)
-                await webhook_of(service, plain, "delivered")
-                for url in (default.url, f"https://localhost:{default.port}/"):
-                    with pytest.raises(InvalidRequest):
-                        await begin(service, url)
-            assert [read(each).data.id for each in default.received] == [plain]
-
-    asyncio.run(main())
+    async with Receiver() as default:
+        webhooks = WebhooksConfig(url=default.url, secret_file=str(secret_file))
+        async with service_in(tmp_path / "folder", webhooks=webhooks) as service:
+            plain = await begin(service, None)
+            await webhook_of(service, plain, "delivered")
+            for url in (default.url, f"https://localhost:{default.port}/"):
+                with pytest.raises(InvalidRequest):
+                    await begin(service, url)
+        assert [read(each).data.id for each in default.received] == [plain]
 
 
-def test_without_any_webhook_there_is_none(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service_in(tmp_path, webhooks=WebhooksConfig()) as service:
-            batch = await until(service, await begin(service, None))
-            assert batch["webhook"] is None
-
-    asyncio.run(main())
+async def test_without_any_webhook_there_is_none(tmp_path: Path) -> None:
+    async with service_in(tmp_path, webhooks=WebhooksConfig()) as service:
+        batch = await until(service, await begin(service, None))
+        assert batch["webhook"] is None
 
 
-def test_no_log_line_and_no_object_shows_a_secret_or_a_url(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_log_line_and_no_object_shows_a_secret_or_a_url(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG)
-
-    async def main() -> None:
-        answers = [status(500), b"nonsense\r\n\r\n", status(302, "Location: /canary-place"), OK]
-        async with Receiver(lambda n: answers[n]) as receiver, service_in(tmp_path) as service:
-            batch_id = await begin(service, f"{receiver.url}/canary-path?token=canary-token")
-            await webhook_of(service, batch_id, "delivered")
-            shown = json.dumps(await service.batch(OWNER, batch_id))
-            for secret in (SECRET, SECRET.removeprefix("whsec_"), "canary"):
-                assert secret not in shown
-                assert secret not in caplog.text
-
-    asyncio.run(main())
+    answers = [status(500), b"nonsense\r\n\r\n", status(302, "Location: /canary-place"), OK]
+    async with Receiver(lambda n: answers[n]) as receiver, service_in(tmp_path) as service:
+        batch_id = await begin(service, f"{receiver.url}/canary-path?token=canary-token")
+        await webhook_of(service, batch_id, "delivered")
+        shown = json.dumps(await service.batch(OWNER, batch_id))
+        for secret in (SECRET, SECRET.removeprefix("whsec_"), "canary"):
+            assert secret not in shown
+            assert secret not in caplog.text
     assert "attempt 1 failed" in caplog.text
 
 

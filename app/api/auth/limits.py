@@ -106,7 +106,7 @@ class Account:
         requests without keys may use the admin routes; of a key, the key says so.
         """
         self._clock = clock
-        self._pools = pools or SharedPools()
+        self.pools = pools or SharedPools()
         self._may_administer_without_key = may_administer
         self._num_requests = self._num_refused = self._num_tokens = 0
         self.set_limits(key)
@@ -114,30 +114,39 @@ class Account:
     def set_limits(self, key: KeyConfig | None) -> None:
         """Go on under these limits, with a new minute."""
         self.key = key
+        self.name = key.name if key else ""
+        self.may_administer = key.admin if key else self._may_administer_without_key
         self._requests = self._bucket(key.requests_per_minute if key else None)
-        self._tokens = self._bucket(key.tokens_per_minute if key else None)
-
-    @property
-    def name(self) -> str:
-        return self.key.name if self.key else ""
-
-    @property
-    def may_administer(self) -> bool:
-        """Whether it may use the admin routes."""
-        return self.key.admin if self.key else self._may_administer_without_key
-
-    @property
-    def _num_running(self) -> int:
-        return self._pools.requests.held(self)
+        self.tokens = self._bucket(key.tokens_per_minute if key else None)
 
     @property
     def usage(self) -> Usage:
-        return Usage(self._num_requests, self._num_refused, self._num_running, self._num_tokens)
+        return Usage(self._num_requests, self._num_refused, self.pools.requests.held(self), self._num_tokens)
 
     @contextmanager
     def reserve(self) -> Iterator[Reservation]:
         """Around one HTTP request, from its first byte to its last. Raises LimitReached."""
-        self._enter()
+        limit, running = self.key.max_concurrency if self.key else None, self.pools.requests
+        try:
+            if limit is None and not running.allows(self, 1):
+                raise LimitReached(
+                    f"{running.held(self):,} requests {self.of_sender} are under way, and of the {running.size:,} "
+                    f"places for them no more are free; wait for one of them",
+                    retry_after_s=CONCURRENCY_RETRY_S,
+                )
+            if limit is not None and (num_running := running.held(self)) >= limit:
+                raise LimitReached(
+                    f"this API key may have {limit:,} requests at once and has {num_running:,}; wait for one of them",
+                    retry_after_s=CONCURRENCY_RETRY_S,
+                )
+            if self._requests:
+                _check(self._requests, 1, "requests")
+                self._requests.take(1)
+        except LimitReached:
+            self._num_refused += 1
+            raise
+        self._num_requests += 1
+        running.take(self, 1)
         reservation = Reservation(self)
         try:
             yield reservation
@@ -146,12 +155,13 @@ class Account:
             self._num_refused += 1
             raise
         finally:
-            self._pools.requests.take(self, -1)
+            running.take(self, -1)
             reservation.release_body()
-            self.hold_logprobs(-reservation.num_logprobs)
-            num_used = reservation.num_used()
+            self.pools.logprobs.take(self, -reservation.num_logprobs)
+            num_used = sum(num_tokens() for num_tokens in reservation.usages)
             self._num_tokens += num_used
-            self.take_tokens(num_used - reservation.num_reserved)
+            if self.tokens:
+                self.tokens.take(num_used - reservation.num_reserved)
 
     @contextmanager
     def reserve_item(self) -> Iterator[Reservation]:
@@ -180,29 +190,6 @@ class Account:
             raise InvalidRequest(f"{param} is {asked:,}; this API key may ask for at most {cap:,}", param=param)
         return cap
 
-    def hold_body(self, num_bytes: int) -> None:
-        """Count bytes of a body; fewer than none are given back. Raises LimitReached."""
-        pool = self._pools.body_bytes
-        if num_bytes > 0 and not pool.allows(self, num_bytes):
-            raise LimitReached(
-                f"{pool.held(self):,} bytes of other bodies {self._of_sender} are being read, and of the "
-                f"{pool.size:,} that this server reads at once no more are free; send fewer at once",
-                retry_after_s=CONCURRENCY_RETRY_S,
-            )
-        pool.take(self, num_bytes)
-
-    def hold_logprobs(self, number: int) -> None:
-        """Count log-probabilities that an answer may have; fewer than none are given back. Raises LimitReached."""
-        pool = self._pools.logprobs
-        if number > 0 and not pool.allows(self, number):
-            raise LimitReached(
-                f"this answer may have {number:,} log-probabilities; others under way {self._of_sender} may have "
-                f"{pool.held(self):,}, and of the {pool.size:,} that this server holds at once not "
-                f"so many more are free; wait for one of them, or ask for fewer tokens",
-                retry_after_s=CONCURRENCY_RETRY_S,
-            )
-        pool.take(self, number)
-
     def check_priority(self, asked: int) -> None:
         """Raises InvalidRequest when the key may not go before others by so much."""
         if self.key is not None and asked < self.key.min_priority:
@@ -212,21 +199,10 @@ class Account:
                 param="priority",
             )
 
-    def reserve_tokens(self, num_tokens: int) -> None:
-        """Take what a call may need at most. Raises LimitReached."""
-        if self._tokens:
-            self._check(self._tokens, num_tokens, "tokens")
-        self.take_tokens(num_tokens)
-
-    def take_tokens(self, num_tokens: int) -> None:
-        """Count tokens; fewer than none are given back."""
-        if self._tokens:
-            self._tokens.take(num_tokens)
-
     def headers(self) -> dict[str, str]:
         """`x-ratelimit-…`, as OpenAI's, for the limits that there are."""
         headers: dict[str, str] = {}
-        for what, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+        for what, bucket in (("requests", self._requests), ("tokens", self.tokens)):
             if bucket:
                 headers[f"x-ratelimit-limit-{what}"] = str(bucket.limit)
                 headers[f"x-ratelimit-remaining-{what}"] = str(bucket.remaining)
@@ -236,44 +212,20 @@ class Account:
     def _bucket(self, per_minute: int | None) -> TokenBucket | None:
         return TokenBucket(per_minute, self._clock) if per_minute else None
 
-    def _enter(self) -> None:
-        try:
-            self._check_concurrency()
-            if self._requests:
-                self._check(self._requests, 1, "requests")
-                self._requests.take(1)
-        except LimitReached:
-            self._num_refused += 1
-            raise
-        self._num_requests += 1
-        self._pools.requests.take(self, 1)
-
-    def _check_concurrency(self) -> None:
-        limit = self.key.max_concurrency if self.key else None
-        if limit is None and not self._pools.requests.allows(self, 1):
-            raise LimitReached(
-                f"{self._num_running:,} requests {self._of_sender} are under way, and of the "
-                f"{self._pools.requests.size:,} places for them no more are free; wait for one of them",
-                retry_after_s=CONCURRENCY_RETRY_S,
-            )
-        if limit is not None and self._num_running >= limit:
-            raise LimitReached(
-                f"this API key may have {limit:,} requests at once and has {self._num_running:,}; wait for one of them",
-                retry_after_s=CONCURRENCY_RETRY_S,
-            )
-
     @property
-    def _of_sender(self) -> str:
+    def of_sender(self) -> str:
+        """The sender of a request, in errors."""
         return "of this API key" if self.key else "without a key"
 
-    def _check(self, bucket: TokenBucket, amount: int, what: str) -> None:
-        wait_s = bucket.wait_s(amount)
-        if wait_s > 0:
-            raise LimitReached(
-                f"this API key may use {bucket.limit:,} {what} a minute; this request needs up to {amount:,} and "
-                f"{bucket.remaining:,} are left; try again in {wait_s:.1f} s",
-                retry_after_s=wait_s,
-            )
+
+def _check(bucket: TokenBucket, amount: int, what: str) -> None:
+    wait_s = bucket.wait_s(amount)
+    if wait_s > 0:
+        raise LimitReached(
+            f"this API key may use {bucket.limit:,} {what} a minute; this request needs up to {amount:,} and "
+            f"{bucket.remaining:,} are left; try again in {wait_s:.1f} s",
+            retry_after_s=wait_s,
+        )
 
 
 @dataclass(slots=True)
@@ -284,36 +236,45 @@ class Reservation:
     num_reserved: int = 0
     num_body_bytes: int = 0
     num_logprobs: int = 0
-    _usages: list[Callable[[], int]] = field(default_factory=list)
+    usages: list[Callable[[], int]] = field(default_factory=list)  # each gives tokens that were used, at the end
 
     def reserve(self, num_tokens: int, *, num_logprobs: int = 0) -> None:
         """Reserve what a request may need at most. Its end settles the tokens and gives the log-probabilities back.
 
         Raises LimitReached.
         """
+        account, pool = self.account, self.account.pools.logprobs
         if num_logprobs:
-            self.account.hold_logprobs(num_logprobs)
+            if not pool.allows(account, num_logprobs):
+                raise LimitReached(
+                    f"this answer may have {num_logprobs:,} log-probabilities; others under way {account.of_sender} "
+                    f"may have {pool.held(account):,}, and of the {pool.size:,} that this server holds at once not so "
+                    f"many more are free; wait for one of them, or ask for fewer tokens",
+                    retry_after_s=CONCURRENCY_RETRY_S,
+                )
+            pool.take(account, num_logprobs)
             self.num_logprobs += num_logprobs
-        self.account.reserve_tokens(num_tokens)
+        if account.tokens:
+            _check(account.tokens, num_tokens, "tokens")
+            account.tokens.take(num_tokens)
         self.num_reserved += num_tokens
 
     def hold_body(self, num_bytes: int) -> None:
         """Count bytes of the body that have come, until `release_body` or the end. Raises LimitReached."""
-        self.account.hold_body(num_bytes)
+        account, pool = self.account, self.account.pools.body_bytes
+        if not pool.allows(account, num_bytes):
+            raise LimitReached(
+                f"{pool.held(account):,} bytes of other bodies {account.of_sender} are being read, and of the "
+                f"{pool.size:,} that this server reads at once no more are free; send fewer at once",
+                retry_after_s=CONCURRENCY_RETRY_S,
+            )
+        pool.take(account, num_bytes)
         self.num_body_bytes += num_bytes
 
     def release_body(self) -> None:
         """The body is not in memory any more."""
-        self.account.hold_body(-self.num_body_bytes)
+        self.account.pools.body_bytes.take(self.account, -self.num_body_bytes)
         self.num_body_bytes = 0
-
-    def add_usage(self, num_tokens: Callable[[], int]) -> None:
-        """Count the tokens that this function gives at the end of the request."""
-        self._usages.append(num_tokens)
-
-    def num_used(self) -> int:
-        """Tokens of prompts and outputs by now."""
-        return sum(num_tokens() for num_tokens in self._usages)
 
 
 def rate_limit_headers(state: Mapping[str, object]) -> dict[str, str]:

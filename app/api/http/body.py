@@ -30,7 +30,13 @@ async def read_json_object(
     when it is not there in time, InvalidRequest when it is no object or has too many values, LimitReached when too many
     bytes of bodies are in memory.
     """
-    _check_media_type(request.headers.get("content-type", ""))
+    declared = request.headers.get("content-type", "")
+    # A page may send what a form can declare, or nothing, to any address unasked.
+    if declared.partition(";")[0].strip().lower() != JSON_MEDIA_TYPE:
+        raise UnsupportedMediaType(
+            f"the body should be declared as JSON: send the header `Content-Type: {JSON_MEDIA_TYPE}` "
+            f"(got {declared[:100]!r})"
+        )
     reservation = reservation_of(request)
     body = await _read(request, reservation, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s)
     if threads is None or len(body) <= MAX_SMALL_SIZE:
@@ -52,15 +58,6 @@ def _object_of(body: bytes | bytearray) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest("the body should be a JSON object", code="invalid_json")
     return value
-
-
-def _check_media_type(declared: str) -> None:
-    """Raises UnsupportedMediaType. A page may send what a form can declare, or nothing, to any address unasked."""
-    if declared.partition(";")[0].strip().lower() != JSON_MEDIA_TYPE:
-        raise UnsupportedMediaType(
-            f"the body should be declared as JSON: send the header `Content-Type: {JSON_MEDIA_TYPE}` "
-            f"(got {declared[:100]!r})"
-        )
 
 
 async def _read(request: Request, reservation: Reservation, *, max_bytes: int, timeout_s: float) -> bytearray:

@@ -32,8 +32,10 @@ class OriginPolicy:
         self._allowed = frozenset(allowed_origins)
         self._loopback_only = loopback_only
 
-    def check(self, headers: Mapping[str, str]) -> None:
-        """Raises NotPermitted for a Host or an Origin that may not use the service.
+    def preflight(self, method: str, headers: Mapping[str, str]) -> Response | None:
+        """The answer to a browser's question whether a page may send a request; None if the request is no such.
+
+        Raises NotPermitted for a Host or an Origin that may not use the service.
 
         A request without Origin is no page's, or reads something that the page will not see. With the Host itself as
         its Origin, it is of a page on the service's own address. Forwarding headers are not looked at: any client can
@@ -46,18 +48,14 @@ class OriginPolicy:
                 f"127.0.0.1 and [::1]: use one of them, or give the service API keys",
                 code="host_not_allowed",
             )
-        if origin is None or self._allows(origin) or _is_same(origin, host):
-            return
-        raise NotPermitted(
-            f"web pages of {origin[:100]!r} may not use this service; the setting api.allowed_origins names those that "
-            f"may",
-            code="origin_not_allowed",
-        )
-
-    def preflight(self, method: str, headers: Mapping[str, str]) -> Response | None:
-        """The answer to a browser's question whether a page may send a request; None if the request is no such."""
+        if origin is not None and not self._allows(origin) and not _is_same(origin, host):
+            raise NotPermitted(
+                f"web pages of {origin[:100]!r} may not use this service; the setting api.allowed_origins names those "
+                f"that may",
+                code="origin_not_allowed",
+            )
         is_preflight = method == "OPTIONS" and "access-control-request-method" in headers
-        if not is_preflight or not self._allows(headers.get("origin", "")):
+        if not is_preflight or not self._allows(origin or ""):
             return None
         preflight_max_age_s = 600
         allowed = {

@@ -168,10 +168,12 @@ class Application:
             await self.router(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        state["request_id"] = _request_id(scope)
+        request_headers = headers_of(scope)
+        # The client's own id when it is printable, else a new one.
+        given = request_headers.get("x-request-id", "")
+        state["request_id"] = given if _PRINTABLE.fullmatch(given) else uuid.uuid4().hex
         name_task(scope["method"], scope["path"])
         has_started = False
-        request_headers = headers_of(scope)
         for_pages = self._origins.response_headers(request_headers)
 
         async def send_with_id(message: Message) -> None:
@@ -185,7 +187,6 @@ class Application:
             await send(message)
 
         try:
-            self._origins.check(request_headers)
             answer = self._origins.preflight(scope["method"], request_headers) or self.router
             await answer(scope, receive, send_with_id)
         except HTTPException as error:
@@ -207,9 +208,3 @@ class Application:
 
 
 _PRINTABLE = re.compile(r"[\x21-\x7e]{1,256}")
-
-
-def _request_id(scope: Scope) -> str:
-    """The client's own id when it is printable, else a new one."""
-    given = headers_of(scope).get("x-request-id", "")
-    return given if _PRINTABLE.fullmatch(given) else uuid.uuid4().hex

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from app.api.http.errors import error_body
 from app.api.http.sse import DONE, event, event_pieces
 from app.api.output.choices import ChoiceDelta
-from app.api.output.response_state import ChoiceOutput, EventWriter, ResponseState, Writer, tool_call, usage_of
+from app.api.output.response_state import ChoiceOutput, EventWriter, ResponseState, Writer, tool_call
 from app.api.output.token_details import CHAT_LOGPROBS, COMPLETION_LOGPROBS, DetailsWriter, LogprobsForm
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import PreparedRequest
@@ -116,7 +116,8 @@ class ChoiceWriter(Writer):
 
     async def full_response(self, state: ResponseState) -> Json:
         prepared, form = state.prepared, self.form
-        details = _details_writer(prepared, form.logprobs)
+        options = prepared.detail_options
+        details = None if options is None else DetailsWriter(prepared, options, form.logprobs)
 
         def keep(piece: ChoiceDelta) -> None:
             if details is not None and piece.details is not None:
@@ -135,10 +136,6 @@ class ChoiceWriter(Writer):
 
     def event_writer(self, state: ResponseState) -> EventWriter:
         return _ChunkWriter(state, self.form)
-
-
-def _details_writer(prepared: PreparedRequest, form: LogprobsForm) -> DetailsWriter | None:
-    return None if prepared.detail_options is None else DetailsWriter(prepared, prepared.detail_options, form)
 
 
 def _best(prepared: PreparedRequest, details: DetailsWriter) -> list[int]:
@@ -162,7 +159,8 @@ class _ChunkWriter:
         self._envelope = _envelope(state.prepared, form.chunk_object)
         self._begun: set[int] = set()
         self._text_events: dict[int, _TextEvents] = {}  # by choice, once it has a second text
-        self._details = _details_writer(state.prepared, form.logprobs)
+        options = self._prepared.detail_options
+        self._details = None if options is None else DetailsWriter(self._prepared, options, form.logprobs)
         # Whether the events in the middle of a choice differ in more than their text.
         self._events_differ = self._details is not None or self._prepared.continuous_usage
 
@@ -247,24 +245,4 @@ def _envelope(prepared: PreparedRequest, object_name: str) -> Json:
         "created": prepared.created,
         "model": prepared.model.name,
         "system_fingerprint": None,
-    }
-
-
-def single_choice_response(
-    form: Format, response_id: str, model: str, output: ChoiceOutput, *, created: int, num_prompt: int
-) -> Json:
-    """The response with one choice that was computed elsewhere, to a prompt of `num_prompt` tokens."""
-    return {
-        "id": response_id,
-        "object": form.object,
-        "created": created,
-        "model": model,
-        "system_fingerprint": None,
-        "choices": [form.choice(0, output)],
-        "usage": usage_of(
-            num_prompt,
-            output.num_tokens,
-            num_cached=output.num_cached_tokens,
-            num_reasoning=output.num_reasoning_tokens,
-        ),
     }

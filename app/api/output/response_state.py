@@ -78,7 +78,7 @@ class ResponseState:
     request_id: str
     metrics: CallMetrics
     pieces: AsyncGenerator[ChoiceDelta, None]
-    outputs: list[ChoiceOutput] = field(init=False)
+    outputs: list[ChoiceOutput]  # of each request
     queued: Queued | None = None  # the place of the first request
     times: EngineTimes | None = None  # of the request with the first token
     extra_usage: Callable[[], Json] = dict  # further fields of `usage`, by now
@@ -88,9 +88,6 @@ class ResponseState:
     is_streamed: bool = False  # as the body asks
     shows_loads: bool = False  # to an admin only
     pipeline_headers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-
-    def __post_init__(self) -> None:
-        self.outputs = [ChoiceOutput() for _ in self.prepared.requests]
 
     @classmethod
     def begin(
@@ -110,10 +107,11 @@ class ResponseState:
             arrived_at=context.arrived_at,
             is_background=prepared.requests[0].is_background,
         )
+        outputs = [ChoiceOutput() for _ in prepared.requests]
         if pieces is not None:
-            return cls(prepared, context.request_id, of_call, pieces)
-        state = cls(prepared, context.request_id, of_call, generate_choices(prepared), trace=context.trace)
-        context.reservation.add_usage(state.num_tokens)
+            return cls(prepared, context.request_id, of_call, pieces, outputs)
+        state = cls(prepared, context.request_id, of_call, generate_choices(prepared), outputs, trace=context.trace)
+        context.reservation.usages.append(state.num_tokens)
         if context.trace is not None:
             context.trace.checked()
         return state

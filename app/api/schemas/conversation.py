@@ -112,38 +112,27 @@ class Message(Schema):
             raise ValueError(f"is required in a message of role {info.data['role']!r}")
         return value
 
-    @property
-    def num_characters(self) -> int:
-        """The length of all that a template may write of it."""
-        calls = self.tool_calls or ()
-        texts = (self.content, self.reasoning_content or self.reasoning, self.name, self.tool_call_id)
-        return sum(len(text) for text in texts if text) + sum(
-            len(call.id) + len(call.function.name) + len(call.function.arguments) for call in calls
-        )
-
-    def for_template(self) -> dict[str, Any]:
-        """The form that chat templates expect: only keys that have a value, and `content` always."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
-        if reasoning := self.reasoning_content or self.reasoning:
-            message["reasoning_content"] = reasoning
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        if self.tool_calls:
-            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
-        return message
-
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """A conversation as chat templates expect it. Some need the function's name in the result of a call."""
+    """A conversation as chat templates expect it: only keys that have a value, and `content` always.
+
+    Some templates need the function's name in the result of a call.
+    """
     names: dict[str, str] = {}
     written = []
     for message in messages:
         names |= {call.id: call.function.name for call in message.tool_calls or ()}
-        one = message.for_template()
-        if message.role == "tool" and message.tool_call_id in names:
-            one = {"name": names[message.tool_call_id]} | one
+        one: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if reasoning := message.reasoning_content or message.reasoning:
+            one["reasoning_content"] = reasoning
+        if message.name is not None:
+            one["name"] = message.name
+        elif message.role == "tool" and message.tool_call_id in names:
+            one["name"] = names[message.tool_call_id]
+        if message.tool_call_id is not None:
+            one["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            one["tool_calls"] = [call.model_dump() for call in message.tool_calls]
         written.append(one)
     return written
 

@@ -290,9 +290,8 @@ class MessagesRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
 
     def as_chat(self) -> ChatRequest:
         """The chat with the same answer. Raises InvalidRequest when fields or messages disagree."""
-        given = self.generation_fields() | {
+        own = {
             **self.chat_fields(),
-            "max_tokens": self.max_tokens,
             "stop": self.stop_sequences,
             "tool_choice": self.tool_choice.for_chat(),
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
@@ -301,7 +300,7 @@ class MessagesRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
             "thinking_token_budget": None if self.thinking is None else self.thinking.budget_tokens,
             "user": self.user or self.metadata.user_id,
         }
-        return _MessagesChat.checked(given)
+        return self.chat(_MessagesChat, own)
 
 
 class CountTokensRequest(AnthropicPrompt, ModelRequest):

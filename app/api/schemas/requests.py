@@ -6,8 +6,8 @@ these classes as JSON schemas.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BeforeValidator,
@@ -53,6 +53,8 @@ from app.api.schemas.fields import (
 )
 from app.engine.request import MAX_DEADLINE_S, MAX_PRIORITY, MAX_TENANT_LENGTH
 from app.errors import InvalidRequest
+
+ChatT = TypeVar("ChatT", bound="ChatRequest")
 
 
 class StreamOptions(Schema):
@@ -127,11 +129,6 @@ class QueuedRequest(ModelRequest):
     service_tier: str = Field("auto", max_length=MAX_ID_LENGTH)  # "flex": background work, as at OpenAI
     deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)  # seconds from the arrival of the request
     request_id: str | None = Field(None, max_length=MAX_ID_LENGTH, pattern=r"^[\x21-\x7e]+$")
-
-    @property
-    def wants_stream(self) -> bool:
-        """Whether the response is streamed."""
-        return False
 
     def encoded_size(self, size: int) -> int:
         """How many characters are made tokens of; `size`: of the body."""
@@ -236,14 +233,13 @@ class GenerationRequest(QueuedRequest):
         """The last text of the user, which documents are ranked for. Raises InvalidRequest where there is none."""
         raise NotImplementedError
 
-    def generation_fields(self) -> dict[str, Any]:
-        """The fields of all endpoints that generate, as they were given."""
-        given = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
-        return given | {"logit_bias": {str(token_id): bias for token_id, bias in self.logit_bias.items()}}
+    def chat(self, kind: type[ChatT], own: Mapping[str, Any], *, within: str | None = None) -> ChatT:
+        """A chat with the fields that all endpoints have in common, as they were checked, and `own`, which is checked.
 
-    @property
-    def wants_stream(self) -> bool:
-        return self.stream
+        Raises InvalidRequest; `within` is the field that the error is about.
+        """
+        names = (GenerationRequest.model_fields.keys() & self.model_fields_set) - own.keys()
+        return kind.checked(own, within=within).model_copy(update={name: getattr(self, name) for name in names})
 
     @property
     def num_samples(self) -> int:
@@ -254,10 +250,6 @@ class GenerationRequest(QueuedRequest):
     def asked_logprobs(self) -> tuple[str, int | None]:
         """The field that asks for log-probabilities, and how many of the likeliest tokens it asks for."""
         return "logprobs", None
-
-    @property
-    def asks_for_echo(self) -> bool:
-        return False
 
     @property
     def asked_tokens(self) -> int | None:
@@ -297,7 +289,7 @@ class ChatRequest(Conversation, GenerationRequest):
         return asked | self.chat_template_kwargs
 
     @model_validator(mode="after")
-    def _choice_is_among_tools(self) -> ChatRequest:
+    def _chat_fields_agree(self) -> ChatRequest:
         choice = self.tool_choice
         if not self.tools and choice not in ("none", "auto"):
             raise InvalidRequest("tool_choice needs tools; send them too", param="tool_choice")
@@ -306,10 +298,6 @@ class ChatRequest(Conversation, GenerationRequest):
             raise InvalidRequest(
                 f"tool_choice names {choice.function.name!r}; tools has {', '.join(names)[:200]}", param="tool_choice"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _chat_fields_agree(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true; send both or neither", param="top_logprobs")
         if (
@@ -406,10 +394,6 @@ class CompletionRequest(GenerationRequest):
     @property
     def asked_logprobs(self) -> tuple[str, int | None]:
         return "logprobs", self.logprobs
-
-    @property
-    def asks_for_echo(self) -> bool:
-        return self.echo
 
 
 class EmbeddingsRequest(QueuedRequest):

@@ -226,7 +226,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
     def as_chat(self) -> ChatRequest:
         """The chat with the same response. Raises InvalidRequest when fields or items disagree."""
         choice = self.tool_choice
-        given = self.generation_fields() | {
+        own = {
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
             "tools": [tool.for_chat() for tool in self.tools],
@@ -239,7 +239,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
             "reasoning_effort": self.reasoning.effort,
         }
         # of what only the items of a turn have together, such as too many calls
-        return _ResponsesChat.checked(given, within="input")
+        return self.chat(_ResponsesChat, own, within="input")
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []

@@ -56,7 +56,7 @@ class _Drafting:
 class ModelDrafter(Drafter):
     """Drafts as many tokens for each sequence as acceptance and step times make worthwhile, `max_drafts` at most."""
 
-    def __init__(self, runner: ModelRunner, *, max_drafts: int, max_model_len: int, facts: ModelInfo) -> None:
+    def __init__(self, runner: ModelRunner, *, max_model_len: int, facts: ModelInfo, max_drafts: int = 8) -> None:
         """runner: of the draft model, with as much KV memory, in blocks, as the model of these facts.
 
         max_model_len: of the draft model. Longer sequences are not drafted for.

@@ -96,7 +96,7 @@ class LookupDrafter(Drafter):
     """Drafts what a grammar forces, else by prompt lookup: as many as recent acceptance and step times make
     worthwhile, `max_drafts` at most."""
 
-    max_drafts: int
+    max_drafts: int = 8
     _pace: DraftPace = field(default_factory=DraftPace)
     _acceptance: float = FIRST_ACCEPTANCE  # of all sequences
     _acceptance_of_forced: float = _FIRST_ACCEPTANCE_OF_FORCED

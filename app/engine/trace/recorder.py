@@ -1,4 +1,4 @@
-"""Gets every event of an engine; a StepRecorder turns them into the entries of a step log.
+"""Turns the events of an engine into the entries of a step log.
 
 It runs inside every step, so it only collects: a step in which the same sequences advance by one token, as in most
 steps, costs a comparison and one entry. Another thread writes the entries, see `step_log.py`.
@@ -12,6 +12,7 @@ from time import perf_counter_ns
 
 from app.config import SchedulerConfig
 from app.engine.batch import SchedulingDecision, StepBatch, StepLimits
+from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import Request, TokenDelta
 from app.engine.sequence import Sequence
 from app.engine.trace.entries import (
@@ -31,53 +32,7 @@ from app.engine.trace.entries import (
 )
 
 
-class Recorder:
-    """The events of an engine, in their order, from the one thread that uses it. This class ignores them."""
-
-    def arrived(self, request: Request, *, at: float) -> None:
-        """A request was queued; `at` is in seconds of the engine's clock."""
-
-    def aborted(self, request_id: str) -> None:
-        """A request was ended because its caller wanted that."""
-
-    def reconfigured(self, config: SchedulerConfig) -> None:
-        """Other settings hold from the next step on."""
-
-    def limited(self, limits: StepLimits) -> None:
-        """The tuner has other limits used from the next step on."""
-
-    def cache_cleared(self) -> None:
-        """The prefix cache was cleared."""
-
-    def slept(self) -> None:
-        """The engine has gone to sleep: nothing runs, nothing is cached, no batch is made until it wakes."""
-
-    def woke(self) -> None:
-        """It is awake again."""
-
-    def step_began(self) -> None:
-        """A call of `Engine.step`; it ends with `step_ended`, or with `failed` of the device."""
-
-    def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
-        """The scheduler made this batch, perhaps an empty one."""
-
-    def sampled(self, batch: StepBatch, token_ids: list[int], num_kept: Several[int] = ()) -> None:
-        """The model runner has computed this batch: one token for each sampled sequence of it.
-
-        With drafts, the tokens that were kept; `num_kept` of each sequence.
-        """
-
-    def failed(self, how: FailureKind, sequences: Iterable[Sequence] = ()) -> None:
-        """A step failed, and these sequences end with it."""
-
-    def step_ended(self, deltas: list[TokenDelta], *, at: float) -> None:
-        """The results were processed at the time `at`; callers get these deltas."""
-
-    def close(self) -> None:
-        """No event follows."""
-
-
-class StepRecorder(Recorder):
+class StepRecorder(StepObserver):
     """Makes one entry of every step and of every event from outside, and passes each on when it is complete."""
 
     def __init__(
@@ -165,9 +120,9 @@ class StepRecorder(Recorder):
             ended = [(self._left(sequence.request.request_id), "error:StepFailed") for sequence in ending]
             self._finish(ended, ended_at=None)
 
-    def step_ended(self, deltas: list[TokenDelta], *, at: float) -> None:
-        ended = [(self._left(delta.request_id), _reason(delta)) for delta in deltas if delta.finish_reason is not None]
-        self._finish(ended, ended_at=at)
+    def step_ended(self, step: EndedStep) -> None:
+        ended = [(self._left(each.request_id), _reason(each)) for each in step.deltas if each.finish_reason is not None]
+        self._finish(ended, ended_at=step.at)
 
     def close(self) -> None:
         self._close()

@@ -11,14 +11,13 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from app.config import SchedulerConfig
-from app.engine.batch import SchedulingDecision, StepBatch, StepLimits
-from app.engine.request import Request, TokenDelta
+from app.engine.batch import SchedulingDecision, StepBatch
+from app.engine.observer import EndedStep, StepObserver
+from app.engine.request import TokenDelta
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.snapshot import EngineSnapshot, QueueEntry, SlotUse, StepSums, TuningView
 from app.engine.trace.entries import FailureKind
-from app.engine.trace.recorder import Recorder
 from app.engine.tuner import Tuning
 
 # A screen shows no more lines. They bound a view, about 40 kB, and the time that it takes from the engine's thread.
@@ -39,12 +38,11 @@ class _Occupancy:
     is_shown: bool = False  # as it is, but for what grows
 
 
-class Viewer(Recorder):
-    """Gets an engine's events in front of its own recorder. Belongs to the engine's thread."""
+class Viewer(StepObserver):
+    """Notes what happens between two views. Belongs to the engine's thread."""
 
-    def __init__(self, recorder: Recorder, running: Iterable[Sequence], *, now: float) -> None:
-        """`recorder` gets every event too. `running`: what already runs."""
-        self.recorder = recorder
+    def __init__(self, running: Iterable[Sequence], *, now: float) -> None:
+        """`running`: what already runs."""
         self._occupancies: dict[str, _Occupancy] = {}  # by request id
         self._prefilling: dict[str, _Occupancy] = {}  # of these, without a token since they joined
         # Requests that left between two views. Beyond, the oldest are not shown.
@@ -53,7 +51,6 @@ class Viewer(Recorder):
         self._num_slots = 0
         self._free_slots: list[int] = []  # below that number; a heap
         self._wait_reason = ""
-        self._sampled: StepBatch | None = None
         self._last_step_at = now
         self._forget_steps()
         for sequence in running:
@@ -71,32 +68,12 @@ class Viewer(Recorder):
 
     # ------------------------------------------------------------------ events
 
-    def arrived(self, request: Request, *, at: float) -> None:
-        self.recorder.arrived(request, at=at)
-
     def aborted(self, request_id: str) -> None:
         self._leave(request_id, self._last_step_at, "abort")
-        self.recorder.aborted(request_id)
-
-    def reconfigured(self, config: SchedulerConfig) -> None:
-        self.recorder.reconfigured(config)
-
-    def limited(self, limits: StepLimits) -> None:
-        self.recorder.limited(limits)
-
-    def cache_cleared(self) -> None:
-        self.recorder.cache_cleared()
 
     def slept(self) -> None:
         for request_id in list(self._occupancies):
             self._leave(request_id, self._last_step_at, "preempted")
-        self.recorder.slept()
-
-    def woke(self) -> None:
-        self.recorder.woke()
-
-    def step_began(self) -> None:
-        self.recorder.step_began()
 
     def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
         for sequence in decision.preempted:
@@ -104,44 +81,33 @@ class Viewer(Recorder):
         for sequence in decision.joined:
             self._enter(sequence, batch.began_at)
         self._wait_reason = "" if decision.wait_reason is None else str(decision.wait_reason)
-        self.recorder.scheduled(batch, decision)
 
     def sampled(self, batch: StepBatch, token_ids: list[int], num_kept: Several[int] = ()) -> None:
-        self._sampled = batch
         self._num_drawn += len(token_ids)
-        self.recorder.sampled(batch, token_ids, num_kept)
 
     def failed(self, how: FailureKind, sequences: Iterable[Sequence] = ()) -> None:
-        failed = list(sequences)
         if how is FailureKind.DEVICE:  # no `step_ended` follows
-            for sequence in failed:
+            for sequence in sequences:
                 self._leave(sequence.request.request_id, self._last_step_at, "error")
-        self.recorder.failed(how, failed)
 
-    def step_ended(self, deltas: list[TokenDelta], *, at: float) -> None:
-        batch, self._sampled = self._sampled, None
-        if batch:
-            self._note_step(batch, at)
+    def step_ended(self, step: EndedStep) -> None:
+        if step.batch:
+            self._note_step(step)
         if self._prefilling:
-            self._note_first_tokens(deltas, at)
-        for delta in deltas:
+            self._note_first_tokens(step.deltas, step.at)
+        for delta in step.deltas:
             if delta.finish_reason is not None:
-                self._leave(delta.request_id, at, str(delta.finish_reason))
-        self.recorder.step_ended(deltas, at=at)
+                self._leave(delta.request_id, step.at, str(delta.finish_reason))
 
-    def close(self) -> None:
-        self.recorder.close()
-
-    def _note_step(self, batch: StepBatch, at: float) -> None:
-        step_s = at - max(batch.began_at, self._last_step_at)
-        self._last_step_at = at
+    def _note_step(self, step: EndedStep) -> None:
+        self._last_step_at = step.at
         self._num_steps += 1
-        self._ends.append(at)
-        self._num_tokens += batch.num_scheduled_tokens
-        self._num_sequences += len(batch.sequences)
-        self._busy_s += step_s
-        self._longest_s = max(self._longest_s, step_s)
-        self._most_tokens = max(self._most_tokens, batch.num_scheduled_tokens)
+        self._ends.append(step.at)
+        self._num_tokens += step.batch.num_scheduled_tokens
+        self._num_sequences += len(step.batch.sequences)
+        self._busy_s += step.seconds
+        self._longest_s = max(self._longest_s, step.seconds)
+        self._most_tokens = max(self._most_tokens, step.batch.num_scheduled_tokens)
 
     def _note_first_tokens(self, deltas: list[TokenDelta], at: float) -> None:
         for delta in deltas:

@@ -3,7 +3,7 @@
 from app.fleet.dispatch.affinity import PrefixIndex, Sessions
 from app.fleet.dispatch.decision import Candidate, Decision, RequestSize
 from app.fleet.dispatch.groups import Group, GroupChooser, group_of_rank, of_group
-from app.fleet.dispatch.ledger import Ledger, OutputLengths, ReplicaReport
+from app.fleet.dispatch.ledger import Ledger, ReplicaReport
 from app.fleet.dispatch.policies import (
     DispatchPolicy,
     LeastLoaded,
@@ -21,7 +21,6 @@ __all__ = [
     "GroupChooser",
     "LeastLoaded",
     "Ledger",
-    "OutputLengths",
     "PrefixAffinity",
     "PrefixIndex",
     "ReplicaReport",

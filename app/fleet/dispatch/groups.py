@@ -67,7 +67,6 @@ class _Shares:
 
 
 def _check(asked: str, names: Collection[str], *, param: str, what: str = "") -> None:
-    """Raise InvalidRequest where what is asked for is not there."""
     if asked not in names:
         there_are = f"there are {', '.join(names)}" if names else "this model has no groups"
         raise InvalidRequest(f"there is no group {what}{asked!r}; {there_are}", param=param)

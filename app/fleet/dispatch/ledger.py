@@ -254,39 +254,3 @@ class ReplicaState:
             is_suspect=self.is_suspect,
             weights=0 if report is None else report.weights,
         )
-
-
-class OutputLengths:
-    """How many tokens a request will generate: the mean of those that have ended, by the power of two below its limit.
-
-    The engine's LengthPredictor separates short outputs from long ones by a quantile for each tenant and prompt
-    length. The sum of outstanding work needs means, and an ingress sees too few requests of each tenant for more.
-    """
-
-    def __init__(self) -> None:
-        self._buckets: dict[int, _Mean] = {}
-        self._all = _Mean()
-
-    def expected_tokens(self, max_tokens: int) -> int:
-        """Tokens that a request with this limit should generate, at least 1; the limit while nothing is known."""
-        for mean in (self._buckets.get(max_tokens.bit_length(), self._all), self._all):
-            if mean.num_outputs >= 4:  # a mean of fewer says too little
-                return max(1, min(max_tokens, round(mean.value)))
-        return max_tokens
-
-    def learn(self, max_tokens: int, num_generated: int) -> None:
-        """A request with this limit has ended by itself (a stop or its limit, no abort) at this length."""
-        for mean in (self._buckets.setdefault(max_tokens.bit_length(), _Mean()), self._all):
-            mean.add(num_generated)
-
-
-@dataclass(slots=True)
-class _Mean:
-    """The plain mean of the first, a moving average later."""
-
-    value: float = 0.0
-    num_outputs: int = 0
-
-    def add(self, value: int) -> None:
-        self.num_outputs += 1
-        self.value += max(1 / self.num_outputs, 0.02) * (value - self.value)  # the average of the last 50 or so

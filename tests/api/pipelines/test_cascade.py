@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from app.api.handler import RequestHandler
@@ -16,7 +15,7 @@ from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded
 from app.metrics import RequestMetrics, Scrape, exposition
 from app.text import Tokenizer
-from tests.api.batch_services import with_http
+from tests.api.batch_services import http_client
 from tests.api.fakes import CASCADE, WAIT, Connection, Service, Step, last, without_times
 from tests.api.keys import bearer, entry, ring
 from tests.metrics.test_exposition import value
@@ -139,17 +138,15 @@ def test_a_line_of_a_batch_is_answered_as_the_call_is(
         assert value(text, "vllm:request_success_total", model_name=name, finished_reason="length") == ended
 
 
-def test_a_list_of_prompts_may_be_for_a_cascade(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_a_list_of_prompts_may_be_for_a_cascade(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = cascade(tokenizer, -0.6)
 
-    async def use(client: httpx.AsyncClient) -> None:
+    async with http_client(service, tmp_path) as client:
         answer = (await client.post("/v1/batch", json={"model": "both", "prompts": ["a", "b"]})).json()
         usages = [each["response"]["usage"] for each in answer["results"]]
         assert [usage["pipeline"]["steps"][-1]["model"] for usage in usages] == ["large"] * 2
         refused = await client.post("/v1/batch", json={"model": "both", "prompts": ["a"], "logprobs": 99})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
-
-    with_http(service, tmp_path, use)
 
 
 def test_a_key_for_one_of_the_models_is_none_for_lines(tokenizer: Tokenizer) -> None:
@@ -168,18 +165,15 @@ def test_a_refusal_of_the_small_model_is_one_of_the_call(tokenizer: Tokenizer) -
     assert service.chat(model="both", max_tokens=1000).status == 400
 
 
-def test_a_disconnect_ends_the_small_models_try(tokenizer: Tokenizer) -> None:
+async def test_a_disconnect_ends_the_small_models_try(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, lambda request: [(20,), WAIT], names=("small", "large"), pipelines=[CASCADE])
     body = {"model": "both", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
 
-    async def main() -> None:
-        async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
-            await until(lambda: bool(service.generate.open))
-            connection.hang_up()
-            await connection.finished()
-            assert not service.generate.open
-
-    asyncio.run(main())
+    async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
+        await until(lambda: bool(service.generate.open))
+        connection.hang_up()
+        await connection.finished()
+        assert not service.generate.open
 
 
 def test_the_large_model_has_the_time_that_is_left(tokenizer: Tokenizer) -> None:

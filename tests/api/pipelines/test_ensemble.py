@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -90,19 +89,16 @@ def test_an_error_of_one_ends_the_others(tokenizer: Tokenizer) -> None:
     assert not service.generate.open
 
 
-def test_a_disconnect_ends_all_of_them(tokenizer: Tokenizer) -> None:
+async def test_a_disconnect_ends_all_of_them(tokenizer: Tokenizer) -> None:
     service = ensemble(tokenizer, "vote", dict.fromkeys(NAMES, ("3 4", -0.1)))
     service.script_of.update(dict.fromkeys(NAMES, lambda request: [(20,), WAIT]))
     body = {"model": "all", "messages": [{"role": "user", "content": "Hi"}]}
 
-    async def main() -> None:
-        async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
-            await until(lambda: len(service.generate.open) == 3)
-            connection.hang_up()
-            await connection.finished()
-            assert not service.generate.open
-
-    asyncio.run(main())
+    async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
+        await until(lambda: len(service.generate.open) == 3)
+        connection.hang_up()
+        await connection.finished()
+        assert not service.generate.open
 
 
 def test_a_cascade_may_be_one_of_them(tokenizer: Tokenizer) -> None:

@@ -126,25 +126,22 @@ def test_own_documents_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None
     assert "from an index" in answer.error["message"]
 
 
-def test_a_request_that_comes_too_early_is_told_how_far_it_is(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_a_request_that_comes_too_early_is_told_how_far_it_is(tokenizer: Tokenizer, tmp_path: Path) -> None:
     def waiting(request: Request) -> Iterable[Step]:
         return [WAIT] if request.is_background else Computing(tokenizer)(request)
 
     service = indexed(tokenizer, tmp_path, waiting)
     body = {"model": "rag", "messages": [{"role": "user", "content": "What barks?"}]}
 
-    async def main() -> None:
-        filling = asyncio.create_task(fill_indexes(service.pipelines))
-        await until(lambda: bool(service.generate.open))
-        async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
-            await connection.finished()
-            answer = connection.answer()
-        filling.cancel()
-        await asyncio.gather(filling, return_exceptions=True)
-        assert answer.status == 503
-        assert "0 of 3; try again" in answer.error["message"]
-
-    asyncio.run(main())
+    filling = asyncio.create_task(fill_indexes(service.pipelines))
+    await until(lambda: bool(service.generate.open))
+    async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
+        await connection.finished()
+        answer = connection.answer()
+    filling.cancel()
+    await asyncio.gather(filling, return_exceptions=True)
+    assert answer.status == 503
+    assert "0 of 3; try again" in answer.error["message"]
 
 
 @pytest.mark.parametrize(

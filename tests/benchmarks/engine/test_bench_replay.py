@@ -21,14 +21,14 @@ from app.engine.batch import StepBatch, StepResult
 from app.engine.model_runner import ModelRunner
 from app.engine.request import Adapter, Grammar, GrammarKind, ModelInfo, Pooling
 from app.engine.trace.entries import Entry, Header, Limited, StepRecord, parse, to_line
-from app.engine.trace.recorder import Recorder, StepRecorder
+from app.engine.trace.recorder import StepRecorder
 from app.engine.trace.redaction import Redactor
 from app.model.adapter_files import adapter_digest
 from benchmarks.engine.divergence import Circumstances, Comparison
 from benchmarks.engine.reenacting_runner import StandIns
 from benchmarks.engine.reenactment import Reenactment
 from benchmarks.engine.replay import Found, main, reenact
-from tests.engine.test_combinations import POLICIES, SELECTIVE, STRATEGIES, workload
+from tests.engine.test_combinations import POLICIES, STRATEGIES, workload
 from tests.engine.test_invariants import EngineMachine
 from tests.engine.test_matcher import LateMatchedRunner
 from tests.engine.test_overlapped_engine import LateRunner, OverlappedMachine
@@ -113,7 +113,7 @@ class _Noting(Reenactment):
 class RecordedMachine(EngineMachine):
     """Random workloads, with everything that may come from outside; replayed when they have ended."""
 
-    def new_recorder(self) -> Recorder:
+    def new_recorder(self) -> StepRecorder:
         self.recorded = Recorded()
         # The scheduler's settings will change.
         self.first_settings = SchedulerConfig(**self.settings)
@@ -241,9 +241,7 @@ def test_grammars_are_replayed_without_being_compiled_and_fail_where_they_failed
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in-turn", "ahead"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    "strategy", STRATEGIES + SELECTIVE, ids=lambda strategy: strategy["name"] + "-selective" * ("selective" in strategy)
-)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy["name"])
 def test_a_run_of_every_strategy_and_policy_is_replayed_step_by_step(
     strategy: Any, policy: str, is_ahead: bool
 ) -> None:
@@ -451,7 +449,7 @@ def test_a_log_with_drafts_of_a_draft_model_is_replayed(
         "model": {"path": str(demo_path), "device": "cpu"},
         "cache": {"num_blocks": 6},
         "scheduler": {"max_running": 4, "max_step_tokens": 32},
-        "speculation": {"method": "draft_model", "model": str(demo_path), "max_drafts": 3},
+        "speculation": {"method": "draft_model", "model": str(demo_path)},
         "step_log": {"path": str(tmp_path / "log")},
     })  # fmt: skip
     engine = build_sync_engine(config)

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from app.config import PRESETS, BucketedConfig, PriorityConfig
+from app.config import PRESETS, BucketedConfig
 from benchmarks.engine.trial import (
     POLICIES,
     STRATEGIES,
@@ -55,11 +55,8 @@ def test_presets_are_trials_and_the_engine_has_room_for_all_of_them() -> None:
 
 def test_a_parameter_that_is_set_goes_to_the_trials_that_have_it() -> None:
     found = asked(
-        "scheduler.strategy.max_wait_ms=7", "scheduler.policy.preemption=false",
-        strategies="bucketed,continuous", policies="priority,fcfs",
+        "scheduler.strategy.max_wait_ms=7", strategies="bucketed,continuous", policies="priority,fcfs",
     )  # fmt: skip
-    bucketed, policy = found[0].scheduler.strategy, found[0].scheduler.policy
+    bucketed = found[0].scheduler.strategy
     assert isinstance(bucketed, BucketedConfig)
     assert bucketed.max_wait_ms == 7
-    assert isinstance(policy, PriorityConfig)
-    assert not policy.preemption

@@ -55,7 +55,6 @@ def test_a_strategy_is_chosen_by_name_and_its_parameters_set_one_by_one(texts: l
             r"continuous, hybrid",
         ),
         ("scheduler.strategy.batch_size=3", r"without a name; must be one of static"),
-        ("scheduler.policy.preemption=false", r"scheduler\.policy: got .* without a name; must be one of fcfs, sjf"),
         ("scheduler.max_step_tokens=8", r"max_step_tokens=8 is below max_running=32"),
     ],
 )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
-import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, StreamingResponse
 
 from benchmarks.service import online
 from tests.benchmarks.servers import serving, simulated_service, stream, told_server
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -39,29 +41,39 @@ def test_times_are_those_of_the_simulated_engine(
 ) -> None:
     out = tmp_path / "out.json"
     with simulated_service(demo_path, step_ms=20) as url:
-        options = ["--rate", "40", "--requests", "20", "--slo-ttft-ms", "1000", "--slo-itl-ms", "200"]
+        options = ["--rate", "40", "--requests", "20", "--slo-ttft-ms", "60000", "--slo-itl-ms", "60000"]
         found = run(url, workload_path, *options, "--json", str(out), capsys=capsys)
     assert json.loads(out.read_text()) == found
     assert (found["num_requests"], found["num_answered"], found["errors"]) == (20, 20, {})
     assert found["num_output_tokens"] == 20 * 6
     assert found["ttft_p50_s"] > 0.02
-    assert 0.018 < found["itl_p50_s"] < 0.04
+    assert found["itl_p50_s"] > 0.018
     assert found["latency_p50_s"] > 0.02 * 6
     assert found["goodput_share"] == 1.0
-    assert 0 < found["lateness_max_ms"] < 200
+    assert found["lateness_max_ms"] > 0
 
 
 def test_slow_answers_delay_no_arrival(workload_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    app = told_server(lambda _: stream(num_tokens=2, first_after_s=0.5, gap_s=0.1))
-    with serving(app) as url:
-        began = time.monotonic()
+    """None is answered before all have come: a client that waited for an answer would wait for ever."""
+    num_arrived = 0
+
+    def answer(_: int) -> StreamingResponse:
+        nonlocal num_arrived
+        num_arrived += 1
+        return StreamingResponse(once_all_have_come(), media_type="text/event-stream")
+
+    async def once_all_have_come() -> AsyncIterator[Any]:
+        await until(lambda: num_arrived == 10, timeout_s=60)
+        await asyncio.sleep(0.5)
+        async for event in stream(num_tokens=2, gap_s=0.1).body_iterator:
+            yield event
+
+    with serving(told_server(answer)) as url:
         options = ["--rate", "100", "--warm-up", "0", "--slo-ttft-ms", "400"]
         found = run(url, workload_path, *options, capsys=capsys)
-        assert time.monotonic() - began < 3  # one after the other they would take 6 s
     assert found["num_answered"] == 10
-    assert 0.5 < found["ttft_p50_s"] < 0.7
+    assert found["ttft_p50_s"] > 0.5
     assert found["goodput_share"] == 0.0
-    assert found["lateness_max_ms"] < 300
 
 
 def test_errors_are_counted_by_what_they_were(workload_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +86,7 @@ def test_errors_are_counted_by_what_they_were(workload_path: Path, capsys: pytes
         found = run(url, workload_path, "--rate", "100", "--warm-up", "0", capsys=capsys)
     assert found["errors"] == {"429": 5, "no_text": 1}
     assert found["refused_share"] == 0.5
-    assert 0 < found["refusal_p50_ms"] < 200
+    assert found["refusal_p50_ms"] > 0
 
 
 def test_a_sweep_has_a_row_for_each_factor(
@@ -89,7 +101,7 @@ def test_a_sweep_has_a_row_for_each_factor(
     assert (slow["factor"], fast["factor"], slow["rate"], fast["rate"]) == (0.5, 8, 7, 112)
     assert slow["num_requests"] < 15 < fast["num_requests"]
     assert slow["refused_share"] < 0.3 < fast["refused_share"]
-    assert fast["refusal_p50_ms"] < 1000
+    assert fast["refusal_p50_ms"] > 0
     assert len(out.splitlines()) == 2 + 2 + 1
 
 

@@ -1,48 +1,194 @@
-"""What the soak makes of answers, of output files and of processes; a real service runs only in the benchmark."""
+"""The soak finds nothing in a sound service, and what leaks, differs, is lost or grows."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import random
+import uuid
 from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.api import RequestHandler, ServedModel, build_app
+from app.build import build_engine
+from app.config import ApiConfig, ApplicationConfig, EngineConfig
+from app.engine.async_engine import AsyncEngine
+from app.engine.request import Generate, Pooling, Request, TokenDelta
+from app.text import Tokenizer
+from benchmarks.harness.answer import ask
 from benchmarks.harness.http_call import Target
-from benchmarks.service.fuzz import Tally
-from benchmarks.service.honest import Client, Reply, Tenant, requests_of, said_by
+from benchmarks.service import soak
+from benchmarks.service.canaries import KINDS, Secrets, heard
+from benchmarks.service.hostile_requests import Tally, attack, hostile_requests
 from benchmarks.service.soak import Sample, attack_figures, figures_of, is_bad, process_figures
-from tests.benchmarks.servers import simulated_service
+from benchmarks.service.tenants import FINE, Found, Reply, Tenants
+from tests.api.keys import ring
+from tests.benchmarks.servers import serving, simulated_service
 
-KINDS = ("stream", "logprobs", "schema")  # the demo model has no place for tools
+KEYS = {"one": "sk-one", "two": "sk-two", "three": "sk-three"}
+# The others need a batch service, a place for tools, or processes that taste grammars.
+KINDS_HERE = tuple(kind for kind in KINDS if kind not in ("batch", "choice", "schema", "tools"))
 
 
-def _client(target: Target) -> Client:
-    return Client(target, Tenant("a", "key"), model="simulated")
+@pytest.fixture(scope="module")
+def tokenizer(demo_path: Path) -> Tokenizer:
+    return Tokenizer.load(str(demo_path))
 
 
-def _figures(tenant: Tenant, **changes: Any) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def engine(demo_path: Path) -> Iterator[AsyncEngine]:
+    """Too little memory for all that may run."""
+    config = {
+        "model": {"path": str(demo_path), "batch_invariant": True},
+        "cache": {"num_blocks": 60, "block_size": 16},
+        "scheduler": {"max_running": 16},
+        "speculation": {"method": "lookup"},
+    }
+    engine = build_engine(EngineConfig.model_validate(config))
+    yield engine
+    engine.shutdown()
+
+
+@contextmanager
+def service(engine: AsyncEngine, tokenizer: Tokenizer, generate: Generate, *, share_prefixes: bool) -> Iterator[str]:
+    async def is_ready() -> bool:
+        return True
+
+    model = ServedModel(
+        name="demo", tokenizer=tokenizer, facts=engine.facts, generate=generate, created=0, pooling=Pooling.LAST
+    )
+    run = uuid.uuid4().hex  # tenants of its own: the engine, and what it has cached, is that of other tests too
+    hashes = [hashlib.sha256(key.encode()).hexdigest() for key in KEYS.values()]
+    keys = [{"name": f"{run}-{number}", "sha256": each} for number, each in enumerate(hashes)]
+    config = ApiConfig(share_prefixes=share_prefixes)
+    with serving(build_app(RequestHandler([model], config, authenticator=ring(keys)), is_ready)) as url:
+        yield url
+
+
+@pytest.fixture
+def found_in(engine: AsyncEngine, tokenizer: Tokenizer) -> Callable[..., dict[str, Found]]:
+    """What tenants find in a service over this `generate`, the engine's by default."""
+
+    def run(
+        generate: Generate | None = None, *, number: int, at_once: int = 16, share_prefixes: bool = False
+    ) -> dict[str, Found]:
+        async def main(url: str) -> dict[str, Found]:
+            tenants = Tenants(Target.parse(url), KEYS, tokenizer, models=["demo"], kinds=KINDS_HERE, seed=5)
+            free = asyncio.Semaphore(at_once)
+
+            async def one(name: str) -> None:
+                async with free:
+                    await tenants.ask(tenants.next_question(name))
+
+            await asyncio.gather(*(one(list(KEYS)[at % 3]) for at in range(number)))
+            return tenants.found
+
+        with service(engine, tokenizer, generate or engine.generate, share_prefixes=share_prefixes) as url:
+            return asyncio.run(main(url))
+
+    return run
+
+
+def outcomes(tenants: dict[str, Found]) -> Counter[str]:
+    return sum((each.outcomes for each in tenants.values()), Counter())
+
+
+def test_in_a_sound_service_all_answers_are_right(
+    found_in: Callable[..., dict[str, Found]], engine: AsyncEngine
+) -> None:
+    tenants = found_in(number=150)
+    assert outcomes(tenants).keys() <= FINE, [each.details for each in tenants.values()]
+    figures = figures_of(tenants, 0.0, 0.0)
+    assert figures["sang"] > 0.9
+    assert set(figures["own"]) == set(figures["searched"]) == set(KINDS_HERE)
+    assert all(figures["own"].values()), "of every kind the search sees what is in it"
+    assert sum(each.num_cached for each in tenants.values()) > 0
+    assert engine.stats().total_preemptions > 0
+
+
+def test_what_is_given_to_another_is_found(found_in: Callable[..., dict[str, Found]], engine: AsyncEngine) -> None:
+    last: list[tuple[int, ...]] = [()]
+    source = random.Random(1)
+
+    async def leaky(request: Request) -> AsyncIterator[TokenDelta]:
+        prompt, last[0] = last[0], request.prompt_token_ids
+        if source.random() < 0.5 and prompt:
+            request = replace(request, prompt_token_ids=prompt)
+        async for delta in engine.generate(request):
+            yield delta
+
+    tenants = found_in(leaky, number=40)
+    assert outcomes(tenants)["leaked"] > 5
+    assert outcomes(tenants)["wrong"] > 0
+    assert is_bad(_figures(tenants))
+
+
+def test_cached_prefixes_of_others_are_found(found_in: Callable[..., dict[str, Found]]) -> None:
+    # One by one: what was sent before is computed by then.
+    assert outcomes(found_in(number=24, at_once=1, share_prefixes=True))["unexplained"] > 0
+    assert outcomes(found_in(number=24, at_once=1))["unexplained"] == 0
+
+
+def test_a_mark_is_found_in_any_text_and_belongs_to_one() -> None:
+    secrets = Secrets(random.Random(3))
+    mine, yours = secrets.new(1), secrets.new(2)
+    assert secrets.owners_in(mine.question) == {1}
+    assert secrets.owners_in(f'{{"words": "{" ".join(yours.words[2:5])}"}} apple stone river') == {2}
+    assert secrets.owners_in(" ".join((*mine.words[:2], *yours.words[:2]))) == set()
+    assert secrets.owners_in(mine.sentence + yours.sentence) == {1, 2}
+
+
+def test_no_hostile_request_is_a_server_error_and_honest_ones_are_answered(demo_path: Path) -> None:
+    some, again = (list(islice(hostile_requests(3), 200)) for _ in range(2))
+    assert some == again
+    assert {request.kind for request in some if request.is_cut} == {"cut_short", "broken_head", "stopped_chunks"}
+    tally = Tally()
+
+    async def main(target: Target) -> bool:
+        body = {"prompt": [300, 301, 302], "max_tokens": 8, "ignore_eos": True, "stream": True}
+        honest = target.request("completions", json.dumps(body).encode())
+        attacking = asyncio.create_task(attack(target, some, tally, rate=200.0, at_once=64))
+        answers = [await ask(target, honest, timeout_s=30) for _ in range(10)]
+        await attacking
+        return all(answer.has_succeeded for answer in answers)
+
+    with simulated_service(demo_path, step_ms=5) as url:
+        assert asyncio.run(main(Target.parse(url.replace("/v1", ""))))
+    assert tally.server_errors == []
+    assert (tally.by_kind.total(), len(tally.by_kind)) == (200, 8)
+    assert tally.outcomes["400"] > 100
+
+
+def _figures(tenants: dict[str, Found], **changes: Any) -> dict[str, Any]:
     processes: dict[str, Any] = {"growth": {}, "restarts": [], "left": {"running": 0}, "max_growth": 1.05}
-    return figures_of([tenant], 0.0, 1.0) | attack_figures(Tally()) | processes | changes
+    return figures_of(tenants, 0.0, 1.0) | attack_figures(Tally()) | processes | changes
 
 
-def test_the_same_request_gets_the_same_answer_and_another_answer_is_wrong(demo_path: Path) -> None:
-    async def run(client: Client) -> None:
-        await client.learn(KINDS)
-        for kind in KINDS:
-            await client.ask(requests_of(kind, "simulated")[3])
-        assert client.tenant.outcomes == {"right": len(KINDS)}
-        client._reference["stream", 3]["0"]["text"] += "."
-        await client.ask(requests_of("stream", "simulated")[3])
-        assert client.tenant.outcomes["wrong"] == 1
-
-    with simulated_service(demo_path, step_ms=1) as url:
-        client = _client(Target.parse(url.replace("/v1", "")))
-        asyncio.run(run(client))
-    assert len(client.tenant.times_s) == len(KINDS)
-    assert is_bad(_figures(client.tenant))
+@pytest.mark.parametrize(
+    ("events", "error"),
+    [
+        ([{"finish_reason": "stop"}], "DONE"),
+        ([{"finish_reason": "stop"}, "[DONE]", "[DONE]"], "DONE"),
+        ([{"finish_reason": None}, "[DONE]"], "no end"),
+        ([{"finish_reason": "stop"}, {"finish_reason": "stop"}, "[DONE]"], "two"),
+    ],
+)
+def test_a_stream_without_its_end_is_broken(events: list[Any], error: str, tokenizer: Tokenizer) -> None:
+    asked = Tenants(Target.parse("http://h"), KEYS, tokenizer, models=["m"], kinds=["stream"], seed=1)
+    reply = Reply()
+    for each in events:
+        chunk = {"choices": [{"index": 0, "delta": {"content": "a"}, **each}]} if isinstance(each, dict) else None
+        reply.body(f"data: {json.dumps(chunk) if chunk else each}\n\n".encode(), at_s=0.0)
+    with pytest.raises(ValueError, match=error):
+        reply.heard(asked.next_question("one"))
 
 
 def test_a_stream_and_a_whole_answer_say_the_same() -> None:
@@ -51,19 +197,7 @@ def test_a_stream_and_a_whole_answer_say_the_same() -> None:
         {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}]},
         {"choices": [{"index": 0, "delta": {"content": "b"}, "finish_reason": "stop"}]},
     ]
-    assert said_by([whole]) == said_by(pieces)
-    with pytest.raises(ValueError, match="no end"):
-        said_by(pieces[:1])
-
-
-@pytest.mark.parametrize("end", ["", "data: [DONE]\n\ndata: [DONE]\n\n"])
-def test_a_stream_without_its_end_is_broken(end: str) -> None:
-    reply = Reply()
-    reply.head(200, {"content-type": "text/event-stream"})
-    chunk = {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": "stop"}]}
-    reply.body(f"data: {json.dumps(chunk)}\n\n{end}".encode(), at_s=0.0)
-    with pytest.raises(ValueError, match="DONE"):
-        reply.said()
+    assert heard([whole]) == heard(pieces)
 
 
 @pytest.mark.parametrize(
@@ -75,14 +209,14 @@ def test_a_stream_without_its_end_is_broken(end: str) -> None:
         (lambda lines: [lines[0].replace("yes", "no"), *lines[1:]], "batch_wrong"),
     ],
 )
-def test_a_line_that_is_lost_doubled_or_wrong_is_found(made: Any, outcome: str) -> None:
-    client = _client(Target.parse("http://127.0.0.1:1"))
+def test_a_line_that_is_lost_doubled_or_wrong_is_found(made: Any, outcome: str, tokenizer: Tokenizer) -> None:
+    tenants = Tenants(Target.parse("http://127.0.0.1:1"), KEYS, tokenizer, models=["m"], seed=1)
     body = {"choices": [{"index": 0, "message": {"content": "yes"}, "finish_reason": "stop"}]}
-    client._reference = {("schema", number): said_by([body]) for number in range(2)}
     lines = [json.dumps({"custom_id": f"0-{item}", "response": {"body": body}}) for item in range(2)]
-    client._judge_batch({"status": "completed"}, "\n".join(made(lines)), ["0-0", "0-1"])
-    assert client.tenant.outcomes[outcome] == 1
-    assert is_bad(_figures(client.tenant)) == (outcome == "batch_wrong")
+    expected = {f"0-{item}": heard([body]) for item in range(2)}
+    tenants.judge_batch("one", {"status": "completed"}, "\n".join(made(lines)), expected)
+    assert tenants.found["one"].outcomes[outcome] == 1
+    assert is_bad(_figures(tenants.found)) == (outcome == "batch_wrong")
 
 
 def test_memory_counts_by_quarters_and_new_processes_when_they_are_a_minute_old() -> None:
@@ -92,10 +226,13 @@ def test_memory_counts_by_quarters_and_new_processes_when_they_are_a_minute_old(
     figures = process_figures([*steady, *young], 0.0, 400.0)
     assert figures["memory_mib"][title] == [100.0, 101.0, 102.0, 103.0]
     assert figures["growth"][title] == pytest.approx(1.02, abs=0.001)
-    assert not is_bad(_figures(Tenant("a", "key", Counter(right=1))) | figures)
-    assert is_bad(_figures(Tenant("a", "key", Counter(right=1))) | figures | {"growth": {title: 1.06}})
+    fine = _figures({"one": Found(Counter(right=1))}) | figures
+    assert not is_bad(fine)
+    for changes in ({"growth": {title: 1.06}}, {"restarts": ["ingress"]}, {"left": {"running": 1}}, {"sang": 0.5}):
+        assert is_bad(fine | changes)
 
 
-@pytest.mark.parametrize("changes", [{"restarts": ["ingress"]}, {"left": {"running": 1}}])
-def test_a_restart_and_what_is_held_at_the_end_are_bad(changes: dict[str, Any]) -> None:
-    assert is_bad(_figures(Tenant("a", "key"), **changes))
+def test_the_application_is_one_that_the_service_takes() -> None:
+    adapters = {"adapter": "folder"}
+    args = soak.application("models/demo", Path("keys.yaml"), Path("folder"), adapters, num_blocks=200)
+    assert [model.name for model in ApplicationConfig.model_validate(args).models] == ["chaos"]

@@ -99,7 +99,7 @@ def test_the_files_in_the_repository_are_those_that_the_script_writes(name: str)
 
 
 def test_every_alert_has_a_line_in_the_runbook() -> None:
-    runbook = (PROJECT / "docs/operate/alerts.md").read_text().split("## Runbook")[1].split("\n## ")[0]
+    runbook = (PROJECT / "docs/operate/monitoring.md").read_text().split("### Runbook")[1].split("\n###")[0]
     assert [alert.name for alert in ALERTS] == re.findall(r"^\| (Carousel\w+) \|", runbook, re.MULTILINE)
 
 

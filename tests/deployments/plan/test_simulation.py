@@ -16,10 +16,11 @@ from app.engine.model_runner import ModelRunner
 from app.engine.request import Request, SamplingParams
 from app.engine.trace.entries import Arrival, Entry, StepRecord, to_line
 from app.engine.trace.recorder import StepRecorder
-from deployments.plan.simulation import FleetSimulation, SimulatedClock, SimulatedRun, simulate
+from deployments.plan.simulation import FleetSimulation, SimulatedClock, SimulatedRun, _Replica, simulate
 from deployments.plan.step_cost import MeasuredReplica, StepCost, StepShape
 from deployments.plan.traces import Trace, TracedRequest, read_trace
 from tests.deployments.plan.measured import measured_replica, step_cost, trace_of
+from tests.fakes import make_request
 
 CACHE = CacheConfig()
 
@@ -96,7 +97,7 @@ def test_a_seed_gives_the_same_run_again() -> None:
 
 @pytest.mark.parametrize("num_replicas", [1, 3])
 @pytest.mark.parametrize("dispatch", ["least_loaded", "round_robin"])
-@pytest.mark.parametrize("settings", [{}, {"strategy": "static"}, {"strategy": {"name": "hybrid", "selective": True}}])
+@pytest.mark.parametrize("settings", [{}, {"strategy": "static"}, {"strategy": "hybrid"}])
 def test_many_decode_steps_at_once_are_the_same_as_one_after_the_other(
     num_replicas: int, dispatch: str, settings: dict[str, object]
 ) -> None:
@@ -133,6 +134,53 @@ def test_many_decode_steps_at_once_are_the_same_as_one_after_the_other(
         assert fast_engine.stats() == slow_engine.stats()
         assert fast_engine.measurements() == slow_engine.measurements()
     assert slow.num_preemptions > 0
+
+
+def replica_of(**settings: object) -> _Replica:
+    scheduler = SchedulerConfig.model_validate(settings)
+    return _Replica("", scheduler, CACHE, measured_replica(), noise=None, recorder=None)
+
+
+def enter(replica: _Replica, *sizes: tuple[int, int]) -> None:
+    """Requests by prompt and output tokens."""
+    for length, max_tokens in sizes:
+        replica.engine.add(make_request(tuple(range(2, 2 + length)), max_tokens=max_tokens))
+
+
+def test_decode_steps_at_once_leave_what_single_steps_leave() -> None:
+    replicas = [replica_of() for _ in range(2)]
+    for replica in replicas:
+        enter(replica, (3, 30), (9, 25), (16, 40))
+        replica.step()
+    at_once, one_by_one = (replica.engine for replica in replicas)
+    number = at_once.num_decode_steps()
+    assert number == 25 - 2  # the next one ends a request
+    for _ in range(number):
+        replicas[1].step()
+    steps = replicas[0].runner.decode_steps(at_once.running, number)
+    at_once.decode(steps.ends_at)
+    for fast, slow in zip(at_once.running, one_by_one.running, strict=True):
+        assert (fast.block_ids, fast.prefix_ids) == (slow.block_ids, slow.prefix_ids)
+        assert (fast.generated_token_ids, fast.num_computed_tokens) == (
+            slow.generated_token_ids, slow.num_computed_tokens
+        )  # fmt: skip
+    assert at_once.stats() == one_by_one.stats()
+    assert at_once.measurements() == one_by_one.measurements()
+
+
+def test_no_step_is_left_out_that_may_decide_something() -> None:
+    replica = replica_of(max_running=1, max_step_tokens=16)
+    enter(replica, (20, 9))
+    assert replica.engine.num_decode_steps() == 0  # nothing runs
+    replica.step()
+    replica.step()
+    assert replica.engine.num_decode_steps() == 7
+    enter(replica, (3, 1))
+    assert replica.engine.num_decode_steps() == 0  # a request waits
+    fair = replica_of(policy="fair")
+    enter(fair, (3, 9))
+    fair.step()
+    assert fair.engine.num_decode_steps() == 0  # the policy counts tokens
 
 
 # ---------------------------------------------------------------------- the same as a real engine

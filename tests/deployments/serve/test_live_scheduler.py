@@ -5,70 +5,58 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
-from tests.deployments.conftest import Deployed, steps_of
+from tests.deployments.conftest import SHARED
 from tests.deployments.strikes import replica_pids
 from tests.waiting import eventually
 
-NUM_TOKENS = 80
-
-
-@pytest.fixture
-def url(deployed: Deployed, demo_path: Path) -> Iterator[str]:
-    """Two replicas behind two ingresses."""
-    model = {
-        "name": "switched",
-        "engine": {"model": {"path": str(demo_path), **steps_of(20)}, "cache": {"num_blocks": 256}},
-        "replicas": {"num_replicas": 2, "num_cpus": 0.1, "drain_timeout_s": 1},
-    }
-    with deployed("switched", {"models": [model], "ingress": {"num_replicas": 2}}) as url:
-        yield url
+MODEL = "switched"
+NUM_TOKENS = 160  # three seconds
 
 
 async def tokens_of(client: httpx.AsyncClient, url: str) -> list[int]:
-    body = {"prompt": "Once", "max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+    body = {"model": MODEL, "prompt": "Once", "max_tokens": NUM_TOKENS, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
     answer = await client.post(f"{url}/v1/completions", json=body)
     return list(answer.json()["choices"][0]["token_ids"])
 
 
 def in_force(answer: httpx.Response) -> list[tuple[Any, Any]]:
-    """Strategy and policy of each replica of the only model."""
+    """Strategy and policy of each replica of the model."""
     content = answer.json()
-    [entry] = content.get("data", [content])
+    [entry] = [each for each in content.get("data", [content]) if each["model"] == MODEL]
     return [(each["strategy"], each["policy"]["name"]) for each in entry["replicas"]]
 
 
-def test_a_switch_holds_on_every_replica_also_on_one_that_is_started_later_and_loses_no_token(url: str) -> None:
+def test_a_switch_holds_on_every_replica_also_on_one_that_is_started_later_and_loses_no_token(shared: str) -> None:
+    url = shared
     static = {"name": "static", "batch_size": 4, "max_wait_ms": 50.0}
 
     async def main() -> None:
         async with httpx.AsyncClient(timeout=60) as client:
             [expected] = await asyncio.gather(tokens_of(client, url))
             streams = [asyncio.create_task(tokens_of(client, url)) for _ in range(8)]
-            await asyncio.sleep(0.5)
-            body = {"strategy": {"name": "static", "batch_size": 4}, "policy": "fair"}
+            await asyncio.sleep(0.3)
+            body = {"model": MODEL, "strategy": {"name": "static", "batch_size": 4}, "policy": "fair"}
             switched = await client.post(f"{url}/admin/scheduler", json=body)
             assert in_force(switched) == [(static, "fair")] * 2
             assert not any(stream.done() for stream in streams)
             assert await asyncio.gather(*streams) == [expected] * 8
-            wrong = await client.post(f"{url}/admin/scheduler", json={"strategy": "magic"})
+            wrong = await client.post(f"{url}/admin/scheduler", json={"model": MODEL, "strategy": "magic"})
             assert wrong.status_code == 400
 
     asyncio.run(main())
-    before = replica_pids("switched", "replica-switched")
+    before = replica_pids(SHARED, f"replica-{MODEL}")
     os.kill(before[0], signal.SIGKILL)
 
     def now() -> list[tuple[Any, Any]]:
-        return in_force(httpx.get(f"{url}/admin/scheduler", timeout=10))
+        return in_force(httpx.get(f"{url}/admin/scheduler", timeout=60))
 
-    eventually(lambda: set(replica_pids("switched", "replica-switched")) - set(before), timeout_s=60)
-    eventually(now, lambda found: found == [(static, "fair")] * 2, timeout_s=60)
-    back = httpx.post(f"{url}/admin/scheduler", json={}, timeout=10)
+    eventually(lambda: set(replica_pids(SHARED, f"replica-{MODEL}")) - set(before), timeout_s=200)
+    eventually(now, lambda found: found == [(static, "fair")] * 2, timeout_s=200)
+    back = httpx.post(f"{url}/admin/scheduler", json={"model": MODEL}, timeout=60)
     assert [each["switched_at"] for each in back.json()["replicas"]] == [None, None]
     assert [strategy["name"] for strategy, _ in in_force(back)] == ["continuous"] * 2

@@ -10,9 +10,9 @@ import pytest
 
 from app.engine.async_engine import AsyncEngine
 from app.engine.engine import Engine, StepError
+from app.engine.observer import StepObserver
 from app.engine.snapshot import EngineSnapshot, SlotUse
 from app.engine.trace import viewer
-from app.engine.trace.recorder import Recorder
 from app.errors import EngineStopped
 from tests.engine.test_invariants import FailingOnDemand
 from tests.engine.test_overlapped_engine import LateRunner
@@ -190,13 +190,12 @@ def test_what_runs_already_is_seen_by_the_first_view() -> None:
 
 
 def test_nothing_is_noted_before_the_first_view_and_after_the_last() -> None:
-    recorder = Recorder()
-    engine = build_fake_engine(recorder=recorder)
-    assert engine._recorder is recorder
+    engine = build_fake_engine(recorder=StepObserver())
+    before = list(engine._observers)
     engine.snapshot()
-    assert engine._recorder is not recorder
+    assert engine._observers != before
     engine.end_snapshots()
-    assert engine._recorder is recorder
+    assert engine._observers == before
 
 
 def test_a_view_is_bounded_whatever_waits_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ SPILLED = {("decode_kernel", "gemma9b-fp8", "90"): 8}  # bytes; of all others no
 
 def test_the_kernels_compile_for_gpus_and_fit_into_their_memories() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(cache_folder() / "triton-tests")  # half a minute where it is empty
+    environment["TRITON_CACHE_DIR"] = str(cache_folder() / "triton-tests")  # a minute of CPU time where it is empty
     done = subprocess.run(
         [sys.executable, "-m", "tests.model.cuda.compile_kernels"],
         cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=280, check=False,

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA t
 from app.model.cuda.attention import TritonAttention
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.transformers_code import TransformersModel
-from tests.model.parallel.cuda_rank import group_of, load, logits_of_tokens
+from tests.model.parallel.cuda_rank import NUM_PROBE_TOKENS, group_of, load, logits_of_tokens
 from tests.tiny_models import build_tiny_model
 
 TOKEN_IDS = list(range(3, 10))
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks nee
 def saved_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Saves a tiny model of an architecture, which runs on Triton's interpreter."""
     monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta"))
+    monkeypatch.setattr("app.model.verification.NUM_TOKENS", NUM_PROBE_TOKENS)
 
     def save(architecture: str, **changes: Any) -> str:
         build_tiny_model(architecture, **changes).save_pretrained(tmp_path / "model")

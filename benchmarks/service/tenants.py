@@ -1,0 +1,335 @@
+"""Honest tenants: they send requests of all kinds, and judge what comes back.
+
+Each request has words of its own (`canaries.py`), for which all other answers are searched. Half of the requests were
+sent before: with `batch_invariant` their answers must be the same, token for token, whatever else the service does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from app.text import Tokenizer
+from benchmarks.harness.figures import percentile
+from benchmarks.harness.http_call import EventStream, Target, call
+from benchmarks.service.canaries import GREEDY_TEXT, KINDS, Heard, Json, Prefixes, Question, Secrets, heard, question
+
+BLOCK_SIZE = 16
+DOCUMENTS = "documents"  # the pipeline that chooses some of a request's
+FINE = frozenset(("right", "left", "batch_right", "items_right", "tried_again"))  # what outcomes should be
+TIMEOUT_S = 60.0
+_MAX_TRIES, _RETRY_S = 40, 0.25  # of a request that is refused with a 429
+_MAX_EARLIER = 300  # requests of a tenant that it may send again
+_MAX_TOLD = 20  # findings of a tenant
+_BATCH_POLL_S, _AFTER_REFUSAL_S = 1.0, 2.0
+_CHAT = "chat/completions"
+
+
+@dataclass(slots=True)
+class Found:
+    """What one tenant got."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    answers: Counter[str] = field(default_factory=Counter)  # searched, by kind
+    own: Counter[str] = field(default_factory=Counter)  # those of them in which the search found their own secret
+    times_s: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # of right answers: when, and how long from the ask
+    details: list[Json] = field(default_factory=list)
+    num_cached: int = 0  # answers with `cached_tokens`
+    num_greedy: int = 0
+    num_sang: int = 0  # greedy answers that say their own secret word by word
+
+    def count(self, outcome: str, **details: Any) -> None:
+        """Count an outcome; the first ones are told in full."""
+        self.outcomes[outcome] += 1
+        if len(self.details) < _MAX_TOLD:
+            self.details.append({"outcome": outcome, **details})
+
+    def times_ms(self, percent: float, from_s: float = 0.0, to_s: float = float("inf")) -> float | None:
+        """A percentile of the times of answers that ended in this span."""
+        return percentile([1000 * took_s for at_s, took_s in self.times_s if from_s <= at_s < to_s], percent)
+
+
+class Reply:
+    """Reads one answer into its bytes, as far as its client stays."""
+
+    def __init__(self, leaves_after: int | None = None) -> None:
+        self.status = 0
+        self.headers: Mapping[str, str] = {}
+        self.data = bytearray()
+        self.on_enough: Any = lambda: None
+        self._leaves_after = leaves_after
+
+    @property
+    def has_enough(self) -> bool:
+        return self._leaves_after is not None and len(self.data) >= self._leaves_after
+
+    def head(self, status: int, headers: Mapping[str, str]) -> None:
+        self.status, self.headers = status, headers
+
+    def body(self, data: bytes, *, at_s: float) -> None:
+        self.data += data
+        if self.has_enough:
+            self.on_enough()
+
+    @property
+    def json(self) -> Json:
+        found: Json = json.loads(self.data)
+        return found
+
+    def heard(self, asked: Question) -> Heard:
+        """What it says. Raises ValueError when it is broken, which one that was left may be."""
+        if not asked.is_stream:
+            return heard([self.json]) if not self.has_enough else Heard()
+        events = EventStream().feed(bytes(self.data))
+        found = heard(json.loads(content) for content in events if content.startswith(b"{"))
+        if not self.has_enough and asked.endpoint in (_CHAT, "completions"):
+            if events[-1:] != [b"[DONE]"] or events.count(b"[DONE]") != 1:
+                raise ValueError("the stream does not end with one [DONE]")
+            if not found.num_ends or set(found.num_ends.values()) != {1}:
+                raise ValueError("a choice has no end, or two")
+        return found
+
+
+class Tenants:
+    """All of them. In one event loop."""
+
+    def __init__(
+        self,
+        target: Target,
+        keys: Mapping[str, str],
+        tokenizer: Tokenizer,
+        *,
+        models: Sequence[str],
+        pipelines: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        kinds: Sequence[str] = KINDS,
+        seed: int,
+    ) -> None:
+        """`keys`: by tenant. `models`, `pipelines`: what requests ask for; of a pipeline, which models compute."""
+        self.found = {name: Found() for name in keys}
+        self.patience_ends_s = float("inf")  # by time.monotonic: when batches that have not ended count as lost
+        self._target = target
+        self._keys = keys
+        self._tokenizer = tokenizer
+        self._models = models
+        self._pipelines = tuple(pipelines)
+        self._kinds = kinds
+        self._source = random.Random(seed)
+        self._secrets = Secrets(self._source)
+        self._prefixes = Prefixes(BLOCK_SIZE, {**{each: (each,) for each in models}, **pipelines})
+        self._earlier: dict[str, list[Question]] = {name: [] for name in keys}
+        self._said: dict[int, Heard] = {}  # first, by the question's number
+        self._num_secrets = 0
+
+    async def keep_asking(self, tenant: str, *, pause_s: float, until: asyncio.Event) -> None:
+        """One request after the other, with pauses between them."""
+        while not until.is_set():
+            await self.ask(self.next_question(tenant))
+            await asyncio.sleep(self._source.uniform(0, 2 * pause_s))
+
+    def next_question(self, tenant: str) -> Question:
+        """A new one, or one that was asked before."""
+        kind, earlier = self._source.choice(self._kinds), self._earlier[tenant]
+        if earlier and self._source.random() < 0.5:
+            return self._source.choice(earlier)
+        secrets = []
+        for _ in range(2 if kind == "batch" else 1):
+            self._num_secrets += 1
+            secrets.append(self._secrets.new(self._num_secrets))
+        # Half of them have a salt that no request has used: then nothing at all may be cached.
+        salt = self._source.choice([None, "mine", f"{self._num_secrets}", f"{self._num_secrets}"])
+        asked = question(
+            kind, number=self._num_secrets, model=self._source.choice(self._names_for(kind)), tenant=tenant, salt=salt,
+            secrets=secrets, prompt_ids=self._tokenizer.encode_chat(secrets[0].messages), source=self._source,
+        )  # fmt: skip
+        if kind != "abort" and len(earlier) < _MAX_EARLIER:
+            earlier.append(asked)
+        return asked
+
+    def _names_for(self, kind: str) -> Sequence[str]:
+        """What a request of a kind may ask for. One in the background may be sent again when a step of it has run."""
+        if kind == "documents" and self._pipelines:
+            return (DOCUMENTS,)
+        if kind in ("ranking", "background"):
+            return self._models
+        return (*self._models, *(name for name in self._pipelines if name != DOCUMENTS))
+
+    async def ask(self, asked: Question) -> None:
+        """One request, again where it is refused, and the judgement of its answer."""
+        found, began_s = self.found[asked.tenant], time.monotonic()
+        prompts = [self._tokenizer.encode_chat(each) for each in asked.conversations]
+        self._prefixes.add(asked, prompts)
+        try:
+            reply = await self._answer(asked)
+        except TimeoutError:
+            found.count("hung", kind=asked.kind)
+            return
+        except OSError as error:
+            found.count("cut_off", kind=asked.kind, error=str(error))
+            return
+        if reply.status != 200:
+            found.count(f"status {reply.status}", kind=asked.kind, answer=reply.data[:300].decode(errors="replace"))
+            return
+        try:
+            answer = reply.heard(asked)
+        except (ValueError, KeyError) as error:
+            found.count("broken", kind=asked.kind, error=str(error))
+            return
+        self._search(asked, answer, max(self._prefixes.num_explained(asked, each) for each in prompts))
+        if reply.has_enough:
+            found.outcomes["left"] += 1
+            return
+        expected = self._said.setdefault(asked.number, answer)
+        if (answer.texts, answer.ids) != (expected.texts, expected.ids):
+            found.count("wrong", kind=asked.kind, said=answer.texts, expected=expected.texts)
+            return
+        found.outcomes["right"] += 1
+        found.times_s.append((time.monotonic(), time.monotonic() - began_s))
+
+    def _search(self, asked: Question, answer: Heard, num_explained: int) -> None:
+        """For the words of others, and for cached tokens that none of its own explains."""
+        found, own = self.found[asked.tenant], {each.owner for each in asked.secrets}
+        texts = [*answer.texts, answer.around, *(self._tokenizer.decode(each) for each in answer.ids)]
+        owners = set().union(*map(self._secrets.owners_in, texts))
+        found.answers[asked.kind] += 1
+        found.own[asked.kind] += owners >= own
+        if owners - own:
+            found.count("leaked", kind=asked.kind, owners=sorted(owners - own)[:5], texts=texts[:3])
+        if answer.cached_tokens:
+            found.num_cached += 1
+            if answer.cached_tokens > num_explained:
+                told = {"cached": answer.cached_tokens, "explained": num_explained, "salt": asked.salt}
+                found.count("unexplained", kind=asked.kind, **told)
+        if asked.kind in GREEDY_TEXT and asked.leaves_after is None:
+            found.num_greedy += 1
+            found.num_sang += answer.first == asked.secrets[0].sentence
+
+    async def _answer(self, asked: Question) -> Reply:
+        """Raises OSError or TimeoutError when there is none."""
+        request = self._target.request(asked.endpoint, json.dumps(asked.body).encode(), self._auth(asked.tenant))
+        for _ in range(_MAX_TRIES):
+            reply = Reply(asked.leaves_after)
+            async with asyncio.timeout(TIMEOUT_S):
+                sending = asyncio.create_task(call(self._target, request, reply))
+                reply.on_enough = sending.cancel
+                try:
+                    await sending
+                except asyncio.CancelledError:
+                    if not reply.has_enough:
+                        raise
+            if reply.status != 429:
+                break
+            self.found[asked.tenant].outcomes["tried_again"] += 1
+            await asyncio.sleep(_RETRY_S)
+        return reply
+
+    def _auth(self, tenant: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._keys[tenant]}"}
+
+    # ------------------------------------------------------------------ batches
+
+    async def keep_batching(self, tenant: str, num_items: int, *, until: asyncio.Event) -> None:
+        """One batch after the other, of requests that were answered before."""
+        number = 0
+        while not until.is_set():
+            items = [each for each in self._earlier[tenant] if each.kind == "whole" and each.number in self._said]
+            if items:
+                await self.batch(tenant, number, [items[at % len(items)] for at in range(num_items)])
+                number += 1
+            else:
+                await asyncio.sleep(_BATCH_POLL_S)
+
+    async def batch(self, tenant: str, number: int, items: Sequence[Question]) -> None:
+        """One batch from upload to its output file; each item's answer should be that of the same request alone."""
+        url, expected = f"/v1/{_CHAT}", {f"{number}-{at}": self._said[each.number] for at, each in enumerate(items)}
+        lines = [
+            json.dumps({"custom_id": name, "method": "POST", "url": url, "body": each.body})
+            for name, each in zip(expected, items, strict=True)
+        ]
+        try:
+            batch, output = await self._ended_batch(tenant, "\n".join(lines), url)
+        except TimeoutError:
+            self.found[tenant].count("batch_not_ended", number=number)
+        else:
+            self.judge_batch(tenant, batch, output, expected)
+
+    async def _ended_batch(self, tenant: str, lines: str, url: str) -> tuple[Json, str]:
+        """The batch object, and the output file; both files are deleted then."""
+        file = (await self._patiently(tenant, "POST", "files", *_form(lines.encode()))).json
+        asked = {"input_file_id": file["id"], "endpoint": url, "completion_window": "24h"}
+        batch = (await self._patiently(tenant, "POST", "batches", json.dumps(asked).encode())).json
+        while batch["status"] in ("validating", "in_progress", "finalizing"):
+            await asyncio.sleep(_BATCH_POLL_S)
+            batch = (await self._patiently(tenant, "GET", f"batches/{batch['id']}")).json
+        output_id, output = batch.get("output_file_id"), ""
+        if output_id:
+            output = (await self._patiently(tenant, "GET", f"files/{output_id}/content")).data.decode()
+        for file_id in filter(None, (file["id"], output_id)):
+            await self._patiently(tenant, "DELETE", f"files/{file_id}", fine=(200, 404))
+        return batch, output
+
+    async def _patiently(
+        self, tenant: str, method: str, path: str, body: bytes = b"", kind: str = "application/json",
+        fine: Sequence[int] = (200,),
+    ) -> Reply:  # fmt: skip
+        """A fine answer; after any other the request is sent again. Raises TimeoutError when the patience ends."""
+        target = self._target
+        head = (
+            f"{method} {target.path}/{path} HTTP/1.1\r\nHost: {target.host}:{target.port}\r\nConnection: close\r\n"
+            f"Authorization: Bearer {self._keys[tenant]}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        found = self.found[tenant]
+        while time.monotonic() < self.patience_ends_s:
+            reply = Reply()
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    await call(target, head.encode() + body, reply)
+            except (OSError, TimeoutError):
+                pass
+            else:
+                if reply.status in fine:
+                    return reply
+                if reply.status == 500:
+                    found.count("batch_call: 500", call=f"{method} {path}", answer=reply.data[:300].decode())
+            found.outcomes["tried_again"] += 1
+            await asyncio.sleep(_AFTER_REFUSAL_S)
+        raise TimeoutError
+
+    def judge_batch(self, tenant: str, batch: Json, output: str, expected: Mapping[str, Heard]) -> None:
+        """Whether each line is there once, and says what it should."""
+        records = [json.loads(line) for line in output.splitlines()]
+        found = Counter(record["custom_id"] for record in records)
+        faults = {
+            "lost": sum(custom_id not in found for custom_id in expected),
+            "doubled": sum(number > 1 for number in found.values()),
+            "wrong": sum(not _says(record, expected) for record in records),
+        }
+        if batch["status"] == "completed" and not any(faults.values()):
+            self.found[tenant].outcomes["batch_right"] += 1
+            self.found[tenant].outcomes["items_right"] += len(expected)
+        else:
+            self.found[tenant].count("batch_wrong", status=batch["status"], errors=batch.get("errors"), **faults)
+
+
+def _says(record: Json, expected: Mapping[str, Heard]) -> bool:
+    try:
+        return heard([record["response"]["body"]]).texts == expected[record["custom_id"]].texts
+    except (ValueError, KeyError):
+        return False
+
+
+def _form(content: bytes) -> tuple[bytes, str]:
+    """The body of an upload, and its type."""
+    border = uuid.uuid4().hex
+    part = f'--{border}\r\nContent-Disposition: form-data; name="{{}}"{{}}\r\n\r\n'
+    head = part.format("purpose", "") + "batch\r\n" + part.format("file", '; filename="lines.jsonl"')
+    return head.encode() + content + f"\r\n--{border}--\r\n".encode(), f"multipart/form-data; boundary={border}"
