@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from app.build import build_sync_engine
 from app.config import EngineConfig, ModelConfig, SchedulerConfig
 from app.text import Tokenizer
-from scripts.demo_tasks import EXACT_KINDS, FALLBACK, Question, mixed_questions
+from tests.demo_tasks import EXACT_KINDS, FALLBACK, Question, mixed_questions
 from tests.fakes import make_request, run_to_end
 
 

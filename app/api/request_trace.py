@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
+from app.batches import ItemOrigin
 from app.engine.request import EngineTimes
-from app.jobs import ItemOrigin
 
 Attributes = Mapping[str, str | int | float]
 _PROPAGATED = ("traceparent", "tracestate")

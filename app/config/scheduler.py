@@ -56,12 +56,14 @@ class ContinuousConfig(Settings):
     """At every step, as slots, blocks and the token budget allow."""
 
     name: Literal["continuous"] = "continuous"
+    selective: bool = Field(False, description="short sequences and chunks of long prompts never in one step")
 
 
 class HybridConfig(Settings):
     """Continuous, with a share of the step's budget that prefill may take while anything decodes."""
 
     name: Literal["hybrid"] = "hybrid"
+    selective: bool = Field(False, description="short sequences and chunks of long prompts never in one step")
     prefill_share: float = Field(0.5, gt=0, le=1, description="share of a step's budget for prefill beside decoding")
 
 

@@ -229,11 +229,7 @@ class Scheduler:
             self._preempt(sequence)
         plan = self._strategy.plan(self._view(now))
         builder = self._new_builder(plan)
-        running = self._running.in_order.copy()
-        if is_ahead:  # without those that get their last token in the step before
-            # A sequence that generates nothing takes part until its prompt is computed, like every other.
-            running = [s for s in running if len(s.generated_token_ids) < (s.request.sampling.max_tokens or 1)]
-        self._schedule_running(builder, running)
+        self._schedule_running(builder, plan.taking_part(self._running.in_order, is_ahead=is_ahead))
         num_running = len(builder.sequences)
         # After a preemption for blocks memory is short: a sequence that joined now would be preempted next.
         wait_reason = WaitReason.BLOCKS if builder.has_preempted else self._admit(builder, plan)

@@ -218,11 +218,6 @@ class ReplicaRegistry:
         return self._ledger.replica(replica_id).is_suspect
 
     @property
-    def suspects(self) -> frozenset[str]:
-        """The replicas that are not to be relied on now."""
-        return frozenset(each for each in self.replica_ids if self.is_suspect(each))
-
-    @property
     def reports(self) -> dict[str, ReplicaReport]:
         """The last report of each replica that takes requests and has made one."""
         reports = {replica_id: self._ledger.replica(replica_id).report for replica_id in self.replica_ids}

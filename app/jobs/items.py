@@ -6,6 +6,7 @@ Uploads are read line by line in bounded memory, for files of hundreds of megaby
 from __future__ import annotations
 
 import hashlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -22,7 +23,6 @@ CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
 GENERATION_URLS = (CHAT_URL, COMPLETIONS_URL)  # what engines can answer without the API's other endpoints
 MAX_ID_LENGTH = 512
 MAX_LISTED_ERRORS = 100
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SEED_MASK = (1 << 63) - 1
 _PIECE_BYTES = 1024 * 1024
 _ITEMS_AT_ONCE = 16  # a thread reads so many before it returns; each may have megabytes
@@ -156,16 +156,6 @@ def pieces_of(items: Iterator[Item]) -> Generator[list[Item], None, None]:
         yield some
 
 
-def items_of_prompts(endpoint: str, bodies: Sequence[Mapping[str, Any]]) -> Iterator[Item]:
-    """A list of prompts; the id of each is its place in the list."""
-    return (Item(number=index, id=str(index), url=endpoint, body=body) for index, body in enumerate(bodies))
-
-
-def as_batch_line(item: Item) -> dict[str, Any]:
-    """An item as a line of an upload."""
-    return {"custom_id": item.id, "method": "POST", "url": item.url, "body": item.body}
-
-
 def _read_lines(open_file: OpenFile, rules: InputRules) -> Generator[tuple[int, Item | ItemError], None, None]:
     """(line number, item) of the lines that are not blank, in order, or the first thing wrong with each."""
     with open_file() as file:
@@ -177,7 +167,7 @@ def _read_lines(open_file: OpenFile, rules: InputRules) -> Generator[tuple[int, 
                 message = f"the line has more than {rules.max_line_bytes:,} bytes, which is what one may have"
                 yield line_number, ItemError(code="line_too_long", line=line_number, message=message)
                 continue
-            text = raw.removeprefix(BYTE_ORDER_MARK) if line_number == 1 else raw
+            text = raw.removeprefix(BOM_UTF8) if line_number == 1 else raw
             if text.strip():
                 yield line_number, _read_line(text, number, line_number, rules.endpoint)
                 number += 1

@@ -16,23 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from app.batches import Answered, ItemOrigin, JobState
 from app.disk import hidden_name, sync_folder
 from app.jobs.files import FileStore
-from app.jobs.job import (
-    OUTPUT_PURPOSE,
-    Answered,
-    InvalidItem,
-    Item,
-    ItemOrigin,
-    ItemOutput,
-    ItemResult,
-    Job,
-    JobState,
-    Json,
-    StoredFile,
-)  # fmt: skip
+from app.jobs.job import OUTPUT_PURPOSE, InvalidItem, Item, ItemOutput, ItemResult, Job, StoredFile
 from app.jobs.results import ResultStore
-from app.json_pieces import json_pieces
+from app.json_pieces import Json, json_pieces
 
 # A record's columns in their order; `row` is the item's number.
 COLUMNS = ("row", "id", "text", "finish_reason", "prompt_tokens", "completion_tokens", "error")

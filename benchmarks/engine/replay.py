@@ -23,11 +23,11 @@ from app.build import build_matchers, build_sync_engine
 from app.config import EngineConfig, SpeculationConfig
 from app.engine.engine import NO_ADAPTERS, Engine
 from app.engine.request import Adapter
-from app.engine.trace.entries import Arrival, DroppedEntries, Entry, Header, Reconfigured, StepRecord
+from app.engine.trace.entries import Arrival, DroppedEntries, Entry, Header, StepRecord
 from app.errors import CarouselError, UnsupportedAdapter
 from app.model.adapter_files import adapter_at
 from app.versions import commit, versions
-from benchmarks.engine.divergence import Circumstances, Comparison, Divergence, differences_between
+from benchmarks.engine.divergence import Comparison, Divergence, differences_between
 from benchmarks.engine.recorded_run import RecordedRun, find_run
 from benchmarks.engine.reenacting_runner import StandIns
 from benchmarks.engine.reenactment import Reenactment, Shares, facts_of
@@ -102,13 +102,9 @@ def replay(log: str, *, model: str | None = None, simulated: bool = False, setti
         matchers=matchers,
         stand_ins=StandIns(run.entries(), block_size=config.cache.block_size) if run.hides_prompts else None,
     )
-    circumstances = Circumstances(
-        differences=differences,
-        computes=not simulated,
-        strategy=config.scheduler.strategy.name,
-        policy=config.scheduler.policy.name,
+    comparison = Comparison(
+        reenactment.request_ids, differences=differences, computes=not simulated, hides_tokens=run.hides_prompts
     )
-    comparison = Comparison(circumstances, reenactment.request_ids, hides_tokens=run.hides_prompts)
     found = reenact(run.entries(), reenactment, comparison)
     if matchers is not None:
         matchers.close()
@@ -143,8 +139,6 @@ def reenact(entries: Iterable[Entry], reenactment: Reenactment, comparison: Comp
             if num_steps % _TELL_EVERY == 0:
                 tell(f"{num_steps:,} steps are the same")
             continue
-        if isinstance(entry, Reconfigured):
-            comparison.reconfigured(entry.config.strategy.name, entry.config.policy.name)
         reenactment.outside(entry)
     return Found(num_steps)
 

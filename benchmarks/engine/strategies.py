@@ -19,10 +19,10 @@ from typing import Any
 
 from app.build import assemble
 from app.config import PRESETS
-from benchmarks.engine.carousel import Carousel, LoggedCarousel
+from benchmarks.engine.carousel import Carousel
 from benchmarks.engine.engine_setup import LoadedEngine, load_engine
 from benchmarks.engine.service_figures import Promise, Served, service_figures
-from benchmarks.engine.step_trace import LoggedRunner, StepTrace
+from benchmarks.engine.step_trace import StepTrace
 from benchmarks.engine.trial import (
     POLICIES,
     STRATEGIES,
@@ -33,7 +33,7 @@ from benchmarks.engine.trial import (
     with_largest_limits,
 )
 from benchmarks.harness import machine
-from benchmarks.harness.command import BenchmarkError, command_parser, run_command, tell
+from benchmarks.harness.command import BenchmarkError, above_zero, command_parser, numbers_above_zero, run_command, tell
 from benchmarks.harness.figures import cell, table
 from benchmarks.harness.options import Options, add_run_options
 from benchmarks.harness.workload import Workload
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(options: Options, given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
     """Load once, warm up, then every trial at every load."""
     chosen = _trials(options, given)
-    arrivals, loads = Arrivals.parse(given.arrival), _loads(given.load)
+    arrivals, loads = Arrivals.parse(given.arrival), numbers_above_zero("--load", given.load)
     promise = _promise(given)
     loaded = load_engine(with_largest_limits(base_options(options), chosen))
     workload = _with_deadlines(loaded.workload, given.deadline_s)
@@ -104,21 +104,21 @@ def _trials(options: Options, given: argparse.Namespace) -> list[Trial]:
 
 def serve(loaded: LoadedEngine, trial: Trial, workload: Workload) -> Served:
     """One trial: a fresh engine, with empty memory and without experience, around the loaded model."""
-    log = StepTrace(loaded.engine.now)
+    trace = StepTrace()
     engine = assemble(
         trial.scheduler,
         loaded.config.cache,
         num_blocks=loaded.engine.stats().num_blocks,
-        runner=LoggedRunner(loaded.engine.runner, log),
+        runner=loaded.engine.runner,
         facts=loaded.engine.facts,
+        recorder=trace,
     )
-    run = LoggedCarousel(engine, log).serve(workload)
     return Served(
-        run=run,
-        joined_s=log.joined_s(),
-        bubble_share=log.bubble_share(trial.scheduler.max_running),
-        mean_running=log.mean_running(),
-        steps=log.steps,
+        run=Carousel(engine, trace=trace).serve(workload),
+        joined_s=trace.joined_s(),
+        bubble_share=trace.bubble_share(trial.scheduler.max_running),
+        mean_running=trace.mean_running(),
+        steps=trace.steps,
     )
 
 
@@ -202,23 +202,6 @@ def _promise(given: argparse.Namespace) -> Promise | None:
     return Promise(ttft_s=given.slo_ttft_s, latency_s=given.slo_latency_s)
 
 
-def _loads(text: str) -> list[float]:
-    try:
-        loads = [float(part) for part in text.split(",")]
-    except ValueError:
-        loads = []
-    if not loads or not all(0 < load <= 1000 for load in loads):
-        raise BenchmarkError(f"--load {text}: write numbers above 0, for example 0.5,0.8,1,2")
-    return loads
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 86400")
-    return seconds
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("engine.strategies", __doc__)
     add_run_options(parser, settings=True)
@@ -230,9 +213,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--strategies", metavar="A,B", help=f"of {', '.join(STRATEGIES)}")
     parser.add_argument("--policies", metavar="A,B", help=f"of {', '.join(POLICIES)}")
     parser.add_argument("--presets", metavar="A,B", help=f"instead of both, of {', '.join(PRESETS)}")
-    parser.add_argument("--slo-ttft-s", type=_seconds, metavar="S", help="first token within so many seconds")
-    parser.add_argument("--slo-latency-s", type=_seconds, metavar="S", help="last token within so many seconds")
-    parser.add_argument("--deadline-s", type=_seconds, metavar="S", help="a deadline for requests that have none")
+    parser.add_argument("--slo-ttft-s", type=above_zero, metavar="S", help="first token within so many seconds")
+    parser.add_argument("--slo-latency-s", type=above_zero, metavar="S", help="last token within so many seconds")
+    parser.add_argument("--deadline-s", type=above_zero, metavar="S", help="a deadline for requests that have none")
     return parser
 
 

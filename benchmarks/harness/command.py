@@ -39,6 +39,22 @@ def positive(text: str) -> int:
     return number
 
 
+def above_zero(text: str) -> float:
+    """A quantity on the command line."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return number
+
+
+def numbers_above_zero(option: str, text: str) -> list[float]:
+    """Read `0.5,0.8,1`. Raises BenchmarkError when it is no such list."""
+    try:
+        return [above_zero(part) for part in text.split(",")]
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise BenchmarkError(f"{option} {text}: write numbers above 0, for example 0.5,0.8,1,2") from error
+
+
 def tell(text: str) -> None:
     """Progress and notes go to stderr; stdout is for figures."""
     print(text, file=sys.stderr, flush=True)

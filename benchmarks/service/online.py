@@ -19,7 +19,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
+from benchmarks.harness.command import (
+    BenchmarkError,
+    above_zero,
+    command_parser,
+    numbers_above_zero,
+    positive,
+    run_command,
+    tell,
+)
 from benchmarks.harness.figures import cell, table
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.workload import Workload, read_workload
@@ -145,24 +153,11 @@ def _factors(given: argparse.Namespace) -> list[float]:
         return []
     if given.capacity is None:
         raise BenchmarkError("--sweep needs --capacity: the requests a second that 1 stands for")
-    try:
-        factors = [float(part) for part in given.sweep.split(",")]
-    except ValueError:
-        factors = []
-    if not factors or not all(0 < factor <= 1000 for factor in factors):
-        raise BenchmarkError(f"--sweep {given.sweep}: write numbers above 0, for example 0.8,1,1.5,2,5")
-    return factors
+    return numbers_above_zero("--sweep", given.sweep)
 
 
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
-
-
-def _above_zero(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
-    return number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -170,17 +165,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--base-url", required=True, metavar="URL", help="http://HOST:PORT, with or without /v1")
     parser.add_argument("--model", required=True, metavar="NAME", help="as the server calls it")
     parser.add_argument("--workload", required=True, metavar="FILE.jsonl", help="one request a line; repeated if short")
-    parser.add_argument("--rate", type=_above_zero, metavar="R", help="requests a second, on average")
+    parser.add_argument("--rate", type=above_zero, metavar="R", help="requests a second, on average")
     parser.add_argument("--arrival", default="poisson", metavar="KIND", help="poisson, burst:N or trace")
     parser.add_argument("--seed", type=int, default=0, help="of the arrival times")
     extent = parser.add_mutually_exclusive_group()
-    extent.add_argument("--duration", type=_above_zero, metavar="S", help="seconds in which requests arrive")
+    extent.add_argument("--duration", type=above_zero, metavar="S", help="seconds in which requests arrive")
     extent.add_argument("--requests", type=positive, metavar="N", help="default: the workload once")
-    parser.add_argument("--slo-ttft-ms", type=_above_zero, metavar="MS", help="first token within")
-    parser.add_argument("--slo-itl-ms", type=_above_zero, metavar="MS", help="mean time between a request's tokens")
+    parser.add_argument("--slo-ttft-ms", type=above_zero, metavar="MS", help="first token within")
+    parser.add_argument("--slo-itl-ms", type=above_zero, metavar="MS", help="mean time between a request's tokens")
     parser.add_argument("--sweep", metavar="F,F", help="multiples of the capacity, each a run by itself")
-    parser.add_argument("--capacity", type=_above_zero, metavar="R", help="requests a second that 1 in a sweep means")
-    parser.add_argument("--timeout-s", type=_above_zero, default=300.0, metavar="S", help="of one request")
+    parser.add_argument("--capacity", type=above_zero, metavar="R", help="requests a second that 1 in a sweep means")
+    parser.add_argument("--timeout-s", type=above_zero, default=300.0, metavar="S", help="of one request")
     parser.add_argument("--warm-up", type=int, default=4, metavar="N", help="requests before, with another cache_salt")
     return parser
 

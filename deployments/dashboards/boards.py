@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from app.json_pieces import Json
 from deployments.dashboards.rules import ITL_GOOD_LE, ITL_GOOD_S, TTFT_GOOD_LE, TTFT_GOOD_S
 
-Json = dict[str, Any]
 _MODEL = 'model_name=~"$model"'
 _COLUMNS = 24  # of Grafana's grid
 

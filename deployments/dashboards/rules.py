@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-Json = dict[str, Any]
+from app.json_pieces import Json
 
 # The objectives of the alerts and of the tiles; both are bounds of the histograms, the second time as regular
 # expressions: Prometheus 3 writes 1 as 1.0, and 1.0 without brackets is 120, too.

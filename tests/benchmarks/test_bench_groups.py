@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 
 import msgspec
+import numpy as np
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -14,7 +16,7 @@ from starlette.routing import Route
 
 from app.metrics import EngineReport, RequestMetrics, Scrape, exposition
 from benchmarks import groups
-from benchmarks.groups import Limits, arm_of, compared, read
+from benchmarks.groups import Limits, Parts, arm_of, compared, critical_value, difference_of, read
 from tests.benchmarks.servers import serving
 from tests.fakes import build_fake_engine
 
@@ -85,13 +87,20 @@ def test_the_answer_is_the_known_one() -> None:
     assert None not in readings
     arms = {name: arm_of(name, [each for each in readings if each is not None]) for name in ("fast", "slow")}
     assert {name: arm.num_requests for name, arm in arms.items()} == {"fast": 240, "slow": 240}
-    ttft, itl, goodput, in_time = compared("fast", arms["fast"], arms["slow"], confidence=0.95, smallest=0.05)
+    ttft, itl, goodput, in_time = compared("fast", arms["fast"], arms["slow"], confidence=0.95)
     assert (ttft.value, ttft.reference_value) == (pytest.approx(0.05), pytest.approx(0.1))
-    assert (ttft.difference.value, ttft.verdict) == (pytest.approx(-0.05), "better")
-    assert (itl.value, itl.verdict) == (pytest.approx(0.0099), "no difference worth showing")
+    assert (ttft.difference, ttft.verdict) == (pytest.approx(-0.05), "better")
+    assert (itl.value, itl.verdict) == (pytest.approx(0.0099), "no difference shown")
     assert (goodput.value, goodput.reference_value, goodput.verdict) == (1.0, pytest.approx(0.5, abs=0.05), "better")
-    assert (in_time.value, in_time.difference.value, in_time.verdict[:19]) == (1.0, 0.0, "no difference worth")
-    assert compared("slow", arms["slow"], arms["fast"], confidence=0.95, smallest=0.05)[0].verdict == "worse"
+    assert (in_time.value, in_time.difference, in_time.verdict) == (1.0, 0.0, "no difference shown")
+    assert compared("slow", arms["slow"], arms["fast"], confidence=0.95)[0].verdict == "worse"
+
+
+def test_with_equal_counts_the_difference_is_that_of_the_paired_t_test() -> None:
+    ours, theirs = (Parts(np.array(sums, dtype=float), np.ones(4)) for sums in ([3, 5, 4, 6], [1, 4, 2, 2]))
+    standard_error = math.sqrt(sum((each - 2.25) ** 2 for each in (2, 1, 2, 4)) / (4 * 3))
+    assert difference_of(ours, theirs, 0.95) == pytest.approx((2.25, critical_value(0.95, 4) * standard_error))
+    assert critical_value(0.95, 11) == pytest.approx(2.228, abs=1e-3)
 
 
 def served(texts: Sequence[str]) -> Starlette:

@@ -33,7 +33,7 @@ from deployments.launcher.supervisor import session_members
 from deployments.serve.application import _ingress_deployment, _replica_deployment, build
 from deployments.serve.settings import parse
 from deployments.serve.transport import FramesFrom
-from scripts.demo_tasks import Question, mixed_questions
+from tests.demo_tasks import Question, mixed_questions
 from tests.deployments.conftest import Service, steps_of
 from tests.waiting import eventually
 

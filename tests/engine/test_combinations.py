@@ -22,6 +22,7 @@ STRATEGIES: list[Any] = [
     {"name": "continuous"},
     {"name": "hybrid", "prefill_share": 0.25},
 ]
+SELECTIVE: list[Any] = [{"name": name, "selective": True} for name in ("continuous", "hybrid")]
 POLICIES = ["fcfs", "sjf", "priority", "fair", "deadline"]
 NUM_REQUESTS = 64
 
@@ -46,7 +47,9 @@ def workload() -> list[Request]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy["name"])
+@pytest.mark.parametrize(
+    "strategy", STRATEGIES + SELECTIVE, ids=lambda strategy: strategy["name"] + "-selective" * ("selective" in strategy)
+)
 def test_the_tokens_are_the_same_under_every_strategy_and_policy(strategy: Any, policy: str) -> None:
     clock, requests = FakeClock(), workload()
     engine = build_fake_engine(

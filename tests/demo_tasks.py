@@ -1,7 +1,7 @@
 """The kinds of question the bundled model answers, each with its one right answer. No torch here.
 
-The training script learns from these, the model card reports accuracy on them, and the tests and benchmarks
-ask them over HTTP, so that "the service works" can be judged by meaning and not by shape.
+The model was trained on these, its card reports accuracy on them, and the tests ask them over HTTP, so that "the
+service works" can be judged by meaning and not by shape.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 EXACT_KINDS = ("count", "add", "spell", "reverse", "repeat")
-KINDS = (*EXACT_KINDS, "story", "other")
 
 FALLBACK = "I can count, add, spell, reverse, repeat words and tell stories."
 
@@ -52,13 +51,6 @@ class Question:
 def load_words() -> list[str]:
     """The common English words of 3 to 8 letters that questions are made of."""
     return (Path(__file__).parent / "demo_words.txt").read_text().split()
-
-
-def split_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """(for training, held out): one word in eight is never trained on, so accuracy on it is not memory."""
-    shuffled = random.Random("held-out").sample(words, len(words))
-    cut = len(words) // 8
-    return sorted(shuffled[cut:]), sorted(shuffled[:cut])
 
 
 def count(first: int, last: int) -> Question:
