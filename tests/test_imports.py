@@ -30,8 +30,8 @@ ALLOWED = {
         "llguidance", "transformers",
     },
     "app.fleet": {
-        "app.fleet.dispatch", "app.culprits", "app.errors", "app.output_lengths", "app.engine.async_engine",
-        "app.engine.throughput", "app.engine.request", "app.engine.stats", "app.engine.snapshot", "msgspec",
+        "app.fleet.dispatch", "app.culprits", "app.errors", "app.fair", "app.output_lengths",
+        "app.engine.async_engine", "app.engine.request", "app.engine.stats", "app.engine.snapshot", "msgspec",
     },
     "app.model": {
         "app.config", "app.cores", "app.disk", "app.errors", "app.engine.batch", "app.engine.largest_batch",

@@ -19,6 +19,7 @@ from app.config import SchedulerConfig, TargetsConfig
 from app.engine.batch import StepBatch, StepLimits
 from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import TokenDelta
+from app.engine.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,6 @@ class Tuner(StepObserver):
         self._gaps_s = RecentTimes()
         self._first_tokens_s = RecentTimes()
         self._memory = _MemoryLimit(self._highest.max_running)
-        self._last_end: float | None = None  # of a step after which requests went on
         self._due_at: float | None = None
         self._is_unreachable = False
         self.tuning = Tuning(limits=self._highest, step_s=self._planned_s()[0])
@@ -99,8 +99,7 @@ class Tuner(StepObserver):
     def step_ended(self, step: EndedStep) -> None:
         at, num_running = step.at, len(self._running)
         if step.batch:
-            self._note(step.batch, step.deltas, at)
-        self._last_end = at if num_running else None
+            self._note(step)
         if self._due_at is not None and at < self._due_at:
             return
         is_first, self._due_at = self._due_at is None, at + PERIOD_S
@@ -111,9 +110,8 @@ class Tuner(StepObserver):
             self._limit(limits)
         self._teller.tell(self.tuning, at)
 
-    def _note(self, batch: StepBatch, deltas: Sequence[TokenDelta], at: float) -> None:
-        # Requests that go on wait from the end of one step to that of the next.
-        seconds = at - (batch.began_at if self._last_end is None else self._last_end)
+    def _note(self, step: EndedStep) -> None:
+        batch, at, seconds = step.batch, step.at, step.gap_s
         num_tokens, num_sequences = batch.num_scheduled_tokens, len(batch.sequences)
         # Tokens that come together have one gap before them.
         num_gaps = num_sequences if batch.has_drafts else len(batch.sampled)
@@ -121,7 +119,7 @@ class Tuner(StepObserver):
             self._decoding.note(num_sequences, seconds)
         else:
             self._mixed.note(num_tokens, seconds)
-            num_gaps -= self._note_first_tokens(batch, deltas, at)
+            num_gaps -= self._note_first_tokens(batch, step.deltas, at)
         if num_gaps > 0:
             self._gaps_s.note(at, seconds, num_gaps)
         if batch.has_preempted:
@@ -241,97 +239,6 @@ class _MemoryLimit:
         if self._limit < self._highest and at - self._moved_at >= self._patience_s:
             self._limit, self._moved_at = min(self._highest, _MEMORY_GROWTH * self._limit), at
         return self._limit
-
-
-# ---------------------------------------------------------------------- measuring
-
-_CLASSES_PER_DOUBLING = 2
-_NEWEST_SHARE = 1 / 64  # of a class's averages: steps of full size are some ten to a hundred a second
-_MIN_STEPS = 8  # of a class, before a step counts as held up
-_HELD_UP = 3.0  # times the expected time: what a system's pause takes is no step's time
-# Mean deviations above the mean that a limit leaves room for, as in Jacobson's timer (1988): about the 99th percentile.
-_DEVIATIONS = 3.0
-_MIN_RISE = 0.25  # of the times beyond the known sizes, as a part of the mean time for each token of the largest
-
-
-@dataclass(slots=True)
-class _SizeClass:
-    """Averages of the steps of about one size."""
-
-    size: float
-    seconds: float
-    slope: float = 0.0  # seconds for one more
-    deviation: float = 0.0
-    num_steps: int = 0
-
-    def note(self, size: int, seconds: float) -> None:
-        expected = self.seconds + self.slope * (size - self.size)
-        if self.num_steps >= _MIN_STEPS:
-            seconds = min(seconds, _HELD_UP * expected)
-        self.num_steps += 1
-        share = max(1 / self.num_steps, _NEWEST_SHARE)
-        self.size += share * (size - self.size)
-        self.seconds += share * (seconds - self.seconds)
-        self.deviation += share * (abs(seconds - expected) - self.deviation)
-
-
-class StepTimes:
-    """How long steps take by their size: recent averages for classes of sizes, straight lines between them."""
-
-    def __init__(self) -> None:
-        self._classes: dict[int, _SizeClass] = {}
-
-    def note(self, size: int, seconds: float) -> None:
-        """A step of this size, at least 1, took so long."""
-        number = _class_of(size)
-        if number not in self._classes:
-            self._classes[number] = _SizeClass(size, seconds)
-        self._classes[number].note(size, seconds)
-
-    def largest_within(self, limit_s: float) -> float:
-        """The largest size of which nearly all steps take at most `limit_s`; infinite while nothing is known.
-
-        Beyond the sizes that there were, times are expected to go on as they rose.
-        """
-        knots = self._knots()
-        if not knots or limit_s == inf:
-            return inf
-        before_size, before_s = 0.0, 0.0
-        for size, bound_s in knots:
-            if bound_s > limit_s:
-                return before_size + (size - before_size) * (limit_s - before_s) / (bound_s - before_s)
-            before_size, before_s = size, bound_s
-        first_size, first_s = knots[0]
-        rise = mean_rise = before_s / before_size
-        if len(knots) > 1:
-            rise = max((before_s - first_s) / (before_size - first_size), _MIN_RISE * mean_rise)
-        return before_size + (limit_s - before_s) / rise if rise else inf
-
-    def seconds(self, size: int) -> float:
-        """Of nearly all steps of this size, at most; 0 while nothing is known."""
-        before_size, before_s = 0.0, 0.0
-        for knot_size, bound_s in self._knots():
-            if knot_size >= size:
-                return before_s + (size - before_size) * (bound_s - before_s) / (knot_size - before_size)
-            before_size, before_s = knot_size, bound_s
-        return before_s
-
-    def _knots(self) -> list[tuple[float, float]]:
-        """Sizes and the times that nearly all steps keep, both rising."""
-        knots: list[tuple[float, float]] = []
-        before = _SizeClass(0.0, 0.0)
-        for _, each in sorted(self._classes.items()):
-            each.slope = max(0.0, (each.seconds - before.seconds) / (each.size - before.size))
-            bound_s = each.seconds + _DEVIATIONS * each.deviation
-            knots.append((each.size, max(bound_s, knots[-1][1] if knots else 0.0)))
-            before = each
-        return knots
-
-
-def _class_of(size: int) -> int:
-    """1, 2, 3, 4 to 5, 6 to 7, 8 to 11, …: each class ends at one and a half or at 1.33 times its first."""
-    length = size.bit_length()
-    return _CLASSES_PER_DOUBLING * length + (size >> max(0, length - 2) & 1)
 
 
 _CLASS_WIDTH = log(1.05)

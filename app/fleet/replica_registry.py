@@ -8,8 +8,8 @@ from typing import Any
 
 from app.engine.request import Adapter, Request
 from app.engine.stats import SleepState
-from app.engine.throughput import RetryTimes
 from app.errors import Overloaded, Unavailable
+from app.fair import RetryTimes
 from app.fleet.dispatch import (
     Candidate,
     Decision,

@@ -15,7 +15,7 @@ from app.api.output.response_state import ResponseState
 from app.api.output.token_details import LEAST_LOGPROB
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import GROUP_HEADER, PRESET_HEADER, RequestContext
-from app.api.request_trace import StepTimes
+from app.api.request_trace import PipelineStepTimes
 from app.api.schemas.requests import GenerationRequest, QueuedRequest
 from app.engine.request import Generate, Request, TokenDelta
 from app.errors import DeadlineMissed, InvalidRequest
@@ -23,22 +23,6 @@ from app.json_pieces import Json
 from app.metrics import RequestMetrics
 
 _REPLICA_HEADERS = (GROUP_HEADER, PRESET_HEADER)  # which replicas of the model that answers
-
-
-class Prepare(Protocol):
-    """Checks and tokenizes a body for a model, and reserves what it may need."""
-
-    def __call__(
-        self,
-        endpoint: Endpoint,
-        parsed: QueuedRequest,
-        model: ServedModel,
-        context: RequestContext,
-        size: int,
-        shared: SharedFields | None = None,
-        *,
-        reserves: bool = True,
-    ) -> Awaitable[PreparedRequest]: ...
 
 
 class Step(Protocol):
@@ -81,7 +65,7 @@ class StepReport:
     step: Step
     began_at: float  # by the monotonic clock
     state: ResponseState | None = None  # None: no model ran
-    times: StepTimes | None = None  # where traces are sent
+    times: PipelineStepTimes | None = None  # where traces are sent
     ended_at: float | None = None
     decided: Json = field(default_factory=dict)
 
@@ -112,7 +96,7 @@ class PipelineRun:
     endpoint: Endpoint
     body: QueuedRequest
     context: RequestContext
-    prepare: Prepare
+    prepare: Callable[..., Awaitable[PreparedRequest]]  # checks a body for a model, and reserves what it may need
     metrics: RequestMetrics
     size: int  # of the body, see `size_of`
     shared: Mapping[str, SharedFields] = field(default_factory=dict)  # by the model's name
