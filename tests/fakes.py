@@ -14,7 +14,7 @@ from copy import copy
 from itertools import count
 from typing import Any
 
-from app.assembly import assemble
+from app.build import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
