@@ -51,8 +51,8 @@ class ModelConfig(Settings):
         None,
         ge=1,
         le=1024,
-        description="LoRA adapters in memory at once; the least recently used goes first; default: 8, on a GPU, where "
-        "their memory is taken at the start, only of a model with `adapters`, else none",
+        description="LoRA adapters in memory at once; the least recently used goes first; default: 8, on a GPU only "
+        "with `adapters`, because their memory is taken at the start",
     )
     simulated: dict[str, Any] | None = Field(
         None,
@@ -158,6 +158,15 @@ class EngineConfig(Settings):
     def _has_no_removed_settings(cls, given: Any) -> Any:
         refuse_removed(given, within="models[].engine")
         return given
+
+    @property
+    def of_draft_model(self) -> EngineConfig | None:
+        """The settings with which the draft model is loaded; None where there is none."""
+        path = self.speculation.model
+        if path is None:
+            return None
+        model = self.model.model_copy(update={"path": path, "revision": None, "max_model_len": None})
+        return self.model_copy(update={"model": model, "speculation": SpeculationConfig()})
 
     @property
     def model_paths(self) -> dict[str, str]:
