@@ -135,7 +135,7 @@ def question(
         "prompt_logprobs": ("completions", completion | {"prompt_logprobs": 2}),
         "choice": (_CHAT, chat | {"structured_outputs": {"choice": [secret.sentence, "none of these"]}}),
         "schema": (_CHAT, chat | {"response_format": {"type": "json_schema", "json_schema": _schema(secret)}}),
-        "tools": (_CHAT, chat | {"tools": [_tool(secret)], "tool_choice": "required"}),
+        "tools": (_CHAT, chat | {"max_completion_tokens": 200, "tools": [_tool(secret)], "tool_choice": "required"}),
         "reply": ("responses", {"input": secret.question, "max_output_tokens": 100, "temperature": 0, "store": False}),
         "message": ("messages", {"messages": secret.messages, "max_tokens": 100, "temperature": 0}),
         "ranking": ("rerank", _ranking(secret, source)),
