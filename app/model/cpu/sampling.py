@@ -41,7 +41,6 @@ class NativeDraw:
         self._threads, self._draw = threads, threads.code.carousel_draw
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """See `sampler.Draw`."""
         logits = logits.float().contiguous()
         numbers: list[float] = []
         for item in items:
@@ -65,7 +64,6 @@ class NativeAdjust:
         self._threads, self._adjust = threads, threads.code.carousel_adjust
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """See `sampler.Adjust`."""
         logits = logits.float().contiguous()
         where = _rows_at(rows)
         masks = joined_masks(items)

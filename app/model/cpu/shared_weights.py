@@ -181,7 +181,6 @@ class _GrowingFile:
         return -(-self._used // LARGE_PAGE) * LARGE_PAGE
 
     def allocate(self, *shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-        """See `Allocate`."""
         assert device is None or device.type == "cpu", "sizes alone need no file"
         offset, count = -(-self._used // _ALIGNMENT) * _ALIGNMENT, prod(shape)
         self._used = offset + count * dtype.itemsize
