@@ -123,13 +123,13 @@ class Reference:
             MAX_DIFFERENCES.get(kind, MAX_DIFFERENCES[torch.bfloat16]),
             strict=True,
         ):
-            difference = relative_difference(mine, theirs, by_token=self.own.is_mixture)
+            difference = _relative_difference(mine, theirs, by_token=self.own.is_mixture)
             if not difference <= limit:
                 return f"{what} differs by {difference:.2%}, {limit:.2%} is allowed"
         return None
 
 
-def relative_difference(mine: torch.Tensor, theirs: torch.Tensor, *, by_token: bool = False) -> float:
+def _relative_difference(mine: torch.Tensor, theirs: torch.Tensor, *, by_token: bool) -> float:
     """by_token: the difference that three quarters of the tokens keep to, instead of that of all together.
 
     In bfloat16 two experts are often all but equally good, and rounding takes another one for some tokens.

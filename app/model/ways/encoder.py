@@ -29,7 +29,6 @@ from app.model.encoder import (
     token_types,
 )
 from app.model.positions import fix_positions
-from app.model.verification import relative_difference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -255,7 +254,8 @@ def _compare(config: ModelConfig, encoder: Encoder, score: ScoreHead | None, own
     theirs = torch.cat(own)
     if score is not None:
         ours = scores_of(ours, sequences, replace(score, activation=_unchanged)).flatten()
-    relative = relative_difference(ours, theirs)
+    difference = torch.linalg.vector_norm(ours.float() - theirs.float())
+    relative = float(difference / torch.linalg.vector_norm(theirs.float()).clamp_min(1e-3))
     limit = _MAX_DIFFERENCES[ours.dtype]
     if not relative <= limit:
         raise UnsupportedModel(
