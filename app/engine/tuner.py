@@ -28,18 +28,11 @@ WINDOW_S = 30.0  # of the percentiles that are compared with the targets
 # configured requests may run. So no target stops an engine.
 MIN_PREFILL_TOKENS = 16
 MIN_SHARE_RUNNING = 1 / 8
-_SHARE_FOR_PROMPTS = 1 / 4  # of a step beside those that decode, up to MIN_PREFILL_TOKENS
 # A limit moves when the one that is wanted is below or above it by more. As estimates vary by less, it stays where it
 # is while the traffic stays the same; it is lowered sooner, because a target is missed otherwise.
 _TOO_HIGH, _TOO_LOW = 0.95, 1.2
-_HEADROOM = 0.95  # the part of a target that steps are planned for
-_STEPS_TO_FIRST_TOKEN = 2  # a request waits for the step that it finds, and for its own
-# Where even the smallest steps are too slow, steps may be so many times as long, so that requests go on.
-_SLACK_WHEN_UNREACHABLE = 1.5
-_MIN_MISSES = 3  # in a window, beyond which a target is missed: one slow request is no trend
 # Seconds without a preemption for memory until more requests may run again, and how many times as many.
 _MEMORY_PATIENCE_S, _MAX_MEMORY_PATIENCE_S = 10.0, 300.0
-_MEMORY_GROWTH = 1.2
 
 
 class TuningReason(StrEnum):
@@ -158,23 +151,28 @@ class Tuner(StepObserver):
 
     def _planned_s(self) -> tuple[float, TuningReason]:
         """The longest that a step may take, and why not longer."""
-        by_ttft = self._ttft_s / _STEPS_TO_FIRST_TOKEN
+        steps_to_first_token = 2  # a request waits for the step that it finds, and for its own
+        by_ttft = self._ttft_s / steps_to_first_token
         target_s, reason = min((self._itl_s, TuningReason.ITL), (by_ttft, TuningReason.TTFT))
-        step_s = _HEADROOM * target_s
+        headroom = 0.95  # the part of a target that steps are planned for
+        step_s = headroom * target_s
         smallest_s = max(
             self._decoding.seconds(self._min_running), self._mixed.seconds(self._min_running + MIN_PREFILL_TOKENS)
         )
         # Once it is out of reach, the same measure of doubt as for a limit: else it would come and go.
         self._is_unreachable = smallest_s > (step_s / _TOO_LOW if self._is_unreachable else step_s)
+        # Where even the smallest steps are too slow, steps may be so many times as long, so that requests go on.
+        slack_when_unreachable = 1.5
         if self._is_unreachable:
-            return max(step_s, _SLACK_WHEN_UNREACHABLE * smallest_s), TuningReason.UNREACHABLE
+            return max(step_s, slack_when_unreachable * smallest_s), TuningReason.UNREACHABLE
         return step_s, reason
 
     def _wanted(self, step_s: float, why: TuningReason, at: float, num_running: int) -> tuple[StepLimits, TuningReason]:
         highest = self._highest
         num_tokens = self._mixed.largest_within(step_s)
+        share_for_prompts = 1 / 4  # of a step beside those that decode, up to MIN_PREFILL_TOKENS
         # A step in which all of them decode leaves room for a prompt.
-        for_prompts = min(MIN_PREFILL_TOKENS, _SHARE_FOR_PROMPTS * num_tokens)
+        for_prompts = min(MIN_PREFILL_TOKENS, share_for_prompts * num_tokens)
         by_time = min(self._decoding.largest_within(step_s), num_tokens - for_prompts)
         num_tokens = max(num_tokens, num_running + for_prompts, MIN_PREFILL_TOKENS)
         max_step_tokens = int(min(num_tokens, highest.max_step_tokens))
@@ -238,20 +236,17 @@ class _MemoryLimit:
 
     def max_running(self, at: float) -> float:
         """After each preemption it takes twice as long until more are tried."""
+        memory_growth = 1.2
         if self._limit < self._highest and at - self._moved_at >= self._patience_s:
-            self._limit, self._moved_at = min(self._highest, _MEMORY_GROWTH * self._limit), at
+            self._limit, self._moved_at = min(self._highest, memory_growth * self._limit), at
         return self._limit
 
 
 # ---------------------------------------------------------------------- measuring
 
-_CLASSES_PER_DOUBLING = 2
 _NEWEST_SHARE = 1 / 64  # of a class's averages: steps of full size are some ten to a hundred a second
 _MIN_STEPS = 8  # of a class, before a step counts as held up
 _HELD_UP = 3.0  # times the expected time: what a system's pause takes is no step's time
-# Mean deviations above the mean that a limit leaves room for, as in Jacobson's timer (1988): about the 99th percentile.
-_DEVIATIONS = 3.0
-_MIN_RISE = 0.25  # of the times beyond the known sizes, as a part of the mean time for each token of the largest
 
 
 @dataclass(slots=True)
@@ -303,8 +298,9 @@ class StepTimes:
             before_size, before_s = size, bound_s
         first_size, first_s = knots[0]
         rise = mean_rise = before_s / before_size
+        min_rise = 0.25  # of the times beyond the known sizes, as a part of the mean time for each token of the largest
         if len(knots) > 1:
-            rise = max((before_s - first_s) / (before_size - first_size), _MIN_RISE * mean_rise)
+            rise = max((before_s - first_s) / (before_size - first_size), min_rise * mean_rise)
         return before_size + (limit_s - before_s) / rise if rise else inf
 
     def seconds(self, size: int) -> float:
@@ -320,9 +316,12 @@ class StepTimes:
         """Sizes and the times that nearly all steps keep, both rising."""
         knots: list[tuple[float, float]] = []
         before = _SizeClass(0.0, 0.0)
+        # Mean deviations above the mean that a limit leaves room for, as in Jacobson's timer (1988): about the 99th
+        # percentile.
+        deviations = 3.0
         for _, each in sorted(self._classes.items()):
             each.slope = max(0.0, (each.seconds - before.seconds) / (each.size - before.size))
-            bound_s = each.seconds + _DEVIATIONS * each.deviation
+            bound_s = each.seconds + deviations * each.deviation
             knots.append((each.size, max(bound_s, knots[-1][1] if knots else 0.0)))
             before = each
         return knots
@@ -331,7 +330,8 @@ class StepTimes:
 def _class_of(size: int) -> int:
     """1, 2, 3, 4 to 5, 6 to 7, 8 to 11, …: each class ends at one and a half or at 1.33 times its first."""
     length = size.bit_length()
-    return _CLASSES_PER_DOUBLING * length + (size >> max(0, length - 2) & 1)
+    classes_per_doubling = 2
+    return classes_per_doubling * length + (size >> max(0, length - 2) & 1)
 
 
 _CLASS_WIDTH = log(1.05)
@@ -367,7 +367,8 @@ class RecentTimes:
         counts = self._counts(at)
         last = ceil(log(target_s) / _CLASS_WIDTH)
         num_missed = sum(number for each, number in counts.items() if each > last)
-        return num_missed > max(_MIN_MISSES, counts.total() / 100)
+        min_misses = 3  # in a window, beyond which a target is missed: one slow request is no trend
+        return num_missed > max(min_misses, counts.total() / 100)
 
     def _counts(self, at: float) -> Counter[int]:
         self._forget(at)

@@ -12,7 +12,6 @@ from app.json_pieces import Json
 
 INPUT_PURPOSE = "batch"
 OUTPUT_PURPOSE = "batch_output"
-COMPLETION_WINDOW = "24h"
 # The class of every item. In OpenAI's API it is the tier of requests that can wait. Here: idle slots only, never
 # queued, preempted first.
 LOWEST_CLASS: Json = {"service_tier": "flex"}
@@ -230,6 +229,7 @@ def file_object(file: StoredFile) -> Json:
 
 def batch_object(job: Job) -> Json:
     """The `batch` of OpenAI's API."""
+    completion_window = "24h"
     return {
         "id": job.id,
         "object": "batch",
@@ -237,7 +237,7 @@ def batch_object(job: Job) -> Json:
         "model": job.model,
         "errors": {"object": "list", "data": [asdict(error) for error in job.errors]} if job.errors else None,
         "input_file_id": job.input_file_id,
-        "completion_window": COMPLETION_WINDOW,
+        "completion_window": completion_window,
         "status": job.status.value,
         "output_file_id": job.output_file_id,
         "error_file_id": job.error_file_id,

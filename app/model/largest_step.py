@@ -25,11 +25,6 @@ from app.model.kv_cache import stored_dtype
 from app.model.loader import LoadedModel
 from app.model.memory import PROCESS_BYTES, WORKSPACE_BYTES, MemoryNeeds, graph_bytes
 
-# cuBLAS has a workspace for each thread and stream: those of the thread that builds the engine, of the engine's own
-# thread, and of the stream on which graphs are captured. On a GPU the first is part of the step that was computed.
-_NUM_WORKSPACES = 3
-_KERNELS_OF_ATTENTION = 4  # of ours in a layer of a mixed step; they are no operators of torch
-
 
 def needs_of(config: EngineConfig, model: LoadedModel, largest: StepBatch) -> MemoryNeeds:
     """Measured on a GPU; elsewhere counted. largest: the batch that takes most.
@@ -40,11 +35,14 @@ def needs_of(config: EngineConfig, model: LoadedModel, largest: StepBatch) -> Me
     of_slots = 0 if model.adapters is None else num_bytes_of(model.adapters.tensors())
     runner = with_one_block(config, model)
     step = _peak_of(lambda: runner.launch(largest), model.device)
+    # cuBLAS has a workspace for each thread and stream: those of the thread that builds the engine, of the engine's own
+    # thread, and of the stream on which graphs are captured. On a GPU the first is part of the step that was computed.
+    num_workspaces = 3
     return MemoryNeeds(
         weights=num_bytes_of(model.tensors()) - of_slots,
         step=step,
         graphs=_of_graphs(config, model) if config.model.backend != "torch" else 0,
-        workspaces=(_NUM_WORKSPACES - is_cuda) * WORKSPACE_BYTES,
+        workspaces=(num_workspaces - is_cuda) * WORKSPACE_BYTES,
         # The largest step has none: what it would take for them is counted here.
         adapters=0 if model.adapters is None else of_slots + model.adapters.step_bytes(largest.num_tokens),
     )
@@ -72,7 +70,8 @@ def _of_graphs(config: EngineConfig, model: LoadedModel) -> int:
     peaks = [_of_captured(config, model, size) for size in largest]
     with AllocatedBytes(model.device) as counted:
         with_one_block(config, model).compute_padding(decode[0])
-    of_ours = _KERNELS_OF_ATTENTION * len(model.layers) if model.joined is None else num_kernels_of(model.joined)
+    kernels_of_attention = 4  # of ours in a layer of a mixed step; they are no operators of torch
+    of_ours = kernels_of_attention * len(model.layers) if model.joined is None else num_kernels_of(model.joined)
     num_kernels, num_graphs = counted.num_kernels + of_ours, len(decode) + len(mixed)
     num_bytes = graph_bytes(step=max(peaks), num_kernels=num_kernels, num_graphs=num_graphs)
     if model.adapters is None:

@@ -127,7 +127,6 @@ async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context:
     return PromptList(asked=asked, endpoint=endpoint, shared=shared, common=common)
 
 
-INPUT_NAME = "prompts.jsonl"
 _SENT_AT_ONCE = 1024 * 1024
 
 
@@ -197,10 +196,11 @@ class ShortBatchRoutes:
     async def _begin_job(self, owner: str, prompts: PromptList) -> Json:
         service, asked = self._service, prompts.asked
         upload_id = await service.begin_upload(owner)
+        input_name = "prompts.jsonl"
         try:
             for piece in _pieces(prompts):
                 await service.append(upload_id, piece)
-            new = NewFile(filename=INPUT_NAME, purpose="batch")
+            new = NewFile(filename=input_name, purpose="batch")
             file = await service.finish_upload(upload_id, new)
         except BaseException:
             with suppress(Exception):  # the service deletes it some minutes later in any case

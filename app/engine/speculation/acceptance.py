@@ -9,9 +9,6 @@ from app.engine.speculation.prompt_lookup import PromptLookup
 
 _NEWEST_SHARE = 1 / 8  # of a draft in a sequence's acceptance
 FIRST_ACCEPTANCE = 0.7
-# So many equal tokens in a row are tried whatever became of drafts before: a text is copied. Without drafts, too, a
-# match grows token by token.
-_LONG_MATCH = 8
 
 
 def updated(acceptance: float, num_drafts: int, num_kept: int, newest_share: float) -> float:
@@ -39,7 +36,10 @@ class SequenceDrafts:
 
     def num_worthwhile(self, least_chance: float) -> int:
         """How many drafts in a row have at least this chance to be kept."""
-        is_long = self.lookup.num_matched >= _LONG_MATCH
+        # So many equal tokens in a row are tried whatever became of drafts before: a text is copied. Without drafts,
+        # too, a match grows token by token.
+        long_match = 8
+        is_long = self.lookup.num_matched >= long_match
         return num_worthwhile(max(self.acceptance, FIRST_ACCEPTANCE) if is_long else self.acceptance, least_chance)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 NGRAM = 3  # tokens that must have stood together before
 # Of a longer prompt the last ones are looked up: the index takes some 200 bytes for each.
 MAX_PROMPT_TOKENS = 16_384
-_MAX_MATCHED = 32  # beyond, a longer match says no more
 
 
 class PromptLookup:
@@ -60,6 +59,7 @@ class PromptLookup:
     def _match_length(self) -> int:
         tokens, source = self._tokens, self._source
         length = 0
-        while length < min(source, _MAX_MATCHED) and tokens[source - 1 - length] == tokens[-1 - length]:
+        max_matched = 32  # beyond, a longer match says no more
+        while length < min(source, max_matched) and tokens[source - 1 - length] == tokens[-1 - length]:
             length += 1
         return length
