@@ -31,7 +31,7 @@ MIN_SHARE_RUNNING = 1 / 8
 # A limit moves when the one that is wanted is below or above it by more. As estimates vary by less, it stays where it
 # is while the traffic stays the same; it is lowered sooner, because a target is missed otherwise.
 _TOO_HIGH, _TOO_LOW = 0.95, 1.2
-# Seconds without a preemption for memory until more requests may run again, and how many times as many.
+# Seconds without a preemption for memory until more requests may run again.
 _MEMORY_PATIENCE_S, _MAX_MEMORY_PATIENCE_S = 10.0, 300.0
 
 
@@ -236,7 +236,7 @@ class _MemoryLimit:
 
     def max_running(self, at: float) -> float:
         """After each preemption it takes twice as long until more are tried."""
-        memory_growth = 1.2
+        memory_growth = 1.2  # so many times as many
         if self._limit < self._highest and at - self._moved_at >= self._patience_s:
             self._limit, self._moved_at = min(self._highest, memory_growth * self._limit), at
         return self._limit
