@@ -253,7 +253,7 @@ def test_limits_stay_within_their_bounds(
     for _, limits in seen.moves:
         assert min(max_running, max(1, max_running // 8)) <= limits.max_running <= max_running
         assert min(MIN_PREFILL_TOKENS, max_running + spare) <= limits.max_step_tokens <= max_running + spare
-        assert min(MIN_PREFILL_TOKENS, chunk) <= limits.prefill_chunk_tokens <= chunk
+        assert min(MIN_PREFILL_TOKENS, chunk, max_running + spare) <= limits.prefill_chunk_tokens <= chunk
         assert limits.max_running <= limits.max_step_tokens
     assert all(run.num_tokens)
 
