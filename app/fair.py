@@ -286,3 +286,30 @@ class SharedPool(Generic[OwnerT]):
         held = self._held[owner] = self.held(owner) + amount
         if not held:
             del self._held[owner]
+
+
+class RetryTimes:
+    """Times at which refused clients should come back: those of a tenant one after the other, as fast as requests end.
+
+    If all of them got the time of the next free place, all but one would be refused again. Tenants share the places
+    evenly, so one that floods a full service moves its own times only.
+    """
+
+    _MAX_AHEAD_S = 120.0  # no client is told to wait longer, and a flood is forgotten after this
+    _MAX_TENANTS = 1_000
+
+    def __init__(self) -> None:
+        self._last_at: dict[str, float] = {}  # by tenant, of those with times that have not passed
+
+    def next_after(self, now: float, *, ended_per_s: float, tenant: str = "") -> float:
+        """Seconds until a place should be free for this client; 1 while no request has ended."""
+        if ended_per_s <= 0:
+            return 1.0
+        if tenant not in self._last_at or self._last_at[tenant] <= now:
+            self._last_at = {each: at for each, at in self._last_at.items() if at > now}
+            if len(self._last_at) >= self._MAX_TENANTS:
+                self._last_at.pop(next(iter(self._last_at)))
+        last_at = self._last_at.setdefault(tenant, now)
+        num_tenants = len(self._last_at)
+        self._last_at[tenant] = min(last_at + num_tenants / ended_per_s, now + self._MAX_AHEAD_S)
+        return self._last_at[tenant] - now

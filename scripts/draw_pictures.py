@@ -30,6 +30,7 @@ EVERYWHERE = frozenset(
         "fair",
         "versions",
         "disk",
+        "batches",
         "json_pieces",
         "output_lengths",
         "rank",

@@ -154,7 +154,7 @@ class KnowingDrafter(Drafter):
             drafts.append(next_token(known + drafts) if (sequence.num_tokens + place) % 5 else 3)
         return drafts[: sequence.num_tokens % (self._num_drafts + 1)]
 
-    def stepped(self, batch: StepBatch, result: StepResult, *, at: float, goes_on: bool) -> None:
+    def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:
         """Nothing to learn."""
 
 

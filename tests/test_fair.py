@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.fair import FairQueue, FairShares, SharedPool
+from app.fair import FairQueue, FairShares, RetryTimes, SharedPool
 
 TENANTS = "abc"
 
@@ -157,3 +157,30 @@ def test_what_an_owner_may_still_take_leaves_as_much_for_others(held: dict[str, 
     assert pool.room_left("a") == room
     pool.take("a", room)
     assert pool.held("a") == pool.free
+
+
+def test_refused_clients_come_back_one_after_the_other_as_places_become_free() -> None:
+    retry = RetryTimes()
+    waits = [retry.next_after(100.0, ended_per_s=4.0) for _ in range(4)]
+    assert waits == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert retry.next_after(100.5, ended_per_s=4.0) == pytest.approx(0.75)
+    assert retry.next_after(200.0, ended_per_s=4.0) == pytest.approx(0.25)
+
+
+def test_a_tenant_that_floods_moves_only_its_own_times() -> None:
+    retry = RetryTimes()
+    flood = [retry.next_after(100.0, ended_per_s=4.0, tenant="flood") for _ in range(10_000)]
+    assert max(flood) == pytest.approx(120.0)
+    assert retry.next_after(100.0, ended_per_s=4.0, tenant="other") == pytest.approx(0.5)  # every second place
+    assert retry.next_after(221.0, ended_per_s=4.0, tenant="flood") == pytest.approx(0.25)  # the flood is forgotten
+
+
+def test_a_flood_of_tenants_takes_bounded_memory() -> None:
+    retry = RetryTimes()
+    for number in range(3_000):
+        retry.next_after(100.0, ended_per_s=4.0, tenant=f"tenant-{number}")
+    assert len(retry._last_at) <= 1_000
+
+
+def test_without_a_pace_it_is_a_second() -> None:
+    assert RetryTimes().next_after(5.0, ended_per_s=0.0) == 1.0

@@ -30,8 +30,8 @@ ALLOWED = {
         "llguidance", "transformers",
     },
     "app.fleet": {
-        "app.fleet.dispatch", "app.culprits", "app.errors", "app.output_lengths", "app.engine.throughput",
-        "app.engine.request", "app.engine.stats", "app.engine.snapshot", "msgspec",
+        "app.fleet.dispatch", "app.culprits", "app.errors", "app.fair", "app.output_lengths",
+        "app.engine.async_engine", "app.engine.request", "app.engine.stats", "app.engine.snapshot", "msgspec",
     },
     "app.model": {
         "app.config", "app.disk", "app.errors", "app.engine.batch", "app.engine.logit_adjustments",
@@ -56,13 +56,13 @@ ALLOWED = {
     "app.webhooks": {"app.config", "app.disk", "app.errors", "aiohttp", "yarl"},
     # What the API needs of it sends nothing.
     "app.webhooks.receiver": {"app.config", "app.errors", "app.webhooks.addresses", "app.webhooks.signature"},
-    # The offline core knows no request handling: the API's batch routes use it.
+    "app.batches": {"app.json_pieces", "app.webhooks.receiver"},
     "app.jobs": {
-        "app.config", "app.culprits", "app.disk", "app.errors", "app.fair", "app.json_pieces", "app.webhooks",
-        "numpy", "pyarrow", "pydantic_core",
+        "app.batches", "app.config", "app.culprits", "app.disk", "app.errors", "app.fair", "app.json_pieces",
+        "app.webhooks", "numpy", "pyarrow", "pydantic_core",
     },
     "app.api": {
-        "app.jobs", "app.webhooks.receiver", "app.config", "app.errors", "app.fair", "app.json_pieces", "app.text",
+        "app.batches", "app.webhooks.receiver", "app.config", "app.errors", "app.fair", "app.json_pieces", "app.text",
         "app.metrics", "app.versions", "app.engine.request", "app.engine.snapshot",
         "msgspec", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },

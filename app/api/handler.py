@@ -29,10 +29,10 @@ from app.api.request_trace import RequestTrace, Tracer
 from app.api.schemas.parameters import UnknownFields, parse
 from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelRequest, QueuedRequest
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
+from app.batches import LOWEST_CLASS, Answered, ItemOrigin
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
 from app.errors import CarouselError, DeadlineMissed, EngineStopped, Overloaded, Unavailable
-from app.jobs import LOWEST_CLASS, Answered, ItemOrigin
 from app.json_pieces import Json
 from app.metrics import NO_MODEL, RequestMetrics, task_name
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
+from app.batches import ItemOrigin
 from app.engine.request import EngineTimes
-from app.jobs import ItemOrigin
 
 Attributes = Mapping[str, str | int | float]
 
@@ -57,7 +57,7 @@ class _Attempt:
 
 
 @dataclass(slots=True)
-class StepTimes:
+class PipelineStepTimes:
     """One step of a pipeline. Nanoseconds of wall time."""
 
     name: str
@@ -96,7 +96,7 @@ class RequestTrace:
         self.began_ns = self.ended_ns = clock_ns()
         self._checked_ns: int | None = None
         self._attempts: list[_Attempt] = []
-        self._steps: list[StepTimes] = []
+        self._steps: list[PipelineStepTimes] = []
 
     @classmethod
     def of_item(cls, path: str, origin: ItemOrigin) -> RequestTrace:
@@ -115,9 +115,9 @@ class RequestTrace:
         """The request is checked, and its first call begins."""
         self._checked_ns = self._checked_ns or self._clock_ns()
 
-    def step(self, name: str, model: str) -> StepTimes:
+    def step(self, name: str, model: str) -> PipelineStepTimes:
         """A step of a pipeline begins on a model."""
-        step = StepTimes(name, model, self._clock_ns(), self._clock_ns)
+        step = PipelineStepTimes(name, model, self._clock_ns(), self._clock_ns)
         self._steps.append(step)
         return step
 

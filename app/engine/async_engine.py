@@ -27,7 +27,6 @@ from app.engine.request import Adapter, FinishReason, ModelInfo, Queued, Request
 from app.engine.sleep_controller import SleepController
 from app.engine.snapshot import EngineSnapshot
 from app.engine.stats import AWAKE, EngineMeasurements, EngineStats, SleepState, SleepStats
-from app.engine.throughput import RetryTimes
 from app.errors import (
     CarouselError,
     DeviceFault,
@@ -37,6 +36,7 @@ from app.errors import (
     UnsupportedAdapter,
     traceback_of,
 )
+from app.fair import RetryTimes
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from app.engine.policies import SchedulingPolicy
 from app.engine.sequence import Sequence
-from app.engine.throughput import Throughput
+from app.engine.step_times import Throughput
 from app.engine.waiting_queue import LazyHeap
 from app.errors import DeadlineMissed
 

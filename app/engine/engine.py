@@ -184,7 +184,7 @@ class Engine:
             observer.sampled(batch, result.token_ids, result.num_kept)
 
     def _end_step(self, batch: StepBatch, deltas: list[TokenDelta], *, at: float) -> list[TokenDelta]:
-        step = EndedStep(batch, deltas, at, self._scheduler.last_step_s)
+        step = EndedStep(batch, deltas, at, self._scheduler.last_step_s, self._scheduler.last_gap_s)
         for observer in self._observers:
             observer.step_ended(step)
         return deltas

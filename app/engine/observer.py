@@ -20,6 +20,7 @@ class EndedStep(NamedTuple):
     deltas: list[TokenDelta]  # what callers get
     at: float  # when it ended, in seconds of the engine's clock
     seconds: float  # that it took, without what it overlaps with the step before
+    gap_s: float  # from the end of the step before, where requests went on: between two tokens of them
 
 
 class StepObserver:

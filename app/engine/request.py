@@ -40,6 +40,9 @@ class ModelInfo:
         return cls(**fields)
 
 
+ModelFacts = ModelInfo  # as replicas of 598b9f6 call it, from which an ingress learns while an update goes on
+
+
 class FinishReason(StrEnum):
     """Why a request ended."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count, islice
 
 from msgspec import structs
@@ -29,35 +29,33 @@ class ResultProcessor:
         """
         block_size, finished, has_drafts = self._pool.block_size, SequenceStatus.FINISHED, batch.has_drafts
         scores = _newly_scored(batch, result) if batch.has_logprobs else {}
-        drawn, numbers, logprobs = iter(result.token_ids), iter(result.num_kept), result.logprobs
+        # The tokens of each sequence that samples; zip makes tuples of one.
+        drawn: Iterator[tuple[int, ...]] = _kept(result) if has_drafts else zip(result.token_ids, strict=False)
+        logprobs, has_pooling, drawn_delta = result.logprobs, batch.has_pooling, self._drawn
         deltas: list[TokenDelta] = []
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
-            token_ids: tuple[int, ...] = ()
-            end = item.start + len(item.token_ids)  # `item.end`, sooner
-            if has_drafts:
-                token_ids = tuple(islice(drawn, next(numbers)))
-                end = item.start + len(token_ids)
-            elif item.samples:
-                token_ids = (next(drawn),)
+            token_ids = next(drawn) if item.samples else ()
             if sequence.status is finished:
                 continue  # aborted, expired or failed while the step ran
+            end = item.start + len(token_ids if has_drafts else item.token_ids)  # `item.end`, sooner
+            generated = sequence.generated_token_ids
             if is_ahead and token_ids:
                 num_generated = end - sequence.num_prompt_tokens + 1
-                sequence.generated_token_ids[num_generated - 1] = token_ids[0]
+                generated[num_generated - 1] = token_ids[0]
             else:
-                sequence.generated_token_ids += token_ids
-                num_generated = len(sequence.generated_token_ids)
+                generated += token_ids
+                num_generated = len(generated)
             is_current = item.block_ids is sequence.block_ids  # else it was preempted since, and the blocks are others'
             if is_current:
-                if end > sequence.num_computed_tokens:
+                if not is_ahead:
                     sequence.num_computed_tokens = end
                 if end >= (len(sequence.prefix_ids) + 1) * block_size:
                     self.cache_full_blocks(sequence, end)
-                if batch.has_pooling:
+                if has_pooling:
                     _pool(sequence, result)
             if token_ids:
                 likely = logprobs.get(item.request_id, ()) if logprobs else ()
-                deltas.append(self._drawn(sequence, token_ids, num_generated, likely))
+                deltas.append(drawn_delta(sequence, token_ids, num_generated, likely))
             elif end == sequence.num_tokens and (is_current or sequence.request.pooling is None):
                 deltas.append(self._computed(sequence))
         return _with_scores(deltas, scores) if scores else deltas
@@ -124,6 +122,12 @@ class ResultProcessor:
             num_cached_tokens=sequence.num_cached_tokens,
             embedding=embedding,
         )
+
+
+def _kept(result: StepResult) -> Iterator[tuple[int, ...]]:
+    """The tokens of each sequence, where there were drafts."""
+    token_ids = iter(result.token_ids)
+    return (tuple(islice(token_ids, number)) for number in result.num_kept)
 
 
 def _pool(sequence: Sequence, result: StepResult) -> None:

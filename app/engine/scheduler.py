@@ -31,8 +31,8 @@ from app.engine.running import RunningSequences
 from app.engine.sequence import Sequence, SequenceStatus
 from app.engine.speculation.drafter import Drafter, add_drafts
 from app.engine.stats import SPEED_STEP_TOKENS, EngineStats, Totals
+from app.engine.step_times import Throughput
 from app.engine.strategies import SchedulerView, StepPlan, make_strategy
-from app.engine.throughput import Throughput
 from app.engine.waiting_queue import WaitingQueue
 from app.errors import CarouselError
 from app.output_lengths import OutputLengths
@@ -89,6 +89,8 @@ class Scheduler:
         self._totals = Totals()
         self._last_step_at = 0.0  # when the last step's results were processed
         self.last_step_s = 0.0  # that it took
+        self.last_gap_s = 0.0  # from the end of the step before to its own, where requests went on
+        self._goes_on_since: float | None = None  # the end of the last step, if requests went on
         self._decision = SchedulingDecision()  # of the last `schedule`, until `take_decision`
 
     @property
@@ -224,6 +226,8 @@ class Scheduler:
         been committed ahead and is not reconciled: the batch may be empty then too, and a token that is not known yet
         is a placeholder, see `commit_ahead`.
         """
+        if not len(self._running):
+            self._goes_on_since = None
         self._finish_overdue(now)
         for sequence in self._to_preempt_for_waiting():
             self._preempt(sequence)
@@ -442,7 +446,7 @@ class Scheduler:
             self._totals.drafted_tokens += batch.num_scheduled_tokens - len(batch.sequences)
             self._totals.accepted_tokens += len(result.token_ids) - len(batch.sequences)
         if self.drafter is not None:
-            self.drafter.stepped(batch, result, at=now, goes_on=bool(len(self._running)))
+            self.drafter.stepped(batch, result, seconds=self.last_gap_s)
         self._policy.computed(batch, result.num_kept)
         if not len(self._running):
             self._strategy.emptied(now)
@@ -450,7 +454,8 @@ class Scheduler:
     def _count_step(self, now: float, *, began_at: float, num_tokens: int, num_ended: int) -> None:
         self._totals.steps += 1
         self.last_step_s = now - max(began_at, self._last_step_at)  # a step ahead begins while the one before it runs
-        self._last_step_at = now
+        self.last_gap_s = now - (began_at if self._goes_on_since is None else self._goes_on_since)
+        self._last_step_at = self._goes_on_since = now
         self._throughput.note_step(self.last_step_s, num_tokens=num_tokens, num_ended=num_ended)
 
     # ------------------------------------------------------------------ between two steps

@@ -19,6 +19,7 @@ from app.config import SchedulerConfig, TargetsConfig
 from app.engine.batch import StepBatch, StepLimits
 from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import TokenDelta
+from app.engine.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +29,18 @@ WINDOW_S = 30.0  # of the percentiles that are compared with the targets
 # configured requests may run. So no target stops an engine.
 MIN_PREFILL_TOKENS = 16
 MIN_SHARE_RUNNING = 1 / 8
+_SHARE_FOR_PROMPTS = 1 / 4  # of a step beside those that decode, up to MIN_PREFILL_TOKENS
 # A limit moves when the one that is wanted is below or above it by more. As estimates vary by less, it stays where it
 # is while the traffic stays the same; it is lowered sooner, because a target is missed otherwise.
 _TOO_HIGH, _TOO_LOW = 0.95, 1.2
-# Seconds without a preemption for memory until more requests may run again.
+_HEADROOM = 0.95  # the part of a target that steps are planned for
+_STEPS_TO_FIRST_TOKEN = 2  # a request waits for the step that it finds, and for its own
+# Where even the smallest steps are too slow, steps may be so many times as long, so that requests go on.
+_SLACK_WHEN_UNREACHABLE = 1.5
+_MIN_MISSES = 3  # in a window, beyond which a target is missed: one slow request is no trend
+# Seconds without a preemption for memory until more requests may run again, and how many times as many.
 _MEMORY_PATIENCE_S, _MAX_MEMORY_PATIENCE_S = 10.0, 300.0
+_MEMORY_GROWTH = 1.2
 
 
 class TuningReason(StrEnum):
@@ -83,7 +91,6 @@ class Tuner(StepObserver):
         self._gaps_s = RecentTimes()
         self._first_tokens_s = RecentTimes()
         self._memory = _MemoryLimit(self._highest.max_running)
-        self._last_end: float | None = None  # of a step after which requests went on
         self._due_at: float | None = None
         self._is_unreachable = False
         self.tuning = Tuning(limits=self._highest, step_s=self._planned_s()[0])
@@ -92,8 +99,7 @@ class Tuner(StepObserver):
     def step_ended(self, step: EndedStep) -> None:
         at, num_running = step.at, len(self._running)
         if step.batch:
-            self._note(step.batch, step.deltas, at)
-        self._last_end = at if num_running else None
+            self._note(step)
         if self._due_at is not None and at < self._due_at:
             return
         is_first, self._due_at = self._due_at is None, at + PERIOD_S
@@ -104,9 +110,8 @@ class Tuner(StepObserver):
             self._limit(limits)
         self._teller.tell(self.tuning, at)
 
-    def _note(self, batch: StepBatch, deltas: Sequence[TokenDelta], at: float) -> None:
-        # Requests that go on wait from the end of one step to that of the next.
-        seconds = at - (batch.began_at if self._last_end is None else self._last_end)
+    def _note(self, step: EndedStep) -> None:
+        batch, at, seconds = step.batch, step.at, step.gap_s
         num_tokens, num_sequences = batch.num_scheduled_tokens, len(batch.sequences)
         # Tokens that come together have one gap before them.
         num_gaps = num_sequences if batch.has_drafts else len(batch.sampled)
@@ -114,7 +119,7 @@ class Tuner(StepObserver):
             self._decoding.note(num_sequences, seconds)
         else:
             self._mixed.note(num_tokens, seconds)
-            num_gaps -= self._note_first_tokens(batch, deltas, at)
+            num_gaps -= self._note_first_tokens(batch, step.deltas, at)
         if num_gaps > 0:
             self._gaps_s.note(at, seconds, num_gaps)
         if batch.has_preempted:
@@ -151,28 +156,23 @@ class Tuner(StepObserver):
 
     def _planned_s(self) -> tuple[float, TuningReason]:
         """The longest that a step may take, and why not longer."""
-        steps_to_first_token = 2  # a request waits for the step that it finds, and for its own
-        by_ttft = self._ttft_s / steps_to_first_token
+        by_ttft = self._ttft_s / _STEPS_TO_FIRST_TOKEN
         target_s, reason = min((self._itl_s, TuningReason.ITL), (by_ttft, TuningReason.TTFT))
-        headroom = 0.95  # the part of a target that steps are planned for
-        step_s = headroom * target_s
+        step_s = _HEADROOM * target_s
         smallest_s = max(
             self._decoding.seconds(self._min_running), self._mixed.seconds(self._min_running + MIN_PREFILL_TOKENS)
         )
         # Once it is out of reach, the same measure of doubt as for a limit: else it would come and go.
         self._is_unreachable = smallest_s > (step_s / _TOO_LOW if self._is_unreachable else step_s)
-        # Where even the smallest steps are too slow, steps may be so many times as long, so that requests go on.
-        slack_when_unreachable = 1.5
         if self._is_unreachable:
-            return max(step_s, slack_when_unreachable * smallest_s), TuningReason.UNREACHABLE
+            return max(step_s, _SLACK_WHEN_UNREACHABLE * smallest_s), TuningReason.UNREACHABLE
         return step_s, reason
 
     def _wanted(self, step_s: float, why: TuningReason, at: float, num_running: int) -> tuple[StepLimits, TuningReason]:
         highest = self._highest
         num_tokens = self._mixed.largest_within(step_s)
-        share_for_prompts = 1 / 4  # of a step beside those that decode, up to MIN_PREFILL_TOKENS
         # A step in which all of them decode leaves room for a prompt.
-        for_prompts = min(MIN_PREFILL_TOKENS, share_for_prompts * num_tokens)
+        for_prompts = min(MIN_PREFILL_TOKENS, _SHARE_FOR_PROMPTS * num_tokens)
         by_time = min(self._decoding.largest_within(step_s), num_tokens - for_prompts)
         num_tokens = max(num_tokens, num_running + for_prompts, MIN_PREFILL_TOKENS)
         max_step_tokens = int(min(num_tokens, highest.max_step_tokens))
@@ -236,102 +236,9 @@ class _MemoryLimit:
 
     def max_running(self, at: float) -> float:
         """After each preemption it takes twice as long until more are tried."""
-        memory_growth = 1.2  # so many times as many
         if self._limit < self._highest and at - self._moved_at >= self._patience_s:
-            self._limit, self._moved_at = min(self._highest, memory_growth * self._limit), at
+            self._limit, self._moved_at = min(self._highest, _MEMORY_GROWTH * self._limit), at
         return self._limit
-
-
-# ---------------------------------------------------------------------- measuring
-
-_NEWEST_SHARE = 1 / 64  # of a class's averages: steps of full size are some ten to a hundred a second
-_MIN_STEPS = 8  # of a class, before a step counts as held up
-_HELD_UP = 3.0  # times the expected time: what a system's pause takes is no step's time
-
-
-@dataclass(slots=True)
-class _SizeClass:
-    """Averages of the steps of about one size."""
-
-    size: float
-    seconds: float
-    slope: float = 0.0  # seconds for one more
-    deviation: float = 0.0
-    num_steps: int = 0
-
-    def note(self, size: int, seconds: float) -> None:
-        expected = self.seconds + self.slope * (size - self.size)
-        if self.num_steps >= _MIN_STEPS:
-            seconds = min(seconds, _HELD_UP * expected)
-        self.num_steps += 1
-        share = max(1 / self.num_steps, _NEWEST_SHARE)
-        self.size += share * (size - self.size)
-        self.seconds += share * (seconds - self.seconds)
-        self.deviation += share * (abs(seconds - expected) - self.deviation)
-
-
-class StepTimes:
-    """How long steps take by their size: recent averages for classes of sizes, straight lines between them."""
-
-    def __init__(self) -> None:
-        self._classes: dict[int, _SizeClass] = {}
-
-    def note(self, size: int, seconds: float) -> None:
-        """A step of this size, at least 1, took so long."""
-        number = _class_of(size)
-        if number not in self._classes:
-            self._classes[number] = _SizeClass(size, seconds)
-        self._classes[number].note(size, seconds)
-
-    def largest_within(self, limit_s: float) -> float:
-        """The largest size of which nearly all steps take at most `limit_s`; infinite while nothing is known.
-
-        Beyond the sizes that there were, times are expected to go on as they rose.
-        """
-        knots = self._knots()
-        if not knots or limit_s == inf:
-            return inf
-        before_size, before_s = 0.0, 0.0
-        for size, bound_s in knots:
-            if bound_s > limit_s:
-                return before_size + (size - before_size) * (limit_s - before_s) / (bound_s - before_s)
-            before_size, before_s = size, bound_s
-        first_size, first_s = knots[0]
-        rise = mean_rise = before_s / before_size
-        min_rise = 0.25  # of the times beyond the known sizes, as a part of the mean time for each token of the largest
-        if len(knots) > 1:
-            rise = max((before_s - first_s) / (before_size - first_size), min_rise * mean_rise)
-        return before_size + (limit_s - before_s) / rise if rise else inf
-
-    def seconds(self, size: int) -> float:
-        """Of nearly all steps of this size, at most; 0 while nothing is known."""
-        before_size, before_s = 0.0, 0.0
-        for knot_size, bound_s in self._knots():
-            if knot_size >= size:
-                return before_s + (size - before_size) * (bound_s - before_s) / (knot_size - before_size)
-            before_size, before_s = knot_size, bound_s
-        return before_s
-
-    def _knots(self) -> list[tuple[float, float]]:
-        """Sizes and the times that nearly all steps keep, both rising."""
-        knots: list[tuple[float, float]] = []
-        before = _SizeClass(0.0, 0.0)
-        # Mean deviations above the mean that a limit leaves room for, as in Jacobson's timer (1988): about the 99th
-        # percentile.
-        deviations = 3.0
-        for _, each in sorted(self._classes.items()):
-            each.slope = max(0.0, (each.seconds - before.seconds) / (each.size - before.size))
-            bound_s = each.seconds + deviations * each.deviation
-            knots.append((each.size, max(bound_s, knots[-1][1] if knots else 0.0)))
-            before = each
-        return knots
-
-
-def _class_of(size: int) -> int:
-    """1, 2, 3, 4 to 5, 6 to 7, 8 to 11, …: each class ends at one and a half or at 1.33 times its first."""
-    length = size.bit_length()
-    classes_per_doubling = 2
-    return classes_per_doubling * length + (size >> max(0, length - 2) & 1)
 
 
 _CLASS_WIDTH = log(1.05)
@@ -367,8 +274,7 @@ class RecentTimes:
         counts = self._counts(at)
         last = ceil(log(target_s) / _CLASS_WIDTH)
         num_missed = sum(number for each, number in counts.items() if each > last)
-        min_misses = 3  # in a window, beyond which a target is missed: one slow request is no trend
-        return num_missed > max(min_misses, counts.total() / 100)
+        return num_missed > max(_MIN_MISSES, counts.total() / 100)
 
     def _counts(self, at: float) -> Counter[int]:
         self._forget(at)

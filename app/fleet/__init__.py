@@ -1,8 +1,8 @@
 """Between ingress and replicas: dispatch, frames of tokens, requests in flight, failover. No Ray, no HTTP."""
 
-from app.fleet.connection import FailoverLimits, FrameReader, connect
-from app.fleet.fleet import Fleet, FleetMetrics, ReplicaTransport
-from app.fleet.frame_server import Address, FrameServer
+from app.fleet.connection import FailoverLimits, FleetMetrics, FrameReader, connect
+from app.fleet.fleet import Fleet, ReplicaTransport
+from app.fleet.frame_server import Address, FrameServer, report_of_engine
 from app.fleet.frames import Frame, report_of
 from app.fleet.gossip import Entry, Table, adapters_in, merged, with_entry
 from app.fleet.in_flight import ReplicaLost
@@ -27,5 +27,6 @@ __all__ = [
     "connect",
     "merged",
     "report_of",
+    "report_of_engine",
     "with_entry",
 ]

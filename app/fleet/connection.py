@@ -119,11 +119,17 @@ class ReplicaConnection:
             transport.close()
 
 
-class FrameMetrics(Protocol):
-    """Counts frames."""
+class FleetMetrics(Protocol):
+    """Counts what a fleet does. Implemented by `app.metrics.ModelMetrics`."""
 
     def frame_received(self, num_deltas: int) -> None:
         """A frame has come, with news of so many requests."""
+
+    def dispatched(self, reason: str) -> None:
+        """A request was sent to a replica; `reason` is the name of the policy that chose it."""
+
+    def resumed(self, reason: str) -> None:
+        """A request goes on at another replica; `reason` is that of the ReplicaLost."""
 
 
 async def connect(
@@ -147,7 +153,7 @@ class FrameReader(asyncio.Protocol):
         replica_id: str,
         registry: ReplicaRegistry,
         in_flight: Mapping[str, InFlightRequest],
-        metrics: FrameMetrics,
+        metrics: FleetMetrics,
         limits: FailoverLimits,
         *,
         on_begun: Callable[[], object] = lambda: None,

@@ -14,7 +14,7 @@ from app.culprits import Culprits, SuspectQueue
 from app.engine.request import Queued, Request, TokenDelta
 from app.engine.snapshot import EngineSnapshot
 from app.errors import Cancelled, DeadlineMissed, Overloaded, ReplicasLost, Unavailable
-from app.fleet.connection import FailoverLimits, FrameMetrics, FrameReader, ReplicaConnection
+from app.fleet.connection import FailoverLimits, FleetMetrics, FrameReader, ReplicaConnection
 from app.fleet.dispatch import Decision
 from app.fleet.frames import AbortRequest, SubmitRequest, WatchEngine
 from app.fleet.in_flight import InFlightRequest, ReplicaLost
@@ -38,16 +38,6 @@ class ReplicaTransport(Protocol):
     async def connect(self, replica_id: str, reader: FrameReader, *, heartbeat_s: float) -> asyncio.Transport:
         """Open a connection to a replica; its frames come to `reader`. Raises when it cannot be reached."""
         ...
-
-
-class FleetMetrics(FrameMetrics, Protocol):
-    """Counts what a fleet does. Implemented by `app.metrics.ModelMetrics`."""
-
-    def dispatched(self, reason: str) -> None:
-        """A request was sent to a replica; `reason` is the name of the policy that chose it."""
-
-    def resumed(self, reason: str) -> None:
-        """A request goes on at another replica; `reason` is that of the ReplicaLost."""
 
 
 class Fleet:
@@ -363,9 +353,8 @@ class Fleet:
             self._close_connection(replica_id)
 
     def _close_connection(self, replica_id: str) -> None:
-        connection = self._connections.pop(replica_id, None)
-        if connection is not None:
-            connection.close()
+        if replica_id in self._connections:
+            self._connections.pop(replica_id).close()
 
     def _on_lost(self, replica_id: str, lost: ReplicaLost) -> None:
         self._registry.suspect(replica_id)

@@ -11,10 +11,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, cast
 
+from app.engine.async_engine import AsyncEngine
 from app.errors import EngineStopped
 from app.fleet.dispatch import ReplicaReport
-from app.fleet.frames import AbortRequest, Frame, InvalidFrame, SubmitRequest, WatchEngine, encode, message_decoder
-from app.fleet.ingress_session import IngressSession, ServingEngine
+from app.fleet.frames import (
+    AbortRequest,
+    Frame,
+    InvalidFrame,
+    SubmitRequest,
+    WatchEngine,
+    encode,
+    message_decoder,
+    report_of,
+)  # fmt: skip
+from app.fleet.ingress_session import IngressSession
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +58,7 @@ class FrameServer:
     much as a message on it.
     """
 
-    def __init__(self, host: str, engine: ServingEngine, report: Callable[[], ReplicaReport]) -> None:
+    def __init__(self, host: str, engine: AsyncEngine, report: Callable[[], ReplicaReport]) -> None:
         """`engine` serves the requests, `report` is called for each frame."""
         self._host = host
         self._engine = engine
@@ -239,3 +249,17 @@ class _Connection(asyncio.Protocol):
         if self.session is not None:
             self.session.close()
         self._server.closed(self)
+
+
+def report_of_engine(engine: AsyncEngine, *, group: str = "", weights: int = 0) -> ReplicaReport:
+    """The report of the replica with this engine, whose weights have this digest."""
+    return report_of(
+        engine.stats(),
+        num_requests=engine.num_requests,
+        group=group,
+        max_requests=engine.max_requests,
+        step_age_s=engine.step_age_s,
+        weights=weights,
+        adapters=None if engine.adapters is None else engine.adapters.stats().loaded,
+        sleep=engine.sleep,
+    )

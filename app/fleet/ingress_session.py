@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
-from app.engine.request import FinishReason, Queued, Request, TokenDelta, merge_deltas
+from app.engine.async_engine import AsyncEngine
+from app.engine.request import FinishReason, Request, TokenDelta, merge_deltas
 from app.engine.snapshot import EngineSnapshot
 from app.errors import CarouselError, Failure, traceback_of
 from app.fleet.dispatch import ReplicaReport
@@ -31,34 +32,6 @@ class FrameStream(Protocol):
         ...
 
 
-class ServingEngine(Protocol):
-    """What a session needs of `app.engine.async_engine.AsyncEngine`."""
-
-    async def matcher_of(self, request: Request) -> Any:
-        """What `submit` needs for a request with a grammar. Raises a CarouselError."""
-        ...
-
-    async def adapter_of(self, request: Request) -> Any:
-        """What `submit` needs at once for a request with an adapter. Raises a CarouselError."""
-        ...
-
-    def submit(self, request: Request, receiver: Any, matcher: Any = None, adapter: Any = None) -> Queued:
-        """Queue a request; `receiver.put_all` gets its deltas. Raises a CarouselError."""
-        ...
-
-    def abort(self, request_id: str) -> None:
-        """End a request; its receiver gets no more deltas."""
-        ...
-
-    async def snapshot(self, *, is_full: bool) -> EngineSnapshot:
-        """What runs and waits, and what happened since the last view. Raises EngineStopped."""
-        ...
-
-    def end_snapshots(self) -> None:
-        """Note nothing for views any more."""
-        ...
-
-
 class IngressSession:
     """Submits the requests of one ingress and sends their deltas as frames. Belongs to one event loop and one stream.
 
@@ -68,7 +41,7 @@ class IngressSession:
     def __init__(
         self,
         stream: FrameStream,
-        engine: ServingEngine,
+        engine: AsyncEngine,
         report: Callable[[], ReplicaReport],
         *,
         heartbeat_s: float,

@@ -8,8 +8,8 @@ from typing import Any
 
 from app.engine.request import Adapter, Request
 from app.engine.stats import SleepState
-from app.engine.throughput import RetryTimes
 from app.errors import Overloaded, Unavailable
+from app.fair import RetryTimes
 from app.fleet.dispatch import (
     Candidate,
     Decision,
@@ -216,11 +216,6 @@ class ReplicaRegistry:
     def is_suspect(self, replica_id: str) -> bool:
         """Whether a replica is not to be relied on now."""
         return self._ledger.replica(replica_id).is_suspect
-
-    @property
-    def suspects(self) -> frozenset[str]:
-        """The replicas that are not to be relied on now."""
-        return frozenset(each for each in self.replica_ids if self.is_suspect(each))
 
     @property
     def reports(self) -> dict[str, ReplicaReport]:

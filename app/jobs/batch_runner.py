@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from app.batches import BatchLimits, JobState
 from app.config import BatchesConfig
 from app.disk import OneThread
 from app.errors import described, traceback_of
@@ -28,11 +29,10 @@ from app.jobs.catalog import Catalog
 from app.jobs.executors import FleetExecution
 from app.jobs.files import FileStore
 from app.jobs.items import InputRules, OpenFile, check, pieces_of, read_items
-from app.jobs.job import Counts, Item, ItemError, ItemResult, Job, JobState, StoredFile, counted
+from app.jobs.job import Counts, Item, ItemError, ItemResult, Job, StoredFile, counted
 from app.jobs.outputs import BatchFiles, write_batch_files
 from app.jobs.results import ResultStore
 from app.jobs.runner import read_in_thread
-from app.jobs.service import BatchLimits
 from app.jobs.space import shortage_of_disk, shortage_of_share
 
 logger = logging.getLogger(__name__)

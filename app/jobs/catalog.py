@@ -16,9 +16,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from app.batches import JobState, PageOf
 from app.errors import InvalidSetup, NotFound
-from app.jobs.job import ItemError, Job, JobState, StoredFile
-from app.jobs.service import PageOf
+from app.jobs.job import ItemError, Job, StoredFile
 from app.jobs.space import MIN_CHARGED_BYTES
 from app.webhooks.outbox import SCHEMA, WebhookOutbox
 from app.webhooks.receiver import WebhookReceiver

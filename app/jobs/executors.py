@@ -11,9 +11,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
+from app.batches import Answer, Answered, ItemOrigin
 from app.errors import EngineStopped, Overloaded, Unavailable
 from app.fair import FairQueue
-from app.jobs.job import Answer, Answered, Item, ItemOrigin, ItemResult, Job
+from app.jobs.job import Item, ItemResult, Job
 from app.jobs.outputs import BatchFormat
 from app.jobs.results import ResultStore
 from app.jobs.runner import Executor, JobRun, Source

@@ -6,6 +6,7 @@ Uploads are read line by line in bounded memory, for files of hundreds of megaby
 from __future__ import annotations
 
 import hashlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -22,8 +23,9 @@ CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
 GENERATION_URLS = (CHAT_URL, COMPLETIONS_URL)  # what engines can answer without the API's other endpoints
 MAX_ID_LENGTH = 512
 MAX_LISTED_ERRORS = 100
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_SEED_MASK = (1 << 63) - 1
 _PIECE_BYTES = 1024 * 1024
+_ITEMS_AT_ONCE = 16  # a thread reads so many before it returns; each may have megabytes
 
 # Columns of a plain row that mean what they mean in a body; any other column is the user's own and left alone.
 SAMPLING_COLUMNS = (
@@ -89,8 +91,7 @@ def refuse_many_answers(body: Mapping[str, Any]) -> None:
 
 def seed_of(item_id: str) -> int:
     """An item without a seed has one that follows from its id: computed again after a crash, it says the same."""
-    seed_mask = (1 << 63) - 1
-    return int.from_bytes(_hash(item_id), "big") & seed_mask
+    return int.from_bytes(_hash(item_id), "big") & _SEED_MASK
 
 
 # Uploads
@@ -151,19 +152,8 @@ def read_items(open_file: OpenFile, rules: InputRules) -> Generator[Item, None, 
 
 def pieces_of(items: Iterator[Item]) -> Generator[list[Item], None, None]:
     """The items some at a time."""
-    items_at_once = 16  # a thread reads so many before it returns; each may have megabytes
-    while some := list(islice(items, items_at_once)):
+    while some := list(islice(items, _ITEMS_AT_ONCE)):
         yield some
-
-
-def items_of_prompts(endpoint: str, bodies: Sequence[Mapping[str, Any]]) -> Iterator[Item]:
-    """A list of prompts; the id of each is its place in the list."""
-    return (Item(number=index, id=str(index), url=endpoint, body=body) for index, body in enumerate(bodies))
-
-
-def as_batch_line(item: Item) -> dict[str, Any]:
-    """An item as a line of an upload."""
-    return {"custom_id": item.id, "method": "POST", "url": item.url, "body": item.body}
 
 
 def _read_lines(open_file: OpenFile, rules: InputRules) -> Generator[tuple[int, Item | ItemError], None, None]:
@@ -177,7 +167,7 @@ def _read_lines(open_file: OpenFile, rules: InputRules) -> Generator[tuple[int, 
                 message = f"the line has more than {rules.max_line_bytes:,} bytes, which is what one may have"
                 yield line_number, ItemError(code="line_too_long", line=line_number, message=message)
                 continue
-            text = raw.removeprefix(BYTE_ORDER_MARK) if line_number == 1 else raw
+            text = raw.removeprefix(BOM_UTF8) if line_number == 1 else raw
             if text.strip():
                 yield line_number, _read_line(text, number, line_number, rules.endpoint)
                 number += 1

@@ -1,22 +1,18 @@
-"""The nouns of offline work: an item, its answer, its result; the batch and the files as clients read them."""
+"""The nouns of offline work: an item, its result; the batch and the files as clients read them."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from typing import Any
 
+from app.batches import JobState
 from app.json_pieces import Json
 
 INPUT_PURPOSE = "batch"
 OUTPUT_PURPOSE = "batch_output"
-# The class of every item. In OpenAI's API it is the tier of requests that can wait. Here: idle slots only, never
-# queued, preempted first.
-LOWEST_CLASS: Json = {"service_tier": "flex"}
-
-
+COMPLETION_WINDOW = "24h"
 # Items
 
 
@@ -48,34 +44,6 @@ class InvalidItem:
     id: str
     reason: str
     code: str = "line_failed"  # as clients of batches read it
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """The response to an item: what an HTTP client would have got."""
-
-    status_code: int
-    body: Json  # its long lists may be `Rows`
-    is_large: bool = False  # it is written in a thread
-    latency_s: float | None = None  # how long it took, where that is measured
-
-
-@dataclass(frozen=True, slots=True)
-class ItemOrigin:
-    """Which item of which job a request is."""
-
-    job_id: str
-    number: int
-
-    @property
-    def request_id(self) -> str:
-        """By which the output line, the logs, the step log and traces name it; the same for each attempt."""
-        return f"{self.job_id}-{self.number}"
-
-
-# Answers one body of an owner at an endpoint. Raises Overloaded, Unavailable or EngineStopped when no replica can serve
-# it now: the item is tried again later. Cancelling it aborts the request.
-Answer = Callable[[str, str, Mapping[str, Any], ItemOrigin], Awaitable[Answered]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,25 +101,6 @@ class Counts:
 
 
 # Files and batches
-
-
-class JobState(StrEnum):
-    """`validating` → `failed` | `in_progress` → `finalizing` → `completed`; by request `cancelling` → `cancelled`; by
-    time `expired`.
-    """
-
-    VALIDATING = "validating"
-    FAILED = "failed"
-    IN_PROGRESS = "in_progress"
-    FINALIZING = "finalizing"
-    COMPLETED = "completed"
-    EXPIRED = "expired"
-    CANCELLING = "cancelling"
-    CANCELLED = "cancelled"
-
-    @property
-    def has_ended(self) -> bool:
-        return self in (JobState.FAILED, JobState.COMPLETED, JobState.EXPIRED, JobState.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +178,6 @@ def file_object(file: StoredFile) -> Json:
 
 def batch_object(job: Job) -> Json:
     """The `batch` of OpenAI's API."""
-    completion_window = "24h"
     return {
         "id": job.id,
         "object": "batch",
@@ -237,7 +185,7 @@ def batch_object(job: Job) -> Json:
         "model": job.model,
         "errors": {"object": "list", "data": [asdict(error) for error in job.errors]} if job.errors else None,
         "input_file_id": job.input_file_id,
-        "completion_window": completion_window,
+        "completion_window": COMPLETION_WINDOW,
         "status": job.status.value,
         "output_file_id": job.output_file_id,
         "error_file_id": job.error_file_id,

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from app.batches import BatchLimits, BatchService, JobState, NewBatch, NewFile, PageOf
 from app.config import BatchesConfig
 from app.disk import OneThread, may_pass, take_lock
 from app.errors import (
@@ -30,18 +31,7 @@ from app.jobs.batch_runner import STORAGE_FAILURES, BatchRunner
 from app.jobs.catalog import Catalog, Superseded
 from app.jobs.executors import FleetExecution
 from app.jobs.files import FileDraft, FileStore
-from app.jobs.job import (
-    INPUT_PURPOSE,
-    Job,
-    JobState,
-    StoredFile,
-    batch_object,
-    counted,
-    file_object,
-    new_job_id,
-    stats_object,
-)
-from app.jobs.service import BatchLimits, BatchService, NewBatch, NewFile, PageOf
+from app.jobs.job import INPUT_PURPOSE, Job, StoredFile, batch_object, counted, file_object, new_job_id, stats_object
 from app.jobs.space import MIN_CHARGED_BYTES, room_left, shortage_of_disk, shortage_of_share
 from app.json_pieces import Json
 from app.webhooks.client import WebhookClient

@@ -16,20 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from app.batches import Answered, ItemOrigin, JobState
 from app.disk import hidden_name, sync_folder
 from app.jobs.files import FileStore
-from app.jobs.job import (
-    OUTPUT_PURPOSE,
-    Answered,
-    InvalidItem,
-    Item,
-    ItemOrigin,
-    ItemOutput,
-    ItemResult,
-    Job,
-    JobState,
-    StoredFile,
-)  # fmt: skip
+from app.jobs.job import OUTPUT_PURPOSE, InvalidItem, Item, ItemOutput, ItemResult, Job, StoredFile
 from app.jobs.results import ResultStore
 from app.json_pieces import Json, json_pieces
 

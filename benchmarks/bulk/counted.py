@@ -11,13 +11,13 @@ import sys
 from collections.abc import Sequence
 
 from app.engine.request import ModelInfo, TokenDelta
-from deployments.bulk import engine_actor, pool
+from deployments.bulk import pool
 from deployments.bulk.__main__ import main
 
 COUNT = sys.argv[1]
 
 
-class EngineActor(engine_actor.EngineActor):
+class EngineActor(pool.EngineActor):
     """Has the name of the class that it replaces: Ray titles the processes by it."""
 
     def load(self) -> ModelInfo:

@@ -14,8 +14,12 @@ from benchmarks.harness.workload import TimedRequest, Workload
 class Carousel:
     """Adds requests when they arrive (open loop: whether or not the engine keeps up) and steps while there is work."""
 
-    def __init__(self, engine: Engine, *, start_clock: Callable[[], Clock] = MonotonicClock) -> None:
+    def __init__(
+        self, engine: Engine, *, trace: StepTrace | None = None, start_clock: Callable[[], Clock] = MonotonicClock
+    ) -> None:
+        """`trace`: an observer of the engine; its times and those of the run count from the same moment."""
         self._engine = engine
+        self._trace = trace
         self._start_clock = start_clock
 
     def serve(self, workload: Workload) -> Run:
@@ -24,6 +28,8 @@ class Carousel:
         timelines = {timed.request.request_id: Timeline(timed.arrival_s) for timed in workload.requests}
         arriving = deque(workload.requests)
         clock = self._start_clock()
+        if self._trace is not None:
+            self._trace.start(engine)
         while arriving or engine.has_work:
             now_s = clock.now()
             while arriving and arriving[0].arrival_s <= now_s:
@@ -49,27 +55,11 @@ class Carousel:
         )
 
     def _wait(self, clock: Clock, arriving: deque[TimedRequest]) -> None:
-        idle_s = self._engine.idle_s
+        idle_s, began_at, stats = self._engine.idle_s, self._engine.now(), self._engine.stats()
         due_s = [] if idle_s is None else [clock.now() + idle_s]
         clock.wait_until(min([*due_s, *(timed.arrival_s for timed in list(arriving)[:1])]))
+        if self._trace is not None:
+            self._trace.waited(began_at, self._engine.now(), stats)
 
     def forget(self) -> None:
         self._engine.clear_prefix_cache()
-
-
-class LoggedCarousel(Carousel):
-    """Serves one workload; the log's times and the run's count from the same moment."""
-
-    def __init__(self, engine: Engine, log: StepTrace, *, start_clock: Callable[[], Clock] = MonotonicClock) -> None:
-        super().__init__(engine, start_clock=start_clock)
-        log.stats = engine.stats
-        self._log = log
-
-    def serve(self, workload: Workload) -> Run:
-        self._log.start()
-        return super().serve(workload)
-
-    def _wait(self, clock: Clock, arriving: deque[TimedRequest]) -> None:
-        end = self._log.begin()
-        super()._wait(clock, arriving)
-        end()

@@ -113,7 +113,7 @@ class ReenactingRunner(ModelRunner, Drafter):
             kept = self._stood_in(sequence, sequence.num_tokens, len(kept))
         return [*kept[:-1], *[abs(kept[-1] - 1)] * num_drafts][:num_drafts]
 
-    def stepped(self, batch: StepBatch, result: StepResult, *, at: float, goes_on: bool) -> None:
+    def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:
         """Nothing is learned: the log says what was drafted."""
 
 

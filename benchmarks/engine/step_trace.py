@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
-from app.engine.batch import StepBatch, StepResult
-from app.engine.model_runner import ModelRunner, PendingStep
+from app.engine.batch import SchedulingDecision, StepBatch
+from app.engine.engine import Engine
+from app.engine.observer import EndedStep, StepObserver
+from app.engine.sequence import Sequence
 from app.engine.stats import EngineStats
+from app.engine.trace.entries import FailureKind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """One step, or (without requests) a time in which the engine waited. Seconds after the start."""
 
@@ -25,42 +29,44 @@ class Step:
         return self.ended_s - self.began_s
 
 
-@dataclass(slots=True)
-class StepTrace:
-    """All steps of one run, in order. `now` gives seconds of any steady clock, `stats` the state of the engine."""
+class StepTrace(StepObserver):
+    """All steps of one run, in order, seen as the engine's observer."""
 
-    now: Callable[[], float]
-    stats: Callable[[], EngineStats] | None = None
-    steps: list[Step] = field(default_factory=list)
-    _started_at: float = 0.0
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._start_s = 0.0
+        self._stats: Callable[[], EngineStats] | None = None
+        self._held: deque[tuple[int, int]] = deque()  # running and waiting, of steps that have not ended
 
-    def start(self) -> None:
-        self._started_at = self.now()
+    def start(self, engine: Engine) -> None:
+        """The run of this engine begins now."""
+        self._start_s, self._stats = engine.now(), engine.stats
 
-    def elapsed_s(self) -> float:
-        return self.now() - self._started_at
+    def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
+        assert self._stats is not None, "started before the first step"
+        if batch.scheduled:
+            self._held.append((self._stats().num_running, decision.num_waiting))
 
-    def begin(self, batch: StepBatch | None = None) -> Callable[[], None]:
-        """A step of this batch begins, or a wait for something to do; call what is returned at its end."""
-        began_s = self.elapsed_s()
-        assert self.stats is not None, "a log is joined to its engine before the first step"
-        stats = self.stats()
-        num_tokens = {} if batch is None else {item.request_id: len(item.token_ids) for item in batch.scheduled}
+    def failed(self, how: FailureKind, sequences: Iterable[Sequence] = ()) -> None:
+        self._held.clear()
 
-        def end() -> None:
-            # A step that was launched ahead begins when the one before it is done.
-            first_s = max(began_s, self.steps[-1].ended_s) if self.steps else began_s
-            self.steps.append(
-                Step(
-                    began_s=first_s,
-                    ended_s=max(first_s, self.elapsed_s()),
-                    num_tokens=num_tokens,
-                    num_running=stats.num_running,
-                    num_waiting=stats.num_waiting,
-                )
-            )
+    def step_ended(self, step: EndedStep) -> None:
+        if self._held and step.batch.scheduled:
+            num_running, num_waiting = self._held.popleft()
+            num_tokens = {item.request_id: len(item.token_ids) for item in step.batch.scheduled}
+            self._add(step.at - step.seconds, step.at, num_tokens, num_running, num_waiting)
 
-        return end
+    def waited(self, began_at: float, ended_at: float, stats: EngineStats) -> None:
+        """The engine had nothing to do between these times of its clock, with these requests."""
+        self._add(began_at, ended_at, {}, stats.num_running, stats.num_waiting)
+
+    def _add(
+        self, began_at: float, ended_at: float, num_tokens: Mapping[str, int], num_running: int, num_waiting: int
+    ) -> None:
+        # A step that was launched ahead begins when the one before it is done.
+        began_s = max(began_at - self._start_s, self.steps[-1].ended_s if self.steps else 0.0)
+        ended_s = max(began_s, ended_at - self._start_s)
+        self.steps.append(Step(began_s, ended_s, num_tokens, num_running, num_waiting))
 
     def joined_s(self) -> dict[str, float]:
         """When each request was first computed."""
@@ -80,39 +86,3 @@ class StepTrace:
         """Requests computed in a step, on average over the steps."""
         sizes = [len(step.num_tokens) for step in self.steps if step.num_tokens]
         return sum(sizes) / len(sizes) if sizes else None
-
-
-class LoggedRunner(ModelRunner):
-    """A model runner that notes its steps in a trace."""
-
-    def __init__(self, runner: ModelRunner, log: StepTrace) -> None:
-        self._runner = runner
-        self._log = log
-        self.launches = runner.launches
-
-    def run(self, batch: StepBatch) -> StepResult:
-        end = self._log.begin(batch)
-        result = self._runner.run(batch)
-        end()
-        return result
-
-    def prepare(self) -> None:
-        self._runner.prepare()
-
-    def launch(self, batch: StepBatch) -> PendingStep:
-        end = self._log.begin(batch)
-        return _LoggedStep(self._runner.launch(batch), end)
-
-
-@dataclass(frozen=True, slots=True)
-class _LoggedStep:
-    step: PendingStep
-    end: Callable[[], None]
-
-    def draw(self, batch: StepBatch) -> None:
-        self.step.draw(batch)
-
-    def result(self) -> StepResult:
-        result = self.step.result()
-        self.end()
-        return result

@@ -19,10 +19,10 @@ from typing import Any
 
 from app.assembly import assemble
 from app.config import PRESETS
-from benchmarks.engine.carousel import Carousel, LoggedCarousel
+from benchmarks.engine.carousel import Carousel
 from benchmarks.engine.engine_setup import LoadedEngine, load_engine
 from benchmarks.engine.service_figures import Promise, Served, service_figures
-from benchmarks.engine.step_trace import LoggedRunner, StepTrace
+from benchmarks.engine.step_trace import StepTrace
 from benchmarks.engine.trial import (
     POLICIES,
     STRATEGIES,
@@ -104,21 +104,21 @@ def _trials(options: Options, given: argparse.Namespace) -> list[Trial]:
 
 def serve(loaded: LoadedEngine, trial: Trial, workload: Workload) -> Served:
     """One trial: a fresh engine, with empty memory and without experience, around the loaded model."""
-    log = StepTrace(loaded.engine.now)
+    trace = StepTrace()
     engine = assemble(
         trial.scheduler,
         loaded.config.cache,
         num_blocks=loaded.engine.stats().num_blocks,
-        runner=LoggedRunner(loaded.engine.runner, log),
+        runner=loaded.engine.runner,
         facts=loaded.engine.facts,
+        recorder=trace,
     )
-    run = LoggedCarousel(engine, log).serve(workload)
     return Served(
-        run=run,
-        joined_s=log.joined_s(),
-        bubble_share=log.bubble_share(trial.scheduler.max_running),
-        mean_running=log.mean_running(),
-        steps=log.steps,
+        run=Carousel(engine, trace=trace).serve(workload),
+        joined_s=trace.joined_s(),
+        bubble_share=trace.bubble_share(trial.scheduler.max_running),
+        mean_running=trace.mean_running(),
+        steps=trace.steps,
     )
 
 

@@ -166,7 +166,8 @@ class Tenants:
     async def ask(self, asked: Question) -> None:
         """One request, again where it is refused, and the judgement of its answer."""
         found, began_s = self.found[asked.tenant], time.monotonic()
-        prompts = [self._tokenizer.encode_chat(each) for each in asked.conversations]
+        tools = asked.body.get("tools")
+        prompts = [self._tokenizer.encode_chat(each, tools=tools) for each in asked.conversations]
         self._prefixes.add(asked, prompts)
         try:
             reply = await self._answer(asked)

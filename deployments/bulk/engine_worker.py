@@ -10,8 +10,8 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from app.engine.engine import Engine
 from app.engine.matcher import Matcher, Matchers
 from app.engine.request import FinishReason, Request, TokenDelta
 from app.errors import EngineStopped, InvalidRequest, described, traceback_of
@@ -42,28 +42,10 @@ class PreparedItem:
         return ItemOutput(number=self.number, id=self.id, prompt_tokens=num_prompt, error=reason)
 
 
-class SteppedEngine(Protocol):
-    """The part of `app.engine.engine.Engine` that is needed here. One thread uses it."""
-
-    @property
-    def idle_s(self) -> float | None: ...
-
-    def check(self, request: Request) -> None:
-        """Raise InvalidRequest if it can never be served. Any thread may ask."""
-
-    def add_checked(self, request: Request, *, matcher: Matcher | None = None) -> None: ...
-
-    def abort(self, request_id: str) -> TokenDelta | None: ...
-
-    def prepare(self) -> None: ...
-
-    def step(self) -> list[TokenDelta]: ...
-
-
 class EngineWorker:
     """One engine, its thread and the items it computes."""
 
-    def __init__(self, engine: SteppedEngine, tokenizer: Tokenizer, matchers: Matchers) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, matchers: Matchers) -> None:
         """Start the thread. From here on no other code may use the engine. `matchers` are closed with this."""
         self._engine = engine
         self._tokenizer = tokenizer

@@ -16,12 +16,13 @@ from ray.exceptions import RayError
 from app.api import RequestHandler, ServedModel
 from app.api.prepared_request import PreparedRequest
 from app.api.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, QueuedRequest
+from app.batches import Answered
 from app.config import ApiConfig
 from app.engine.request import Request, TokenDelta
 from app.errors import InvalidRequest
 from app.jobs.input_files import InputFile, InputPiece, InputRows, read_piece
 from app.jobs.items import GENERATION_URLS, RowSettings, item_of
-from app.jobs.job import Answered, InvalidItem, Item
+from app.jobs.job import InvalidItem, Item
 from app.jobs.results import ItemSet
 from app.json_pieces import Json
 from app.text import Tokenizer

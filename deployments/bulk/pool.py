@@ -9,6 +9,7 @@ docs/results/service.md.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -16,15 +17,17 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from app.assembly import Devices
-from app.config import ServedModelConfig
+from app.assembly import ONE_DEVICE, Devices, build_matchers, build_sync_engine, resolve_model_path
+from app.config import EngineConfig, ServedModelConfig
+from app.engine.request import ModelInfo
 from app.errors import Failure, InvalidSetup
 from app.jobs.job import EngineOutput
 from app.jobs.outputs import RecordFormat
 from app.jobs.results import PartialOutputs
 from app.jobs.runner import Executor, JobRun
-from deployments.bulk.engine_actor import EngineActor
-from deployments.bulk.engine_worker import PreparedItem
+from app.text import Tokenizer
+from deployments.bulk.engine_worker import EngineWorker, PreparedItem
+from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +168,36 @@ class EnginePool(Executor[PreparedItem]):
                 f"{self._num_deaths_in_a_row} engines died one after the other and no item came of it; the last: "
                 f"{_reason(error)}; what is done is kept: go on with --resume once it is repaired"
             )
+
+
+class EngineActor:
+    """A Ray actor: one engine in a process of its own. Items go in and come out by one call that is repeated.
+
+    What has been given to it and has not come back is lost when it dies; its caller knows what that is.
+    """
+
+    def __init__(self, config: EngineConfig, threads: AskedThreads, devices: Devices = ONE_DEVICE) -> None:
+        """`threads`: of all engines that run beside it, itself included."""
+        self._config, self._threads, self._devices = config, threads, devices
+        self._worker: EngineWorker | None = None
+
+    def load(self) -> ModelInfo:
+        """Load the model. Raises InvalidSetup. Not in the constructor: Ray reports its errors as a death."""
+        config = with_threads(self._config, self._threads, num_ranks=self._devices.tensor_parallel)
+        engine = build_sync_engine(config, self._devices)
+        model = config.model
+        tokenizer = Tokenizer.load(resolve_model_path(model.path), model.revision)
+        self._worker = EngineWorker(engine, tokenizer, build_matchers(config, engine.facts))
+        keep_waits_for_the_interpreter_short()
+        gc.collect()
+        gc.freeze()  # what was loaded stays: no later collection need look at it
+        return engine.facts
+
+    def exchange(self, items: Sequence[PreparedItem], at_least: int, within_s: float) -> EngineOutput:
+        """Take items and give those that have ended, see `EngineWorker.collect`. Raises EngineStopped."""
+        assert self._worker is not None, "items come after `load`"
+        self._worker.add(items)
+        return self._worker.collect(at_least=at_least, within_s=within_s)
 
 
 def _reason(error: Exception) -> str:

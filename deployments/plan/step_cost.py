@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from app.assembly import assemble, build_sync_engine
 from app.config import EngineConfig, SchedulerConfig
 from app.engine.async_engine import AsyncEngine
-from app.engine.batch import SchedulingDecision, StepBatch
+from app.engine.batch import StepBatch
 from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import ModelInfo, Request, SamplingParams, TokenDelta
 from app.errors import InvalidSetup
@@ -245,7 +245,6 @@ def measure(
 
     They come as they would in a replica, into the engine's own thread. Half of the time as many are kept running as the
     setting allows; half of the time clients pause between two requests, so that the engine is at times idle.
-    A launched step of a GPU's engine counts with the time of the step before it.
 
     Raises:
         InvalidSetup: the model cannot be loaded as configured, a request of the trace is too long, or steps are so
@@ -258,7 +257,7 @@ def measure(
     loaded = build_sync_engine(config.model_copy(update={"scheduler": largest}))
     num_blocks = loaded.stats().num_blocks
     trace.check_lengths(loaded.facts.max_model_len)
-    times = _StepTimes()
+    times = _MeasuredSteps()
     engine = AsyncEngine(
         assemble(
             largest, config.cache, num_blocks=num_blocks, runner=loaded.runner, facts=loaded.facts, recorder=times
@@ -280,7 +279,7 @@ def measure(
 
 
 async def _serve_all(
-    engine: AsyncEngine, times: _StepTimes, trace: Trace, settings: Sequence[SchedulerConfig], *, seconds: float
+    engine: AsyncEngine, times: _MeasuredSteps, trace: Trace, settings: Sequence[SchedulerConfig], *, seconds: float
 ) -> None:
     load = _ClosedLoop(engine, trace)
     await load.run(settings[0], seconds=seconds / 20, pauses=False)  # warm-up: allocations, and a compiler's work
@@ -292,38 +291,15 @@ async def _serve_all(
             await load.run(setting, seconds=seconds / _ROUNDS / len(settings), pauses=number % 2 == 1)
 
 
-class _StepTimes(StepObserver):
-    """Times each step from its beginning to that of the next one, or to its end where no request is left."""
+class _MeasuredSteps(StepObserver):
+    """The steps of an engine with their times."""
 
     def __init__(self) -> None:
         self.steps: list[MeasuredStep] = []
-        self._num_open = 0
-        self._size: StepShape | None = None  # of the step that is being timed
-        self._began_at = 0.0
-
-    def arrived(self, request: Request, *, at: float) -> None:
-        self._num_open += 1
-
-    def aborted(self, request_id: str) -> None:
-        self._num_open -= 1
-
-    def step_began(self) -> None:
-        now = time.perf_counter()
-        self._end(now)
-        self._began_at = now
-
-    def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
-        self._size = StepShape.of(batch) if batch else None
 
     def step_ended(self, step: EndedStep) -> None:
-        self._num_open -= sum(delta.finish_reason is not None for delta in step.deltas)
-        if not self._num_open:
-            self._end(time.perf_counter())
-
-    def _end(self, now: float) -> None:
-        if self._size is not None:
-            self.steps.append(MeasuredStep(self._size, now - self._began_at))
-        self._size = None
+        if step.batch:
+            self.steps.append(MeasuredStep(StepShape.of(step.batch), step.gap_s))
 
 
 class _ClosedLoop:

@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: Serve reads the builder's annotation to make the pydantic model from `args`.
 
 from pathlib import Path
+from typing import Any
 
 from ray import serve
 from ray.serve import Application
@@ -23,13 +24,22 @@ from deployments.serve.settings import (
     max_replica_requests,
 )
 
-# How often a stopping replica looks whether it has drained; Serve's 2 s would be the shortest stop.
-DRAIN_POLL_S = 0.5
-HEALTH_CHECK_PERIOD_S = 5.0
-# A replica must answer within this; its loop is never blocked, the engine computes in its own thread.
-HEALTH_CHECK_TIMEOUT_S = 15.0
-# A model that cannot be loaded stays so; the second and third try are for memory that was not free yet.
-MAX_START_ATTEMPTS = 3
+_IN_COMMON: Any = {
+    # How often a stopping replica looks whether it has drained; Serve's 2 s would be the shortest stop.
+    "graceful_shutdown_wait_loop_s": 0.5,
+    "health_check_period_s": 5.0,
+    # A replica must answer within this; its loop is never blocked, the engine computes in its own thread.
+    "health_check_timeout_s": 15.0,
+    # A model that cannot be loaded stays so; the second and third try are for memory that was not free yet.
+    "max_constructor_retry_count": 3,
+}
+# All of them are short; content goes over in pieces.
+MAX_BATCH_CALLS = 256
+# Calls end in moments, and batches go on after a restart.
+BATCHES_DRAIN_TIMEOUT_S = 2.0
+# Of the ingresses, rounded up: an update starts the next one before it stops one. Otherwise a request
+# that comes between the stop of a single ingress and the start of the next waits at Serve's proxy for that long.
+INGRESS_SURGE_PERCENT = 1
 
 
 def build(args: ApplicationConfig) -> Application:
@@ -78,48 +88,32 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
         # The router refuses when all are full; this bounds those that wait while no replica is there at all.
         max_queued_requests=max_requests * replicas.max_replicas,
         graceful_shutdown_timeout_s=replicas.drain_timeout_s,
-        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
-        health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        max_constructor_retry_count=MAX_START_ATTEMPTS,
+        **_IN_COMMON,
         request_router_config=RequestRouterConfig(request_router_class="deployments.serve.router.RegistryRouter"),
     )
 
 
 def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
-    # Of the ingresses, rounded up: an update starts the next one before it stops one. Otherwise a request
-    # that comes between the stop of a single ingress and the start of the next waits at Serve's proxy for that long.
-    ingress_surge_percent = 1
     return serve.deployment(serve.ingress()(Ingress)).options(
         name="ingress",
         num_replicas=config.ingress.num_replicas,
-        max_surge_percent=ingress_surge_percent,
+        max_surge_percent=INGRESS_SURGE_PERCENT,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         max_ongoing_requests=max_ingress_requests(config),
         graceful_shutdown_timeout_s=max(model.replicas.drain_timeout_s for model in config.models),
-        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
-        health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        max_constructor_retry_count=MAX_START_ATTEMPTS,
+        **_IN_COMMON,
     )
 
 
 def _batches_deployment() -> serve.Deployment:
-    # All of them are short; content goes over in pieces.
-    max_batch_calls = 256
-    # Calls end in moments, and batches go on after a restart.
-    batches_drain_timeout_s = 2.0
     return serve.deployment(Batches).options(
         name="batches",
         num_replicas=1,  # one writer
         ray_actor_options={"num_cpus": BATCHES_CPUS},
-        max_ongoing_requests=max_batch_calls,
-        max_queued_requests=max_batch_calls,
-        graceful_shutdown_timeout_s=batches_drain_timeout_s,
-        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
-        health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        max_constructor_retry_count=MAX_START_ATTEMPTS,
+        max_ongoing_requests=MAX_BATCH_CALLS,
+        max_queued_requests=MAX_BATCH_CALLS,
+        graceful_shutdown_timeout_s=BATCHES_DRAIN_TIMEOUT_S,
+        **_IN_COMMON,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from app.api.endpoints.adapters import AdapterFindings, LoadedAdapters
@@ -14,7 +13,7 @@ from app.config import PolicyConfig, StrategyConfig
 from app.engine.request import Adapter
 from app.errors import Unavailable
 from app.fleet import Table, adapters_in, merged, with_entry
-from deployments.serve.metrics import Answers, answers_of
+from deployments.serve.metrics import Answers, answers_of, this_deployment
 from deployments.serve.transport import (
     OVERRIDE,
     GossipAnswer,
@@ -104,9 +103,7 @@ class ModelGossip:
         return answers
 
     async def _tell_senders(self) -> None:
-        context = serve.get_replica_context()
-        this_deployment = serve.get_deployment_handle(context.deployment, context.app_name)
-        for sender in (this_deployment, *self._senders):
+        for sender in (this_deployment(), *self._senders):
             await answers_of(sender, "note_gossip", self._model, self._transport.table)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
-from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -17,10 +16,10 @@ from app.api import RequestHandler, batch_routes, build_app
 from app.api.auth.limits import SharedPools
 from app.api.endpoints.cancellation import RunningCalls
 from app.api.http.guard import owner_of
+from app.batches import BatchService
 from app.config import ApplicationConfig
-from app.jobs import BatchService
 from deployments.ray_internals import accept_odd_headers, http_host, leave_request_ids_alone
-from deployments.serve.metrics import answers_of
+from deployments.serve.metrics import answers_of, this_deployment
 from deployments.serve.process import collect_later, freeze_loaded
 from deployments.serve.ray_metrics import RayMetrics, families_of_requests
 from deployments.serve.sender import Sender
@@ -77,9 +76,7 @@ class Ingress(Sender):
     async def _cancel(self, request_id: str, account: str | None) -> bool:
         if await self.cancel_request(request_id, account):
             return True
-        context = serve.get_replica_context()
-        this_deployment = serve.get_deployment_handle(context.deployment, context.app_name)
-        return any((await answers_of(this_deployment, "cancel_request", request_id, account)).reports)
+        return any((await answers_of(this_deployment(), "cancel_request", request_id, account)).reports)
 
     def _batch_routes(self, handler: RequestHandler) -> list[Route]:
         if self._batches is None:

@@ -52,13 +52,13 @@ class MetricsCollector:
     def __init__(
         self,
         handles: Mapping[str, DeploymentHandle],
-        batches: DeploymentHandle | None = None,
+        other_senders: Sequence[DeploymentHandle] = (),
     ) -> None:
-        """`handles` are the replica deployments by the model's name; `batches` sends them requests as ingresses do."""
+        """`handles` are the replica deployments by the model's name; `other_senders` send them requests, too."""
         self.requests = RequestMetrics(handles)
         self.loop = LoopMonitor()  # to be started
         self._handles = handles
-        self._senders = [] if batches is None else [batches]
+        self._senders = other_senders
         self._known = {name: KnownReports(_num_steps) for name in handles}
         self._known_senders = KnownReports(num_counted)
 
@@ -76,9 +76,7 @@ class MetricsCollector:
 
     async def expose(self) -> bytes:
         """The text of /metrics, summed over all ingresses and replicas that answer in time."""
-        context = serve.get_replica_context()
-        this_deployment = serve.get_deployment_handle(context.deployment, context.app_name)
-        senders = [this_deployment, *self._senders]
+        senders = [this_deployment(), *self._senders]
         asked = await asyncio.gather(
             *(answers_of(handle, "metrics_report") for handle in (*senders, *self._handles.values()))
         )
@@ -107,6 +105,12 @@ class MetricsCollector:
         for ingress in ingresses:
             self._known_senders.learn(ingress.senders)
         self._known_senders.learn({ingress.ingress_id: ingress.requests for ingress in ingresses})
+
+
+def this_deployment() -> DeploymentHandle:
+    """The handle of the deployment that this process is a replica of."""
+    context = serve.get_replica_context()
+    return serve.get_deployment_handle(context.deployment, context.app_name)
 
 
 def _num_steps(report: EngineReport) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,8 +22,8 @@ from app.engine.engine import NO_ADAPTERS
 from app.engine.request import Adapter, ModelInfo
 from app.engine.stats import EngineStats
 from app.errors import InvalidSetup, UnsupportedAdapter
-from app.fleet import Address, Entry, FrameServer, Table, adapters_in, merged, report_of
-from app.fleet.dispatch import ReplicaReport, group_of_rank
+from app.fleet import Address, Entry, FrameServer, Table, adapters_in, merged, report_of_engine
+from app.fleet.dispatch import group_of_rank
 from app.metrics import EngineReport, LoopMonitor
 from deployments.ray_internals import StopsWithServe, keep_calls_on_loopback
 from deployments.serve.autoscaling import use_of
@@ -51,9 +52,9 @@ class Replica(StopsWithServe):
         devices = Devices.of(model.replicas)
         config = with_threads(model.engine_with_adapters, threads, num_ranks=devices.tensor_parallel)
         self._engine = build_engine(config.model_copy(update={"scheduler": self._deployed}), devices)
-        self._weights = digest_of_weights(model.engine)
         self._table = self._configured_adapters(model.adapters)
-        self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._engine, self._report)
+        report = partial(report_of_engine, self._engine, group=self._group, weights=digest_of_weights(model.engine))
+        self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._engine, report)
         freeze_loaded()
         if model.replicas.num_gpus > 0:  # on two cores of a CPU it costs a tenth of the tokens
             keep_waits_for_the_interpreter_short()
@@ -127,7 +128,7 @@ class Replica(StopsWithServe):
 
     async def frame_address(self, caller: FramesFrom) -> Address:
         """Where ingresses connect to this replica, for requests and frames."""
-        await self.gossip(caller.table)
+        await self.gossip(getattr(caller, "table", {}))
         return await self._frame_server.open()
 
     def facts(self) -> ModelInfo:
@@ -155,19 +156,6 @@ class Replica(StopsWithServe):
     def check_health(self) -> None:
         """Called by Serve; raises when the engine no longer runs, and Serve replaces this replica."""
         self._engine.check_health()
-
-    def _report(self) -> ReplicaReport:
-        engine = self._engine
-        return report_of(
-            engine.stats(),
-            num_requests=engine.num_requests,
-            group=self._group,
-            max_requests=engine.max_requests,
-            step_age_s=engine.step_age_s,
-            weights=self._weights,
-            adapters=None if engine.adapters is None else engine.adapters.stats().loaded,
-            sleep=engine.sleep,
-        )
 
     def stop(self) -> Coroutine[Any, Any, None] | None:
         """See `StopsWithServe`: Serve knows no requests that came over sockets."""

@@ -17,7 +17,7 @@ from app.fleet import Table
 from deployments.ray_internals import keep_calls_on_loopback
 from deployments.serve.gossip import ModelGossip
 from deployments.serve.keys_file import Keys
-from deployments.serve.metrics import IngressReport, MetricsCollector, answers_of
+from deployments.serve.metrics import IngressReport, MetricsCollector, answers_of, this_deployment
 from deployments.serve.model_client import ModelClient, registry_of, served_model
 from deployments.serve.process import log_where_serve_does, return_freed_memory
 from deployments.serve.tracing import tracer_of_environment
@@ -44,12 +44,12 @@ class Sender:
         self._config = config
         self._paths = paths
         self._keys = Keys(config.api, pools)
-        self._metrics = MetricsCollector(handles, batches)
+        self._other_senders = [] if batches is None else [batches]
+        self._metrics = MetricsCollector(handles, self._other_senders)
         self._clients = {
             model.name: ModelClient(model, handles[model.name], self._metrics.requests.model(model.name))
             for model in config.models
         }
-        self._other_senders = [] if batches is None else [batches]
         self._gossip = {
             name: ModelGossip(name, handles[name], client.transport, self._other_senders)
             for name, client in self._clients.items()
@@ -102,10 +102,8 @@ class Sender:
 
     async def collect_admin_reports(self) -> Findings:
         """The reports of all processes that send requests, as far as they answer in time."""
-        context = serve.get_replica_context()
-        this_deployment = serve.get_deployment_handle(context.deployment, context.app_name)
         asked = await asyncio.gather(
-            *(answers_of(handle, "admin_report") for handle in (this_deployment, *self._other_senders))
+            *(answers_of(handle, "admin_report") for handle in (this_deployment(), *self._other_senders))
         )
         reports = {report.process: report for each in asked for report in each.reports}
         ours = self.admin_report()  # also while Serve's routing does not know this process yet

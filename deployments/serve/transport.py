@@ -44,10 +44,13 @@ class SchedulerOverride:
 class FramesFrom:
     """The argument that names the one replica to which the router must send a call.
 
-    A replica that was started later learns from the table.
+    A replica that was started later learns from the table. While an update of code goes on, ingresses and replicas of
+    the version before take part, and read the fields by their places: new ones go to the end and may be missing.
     """
 
     replica_id: str
+    switch: None = None  # of 598b9f6, as the next one: nothing for a replica that knows tables
+    adapters: Table = field(default_factory=dict)
     table: Table = field(default_factory=dict)
 
 
@@ -86,7 +89,7 @@ class ServeTransport:
 
     async def connect(self, replica_id: str, reader: FrameReader, *, heartbeat_s: float) -> asyncio.Transport:
         """See `ReplicaTransport`."""
-        address = await detached_call(self._handle.frame_address.remote, FramesFrom(replica_id, self.table))
+        address = await detached_call(self._handle.frame_address.remote, FramesFrom(replica_id, table=self.table))
         return await connect(Address._make(address), self._ingress_id, reader, heartbeat_s=heartbeat_s)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,8 +14,8 @@ import openai
 from app.api import RequestHandler, batch_routes, build_app
 from app.api.http.guard import owner_of
 from app.api.prepared_request import RequestLimits
+from app.batches import BatchLimits
 from app.config import ApiConfig, BatchesConfig
-from app.jobs import BatchLimits
 from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.webhooks.client import WebhookClient
@@ -78,3 +79,22 @@ async def job_ended(client: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
     """A job once it has ended."""
     answer = await until(lambda: client.get(f"/v1/batch/{job_id}"), lambda answer: answer.json()["status"] in ENDED)
     return dict(answer.json())
+
+
+def line_of(custom_id: str, url: str = "/v1/completions", **body: Any) -> bytes:
+    """A line of a file for a batch."""
+    given = body if "messages" in body else {"prompt": "Hi"} | body
+    line = {"custom_id": custom_id, "method": "POST", "url": url, "body": given}
+    return json.dumps(line, ensure_ascii=False).encode() + b"\n"
+
+
+async def sent_batch(client: httpx.AsyncClient, content: bytes, endpoint: str = "/v1/completions") -> dict[str, Any]:
+    """The body that begins a batch over a file with this content, which is uploaded."""
+    form: dict[str, Any] = {"files": {"file": ("a.jsonl", content)}, "data": {"purpose": "batch"}}
+    file = (await client.post("/v1/files", **form)).json()
+    return {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": "24h"}
+
+
+async def begun_batch(client: httpx.AsyncClient, content: bytes, endpoint: str = "/v1/completions") -> str:
+    """The id of a batch over these lines."""
+    return str((await client.post("/v1/batches", json=await sent_batch(client, content, endpoint))).json()["id"])

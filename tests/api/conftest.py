@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,16 +10,7 @@ from app.config import EngineConfig
 from app.engine.async_engine import AsyncEngine
 from app.text import Tokenizer
 from tests.api.fakes import Service, say
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine function in an event loop of its own."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    names = pyfuncitem._fixtureinfo.argnames
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
-    return True
+from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +25,12 @@ def engine() -> Iterator[AsyncEngine]:
     built = build_engine(EngineConfig())
     yield built
     built.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tools_tokenizer() -> Tokenizer:
+    """Of bytes, with a chat template that has a place for tools."""
+    return tokenizer_with(TEMPLATES["hermes"])
 
 
 @pytest.fixture

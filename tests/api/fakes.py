@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,10 +17,11 @@ from starlette.types import ASGIApp
 from app.api import Pipeline, RequestHandler, ServedModel, build_app, pipelines_of
 from app.api.prepared_request import RequestLimits
 from app.config import ApiConfig, ApplicationConfig
-from app.engine.request import FinishReason, Generate, ModelInfo, Pooling, Request, TokenDelta
+from app.engine.request import FinishReason, Generate, ModelInfo, Pooling, Request, TokenDelta, TokenLogprobs
 from app.text import ReasoningMarks, Tokenizer
-from app.text.tool_calls import ToolFormat
+from app.text.tool_calls import FORMATS, ToolFormat
 from tests.api.keys import ring
+from tests.waiting import until
 
 MAX_MODEL_LEN = 200
 WAIT = "wait"  # a step of a script: nothing more comes until the stream is closed
@@ -142,13 +145,15 @@ class Service:
     def call(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, query: str = ""
     ) -> Answer:
-        """One call from start to end."""
-        return asyncio.run(self._call(method, path, body, headers or {}, query))
+        """One call from start to end, in an event loop of its own."""
+        return asyncio.run(self.answer(method, path, body, headers, query))
 
-    async def _call(self, method: str, path: str, body: Any, headers: dict[str, str], query: str) -> Answer:
-        async with Connection(self.app, method, path, body, headers, query) as connection:
-            await connection.finished()
-            return connection.answer()
+    async def answer(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, query: str = ""
+    ) -> Answer:
+        """One call from start to end."""
+        async with Connection(self.app, method, path, body, headers or {}, query) as connection:
+            return await connection.finished()
 
     def chat(self, **fields: Any) -> Answer:
         return self.call("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]} | fields)
@@ -257,12 +262,23 @@ class Connection:
         """What Ray Serve does instead of hanging up."""
         self._task.cancel()
 
-    async def finished(self) -> None:
+    async def finished(self) -> Answer:
+        """The answer, once it is complete."""
         async with asyncio.timeout(20):
             await self._task
+        return Answer(self.messages)
 
     def answer(self) -> Answer:
+        """The answer by now."""
         return Answer(self.messages)
+
+
+async def hang_up(app: ASGIApp, path: str, body: Any, when: Callable[[], object]) -> None:
+    """A client that goes away once this is so, and what follows in the app."""
+    async with Connection(app, "POST", path, body, {}) as connection:
+        await until(when)
+        connection.hang_up()
+        await connection.finished()
 
 
 def _bytes(body: Any) -> bytes:
@@ -283,6 +299,53 @@ def say(tokenizer: Tokenizer, text: str, *, reason: FinishReason | None = Finish
             yield last(request, (), reason)
 
     return script
+
+
+def say_likely(tokenizer: Tokenizer, text: str, logprob: float) -> Script:
+    """Says a text, to its length, with this log-probability for each of its tokens where the request asks for it."""
+
+    def script(request: Request) -> Iterable[Step]:
+        for token_id in tokenizer.encode(text, add_special_tokens=False):
+            told = () if request.sampling.logprobs is None else (TokenLogprobs(logprob, 1),)
+            yield TokenDelta(request.request_id, (token_id,), logprobs=told)
+        yield last(request, (), FinishReason.LENGTH)
+
+    return script
+
+
+def vector(request: Request, numbers: Iterable[float]) -> list[Step]:
+    """The end of a request for an embedding or for scores."""
+    return [TokenDelta(request.request_id, (), FinishReason.STOP, embedding=array("f", numbers).tobytes())]
+
+
+def by_angle(tokenizer: Tokenizer, angles: Mapping[str, float], *, reason: FinishReason = FinishReason.STOP) -> Script:
+    """The text `3 4` for a prompt; for a text its direction in the plane, in degrees, by what is in it."""
+    says = say(tokenizer, "3 4", reason=reason)
+
+    def script(request: Request) -> Iterable[Step]:
+        if request.pooling is None:
+            return says(request)
+        text = tokenizer.decode(request.prompt_token_ids)
+        angle = math.radians(next(angle for words, angle in angles.items() if words in text))
+        return vector(request, [math.cos(angle), math.sin(angle)])
+
+    return script
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def calling(
+    tokenizer: Tokenizer,
+    text: str,
+    reason: FinishReason = FinishReason.STOP,
+    *,
+    form: ToolFormat = FORMATS["hermes"],
+    marks: ReasoningMarks | None = None,
+) -> Service:
+    """A model with tools that says a text."""
+    says = say(tokenizer, text, reason=reason)
+    return Service(tokenizer, says, tool_format=form, reasoning_marks=marks, max_model_len=2000)
 
 
 def without_times(usage: Mapping[str, Any]) -> dict[str, Any]:

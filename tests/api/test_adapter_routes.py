@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from app.api import build_app
 from app.api.endpoints.adapters import AdapterFindings, LoadedAdapters
-from app.engine.request import Adapter, FinishReason, Pooling, Request, TokenDelta
+from app.engine.request import Adapter, Pooling
 from app.errors import InvalidSetup, UnsupportedAdapter
 from app.text import Tokenizer
-from tests.api.fakes import Answer, Script, Service, Step, say
+from tests.api.fakes import Answer, Script, Service, say, vector
 from tests.api.keys import ADMIN_KEY, KEY, OTHER_KEY, bearer, entry
 
 
@@ -43,14 +41,8 @@ class Replicas:
 
 def answering(tokenizer: Tokenizer) -> Script:
     """Three numbers, or a vector where one is asked for."""
-    vector = array("f", [1.0, 0.0]).tobytes()
-
-    def script(request: Request) -> Iterable[Step]:
-        if request.pooling is None:
-            return say(tokenizer, "3 4 5.")(request)
-        return [TokenDelta(request.request_id, (), FinishReason.STOP, embedding=vector)]
-
-    return script
+    three = say(tokenizer, "3 4 5.")
+    return lambda request: vector(request, [1.0, 0.0]) if request.pooling else three(request)
 
 
 class Adapted:

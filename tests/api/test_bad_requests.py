@@ -13,20 +13,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from app.api.http import body
+from app.api.http import body as http_body
 from app.api.schemas.fields import MAX_DETOKENIZED
 from app.api.schemas.requests import ChatRequest, CompletionRequest, DetokenizeRequest
 from app.api.schemas.responses import ResponsesRequest
+from app.engine.request import Pooling
 from app.text import Tokenizer
 from tests.api.fakes import MAX_MODEL_LEN, Answer, Connection, Service, check_error, say
 
 USER = {"role": "user", "content": "Hi"}
 TOOL = {"type": "function", "function": {"name": "f"}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
+RESPONSES_TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"messages": [USER]}),
+    "completions": ("/v1/completions", {"prompt": "Hi"}),
+    "responses": ("/v1/responses", {"input": "Hi"}),
+    "embeddings": ("/v1/embeddings", {"input": [7]}),
+    "tokenize": ("/tokenize", {"prompt": "Hi"}),
+    "detokenize": ("/detokenize", {"tokens": [7]}),
+}
+# Fields that are wrong at each endpoint, the parameter that the error names, and some of its words.
+WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
+    "chat": [
         ({"temperature": 2.5}, "temperature", "temperature should be less than or equal to 2; got 2.5"),
         ({"temperature": -0.1}, "temperature", "got -0.1"),
         ({"temperature": "hot"}, "temperature", "temperature should be a valid number; got 'hot'"),
@@ -110,23 +118,12 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "has f"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "may not set tokenize"),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs", "valid dictionary"),
+        ({"functions": [{}]}, "functions", "functions is not supported by this version; leave it out"),
+        ({"modalities": ["audio"]}, "modalities", "not supported"),
+        ({"audio": {"voice": "x"}}, "audio", "not supported"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
     ],
-)
-def test_a_bad_chat_is_a_400_naming_the_parameter(
-    service: Service, fields: dict[str, Any], param: str, words: str
-) -> None:
-    answer = service.chat(**fields)
-    assert answer.status == 400
-    error = answer.error
-    assert error["type"] == "invalid_request_error"
-    assert error["param"] == param
-    assert words in error["message"]
-    assert not service.generate.requests
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
+    "completions": [
         ({"prompt": ""}, "prompt", "prompt is empty"),
         ({"prompt": []}, "prompt", "should be a string"),
         ({"prompt": [[]]}, "prompt", "prompt is empty"),
@@ -146,36 +143,70 @@ def test_a_bad_chat_is_a_400_naming_the_parameter(
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, which generates nothing"),
         ({"max_tokens": -1, "echo": True}, "max_tokens", "greater than or equal to 0"),
         ({"prompt": [7] * 201, "max_tokens": 0, "echo": True}, "prompt", "prompt has 201 tokens"),
+        ({"suffix": "x"}, "suffix", "not supported"),
+        ({"prompt_embeds": ["x"]}, "prompt_embeds", "not supported"),
     ],
-)
-def test_a_bad_prompt_is_a_400(service: Service, fields: dict[str, Any], param: str, words: str) -> None:
-    answer = service.complete(**fields)
-    assert (answer.status, answer.error["param"]) == (400, param)
-    assert words in answer.error["message"]
-    assert not service.generate.requests
+    "responses": [
+        ({"store": True}, "store", "nothing is stored here: send the whole conversation"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored here"),
+        ({"conversation": "conv_1"}, "conversation", "not supported"),
+        ({"background": True}, "background", "not supported"),
+        ({"n": 2}, "n", "not supported"),
+        ({"max_tokens": 5}, "max_tokens", "not supported"),
+        ({"truncation": "auto"}, "truncation", "not supported"),
+        ({"input": []}, "input", "at least 1"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "an item at 0"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'system'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", "not supported"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", "is required"),
+        ({"max_output_tokens": 10_000}, "max_output_tokens", "max_output_tokens is 10,000"),
+        ({"input": "3 " * 1000}, "input", "this model accepts"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "got 'yaml'"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+        ({"tools": [RESPONSES_TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "tools has f"),
+        ({"tools": [RESPONSES_TOOL]}, "tools", "no place for tools"),
+    ],
+    "embeddings": [
+        ({"input": ""}, "input", "without tokens"),
+        ({"input": []}, "input", "input"),
+        ({"input": None}, "input", "is required"),
+        ({"input": [[763]]}, "input", "token id 763"),
+        ({"input": [[5]] * 2049}, "input", "2,049 texts; this server accepts 2,048"),
+        ({"input": [5] * 201}, "input", "a text of 201 tokens; this model accepts 200"),
+        ({"dimensions": 5}, "dimensions", "dimensions is 5; the embeddings of this model have 4"),
+        ({"dimensions": 0}, "dimensions", "greater than or equal to 1"),
+        ({"encoding_format": "hex"}, "encoding_format", "got 'hex'"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
+    ],
+    "tokenize": [
+        ({"prompt": None}, "prompt", "is required"),
+        ({"prompt": 3}, "prompt", "valid string"),
+        ({"messages": []}, "messages", "at least 1 item"),
+    ],
+    "detokenize": [
+        ({"tokens": None}, "tokens", "is required"),
+        ({"tokens": [10**6]}, "tokens", "token id 1000000"),
+        ({"tokens": [-1]}, "tokens[0]", "greater than or equal to 0"),
+        ({"tokens": [True]}, "tokens[0]", "valid integer"),
+        ({"tokens": "3"}, "tokens", "valid list"),
+        ({"tokens": [0.5] * (MAX_DETOKENIZED + 1)}, "tokens", "at most 1,000,000 are accepted"),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"functions": [{}]},
-        {"modalities": ["audio"]},
-        {"audio": {"voice": "x"}},
-        {"chat_template": "{{ 1 }}"},
-    ],
+    ("endpoint", "fields", "param", "words"),
+    [(endpoint, *row) for endpoint, rows in WRONG.items() for row in rows],
+    ids=lambda value: str(value)[:60],
 )
-def test_what_is_not_there_yet_is_refused_by_name(service: Service, fields: dict[str, Any]) -> None:
-    [name] = fields
-    error = service.chat(**fields).error
-    assert error["param"] == name
-    assert error["message"] == f"{name} is not supported by this version; leave it out"
+def test_a_wrong_field_is_a_400_that_names_it_and_nothing_begins(
+    tokenizer: Tokenizer, endpoint: str, fields: dict[str, Any], param: str, words: str
+) -> None:
+    service, (path, body) = Service(tokenizer, say(tokenizer, "3"), pooling=Pooling.MEAN), BODIES[endpoint]
+    answer = service.call("POST", path, body | fields)
+    assert (answer.status, answer.error["type"], answer.error["param"]) == (400, "invalid_request_error", param)
+    assert words in answer.error["message"]
     assert not service.generate.requests
-
-
-@pytest.mark.parametrize("fields", [{"suffix": "x"}, {"prompt_embeds": ["x"]}])
-def test_completions_refuse_what_is_not_there_yet(service: Service, fields: dict[str, Any]) -> None:
-    [name] = fields
-    assert service.complete(**fields).error["param"] == name
 
 
 def test_prompt_and_max_tokens_over_the_context_are_a_400_with_the_numbers(service: Service) -> None:
@@ -345,8 +376,7 @@ def test_a_body_that_comes_too_slowly_is_a_408(tokenizer: Tokenizer) -> None:
 
     async def run() -> Answer:
         async with Connection(service.app, "POST", "/v1/completions", [], {}) as connection:  # it never comes
-            await connection.finished()
-            return connection.answer()
+            return await connection.finished()
 
     answer = asyncio.run(run())
     assert (answer.status, answer.error["type"], answer.error["code"]) == (408, "timeout_error", "body_timeout")
@@ -357,8 +387,8 @@ def test_a_body_that_comes_too_slowly_is_a_408(tokenizer: Tokenizer) -> None:
 def test_a_body_that_trickles_is_cut_off_long_before_the_whole_time_and_a_steady_one_is_not(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body, "PATIENCE_S", 0.3, raising=False)
-    monkeypatch.setattr(body, "MIN_BYTES_PER_S", 200, raising=False)
+    monkeypatch.setattr(http_body, "PATIENCE_S", 0.3, raising=False)
+    monkeypatch.setattr(http_body, "MIN_BYTES_PER_S", 200, raising=False)
     service = Service(tokenizer, say(tokenizer, "3"), body_timeout_s=20.0)
     whole = json.dumps({"prompt": "Hi", "user": "x" * 250}).encode()
 
@@ -397,9 +427,3 @@ def test_a_list_of_mistakes_costs_no_more_than_its_first(schema: type[BaseModel]
     with pytest.raises(ValidationError) as caught:
         schema.model_validate(body)
     assert caught.value.error_count() == 1
-
-
-def test_more_ids_than_detokenize_takes_are_not_looked_at(service: Service) -> None:
-    answer = service.call("POST", "/detokenize", {"tokens": [0.5] * (MAX_DETOKENIZED + 1)})
-    assert (answer.status, answer.error["param"]) == (400, "tokens")
-    assert "at most 1,000,000 are accepted" in answer.error["message"]

@@ -9,7 +9,8 @@ import pytest
 from pydantic_core import from_json
 
 from app.api.endpoints import batch_results
-from app.jobs.job import Answered, InvalidItem, Item
+from app.batches import Answered
+from app.jobs.job import InvalidItem, Item
 from app.jobs.outputs import BatchFormat
 
 HOSTILE = 'a","body":{"x":1}},"error":null}'

@@ -17,15 +17,15 @@ import openai
 import pytest
 
 from app.api import RequestHandler, batch_routes, build_app
+from app.batches import BatchLimits
 from app.config import ApiConfig, BatchesConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded
-from app.jobs import BatchLimits
 from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
-from tests.api.batch_services import ENDED, http_client, job_ended, openai_batches
+from tests.api.batch_services import ENDED, begun_batch, http_client, job_ended, line_of, openai_batches, sent_batch
 from tests.api.fakes import CASCADE, Service, say, without_times
 from tests.api.keys import bearer, entry
 from tests.stalls import stalls_of_loop
@@ -36,8 +36,7 @@ CHAT = "/v1/chat/completions"
 
 
 def chat_line(custom_id: str, **fields: Any) -> bytes:
-    body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]} | fields
-    return json.dumps({"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body}).encode() + b"\n"
+    return line_of(custom_id, CHAT, **{"model": "demo", "messages": [{"role": "user", "content": "Hi"}], **fields})
 
 
 async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
@@ -271,7 +270,6 @@ async def test_hostile_and_large_uploads_delay_no_other_request(service: Service
         {"content": b"\r\n" * 4_000_000, "headers": {"content-type": "multipart/form-data; boundary=edge"}},
         form(FILE_PART + b"x" * 16_000_000, PURPOSE_PART),
     ]
-
     async with http_client(service, tmp_path) as client:
         async with stalls_of_loop() as stalls:
             for request in hostile:
@@ -304,9 +302,7 @@ async def test_a_batch_that_cannot_be_names_the_field(
     service: Service, tmp_path: Path, fields: dict[str, Any], param: str
 ) -> None:
     async with http_client(service, tmp_path) as client:
-        file = (await send(client)).json()
-        body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"} | fields
-        response = await client.post("/v1/batches", json=body)
+        response = await client.post("/v1/batches", json=await sent_batch(client, b"{}\n", CHAT) | fields)
         assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
         assert (await client.get("/v1/batches")).json()["data"] == []
 
@@ -386,7 +382,6 @@ def test_without_batches_there_are_no_such_routes(service: Service) -> None:
 async def test_files_and_batches_are_of_the_key_that_sent_them(service: Service, tmp_path: Path) -> None:
     keys = {"ann": "a" * 40, "bob": "b" * 40}
     entries = [entry(key, name) for name, key in keys.items()]
-
     async with http_client(service, tmp_path, keys=entries) as client:
         assert (await client.get("/v1/files")).status_code == 401
         client.headers.update(bearer(keys["ann"]))
@@ -405,14 +400,11 @@ async def test_a_tool_call_that_names_no_character_ends_as_its_own_item(tmp_path
     entries = [entry(key, name) for name, key in keys.items()]
     asked = {"tools": tools, "structured_outputs": {"choice": [written]}}
     content = {"ann": chat_line("tool", **asked) + chat_line("text"), "bob": chat_line("one") + chat_line("two")}
-
     async with http_client(service, tmp_path, keys=entries) as client:
         batches = {}
         for name, key in keys.items():
             client.headers.update(bearer(key))
-            file = (await send(client, content[name])).json()
-            body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
-            batches[name] = (await client.post("/v1/batches", json=body)).json()["id"]
+            batches[name] = await begun_batch(client, content[name], CHAT)
         for name, key in keys.items():
             client.headers.update(bearer(key))
             batch = await job_ended(client, batches[name])
@@ -459,8 +451,7 @@ async def test_lines_of_every_endpoint_are_answered_as_calls_are(
 ) -> None:
     service = Service(tokenizer, ending, names=("small", "large"), pipelines=[CASCADE], pooling=Pooling.LAST)
     line = {"custom_id": "a", "method": "POST", "url": endpoint, "body": body}
-    online = (await service._call("POST", endpoint, body, {}, "")).json
-
+    online = (await service.answer("POST", endpoint, body)).json
     async with openai_batches(service, tmp_path) as client:
         file = await client.files.create(file=("mine.jsonl", json.dumps(line).encode()), purpose="batch")
         batch = await client.batches.create(

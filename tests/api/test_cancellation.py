@@ -19,8 +19,7 @@ BODY = {"prompt": [5, 6], "max_tokens": 100, "ignore_eos": True}
 
 async def posted(app: Any, path: str, key: str) -> Answer:
     async with Connection(app, "POST", path, None, bearer(key)) as connection:
-        await connection.finished()
-        return connection.answer()
+        return await connection.finished()
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -42,8 +41,7 @@ async def test_a_request_is_cancelled_by_its_own_key_or_an_admin(
             assert local.fleet.num_in_flight == 1
             done = await posted(app, "/v1/requests/mine/cancel", key)
             assert done.json == {"id": "mine", "object": "request", "status": "cancelled"}
-            await connection.finished()
-            answer = connection.answer()
+            answer = await connection.finished()
         if is_streamed:
             assert '"code":"request_cancelled"' in answer.data[-2]
             assert answer.data[-1] == "[DONE]"
@@ -70,6 +68,5 @@ async def test_the_ids_of_the_response_and_of_the_engine_name_the_request_too(
             [served] = replica.served
             known_id = served.request_id.removesuffix(suffix)
             assert (await posted(app, f"/v1/requests/{known_id}/cancel", KEY)).status == 200
-            await connection.finished()
-            assert connection.answer().error["code"] == "request_cancelled"
+            assert (await connection.finished()).error["code"] == "request_cancelled"
         local.go()

@@ -21,7 +21,7 @@ from app.engine.request import FinishReason, Pooling, Request, TokenDelta
 from app.errors import Overloaded
 from app.json_pieces import json_pieces
 from app.text import Tokenizer
-from tests.api.fakes import Answer, Service, Step
+from tests.api.fakes import Answer, Service, Step, vector
 from tests.api.keys import bearer, entry
 from tests.api.openai_clients import openai_client
 
@@ -31,8 +31,7 @@ def embedding_of(request: Request) -> list[float]:
 
 
 def embed(request: Request) -> Iterable[Step]:
-    vector = array("f", embedding_of(request)).tobytes()
-    return [TokenDelta(request.request_id, (), FinishReason.STOP, embedding=vector)]
+    return vector(request, embedding_of(request))
 
 
 @pytest.fixture
@@ -111,30 +110,6 @@ def test_many_texts_are_computed_a_few_at_a_time(tokenizer: Tokenizer) -> None:
         pytest.approx(unit([3.0, 4.0, 0.0, float(number)]), rel=1e-6) for number in range(1, 40)
     ]
     assert most_open == 3
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({"input": ""}, "input", "without tokens"),
-        ({"input": []}, "input", "input"),
-        ({"input": None}, "input", "is required"),
-        ({"input": [[763]]}, "input", "token id 763"),
-        ({"input": [[5]] * 2049}, "input", "2,049 texts; this server accepts 2,048"),
-        ({"input": [5] * 201}, "input", "a text of 201 tokens; this model accepts 200"),
-        ({"dimensions": 5}, "dimensions", "dimensions is 5; the embeddings of this model have 4"),
-        ({"dimensions": 0}, "dimensions", "greater than or equal to 1"),
-        ({"encoding_format": "hex"}, "encoding_format", "got 'hex'"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_by_name(
-    service: Service, fields: dict[str, Any], param: str, words: str
-) -> None:
-    answer = ask(service, **fields)
-    assert (answer.status, answer.error["param"]) == (400, param)
-    assert words in answer.error["message"]
-    assert not service.generate.requests
 
 
 def test_the_whole_context_may_be_used(service: Service) -> None:

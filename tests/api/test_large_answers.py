@@ -145,7 +145,7 @@ async def turns_during(call: Awaitable[object]) -> int:
 def test_the_event_loop_goes_on_while_much_has_come_at_once(tokenizer: Tokenizer, name: str) -> None:
     path, body = CALLS[name]
     service = large(tokenizer, num_at_once=NUM_TOKENS)
-    num_turns = asyncio.run(turns_during(service._call("POST", path, body, {}, "")))
+    num_turns = asyncio.run(turns_during(service.answer("POST", path, body)))
     assert num_turns > NUM_TOKENS / 64
 
 
@@ -187,8 +187,7 @@ def test_the_answers_to_a_list_of_prompts_are_sent_in_pieces(tokenizer: Tokenize
             served(large(tokenizer), tmp_path) as app,
             Connection(app, "POST", "/v1/batch", body, {}) as connection,
         ):
-            await connection.finished()
-            return connection.answer()
+            return await connection.finished()
 
     answer = asyncio.run(main())
     found = [each["response"]["choices"][0]["logprobs"]["tokens"] for each in answer.json["results"]]
@@ -203,10 +202,9 @@ async def test_answers_under_way_hold_a_bounded_number_of_logprobs(tokenizer: To
     async def answer(body: dict[str, Any]) -> Answer:
         service.generate.script = lambda request: [last(request, (), FinishReason.LENGTH)]
         async with Connection(service.app, "POST", path, body, {}) as connection:
-            await connection.finished()
-            return connection.answer()
+            return await connection.finished()
 
-    waiting = [asyncio.create_task(service._call("POST", path, body, {}, "")) for _ in range(4)]
+    waiting = [asyncio.create_task(service.answer("POST", path, body)) for _ in range(4)]
     await until(lambda: len(service.generate.open) == 4)
     refused = await answer(body)
     assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")

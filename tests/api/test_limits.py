@@ -274,13 +274,11 @@ def test_tokens_in_use_are_not_there_for_others(tokenizer: Tokenizer) -> None:
         async with Connection(service.app, "POST", "/v1/completions", body, bearer()) as first:
             await until(lambda: bool(service.generate.open))
             async with Connection(service.app, "POST", "/v1/completions", body, bearer()) as second:
-                await second.finished()
-                refused = second.answer()
+                refused = await second.finished()
             first.hang_up()
             await first.finished()
         async with Connection(service.app, "GET", "/v1/models", None, bearer()) as third:
-            await third.finished()
-            assert third.answer().headers["x-ratelimit-remaining-tokens"] == "150"
+            assert (await third.finished()).headers["x-ratelimit-remaining-tokens"] == "150"
         return refused
 
     answer = asyncio.run(run())
@@ -305,13 +303,11 @@ async def test_requests_at_once_are_counted_until_their_last_byte(tokenizer: Tok
     async with Connection(service.app, "POST", "/v1/completions", body, bearer()) as first:
         await until(lambda: bool(service.generate.open))
         async with Connection(service.app, "GET", "/v1/models", None, bearer()) as second:
-            await second.finished()
-            assert second.answer().status == 429
+            assert (await second.finished()).status == 429
         first.hang_up()
         await first.finished()
     async with Connection(service.app, "GET", "/v1/models", None, bearer()) as third:
-        await third.finished()
-        assert third.answer().status == 200
+        assert (await third.finished()).status == 200
 
 
 def test_an_account_may_hold_as_much_as_is_free_and_one_that_comes_later_finds_some() -> None:
@@ -399,8 +395,7 @@ def test_bodies_in_arrival_share_what_a_process_reads_at_once(
 
     async def status_of(body: bytes, headers: dict[str, str]) -> int:
         async with Connection(service.app, "POST", "/v1/completions", [body], headers) as connection:
-            await connection.finished()
-            return connection.answer().status
+            return (await connection.finished()).status
 
     asyncio.run(run())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 from app.engine.request import Request
 from app.text import Tokenizer
-from tests.api.batch_services import http_client, job_ended
+from tests.api.batch_services import begun_batch, http_client, job_ended, line_of
 from tests.api.fakes import Service, say
 from tests.api.keys import KEY, OTHER_KEY, bearer, entry
 from tests.waiting import until
@@ -50,7 +49,6 @@ async def test_lines_wait_for_what_their_key_may_use_and_others_do_not(
     tokenizer: Tokenizer, tmp_path: Path, limits: dict[str, int]
 ) -> None:
     service = Service(tokenizer, say(tokenizer, "3 4 5."))
-
     async with http_client(service, tmp_path, keys=limited(**limits), max_in_flight=4) as client:
         await begin(client, KEY, 40, max_tokens=5)
         await until(lambda: num_seen(service) >= 5)
@@ -61,7 +59,6 @@ async def test_lines_wait_for_what_their_key_may_use_and_others_do_not(
 
 async def test_lines_go_on_as_soon_as_their_key_may(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, say(tokenizer, "3"))
-
     async with http_client(service, tmp_path, keys=limited(requests_per_minute=600), max_in_flight=8) as client:
         began = time.monotonic()
         job = await ended(service, client, KEY, await begin(client, KEY, 630, max_tokens=2), 630)
@@ -80,7 +77,6 @@ async def test_no_more_lines_of_a_key_run_at_once_than_it_may_have(tokenizer: To
         return three(request)
 
     service = Service(tokenizer, script)
-
     async with http_client(service, tmp_path, keys=limited(max_concurrency=2), max_in_flight=8) as client:
         job = await ended(service, client, KEY, await begin(client, KEY, 12), 12)
         assert job["request_counts"]["completed"] == 12
@@ -89,23 +85,11 @@ async def test_no_more_lines_of_a_key_run_at_once_than_it_may_have(tokenizer: To
 
 async def test_what_a_key_may_never_have_is_the_error_of_its_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, say(tokenizer, "3"), names=("small", "large"))
-    lines = [
-        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"} | body}
-        for name, body in {
-            "fine": {"model": "small", "max_tokens": 5},
-            "long": {"model": "small", "max_tokens": 6},
-            "other": {"model": "large"},
-        }.items()
-    ]
-
+    content = line_of("fine", model="small", max_tokens=5) + line_of("long", model="small", max_tokens=6)
+    content += line_of("other", model="large")
     async with http_client(service, tmp_path, keys=limited(models=["small"], max_tokens=5)) as client:
         client.headers.update(bearer(KEY))
-        content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-        form: dict[str, Any] = {"files": {"file": ("a.jsonl", content)}, "data": {"purpose": "batch"}}
-        file = (await client.post("/v1/files", **form)).json()
-        body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-        batch = (await client.post("/v1/batches", json=body)).json()
-        results = (await job_ended(client, batch["id"]))["results"]
+        results = (await job_ended(client, await begun_batch(client, content)))["results"]
         assert [each["status_code"] for each in results] == [200, 400, 403]
         assert results[1]["error"]["param"] == "max_tokens"
         assert results[2]["error"]["code"] == "model_not_allowed"

@@ -11,33 +11,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.batches import Answered
 from app.engine.request import FinishReason, Request
 from app.errors import Overloaded, StepFailed
-from app.jobs import Answered, Item
+from app.jobs.job import Item
 from app.jobs.outputs import BatchFormat
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
-from tests.api.fakes import Answer, Service, Step, last, say
+from tests.api.fakes import CALL, Answer, Service, Step, calling, last, say
 from tests.api.keys import KEY, bearer, entry
-from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 
 PATH = "/v1/messages"
 TOOL = {"name": "f", "description": "Does it.", "input_schema": {"type": "object"}}
-CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tools_tokenizer() -> Tokenizer:
-    return tokenizer_with(TEMPLATES["hermes"])
 
 
 def ask(service: Service, headers: dict[str, str] | None = None, path: str = PATH, **fields: Any) -> Answer:
     given = {"messages": [{"role": "user", "content": "Hi"}]} | ({"max_tokens": 20} if path == PATH else {})
     return service.call("POST", path, given | fields, headers)
-
-
-def calling(tokenizer: Tokenizer, text: str, reason: FinishReason = FinishReason.STOP) -> Service:
-    return Service(tokenizer, say(tokenizer, text, reason=reason), tool_format=FORMATS["hermes"], max_model_len=2000)
 
 
 def events_of(answer: Answer) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import threading
-from array import array
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,18 @@ import torch
 
 from app.assembly import build_engine
 from app.config import EngineConfig, ModelConfig
-from app.engine.request import FinishReason, Pooling, Request, TokenDelta
+from app.engine.request import Pooling, Request
 from app.errors import Overloaded
 from app.json_pieces import json_pieces
 from app.text import Tokenizer
-from tests.api.fakes import WAIT, Answer, Connection, Service, Step
+from tests.api.fakes import WAIT, Answer, Connection, Service, Step, hang_up, vector
 from tests.api.keys import bearer, entry
 from tests.tiny_encoders import VOCAB_SIZE, save_tiny_encoder, tiny_tokenizer
-from tests.waiting import until
 
 CROSS_ENCODER = {"generates": False, "scores_pairs": True, "embedding_size": None, "vocab_size": VOCAB_SIZE}
 # By the last word of a text: its direction in the plane, in degrees.
 ANGLES = {10: 0.0, 20: 60.0, 30: 20.0, 40: 180.0}
 COSINES = {20: 0.5, 30: math.cos(math.radians(20)), 40: -1.0}
-
-
-def vector(request: Request, numbers: Iterable[float]) -> list[Step]:
-    return [TokenDelta(request.request_id, (), FinishReason.STOP, embedding=array("f", numbers).tobytes())]
 
 
 def embed(request: Request) -> Iterable[Step]:
@@ -231,10 +225,7 @@ async def test_a_client_that_goes_ends_all_documents(words: Tokenizer) -> None:
     service = Service(words, lambda request: [WAIT], facts=CROSS_ENCODER)
 
     body = {"query": "w10", "documents": ["w20"] * 5}
-    async with Connection(service.app, "POST", "/v1/rerank", body, {}) as connection:
-        await until(lambda: len(service.generate.open) == 5)
-        connection.hang_up()
-        await connection.finished()
+    await hang_up(service.app, "/v1/rerank", body, lambda: len(service.generate.open) == 5)
     assert service.generate.open == set()
 
 
@@ -261,8 +252,7 @@ async def test_a_real_cross_encoder_gives_what_transformers_gives(tmp_path: Path
         service = Service(Tokenizer(theirs), generate=engine.generate, facts=CROSS_ENCODER)
         body = {"query": query, "documents": documents}
         async with Connection(service.app, "POST", "/v1/rerank", body, {}) as connection:
-            await connection.finished()
-            results = connection.answer().json["results"]
+            results = (await connection.finished()).json["results"]
     finally:
         engine.shutdown()
     assert [each["relevance_score"] for each in results] == pytest.approx(sorted(expected, reverse=True), abs=1e-4)

@@ -18,7 +18,7 @@ from app.engine.request import FinishReason, Request, Thought, TokenDelta, Token
 from app.text import Tokenizer
 from app.text.reasoning import MARKS
 from app.text.tool_calls import FORMATS
-from tests.api.fakes import Answer, Service, Step, last, say
+from tests.api.fakes import CALL, Answer, Service, Step, calling, last, say
 from tests.api.test_messages import events_of, together
 from tests.text.tool_calls.templates import HERMES, tokenizer_with
 
@@ -33,7 +33,6 @@ TEMPLATE = HERMES.replace(
     "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
 )
 OPENING = HERMES.replace("<|assistant|>{% endif %}", "<|assistant|><think>\n{% endif %}")  # as DeepSeek R1's
-CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "f"}}
 TEXT = "<think>\nHm, 3.\n</think>\n\nIt is 3."
 NUM_TOKENS = len("<think>\nHm, 3.\n</think>")  # a token for each byte
@@ -45,10 +44,7 @@ def tokenizer() -> Tokenizer:
 
 
 def thinking(tokenizer: Tokenizer, text: str = TEXT, reason: FinishReason = FinishReason.STOP) -> Service:
-    return Service(
-        tokenizer, say(tokenizer, text, reason=reason), tool_format=FORMATS["hermes"], reasoning_marks=THINK,
-        max_model_len=2000,
-    )  # fmt: skip
+    return calling(tokenizer, text, reason, marks=THINK)
 
 
 def message_of(answer: Answer) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from app.api.request_trace import RequestTrace, Span
+from app.batches import ItemOrigin
 from app.engine.request import EngineTimes, FinishReason, Queued, Request, TokenDelta
 from app.errors import Overloaded, StepFailed
-from app.jobs import ItemOrigin
 from app.text import Tokenizer
 from tests.api.fakes import Script, Service, last, say
 

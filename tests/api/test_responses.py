@@ -11,21 +11,14 @@ import pytest
 
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded, StepFailed
-from app.jobs import Item
+from app.jobs.job import Item
 from app.jobs.outputs import BatchFormat
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
-from tests.api.fakes import Answer, Service, Step, say
+from tests.api.fakes import CALL, Answer, Service, Step, calling, say
 from tests.api.openai_clients import openai_client
-from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
-CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tools_tokenizer() -> Tokenizer:
-    return tokenizer_with(TEMPLATES["hermes"])
 
 
 def ask(service: Service, headers: dict[str, str] | None = None, **fields: Any) -> Answer:
@@ -43,10 +36,6 @@ def events_of(answer: Answer) -> list[dict[str, Any]]:
         assert (name, event["sequence_number"]) == (f"event: {event['type']}", number)
         events.append(event)
     return events
-
-
-def calling(tokenizer: Tokenizer, text: str, reason: FinishReason = FinishReason.STOP) -> Service:
-    return Service(tokenizer, say(tokenizer, text, reason=reason), tool_format=FORMATS["hermes"], max_model_len=2000)
 
 
 def test_a_response(service: Service) -> None:
@@ -169,38 +158,6 @@ def test_a_failure_in_mid_stream_makes_a_failed_response(tokenizer: Tokenizer) -
     assert last["response"]["usage"]["output_tokens"] == 1
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({"store": True}, "store", "nothing is stored here: send the whole conversation"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored here"),
-        ({"conversation": "conv_1"}, "conversation", "not supported"),
-        ({"background": True}, "background", "not supported"),
-        ({"n": 2}, "n", "not supported"),
-        ({"max_tokens": 5}, "max_tokens", "not supported"),
-        ({"truncation": "auto"}, "truncation", "not supported"),
-        ({"input": []}, "input", "at least 1"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "an item at 0"),
-        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'system'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", "not supported"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", "is required"),
-        ({"max_output_tokens": 10_000}, "max_output_tokens", "max_output_tokens is 10,000"),
-        ({"input": "3 " * 1000}, "input", "this model accepts"),
-        ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "got 'yaml'"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "tools has f"),
-        ({"tools": [TOOL]}, "tools", "no place for tools"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_by_name(
-    service: Service, fields: dict[str, Any], param: str, words: str
-) -> None:
-    answer = ask(service, **fields)
-    assert (answer.status, answer.error["param"]) == (400, param)
-    assert words in answer.error["message"]
-    assert not service.generate.requests
-
-
 def test_null_is_not_given_and_harmless_values_ask_for_nothing(service: Service) -> None:
     names = "instructions max_output_tokens tools tool_choice text metadata store previous_response_id reasoning stream"
     assert ask(service, **dict.fromkeys(names.split())).status == 200
@@ -230,7 +187,6 @@ async def test_the_openai_package_reads_responses(service: Service) -> None:
 
 async def test_the_openai_package_goes_on_with_a_call(tools_tokenizer: Tokenizer) -> None:
     service = calling(tools_tokenizer, CALL)
-
     async with openai_client(service.app) as client:
         asked: Any = {"model": "demo", "input": [{"role": "user", "content": "?"}], "tools": [TOOL]}
         response = await client.responses.create(**asked)
@@ -246,7 +202,6 @@ async def test_the_openai_package_goes_on_with_a_call(tools_tokenizer: Tokenizer
 
 async def test_the_openai_package_sees_a_failed_response(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, lambda request: [(20,), StepFailed("no")])
-
     async with openai_client(service.app) as client:
         events = [event async for event in await client.responses.create(model="demo", input="Hi", stream=True)]
         assert events[-1].type == "response.failed"

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from app.api.http.openapi import BATCH_BODIES, openapi_document
 from app.api.prepared_request import RequestLimits
+from app.batches import BatchLimits
 from app.config import ApiConfig, WebhooksConfig
 from app.errors import Overloaded, StepFailed
-from app.jobs import BatchLimits
 from app.text import Tokenizer
-from tests.api.batch_services import client_of, http_client, job_ended, served
+from tests.api.batch_services import begun_batch, client_of, http_client, job_ended, line_of, sent_batch, served
 from tests.api.fakes import WAIT, Connection, Service, say
 from tests.api.keys import KEY, OTHER_KEY, bearer, entry
 from tests.api.test_bad_requests import FIELDS, JSON, LIKELY
@@ -52,7 +52,6 @@ def texts(results: list[dict[str, Any]]) -> list[str]:
 @pytest.mark.parametrize("mode", [{}, JOB], ids=["at once", "as a job"])
 async def test_texts_are_answered_in_their_order(tokenizer: Tokenizer, tmp_path: Path, mode: dict[str, Any]) -> None:
     prompts = [f"{n} + {n}" for n in range(12)]
-
     async with http_client(echoing(tokenizer), tmp_path) as client:
         answer = (await post(client, prompts, max_tokens=20, **mode)).json()
         if mode:
@@ -82,7 +81,6 @@ async def test_each_entry_and_the_whole_say_how_long_they_took(tokenizer: Tokeni
 
 async def test_a_streamed_list_has_an_event_for_each_entry_as_it_ends(tokenizer: Tokenizer, tmp_path: Path) -> None:
     prompts = ["4 4 4 4 4 4 4 4 4 4 4 4 4 4 4 4", "3", "long " * 500]
-
     async with http_client(echoing(tokenizer), tmp_path) as client:
         answer = await post(client, prompts, max_tokens=60, stream=True)
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -106,7 +104,6 @@ async def test_a_bad_prompt_fails_alone_with_the_error_that_it_would_have_had(
     service: Service, tmp_path: Path, mode: dict[str, Any]
 ) -> None:
     prompts = [chat("Hi"), [{"role": "king", "content": "Hi"}], chat("long " * 500), [], chat("Ho")]
-
     async with http_client(service, tmp_path) as client:
         answer = (await post(client, prompts, model="demo", max_tokens=8, **mode)).json()
         if mode:
@@ -176,7 +173,6 @@ async def test_when_no_replica_has_room_for_any_of_them_the_call_is_refused_as_o
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     service = Service(tokenizer, lambda request: [Overloaded("all are full", retry_after_s=7)])
-
     async with http_client(service, tmp_path) as client:
         refused = await post(client, ["Hi", "Ho"])
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "7")
@@ -193,7 +189,6 @@ async def test_one_that_no_replica_has_room_for_is_an_error_of_its_own(tokenizer
             [failures[request.prompt_token_ids]] if request.prompt_token_ids in failures else three(request)
         ),
     )
-
     async with http_client(service, tmp_path) as client:
         answer = await post(client, ["1", "2", "4"])
         assert answer.status_code == 200
@@ -205,7 +200,6 @@ async def test_one_that_no_replica_has_room_for_is_an_error_of_its_own(tokenizer
 
 async def test_a_disconnect_ends_all_prompts_of_the_call(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, lambda request: [WAIT])
-
     async with http_client(service, tmp_path) as client:
         app = client._transport.app  # type: ignore[attr-defined]
         async with Connection(app, "POST", "/v1/batch", {"prompts": ["Hi"] * 5}, {}) as connection:
@@ -220,7 +214,6 @@ async def test_what_is_answered_at_once_counts_for_the_key_and_runs_in_its_name(
 ) -> None:
     service = Service(tokenizer, say(tokenizer, "3 4 5."))
     keys = [entry(tokens_per_minute=6_000, max_tokens=40)]
-
     async with http_client(service, tmp_path, keys=keys) as client:
         client.headers.update(bearer())
         answer = await post(client, ["Hi", "Ho"], max_tokens=40, user="somebody else")
@@ -236,7 +229,6 @@ async def test_what_is_answered_at_once_counts_for_the_key_and_runs_in_its_name(
 async def test_a_key_sees_only_its_own_jobs_and_uses_only_its_models(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, say(tokenizer, "3"), names=("small", "large"))
     keys = [entry(models=["small"]), entry(OTHER_KEY, "bob")]
-
     async with http_client(service, tmp_path, keys=keys) as client:
         assert (await client.get("/v1/batch/stats")).status_code == 401
         client.headers.update(bearer(KEY))
@@ -253,7 +245,6 @@ async def test_a_key_sees_only_its_own_jobs_and_uses_only_its_models(tokenizer: 
 
 async def test_stats_say_what_waits_runs_and_is_done(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, lambda request: [WAIT])
-
     async with http_client(service, tmp_path, max_in_flight=2) as client:
         job = (await post(client, ["Hi"] * 5, **JOB)).json()
         await until(lambda: len(service.generate.open) == 2)
@@ -276,7 +267,6 @@ async def test_stats_say_what_waits_runs_and_is_done(tokenizer: Tokenizer, tmp_p
 async def test_a_cancelled_job_says_which_prompts_were_not_done(tokenizer: Tokenizer, tmp_path: Path) -> None:
     three, waits = say(tokenizer, "3"), tuple(tokenizer.encode("2", add_special_tokens=True))
     service = Service(tokenizer, lambda request: [WAIT] if request.prompt_token_ids == waits else three(request))
-
     async with http_client(service, tmp_path) as client:
         job = (await post(client, ["1", "2", "4"], **JOB)).json()
         async with asyncio.timeout(10):
@@ -300,13 +290,10 @@ async def test_a_job_is_a_batch_and_a_batch_can_be_read_as_a_job(service: Servic
         sent = (await client.get(f"/v1/files/{batch['input_file_id']}/content")).content.splitlines()
         assert [json.loads(line)["custom_id"] for line in sent] == ["0", "1"]
 
-        lines = [{"custom_id": name, "method": "POST", "url": batch["endpoint"], "body": {"prompt": name}}
-                 for name in ("zoe", "adam", "7")]  # fmt: skip
+        lines = [json.loads(line_of(name, prompt=name)) for name in ("zoe", "adam", "7")]
         odd = [json.dumps(line, indent=1).replace("\n", "\r").encode() for line in lines]
         content = b"\xef\xbb\xbf" + b"\n\n".join(odd)
-        file = (await client.post("/v1/files", files={"file": ("a.jsonl", content)}, data={"purpose": "batch"})).json()
-        body = {"input_file_id": file["id"], "endpoint": batch["endpoint"], "completion_window": "24h"}
-        other = await job_ended(client, (await client.post("/v1/batches", json=body)).json()["id"])
+        other = await job_ended(client, await begun_batch(client, content))
         assert [each["custom_id"] for each in other["results"]] == ["zoe", "adam", "7"]
 
 
@@ -326,7 +313,6 @@ async def test_a_job_whose_files_are_gone_or_too_large_to_show_has_no_results(
 
 async def test_a_job_that_cannot_begin_leaves_no_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, lambda request: [WAIT])
-
     async with http_client(service, tmp_path, batch_limits=BatchLimits(max_batches=1, max_file_bytes=10_000)) as client:
         first = (await post(client, ["Hi"], **JOB)).json()
         assert (await post(client, ["Hi"], **JOB)).status_code == 429
@@ -376,12 +362,7 @@ async def test_a_signed_webhook_tells_of_the_end(service: Service, tmp_path: Pat
             if path == "/v1/batch":
                 asked: dict[str, Any] = {"prompts": ["Hi"], "async": True}
             else:
-                line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}
-                form = {"files": {"file": ("a.jsonl", json.dumps(line).encode())}, "data": {"purpose": "batch"}}
-                file = (await client.post("/v1/files", **form)).json()
-                asked = {
-                    "input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h",
-                }  # fmt: skip
+                asked = await sent_batch(client, line_of("a"))
             begun = (await client.post(path, json=asked | {"webhook": webhook})).json()
             assert begun["webhook"]["status"] == "waiting"
             [received] = await receiver.got(1)
@@ -407,18 +388,11 @@ async def test_a_refused_secret_is_not_repeated(service: Service, tmp_path: Path
 async def test_large_results_delay_no_other_request(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, say(tokenizer, "3"))
     long = "é" * 30_000
-
     async with http_client(service, tmp_path) as client:
-        lines = [{"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi", "x": long}}
-                 for n in range(250)]  # fmt: skip
-        content = b"".join(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in lines)
-        form: dict[str, Any] = {"files": {"file": ("a.jsonl", content)}, "data": {"purpose": "batch"}}
-        file = (await client.post("/v1/files", **form)).json()
-        body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-        batch_id = (await client.post("/v1/batches", json=body)).json()["id"]
-        job = await job_ended(client, batch_id)
-        assert len(job["results"]) == 250
-        assert file["bytes"] > 14_000_000
+        content = b"".join(line_of(str(n), x=long) for n in range(250))
+        assert len(content) > 14_000_000
+        batch_id = await begun_batch(client, content)
+        assert len((await job_ended(client, batch_id))["results"]) == 250
         async with stalls_of_loop() as stalls:
             await client.get(f"/v1/batch/{batch_id}")
         assert stalls.longest_s < 0.1
@@ -430,7 +404,6 @@ _WEBHOOK = st.fixed_dictionaries({"url": st.text(max_size=9) | JSON, "secret": s
 
 async def test_no_json_body_gives_a_5xx(service: Service, tmp_path: Path) -> None:
     others = st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), LIKELY | JSON, max_size=4)
-
     async with http_client(service, tmp_path) as client:
         loop = asyncio.get_running_loop()
 
@@ -502,7 +475,6 @@ async def test_the_prompts_of_one_answer_share_its_logprobs(tokenizer: Tokenizer
 
 async def test_the_prompts_of_one_answer_share_its_allowed_token_ids(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Each request carries its own list to its replica: 128 lists of 16,384 ids would hold up the loop there."""
-
     async with http_client(echoing(tokenizer), tmp_path, limits=RequestLimits(max_allowed_token_ids=40)) as client:
         allowed = {"allowed_token_ids": list(range(300, 310)), "max_tokens": 2}
         assert (await post(client, ["Hi"] * 4, **allowed)).status_code == 200
@@ -520,7 +492,6 @@ async def test_what_prompts_share_is_made_once(tokenizer: Tokenizer, tmp_path: P
     counting = CountingTokenizer(tokenizer._pretrained)
     service = Service(counting, say(counting, "3 4 5."))
     words = [f"word{number}" for number in range(128)]
-
     async with http_client(service, tmp_path) as client:
         answer = await client.post("/v1/batch", json={"prompts": ["Hi"] * 64, "bad_words": words, "max_tokens": 4})
         assert answer.json()["request_counts"] == {"total": 64, "completed": 64, "failed": 0}

@@ -369,8 +369,7 @@ def heard(service: Service, listen: Callable[[Connection], Awaitable[None]]) -> 
         body = {"prompt": "Hi", "stream": True}
         async with Connection(service.app, "POST", "/v1/completions", body, {}) as connection:
             await listen(connection)
-            await connection.finished()
-            return connection.answer()
+            return await connection.finished()
 
     return asyncio.run(main())
 

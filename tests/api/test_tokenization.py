@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-
 from app.text import Tokenizer
 from tests.api.fakes import MAX_MODEL_LEN, Service, say
 
@@ -34,26 +30,6 @@ def test_long_texts_and_lists_come_out_the_same(service: Service) -> None:
     text = "Count from 3 to 9. " * 500
     answer = service.call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}).json
     assert service.call("POST", "/detokenize", {"tokens": answer["tokens"]}).json["prompt"] == text
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": 3}, "prompt"),
-        ("/tokenize", {"messages": []}, "messages"),
-        ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": [10**6]}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
-        ("/detokenize", {"tokens": [True]}, "tokens[0]"),
-        ("/detokenize", {"tokens": "3"}, "tokens"),
-        ("/tokenize", {"prompt": "3", "model": "nope"}, "model"),
-    ],
-)
-def test_what_is_wrong_is_named(service: Service, path: str, body: Any, param: str) -> None:
-    answer = service.call("POST", path, body)
-    assert answer.status == (404 if param == "model" else 400)
-    assert answer.error["param"] == param
 
 
 def test_the_tokenizer_tells_its_special_tokens_and_template(service: Service) -> None:

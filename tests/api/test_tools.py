@@ -9,8 +9,8 @@ import pytest
 
 from app.engine.request import FinishReason
 from app.text import Tokenizer
-from app.text.tool_calls import FORMATS, ToolFormat
-from tests.api.fakes import WAIT, Service, say
+from app.text.tool_calls import FORMATS
+from tests.api.fakes import CALL, WAIT, Service, calling, say
 from tests.api.openai_clients import openai_client
 from tests.metrics.test_exposition import value
 from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
@@ -20,18 +20,6 @@ TOOL = {
     "function": {"name": "f", "description": "Does it.", "parameters": {"type": "object"}, "strict": True},
 }
 OTHER = {"type": "function", "function": {"name": "g"}}
-CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return tokenizer_with(TEMPLATES["hermes"])
-
-
-def serving(
-    tokenizer: Tokenizer, text: str, form: ToolFormat = FORMATS["hermes"], reason: FinishReason = FinishReason.STOP
-) -> Service:
-    return Service(tokenizer, say(tokenizer, text, reason=reason), tool_format=form, max_model_len=2000)
 
 
 def together(chunks: list[Any]) -> dict[int, dict[str, Any]]:
@@ -51,8 +39,8 @@ def together(chunks: list[Any]) -> dict[int, dict[str, Any]]:
     return messages
 
 
-def test_a_call_is_a_message_of_its_own_kind(tokenizer: Tokenizer) -> None:
-    answer = serving(tokenizer, CALL).chat(tools=[TOOL])
+def test_a_call_is_a_message_of_its_own_kind(tools_tokenizer: Tokenizer) -> None:
+    answer = calling(tools_tokenizer, CALL).chat(tools=[TOOL])
     [choice] = answer.json["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
     [call] = choice["message"]["tool_calls"]
@@ -60,16 +48,16 @@ def test_a_call_is_a_message_of_its_own_kind(tokenizer: Tokenizer) -> None:
     assert call["id"].startswith("call_")
 
 
-def test_metrics_count_calls_as_text_that_stopped(tokenizer: Tokenizer) -> None:
-    service = serving(tokenizer, CALL)
+def test_metrics_count_calls_as_text_that_stopped(tools_tokenizer: Tokenizer) -> None:
+    service = calling(tools_tokenizer, CALL)
     service.chat(tools=[TOOL])
     text = service.call("GET", "/metrics").body
     assert value(text, "vllm:request_success_total", finished_reason="stop") == 1
     assert b"tool_calls" not in text
 
 
-def test_text_and_several_calls_whole_and_streamed(tokenizer: Tokenizer) -> None:
-    service = serving(tokenizer, f"Let me see.\n{CALL}\n{CALL.replace('1', '2')}")
+def test_text_and_several_calls_whole_and_streamed(tools_tokenizer: Tokenizer) -> None:
+    service = calling(tools_tokenizer, f"Let me see.\n{CALL}\n{CALL.replace('1', '2')}")
     whole = service.chat(tools=[TOOL], n=2).json["choices"]
     chunks = service.chat(tools=[TOOL], n=2, stream=True).chunks
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -86,32 +74,32 @@ def test_text_and_several_calls_whole_and_streamed(tokenizer: Tokenizer) -> None
     assert len(set(ids)) == 4
 
 
-def test_arguments_arrive_before_the_call_is_complete(tokenizer: Tokenizer) -> None:
-    chunks = serving(tokenizer, CALL).chat(tools=[TOOL], stream=True).chunks
+def test_arguments_arrive_before_the_call_is_complete(tools_tokenizer: Tokenizer) -> None:
+    chunks = calling(tools_tokenizer, CALL).chat(tools=[TOOL], stream=True).chunks
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"] if "tool_calls" in choice["delta"]]
     assert len(deltas) > 4
     assert deltas[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{"}
 
 
-def test_text_without_calls_is_as_ever(tokenizer: Tokenizer) -> None:
-    service = serving(tokenizer, "1 < 2 \n")
+def test_text_without_calls_is_as_ever(tools_tokenizer: Tokenizer) -> None:
+    service = calling(tools_tokenizer, "1 < 2 \n")
     [choice] = service.chat(tools=[TOOL]).json["choices"]
     assert choice["message"] == {"role": "assistant", "content": "1 < 2 \n", "refusal": None}
     assert choice["finish_reason"] == "stop"
     assert together(service.chat(tools=[TOOL], stream=True).chunks)[0]["content"] == "1 < 2 \n"
 
 
-def test_a_call_that_is_cut_short_says_so(tokenizer: Tokenizer) -> None:
-    service = serving(tokenizer, CALL[: CALL.index("1")], reason=FinishReason.LENGTH)
+def test_a_call_that_is_cut_short_says_so(tools_tokenizer: Tokenizer) -> None:
+    service = calling(tools_tokenizer, CALL[: CALL.index("1")], reason=FinishReason.LENGTH)
     [choice] = service.chat(tools=[TOOL]).json["choices"]
     assert choice["finish_reason"] == "length"
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": '
 
 
-def test_one_call_is_the_end_when_more_are_not_wanted(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(CALL, add_special_tokens=False)
+def test_one_call_is_the_end_when_more_are_not_wanted(tools_tokenizer: Tokenizer) -> None:
+    ids = tools_tokenizer.encode(CALL, add_special_tokens=False)
     service = Service(
-        tokenizer,
+        tools_tokenizer,
         lambda request: [*((token,) for token in ids), WAIT],
         tool_format=FORMATS["hermes"],
         max_model_len=2000,
@@ -123,15 +111,17 @@ def test_one_call_is_the_end_when_more_are_not_wanted(tokenizer: Tokenizer) -> N
 
 def test_special_tokens_of_the_format_are_seen_and_others_are_not() -> None:
     tokenizer = tokenizer_with(TEMPLATES["mistral"])
-    service = serving(tokenizer, '<|python_tag|>Yes[TOOL_CALLS][{"name": "f", "arguments": {}}]', FORMATS["mistral"])
+    service = calling(
+        tokenizer, '<|python_tag|>Yes[TOOL_CALLS][{"name": "f", "arguments": {}}]', form=FORMATS["mistral"]
+    )
     [choice] = service.chat(tools=[TOOL]).json["choices"]
     assert choice["message"]["content"] == "Yes"
     assert len(choice["message"]["tool_calls"][0]["id"]) == 9, "as Mistral's templates want it"
     assert "TOOL" not in service.chat().json["choices"][0]["message"]["content"]
 
 
-def test_the_model_is_told_of_tools_and_of_earlier_calls(tokenizer: Tokenizer) -> None:
-    service = serving(tokenizer, "3")
+def test_the_model_is_told_of_tools_and_of_earlier_calls(tools_tokenizer: Tokenizer) -> None:
+    service = calling(tools_tokenizer, "3")
     messages = [
         {"role": "user", "content": "?"},
         {
@@ -142,7 +132,7 @@ def test_the_model_is_told_of_tools_and_of_earlier_calls(tokenizer: Tokenizer) -
         {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "4"}]},
     ]
     service.chat(messages=messages, tools=[OTHER], max_tokens=1)
-    prompt = tokenizer.decode(service.request.prompt_token_ids, skip_special_tokens=False)
+    prompt = tools_tokenizer.decode(service.request.prompt_token_ids, skip_special_tokens=False)
     assert '{"type": "function", "function": {"name": "g"}}' in prompt
     assert f"<|assistant|>{CALL}<|end|><|tool|>4<|end|>" in prompt
     counted = service.call("POST", "/tokenize", {"messages": messages, "tools": [OTHER]}).json
@@ -165,23 +155,22 @@ def test_templates_learn_which_function_a_result_is_of() -> None:
 
 @pytest.mark.parametrize("fields", [{"tools": [TOOL], "tool_choice": "none"}, {"tools": []}, {"tools": None}])
 def test_without_tools_on_offer_nothing_is_told_and_nothing_is_taken_out(
-    tokenizer: Tokenizer, fields: dict[str, Any]
+    tools_tokenizer: Tokenizer, fields: dict[str, Any]
 ) -> None:
-    service = serving(tokenizer, CALL)
+    service = calling(tools_tokenizer, CALL)
     [choice] = service.chat(**fields).json["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
-    assert "Tools" not in tokenizer.decode(service.request.prompt_token_ids)
+    assert "Tools" not in tools_tokenizer.decode(service.request.prompt_token_ids)
 
 
-def test_tools_for_a_model_of_an_unknown_format_are_refused(tokenizer: Tokenizer) -> None:
-    answer = Service(tokenizer).chat(tools=[TOOL])
+def test_tools_for_a_model_of_an_unknown_format_are_refused(tools_tokenizer: Tokenizer) -> None:
+    answer = Service(tools_tokenizer).chat(tools=[TOOL])
     assert (answer.status, answer.error["param"]) == (400, "tools")
     assert "tool_parser" in answer.error["message"]
 
 
-async def test_the_openai_package_reads_calls_whole_and_streamed(tokenizer: Tokenizer) -> None:
-    service = serving(tokenizer, CALL)
-
+async def test_the_openai_package_reads_calls_whole_and_streamed(tools_tokenizer: Tokenizer) -> None:
+    service = calling(tools_tokenizer, CALL)
     async with openai_client(service.app) as client:
         asked: Any = {"model": "demo", "messages": [{"role": "user", "content": "?"}], "tools": [TOOL]}
         whole = await client.chat.completions.create(**asked)

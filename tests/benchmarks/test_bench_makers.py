@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
@@ -10,18 +9,13 @@ import pytest
 import torch
 
 from benchmarks.make_model import Shape, make_model
-from benchmarks.make_workload import WORKLOADS, Line, make_workload
-
-
-def lengths(lines: Iterable[Line]) -> list[tuple[int, int]]:
-    return [(len(line["prompt_token_ids"]), line["max_tokens"]) for line in lines]
+from benchmarks.make_workload import WORKLOADS, make_workload
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_same_seed_gives_the_same_workload_and_another_another(name: str) -> None:
     assert make_workload(name) == make_workload(name)
     assert make_workload(name) != make_workload(name, seed=1)
-    assert lengths(make_workload(name)) == lengths(make_workload(name, vocab_size=763))
 
 
 def test_tokens_are_those_that_the_peers_were_measured_with() -> None:

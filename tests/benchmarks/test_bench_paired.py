@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import paired
-from benchmarks.harness.turns import last_object, median_of_ratios, numbers_of, turns
+from benchmarks.harness.turns import last_object, median_of_ratios, turns
 
 
 def checkout(folder: Path, name: str, log: Path, *, speed: int) -> Path:
@@ -55,13 +55,6 @@ def test_turns_alternate_and_ratios_are_of_the_same_round() -> None:
     assert [name for _, name in turns("ab", rounds=3)] == list("abbaab")
     assert median_of_ratios([2, 9, 4], [1, 3, 4]) == 2.0
     assert median_of_ratios([], [1.0]) is None
-
-
-def test_only_numbers_are_compared() -> None:
-    assert numbers_of({"a": 1, "b": {"c": 2.5, "d": "x"}, "e": True, "options": {"n": 1}, "f": [3], "g": None}) == {
-        "a": 1.0,
-        "b.c": 2.5,
-    }
 
 
 @pytest.mark.parametrize("stdout", ["", "no json\n", "[1]\n", '{"seconds": 1}\ndone\n'])

@@ -163,10 +163,10 @@ def test_bad_rows_say_why_and_the_others_are_answered(start: Start, tmp_path: Pa
 
 POISONED = """
 import os, sys
-from deployments.bulk import engine_actor, pool
+from deployments.bulk import pool
 from deployments.bulk.__main__ import main
 
-class Fragile(engine_actor.EngineActor):
+class Fragile(pool.EngineActor):
     def exchange(self, rows, at_least, within_s):
         if any(row.id == "add-001" for row in rows):
             os._exit(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from app.engine.observer import EndedStep, StepObserver
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.stats import EngineMeasurements
 from tests.engine.test_overlapped_engine import LateRunner
@@ -78,3 +79,26 @@ def test_a_first_token_comes_with_the_times_of_queue_and_prefill() -> None:
     assert [delta.request_id for delta in firsts] == [each.request_id for each in requests]
     assert [delta.times and delta.times[:2] for delta in firsts] == [(0.0, 1.5), (3.0, 0.5)]
     assert {delta.times and delta.times.settings for delta in firsts} == {engine.stats().settings}
+
+
+class Gaps(StepObserver):
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def step_ended(self, step: EndedStep) -> None:
+        self.seconds.append(step.gap_s)
+
+
+def test_a_gap_between_tokens_has_the_time_between_two_steps_in_it_but_no_idle_time() -> None:
+    clock, gaps = FakeClock(), Gaps()
+    engine = build_fake_engine(runner=TimedRunner(clock, step_s=0.5), clock=clock, recorder=gaps)
+    request = make_request()
+    engine.add(request)
+    for _ in range(2):
+        engine.step()
+        clock.advance(0.25)
+    engine.abort(request.request_id)
+    clock.advance(100.0)
+    engine.add(make_request())
+    engine.step()
+    assert gaps.seconds == pytest.approx([0.5, 0.75, 0.5])

@@ -25,7 +25,7 @@ from app.fleet import (
     FrameReader,
     IngressSession,
     ReplicaRegistry,
-    report_of,
+    report_of_engine,
 )
 from app.fleet.dispatch import Group, GroupChooser, ReplicaReport, make_policy
 from app.fleet.frames import FRAME_VERSION, AbortRequest, SubmitRequest, WatchEngine, encode, message_decoder
@@ -108,17 +108,7 @@ class LocalReplica:
         return int(adapter.digest)
 
     def report(self) -> ReplicaReport:
-        engine = self.engine
-        report = report_of(
-            engine.stats(),
-            num_requests=engine.num_requests,
-            group=self.group,
-            max_requests=engine.max_requests,
-            step_age_s=engine.step_age_s,
-            weights=self.weights,
-            adapters=None if engine.adapters is None else engine.adapters.stats().loaded,
-            sleep=engine.sleep,
-        )
+        report = report_of_engine(self.engine, group=self.group, weights=self.weights)
         return structs.replace(report, sends_views=self.sends_views)
 
     async def adapter_of(self, request: Request) -> Any:
@@ -309,6 +299,9 @@ class LocalFleet:
         self.transport.replicas[replica.replica_id] = replica
         self.transport.join(replica.replica_id)
         return replica
+
+    def suspects(self) -> list[str]:
+        return [each for each in self.registry.replica_ids if self.registry.is_suspect(each)]
 
     def hold(self, *replicas: LocalReplica, before: int = 5) -> None:
         """These replicas will stop in the middle of their work, before that step, and stay there until they may go."""

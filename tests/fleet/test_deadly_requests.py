@@ -134,7 +134,7 @@ async def test_one_that_is_refused_on_its_trial_lets_the_next_begin_at_once() ->
         await until(lambda: all(replica.served for replica in local.replicas))
         [doomed] = [replica for replica in local.replicas if replica.served[0].prompt_token_ids[-1] == 8]
         doomed.kill()
-        await until(lambda: bool(local.registry.suspects))
+        await until(lambda: bool(local.suspects()))
         clock.advance(60.0)  # so long ago that it is refused as a new request is
         with pytest.raises(Overloaded):
             await suspect

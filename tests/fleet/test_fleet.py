@@ -256,11 +256,11 @@ async def test_a_silent_replica_is_given_up_and_what_it_says_later_is_not_heard(
         await local.held(silent)
         silent.is_heard.clear()
         local.go()
-        await until(lambda: "r0" in local.registry.suspects)
+        await until(lambda: local.registry.is_suspect("r0"))
         silent.is_heard.set()
         assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
         assert set(local.counts.resumes) == {"silent"}
-        await until(lambda: not local.registry.suspects)  # it speaks again, and is trusted again
+        await until(lambda: not local.suspects())  # it speaks again, and is trusted again
         tokens, _ = await collect(local, requests[0])
         assert tokens == expected(requests[0])
 
@@ -275,7 +275,7 @@ async def test_a_request_that_is_sent_to_a_replica_that_has_just_fallen_silent_g
         assert local.counts.resumes == {"silent": 2}
         assert len(other.served) == 4
         silent.is_heard.set()
-        await until(lambda: not local.registry.suspects)
+        await until(lambda: not local.suspects())
         await until(lambda: silent.engine.stats().num_running + silent.engine.stats().num_waiting == 0)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.jobs import Answered, ItemOrigin, PageOf
+from app.batches import Answered, ItemOrigin, PageOf
 from tests.jobs.lives import OWNER, begin, input_line, jsonl, ok, service_in, until
 
 MAX_IN_FLIGHT = 16

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from app.batches import Answered, ItemOrigin, NewBatch, NewFile, PageOf
 from app.config import BatchesConfig
-from app.jobs import Answered, ItemOrigin, NewBatch, NewFile, PageOf
 from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from tests import waiting

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from app.batches import BatchLimits, NewFile
 from app.errors import BodyTooLarge, Unavailable
-from app.jobs import BatchLimits, NewFile
 from tests import waiting
 from tests.jobs.lives import OWNER, Echo, all_files, begin, ends, input_line, jsonl, service_in, until, upload
 

@@ -18,13 +18,14 @@ from typing import Any
 
 import pytest
 
+from app.batches import Answered, BatchLimits, ItemOrigin, NewBatch
 from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
-from app.jobs import Answered, BatchLimits, ItemOrigin, NewBatch
 from app.jobs.items import Checked, InputRules, OpenFile, check
 from app.jobs.local_service import LocalBatchService
 from app.jobs.space import RESERVE_BYTES
 from app.json_pieces import Rows
 from tests import waiting
+from tests.fakes import FakeClock
 from tests.jobs.lives import (
     CHAT,
     OWNER,
@@ -44,16 +45,6 @@ from tests.jobs.lives import (
 
 ONE = jsonl(input_line("one"))
 TEN = jsonl(*(input_line(f"line-{n}") for n in range(10)))
-
-
-class Clock:
-    """Seconds since 1970 that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.at = 1_800_000_000.0
-
-    def __call__(self) -> float:
-        return self.at
 
 
 def raising(error: Exception) -> Callable[[int], Answered]:
@@ -260,7 +251,7 @@ async def test_when_its_time_is_over_a_batch_expires_with_what_was_done(tmp_path
 
 
 async def test_a_batch_whose_time_was_over_while_nothing_ran_expires_at_the_restart(tmp_path: Path) -> None:
-    clock, echo = Clock(), Echo()
+    clock, echo = FakeClock(), Echo()
     async with service_in(tmp_path, echo, clock=clock) as service:
         batch_id = await some_done(service, echo)
     clock.at += 90_000
@@ -276,7 +267,7 @@ async def test_files_go_when_their_time_is_over_but_not_under_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.jobs.local_service.HOUSEKEEPING_S", 0.01)
-    clock, echo = Clock(), Echo()
+    clock, echo = FakeClock(), Echo()
     async with service_in(tmp_path, echo, clock=clock) as service:
         short = await upload(service, TEN, expires_after_s=3600)
         echo.hold = asyncio.Event()
@@ -329,7 +320,7 @@ async def test_a_disk_that_stays_full_until_the_batch_expires_costs_no_line_that
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes = Writes(lambda: OSError(28, "No space left on device")).watch(monkeypatch)
-    clock, echo = Clock(), Echo()
+    clock, echo = FakeClock(), Echo()
     async with service_in(tmp_path, echo, clock=clock) as service:
         batch_id = await some_done(service, echo)
         writes.left, writes.only = 0, "write"
@@ -471,7 +462,7 @@ async def test_a_batch_that_waits_for_room_ends_with_what_was_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
 ) -> None:
     monkeypatch.setattr("app.jobs.batch_runner.SPACE_LOOK_EVERY_S", 0.001)
-    echo, clock = Echo(long_answers(10_000) | HALF_HANG), Clock()
+    echo, clock = Echo(long_answers(10_000) | HALF_HANG), FakeClock()
     async with service_in(tmp_path, echo, max_total_bytes=100_000, clock=clock) as service:
         batch_id = await begin(service, TEN)
         batch = await is_paused(service, batch_id)

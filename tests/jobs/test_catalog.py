@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from app.batches import JobState, PageOf
 from app.errors import InvalidSetup
-from app.jobs import ItemError, Job, JobState, PageOf
 from app.jobs.catalog import Catalog, Superseded
-from app.jobs.job import StoredFile
+from app.jobs.job import ItemError, Job, StoredFile
 from app.webhooks.outbox import DeliveryState
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.batches import PageOf
 from app.errors import InvalidRequest
-from app.jobs import PageOf
 from app.jobs.local_service import LocalBatchService
 from tests.jobs.lives import (
     ENDED,

@@ -11,7 +11,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from app.jobs import PageOf
+from app.batches import PageOf
 from app.webhooks.client import WebhookClient, WebhookMessage
 from app.webhooks.receiver import WebhookReceiver
 from tests import waiting

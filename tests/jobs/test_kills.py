@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from app.jobs import PageOf
+from app.batches import PageOf
 from tests.jobs.killed_process import MAX_IN_FLIGHT
 from tests.jobs.lives import OWNER, Echo, ends, service_in
 

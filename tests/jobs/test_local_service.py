@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from app.batches import BatchLimits, NewBatch, NewFile, PageOf
 from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, StorageFull, Unavailable
-from app.jobs import BatchLimits, NewBatch, NewFile, PageOf
 from app.jobs.local_service import LocalBatchService
 from app.jobs.space import RESERVE_BYTES
 from tests import waiting

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.jobs.job import Answered, Counts, Item, ItemResult
+from app.batches import Answered
+from app.jobs.job import Counts, Item, ItemResult
 from app.jobs.outputs import BatchFormat
 from app.jobs.results import JOURNAL, ItemSet, PartialOutputs, ResultStore, ResultsUnwritable, journals_in
 

@@ -51,7 +51,7 @@ class RecallingDrafter:
         drafts = list(self._token_ids[sequence.request.request_id][at : at + 5])
         return [token if (at + place) % 7 else (token + 1) % VOCAB_SIZE for place, token in enumerate(drafts)]
 
-    def stepped(self, batch: StepBatch, result: StepResult, *, at: float, goes_on: bool) -> None:
+    def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:
         """Nothing to learn."""
 
 

@@ -28,10 +28,10 @@ from app.fleet import (
     FrameReader,
     FrameServer,
     ReplicaRegistry,
-    report_of,
+    report_of_engine,
 )
 from app.fleet import connect as connect_frames
-from app.fleet.dispatch import GroupChooser, ReplicaReport, make_policy
+from app.fleet.dispatch import GroupChooser, make_policy
 from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.metrics import ModelMetrics
@@ -47,17 +47,7 @@ class StagedReplica:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
-        self.server = FrameServer("127.0.0.1", engine, self.report)
-
-    def report(self) -> ReplicaReport:
-        engine = self.engine
-        return report_of(
-            engine.stats(),
-            num_requests=engine.num_requests,
-            group="",
-            max_requests=engine.max_requests,
-            step_age_s=engine.step_age_s,
-        )
+        self.server = FrameServer("127.0.0.1", engine, lambda: report_of_engine(engine))
 
     async def close(self) -> None:
         """As when its process dies: its connections break."""

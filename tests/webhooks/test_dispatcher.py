@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import random
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,15 @@ from typing import Any
 import openai
 import pytest
 
+from app.batches import BatchLimits, NewBatch, PageOf
 from app.config import WebhooksConfig
 from app.errors import InvalidRequest, Overloaded, Unavailable
-from app.jobs import BatchLimits, NewBatch, PageOf
 from app.jobs.local_service import LocalBatchService
 from app.webhooks.client import WebhookClient
 from app.webhooks.dispatcher import RetrySchedule
 from app.webhooks.receiver import WebhookReceiver
 from tests import waiting
+from tests.fakes import FakeClock
 from tests.jobs.lives import CHAT, OWNER, Crash, Echo, Writes, input_line, jsonl, until, upload
 from tests.jobs.lives import service_in as in_folder
 from tests.jobs.test_batch_runner import raising
@@ -107,16 +107,8 @@ async def test_a_receiver_that_fails_is_tried_again_with_the_same_message(tmp_pa
             read(each)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.at = float(int(time.time()))
-
-    def __call__(self) -> float:
-        return self.at
-
-
 async def test_a_receiver_that_is_down_hears_of_it_after_restarts(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = FakeClock()
     async with Receiver() as receiver:
         port, retries = receiver.port, RetrySchedule(first_pause_s=60, max_pause_s=600)
     batch_id = ""
@@ -145,7 +137,7 @@ def read_at(received: Received, at: float) -> str:
 
 
 async def test_what_was_delivered_but_not_booked_comes_again_as_the_same_message(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = FakeClock()
     held = True
     async with Receiver(lambda n: None if held else OK) as receiver:
         async with service_in(tmp_path, clock=clock) as service:
@@ -166,7 +158,7 @@ async def test_what_was_delivered_but_not_booked_comes_again_as_the_same_message
 
 async def life_and_death(folder: Path, writes: Writes, num_writes: int) -> bool:
     """Whether a process died at this write, after which the receiver heard of the end in its next life."""
-    clock = Clock()
+    clock = FakeClock()
     async with Receiver() as receiver:
         async with service_in(folder, clock=clock) as service:
             writes.left = num_writes

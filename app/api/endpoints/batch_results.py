@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable
 
 from pydantic_core import from_json
 
+from app.batches import Answered, BatchService
 from app.errors import NotFound
-from app.jobs import Answered, BatchService
-from app.jobs.items import BYTE_ORDER_MARK
 from app.json_pieces import Json
 
 MAX_SHOWN_BYTES = 16 * 1024 * 1024  # of all files of a batch: more can be had as files
@@ -111,4 +111,4 @@ def _with_body(entry: Json, body: bytes) -> bytes:
 
 def _lines(content: bytes) -> list[bytes]:
     # Lines end with line feeds only, as where they are read to be computed.
-    return [line for line in content.removeprefix(BYTE_ORDER_MARK).split(b"\n") if line.strip()]
+    return [line for line in content.removeprefix(BOM_UTF8).split(b"\n") if line.strip()]

@@ -17,7 +17,7 @@ from app.api.prepared_request import RequestLimits
 from app.api.request_context import asks_for
 from app.api.schemas.fields import MAX_ID_LENGTH, Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_unknown
-from app.jobs import BatchService, NewBatch
+from app.batches import BatchService, NewBatch
 from app.webhooks.receiver import WebhookReceiver
 
 MAX_METADATA, MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 16, 64, 512

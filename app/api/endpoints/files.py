@@ -15,8 +15,8 @@ from app.api.http.multipart import Form, read_form
 from app.api.request_context import asks_for
 from app.api.schemas.fields import Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_names
+from app.batches import BatchService, NewFile, PageOf
 from app.errors import InvalidRequest
-from app.jobs import BatchService, NewFile, PageOf
 
 MAX_FILES_OF_PAGE = 10_000
 _READ_BYTES = 1024 * 1024

@@ -25,9 +25,8 @@ from app.api.http.sse import DONE, EventStream, WhileConnected, event, event_pie
 from app.api.request_context import RequestContext, asks_for, with_deadline
 from app.api.schemas.fields import MAX_PROMPTS, Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_unknown
+from app.batches import Answered, BatchLimits, BatchService, JobState, NewBatch, NewFile
 from app.errors import CarouselError, InvalidRequest
-from app.jobs import Answered, BatchLimits, BatchService, JobState, NewBatch, NewFile
-from app.jobs.items import as_batch_line, items_of_prompts
 from app.json_pieces import Json
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -226,8 +225,9 @@ class ShortBatchRoutes:
 def _pieces(prompts: PromptList) -> Iterator[bytes]:
     """The lines of the input file, some at a time."""
     piece = bytearray()
-    for item in items_of_prompts(prompts.endpoint, prompts.bodies()):
-        piece += encoded_json(as_batch_line(item)) + b"\n"
+    for number, body in enumerate(prompts.bodies()):
+        line = {"custom_id": str(number), "method": "POST", "url": prompts.endpoint, "body": body}
+        piece += encoded_json(line) + b"\n"
         if len(piece) >= _SENT_AT_ONCE:
             yield bytes(piece)
             piece.clear()

@@ -28,8 +28,8 @@ from app.api.schemas.requests import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
+from app.batches import JobState
 from app.config import ApiConfig
-from app.jobs import JobState
 from app.json_pieces import Json
 from app.versions import versions
 

@@ -15,7 +15,7 @@ from app.api.output.response_state import ResponseState
 from app.api.output.token_details import LEAST_LOGPROB
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import GROUP_HEADER, PRESET_HEADER, RequestContext
-from app.api.request_trace import StepTimes
+from app.api.request_trace import PipelineStepTimes
 from app.api.schemas.requests import GenerationRequest, QueuedRequest
 from app.engine.request import Generate, Request, TokenDelta
 from app.errors import DeadlineMissed, InvalidRequest
@@ -81,7 +81,7 @@ class StepReport:
     step: Step
     began_at: float  # by the monotonic clock
     state: ResponseState | None = None  # None: no model ran
-    times: StepTimes | None = None  # where traces are sent
+    times: PipelineStepTimes | None = None  # where traces are sent
     ended_at: float | None = None
     decided: Json = field(default_factory=dict)
 

@@ -128,10 +128,10 @@ class ModelDrafter(Drafter):
             found.append(_Drafting(place, sequence, first, number))
         return found
 
-    def stepped(self, batch: StepBatch, result: StepResult, *, at: float, goes_on: bool) -> None:
+    def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:
         # A step in which the draft model has only caught up is of neither kind.
-        counts = batch.has_drafts or not self._has_computed
-        self._pace.stepped(batch, result, at=at, goes_on=goes_on, counts=counts)
+        if batch.has_drafts or not self._has_computed:
+            self._pace.stepped(batch, result, seconds)
         for sequence in batch.sequences:  # the KV of drafts that were not kept is of no use; the last token has none
             known = min(sequence.num_draft_computed_tokens, sequence.num_tokens - 1)
             sequence.num_draft_computed_tokens = known

@@ -11,35 +11,28 @@ from dataclasses import dataclass, field
 from math import log2
 
 from app.engine.batch import StepBatch, StepResult
+from app.engine.step_times import RecentMean, without_pause
 
-_NEWEST_SHARE = 1 / 16  # of a step in the averages
 _MIN_STEPS = 4  # of each kind, before they are compared
+_MARGIN = 1.25  # a draft must bring so much more than it takes
 _AT_FIRST = 0.3  # the least chance while too little is known
 _PROBE_EVERY = 64  # steps of one size: one of them without drafts, or with drafts where they are not worth it
 _MAX_PROBE_EVERY = 1024  # of a draft model: it first computes what it has missed
-_HELD_UP = 3.0  # times the average: what a pause of the system takes is no step's time
+_PER_DOUBLING = 12  # size classes
 
 
-@dataclass(slots=True)
-class _Average:
-    """Of recent values."""
-
-    value: float = 0.0
-    number: int = 0
-
-    def note(self, value: float) -> None:
-        self.number += 1
-        self.value += max(1 / self.number, _NEWEST_SHARE) * (value - self.value)
+def _average() -> RecentMean:
+    return RecentMean(newest_share=1 / 16)
 
 
 @dataclass(slots=True)
 class _SizeClass:
     """Steps of about so many sequences."""
 
-    plain_s: _Average = field(default_factory=_Average)  # of one sequence's token, without drafts
-    drafted_s: _Average = field(default_factory=_Average)  # of one sequence's tokens, with drafts
-    num_drafts: _Average = field(default_factory=_Average)  # of one sequence, in a step with any
-    num_kept: _Average = field(default_factory=_Average)  # of one sequence's tokens, in such a step
+    plain_s: RecentMean = field(default_factory=_average)  # of one sequence's token, without drafts
+    drafted_s: RecentMean = field(default_factory=_average)  # of one sequence's tokens, with drafts
+    num_drafts: RecentMean = field(default_factory=_average)  # of one sequence, in a step with any
+    num_kept: RecentMean = field(default_factory=_average)  # of one sequence's tokens, in such a step
     probe_every: int = _PROBE_EVERY
     num_until_probe: int = _PROBE_EVERY  # steps
 
@@ -58,8 +51,7 @@ class _SizeClass:
             return _AT_FIRST
         plain_s, drafted_s = max(self.plain_s.value, 1e-9), max(self.drafted_s.value, 1e-9)
         draft_s = max(0.0, drafted_s - plain_s) / self.num_drafts.value
-        margin = 1.25  # a draft must bring so much more than it takes
-        return margin * draft_s * max(1 / plain_s, self.num_kept.value / drafted_s)
+        return _MARGIN * draft_s * max(1 / plain_s, self.num_kept.value / drafted_s)
 
 
 class DraftPace:
@@ -70,7 +62,6 @@ class DraftPace:
         purpose, and while none is worthwhile, each probe comes after twice as many steps as the one before."""
         self._by_model = by_model
         self._max_probe_every = _MAX_PROBE_EVERY if by_model else _PROBE_EVERY
-        self._last_end: float | None = None  # of a step after which others followed at once
         self._classes: dict[int, _SizeClass] = {}
         self._of_size: dict[int, _SizeClass] = {}  # by the number of sequences
 
@@ -90,17 +81,13 @@ class DraftPace:
         known.num_until_probe = known.probe_every
         return 1.0 if is_drafting else min(_AT_FIRST, chance**2)
 
-    def stepped(self, batch: StepBatch, result: StepResult, *, at: float, goes_on: bool, counts: bool = True) -> None:
-        """As `Drafter.stepped`. A step that does not count, and one with a prompt in it, says nothing of drafts."""
-        last_end, self._last_end = self._last_end, at if goes_on else None
+    def stepped(self, batch: StepBatch, result: StepResult, seconds: float) -> None:
+        """A step took so long. One with a prompt in it says nothing of drafts."""
         num_sequences = len(batch.sequences)
         num_drafts = batch.num_scheduled_tokens - num_sequences if batch.has_drafts else 0
-        if counts and (num_drafts or batch.num_scheduled_tokens == len(batch.sampled)):
+        if num_drafts or batch.num_scheduled_tokens == len(batch.sampled):
             self.note(
-                num_sequences=num_sequences,
-                num_drafts=num_drafts,
-                num_kept=len(result.token_ids),
-                seconds=at - (batch.began_at if last_end is None else last_end),
+                num_sequences=num_sequences, num_drafts=num_drafts, num_kept=len(result.token_ids), seconds=seconds
             )
 
     def note(self, *, num_sequences: int, num_drafts: int, num_kept: int, seconds: float) -> None:
@@ -108,7 +95,7 @@ class DraftPace:
         known, each_s = self._class_of(num_sequences), seconds / num_sequences
         average = known.drafted_s if num_drafts else known.plain_s
         if average.number >= _MIN_STEPS:
-            each_s = min(each_s, _HELD_UP * average.value)
+            each_s = without_pause(each_s, average.value)
         average.note(each_s)
         if num_drafts:
             known.num_drafts.note(num_drafts / num_sequences)
@@ -116,8 +103,7 @@ class DraftPace:
 
     def _class_of(self, num_sequences: int) -> _SizeClass:
         found = self._of_size.get(num_sequences)
-        per_doubling = 12  # size classes
         if found is None:
-            number = round(per_doubling * log2(num_sequences))
+            number = round(_PER_DOUBLING * log2(num_sequences))
             found = self._of_size[num_sequences] = self._classes.setdefault(number, _SizeClass())
         return found

@@ -38,11 +38,8 @@ class Drafter(ABC):
         """
 
     @abstractmethod
-    def stepped(self, batch: StepBatch, result: StepResult, *, at: float, goes_on: bool) -> None:
-        """A step has ended `at` that time of the engine's clock; the result holds the tokens that were kept.
-
-        `goes_on`: another step follows at once.
-        """
+    def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:
+        """A step has ended that took so long; the result holds the tokens that were kept."""
 
     def sleep(self) -> None:
         """Give up what memory of the device it has, as a model runner does; every sequence waits."""
@@ -146,8 +143,9 @@ class LookupDrafter(Drafter):
         number = num_worthwhile(self._acceptance_of_forced, self._least_chance)
         return matcher.forced(min(self.max_drafts, number))
 
-    def stepped(self, batch: StepBatch, result: StepResult, *, at: float, goes_on: bool) -> None:
-        self._pace.stepped(batch, result, at=at, goes_on=goes_on, counts=not self._is_passing)
+    def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:
+        if not self._is_passing:
+            self._pace.stepped(batch, result, seconds)
         if batch.has_drafts:
             for item, sequence, num_kept in zip(batch.scheduled, batch.sequences, result.num_kept, strict=True):
                 number = len(item.token_ids) - 1

@@ -99,15 +99,8 @@ class Decision:
         return self.candidates[0].replica_id
 
     @property
-    def order(self) -> list[str]:
-        """The ids of all candidates, most preferred first."""
-        return [candidate.replica_id for candidate in self.candidates]
-
-    @property
     def reason(self) -> str:
         """The policy, the replica and the rule, in a few words. It has no numbers of other requests."""
-        if not self.candidates:
-            return f"{self.policy}: there is no replica"
         return f"{self.policy}: {self.candidates[0].replica_id}, {self.rule}"
 
     def explain_loads(self) -> str:

@@ -28,7 +28,7 @@ def near_adapter(candidates: Sequence[Candidate], size: RequestSize, loaded_on: 
 
 
 class DispatchPolicy(Protocol):
-    """Orders replicas for one request. Called on one thread, once for each time a request is to be placed."""
+    """Orders replicas for one request: at least one. Called on one thread, once for each time a request is placed."""
 
     def decide(self, candidates: Sequence[Candidate], size: RequestSize) -> Decision:
         """All candidates, most preferred first; those that are full come last."""
@@ -53,8 +53,7 @@ class RoundRobin:
 
     def decide(self, candidates: Sequence[Candidate], size: RequestSize) -> Decision:
         turn = sorted(candidates, key=lambda each: (each.is_full, each.replica_id <= self._last, each.replica_id))
-        if turn:
-            self._last = turn[0].replica_id
+        self._last = turn[0].replica_id
         scoring = Scoring.of(candidates, size)
         return Decision(policy="round_robin", rule="its turn", candidates=tuple(turn), scoring=scoring)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +10,20 @@ import pytest
 
 from app.api.handler import RequestHandler
 from app.config import ApiConfig
-from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded
 from app.metrics import RequestMetrics, Scrape, exposition
 from app.text import Tokenizer
 from tests.api.batch_services import http_client
-from tests.api.fakes import CASCADE, WAIT, Connection, Service, Step, last, without_times
+from tests.api.fakes import CASCADE, WAIT, Service, hang_up, say_likely, without_times
 from tests.api.keys import bearer, entry, ring
 from tests.metrics.test_exposition import value
-from tests.waiting import until
-
-
-def unsure(tokenizer: Tokenizer, logprob: float, text: str = "3 4") -> Any:
-    """Says a text, with this log-probability for each of its tokens where the request asks for it."""
-
-    def script(request: Request) -> Iterable[Step]:
-        for token_id in tokenizer.encode(text, add_special_tokens=False):
-            told = () if request.sampling.logprobs is None else (TokenLogprobs(logprob, 1),)
-            yield TokenDelta(request.request_id, (token_id,), logprobs=told)
-        yield last(request, (), FinishReason.LENGTH)
-
-    return script
 
 
 def cascade(tokenizer: Tokenizer, logprob: float, **settings: Any) -> Service:
     """`both` over a small model of that confidence and a large one, with a bound of -0.5; both say the same."""
-    return Service(tokenizer, unsure(tokenizer, logprob), names=("small", "large"), pipelines=[CASCADE], **settings)
+    return Service(
+        tokenizer, say_likely(tokenizer, "3 4", logprob), names=("small", "large"), pipelines=[CASCADE], **settings
+    )
 
 
 @pytest.mark.parametrize(("logprob", "answers"), [(-0.4, "small"), (-0.5, "small"), (-0.6, "large"), (-1e30, "large")])
@@ -140,7 +127,6 @@ def test_a_line_of_a_batch_is_answered_as_the_call_is(
 
 async def test_a_list_of_prompts_may_be_for_a_cascade(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = cascade(tokenizer, -0.6)
-
     async with http_client(service, tmp_path) as client:
         answer = (await client.post("/v1/batch", json={"model": "both", "prompts": ["a", "b"]})).json()
         usages = [each["response"]["usage"] for each in answer["results"]]
@@ -169,11 +155,8 @@ async def test_a_disconnect_ends_the_small_models_try(tokenizer: Tokenizer) -> N
     service = Service(tokenizer, lambda request: [(20,), WAIT], names=("small", "large"), pipelines=[CASCADE])
     body = {"model": "both", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
 
-    async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
-        await until(lambda: bool(service.generate.open))
-        connection.hang_up()
-        await connection.finished()
-        assert not service.generate.open
+    await hang_up(service.app, "/v1/chat/completions", body, lambda: bool(service.generate.open))
+    assert not service.generate.open
 
 
 def test_the_large_model_has_the_time_that_is_left(tokenizer: Tokenizer) -> None:

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded
 from app.text import Tokenizer
-from tests.api.fakes import CASCADE, WAIT, Connection, Service, Step, last
+from tests.api.fakes import CASCADE, WAIT, Service, hang_up, say_likely
 from tests.api.keys import bearer, entry
-from tests.waiting import until
 
 NAMES = ("a", "b", "c")
 
 
-def saying(tokenizer: Tokenizer, said: Mapping[str, tuple[str, float]]) -> Any:
-    """By the model's name: the text, and the log-probability of each of its tokens."""
-
-    def generate_of(name: str) -> Any:
-        text, logprob = said[name]
-
-        def script(request: Request) -> Iterable[Step]:
-            for token_id in tokenizer.encode(text, add_special_tokens=False):
-                yield TokenDelta(request.request_id, (token_id,), logprobs=(TokenLogprobs(logprob, 1),))
-            yield last(request, (), FinishReason.LENGTH)
-
-        return script
-
-    return generate_of
-
-
 def ensemble(tokenizer: Tokenizer, choose: str, said: Mapping[str, tuple[str, float]], **settings: Any) -> Service:
     steps = [{"kind": "ensemble", "models": list(NAMES), "choose": choose}]
-    scripts = {name: saying(tokenizer, said)(name) for name in NAMES}
+    scripts = {name: say_likely(tokenizer, *said[name]) for name in NAMES}
     return Service(tokenizer, names=NAMES, pipelines=[{"name": "all", "steps": steps}], scripts=scripts, **settings)
 
 
@@ -94,17 +76,14 @@ async def test_a_disconnect_ends_all_of_them(tokenizer: Tokenizer) -> None:
     service.script_of.update(dict.fromkeys(NAMES, lambda request: [(20,), WAIT]))
     body = {"model": "all", "messages": [{"role": "user", "content": "Hi"}]}
 
-    async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
-        await until(lambda: len(service.generate.open) == 3)
-        connection.hang_up()
-        await connection.finished()
-        assert not service.generate.open
+    await hang_up(service.app, "/v1/chat/completions", body, lambda: len(service.generate.open) == 3)
+    assert not service.generate.open
 
 
 def test_a_cascade_may_be_one_of_them(tokenizer: Tokenizer) -> None:
     said = {"small": ("3", -0.4), "large": ("4", -0.2)}
     steps = [{"kind": "ensemble", "models": ["both", "large"], "choose": "logprob"}]
-    scripts = {name: saying(tokenizer, said)(name) for name in said}
+    scripts = {name: say_likely(tokenizer, *told) for name, told in said.items()}
     pipelines = [CASCADE, {"name": "all", "steps": steps}]
     service = Service(tokenizer, names=tuple(said), pipelines=pipelines, scripts=scripts)
     answer = service.chat(model="all").json

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from array import array
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ import pytest
 from app.api import fill_indexes
 from app.api.pipelines import index as index_module
 from app.api.pipelines.index import IndexStep, read_index
-from app.engine.request import FinishReason, Pooling, Request, TokenDelta
+from app.engine.request import Pooling, Request
 from app.errors import InvalidSetup, Overloaded
 from app.text import Tokenizer
-from tests.api.fakes import WAIT, Answer, Connection, Service, Step, say
+from tests.api.fakes import WAIT, Answer, Connection, Script, Service, Step, by_angle
 from tests.waiting import until
 
 LINES = [{"text": "Cats sleep.", "id": "cats"}, {"text": "Dogs bark.", "id": "dogs"}, {"text": "Fish swim."}]
@@ -30,25 +29,16 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-class Computing:
+def computing(tokenizer: Tokenizer, *, turned: float = 0.0, num_refusals: int = 0) -> Script:
     """Vectors by what is in a text, turned by some degrees: other weights turn them otherwise."""
+    script = by_angle(tokenizer, {words: angle + turned for words, angle in ANGLES.items()})
+    refusals = iter([Overloaded("full", retry_after_s=0.001)] * num_refusals)
 
-    def __init__(self, tokenizer: Tokenizer, turned: float = 0.0) -> None:
-        self._tokenizer = tokenizer
-        self._says = say(tokenizer, "3 4")
-        self.turned = turned
-        self.refusals = 0
+    def refusing(request: Request) -> Iterable[Step]:
+        refusal = next(refusals, None) if request.pooling else None
+        return script(request) if refusal is None else [refusal]
 
-    def __call__(self, request: Request) -> Iterable[Step]:
-        if request.pooling is None:
-            return self._says(request)
-        if self.refusals:
-            self.refusals -= 1
-            return [Overloaded("full", retry_after_s=0.001)]
-        text = self._tokenizer.decode(request.prompt_token_ids)
-        angle = math.radians(self.turned + next(angle for words, angle in ANGLES.items() if words in text))
-        vector = array("f", [math.cos(angle), math.sin(angle)]).tobytes()
-        return [TokenDelta(request.request_id, (), FinishReason.STOP, embedding=vector)]
+    return refusing
 
 
 def indexed(tokenizer: Tokenizer, folder: Path, script: Any, steps: Iterable[Any] = ()) -> Service:
@@ -68,7 +58,7 @@ def num_embedded(service: Service) -> int:
 
 
 def test_the_nearest_documents_are_in_the_prompt(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    service = indexed(tokenizer, tmp_path, Computing(tokenizer))
+    service = indexed(tokenizer, tmp_path, computing(tokenizer))
     answer = ask(service)
     assert answer.status == 200, answer.body
     [found, answered] = answer.json["usage"]["pipeline"]["steps"]
@@ -83,9 +73,7 @@ def test_the_nearest_documents_are_in_the_prompt(tokenizer: Tokenizer, tmp_path:
 
 
 def test_vectors_are_computed_once_in_the_background_and_kept(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    computing = Computing(tokenizer)
-    computing.refusals = 2
-    service = indexed(tokenizer, tmp_path, computing)
+    service = indexed(tokenizer, tmp_path, computing(tokenizer, num_refusals=2))
     asyncio.run(fill_indexes(service.pipelines))
     own = [each for each in service.generate.requests if each.is_background]
     assert len(own) == len(service.generate.requests) >= len(LINES)
@@ -93,7 +81,7 @@ def test_vectors_are_computed_once_in_the_background_and_kept(tokenizer: Tokeniz
     for _ in range(2):
         assert ask(service).status == 200
     assert num_embedded(service) == before + 2  # the questions
-    again = indexed(tokenizer, tmp_path, Computing(tokenizer))
+    again = indexed(tokenizer, tmp_path, computing(tokenizer))
     [step] = again.pipelines[0].ranking
     assert isinstance(step, IndexStep)
     kept = asyncio.run(step.index.matrix())
@@ -104,8 +92,8 @@ def test_vectors_are_computed_once_in_the_background_and_kept(tokenizer: Tokeniz
 def test_vectors_of_other_weights_are_computed_anew(
     tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asyncio.run(fill_indexes(indexed(tokenizer, tmp_path, Computing(tokenizer)).pipelines))
-    changed = indexed(tokenizer, tmp_path, Computing(tokenizer, turned=30.0))
+    asyncio.run(fill_indexes(indexed(tokenizer, tmp_path, computing(tokenizer)).pipelines))
+    changed = indexed(tokenizer, tmp_path, computing(tokenizer, turned=30.0))
     with caplog.at_level("INFO", logger="app.api.pipelines.index"):
         assert ask(changed).json["usage"]["pipeline"]["steps"][0]["kept"][0]["score"] == pytest.approx(
             math.cos(math.radians(10)), abs=1e-6
@@ -115,20 +103,20 @@ def test_vectors_of_other_weights_are_computed_anew(
 
 def test_documents_found_may_be_ranked_again(tokenizer: Tokenizer, tmp_path: Path) -> None:
     rerank = {"kind": "rerank", "model": "finder", "top_n": 1}
-    service = indexed(tokenizer, tmp_path, Computing(tokenizer), [rerank])
+    service = indexed(tokenizer, tmp_path, computing(tokenizer), [rerank])
     steps = ask(service).json["usage"]["pipeline"]["steps"]
     assert [each["id"] for each in steps[1]["kept"]] == ["dogs"]
 
 
 def test_own_documents_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    answer = ask(indexed(tokenizer, tmp_path, Computing(tokenizer)), documents=["a"])
+    answer = ask(indexed(tokenizer, tmp_path, computing(tokenizer)), documents=["a"])
     assert (answer.status, answer.error["param"]) == (400, "documents")
     assert "from an index" in answer.error["message"]
 
 
 async def test_a_request_that_comes_too_early_is_told_how_far_it_is(tokenizer: Tokenizer, tmp_path: Path) -> None:
     def waiting(request: Request) -> Iterable[Step]:
-        return [WAIT] if request.is_background else Computing(tokenizer)(request)
+        return [WAIT] if request.is_background else computing(tokenizer)(request)
 
     service = indexed(tokenizer, tmp_path, waiting)
     body = {"model": "rag", "messages": [{"role": "user", "content": "What barks?"}]}
@@ -136,8 +124,7 @@ async def test_a_request_that_comes_too_early_is_told_how_far_it_is(tokenizer: T
     filling = asyncio.create_task(fill_indexes(service.pipelines))
     await until(lambda: bool(service.generate.open))
     async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
-        await connection.finished()
-        answer = connection.answer()
+        answer = await connection.finished()
     filling.cancel()
     await asyncio.gather(filling, return_exceptions=True)
     assert answer.status == 503

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from array import array
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from app.engine.request import FinishReason, Pooling, Request, TokenDelta
+from app.engine.request import FinishReason, Pooling, Request
 from app.errors import Overloaded
 from app.text import Tokenizer
-from tests.api.fakes import WAIT, Answer, Connection, Service, Step, last, without_times
+from tests.api.fakes import WAIT, Answer, Service, Step, by_angle, hang_up, without_times
 from tests.api.keys import bearer, entry
 from tests.api.test_request_trace import KeptTraces, named
 from tests.metrics.test_exposition import value
-from tests.waiting import until
 
 RAG = {
     "name": "rag",
@@ -38,25 +36,11 @@ BODIES: dict[str, dict[str, Any]] = {
 ANGLES = {"Dogs bark": 10.0, "Dogs.": 20.0, "Cats": 60.0, "Fish": 90.0, QUESTION: 0.0}
 
 
-def computing(tokenizer: Tokenizer) -> Any:
-    """A vector for a text, the text `3 4` for a prompt."""
-
-    def script(request: Request) -> Iterable[Step]:
-        if request.pooling is None:
-            yield from ((token_id,) for token_id in tokenizer.encode("3 4", add_special_tokens=False))
-            yield last(request, (), FinishReason.LENGTH)
-            return
-        text = tokenizer.decode(request.prompt_token_ids)
-        angle = math.radians(next(angle for words, angle in ANGLES.items() if words in text))
-        vector = array("f", [math.cos(angle), math.sin(angle)]).tobytes()
-        yield TokenDelta(request.request_id, (), FinishReason.STOP, embedding=vector)
-
-    return script
-
-
 def rag(tokenizer: Tokenizer, script: Any = None, **settings: Any) -> Service:
     settings = {"pipelines": [RAG], "names": ("ranker", "writer"), "max_model_len": 400} | settings
-    return Service(tokenizer, script or computing(tokenizer), pooling=Pooling.LAST, **settings)
+    return Service(
+        tokenizer, script or by_angle(tokenizer, ANGLES, reason=FinishReason.LENGTH), pooling=Pooling.LAST, **settings
+    )
 
 
 def ask(service: Service, path: str = "/v1/chat/completions", headers: Any = None, **fields: Any) -> Answer:
@@ -184,7 +168,7 @@ def test_each_model_is_measured(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("waits", ["ranker", "writer"])
 async def test_a_disconnect_ends_the_step_that_runs(tokenizer: Tokenizer, waits: str) -> None:
-    usual = computing(tokenizer)
+    usual = by_angle(tokenizer, ANGLES)
 
     def script(request: Request) -> Iterable[Step]:
         if (request.pooling is not None) == (waits == "ranker"):
@@ -194,11 +178,10 @@ async def test_a_disconnect_ends_the_step_that_runs(tokenizer: Tokenizer, waits:
     service = rag(tokenizer, script)
     body = {"model": "rag", "documents": DOCUMENTS, "stream": True} | BODIES["/v1/chat/completions"]
 
-    async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
-        await until(lambda: len(service.generate.open) == (5 if waits == "ranker" else 1))
-        connection.hang_up()
-        await connection.finished()
-        assert not service.generate.open
+    await hang_up(
+        service.app, "/v1/chat/completions", body, lambda: len(service.generate.open) == (5 if waits == "ranker" else 1)
+    )
+    assert not service.generate.open
 
 
 def test_a_refusal_of_the_ranking_is_one_of_the_call(tokenizer: Tokenizer) -> None:

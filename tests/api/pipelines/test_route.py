@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from array import array
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -14,34 +13,20 @@ from pydantic import ValidationError
 
 from app.api import RequestHandler, pipelines_of
 from app.config import ApiConfig, ApplicationConfig
-from app.engine.request import FinishReason, Pooling, Request, TokenDelta
+from app.engine.request import Pooling, Request
 from app.errors import InvalidSetup
 from app.metrics import RequestMetrics
 from app.text import Tokenizer
-from tests.api.fakes import Answer, Service, Step, say
+from tests.api.fakes import Answer, Service, Step, by_angle, say, vector
 from tests.api.keys import bearer, entry
 
 ANGLES = {"code": 0.0, "Write a function": 10.0, "poem": 90.0, "Sing": 80.0}
 
 
-def computing(tokenizer: Tokenizer) -> Any:
-    says = say(tokenizer, "3 4")
-
-    def script(request: Request) -> Iterable[Step]:
-        if request.pooling is None:
-            return says(request)
-        text = tokenizer.decode(request.prompt_token_ids)
-        angle = math.radians(next(angle for words, angle in ANGLES.items() if words in text))
-        vector = array("f", [math.cos(angle), math.sin(angle)]).tobytes()
-        return [TokenDelta(request.request_id, (), FinishReason.STOP, embedding=vector)]
-
-    return script
-
-
 def routed(tokenizer: Tokenizer, cases: list[dict[str, Any]], **settings: Any) -> Service:
     step = {key: settings.pop(key) for key in ("by", "header", "classifier") if key in settings}
     pipelines = [{"name": "auto", "steps": [{"kind": "route", "cases": cases, **step}]}]
-    script = computing(tokenizer)
+    script = by_angle(tokenizer, ANGLES)
     return Service(tokenizer, script, names=("a", "b"), pipelines=pipelines, pooling=Pooling.LAST, **settings)
 
 
@@ -114,8 +99,7 @@ def labelled(tokenizer: Tokenizer, cases: list[dict[str, Any]], scores: dict[str
     def classifying(request: Request) -> Iterable[Step]:
         assert request.pooling is Pooling.SCORE
         text = tokenizer.decode(request.prompt_token_ids)
-        vector = array("f", next(each for words, each in scores.items() if words in text)).tobytes()
-        return [TokenDelta(request.request_id, (), FinishReason.STOP, embedding=vector)]
+        return vector(request, next(each for words, each in scores.items() if words in text))
 
     step = {"kind": "route", "by": "classifier", "classifier": "a", "cases": cases}
     return Service(

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from benchmarks.chaos.__main__ import main
 from benchmarks.chaos.stream import Stream, follow
 from benchmarks.chaos.traffic import KINDS, mixed, with_stop
 from benchmarks.chaos.verdict import by_kind, judged, pauses_ms, spread
@@ -108,8 +107,3 @@ def test_all_kinds_are_asked_and_a_stop_string_lies_on_the_way() -> None:
     text = "some words that a model might well have said"
     [stop] = with_stop(requests[3], text).body["stop"]
     assert 0 < text.index(stop) < len(text) - len(stop)
-
-
-def test_a_row_that_is_not_there_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["R99"]) == 2
-    assert "R99" in capsys.readouterr().err

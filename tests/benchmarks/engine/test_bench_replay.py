@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from app.assembly import build_matchers, build_sync_engine
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
+from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
 from app.engine.request import Adapter, Grammar, GrammarKind, ModelInfo, Pooling
 from app.engine.trace.entries import Entry, Header, Limited, StepRecord, parse, to_line
@@ -404,42 +405,55 @@ def test_a_real_log_is_replayed(
     assert found["num_steps"] > 15
 
 
-def test_a_log_with_drafts_of_a_draft_model_is_replayed(
-    demo_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = EngineConfig.model_validate({
+def _drafting(demo_path: Path, folder: Path) -> Engine:
+    engine = build_sync_engine(EngineConfig.model_validate({
         "model": {"path": str(demo_path), "device": "cpu"},
         "cache": {"num_blocks": 6},
         "scheduler": {"max_running": 4, "max_step_tokens": 32},
         "speculation": {"method": "draft_model", "model": str(demo_path)},
-        "step_log": {"path": str(tmp_path / "log")},
-    })  # fmt: skip
-    engine = build_sync_engine(config)
+        "step_log": {"path": str(folder / "log")},
+    }))  # fmt: skip
     run_to_end(engine, *[
         make_request((3, *range(20, 24 + number)), max_tokens=20, temperature=float(number % 2), ignore_eos=True)
         for number in range(6)
     ])  # fmt: skip
     assert engine.stats().total_preemptions > 0
     assert engine.stats().total_drafted_tokens > 0
-    engine.close()
+    return engine
+
+
+def _encoding(demo_path: Path, folder: Path) -> Engine:
+    save_tiny_encoder("bert", folder / "model")
+    engine = build_sync_engine(EngineConfig.model_validate({
+        "model": {"path": str(folder / "model"), "device": "cpu"},
+        "scheduler": {"max_step_tokens": 30, "max_running": 8},
+        "step_log": {"path": str(folder / "log")},
+    }))  # fmt: skip
+    run_to_end(engine, *[make_request((5,) * (9 * n), pooling=Pooling.CLS, max_tokens=0) for n in range(1, 6)])
+    return engine
+
+
+def _matching(demo_path: Path, folder: Path) -> Engine:
+    config = EngineConfig.model_validate({"model": {"path": str(demo_path)}, "step_log": {"path": str(folder / "log")}})
+    engine = build_sync_engine(config)
+    matchers = build_matchers(config, engine.facts)
+    for number in range(3):
+        grammar = Grammar(GrammarKind.REGEX, "[a-z]{9,20}" + "!" * number)
+        request = make_request((20, 21, 22), max_tokens=40, temperature=1.0, seed=number, grammar=grammar)
+        engine.add(request, matcher=matchers.matcher_of(request).result())
+    run_to_end(engine)
+    matchers.close()
+    return engine
+
+
+@pytest.mark.parametrize("run", [_drafting, _encoding, _matching], ids=["draft-model", "encoder", "grammars"])
+def test_a_real_log_of_every_kind_is_replayed(
+    run: Callable[[Path, Path], Engine], demo_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(demo_path, tmp_path).close()
     for options in ((), ("--simulated",)):
         assert main([str(tmp_path / "log"), *options]) == 0
         assert capsys.readouterr().out.startswith("the same: ")
-
-
-def test_a_log_of_an_encoder_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_tiny_encoder("bert", tmp_path / "model")
-    config = EngineConfig.model_validate({
-        "model": {"path": str(tmp_path / "model"), "device": "cpu"},
-        "scheduler": {"max_step_tokens": 30, "max_running": 8},
-        "step_log": {"path": str(tmp_path / "log")},
-    })  # fmt: skip
-    engine = build_sync_engine(config)
-    run_to_end(engine, *[make_request((5,) * (9 * n), pooling=Pooling.CLS, max_tokens=0) for n in range(1, 6)])
-    engine.close()
-    for options in ((), ("--simulated",)):
-        assert main([str(tmp_path / "log"), *options]) == 0
-        assert capsys.readouterr().out.startswith("the same: 4 steps, 5 requests")
 
 
 @pytest.fixture(scope="module")
@@ -476,24 +490,6 @@ def test_a_real_log_with_adapters_is_replayed_with_the_files_that_it_names(
     assert main([str(tmp_path)]) == 2
     assert "the log has requests with the adapter support: there is no adapter" in capsys.readouterr().err
     assert main([str(tmp_path), "--simulated"]) == 0
-
-
-def test_a_real_log_with_grammars_is_replayed(
-    demo_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = EngineConfig.model_validate({"model": {"path": str(demo_path)}, "step_log": {"path": str(tmp_path)}})
-    engine = build_sync_engine(config)
-    matchers = build_matchers(config, engine.facts)
-    for number in range(3):
-        grammar = Grammar(GrammarKind.REGEX, "[a-z]{9,20}" + "!" * number)
-        request = make_request((20, 21, 22), max_tokens=40, temperature=1.0, seed=number, grammar=grammar)
-        engine.add(request, matcher=matchers.matcher_of(request).result())
-    run_to_end(engine)
-    engine.close()
-    matchers.close()
-    for options in ((), ("--simulated",)):
-        assert main([str(tmp_path), *options]) == 0
-        assert capsys.readouterr().out.startswith("the same: ")
 
 
 def test_a_log_without_prompts_is_replayed_without_a_model_only(
@@ -544,45 +540,28 @@ def test_a_cut_last_line_is_left_out(
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("files", "message"),
     [
-        (None, "cannot be read"),
-        ("", "this is no step log"),
-        ('{"step_log":99}\n', "the log has format 99; this version reads format 2"),
-        ("header\nnonsense\n", ":2: this is no entry of a step log"),
-        ('header\n{"step":1,"nonsense":2}\n', ":2: this is no entry of a step log"),
+        ({}, "holds 0 runs"),
+        ({"steps-a-00001.jsonl": ""}, "this is no step log"),
+        ({"steps-a-00001.jsonl": '{"step_log":99}\n'}, "the log has format 99; this version reads format 2"),
+        ({"steps-a-00001.jsonl": "header\nnonsense\n"}, ":2: this is no entry of a step log"),
+        ({"steps-a-00001.jsonl": 'header\n{"step":1,"nonsense":2}\n'}, ":2: this is no entry of a step log"),
+        ({"steps-a-00002.jsonl": "second\n"}, "part 1 is not there"),
+        ({"steps-a-00001.jsonl": "header\n", "steps-b-00001.jsonl": "header\n"}, "holds 2 runs"),
     ],
 )
 def test_what_cannot_be_read_is_told_in_a_sentence(
-    content: str | None,
+    files: dict[str, str],
     message: str,
     log_folders: dict[bool, Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (file,) = log_folders[True].iterdir()
-    broken = tmp_path / "broken.jsonl"
-    if content is not None:
-        broken.write_text(content.replace("header", file.read_text().splitlines()[0]))
-    assert main([str(broken), "--simulated"]) == 2
+    (real,) = log_folders[True].iterdir()
+    header = real.read_text().splitlines()[0]
+    for name, content in files.items():
+        second = json.dumps(json.loads(header) | {"part": 2})
+        (tmp_path / name).write_text(content.replace("header", header).replace("second", second))
+    assert main([str(tmp_path), "--simulated"]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_log_without_its_beginning_cannot_be_replayed(
-    log_folders: dict[bool, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (file,) = log_folders[True].iterdir()
-    header = json.loads(file.read_text().splitlines()[0]) | {"part": 2}
-    (tmp_path / file.name.replace("00001", "00002")).write_text(json.dumps(header) + "\n")
-    assert main([str(tmp_path), "--simulated"]) == 2
-    assert "part 1 is not there" in capsys.readouterr().err
-
-
-def test_a_folder_with_two_runs_asks_which(
-    log_folders: dict[bool, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for folder in log_folders.values():
-        (file,) = folder.iterdir()
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert main([str(tmp_path), "--simulated"]) == 2
-    assert "holds 2 runs" in capsys.readouterr().err

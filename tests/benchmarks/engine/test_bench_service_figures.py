@@ -55,7 +55,7 @@ def test_goodput_counts_every_request_and_a_failed_one_as_a_broken_promise(promi
 
 
 def step(began_s: float, **num_tokens: int) -> Step:
-    return Step(began_s=began_s, ended_s=began_s + 1, num_tokens=num_tokens, num_running=1, num_waiting=1)
+    return Step(began_s, began_s + 1, num_tokens, num_running=1, num_waiting=1)
 
 
 def test_fairness_is_looked_at_only_while_every_tenant_waits() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from app.engine.batch import StepBatch, StepResult
-from benchmarks.engine.carousel import LoggedCarousel
+from benchmarks.engine.carousel import Carousel
 from benchmarks.engine.run import Run
-from benchmarks.engine.step_trace import LoggedRunner, StepTrace
+from benchmarks.engine.step_trace import StepTrace
 from benchmarks.harness.workload import TimedRequest, Workload
 from tests.fakes import CountingRunner, FakeClock, TimedRunner, build_fake_engine, make_request
 
@@ -42,10 +42,9 @@ def workload(*max_tokens: int, arrivals_s: tuple[float, ...] = ()) -> Workload:
 
 def serve(work: Workload, **scheduler: Any) -> tuple[Run, StepTrace]:
     clock = FakeClock()
-    log = StepTrace(clock)
-    runner = LoggedRunner(TimedRunner(clock, step_s=STEP_S), log)
-    engine = build_fake_engine(runner=runner, clock=clock, **scheduler)
-    return LoggedCarousel(engine, log, start_clock=lambda: ToldClock(clock)).serve(work), log
+    trace = StepTrace()
+    engine = build_fake_engine(runner=TimedRunner(clock, step_s=STEP_S), clock=clock, recorder=trace, **scheduler)
+    return Carousel(engine, trace=trace, start_clock=lambda: ToldClock(clock)).serve(work), trace
 
 
 def test_static_batches_leave_slots_empty_while_others_wait_and_continuous_does_not() -> None:
@@ -87,9 +86,9 @@ class LaunchingRunner(CountingRunner):
 
 def test_steps_that_are_launched_ahead_follow_each_other_without_overlap() -> None:
     clock = FakeClock()
-    log = StepTrace(clock)
-    engine = build_fake_engine(runner=LoggedRunner(LaunchingRunner(clock), log), clock=clock)
-    LoggedCarousel(engine, log, start_clock=lambda: ToldClock(clock)).serve(workload(3))
-    assert [(step.began_s, step.ended_s) for step in log.steps] == [
+    trace = StepTrace()
+    engine = build_fake_engine(runner=LaunchingRunner(clock), clock=clock, recorder=trace)
+    Carousel(engine, trace=trace, start_clock=lambda: ToldClock(clock)).serve(workload(3))
+    assert [(step.began_s, step.ended_s) for step in trace.steps] == [
         pytest.approx((number * STEP_S, (number + 1) * STEP_S)) for number in range(3)
     ]

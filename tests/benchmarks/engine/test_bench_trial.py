@@ -8,8 +8,6 @@ import pytest
 
 from app.config import PRESETS, BucketedConfig
 from benchmarks.engine.trial import (
-    POLICIES,
-    STRATEGIES,
     Trial,
     preset_trials,
     trials,
@@ -29,13 +27,6 @@ def options(*assignments: str) -> Options:
             model="m", workload="w", dtype=None, threads=1, device="cpu", repeat=1, outputs=None, set=assignments
         )
     )
-
-
-def test_by_default_all_strategies_go_with_fcfs_and_continuous_with_all_policies() -> None:
-    assert [trial.name for trial in asked()] == [
-        *(f"{name} fcfs" for name in STRATEGIES),
-        *(f"continuous {name}" for name in POLICIES if name != "fcfs"),
-    ]
 
 
 def test_presets_are_trials_and_the_engine_has_room_for_all_of_them() -> None:

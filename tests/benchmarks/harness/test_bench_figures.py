@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from app.engine.request import Request, SamplingParams
 from benchmarks.engine.run import Run, Setup, Timeline, summed_up
@@ -27,13 +25,6 @@ def test_a_percentile_lies_between_the_two_nearest_samples(
     samples: list[float], percent: float, expected: float | None
 ) -> None:
     assert percentile(samples, percent) == pytest.approx(expected)
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0, 100))
-def test_a_percentile_is_never_outside_the_samples(samples: list[float], percent: float) -> None:
-    found = percentile(samples, percent)
-    assert found is not None
-    assert min(samples) - 1e-6 <= found <= max(samples) + 1e-6
 
 
 def test_times_count_from_the_arrival_and_gaps_between_deliveries() -> None:
@@ -66,20 +57,11 @@ SETUP = Setup(engine="e", model="m", workload="w", dtype="fp32", threads=1, devi
 
 def test_a_report_has_the_median_of_the_repeats_and_counters_of_the_middle_one() -> None:
     found = summed_up(SETUP, WORKLOAD, [run(4), run(1), run(2)])
-    assert found["seconds"] == 2
-    assert found["all_seconds"] == [4, 1, 2]
-    assert found["num_steps"] == 2
-    assert found["output_tokens_per_s"] == 1
-    assert found["total_tokens_per_s"] == 2
-    assert found["ttft_p50_s"] == 1
+    assert (found["seconds"], found["all_seconds"], found["num_steps"]) == (2, [4, 1, 2], 2)
+    assert (found["output_tokens_per_s"], found["total_tokens_per_s"], found["ttft_p50_s"]) == (1, 2, 1)
     assert found["latency_p99_s"] == pytest.approx(3.96)
-    assert found["peak_rss_mb"] > 0
-
-
-def test_an_engine_that_delivers_only_at_the_end_has_no_first_token_and_no_gaps() -> None:
-    found = summed_up(SETUP, WORKLOAD, [run(2, streams=False)])
-    assert (found["ttft_p50_s"], found["itl_p50_s"]) == (None, None)
-    assert found["latency_p50_s"] == 2
+    late = summed_up(SETUP, WORKLOAD, [run(2, streams=False)])  # delivers only at the end
+    assert (late["ttft_p50_s"], late["itl_p50_s"], late["latency_p50_s"]) == (None, None, 2)
 
 
 def test_a_table_lines_its_numbers_up_on_the_right() -> None:

@@ -21,16 +21,6 @@ def read(folder: Path, *lines: str) -> Workload:
     return read_workload(str(path))
 
 
-def test_a_line_becomes_a_greedy_request_that_comes_at_once(tmp_path: Path) -> None:
-    (timed,) = read(tmp_path, line()).requests
-    assert timed.arrival_s == 0
-    assert timed.request.request_id == "a"
-    assert timed.request.prompt_token_ids == (1, 2, 3)
-    assert timed.request.sampling.max_tokens == 4
-    assert timed.request.sampling.is_greedy
-    assert not timed.request.sampling.ignore_eos
-
-
 def test_requests_stand_in_order_of_arrival_and_then_of_the_file(tmp_path: Path) -> None:
     workload = read(tmp_path, line("late", arrival_s=2.5), "", line("first"), line("second"))
     assert [timed.request.request_id for timed in workload.requests] == ["first", "second", "late"]
@@ -41,13 +31,8 @@ def test_requests_stand_in_order_of_arrival_and_then_of_the_file(tmp_path: Path)
     [
         ([line(), "{"], r"work\.jsonl:2: .*JSON"),
         (["", line(max_tokens=0)], r"work\.jsonl:2: max_tokens: .*greater than or equal to 1"),
-        ([line(prompt_token_ids=[])], r"work\.jsonl:1: prompt_token_ids: "),
         ([line(prompt_token_ids=[1, -2])], r"work\.jsonl:1: prompt_token_ids\.1: "),
-        ([line(max_tokens="4")], r"work\.jsonl:1: max_tokens: .*integer"),
-        ([line(priority="high")], r"work\.jsonl:1: priority: .*integer"),
-        ([line(priority=101)], r"work\.jsonl:1: priority: .*less than or equal to 100"),
         ([line(deadline_s=0)], r"work\.jsonl:1: deadline_s: .*greater than 0"),
-        ([line(arrival_s=-1)], r"work\.jsonl:1: arrival_s: "),
         ([line(max_token=3)], r"work\.jsonl:1: there is no field 'max_token'; did you mean max_tokens"),
         ([line(), line("b"), line()], r"work\.jsonl:3: the id 'a' stands in line 1 already"),
         (["", "  "], r"has no requests"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from app.jobs import ItemOrigin
+from app.batches import ItemOrigin
 from app.text import Tokenizer
 from deployments.serve.tracing import OtlpTracer, tracer_of_environment
 from tests.api.fakes import Service

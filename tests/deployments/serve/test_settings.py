@@ -11,7 +11,7 @@ import yaml
 
 from app.config import SchedulerConfig, StaticConfig
 from app.errors import InvalidSetup
-from app.fleet.dispatch import RequestSize, make_policy
+from app.fleet.dispatch import Candidate, RequestSize, make_policy
 from deployments.serve.settings import apply_override, asked_threads, max_ingress_requests, parse, read_serve_file
 
 SIZE = RequestSize(num_prompt_tokens=1, num_expected_tokens=1)
@@ -220,7 +220,7 @@ def test_the_user_configs_of_a_file_are_checked_before_anything_starts(tmp_path:
 @pytest.mark.parametrize("name", ["round_robin", "least_loaded", "prefix_affinity"])
 def test_every_dispatch_policy_of_the_settings_can_be_made(name: str) -> None:
     chosen = parse({"models": [{"replicas": {"dispatch": name}}]}).models[0].replicas.dispatch
-    assert make_policy(chosen, random.Random(0)).decide([], SIZE).order == []
+    assert make_policy(chosen, random.Random(0)).decide([Candidate(replica_id="a")], SIZE).policy == name
 
 
 def test_a_mistake_in_dispatch_is_answered_with_the_policies() -> None:

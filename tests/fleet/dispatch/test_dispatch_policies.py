@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from app.fleet.dispatch import (
     Candidate,
+    Decision,
     DispatchPolicy,
     LeastLoaded,
     PrefixAffinity,
@@ -33,7 +34,11 @@ def loads(**num_decode_tokens: int) -> list[Candidate]:
 
 
 def order(policy: DispatchPolicy, *given: Candidate) -> list[str]:
-    return policy.decide(given, SIZE).order
+    return ids(policy.decide(given, SIZE))
+
+
+def ids(decision: Decision) -> list[str]:
+    return [each.replica_id for each in decision.candidates]
 
 
 def least_loaded() -> LeastLoaded:
@@ -100,7 +105,7 @@ def test_prefix_affinity_takes_the_longest_match_near_the_least_load() -> None:
 def test_prefix_affinity_passes_over_a_match_beyond_the_bound_and_says_so() -> None:
     matching = load("matching", num_cached_tokens=64, num_prefill_tokens=1, num_decode_tokens=1000)
     decision = prefix_affinity().decide([matching, load("idle")], SIZE)
-    assert decision.order == ["idle", "matching"]
+    assert ids(decision) == ["idle", "matching"]
     assert "over 1,000 tokens more" in decision.reason
 
 
@@ -151,7 +156,7 @@ def any_loads(draw: st.DrawFn) -> list[Candidate]:
             holds_session=draw(st.booleans()),
             is_full=draw(st.booleans()),
         )
-        for replica_id in draw(st.lists(st.text(max_size=3), unique=True, max_size=8))
+        for replica_id in draw(st.lists(st.text(max_size=3), unique=True, min_size=1, max_size=8))
     ]
 
 
@@ -159,7 +164,7 @@ def any_loads(draw: st.DrawFn) -> list[Candidate]:
 @given(many=any_loads())
 def test_every_policy_orders_all_replicas_once_and_the_full_ones_last(choice: Any, many: list[Candidate]) -> None:
     decision = make_policy(choice, random.Random(1)).decide(many, SIZE)
-    assert sorted(decision.order) == sorted(each.replica_id for each in many)
+    assert sorted(ids(decision)) == sorted(each.replica_id for each in many)
     fullness = [candidate.is_full for candidate in decision.candidates]
     assert fullness == sorted(fullness)
     assert "\n" not in decision.reason + decision.explain_loads() or any("\n" in each.replica_id for each in many)

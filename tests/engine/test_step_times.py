@@ -1,10 +1,53 @@
-"""The measured throughput, and when refused clients should come back."""
+"""How long steps take, and the pace of late."""
 
 from __future__ import annotations
 
+import random
+from math import inf
+
 import pytest
 
-from app.engine.throughput import HORIZON_S, RetryTimes, Throughput
+from app.engine.step_times import StepTimes, Throughput
+
+
+def test_step_times_find_the_largest_step_within_a_time() -> None:
+    times = StepTimes()
+    for size in (1, 10, 50, 200, 500):
+        for _ in range(10):
+            times.note(size, 0.010 + 0.0001 * size)
+    assert times.largest_within(0.040) == pytest.approx(300, rel=0.01)
+    assert times.seconds(300) == pytest.approx(0.040, rel=0.01)
+
+
+def test_times_of_steps_larger_than_any_before_go_on_as_they_rose() -> None:
+    times = StepTimes()
+    times.note(100, 0.020)
+    assert times.largest_within(0.040) == pytest.approx(200)
+    assert times.largest_within(0.010) == pytest.approx(50)
+    assert times.largest_within(inf) == inf
+    times.note(20, 0.012)  # 10 ms and 0.1 ms for each
+    assert times.largest_within(0.040) == pytest.approx(300)
+
+
+def test_nothing_is_known_of_steps_before_the_first() -> None:
+    assert StepTimes().largest_within(0.1) == inf
+    assert StepTimes().seconds(10) == 0.0
+
+
+def test_steps_that_vary_leave_room_for_the_longest() -> None:
+    times, rng = StepTimes(), random.Random(1)
+    samples = [0.1 * rng.gauss(1.0, 0.1) for _ in range(2000)]
+    for seconds in samples:
+        times.note(100, seconds)
+    assert sorted(samples)[1960] < times.seconds(100) < max(samples)
+
+
+def test_a_pause_of_the_system_hardly_counts() -> None:
+    times = StepTimes()
+    for _ in range(100):
+        times.note(100, 0.1)
+    times.note(100, 5.0)
+    assert times.seconds(100) < 0.12
 
 
 def test_averages_are_those_of_the_steps() -> None:
@@ -21,36 +64,9 @@ def test_averages_are_those_of_the_steps() -> None:
 def test_old_steps_fade() -> None:
     pace = Throughput()
     pace.note_step(60.0, num_tokens=1, num_ended=0)  # compiled something
-    for _ in range(int(5 * HORIZON_S / 0.01)):
+    for _ in range(5_000):
         pace.note_step(0.01, num_tokens=1, num_ended=0)
     assert pace.step_s == pytest.approx(0.01, rel=0.1)
-
-
-def test_refused_clients_come_back_one_after_the_other_as_places_become_free() -> None:
-    retry = RetryTimes()
-    waits = [retry.next_after(100.0, ended_per_s=4.0) for _ in range(4)]
-    assert waits == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    assert retry.next_after(100.5, ended_per_s=4.0) == pytest.approx(0.75)
-    assert retry.next_after(200.0, ended_per_s=4.0) == pytest.approx(0.25)
-
-
-def test_a_tenant_that_floods_moves_only_its_own_times() -> None:
-    retry = RetryTimes()
-    flood = [retry.next_after(100.0, ended_per_s=4.0, tenant="flood") for _ in range(10_000)]
-    assert max(flood) == pytest.approx(120.0)
-    assert retry.next_after(100.0, ended_per_s=4.0, tenant="other") == pytest.approx(0.5)  # every second place
-    assert retry.next_after(221.0, ended_per_s=4.0, tenant="flood") == pytest.approx(0.25)  # the flood is forgotten
-
-
-def test_a_flood_of_tenants_takes_bounded_memory() -> None:
-    retry = RetryTimes()
-    for number in range(3_000):
-        retry.next_after(100.0, ended_per_s=4.0, tenant=f"tenant-{number}")
-    assert len(retry._last_at) <= 1_000
-
-
-def test_without_a_pace_it_is_a_second() -> None:
-    assert RetryTimes().next_after(5.0, ended_per_s=0.0) == 1.0
 
 
 def pace_of(*steps: tuple[int, float]) -> Throughput:

@@ -1,13 +1,65 @@
-"""What the HTTP routes ask of the process that keeps files and batches: this one or another."""
+"""Files and batches between the API's routes and the process that works them off. Neither room imports the other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from enum import StrEnum
+from typing import Any, Protocol
 
 from app.json_pieces import Json
 from app.webhooks.receiver import WebhookReceiver
+
+# The class of every item. In OpenAI's API it is the tier of requests that can wait. Here: idle slots only, never
+# queued, preempted first.
+LOWEST_CLASS: Json = {"service_tier": "flex"}
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The response to an item: what an HTTP client would have got."""
+
+    status_code: int
+    body: Json  # its long lists may be `Rows`
+    is_large: bool = False  # it is written in a thread
+    latency_s: float | None = None  # how long it took, where that is measured
+
+
+@dataclass(frozen=True, slots=True)
+class ItemOrigin:
+    """Which item of which job a request is."""
+
+    job_id: str
+    number: int
+
+    @property
+    def request_id(self) -> str:
+        """By which the output line, the logs, the step log and traces name it; the same for each attempt."""
+        return f"{self.job_id}-{self.number}"
+
+
+# Answers one body of an owner at an endpoint. Raises Overloaded, Unavailable or EngineStopped when no replica can serve
+# it now: the item is tried again later. Cancelling it aborts the request.
+Answer = Callable[[str, str, Mapping[str, Any], ItemOrigin], Awaitable[Answered]]
+
+
+class JobState(StrEnum):
+    """`validating` → `failed` | `in_progress` → `finalizing` → `completed`; by request `cancelling` → `cancelled`; by
+    time `expired`.
+    """
+
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+    @property
+    def has_ended(self) -> bool:
+        return self in (JobState.FAILED, JobState.COMPLETED, JobState.EXPIRED, JobState.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
