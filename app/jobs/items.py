@@ -23,9 +23,7 @@ CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
 GENERATION_URLS = (CHAT_URL, COMPLETIONS_URL)  # what engines can answer without the API's other endpoints
 MAX_ID_LENGTH = 512
 MAX_LISTED_ERRORS = 100
-_SEED_MASK = (1 << 63) - 1
 _PIECE_BYTES = 1024 * 1024
-_ITEMS_AT_ONCE = 16  # a thread reads so many before it returns; each may have megabytes
 
 # Columns of a plain row that mean what they mean in a body; any other column is the user's own and left alone.
 SAMPLING_COLUMNS = (
@@ -91,7 +89,8 @@ def refuse_many_answers(body: Mapping[str, Any]) -> None:
 
 def seed_of(item_id: str) -> int:
     """An item without a seed has one that follows from its id: computed again after a crash, it says the same."""
-    return int.from_bytes(_hash(item_id), "big") & _SEED_MASK
+    seed_mask = (1 << 63) - 1
+    return int.from_bytes(_hash(item_id), "big") & seed_mask
 
 
 # Uploads
@@ -152,7 +151,8 @@ def read_items(open_file: OpenFile, rules: InputRules) -> Generator[Item, None, 
 
 def pieces_of(items: Iterator[Item]) -> Generator[list[Item], None, None]:
     """The items some at a time."""
-    while some := list(islice(items, _ITEMS_AT_ONCE)):
+    items_at_once = 16  # a thread reads so many before it returns; each may have megabytes
+    while some := list(islice(items, items_at_once)):
         yield some
 
 
