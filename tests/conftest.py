@@ -27,26 +27,29 @@ PROJECT = Path(__file__).resolve().parent.parent
 gc.disable()  # while modules are imported, of which nothing is garbage
 
 
+def _work_unit(nodeid: str) -> str:
+    """What one of several processes takes: all files with live tests, which share a cluster, or a file."""
+    file = nodeid.partition("::")[0]
+    has_live = file.startswith("tests/deployments/") and not file.startswith("tests/deployments/plan/")
+    return "live" if has_live or file == "tests/test_wheel.py" else file
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Live tests, which share a cluster, form a group for one of several processes, which begins with them."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
-    items.sort(key=lambda item: item.get_closest_marker("serve") is None)
-    for item in items:
-        if item.get_closest_marker("serve") is not None:
-            item.add_marker(pytest.mark.xdist_group("live"))
+    """The longest comes first."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: _work_unit(item.nodeid) != "live")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadgroup`, tests without a group are given out by files."""
-    from xdist.scheduler import LoadScopeScheduling
+    """With `--dist loadfile`. Groups of xdist would do, but 3.8 marks them where pytest 9.2 does not look."""
+    from xdist.scheduler import LoadFileScheduling
 
-    class Scheduling(LoadScopeScheduling):
+    class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "live" if nodeid.endswith("@live") else nodeid.partition("::")[0]
+            return _work_unit(nodeid)
 
-    return Scheduling(config, log) if config.getoption("dist") == "loadgroup" else None
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

@@ -39,17 +39,14 @@ def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLim
             f"/v1/rerank or /v1/score",
             param="model",
         )
-    if body.n > limits.max_choices:
-        raise InvalidRequest(f"n is {body.n:,}; this server accepts at most {limits.max_choices:,}", param="n")
-    if body.num_samples > limits.max_choices:
-        raise InvalidRequest(
-            f"best_of is {body.num_samples:,}; this server accepts at most {limits.max_choices:,}", param="best_of"
-        )
-    for param, num_top in (body.asked_logprobs, ("prompt_logprobs", body.prompt_logprobs)):
-        if num_top is not None and num_top > limits.max_logprobs:
-            raise InvalidRequest(
-                f"{param} is {num_top:,}; this server accepts at most {limits.max_logprobs:,}", param=param
-            )
+    for param, asked, most in (
+        ("n", body.n, limits.max_choices),
+        ("best_of", body.num_samples, limits.max_choices),
+        (*body.asked_logprobs, limits.max_logprobs),
+        ("prompt_logprobs", body.prompt_logprobs, limits.max_logprobs),
+    ):
+        if asked is not None and asked > most:
+            raise InvalidRequest(f"{param} is {asked:,}; this server accepts at most {most:,}", param=param)
     param = body.stop_param
     if len(body.stop) > limits.max_stop_strings:
         raise InvalidRequest(

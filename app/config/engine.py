@@ -51,8 +51,8 @@ class ModelConfig(Settings):
         None,
         ge=1,
         le=1024,
-        description="LoRA adapters in memory at once; the least recently used goes first; default: 8, on a GPU, where "
-        "their memory is taken at the start, only of a model with `adapters`, else none",
+        description="LoRA adapters in memory at once; the least recently used goes first; default: 8, on a GPU only "
+        "with `adapters`, because their memory is taken at the start",
     )
     simulated: dict[str, Any] | None = Field(
         None,

@@ -24,15 +24,15 @@ class ServedModelConfig(Settings):
     )
     pooling: Literal["auto", "last", "mean", "cls", "none"] = Field(
         "auto",
-        description="embeddings: the last token's hidden state, the mean of all tokens', an encoder's first, or none "
-        "are given; auto: as 1_Pooling/config.json says, else last, and mean of an encoder",
+        description="an embedding: the hidden state of the last token, the mean over all, the first of an encoder, or "
+        "none; auto: as 1_Pooling/config.json says, else last, and mean of an encoder",
     )
     deadline_s: float | None = Field(
         None,
         gt=0,
         le=86_400,
-        description="seconds that a request may take which names no `deadline_s`, waiting included; not of background "
-        "requests; default: any number",
+        description="seconds for a request without a `deadline_s` of its own, waiting included; not of background "
+        "requests; default: no limit",
     )
     adapters: dict[Name, str] = Field(
         {}, max_length=1024, description="LoRA adapters by the name that clients send as `model`: a folder or a hub id"

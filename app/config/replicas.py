@@ -59,8 +59,8 @@ class ReplicasConfig(Settings):
     )
     dispatch: Literal["round_robin", "least_loaded", "prefix_affinity"] = Field(
         "least_loaded",
-        description="how a replica is chosen: each in its turn, the one that would be done first by its outstanding "
-        "tokens and speed, or the one with the longest cached beginning of the prompt while its load is near the least",
+        description="the replica of a request: each in its turn, the one that would be done first, or the one with the "
+        "longest cached beginning of the prompt while its load is near the least",
     )
     groups: tuple[GroupConfig, ...] = Field((), max_length=64, description="arms of an A/B trial")
     drain_timeout_s: float = Field(120.0, gt=0, description="seconds a stopping replica may finish what it has")
@@ -83,8 +83,8 @@ class ReplicasConfig(Settings):
     device_memory_gib: float | None = Field(
         None,
         gt=0,
-        description="GiB that the replicas with `sleep_after_s` on one GPU, or on the CPUs of one machine, may have "
-        "together; those that do not fit take turns; default: 90% of what there is",
+        description="GiB of all replicas with `sleep_after_s` on one GPU, or on the CPUs of one machine; those that do "
+        "not fit take turns; default: 90% of what there is",
     )
 
     @model_validator(mode="after")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,7 +17,7 @@ from app.errors import InvalidRequest
 from app.model.loader import dtype_of
 from benchmarks.engine.run import Setup
 from benchmarks.harness.command import BenchmarkError, tell
-from benchmarks.harness.options import DTYPES, Options
+from benchmarks.harness.options import DTYPES
 from benchmarks.harness.settings import Assignment, engine_config
 from benchmarks.harness.workload import Workload, read_workload, read_workloads
 
@@ -32,19 +33,19 @@ class LoadedEngine:
     also: Mapping[str, Workload] = field(default_factory=dict)  # to be served after `workload`, by name
 
 
-def load_engine(options: Options) -> LoadedEngine:
+def load_engine(given: argparse.Namespace, assignments: Sequence[Assignment]) -> LoadedEngine:
     """Read the workload, then build the engine. Notes go to stderr.
 
     Raises:
         BenchmarkError: an option or the workload is wrong, or does not fit.
         CarouselError: the engine cannot be built; the message says why.
     """
-    workload = read_workload(options.workload)
-    also = read_workloads(options.also)
+    workload = read_workload(given.workload)
+    also = read_workloads(given.also)
     largest = Workload(tuple(timed for one in (workload, *also.values()) for timed in one.requests))
-    config = configured(options)
+    config = configured(given, assignments)
     device = resolve_device(config.model.device)
-    config = with_room(config, largest, options.assignments, device)
+    config = with_room(config, largest, assignments, device)
     tell(f"loading {config.model.path}")
     engine = build_sync_engine(config)
     shortage = check_fit(engine, config, largest)
@@ -53,11 +54,11 @@ def load_engine(options: Options) -> LoadedEngine:
     setup = Setup(
         engine="carousel",
         model=config.model.path,
-        workload=options.workload,
+        workload=given.workload,
         dtype=dtype_name(config.model),
         threads=config.model.num_threads or num_cores(),
         device=device,
-        settings=[f"{assignment.path}={assignment.value}" for assignment in options.assignments],
+        settings=[f"{assignment.path}={assignment.value}" for assignment in assignments],
         kv_blocks=engine.stats().num_blocks,
         kv_block_size=config.cache.block_size,
     )
@@ -76,15 +77,15 @@ def dtype_name(model: ModelConfig) -> str:
     return next(short for short, name in DTYPES.items() if getattr(torch, name) is chosen)
 
 
-def configured(options: Options) -> EngineConfig:
+def configured(given: argparse.Namespace, assignments: Sequence[Assignment]) -> EngineConfig:
     """The engine's settings as asked; `--set` comes last. Raises BenchmarkError when a value is refused."""
-    given = {
-        "model.path": options.model,
-        "model.dtype": DTYPES[options.dtype] if options.dtype else None,
-        "model.device": options.device,
-        "model.num_threads": options.threads,
+    chosen = {
+        "model.path": given.model,
+        "model.dtype": DTYPES[given.dtype] if given.dtype else None,
+        "model.device": given.device,
+        "model.num_threads": given.threads,
     }
-    return engine_config({path: value for path, value in given.items() if value is not None}, options.assignments)
+    return engine_config({path: value for path, value in chosen.items() if value is not None}, assignments)
 
 
 _MEMORY_SETTINGS = frozenset({"cache.num_blocks", "cache.memory_gib", "cache.gpu_memory_fraction"})

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import gc
 import random
-import statistics
 import sys
 import time
 import tracemalloc
@@ -27,6 +26,7 @@ from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
 from app.engine.request import ModelInfo, Request, SamplingParams
 from benchmarks.harness.command import command_parser, run_command, tell
+from benchmarks.harness.figures import percentile, rounded
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 50_000
@@ -98,14 +98,6 @@ class Times:
         return [schedule + update for schedule, update in zip(self.schedule, self.update, strict=True)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
-    """Bytes of one waiting request."""
-
-    with_ids: float
-    without_ids: float  # less one tuple of the prompt's ids and the integers in it
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(_parser(), measure, arguments)
 
@@ -123,7 +115,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             step_log=options.step_log,
         )
         gc.collect()
-    weight = weigh_waiting(max(options.waiting, 1), max_running=options.running)
+    with_ids, without_ids = weigh_waiting(max(options.waiting, 1), max_running=options.running)
     largest = times[options.waiting]
     return {
         "schedule_ms": _summary(largest.schedule),
@@ -131,8 +123,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "sum_ms": _summary(largest.total),
         "sum_p50_ms_by_waiting": {waiting: _summary(each.total)["p50"] for waiting, each in times.items()},
         "joined_per_step": round(largest.num_joined / options.steps, 2),
-        "bytes_per_waiting": round(weight.without_ids),
-        "bytes_per_waiting_with_ids": round(weight.with_ids),
+        "bytes_per_waiting": round(without_ids),
+        "bytes_per_waiting_with_ids": round(with_ids),
     }
 
 
@@ -161,8 +153,8 @@ def measure_steps(
     return times
 
 
-def weigh_waiting(num_waiting: int, *, max_running: int) -> Weight:
-    """What `num_waiting` requests take from their creation to the queue, and of it what their ids take."""
+def weigh_waiting(num_waiting: int, *, max_running: int) -> tuple[float, float]:
+    """Bytes of a request from its creation to the queue; and less one tuple of its prompt's ids, and them."""
     engine, workload = build_engine(RandomRunner(max_running=1), max_running=max_running), Workload()
     gc.collect()
     tracemalloc.start()
@@ -178,7 +170,7 @@ def weigh_waiting(num_waiting: int, *, max_running: int) -> Weight:
     num_bytes = after - before - list_bytes
     own_ids = {id(token): sys.getsizeof(token) for request in requests for token in request.prompt_token_ids}
     id_bytes = sum(own_ids.values()) + sum(sys.getsizeof(request.prompt_token_ids) for request in requests)
-    return Weight(with_ids=num_bytes / num_waiting, without_ids=(num_bytes - id_bytes) / num_waiting)
+    return num_bytes / num_waiting, (num_bytes - id_bytes) / num_waiting
 
 
 def build_engine(
@@ -205,13 +197,10 @@ def _fill(engine: Engine, workload: Workload, *, num_running: int, num_waiting: 
         engine.add(workload.next())
 
 
-def _summary(milliseconds: list[float]) -> dict[str, float]:
-    ordered = sorted(milliseconds)
-    return {
-        "p50": round(statistics.median(ordered), 3),
-        "p99": round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 3),
-        "max": round(ordered[-1], 3),  # as a rule the garbage collector's full pass
-    }
+def _summary(milliseconds: list[float]) -> dict[str, float | None]:
+    """The longest is as a rule the garbage collector's full pass."""
+    found = {"p50": percentile(milliseconds, 50), "p99": percentile(milliseconds, 99), "max": max(milliseconds)}
+    return {name: rounded(value, 3) for name, value in found.items()}
 
 
 def _parser() -> argparse.ArgumentParser:

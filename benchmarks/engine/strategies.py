@@ -27,7 +27,7 @@ from benchmarks.engine.trial import (
     POLICIES,
     STRATEGIES,
     Trial,
-    base_options,
+    base_assignments,
     preset_trials,
     trials,
     with_largest_limits,
@@ -35,7 +35,8 @@ from benchmarks.engine.trial import (
 from benchmarks.harness import machine
 from benchmarks.harness.command import BenchmarkError, above_zero, command_parser, numbers_above_zero, run_command, tell
 from benchmarks.harness.figures import cell, table
-from benchmarks.harness.options import Options, add_run_options
+from benchmarks.harness.options import add_run_options
+from benchmarks.harness.settings import Assignment, parse_assignments
 from benchmarks.harness.workload import Workload
 from benchmarks.service.arrivals import Arrivals
 
@@ -58,19 +59,20 @@ class Outcome:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def measured(given: argparse.Namespace) -> dict[str, Any]:
-        outcomes, summary = measure(Options.of(given), given)
+        outcomes, summary = measure(given)
         print(in_words(outcomes))
         return summary
 
     return run_command(_parser(), measured, arguments)
 
 
-def measure(options: Options, given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
+def measure(given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
     """Load once, warm up, then every trial at every load."""
-    chosen = _trials(options, given)
+    assignments = parse_assignments(given.set)
+    chosen = _trials(given, assignments)
     arrivals, loads = Arrivals.parse(given.arrival), numbers_above_zero("--load", given.load)
     promise = _promise(given)
-    loaded = load_engine(with_largest_limits(base_options(options), chosen))
+    loaded = load_engine(given, with_largest_limits(base_assignments(assignments), chosen))
     workload = _with_deadlines(loaded.workload, given.deadline_s)
     tell("warm-up")
     Carousel(loaded.engine).serve(loaded.workload.warm_up())
@@ -86,7 +88,7 @@ def measure(options: Options, given: argparse.Namespace) -> tuple[list[Outcome],
         outcomes += _outcomes(loaded, chosen, arranged, promise, load=load, rate=rate)
     return outcomes, {
         **asdict(loaded.setup),
-        "settings": [f"{assignment.path}={assignment.value}" for assignment in options.assignments],
+        "settings": [f"{assignment.path}={assignment.value}" for assignment in assignments],
         "capacity_requests_per_s": capacity,
         "num_slots": loaded.config.scheduler.max_running,
         "trials": [outcome.to_dict() for outcome in outcomes],
@@ -94,12 +96,12 @@ def measure(options: Options, given: argparse.Namespace) -> tuple[list[Outcome],
     }
 
 
-def _trials(options: Options, given: argparse.Namespace) -> list[Trial]:
+def _trials(given: argparse.Namespace, assignments: Sequence[Assignment]) -> list[Trial]:
     if given.presets is None:
-        return trials(options, strategies=given.strategies, policies=given.policies)
+        return trials(given, assignments, strategies=given.strategies, policies=given.policies)
     if given.strategies or given.policies:
         raise BenchmarkError("--presets has strategies and policies of its own: leave out --strategies and --policies")
-    return preset_trials(options, given.presets)
+    return preset_trials(given, assignments, given.presets)
 
 
 def serve(loaded: LoadedEngine, trial: Trial, workload: Workload) -> Served:

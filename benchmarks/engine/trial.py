@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from app.config import PRESETS, PolicyConfig, SchedulerConfig, StrategyConfig
 from benchmarks.engine.engine_setup import configured
 from benchmarks.harness.command import BenchmarkError, did_you_mean
-from benchmarks.harness.options import Options
 from benchmarks.harness.settings import Assignment
 
 _BRANCHES: dict[str, dict[str, type[StrategyConfig] | type[PolicyConfig]]] = {
@@ -27,20 +27,22 @@ class Trial:
     scheduler: SchedulerConfig
 
 
-def base_options(options: Options) -> Options:
-    """The options without the parameters of single strategies and policies: those are for the trials that have them.
+def base_assignments(assignments: Sequence[Assignment]) -> list[Assignment]:
+    """Those without the parameters of single strategies and policies: those are for the trials that have them.
 
     Raises:
         BenchmarkError: a strategy or policy is chosen by `--set`, which would choose it for all trials.
     """
-    for assignment in options.assignments:
+    for assignment in assignments:
         if assignment.path in ("scheduler.strategy", "scheduler.policy"):
             plural = {"scheduler.strategy": "--strategies", "scheduler.policy": "--policies"}[assignment.path]
             raise BenchmarkError(f"--set {assignment.path}={assignment.value}: here they are chosen by {plural}")
-    return replace(options, assignments=tuple(a for a in options.assignments if not _is_parameter(a)))
+    return [each for each in assignments if not each.path.startswith(("scheduler.strategy.", "scheduler.policy."))]
 
 
-def trials(options: Options, *, strategies: str | None, policies: str | None) -> list[Trial]:
+def trials(
+    given: argparse.Namespace, assignments: Sequence[Assignment], *, strategies: str | None, policies: str | None
+) -> list[Trial]:
     """Every strategy asked for with every policy; by default all strategies with fcfs, all policies with continuous.
 
     Whole batches are as large as `scheduler.max_running` unless a size is set, so that all have the same slots.
@@ -56,27 +58,28 @@ def trials(options: Options, *, strategies: str | None, policies: str | None) ->
             for strategy in _chosen(strategies or "continuous", "strategy")
             for policy in _chosen(policies or "fcfs", "policy")
         ]
-    return [_trial(options, strategy, policy) for strategy, policy in pairs]
+    return [_trial(given, assignments, strategy, policy) for strategy, policy in pairs]
 
 
-def preset_trials(options: Options, presets: str) -> list[Trial]:
+def preset_trials(given: argparse.Namespace, assignments: Sequence[Assignment], presets: str) -> list[Trial]:
     """Every preset asked for, with what `--set` says in place of its values.
 
     Raises:
         BenchmarkError: a name is none; the message says what there is.
     """
-    chosen = (replace(options, assignments=(Assignment("scheduler.preset", name), *options.assignments))
-              for name in _names_in(presets, "preset", PRESETS))  # fmt: skip
-    return [Trial(config.scheduler.preset, config.scheduler) for config in map(configured, chosen)]
+    return [
+        Trial(name, configured(given, [Assignment("scheduler.preset", name), *assignments]).scheduler)
+        for name in _names_in(presets, "preset", PRESETS)
+    ]
 
 
-def with_largest_limits(options: Options, chosen: Sequence[Trial]) -> Options:
-    """The options of an engine that has room for the steps of all trials."""
+def with_largest_limits(assignments: Sequence[Assignment], chosen: Sequence[Trial]) -> list[Assignment]:
+    """The assignments of an engine that has room for the steps of all trials."""
     limits = (
         Assignment(f"scheduler.{name}", str(max(getattr(trial.scheduler, name) for trial in chosen)))
         for name in ("max_running", "max_step_tokens")
     )
-    return replace(options, assignments=(*options.assignments, *limits))
+    return [*assignments, *limits]
 
 
 def _chosen(text: str, branch: str) -> list[str]:
@@ -91,16 +94,15 @@ def _names_in(text: str, kind: str, known: Collection[str]) -> list[str]:
     return names
 
 
-def _trial(options: Options, strategy: str, policy: str) -> Trial:
-    base = base_options(options)
-    max_running = configured(base).scheduler.max_running
-    assignments = [
-        *base.assignments,
-        *_assignments("strategy", strategy, options.assignments, max_running),
-        *_assignments("policy", policy, options.assignments, max_running),
+def _trial(given: argparse.Namespace, assignments: Sequence[Assignment], strategy: str, policy: str) -> Trial:
+    base = base_assignments(assignments)
+    max_running = configured(given, base).scheduler.max_running
+    own = [
+        *base,
+        *_assignments("strategy", strategy, assignments, max_running),
+        *_assignments("policy", policy, assignments, max_running),
     ]
-    config = configured(replace(options, assignments=tuple(assignments)))
-    return Trial(f"{strategy} {policy}", config.scheduler)
+    return Trial(f"{strategy} {policy}", configured(given, own).scheduler)
 
 
 def _assignments(branch: str, name: str, given: Sequence[Assignment], max_running: int) -> Iterable[Assignment]:
@@ -113,7 +115,3 @@ def _assignments(branch: str, name: str, given: Sequence[Assignment], max_runnin
         parent, _, parameter = assignment.path.rpartition(".")
         if parent == path and parameter in known:
             yield assignment
-
-
-def _is_parameter(assignment: Assignment) -> bool:
-    return assignment.path.startswith(("scheduler.strategy.", "scheduler.policy."))

@@ -3,44 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
-from typing import Literal
 
 from app.cores import num_cores
 from benchmarks.harness.command import positive
-from benchmarks.harness.settings import Assignment, parse_assignments
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What was asked on the command line."""
-
-    model: str
-    workload: str
-    dtype: Literal["fp32", "bf16"] | None  # None: what the engine takes by itself on the device
-    threads: int
-    device: Literal["cpu", "cuda"] | None  # None: cuda where there is one
-    repeat: int
-    outputs: str | None
-    also: tuple[str, ...] = ()
-    assignments: tuple[Assignment, ...]
-
-    @classmethod
-    def of(cls, given: argparse.Namespace) -> Options:
-        """Raises BenchmarkError when a `--set` names no setting."""
-        return cls(
-            model=given.model,
-            workload=given.workload,
-            dtype=given.dtype,
-            threads=given.threads,
-            device=given.device,
-            repeat=getattr(given, "repeat", 1),
-            outputs=getattr(given, "outputs", None),
-            also=tuple(getattr(given, "also", ())),
-            assignments=parse_assignments(getattr(given, "set", ())),
-        )
 
 
 def add_run_options(
@@ -52,6 +19,7 @@ def add_run_options(
     also: bool = False,
 ) -> None:
     """The model, the requests, the numbers and the machine; where asked for, `--repeat` (its default), and so on."""
+    parser.set_defaults(repeat=1, outputs=None, set=[], also=[])  # where they are not asked for
     parser.add_argument("--model", required=True, metavar="DIR", help="folder of a transformers model, or a hub id")
     parser.add_argument("--workload", required=True, metavar="FILE.jsonl", help="one request a line")
     if also:

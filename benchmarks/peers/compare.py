@@ -7,7 +7,7 @@
 Each entry runs as its own process, A B A B …, so that a machine that changes with the hour changes for all of them.
 Prints a table of medians for each workload and, as the last line, one JSON object. A ratio is the median over the
 rounds of an entry's output tokens a second over those of the first entry in the same round. A `cmd:` entry prints a
-JSON object last, with `output_tokens_per_s` or `out_tok_s`; `{common}` in it stands for the options of all entries. An
+JSON object last, with `output_tokens_per_s`; `{common}` in it stands for the options of all entries. An
 entry that refuses a workload after `--also` is left out of all.
 """
 
@@ -27,7 +27,7 @@ from benchmarks.harness.figures import cell, table
 from benchmarks.harness.options import add_run_options
 from benchmarks.harness.turns import last_object, run_module
 from benchmarks.harness.workload import read_workloads
-from benchmarks.peers.hf import PEERS
+from benchmarks.peers.engines import HF
 
 
 @dataclass(slots=True)
@@ -153,13 +153,6 @@ def _median(values: Sequence[float | None]) -> float | None:
 _SHELL = "cmd:"
 FIRST = "workload"
 
-# The keys of our JSON, and what the peers' scripts call the same thing.
-_OTHER_NAMES = {
-    "output_tokens_per_s": "out_tok_s",
-    "total_tokens_per_s": "tok_s",
-    "latency_p50_s": "latency_p50",
-    "latency_p99_s": "latency_p99",
-}
 FIGURES = (
     "output_tokens_per_s", "total_tokens_per_s", "seconds", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s",
     "latency_p50_s", "latency_p99_s", "peak_rss_mb", "prompt_tokens_per_s", "decode_tokens_per_s", "start_to_ready_s",
@@ -198,9 +191,9 @@ class Entry:
         name, *options = shlex.split(rest) or [""]
         if name == "carousel":
             return cls(label, rest, names, "benchmarks.engine.throughput", (*common, *options))
-        if name in PEERS:
-            return cls(label, rest, names, "benchmarks.peers.hf", (name, *common, *options))
-        raise BenchmarkError(f"there is no entry {name!r}{did_you_mean(name, ('carousel', *PEERS, _SHELL))}")
+        if name in HF:
+            return cls(label, rest, names, "benchmarks.peers.engines", (name, *common, *options))
+        raise BenchmarkError(f"there is no entry {name!r}{did_you_mean(name, ('carousel', *HF, _SHELL))}")
 
     def run(self) -> dict[str, Figures]:
         """Run the process to its end; its stderr is shown as it comes. Returns the figures by workload.
@@ -224,9 +217,9 @@ class Entry:
 
 def figures_in(found: Mapping[str, Any]) -> Figures:
     """The figures of one workload. Raises BenchmarkError when there are none."""
-    figures = {name: _number(found.get(name, found.get(_OTHER_NAMES.get(name, name)))) for name in FIGURES}
+    figures = {name: _number(found.get(name)) for name in FIGURES}
     if figures["output_tokens_per_s"] is None:
-        raise BenchmarkError("its JSON has neither output_tokens_per_s nor out_tok_s")
+        raise BenchmarkError("its JSON has no output_tokens_per_s")
     return figures
 
 

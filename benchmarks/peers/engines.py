@@ -1,11 +1,12 @@
-"""How fast another engine serves a workload, in an environment of its own:
+"""How fast another engine serves a workload; all but transformers in an environment of its own:
 
+    python -m benchmarks.peers.engines hf-static-32 --model DIR --workload FILE.jsonl
     $VLLM_ENV/bin/python -m benchmarks.peers.engines vllm-cpu --model DIR --workload FILE.jsonl
     $OPENVINO_ENV/bin/python -m benchmarks.peers.engines openvino --model EXPORTED_DIR --workload FILE.jsonl
     python -m benchmarks.peers.engines llama-cpp --model FILE.gguf --workload FILE.jsonl --program llama-batched-bench
 
-Same options and the same JSON as benchmarks.engine.throughput, read by benchmarks.peers.compare. Needs only pydantic,
-msgspec and torch beside the engine itself.
+Same options and the same JSON as benchmarks.engine.throughput, read by benchmarks.peers.compare; what a peer does not
+report is null. Needs only pydantic, msgspec and torch beside the engine itself.
 """
 
 from __future__ import annotations
@@ -15,11 +16,19 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from benchmarks.engine.run import Contender, Setup, figures_of_others, measured_runs, summed_up, warmed_up
+from benchmarks.engine.run import (
+    Contender,
+    Setup,
+    figures_of_others,
+    measured_runs,
+    summed_up,
+    warmed_up,
+    write_outputs,
+)
 from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.machine import seconds_since_start
 from benchmarks.harness.options import add_run_options
-from benchmarks.harness.workload import read_workload, read_workloads
+from benchmarks.harness.workload import Workload, read_workload, read_workloads
 from benchmarks.make_workload import VOCAB_SIZE
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.openvino_genai import OpenVinoGenai
@@ -33,6 +42,7 @@ class Peer(Contender, Protocol):
     settings: list[str]
 
 
+HF = ("hf-generate", "hf-static-8", "hf-static-32", "hf-continuous")  # those of `peers.hf`
 ENGINES: dict[str, Callable[[argparse.Namespace], Peer]] = {
     "vllm-cpu": VllmCpu,
     "openvino": OpenVinoGenai,
@@ -42,9 +52,9 @@ ENGINES: dict[str, Callable[[argparse.Namespace], Peer]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("peers.engines", __doc__)
-    parser.add_argument("name", choices=tuple(ENGINES), metavar="NAME", help=", ".join(ENGINES))
-    add_run_options(parser, repeat=3, also=True)
-    parser.set_defaults(dtype="bf16")
+    names = (*HF, *ENGINES)
+    parser.add_argument("name", choices=names, metavar="NAME", help=", ".join(names))
+    add_run_options(parser, repeat=3, outputs=True, also=True)
     parser.add_argument("--max-running", type=positive, default=64, metavar="N", help="sequences at once, at most")
     parser.add_argument("--vocab", type=positive, default=VOCAB_SIZE, metavar="N", help="the model's vocabulary size")
     parser.add_argument("--kv", default="same", help="openvino: default, same (as --dtype), u8, ...: the KV memory")
@@ -56,19 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Load, warm up, repeat, sum up; then the other workloads."""
     workload, also = read_workload(given.workload), read_workloads(given.also)
-    peer, ready_s = ENGINES[given.name](given), seconds_since_start()
-    tell(f"{given.name} {peer.version} is ready after {ready_s} s")
+    peer, setup = _loaded(given, Workload(tuple(each for one in (workload, *also.values()) for each in one.requests)))
+    ready_s = seconds_since_start()
+    tell(f"{setup.engine} is ready after {ready_s} s")
     first_token_s = warmed_up(peer, workload)
     runs = measured_runs(peer, workload, repeat=given.repeat)
-    setup = Setup(
-        engine=f"{given.name} {peer.version}",
-        model=given.model,
-        workload=given.workload,
-        dtype=given.dtype,
-        threads=given.threads,
-        device="cpu",
-        settings=peer.settings,
-    )
+    if given.outputs is not None:
+        write_outputs(given.outputs, workload, runs[-1])
     start_to_first_token_s = None if ready_s is None else ready_s + first_token_s
     figures = summed_up(setup, workload, runs, start_to_first_token_s=start_to_first_token_s)
     figures |= {"start_to_ready_s": ready_s, "also": figures_of_others(peer, setup, also, repeat=given.repeat)}
@@ -76,6 +80,19 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         for one in (figures, *figures["also"].values()):
             one["peak_rss_mb"] = None
     return figures
+
+
+def _loaded(given: argparse.Namespace, workload: Workload) -> tuple[Contender, Setup]:
+    if given.name in HF:
+        from benchmarks.peers.hf import load_peer  # transformers is not in the other engines' environments
+
+        return load_peer(given, workload)
+    given.dtype = given.dtype or "bf16"
+    peer = ENGINES[given.name](given)
+    return peer, Setup(
+        engine=f"{given.name} {peer.version}", model=given.model, workload=given.workload, dtype=given.dtype,
+        threads=given.threads, device="cpu", settings=peer.settings,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

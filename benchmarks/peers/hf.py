@@ -1,21 +1,22 @@
-"""How fast transformers serves a workload: `python -m benchmarks.peers.hf hf-static-32 --model DIR …`.
-
-Same options and the same JSON as benchmarks.engine.throughput; what a peer does not report is null.
-"""
+"""transformers as a peer: no paging of ours, no code of ours in its way."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+import argparse
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks.engine.engine_setup import resolve_device
-from benchmarks.engine.run import Contender, Setup, measured_runs, summed_up, warmed_up, write_outputs
-from benchmarks.harness.command import command_parser, run_command, tell
-from benchmarks.harness.options import Options, add_run_options
-from benchmarks.harness.workload import read_workload
+import torch
+from transformers import AutoModelForCausalLM
+
+from app.assembly import resolve_model_path
+from app.config import ModelConfig
+from benchmarks.engine.engine_setup import dtype_name, resolve_device
+from benchmarks.engine.run import Contender, Setup
+from benchmarks.harness.command import BenchmarkError, tell
+from benchmarks.harness.options import DTYPES
+from benchmarks.harness.workload import Workload
 from benchmarks.peers.hf_continuous import TransformersContinuous
-from benchmarks.peers.hf_model import check_greedy, load_hf_model, peer_dtype
 from benchmarks.peers.hf_static import StaticBatches
 
 PEERS: dict[str, Callable[[Any], Contender]] = {
@@ -26,34 +27,30 @@ PEERS: dict[str, Callable[[Any], Contender]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_parser("peers.hf", __doc__)
-    parser.add_argument("name", choices=tuple(PEERS), metavar="NAME", help=", ".join(PEERS))
-    add_run_options(parser, repeat=3, outputs=True)
-    return run_command(parser, lambda given: measure(given.name, Options.of(given)), arguments)
+def load_peer(given: argparse.Namespace, workload: Workload) -> tuple[Contender, Setup]:
+    """Load the weights with torch's own attention (sdpa).
 
-
-def measure(name: str, options: Options) -> dict[str, Any]:
-    """Load, warm up, repeat, sum up."""
-    workload = read_workload(options.workload)
-    check_greedy(workload)
-    tell(f"loading {options.model} for {name}")
-    contender = PEERS[name](load_hf_model(options))
-    warmed_up(contender, workload)
-    runs = measured_runs(contender, workload, repeat=options.repeat)
-    if options.outputs is not None:
-        write_outputs(options.outputs, workload, runs[-1])
+    Raises:
+        BenchmarkError: there is no such model or no such device, or a request samples: peers are measured greedily.
+    """
+    sampled = next((timed for timed in workload.requests if not timed.request.sampling.is_greedy), None)
+    if sampled is not None:
+        raise BenchmarkError(f"request {sampled.request.request_id!r} has a temperature; the peers run greedily")
+    torch.set_num_threads(given.threads)
+    device = resolve_device(given.device)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BenchmarkError("--device cuda: torch sees no CUDA device")
+    # The engine's own default where none is given, so that the two stay comparable.
+    dtype = given.dtype or dtype_name(ModelConfig(path=given.model, device=device))
+    tell(f"loading {given.model} for {given.name}")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            resolve_model_path(given.model), dtype=getattr(torch, DTYPES[dtype]), attn_implementation="sdpa"
+        )
+    except (OSError, ValueError) as error:
+        raise BenchmarkError(f"{given.model} cannot be loaded: {error}") from error
     setup = Setup(
-        engine=name,
-        model=options.model,
-        workload=options.workload,
-        dtype=peer_dtype(options),
-        threads=options.threads,
-        device=resolve_device(options.device),
-        settings=[],
-    )
-    return summed_up(setup, workload, runs)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        engine=given.name, model=given.model, workload=given.workload, dtype=dtype, threads=given.threads,
+        device=device, settings=[],
+    )  # fmt: skip
+    return PEERS[given.name](model.eval().to(device)), setup

@@ -178,10 +178,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         tempfile.TemporaryDirectory() as folder,
         service(application(given, str(model), folder)) as running,
     ):
-        costs, figures = asyncio.run(sweep(running, given))
-    if given.table is not None:
-        Path(given.table).write_text(_table(costs) + "\n", encoding="utf-8")
-    return figures
+        return asyncio.run(sweep(running, given))
 
 
 def application(given: argparse.Namespace, model: str, folder: str) -> dict[str, Any]:
@@ -202,8 +199,8 @@ def application(given: argparse.Namespace, model: str, folder: str) -> dict[str,
     }
 
 
-async def sweep(running: Service, given: argparse.Namespace) -> tuple[dict[str, Cost], dict[str, Any]]:
-    """All bodies, one after another: what each did, and the figures of the page's docstring."""
+async def sweep(running: Service, given: argparse.Namespace) -> dict[str, Any]:
+    """All bodies, one after another; the figures of the page's docstring."""
     document, models = (_read(running.target, path) for path in ("/openapi.json", "/v1/models"))
     max_model_len = models["data"][0]["max_model_len"]
     honest = HonestStream(running.target, max_model_len // 2)
@@ -224,7 +221,7 @@ async def sweep(running: Service, given: argparse.Namespace) -> tuple[dict[str, 
     streaming.cancel()
     await asyncio.wait({streaming})
     tell(_table({name: cost for name, cost in costs.items() if cost.over(calm)}))
-    return costs, figures_of(costs, calm) | {"grown_at_end_mib": grown, "honest": dict(honest.statuses)}
+    return figures_of(costs, calm) | {"grown_at_end_mib": grown, "honest": dict(honest.statuses)}
 
 
 def figures_of(costs: Mapping[str, Cost], calm: Cost) -> dict[str, Any]:
@@ -330,7 +327,6 @@ def _parser() -> argparse.ArgumentParser:
         "--sizes", type=positive, nargs="+", default=[8 * _MIB - 2**18, 8192], metavar="BYTES", help="of a whole body"
     )
     parser.add_argument("--minutes", type=float, default=60.0, metavar="N", help="send no body after this")
-    parser.add_argument("--table", metavar="FILE", help="write the figures of all bodies there, as Markdown")
     return parser
 
 

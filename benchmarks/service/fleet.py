@@ -27,8 +27,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -85,9 +84,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Start, warm up, look at it idle, measure, stop."""
     load = Load(streams=given.streams, tokens=given.tokens, prompt_tokens=given.prompt_tokens, step_ms=given.step_ms)
-    with service(application(given)) as running, uncollected():
-        figures = drive(running, load, num_replicas=given.replicas, num_rounds=given.rounds)
-    return figures | asdict(load)
+    with service(application(given)) as running:
+        gc.disable()  # the client's own pauses are not the service's
+        try:
+            return drive(running, load, num_replicas=given.replicas, num_rounds=given.rounds) | asdict(load)
+        finally:
+            gc.enable()
 
 
 def application(given: argparse.Namespace) -> dict[str, Any]:
@@ -114,23 +116,13 @@ def application(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Without garbage collection: the client's own pauses are not the service's."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def drive(
     running: Service, load: Load, *, num_replicas: int, num_rounds: int, idle_s: float = IDLE_S
 ) -> dict[str, Any]:
     """Warm up twice, wait idle, then the rounds one after the other."""
-    requests = Requests(running.target, load)
+    source = random.Random("fleet")
     for _ in range(2):
-        asyncio.run(play(running.target, requests, load, tokens=min(load.tokens, WARM_UP_TOKENS)))
+        asyncio.run(play(running.target, source, load, tokens=min(load.tokens, WARM_UP_TOKENS)))
     before = running.processes()
     began = time.perf_counter()
     time.sleep(idle_s)
@@ -138,7 +130,7 @@ def drive(
     before, client_before = running.processes(), machine.own_cpu_s()
     rounds = []
     for number in range(1, num_rounds + 1):
-        rounds.append(asyncio.run(play(running.target, requests, load, tokens=load.tokens)))
+        rounds.append(asyncio.run(play(running.target, source, load, tokens=load.tokens)))
         done = rounds[-1]
         tell(f"round {number} of {num_rounds}: {done.num_tokens:,} tokens in {done.seconds:.2f} s")
     client_cpu_s, after = machine.own_cpu_s() - client_before, running.processes()
@@ -153,30 +145,23 @@ def drive(
     )
 
 
-class Requests:
-    """Prompts of random tokens, new ones for each round, so that no prefix is known."""
+def requests_of(target: Target, load: Load, source: random.Random, tokens: int) -> list[bytes]:
+    """One for each stream: prompts of random tokens, new ones for each round, so that no prefix is known."""
 
-    def __init__(self, target: Target, load: Load) -> None:
-        self._target = target
-        self._load = load
-        self._source = random.Random("fleet")
-
-    def make(self, tokens: int) -> list[bytes]:
-        """One request for each stream."""
-        return [self._target.request("completions", self._body(tokens)) for _ in range(self._load.streams)]
-
-    def _body(self, tokens: int) -> bytes:
-        prompt = self._source.choices(range(_FIRST_TOKEN, 2 * _FIRST_TOKEN), k=self._load.prompt_tokens)
-        body = {
+    def body() -> bytes:
+        prompt = source.choices(range(_FIRST_TOKEN, 2 * _FIRST_TOKEN), k=load.prompt_tokens)
+        asked = {
             "model": MODEL_NAME, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0,
             "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
-        return json.dumps(body).encode()
+        return json.dumps(asked).encode()
+
+    return [target.request("completions", body()) for _ in range(load.streams)]
 
 
-async def play(target: Target, requests: Requests, load: Load, *, tokens: int) -> Round:
+async def play(target: Target, source: random.Random, load: Load, *, tokens: int) -> Round:
     """All streams at once, to their ends. Raises BenchmarkError when one had not exactly the tokens it asked for."""
-    prepared = requests.make(tokens)
+    prepared = requests_of(target, load, source, tokens)
     answers = await asyncio.gather(*(ask(target, request, timeout_s=load.timeout_s) for request in prepared))
     for answer in answers:
         if not answer.has_succeeded or answer.num_tokens != tokens:
@@ -225,21 +210,16 @@ def imbalance(answers: Sequence[Answer], num_replicas: int) -> float | None:
     return None if None in placed else round(max(placed.values()) * num_replicas / len(answers), 3)
 
 
-def add_load_options(parser: argparse.ArgumentParser, *, replicas: int, tokens: int, rounds: int) -> None:
-    """What `application` and a Load are made of; the numbers are defaults."""
-    parser.add_argument("--replicas", type=positive, default=replicas, metavar="N")
-    parser.add_argument("--ingresses", type=positive, default=1, metavar="N", help="processes of the HTTP side")
-    parser.add_argument("--streams", type=positive, default=64, metavar="N", help="at once")
-    parser.add_argument("--tokens", type=positive, default=tokens, metavar="N", help="of each stream")
-    parser.add_argument("--prompt-tokens", type=positive, default=32, metavar="N", help="of each stream")
-    parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS", help="of a simulated step")
-    parser.add_argument("--rounds", type=positive, default=rounds, metavar="N")
-    parser.add_argument("--model", default="models/demo", metavar="DIR", help="its tokenizer is used")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("service.fleet", __doc__)
-    add_load_options(parser, replicas=4, tokens=128, rounds=3)
+    parser.add_argument("--replicas", type=positive, default=4, metavar="N")
+    parser.add_argument("--ingresses", type=positive, default=1, metavar="N", help="processes of the HTTP side")
+    parser.add_argument("--streams", type=positive, default=64, metavar="N", help="at once")
+    parser.add_argument("--tokens", type=positive, default=128, metavar="N", help="of each stream")
+    parser.add_argument("--prompt-tokens", type=positive, default=32, metavar="N", help="of each stream")
+    parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS", help="of a simulated step")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N")
+    parser.add_argument("--model", default="models/demo", metavar="DIR", help="its tokenizer is used")
     return parser
 
 

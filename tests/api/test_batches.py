@@ -58,9 +58,7 @@ async def test_the_openai_package_drives_a_whole_batch(service: Service, tmp_pat
     async with openai_batches(service, tmp_path) as client:
         content = b"".join(chat_line(f"line-{n}", max_tokens=8) for n in range(20)) + chat_line("bad", temperature=9)
         file = await client.files.create(
-            file=("mine.jsonl", content),
-            purpose="batch",
-            expires_after={"anchor": "created_at", "seconds": 3600},
+            file=("mine.jsonl", content), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
         )
         assert file.expires_at == file.created_at + 3600
         assert (file.bytes, file.filename, file.purpose, file.status) == (
@@ -322,10 +320,7 @@ async def test_an_owner_sees_only_what_is_theirs_and_is_the_tenant_of_their_line
     execution = FleetExecution(handler.handle_item, max_in_flight=8)
     async with LocalBatchService(tmp_path, BatchesConfig(), execution) as batches:
         routes = batch_routes(
-            batches,
-            handler,
-            max_file_bytes=10_000,
-            owner_of=lambda request: request.headers["owner"],
+            batches, handler, max_file_bytes=10_000, owner_of=lambda request: request.headers["owner"]
         )
         app = build_app(handler, service._is_ready, batch_routes=routes)
         transport = httpx.ASGITransport(app=app)

@@ -132,10 +132,7 @@ def test_a_structural_tag_becomes_pieces_behind_triggers(service: Service, field
         ({"response_format": TAG | {"triggers": ["<a", "<b"]}}, "response_format.triggers"),
         ({"response_format": TAG | {"structures": [{"begin": "", "end": ">"}]}}, "response_format.structures[0].begin"),
         ({"structured_outputs": {"regex": "a" * (MAX_GRAMMAR_CHARACTERS + 1)}}, "structured_outputs.regex"),
-        (
-            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-            "structured_outputs",
-        ),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
         ({"guided_json": SCHEMA}, "guided_json"),
         ({"allowed_token_ids": [763]}, "allowed_token_ids"),
         ({"bad_words": [""]}, "bad_words[0]"),

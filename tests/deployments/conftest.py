@@ -30,9 +30,10 @@ STARTS_RAY = {"cluster", "hosts", "guarded", "launch"}  # fixtures
 TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
 NATIVE: Mapping[str, Any] = {}
 PLAIN = {"backend": "torch"}
+STATIC = {"name": "static", "max_wait_ms": 200}  # four times its default: busy machines hide less
 TRIAL = (
     {"name": "steady", "share": 3},
-    {"name": "bold", "share": 1, "scheduler": {"preset": "latency", "strategy": "static", "policy": "sjf"}},
+    {"name": "bold", "share": 1, "scheduler": {"preset": "latency", "policy": "sjf", "strategy": STATIC}},
 )
 PLAIN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
 

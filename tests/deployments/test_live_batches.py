@@ -111,7 +111,7 @@ def test_lines_are_measured_as_requests_are(client: openai.OpenAI) -> None:
 
 def test_a_list_of_prompts_is_answered_at_once(client: openai.OpenAI) -> None:
     prompts = ["Once", "", "Twice"]
-    body = {"prompts": prompts, "max_tokens": 5, "ignore_eos": True}
+    body = {"model": MODEL, "prompts": prompts, "max_tokens": 5, "ignore_eos": True}
     answer = client.post("/batch", body=body, cast_to=object)
     assert isinstance(answer, dict)
     assert [each["status_code"] for each in answer["results"]] == [200, 400, 200]
@@ -120,7 +120,8 @@ def test_a_list_of_prompts_is_answered_at_once(client: openai.OpenAI) -> None:
 
 def test_a_job_ends_and_its_webhook_comes_though_the_process_is_killed(client: openai.OpenAI, inbox: Inbox) -> None:
     webhook = {"url": f"http://127.0.0.1:{inbox.server_port}/hook", "secret": SECRET}
-    body = {"prompts": ["Once"] * 60, "max_tokens": 8, "ignore_eos": True, "async": True, "webhook": webhook}
+    body = {"model": MODEL, "prompts": ["Once"] * 60, "max_tokens": 8, "ignore_eos": True}
+    body |= {"async": True, "webhook": webhook}
     job = client.post("/batch", body=body, cast_to=object)
     assert isinstance(job, dict)
     kill_batches(SHARED)

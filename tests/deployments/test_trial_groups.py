@@ -55,7 +55,7 @@ def test_each_group_has_its_settings_and_is_reported_apart(service: Service) -> 
 
 
 def test_the_report_says_which_arm_is_better(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of `bold`, a static batch of one request waits 50 ms for others; of `steady` it starts at once."""
+    """Of `bold`, a static batch of one request waits 200 ms for others; of `steady` it starts at once."""
     is_over = threading.Event()
 
     def keep_asking(group: str) -> None:

@@ -33,10 +33,7 @@ class KeyRing:
     """All keys, each with its account."""
 
     def __init__(
-        self,
-        keys: Iterable[KeyConfig],
-        clock: Callable[[], float] = time.monotonic,
-        pools: SharedPools | None = None,
+        self, keys: Iterable[KeyConfig], clock: Callable[[], float] = time.monotonic, pools: SharedPools | None = None
     ) -> None:
         self._clock = clock
         self._pools = pools or SharedPools()

@@ -43,10 +43,7 @@ class AdminRoutes:
 
     def routes(self) -> list[Route]:
         """All of them, for admins only."""
-        return [
-            Route("/admin/keys", self.keys, methods=["GET"]),
-            Route("/admin/fleet", self.fleet, methods=["GET"]),
-        ]
+        return [Route("/admin/keys", self.keys, methods=["GET"]), Route("/admin/fleet", self.fleet, methods=["GET"])]
 
     async def keys(self, request: Request) -> Response:
         """The use of each key, summed over all processes, and its limits, which each process applies by itself."""

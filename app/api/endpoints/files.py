@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Literal
 
 from pydantic import Field
@@ -51,18 +51,13 @@ class FileRoutes:
     async def create(self, request: Request) -> Response:
         """Keep an uploaded file."""
         service = self._service
-        upload_id = await service.begin_upload(self._owner_of(request))
-        try:
+        async with upload(service, self._owner_of(request)) as upload_id:
             form = await read_form(
                 request, max_file_bytes=self._max_file_bytes, sink=lambda data: service.append(upload_id, data)
             )
             if asks_for(request.headers, STRICT_HEADER):
                 refuse_names(sorted(form.fields.keys() - _FIELDS))
             return JSONResponse(await service.finish_upload(upload_id, _new_file(form)))
-        except BaseException:
-            with suppress(Exception):  # the service deletes it some minutes later in any case
-                await service.abandon_upload(upload_id)
-            raise
 
     async def list(self, request: Request) -> Response:
         """A page of files, the newest first unless asked otherwise."""
@@ -97,6 +92,18 @@ class FileRoutes:
             assert data, "a kept file has the bytes that it is listed with"
             offset += len(data)
             yield data
+
+
+@asynccontextmanager
+async def upload(service: BatchService, owner: str) -> AsyncIterator[str]:
+    """An upload under its id, which is given up if it is not finished."""
+    upload_id = await service.begin_upload(owner)
+    try:
+        yield upload_id
+    except BaseException:
+        with suppress(Exception):  # the service deletes it some minutes later in any case
+            await service.abandon_upload(upload_id)
+        raise
 
 
 def _new_file(form: Form) -> NewFile:

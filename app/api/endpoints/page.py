@@ -33,10 +33,7 @@ class PageRoutes:
 
     def routes(self) -> list[Route]:
         """Both, which need no key."""
-        return [
-            Route("/", self.index, methods=["GET"]),
-            Route("/page/{name}", self.file, methods=["GET"]),
-        ]
+        return [Route("/", self.index, methods=["GET"]), Route("/page/{name}", self.file, methods=["GET"])]
 
     async def index(self, request: Request) -> Response:
         """The page."""

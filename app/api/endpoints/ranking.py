@@ -77,10 +77,7 @@ class _Comparison:
         tokenizer, most = self.model.tokenizer, self.body.max_tokens_per_doc
         longest = self.model.facts.max_model_len
         if not self.model.facts.scores_pairs:
-            return [
-                *tokenizer.encode_up_to(self.firsts),
-                *tokenizer.encode_up_to(self.seconds, most, longest=longest),
-            ]
+            return [*tokenizer.encode_up_to(self.firsts), *tokenizer.encode_up_to(self.seconds, most, longest=longest)]
         pairs = tokenizer.pairs(self.firsts, self.seconds, max_second=most, longest=longest)
         # Prompt tokens of one call: a query is part of every pair, so a small body could ask for gigabytes of them.
         max_call_tokens = 1_000_000

@@ -15,13 +15,7 @@ from app.api.http.errors import error_body
 from app.api.http.sse import named_event, named_event_pieces
 from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import GrowingText, ResponseState, Writer
-from app.api.output.token_details import (
-    CHAT_LOGPROBS,
-    PackedLogprobs,
-    TokenLogprob,
-    TokenNames,
-    write_logprobs,
-)
+from app.api.output.token_details import CHAT_LOGPROBS, PackedLogprobs, TokenLogprob, TokenNames, write_logprobs
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
@@ -278,13 +272,7 @@ class _Message:
 
     def as_json(self) -> Json:
         content = [self.part()] if str(self.text) or self.status != "in_progress" else []
-        return {
-            "id": self.item_id,
-            "type": "message",
-            "status": self.status,
-            "role": "assistant",
-            "content": content,
-        }
+        return {"id": self.item_id, "type": "message", "status": self.status, "role": "assistant", "content": content}
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.api.endpoints.batch_results import encoded_json, result, results_of, speed
 from app.api.endpoints.batches import BatchRoutes, Metadata, WebhookRequest
-from app.api.endpoints.files import FileRoutes
+from app.api.endpoints.files import FileRoutes, upload
 from app.api.handler import RequestHandler, SharedBody
 from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
@@ -126,6 +126,7 @@ async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context:
     return PromptList(asked=asked, endpoint=endpoint, shared=shared, common=common)
 
 
+INPUT_NAME = "prompts.jsonl"
 _SENT_AT_ONCE = 1024 * 1024
 
 
@@ -194,17 +195,10 @@ class ShortBatchRoutes:
 
     async def _begin_job(self, owner: str, prompts: PromptList) -> Json:
         service, asked = self._service, prompts.asked
-        upload_id = await service.begin_upload(owner)
-        input_name = "prompts.jsonl"
-        try:
+        async with upload(service, owner) as upload_id:
             for piece in _pieces(prompts):
                 await service.append(upload_id, piece)
-            new = NewFile(filename=input_name, purpose="batch")
-            file = await service.finish_upload(upload_id, new)
-        except BaseException:
-            with suppress(Exception):  # the service deletes it some minutes later in any case
-                await service.abandon_upload(upload_id)
-            raise
+            file = await service.finish_upload(upload_id, NewFile(filename=INPUT_NAME, purpose="batch"))
         try:
             batch = await service.create_batch(
                 NewBatch(
@@ -278,11 +272,7 @@ def _answered_at_once(prompts: PromptList, answers: list[Answered], latency_s: f
         "object": "batch",
         "endpoint": prompts.endpoint,
         "status": JobState.COMPLETED.value,
-        "request_counts": {
-            "total": len(answers),
-            "completed": num_completed,
-            "failed": len(answers) - num_completed,
-        },
+        "request_counts": {"total": len(answers), "completed": num_completed, "failed": len(answers) - num_completed},
         "progress": 1.0,
         "usage": {"input_tokens": num_input, "output_tokens": num_output, "total_tokens": num_input + num_output},
         **speed(latency_s, num_output),

@@ -149,8 +149,23 @@ class ResponseState:
             yield written
 
     def headers(self, *, explain: bool) -> dict[str, str]:
-        """Where the request went and how long that took, as far as it is known by now; `explain`: and why there."""
-        return self.placement_headers(explain=explain) | self.timing_headers() | dict(self.pipeline_headers)
+        """Where the request went and how long that took, as far as it is known by now.
+
+        That is the replica of the first request and its place in the queue; `explain`: and why this replica. An admin
+        sees the loads of all replicas too, which other clients' requests cause.
+        """
+        headers, queued = dict(self.pipeline_headers), self.queued
+        if queued is not None:
+            headers["x-carousel-queue-position"] = str(queued.position)
+            headers["x-carousel-estimated-wait-ms"] = str(round(queued.estimated_wait_s * 1e3))
+            if queued.replica_id:
+                headers["x-carousel-replica"] = queued.replica_id
+            if explain and queued.why_there:
+                loads = f": {queued.loads_there}" if self.shows_loads and queued.loads_there else ""
+                headers["x-carousel-why"] = queued.why_there + loads
+        if self.times is not None and self.times.settings:  # of the replica that the timings belong to
+            headers["x-carousel-settings"] = self.times.settings
+        return headers | {f"x-carousel-{name.replace('_', '-')}": str(ms) for name, ms in self.timings().items()}
 
     def add(self, piece: ChoiceDelta, *, keep_text: bool) -> None:
         """Add a delta. `keep_text`: its text is needed for the full response."""
@@ -231,31 +246,6 @@ class ResponseState:
             "decode_ms": decode_s,
         }
         return {name: round(1000 * seconds, 1) for name, seconds in known.items() if seconds is not None}
-
-    def timing_headers(self) -> dict[str, str]:
-        """`timings`, and the settings of the replica that they belong to."""
-        timings = {f"x-carousel-{name.replace('_', '-')}": str(ms) for name, ms in self.timings().items()}
-        settings = "" if self.times is None else self.times.settings
-        return timings | {"x-carousel-settings": settings} if settings else timings
-
-    def placement_headers(self, *, explain: bool) -> dict[str, str]:
-        """The replica of the first request and its place in the queue; `explain`: and why this replica.
-
-        An admin sees the loads of all replicas too, which other clients' requests cause.
-        """
-        queued = self.queued
-        if queued is None:
-            return {}
-        headers = {
-            "x-carousel-queue-position": str(queued.position),
-            "x-carousel-estimated-wait-ms": str(round(queued.estimated_wait_s * 1e3)),
-        }
-        if queued.replica_id:
-            headers["x-carousel-replica"] = queued.replica_id
-        if explain and queued.why_there:
-            loads = f": {queued.loads_there}" if self.shows_loads and queued.loads_there else ""
-            headers["x-carousel-why"] = queued.why_there + loads
-        return headers
 
     def trace_attributes(self) -> dict[str, str | int | float]:
         """What a trace says of the response, by OpenTelemetry's names for generative models."""

@@ -50,37 +50,28 @@ def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
 
 def _of_vendor(given: StructuredOutputs) -> Grammar | None:
     """vLLM's field: exactly one of its parts."""
-    detail_options = {
-        "json": given.json_,
-        "regex": given.regex,
-        "choice": given.choice,
-        "grammar": given.grammar,
-        "json_object": given.json_object or None,
-        "structural_tag": given.structural_tag,
-    }
-    named = [name for name, value in detail_options.items() if value is not None]
-    if not named:
-        return None
+    named = {field.alias or name: getattr(given, name) for name, field in StructuredOutputs.model_fields.items()}
+    named = {name: value for name, value in named.items() if value is not None and value is not False}
     if len(named) > 1:
         raise InvalidRequest(
             f"structured_outputs has {' and '.join(named)}; send one of them", param="structured_outputs"
         )
-    [name] = named
-    return _of_wish(given, f"structured_outputs.{name}")
-
-
-def _of_wish(given: StructuredOutputs, param: str) -> Grammar:
-    if given.json_ is not None:
-        return schema_grammar(_object(given.json_, param), param=param)
-    if given.regex is not None:
-        return checked_grammar(GrammarKind.REGEX, given.regex, param=param)
-    if given.choice is not None:
-        return checked_grammar(GrammarKind.CHOICE, _written(given.choice, param), param=param)
-    if given.grammar is not None:
-        return checked_grammar(GrammarKind.GRAMMAR, given.grammar, param=param)
-    if given.structural_tag is not None:
-        return structural_tag_grammar(StructuralTag.checked(_object(given.structural_tag, param), within=param), param)
-    return schema_grammar(_ANY_OBJECT, param=param)
+    for name, value in named.items():
+        param = f"structured_outputs.{name}"
+        match name:
+            case "json":
+                return schema_grammar(_object(value, param), param=param)
+            case "regex":
+                return checked_grammar(GrammarKind.REGEX, value, param=param)
+            case "choice":
+                return checked_grammar(GrammarKind.CHOICE, _written(value, param), param=param)
+            case "grammar":
+                return checked_grammar(GrammarKind.GRAMMAR, value, param=param)
+            case "structural_tag":
+                return structural_tag_grammar(StructuralTag.checked(_object(value, param), within=param), param)
+            case "json_object":
+                return schema_grammar(_ANY_OBJECT, param=param)
+    return None
 
 
 def _object(given: dict[str, Any] | str, param: str) -> dict[str, Any]:

@@ -25,22 +25,6 @@ from app.metrics import RequestMetrics
 _REPLICA_HEADERS = (GROUP_HEADER, PRESET_HEADER)  # which replicas of the model that answers
 
 
-class Prepare(Protocol):
-    """Checks and tokenizes a body for a model, and reserves what it may need."""
-
-    def __call__(
-        self,
-        endpoint: Endpoint,
-        parsed: QueuedRequest,
-        model: ServedModel,
-        context: RequestContext,
-        size: int,
-        shared: SharedFields | None = None,
-        *,
-        reserves: bool = True,
-    ) -> Awaitable[PreparedRequest]: ...
-
-
 class Step(Protocol):
     """One step of a pipeline."""
 
@@ -112,7 +96,7 @@ class PipelineRun:
     endpoint: Endpoint
     body: QueuedRequest
     context: RequestContext
-    prepare: Prepare
+    prepare: Callable[..., Awaitable[PreparedRequest]]  # checks a body for a model, and reserves what it may need
     metrics: RequestMetrics
     size: int  # of the body, see `size_of`
     shared: Mapping[str, SharedFields] = field(default_factory=dict)  # by the model's name

@@ -180,10 +180,9 @@ class _FieldNames:
 class ResponsesRequest(_FieldNames, GenerationRequest):
     """The body of POST /v1/responses."""
 
-    input: Annotated[
-        ListOf[InputItem],
-        BeforeValidator(_items, json_schema_input_type=NonEmpty | list[InputItem]),
-    ] = Field(min_length=1, max_length=MAX_MESSAGES)
+    input: Annotated[ListOf[InputItem], BeforeValidator(_items, json_schema_input_type=NonEmpty | list[InputItem])] = (
+        Field(min_length=1, max_length=MAX_MESSAGES)
+    )
     instructions: str | None = None
     max_output_tokens: NumTokens | None = None
     tools: Annotated[ListOf[FunctionTool], not_larger(MAX_TOOLS_SIZE)] = Field(

@@ -11,7 +11,7 @@ from app.assembly import build_sync_engine
 from app.config import EngineConfig, ModelConfig
 from benchmarks.engine import throughput
 from benchmarks.harness.workload import read_workload
-from benchmarks.peers import hf as peers
+from benchmarks.peers import engines, hf
 from tests.fakes import run_to_end
 
 
@@ -91,7 +91,8 @@ def test_a_peer_draws_the_same_tokens(
 ) -> None:
     written = tmp_path / "outputs.jsonl"
     arguments = [*common(demo_path, workload_path), "--repeat", "1", "--outputs", str(written)]
-    assert peers.main([name, *arguments]) == 0
+    assert set(engines.HF) == set(hf.PEERS)
+    assert engines.main([name, *arguments]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert outputs(written) == engine_tokens
     assert (found["engine"], found["num_output_tokens"]) == (name, 24)

@@ -26,7 +26,7 @@ def test_two_commands_are_run_in_turn_and_compared(
 ) -> None:
     log = tmp_path / "log"
     ours = f'cmd:echo a >> {log}; echo chatter; echo \'{{"output_tokens_per_s": 20, "peak_rss_mb": 9}}\''
-    theirs = f'cmd:echo b >> {log}; echo \'{{"out_tok_s": 30.0, "latency_p50": 1.5}}\''
+    theirs = f'cmd:echo b >> {log}; echo \'{{"output_tokens_per_s": 30.0, "latency_p50_s": 1.5}}\''
     assert compare(workload_path, "--rounds", "2", ours, theirs) == 0
     assert log.read_text().split() == ["a", "b", "a", "b"]
     lines = capsys.readouterr().out.splitlines()
@@ -58,7 +58,7 @@ def test_further_workloads_are_compared_each_by_itself_and_entries_have_short_na
 
 
 def test_an_entry_that_fails_is_left_out_and_told(workload_path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare(workload_path, "--rounds", "2", "cmd:echo '{\"out_tok_s\": 2}'", "cmd:exit 3") == 1
+    assert compare(workload_path, "--rounds", "2", "cmd:echo '{\"output_tokens_per_s\": 2}'", "cmd:exit 3") == 1
     out, err = capsys.readouterr()
     first, second = json.loads(out.splitlines()[-1])["entries"]
     assert (first["failure"], first["workloads"]["work"]["ratio"]) == (None, 1.0)

@@ -234,7 +234,7 @@ def test_the_same_is_decided_as_by_a_real_engine(strategy: str, tmp_path: Path) 
     """The demo model draws its own tokens; its step log is the trace of the simulation, which makes the same steps."""
     config = EngineConfig.model_validate(
         {
-            "model": {"path": "models/demo"}, "cache": {"num_blocks": 60},
+            "model": {"path": "models/demo", "num_threads": 1}, "cache": {"num_blocks": 60},
             "scheduler": {
                 "strategy": strategy, "policy": "fair" if strategy == "hybrid" else "sjf", "max_running": 8,
                 "max_step_tokens": 96, "prefill_chunk_tokens": 48,
