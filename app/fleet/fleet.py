@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection
+from functools import partial
 from typing import Any, Protocol
 
 from msgspec import structs
@@ -328,8 +329,8 @@ class Fleet:
                 self._in_flight,
                 self._metrics,
                 self._limits,
-                on_begun=lambda: self._begun(replica_id),
-                on_view=lambda view: self._view_came(replica_id, view),
+                on_begun=partial(self._begun, replica_id),
+                on_view=partial(self._view_came, replica_id),
             ),
             lambda reader: self._transport.connect(replica_id, reader, heartbeat_s=self._limits.heartbeat_s),
             self._on_lost,

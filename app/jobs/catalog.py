@@ -163,32 +163,27 @@ class Catalog:
 
     def change_job(self, job_id: str, was: JobState, **changes: Any) -> Job:
         """Change a batch if it still has the status `was`; the batch as it is then."""
-        columns = ", ".join(f"{name} = ?" for name in changes)
         with self._transaction():
-            changed = self._connection.execute(
-                f"UPDATE batches SET {columns} WHERE id = ? AND status = ?",
-                (*map(_value, changes.values()), job_id, was.value),
-            )
-            if changed.rowcount:
-                self._note_end(job_id, changes)
+            self._update(job_id, was, changes)
         return self.job(job_id)
 
     def end_job(self, job_id: str, new_files: Sequence[StoredFile], **changes: Any) -> None:
         """End a batch: its files become known, its message is due."""
-        columns = ", ".join(f"{name} = ?" for name in changes)
         with self._transaction():
             for file in new_files:
                 self._insert("files", _file_row(file))
-            self._connection.execute(
-                f"UPDATE batches SET {columns} WHERE id = ?", (*map(_value, changes.values()), job_id)
-            )
-            self._note_end(job_id, changes)
+            self._update(job_id, None, changes)
         for file in new_files:
             self._charge(file.owner, max(file.bytes, MIN_CHARGED_BYTES))
 
-    def _note_end(self, job_id: str, changes: Mapping[str, Any]) -> None:
-        status = changes["status"]
-        if status.has_ended:
+    def _update(self, job_id: str, was: JobState | None, changes: Mapping[str, Any]) -> None:
+        """Change a batch, if it still has the status `was` where one is named; at its end its message is due."""
+        columns, status = ", ".join(f"{name} = ?" for name in changes), changes["status"]
+        changed = self._connection.execute(
+            f"UPDATE batches SET {columns} WHERE id = ? AND status = ifnull(?, status)",
+            (*map(_value, changes.values()), job_id, _value(was)),
+        )
+        if changed.rowcount and status.has_ended:
             self.outbox.batch_ended(job_id, status.value, changes[f"{status.value}_at"])
 
     def forget_ended(self, before: float) -> int:

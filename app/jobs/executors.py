@@ -90,10 +90,6 @@ class FleetExecutor(Executor[Item]):
         return max(min_read_ahead, self._window.limit)
 
     @property
-    def state(self) -> str:
-        return f"{self.num_sent:,} under way"
-
-    @property
     def num_sent(self) -> int:
         """Items that the fleet has and has not answered."""
         return len(self._sent_at)

@@ -24,6 +24,7 @@ GENERATION_URLS = (CHAT_URL, COMPLETIONS_URL)  # what engines can answer without
 MAX_ID_LENGTH = 512
 MAX_LISTED_ERRORS = 100
 _PIECE_BYTES = 1024 * 1024
+_ITEMS_AT_ONCE = 16  # a thread reads so many before it returns; each may have megabytes
 
 # Columns of a plain row that mean what they mean in a body; any other column is the user's own and left alone.
 SAMPLING_COLUMNS = (
@@ -77,20 +78,6 @@ def json_object(line: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise NotAnItem("invalid_json_line", "the line should be a JSON object")
     return value
-
-
-def refuse_many_answers(body: Mapping[str, Any]) -> None:
-    """Raise NotAnItem for a body that asks for several answers where the output has one text for each item."""
-    if body.get("n") not in (None, 1):
-        raise NotAnItem(
-            "several_answers", f"n is {_short(body['n'])}; an item has one answer: write an item for each", "n"
-        )
-
-
-def seed_of(item_id: str) -> int:
-    """An item without a seed has one that follows from its id: computed again after a crash, it says the same."""
-    seed_mask = (1 << 63) - 1
-    return int.from_bytes(_hash(item_id), "big") & seed_mask
 
 
 # Uploads
@@ -151,8 +138,7 @@ def read_items(open_file: OpenFile, rules: InputRules) -> Generator[Item, None, 
 
 def pieces_of(items: Iterator[Item]) -> Generator[list[Item], None, None]:
     """The items some at a time."""
-    items_at_once = 16  # a thread reads so many before it returns; each may have megabytes
-    while some := list(islice(items, items_at_once)):
+    while some := list(islice(items, _ITEMS_AT_ONCE)):
         yield some
 
 
@@ -268,7 +254,9 @@ def item_of(row: Row, settings: RowSettings) -> Item | InvalidItem:
             )
         else:
             url, body = _plain_row(row.fields, settings)
-        refuse_many_answers(body)
+        if body.get("n") not in (None, 1):
+            message = f"n is {_short(body['n'])}; an item has one answer: write an item for each"
+            raise NotAnItem("several_answers", message, "n")
     except NotAnItem as problem:
         return InvalidItem(number=row.number, id=row.id, reason=problem.error.message)
     return Item(number=row.number, id=row.id, url=url, body=_with_defaults(body, row.id, settings))
@@ -284,7 +272,8 @@ def _with_defaults(body: Mapping[str, Any], row_id: str, settings: RowSettings) 
         given.setdefault("max_tokens", settings.max_tokens)
     if settings.temperature is not None:
         given.setdefault("temperature", settings.temperature)
-    given.setdefault("seed", seed_of(row_id))
+    # It follows from the id: computed again after a crash, the item says the same.
+    given.setdefault("seed", int.from_bytes(_hash(row_id), "big") & ((1 << 63) - 1))
     return given
 
 

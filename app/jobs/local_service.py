@@ -252,7 +252,9 @@ class LocalBatchService(BatchService):
     async def append(self, upload_id: str, data: bytes) -> None:
         upload = self._upload(upload_id)
         upload.touched_at = time.monotonic()
-        self._check_size(upload.draft.num_bytes + len(data))
+        if upload.draft.num_bytes + len(data) > self._limits.max_file_bytes:
+            most = f"{self._limits.max_file_bytes:,}"
+            raise BodyTooLarge(f"the file has more than {most} bytes, which this server accepts")
         self._check_share(upload.owner, len(data))
         await self._run(_write, self._path, upload.draft, data)
 
@@ -384,7 +386,13 @@ class LocalBatchService(BatchService):
     async def _shown(self, jobs: Sequence[Job]) -> list[Json]:
         opened = self._opened_now()
         messages = await self._run(opened.catalog.outbox.shown, [job.id for job in jobs])
-        return [_shown_batch(job, opened.runner) | {"webhook": messages.get(job.id)} for job in jobs]
+        shown = []
+        for job in jobs:
+            pause = opened.runner.pause(job.id)
+            paused = None if pause is None else {"code": pause.code, "message": pause.message}
+            now = batch_object(_as_it_is(job, opened.runner))
+            shown.append(now | {"paused": paused, "webhook": messages.get(job.id)})
+        return shown
 
     def _opened_now(self) -> _Open:
         if self._open is None:
@@ -396,12 +404,6 @@ class LocalBatchService(BatchService):
         if upload is None:
             raise Unavailable("this upload was broken off by the server; send the file again")
         return upload
-
-    def _check_size(self, num_bytes: int) -> None:
-        if num_bytes > self._limits.max_file_bytes:
-            raise BodyTooLarge(
-                f"the file has more than {self._limits.max_file_bytes:,} bytes, which this server accepts"
-            )
 
     def _check_place(self, what: str, total: int, used: Counter[str], owner: str) -> None:
         if room_left(total, used, owner) >= 1:
@@ -495,12 +497,6 @@ def _cancel(catalog: Catalog, owner: str, batch_id: str, now: int) -> Job:
     if job.status in (JobState.VALIDATING, JobState.IN_PROGRESS):
         return catalog.change_job(batch_id, job.status, status=JobState.CANCELLING, cancelling_at=now)
     return job
-
-
-def _shown_batch(job: Job, runner: BatchRunner) -> Json:
-    pause = runner.pause(job.id)
-    paused = None if pause is None else {"code": pause.code, "message": pause.message}
-    return batch_object(_as_it_is(job, runner)) | {"paused": paused}
 
 
 def _as_it_is(job: Job, runner: BatchRunner) -> Job:

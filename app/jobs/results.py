@@ -245,20 +245,17 @@ class ResultStore:
         with self._appending:
             if self._is_closed:
                 raise ResultsUnwritable("the store is closed")
-            return self._append([each for each in given if each.number not in self.ended], lines)
-
-    def _append(self, results: list[ItemResult], lines: Mapping[int, bytes]) -> list[ItemResult]:
-        new = {result.number: result for result in results}
-        content = b"".join([lines[number] for number in new])
-        try:
-            _write_all(self._journal, content)
-        except OSError as error:
-            with suppress(OSError):  # a torn end does no harm: the next opening reads no further
-                os.ftruncate(self._journal, self._end)
-            raise ResultsUnwritable(*error.args) from error
-        self._end += len(content)
-        for result in new.values():
-            self._note_end(result)
+            new = {result.number: result for result in given if result.number not in self.ended}
+            content = b"".join([lines[number] for number in new])
+            try:
+                _write_all(self._journal, content)
+            except OSError as error:
+                with suppress(OSError):  # a torn end does no harm: the next opening reads no further
+                    os.ftruncate(self._journal, self._end)
+                raise ResultsUnwritable(*error.args) from error
+            self._end += len(content)
+            for result in new.values():
+                self._note_end(result)
         return list(new.values())
 
     def progress(self, token_ids: Mapping[int, Sequence[int]]) -> None:

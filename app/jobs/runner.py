@@ -198,9 +198,9 @@ class Executor(ABC, Generic[ItemT]):
         """What runs side by side until the run is over. The first error of any ends the run."""
 
     @property
-    @abstractmethod
     def state(self) -> str:
         """In words, for the line of progress."""
+        return ""
 
     @property
     @abstractmethod

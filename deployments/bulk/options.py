@@ -57,11 +57,15 @@ class Options:
 def read_options(arguments: Sequence[str] | None = None) -> Options:
     """Raises InvalidSetup for what is wrong in the config file; argparse reports the rest, with status 2."""
     given = _parser().parse_args(arguments)
+    served = _served(given.config, given.model)
+    if given.engines is not None:
+        replicas = served.replicas.model_copy(update={"num_replicas": given.engines})
+        served = served.model_copy(update={"replicas": replicas})
     return Options(
         input=given.input,
         output=given.output,
         output_format=given.format,
-        served=_served_by(given),
+        served=served,
         rows=RowSettings(
             prompt_column=given.prompt_column,
             messages_column=given.messages_column,
@@ -89,14 +93,6 @@ def _model_of(served: ServedModelConfig) -> dict[str, Any]:
             "max_model_len": model.max_model_len,
         }
     )
-
-
-def _served_by(given: argparse.Namespace) -> ServedModelConfig:
-    served = _served(given.config, given.model)
-    if given.engines is None:
-        return served
-    replicas = served.replicas.model_copy(update={"num_replicas": given.engines})
-    return served.model_copy(update={"replicas": replicas})
 
 
 class _Removed(argparse.Action):

@@ -14,7 +14,6 @@ import ray
 from ray.exceptions import RayError
 
 from app.api import RequestHandler, ServedModel
-from app.api.prepared_request import PreparedRequest
 from app.api.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, QueuedRequest
 from app.batches import Answered
 from app.config import ApiConfig
@@ -24,7 +23,6 @@ from app.jobs.input_files import InputFile, InputPiece, InputRows, read_piece
 from app.jobs.items import GENERATION_URLS, RowSettings, item_of
 from app.jobs.job import InvalidItem, Item
 from app.jobs.results import ItemSet
-from app.json_pieces import Json
 from app.text import Tokenizer
 from deployments.bulk.engine_worker import PreparedItem
 
@@ -134,12 +132,7 @@ async def prepare_row(item: Item, handler: RequestHandler) -> PreparedItem | Inv
     """An item of a bulk run, checked and tokenized. What is wrong with it is the reason why it is not run."""
     call = await handler.prepare_item("", item.url, item.body, check_fits_engines)
     if isinstance(call, Answered):
-        return InvalidItem(number=item.number, id=item.id, reason=error_message(call.body))
-    return prepared(item, call)
-
-
-def prepared(item: Item, call: PreparedRequest) -> PreparedItem:
-    """An item and its call, which has one request."""
+        return InvalidItem(number=item.number, id=item.id, reason=str(call.body["error"]["message"])[:1000])
     [request] = call.requests
     return PreparedItem(
         number=item.number,
@@ -172,9 +165,3 @@ def check_fits_engines(body: QueuedRequest) -> None:
         raise InvalidRequest(message, param="prompt")
     if isinstance(body, ChatRequest) and body.tools and body.tool_choice != "none":
         raise InvalidRequest("an item of a bulk run has no tools; send it to a service", param="tools")
-
-
-def error_message(body: Json) -> str:
-    """What the error object of a response has to say."""
-    error = body.get("error")
-    return str(error.get("message", ""))[:1000] if isinstance(error, dict) else ""

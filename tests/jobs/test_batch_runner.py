@@ -389,7 +389,7 @@ async def test_a_line_with_which_the_process_dies_again_and_again_is_given_up(
         return ok(body["name"])
 
     def has_begun(folder: Path) -> bool:
-        return any(path.read_bytes()[0] & 1 << 3 for path in folder.glob("jobs/*/begun.bits"))
+        return any(int.from_bytes(path.read_bytes()[:1]) & 1 << 3 for path in folder.glob("jobs/*/begun.bits"))
 
     folder, batch_id = tmp_path / "0", ""
     for death in range(1, 5):

@@ -128,24 +128,16 @@ class Ledger:
         session_replica_id: str | None = None,
     ) -> list[Candidate]:
         """These replicas in their order, with what is known of one request there. `num_cached_tokens` by replica id."""
-        states, max_requests = {}, None
-        for replica_id in replica_ids:
-            state = states[replica_id] = self._replicas.get(replica_id) or ReplicaState()
-            if state.report is not None:  # one that has not reported yet accepts as many requests as the others
-                max_requests = max(max_requests or 0, state.report.max_requests)
-        found = []
-        for replica_id, state in states.items():
-            found.append(
-                state.candidate(
-                    replica_id,
-                    now=now,
-                    max_requests=max_requests,
-                    is_background=is_background,
-                    num_cached_tokens=num_cached_tokens.get(replica_id, 0),
-                    holds_session=replica_id == session_replica_id,
-                )
+        states = {replica_id: self._replicas.get(replica_id) or ReplicaState() for replica_id in replica_ids}
+        # One that has not reported yet accepts as many requests as the others.
+        max_requests = max([each.report.max_requests for each in states.values() if each.report], default=None)
+        return [
+            state.candidate(
+                replica_id, now=now, max_requests=max_requests, is_background=is_background,
+                num_cached_tokens=num_cached_tokens.get(replica_id, 0), holds_session=replica_id == session_replica_id,
             )
-        return found
+            for replica_id, state in states.items()
+        ]  # fmt: skip
 
     def keep_only(self, replica_ids: Collection[str]) -> None:
         """Forget the replicas that are gone, with all they had."""
