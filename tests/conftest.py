@@ -99,7 +99,7 @@ def demo_path() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_path() -> str:
     """A real model's folder, where `make serve MODEL=smollm2` has fetched it; other machines skip the test."""
-    from app.assembly import resolve_model_path
+    from app.model.location import resolve_model_path
     from deployments.launcher.trial import kept_file
 
     file = kept_file("smollm2")

@@ -13,7 +13,7 @@ from copy import copy
 from itertools import count
 from typing import Any
 
-from app.assembly import assemble
+from app.build import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.adapter_store import AdapterStore
 from app.engine.batch import ScheduledSequence, StepBatch, StepResult, by_request
