@@ -39,8 +39,9 @@ def _work_unit(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest comes first."""
+    """The longest piece of work comes first, and in it what needs no cluster: then no process of Ray is there yet."""
     if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.get_closest_marker("serve") is not None)
         items.sort(key=lambda item: _work_unit(item.nodeid) != "live")
 
 
