@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from app.model.parallel.channel import Channel, Kind
-from app.model.parallel.follower import die_with
+from app.model.parallel.channel import Channel, Kind, settings_of
+from app.model.parallel.steps import StepReader
+
+if TYPE_CHECKING:
+    from app.model.parallel.group import RankGroup
+    from app.model.runner import LeadingRunner
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +29,7 @@ def main(descriptor: int, parent: int) -> int:
 
     channel = Channel(socket.socket(fileno=descriptor))
     try:
-        _follow(channel)
+        _load_and_follow(channel)
     except CarouselError as error:
         channel.send_error(error)
     except Exception as error:
@@ -33,14 +40,12 @@ def main(descriptor: int, parent: int) -> int:
     return 1
 
 
-def _follow(channel: Channel) -> None:
+def _load_and_follow(channel: Channel) -> None:
     import torch
 
-    from app.assembly import load_runner
     from app.config import EngineConfig
-    from app.model.loader import device_of
-    from app.model.parallel.channel import settings_of
-    from app.model.parallel.follower import follow
+    from app.model.device import device_of
+    from app.model.loader import load_runner
     from app.model.parallel.group import RankGroup
     from app.model.parallel.ranks import MEET_TIMEOUT_S
 
@@ -56,6 +61,35 @@ def _follow(channel: Channel) -> None:
     group.set_timeout(settings["timeout_s"])
     loaded = load_runner(config, group=group)
     follow(channel, loaded.runner, group)
+
+
+def follow(channel: Channel, runner: LeadingRunner, group: RankGroup) -> None:
+    """Compute until rank 0 ends. Raises what a step raises: the ranks cannot go on after that."""
+    reader = StepReader()
+    runner.join(group)
+    while True:
+        try:
+            kind, content = channel.receive()
+        except EOFError:
+            return
+        if kind is Kind.STEP:
+            runner.follow(reader.batch(content))
+        elif kind is Kind.PREPARE:
+            runner.prepare()
+        else:
+            assert kind is Kind.SYNC, f"a rank that runs gets no {kind.name}"
+            channel.send(Kind.SYNC)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when the thread ends that started it, even while it is stopped.
+
+    parent: the process of that thread.
+    """
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit("rank 0 has ended already")
 
 
 if __name__ == "__main__":

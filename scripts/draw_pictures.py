@@ -19,7 +19,7 @@ from matplotlib.patches import FancyBboxPatch
 
 PROJECT = Path(__file__).resolve().parent.parent
 PICTURES = PROJECT / "docs" / "pictures"
-# Modules that any package may import, and the process of a rank, which uses what `assembly` does: no arrows.
+# Modules that any package may import, and the process of a rank, which uses what `build` does: no arrows.
 EVERYWHERE = frozenset(
     {
         "child_process",
@@ -41,12 +41,12 @@ INK, PAPER, BLUE, GREEN, ORANGE, GREY = "#24292f", "#ffffff", "#dbeafe", "#dcfce
 # Where each package stands in the picture: its row from the top, its first column and how many columns it takes.
 PLACES: Mapping[str, tuple[int, int, int]] = {
     "deployments": (0, 0, 5),
-    "jobs": (1, 0, 2), "assembly": (1, 3, 2),
+    "jobs": (1, 0, 2), "build": (1, 3, 2),
     "webhooks": (2, 0, 1), "api": (2, 1, 1), "fleet": (2, 2, 1), "grammar": (2, 3, 1), "model": (2, 4, 1),
     "text": (3, 0, 1), "metrics": (3, 1, 1),
     "engine": (4, 0, 5),
 }  # fmt: skip
-COLOURS = {"deployments": ORANGE, "engine": GREEN, "model": GREEN, "grammar": GREEN, "assembly": GREEN}
+COLOURS = {"deployments": ORANGE, "engine": GREEN, "model": GREEN, "grammar": GREEN, "build": GREEN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ def _package(module: str) -> str:
 ABOUT: Mapping[str, str] = {
     "deployments": "Ray Serve: ingress, replicas, launcher, bulk runs",
     "jobs": "files, batches,\nbulk rows",
-    "assembly": "joins engine\nand model",
+    "build": "joins engine\nand model",
     "api": "OpenAI's HTTP API",
     "fleet": "dispatch, frames,\nfailover",
     "grammar": "masks for\nstructured output",

@@ -39,8 +39,9 @@ def _work_unit(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest comes first."""
+    """The longest piece of work comes first, and in it what needs no cluster: then no process of Ray is there yet."""
     if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.get_closest_marker("serve") is not None)
         items.sort(key=lambda item: _work_unit(item.nodeid) != "live")
 
 
@@ -99,7 +100,7 @@ def demo_path() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_path() -> str:
     """A real model's folder, where `make serve MODEL=smollm2` has fetched it; other machines skip the test."""
-    from app.assembly import resolve_model_path
+    from app.model.location import resolve_model_path
     from deployments.launcher.trial import kept_file
 
     file = kept_file("smollm2")

@@ -9,16 +9,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
+from contextlib import contextmanager
 from copy import copy
 from itertools import count
 from typing import Any
 
-from app.assembly import assemble
+from app.build import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.adapter_store import AdapterStore
+from app.engine.async_engine import AsyncEngine
 from app.engine.batch import ScheduledSequence, StepBatch, StepResult, by_request
 from app.engine.engine import Engine
-from app.engine.matcher import Matcher, with_tokens
+from app.engine.matcher import Matcher, Matchers, with_tokens
 from app.engine.model_runner import ModelRunner
 from app.engine.observer import StepObserver
 from app.engine.request import (
@@ -226,6 +228,28 @@ def build_fake_engine(
         drafter=drafter,
         adapters=adapters,
     )
+
+
+@contextmanager
+def async_engine(
+    runner: ModelRunner | None = None,
+    *,
+    max_requests: int = 100,
+    max_waiting_tokens: int | None = None,
+    matchers: Matchers | None = None,
+    **settings: Any,
+) -> Iterator[AsyncEngine]:
+    """A fake engine in its thread, until the end of the block."""
+    engine = AsyncEngine(
+        build_fake_engine(runner=runner, **settings), max_requests=max_requests, max_waiting_tokens=max_waiting_tokens,
+        matchers=matchers,
+    )  # fmt: skip
+    try:
+        yield engine
+    finally:
+        if isinstance(runner, GatedRunner):
+            runner.gate.release(1000)  # else the thread would wait in its step
+        engine.shutdown()
 
 
 class MatchedRunner(CountingRunner):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.assembly import build_sync_engine
+from app.build import build_sync_engine
 from app.config import EngineConfig, ModelConfig, SchedulerConfig
 from app.text import Tokenizer
 from tests.demo_tasks import EXACT_KINDS, FALLBACK, Question, mixed_questions

@@ -34,15 +34,17 @@ ALLOWED = {
         "app.engine.async_engine", "app.engine.request", "app.engine.stats", "app.engine.snapshot", "msgspec",
     },
     "app.model": {
-        "app.config", "app.disk", "app.errors", "app.engine.batch", "app.engine.logit_adjustments",
-        "app.engine.model_runner", "app.engine.request", "torch", "transformers", "triton",
+        "app.config", "app.cores", "app.disk", "app.errors", "app.engine.batch", "app.engine.largest_batch",
+        "app.engine.logit_adjustments", "app.engine.model_runner", "app.engine.request", "torch", "transformers",
+        "triton",
     },
-    "app.model.adapter_files": {"app.errors", "transformers"},
+    "app.model.location": {"app.child_process", "app.disk", "app.errors", "app.model.gguf"},
+    "app.model.adapter_files": {"app.errors", "app.engine.request", "app.model.location", "transformers"},
     "app.model.adapters": {"app.errors", "app.engine.batch", "app.model", "torch", "pydantic", "safetensors"},
     "app.model.gguf": {"app.disk", "app.errors", "gguf", "numpy", "tokenizers", "transformers"},
     "app.model.cpu.checkpoint": {"app.model", "torch", "safetensors", "transformers"},
     "app.model.cpu.weights": {"app.model", "torch", "transformers", "pydantic"},
-    "app.model.cpu.kept_check": {"app.engine.request", "app.model", "torch", "pydantic"},
+    "app.model.cpu.verification_cache": {"app.engine.request", "app.model", "torch", "pydantic"},
     "app.model.simulated": {
         "app.config", "app.engine.batch", "app.engine.model_runner", "app.engine.request", "pydantic",
     },
@@ -71,11 +73,11 @@ ALLOWED = {
         "numpy",
     },
     "app.fleet.autoscaling": {"app.config"},
-    "app.assembly": {
+    "app.build": {
         "app.child_process", "app.config", "app.cores", "app.disk", "app.errors", "app.versions", "app.engine",
         "app.grammar", "app.model", "torch",
     },
-    "app.rank": {"app.assembly", "app.config", "app.errors", "app.model", "torch"},
+    "app.rank": {"app.config", "app.errors", "app.model", "torch"},
     "deployments": {
         "app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc", "opentelemetry",
         "prometheus_client",

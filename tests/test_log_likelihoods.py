@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from app.api import RequestHandler, ServedModel, build_app
-from app.assembly import build_engine
+from app.build import build_engine
 from app.config import ApiConfig, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.text import Tokenizer
 from tests.api.openai_clients import openai_client

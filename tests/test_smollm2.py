@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from app.assembly import build_sync_engine
+from app.build import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig
 from app.engine.request import FinishReason
 from app.text import Tokenizer

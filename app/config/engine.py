@@ -160,6 +160,15 @@ class EngineConfig(Settings):
         return given
 
     @property
+    def of_draft_model(self) -> EngineConfig | None:
+        """The settings with which the draft model is loaded; None where there is none."""
+        path = self.speculation.model
+        if path is None:
+            return None
+        model = self.model.model_copy(update={"path": path, "revision": None, "max_model_len": None})
+        return self.model_copy(update={"model": model, "speculation": SpeculationConfig()})
+
+    @property
     def model_paths(self) -> dict[str, str]:
         """The folders, files or hub ids of all its models, by setting."""
         draft = self.speculation.model

@@ -10,7 +10,7 @@ from app.engine.block_pool import Block
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import Matcher
 from app.engine.request import Request
-from app.engine.speculation.acceptance import SequenceDrafts
+from app.engine.speculation.prompt_lookup import SequenceDrafts
 
 
 class SequenceStatus(Enum):

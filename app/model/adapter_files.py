@@ -9,11 +9,30 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from app.engine.request import Adapter
 from app.errors import UnsupportedAdapter, first_line
+from app.model.location import folder_seen_from_here
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DIGEST_BYTES = 8
 _QUANTISED_FILE = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)\.gguf$", re.IGNORECASE)
+
+
+def adapter_at(name: str, path: str) -> Adapter:
+    """The adapter that lies there. Of a hub id the files are downloaded. Raises UnsupportedAdapter."""
+    return Adapter(name=name, path=path, digest=adapter_digest(adapter_folder(folder_seen_from_here(path))))
+
+
+def folder_of_adapter(adapter: Adapter) -> Path:
+    """Raises UnsupportedAdapter if the files here are others than those that were named."""
+    folder = adapter_folder(folder_seen_from_here(adapter.path))
+    digest = adapter_digest(folder)
+    if digest != adapter.digest:
+        raise UnsupportedAdapter(
+            f"the adapter {adapter.name} in {folder} is {digest} here and {adapter.digest} where it was named: copy "
+            "the same files to every machine, and load it again under /admin/adapters"
+        )
+    return folder
 
 
 def adapter_folder(path: str) -> Path:
@@ -63,6 +82,13 @@ def another_base(folder: Path, served: Sequence[str], revision: str | None) -> s
     if trained_revision and revision and trained_revision != revision:
         return f"it was trained on revision {trained_revision} of {name[:200]}, and {revision} is served"
     return None
+
+
+def names_in_config(location: str) -> list[str]:
+    """What the config.json of a folder says that the model was loaded from."""
+    file = Path(location) / "config.json"
+    name = json.loads(file.read_bytes()).get("_name_or_path") if file.is_file() else None
+    return [name] if isinstance(name, str) and name else []
 
 
 def _last_part(path: str) -> str:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
-from typing import TYPE_CHECKING
+from itertools import accumulate, chain, pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 from app.engine.model_runner import ModelRunner
+from app.model.attention import UnknownAttention, check_arguments
 from app.model.inputs import pooled_places, to_device
-from app.model.packed_attention import PackedSequences
 from app.model.pooling import PooledStates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+PACKED_ATTENTION_NAME = "carousel_packed"
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -59,9 +61,8 @@ class Encoder:
         lengths = [len(item.token_ids) for item in sequences]
         types = {}
         if self._has_types:
-            types["token_type_ids"] = to_device(list(chain.from_iterable(map(token_types, sequences))), self._device)[
-                None
-            ]
+            of_tokens = list(chain.from_iterable(map(token_types, sequences)))
+            types["token_type_ids"] = to_device(of_tokens, self._device)[None]
         output = self._module(
             input_ids=token_ids[None],
             position_ids=self._positions(token_ids, lengths)[None],
@@ -116,3 +117,45 @@ def token_types(item: ScheduledSequence) -> list[int]:
     """0 for each token of the first text, 1 for the second."""
     num_tokens, at = len(item.token_ids), item.second_text_at
     return [0] * num_tokens if at == 0 else [0] * at + [1] * (num_tokens - at)
+
+
+class PackedSequences:
+    """Where the sequences of a row begin and end."""
+
+    def __init__(self, ends: Sequence[int]) -> None:
+        self.bounds = list(pairwise([0, *ends]))  # first token, and the one behind the last
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, num_heads, num_tokens, key_dim]
+    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, key_dim]
+    value: torch.Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    packed: PackedSequences | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend over several whole sequences in one row, each with itself only; there is no padding and no KV memory.
+
+    A layer attends in both directions, or backwards where the model is causal. It is the attention function of
+    transformers' interface; returns [1, num_tokens, num_heads, value_dim].
+    """
+    if packed is None:
+        raise UnknownAttention("the model does not hand forward keyword arguments to its attention layers")
+    if attention_mask is not None:
+        raise UnknownAttention("the model puts an attention mask of its own on top")
+    check_arguments(others)
+    output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+    for first, end in packed.bounds:
+        attended = functional.scaled_dot_product_attention(
+            query[:, :, first:end],
+            key[:, :, first:end],
+            value[:, :, first:end],
+            scale=scaling,
+            is_causal=bool(getattr(module, "is_causal", True)),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        output[:, first:end] = attended.transpose(1, 2)
+    return output, None

@@ -7,11 +7,15 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
+from app.config import EngineConfig, SpeculationConfig
 from app.engine.batch import StepBatch, StepResult
 from app.engine.model_runner import ModelRunner
+from app.errors import InvalidSetup
 from app.model.adapters import read_adapter
 from app.model.cpu.decoder import NativeDecoder
+from app.model.loader import LoadedRunner, load_runner
 from app.model.runner import TorchModelRunner
+from app.model.ways.native_decoder import NativeModel
 
 
 class ReloadingRunner(ModelRunner):
@@ -45,3 +49,23 @@ class ReloadingRunner(ModelRunner):
     def wake(self) -> None:
         """Raises what loading raises."""
         self._runner = self._load()
+
+
+def runner_that_sleeps(config: EngineConfig, loaded: LoadedRunner) -> ModelRunner:
+    """The model's runner, or one that loads the model again. Raises InvalidSetup where there is neither."""
+    if loaded.runner.can_sleep:
+        return loaded.runner
+    if not (isinstance(loaded.model, NativeModel) and isinstance(loaded.runner, TorchModelRunner)):
+        raise InvalidSetup(
+            f"replicas.sleep_after_s: {config.model.path} runs on transformers' code, which keeps its weights; only "
+            f"the native decoder gives them up (the log says why it was not chosen). Set no sleep_after_s"
+        )
+    cache = config.cache.model_copy(update={"num_blocks": loaded.num_blocks})
+    again = config.model_copy(update={"cache": cache, "speculation": SpeculationConfig()})
+
+    def load() -> TorchModelRunner:
+        runner = load_runner(again).runner
+        assert isinstance(runner, TorchModelRunner), "as at the start"
+        return runner
+
+    return ReloadingRunner(loaded.runner, load)

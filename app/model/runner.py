@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -9,13 +11,62 @@ from typing import NamedTuple
 import torch
 
 from app.engine.batch import StepBatch, StepResult
+from app.engine.model_runner import ModelRunner
 from app.model.adapters import read_adapter
 from app.model.forward import AdaptableForward, ForwardPass, Prediction
 from app.model.inputs import build_inputs
 from app.model.logprobs import ComputeLogprobs, Logprobs, WantedLogprobs, compute_logprobs
-from app.model.parallel.leading import LeadingRunner
+from app.model.parallel.group import RankGroup
+from app.model.parallel.ranks import Ranks
 from app.model.pooling import PooledStates
 from app.model.sampler import Adjust, Draw, Sample, adjust, draw, sample
+
+
+class NoRanks:
+    """In place of `Ranks` where one process computes all."""
+
+    def step(self, _batch: StepBatch) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def watched(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def preparing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class LeadingRunner(ModelRunner):
+    """Base of the model runners with which other ranks may compute: on rank 0 it leads them, on others it joins."""
+
+    def __init__(self) -> None:
+        self._ranks: Ranks | NoRanks = NoRanks()
+        self._group: RankGroup | None = None
+
+    def lead(self, ranks: Ranks) -> None:
+        """Have other ranks compute each step, too."""
+        self._ranks = ranks
+        self.join(ranks.group)
+
+    def join(self, group: RankGroup) -> None:
+        """Before all else: the ranks with which it computes."""
+        self._group = group
+
+    @abstractmethod
+    def follow(self, batch: StepBatch) -> None:
+        """Compute a step's forward pass on another rank: that rank's part of it."""
+
+    def check(self) -> None:
+        """Raises DeviceLost if another rank has ended."""
+        self._ranks.check()
+
+    def close(self) -> None:
+        self._ranks.close()
 
 
 class TorchModelRunner(LeadingRunner):
@@ -45,7 +96,6 @@ class TorchModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def follow(self, batch: StepBatch) -> None:
-        """Compute a step of rank 0."""
         self._predict(batch)
 
     def _predict(self, batch: StepBatch) -> Prediction:

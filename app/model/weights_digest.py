@@ -1,13 +1,41 @@
-"""A number that tells whether two machines have the same weights in their files. No torch here."""
+"""A number that tells whether two machines have the same weights in their files."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from zlib import crc32
+
+from app.config import EngineConfig
+from app.errors import described
+from app.model.location import resolve_model_path
+
+logger = logging.getLogger(__name__)
 
 _NUM_SAMPLES = 256  # of a file: training changes every large tensor of a model, and each has several of them
 _SAMPLE_BYTES = 16 * 1024
 _PATTERNS = ("*.safetensors", "config.json")
+
+
+def digest_of_weights(config: EngineConfig) -> int:
+    """A number that is equal on machines with the same weights; 0 where there are none or they cannot be read again."""
+    model = config.model
+    if model.simulated is not None:
+        return 0
+    location = resolve_model_path(model.path)
+    try:
+        digest = weights_digest(location, model.revision)
+    except (OSError, ValueError) as error:
+        logger.warning("the files of %s have no digest: %s", model.path, described(error))
+        return 0
+    dtype: str = model.dtype
+    if dtype == "auto":  # as this machine chooses
+        from app.model.device import dtype_of
+
+        dtype = dtype_of(model, location).name
+    # Weights of another type are other weights: one replica's tokens are not continued by the other's. The same holds
+    # for KV memory.
+    return crc32(f"{dtype} {model.quantization} {config.cache.dtype}".encode(), digest) if digest else 0
 
 
 def weights_digest(location: str, revision: str | None = None) -> int:

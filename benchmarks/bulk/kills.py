@@ -35,12 +35,8 @@ DRIVER = "driver"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_command(_parser(), measured, arguments)
-
-
-def measured(given: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="carousel-kills-") as folder:
-        return measure(Path(folder), given)
+        return run_command(_parser(), lambda given: measure(Path(folder), given), arguments)
 
 
 def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:

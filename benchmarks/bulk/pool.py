@@ -27,12 +27,8 @@ from benchmarks.harness.turns import last_object, run_module, turns
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_command(_parser(), measured, arguments)
-
-
-def measured(given: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="carousel-pool-") as folder:
-        return measure(Path(folder), given)
+        return run_command(_parser(), lambda given: measure(Path(folder), given), arguments)
 
 
 def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:

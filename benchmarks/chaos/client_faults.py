@@ -75,8 +75,8 @@ def _client(running: Stage, asked: Asked) -> tuple[asyncio.Task[None], Stream]:
 
 
 async def _held(running: Stage) -> tuple[int, int]:
-    holdings = await asyncio.to_thread(running.holdings)
-    return holdings.num_running + holdings.num_waiting, holdings.num_waiting
+    held = (await asyncio.to_thread(running.holdings)).held
+    return held["running"] + held["waiting"], held["waiting"]
 
 
 async def _freed_after_ms(running: Stage, client: asyncio.Task[None], *, num_left: int) -> float:

@@ -35,22 +35,7 @@ class Holdings:
 
     replica_ids: frozenset[str]
     num_missing: int  # processes that did not answer
-    num_in_flight: int  # requests that ingresses are answering
-    num_running: int
-    num_waiting: int
-    num_blocks_held: int
-
-    @property
-    def nothing(self) -> bool:
-        return not (self.num_in_flight or self.num_running or self.num_waiting or self.num_blocks_held)
-
-    def to_dict(self) -> dict[str, int]:
-        return {
-            "in_flight": self.num_in_flight,
-            "running": self.num_running,
-            "waiting": self.num_waiting,
-            "blocks": self.num_blocks_held,
-        }
+    held: Mapping[str, int]  # requests `in_flight` at ingresses, `running` and `waiting` on replicas, and `blocks`
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +87,14 @@ class Stage:
         ids = {match[1] for name, labels, _ in samples if name == "carousel_slots_used"
                and (match := _REPLICA_LABEL.search(labels))}  # fmt: skip
         return Holdings(
-            replica_ids=frozenset(ids),
-            num_missing=total("carousel_scrape_missing"),
-            num_in_flight=total("carousel_requests_in_flight"),
-            num_running=total("carousel_slots_used"),
-            num_waiting=total("carousel_queue_requests"),
-            num_blocks_held=total("carousel_kv_blocks") - total("carousel_kv_blocks_free"),
+            frozenset(ids),
+            total("carousel_scrape_missing"),
+            {
+                "in_flight": total("carousel_requests_in_flight"),
+                "running": total("carousel_slots_used"),
+                "waiting": total("carousel_queue_requests"),
+                "blocks": total("carousel_kv_blocks") - total("carousel_kv_blocks_free"),
+            },
         )
 
     async def is_whole(self) -> float:
@@ -134,9 +121,9 @@ class Stage:
         """What is still held without any request under way; waits for it to become nothing."""
         deadline = time.perf_counter() + patience_s
         while True:
-            holdings = await asyncio.to_thread(self.holdings)
-            if holdings.nothing or time.perf_counter() > deadline:
-                return holdings.to_dict()
+            held = (await asyncio.to_thread(self.holdings)).held
+            if not any(held.values()) or time.perf_counter() > deadline:
+                return dict(held)
             await asyncio.sleep(_POLL_S)
 
 

@@ -9,12 +9,13 @@ from typing import Literal
 
 import torch
 
-from app.assembly import build_sync_engine, resolve_model_path
+from app.build import build_sync_engine
 from app.config import EngineConfig, ModelConfig
 from app.cores import num_cores
 from app.engine.engine import Engine
 from app.errors import InvalidRequest
-from app.model.loader import dtype_of
+from app.model.device import dtype_of
+from app.model.location import resolve_model_path
 from benchmarks.engine.run import Setup
 from benchmarks.harness.command import BenchmarkError, tell
 from benchmarks.harness.options import DTYPES

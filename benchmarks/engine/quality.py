@@ -27,7 +27,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from app.assembly import assemble, build_sync_engine, resolve_model_path
+from app.build import assemble, build_sync_engine
 from app.config import CacheConfig, EngineConfig, KvType, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.request import Request, SamplingParams, TokenDelta, TokenLogprobs, merge_deltas
@@ -37,7 +37,9 @@ from app.model.cuda.fp8 import in_fp8
 from app.model.forward import TransformersForward
 from app.model.kv_cache import KVCache, num_blocks_that_fit
 from app.model.loader import load_model
+from app.model.location import resolve_model_path
 from app.model.runner import TorchModelRunner
+from app.model.ways.transformers_code import TransformersModel
 from app.text.tokenizer import Tokenizer
 from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.options import DTYPES
@@ -152,7 +154,7 @@ def _engine_in_fp8(model: ModelConfig, kv: KvType) -> Engine:
     )
     torch.set_num_threads(model.num_threads or 1)
     loaded = load_model(config.model, resolve_model_path(model.path))
-    assert loaded.module is not None, "native code has weights of its own"
+    assert isinstance(loaded, TransformersModel), "the others have weights of their own"
     for layer in loaded.module.base_model.layers if model.quantization == "fp8" else ():
         for parent in [*layer.modules()]:
             for name, child in [*parent.named_children()]:

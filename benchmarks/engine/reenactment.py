@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import suppress
 
-from app.assembly import assemble
+from app.build import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.adapter_store import AdapterStore, HeldAdapter
 from app.engine.engine import StepError

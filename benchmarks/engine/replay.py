@@ -19,12 +19,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from app.assembly import adapter_at, build_matchers, build_sync_engine
+from app.build import build_matchers, build_sync_engine
 from app.config import EngineConfig, SpeculationConfig
 from app.engine.engine import NO_ADAPTERS, Engine
 from app.engine.request import Adapter
 from app.engine.trace.entries import Arrival, DroppedEntries, Entry, Header, StepRecord
 from app.errors import CarouselError, UnsupportedAdapter
+from app.model.adapter_files import adapter_at
 from app.versions import commit, versions
 from benchmarks.engine.divergence import Comparison, Divergence, differences_between
 from benchmarks.engine.recorded_run import RecordedRun, find_run

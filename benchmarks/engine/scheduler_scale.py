@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from app.assembly import assemble_recorded
+from app.build import assemble_recorded
 from app.config import CacheConfig, EngineConfig, SchedulerConfig, StepLogConfig, names_of
 from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from app.assembly import assemble
+from app.build import assemble
 from app.config import PRESETS
 from benchmarks.engine.carousel import Carousel
 from benchmarks.engine.engine_setup import LoadedEngine, load_engine

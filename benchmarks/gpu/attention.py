@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-import app.model.backends
+import app.model.ways.gpu
 from app.errors import described
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.head_shapes import ON_GPU, STANDING_IN, HeadShape, attention_of, begun
@@ -74,7 +74,7 @@ def _attended(bench: Bench, shape: HeadShape, pieces: Pieces, launch: Mapping[st
         shape.tensors(batch.num_tokens, bench.device),
         shape.rules(bench.device),
     )
-    capture = vars(app.model.backends)["CudaCapture"](bench.device)
+    capture = vars(app.model.ways.gpu)["CudaCapture"](bench.device)
     return bench.seconds(capture(lambda: step.attend(0, *tensors, rules)))
 
 

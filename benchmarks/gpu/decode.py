@@ -16,7 +16,7 @@ from app.engine.model_runner import ModelRunner
 from app.model.allocated_bytes import num_bytes_of
 from app.model.cuda.fp8 import why_no_fp8
 from app.model.kv_cache import block_bytes
-from app.model.loader import LoadedModel
+from app.model.ways.loaded_model import LoadedModel
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.models import BLOCK_SIZE, engine_config, engine_of, made_model, prompt_operations
 from benchmarks.gpu.rates import copy_rate

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-import app.model.backends
+import app.model.ways.gpu
 from app.model.cuda.experts import ExpertMixture
 from app.model.llama import ExpertSettings
 from benchmarks.gpu.bench import Bench
@@ -50,6 +50,6 @@ def _replayed(
     mixture = ExpertMixture(settings, bench.device)
     lengths = torch.empty(settings.num_experts, dtype=torch.int32, device=bench.device)
     router, gate_up, down = weights
-    capture: Any = vars(app.model.backends)["CudaCapture"](bench.device)
+    capture: Any = vars(app.model.ways.gpu)["CudaCapture"](bench.device)
     replay: Callable[[], torch.Tensor] = capture(lambda: mixture(x, router, gate_up, down, lengths.zero_()))
     return replay

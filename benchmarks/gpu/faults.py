@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from app.assembly import assemble
+from app.build import assemble
 from app.config import EngineConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import DeviceLost, StepBatch, StepResult
 from app.engine.model_runner import ModelRunner, PendingStep
 from app.engine.request import Request, SamplingParams
 from app.errors import CarouselError
-from app.model.backends import build_runner
 from app.model.inputs import build_inputs
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.head_shapes import ON_GPU, attention_of
@@ -79,7 +78,7 @@ async def _served(bench: Bench, fault: Callable[[Bench], None]) -> dict[str, Any
 
 def _runner_of(config: EngineConfig) -> tuple[ModelRunner, Any]:
     model = made_model(config)
-    runner = build_runner(config, model, num_blocks=64, num_threads=1)
+    runner = model.runner(config, num_blocks=64, num_threads=1)
     assert runner.launches, "on a GPU steps are launched"
     return runner, model.facts
 

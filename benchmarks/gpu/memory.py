@@ -12,12 +12,13 @@ from unittest.mock import patch
 
 import torch
 
-import app.model.largest_step
-from app.assembly import build_sync_engine, planned_memory
+import app.model.ways.gpu
+from app.build import build_sync_engine
 from app.config import GIB, EngineConfig
 from app.engine.engine import Engine
 from app.engine.largest_batch import largest_batch
 from app.model.memory import MemoryNeeds
+from app.model.planned_memory import planned_memory
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.models import BLOCK_SIZE, engine_config, made_model, made_weights
 from benchmarks.gpu.steps import Replays
@@ -74,13 +75,13 @@ def _worst_step(bench: Bench, config: EngineConfig, engine: Engine) -> None:
 def _noted_needs() -> Iterator[list[MemoryNeeds]]:
     """The needs that an engine measures of its model while it is built."""
     noted: list[MemoryNeeds] = []
-    measure_needs = app.model.largest_step.needs_of
+    measure_needs = app.model.ways.gpu.needs_on_gpu
 
     def noting(*arguments: Any) -> MemoryNeeds:
         noted.append(measure_needs(*arguments))
         return noted[-1]
 
-    with patch("app.model.largest_step.needs_of", noting):
+    with patch("app.model.ways.cuda_decoder.needs_on_gpu", noting):
         yield noted
 
 
@@ -88,7 +89,7 @@ def _needs(config: EngineConfig) -> MemoryNeeds:
     """The same where no engine measures it: on a CPU."""
     model = made_model(config)
     largest = largest_batch(config.scheduler, model.facts, block_size=BLOCK_SIZE)
-    return app.model.largest_step.needs_of(config, model, largest)
+    return model.needs(config, largest)
 
 
 def _used(bench: Bench) -> int | None:

@@ -11,15 +11,16 @@ from unittest.mock import patch
 import torch
 from transformers import AutoModelForCausalLM
 
-from app.assembly import assemble
+from app.build import assemble
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
 from app.model.attention import ATTENTION_NAME
-from app.model.backends import build_runner
 from app.model.cuda.graph_runner import GraphModelRunner
-from app.model.loader import LoadedModel, load_model
+from app.model.loader import load_model
+from app.model.source import ModelSource
+from app.model.ways.loaded_model import LoadedModel
 from benchmarks.gpu.bench import Bench
 
 BLOCK_SIZE = 16
@@ -147,12 +148,10 @@ def engine_config(
 def made_weights() -> Iterator[None]:
     """In here a model that is loaded gets random weights, made on its device; all that follows is the loader's own."""
 
-    def made(
-        device: torch.device, config: ModelConfig, found: Any, location: str, dtype: torch.dtype, *_: object
-    ) -> Any:
-        return random_module(found, dtype, device)
+    def made(source: ModelSource) -> Any:
+        return random_module(source.found, source.dtype, source.device)
 
-    with patch("app.model.loader._with_weights", made):
+    with patch("app.model.ways.transformers_code.read_module", made):
         yield
 
 
@@ -166,7 +165,7 @@ def engine_of(config: EngineConfig, model: LoadedModel, *, overlaps: bool = True
     """An engine around a loaded model. overlaps: it launches a step while the one before it is computed."""
     num_blocks = config.cache.num_blocks
     assert num_blocks is not None, "engines that share a model have KV memory of a set size"
-    runner = build_runner(config, model, num_blocks=num_blocks, num_threads=1)
+    runner = model.runner(config, num_blocks=num_blocks, num_threads=1)
     return assemble(
         config.scheduler,
         config.cache,

@@ -28,11 +28,9 @@ def standing_in() -> Iterator[None]:
     with ExitStack() as patches:
         for name, replacement in {
             "app.model.cuda.attention.TritonAttention.fits": staticmethod(lambda device: True),
-            "app.model.backends.CudaCapture": WorkAgain,
-            "app.model.backends.check_attention": lambda *_, **__: None,  # many steps, and the interpreter is slow
-            "app.model.loader._PROBE_TOKENS": 4,
-            "app.model.loader._native_weights": lambda *_: None,
-            "app.model.loader.pack_linear_layers": lambda module: False,
+            "app.model.ways.gpu.CudaCapture": WorkAgain,
+            "app.model.ways.gpu.verify_steps": lambda *_, **__: None,  # many steps, and the interpreter is slow
+            "app.model.verification.NUM_TOKENS": 4,
             "torch.cuda.synchronize": lambda device=None: None,
         }.items():
             patches.enter_context(patch(name, replacement))

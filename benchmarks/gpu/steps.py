@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-import app.model.backends
+import app.model.ways.gpu
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 
@@ -60,7 +60,7 @@ class Replays:
     @contextmanager
     def watched(self) -> Iterator[Replays]:
         """In here runners are built of which the graphs are seen."""
-        real: Callable[[torch.device], Any] = vars(app.model.backends)["CudaCapture"]
+        real: Callable[[torch.device], Any] = vars(app.model.ways.gpu)["CudaCapture"]
 
         def capture_on(device: torch.device) -> Any:
             capture = real(device)
@@ -70,7 +70,7 @@ class Replays:
 
             return captures
 
-        with patch("app.model.backends.CudaCapture", capture_on):
+        with patch("app.model.ways.gpu.CudaCapture", capture_on):
             yield self
 
     def _noting(self, replay: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

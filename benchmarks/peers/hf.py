@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from app.assembly import resolve_model_path
 from app.config import ModelConfig
+from app.model.location import resolve_model_path
 from benchmarks.engine.engine_setup import dtype_name, resolve_device
 from benchmarks.engine.run import Contender, Setup
 from benchmarks.harness.command import BenchmarkError, tell

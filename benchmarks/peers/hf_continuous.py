@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from app.model.loader import eos_token_ids
+from app.model.ways.transformers_code import eos_token_ids
 from benchmarks.engine.run import MonotonicClock, Run, Timeline
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.workload import TimedRequest, Workload

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from app.assembly import resolve_model_path
 from app.config import ServedModelConfig
 from app.errors import InvalidSetup
 from app.jobs.items import RowSettings
+from app.model.location import resolve_model_path
 from deployments.cli import positive
 from deployments.serve.settings import parse, read_serve_file
 

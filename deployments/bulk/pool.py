@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from app.assembly import ONE_DEVICE, Devices, build_matchers, build_sync_engine, resolve_model_path
+from app.build import ONE_DEVICE, Devices, build_matchers, build_sync_engine
 from app.config import EngineConfig, ServedModelConfig
 from app.engine.request import ModelInfo
 from app.errors import Failure, InvalidSetup
@@ -25,6 +25,7 @@ from app.jobs.job import EngineOutput
 from app.jobs.outputs import RecordFormat
 from app.jobs.results import PartialOutputs
 from app.jobs.runner import Executor, JobRun
+from app.model.location import resolve_model_path
 from app.text import Tokenizer
 from deployments.bulk.engine_worker import EngineWorker, PreparedItem
 from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads

@@ -9,7 +9,6 @@ from contextlib import aclosing
 
 import ray
 
-from app.assembly import resolve_model_path
 from app.config import ReplicasConfig, ServedModelConfig
 from app.errors import InvalidSetup
 from app.jobs.input_files import InputRows
@@ -18,6 +17,7 @@ from app.jobs.job import InvalidItem
 from app.jobs.outputs import RecordFormat
 from app.jobs.run_folder import RunFolder, Summary, finish_run
 from app.jobs.runner import JobRun, ReadingBroke, RunProgress, read_in_thread
+from app.model.location import resolve_model_path
 from deployments.bulk.engine_worker import PreparedItem
 from deployments.bulk.pipeline import Preparation, prepared_items
 from deployments.bulk.pool import EnginePool

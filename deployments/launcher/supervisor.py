@@ -22,9 +22,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from app.assembly import resolve_model_path
 from app.config import ApplicationConfig
 from app.errors import InvalidSetup
+from app.model.location import resolve_model_path
 from deployments.launcher.trial import trial_config
 from deployments.serve.settings import (
     BATCHES_CPUS,

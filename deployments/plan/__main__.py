@@ -49,7 +49,7 @@ def _memory(options: argparse.Namespace) -> None:
     if card is not None and options.draft_model is not None:
         raise InvalidSetup("--draft-model is planned for CPUs only: a GPU speculates nothing")
     # torch takes seconds to import; mistakes are said before
-    from app.assembly import PlannedAdapters
+    from app.model.planned_memory import PlannedAdapters
     from deployments.plan.memory import CpuPlan, GpuPlan, config_of
 
     on_gpu = card is not None

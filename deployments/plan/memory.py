@@ -6,12 +6,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from app.assembly import PlannedAdapters, PlannedMemory, planned_cpu_memory, planned_memory
 from app.config import GIB, EngineConfig
 from app.errors import InvalidSetup
 from app.model.cpu.kv_cache import available_bytes
 from app.model.cuda.fp8 import LEAST_CAPABILITY
 from app.model.memory import GpuMemory
+from app.model.planned_memory import PlannedAdapters, PlannedMemory, planned_cpu_memory, planned_memory
 from deployments.plan.cards import CARDS, Card, bytes_of
 
 

@@ -9,8 +9,8 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from app.assembly import resolve_model_path
 from app.config import ApplicationConfig, EngineConfig, IngressConfig, ServedModelConfig
+from app.model.location import resolve_model_path
 from deployments.serve.autoscaling import number_of_replicas
 from deployments.serve.batches import Batches
 from deployments.serve.ingress import Ingress

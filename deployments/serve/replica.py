@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from app.assembly import Devices, adapter_at, build_engine, digest_of_weights
+from app.build import Devices, build_engine
 from app.config import SchedulerConfig, ServedModelConfig
 from app.engine.adapter_store import AdapterStats
 from app.engine.engine import NO_ADAPTERS
@@ -25,6 +25,8 @@ from app.errors import InvalidSetup, UnsupportedAdapter
 from app.fleet import Address, Entry, FrameServer, Table, adapters_in, merged, report_of_engine
 from app.fleet.dispatch import group_of_rank
 from app.metrics import EngineReport, LoopMonitor
+from app.model.adapter_files import adapter_at
+from app.model.weights_digest import digest_of_weights
 from deployments.ray_internals import StopsWithServe, keep_calls_on_loopback
 from deployments.serve.autoscaling import use_of
 from deployments.serve.process import collect_later, freeze_loaded, log_where_serve_does

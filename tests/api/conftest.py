@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from app.assembly import build_engine
+from app.build import build_engine
 from app.config import EngineConfig
 from app.engine.async_engine import AsyncEngine
 from app.text import Tokenizer

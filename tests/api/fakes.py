@@ -12,9 +12,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from app.api import Pipeline, RequestHandler, ServedModel, build_app, pipelines_of
+from app.api.http.guard import Guard
 from app.api.prepared_request import RequestLimits
 from app.config import ApiConfig, ApplicationConfig
 from app.engine.request import FinishReason, Generate, ModelInfo, Pooling, Request, TokenDelta, TokenLogprobs
@@ -160,6 +162,16 @@ class Service:
 
     def complete(self, **fields: Any) -> Answer:
         return self.call("POST", "/v1/completions", {"prompt": "Hi"} | fields)
+
+
+def routes_of(app: Any) -> tuple[list[Route], list[Route]]:
+    """The open routes of an app, and those behind its guard."""
+    guard = app.router.default
+    assert isinstance(guard, Guard)
+    assert isinstance(guard.app, Router)
+    both = app.router.routes, guard.app.routes
+    assert all(isinstance(route, Route) for routes in both for route in routes), "others need a thought of their own"
+    return both
 
 
 class Answer:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from app.assembly import build_engine
+from app.build import build_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta
 from app.errors import Overloaded

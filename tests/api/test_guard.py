@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.routing import Route, Router
 
 from app.api.endpoints import live
-from app.api.http.guard import Guard
 from app.text import Tokenizer
 from tests.api.batch_services import served
-from tests.api.fakes import Connection, Service, check_error, say
+from tests.api.fakes import Connection, Service, check_error, routes_of, say
 from tests.api.keys import ADMIN_KEY, KEY, bearer, entry
 from tests.api.odd_requests import answered, exchange
 from tests.benchmarks.servers import serving
@@ -79,19 +77,8 @@ def guarded_service(tokenizer: Tokenizer) -> Service:
 
 def all_paths(service: Service) -> tuple[set[str], set[str]]:
     """The paths of the open routes and those of all others, with a model's name where one belongs."""
-    guard = service.app.router.default
-    assert isinstance(guard, Guard)
-    assert isinstance(guard.app, Router)
-    return _paths(service.app.router), _paths(guard.app)
-
-
-def _paths(router: Router) -> set[str]:
-    return {in_use(route.path) for route in _routes(router)}
-
-
-def _routes(router: Router) -> list[Route]:
-    assert all(isinstance(route, Route) for route in router.routes), "a mount or a websocket needs a thought of its own"
-    return [route for route in router.routes if isinstance(route, Route)]
+    open_routes, others = routes_of(service.app)
+    return {in_use(route.path) for route in open_routes}, {in_use(route.path) for route in others}
 
 
 def in_use(path: str) -> str:
@@ -101,10 +88,7 @@ def in_use(path: str) -> str:
 
 def all_routes(app: Any) -> set[str]:
     """Every route of an app, by method and path."""
-    guard = app.router.default
-    assert isinstance(guard, Guard)
-    assert isinstance(guard.app, Router)
-    routes = _routes(app.router) + _routes(guard.app)
+    routes = [route for routes in routes_of(app) for route in routes]
     return {f"{method} {route.path}" for route in routes for method in (route.methods or {"ANY"}) - {"HEAD"}}
 
 

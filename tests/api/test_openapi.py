@@ -6,35 +6,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.routing import Route, Router
 
-from app.api.http.guard import Guard
-from app.api.http.openapi import BODIES, openapi_document
+from app.api.http.openapi import BATCH_BODIES, BODIES, openapi_document
 from app.api.prepared_request import RequestLimits
 from app.api.schemas.parameters import MAX_NAME_LENGTH, MAX_REMEMBERED_NAMES, UnknownFields
 from app.api.schemas.requests import CompletionRequest
 from app.config import ApiConfig
 from app.text import Tokenizer
-from tests.api.batch_services import http_client
-from tests.api.fakes import Service, say
+from tests.api.batch_services import http_client, served
+from tests.api.fakes import Service, routes_of, say
 from tests.api.keys import bearer, entry
 
 
-@pytest.fixture(scope="module")
-def document() -> dict[str, Any]:
-    return openapi_document(ApiConfig(), RequestLimits())
+@pytest.fixture(scope="module", params=[False, True], ids=["alone", "with batches"])
+def document(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return openapi_document(ApiConfig(), RequestLimits(), has_batches=request.param)
 
 
-def test_every_route_is_described_with_its_methods(service: Service, document: dict[str, Any]) -> None:
-    guard = service.app.router.default
-    assert isinstance(guard, Guard)
-    assert isinstance(guard.app, Router)
-    routes = {
-        (route.path.replace(":path", ""), method.lower())
-        for route in (*service.app.router.routes, *guard.app.routes)
-        if isinstance(route, Route)
-        for method in (route.methods or set()) - {"HEAD"}
-    }
+async def test_every_route_is_described_with_its_methods(
+    service: Service, tmp_path: Path, document: dict[str, Any]
+) -> None:
+    async with served(service, tmp_path) as with_batches:
+        app = with_batches if "/v1/batch" in document["paths"] else service.app
+        routes = {
+            (route.path.replace(":path", ""), method.lower())
+            for routes in routes_of(app)
+            for route in routes
+            for method in (route.methods or set()) - {"HEAD"}
+        }
     assert routes == {(path, method) for path, methods in document["paths"].items() for method in methods}
 
 
@@ -53,7 +52,7 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
 
 
 def test_what_may_be_left_out_may_be_null_and_the_rest_may_not(document: dict[str, Any]) -> None:
-    for body in BODIES:
+    for body in (*BODIES, *(BATCH_BODIES if "/v1/batch" in document["paths"] else ())):
         schema = document["components"]["schemas"][body.__name__]
         for name, field in schema["properties"].items():
             is_nullable = {"type": "null"} in field.get("anyOf", [])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.assembly import build_engine
+from app.build import build_engine
 from app.config import EngineConfig, ModelConfig
 from app.engine.request import Pooling, Request
 from app.errors import Overloaded

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.api.http.openapi import BATCH_BODIES, openapi_document
 from app.api.prepared_request import RequestLimits
 from app.batches import BatchLimits
-from app.config import ApiConfig, WebhooksConfig
+from app.config import WebhooksConfig
 from app.errors import Overloaded, StepFailed
 from app.text import Tokenizer
 from tests.api.batch_services import begun_batch, client_of, http_client, job_ended, line_of, sent_batch, served
@@ -24,7 +23,6 @@ from tests.api.fakes import WAIT, Connection, Service, say
 from tests.api.keys import KEY, OTHER_KEY, bearer, entry
 from tests.api.test_bad_requests import FIELDS, JSON, LIKELY
 from tests.api.test_large_bodies import CountingTokenizer
-from tests.api.test_openapi import every_reference
 from tests.stalls import stalls_of_loop
 from tests.waiting import until
 from tests.webhooks.receivers import LOCAL, SECRET, Receiver
@@ -327,30 +325,6 @@ async def test_a_job_that_cannot_begin_leaves_no_file(tokenizer: Tokenizer, tmp_
 async def test_there_is_no_such_job(service: Service, tmp_path: Path, job_id: str) -> None:
     async with http_client(service, tmp_path) as client:
         assert (await client.get(f"/v1/batch/{job_id}")).status_code in (404, 405)
-
-
-async def test_the_routes_of_files_and_batches_are_described_where_they_are_served(
-    service: Service, tmp_path: Path
-) -> None:
-    async with http_client(service, tmp_path) as client:
-        document = (await client.get("/openapi.json")).json()
-        app = client._transport.app  # type: ignore[attr-defined]
-        routes = {
-            (route.path, method.lower())
-            for route in app.router.default.app.routes
-            for method in route.methods - {"HEAD"}
-            if "batch" in route.path or "files" in route.path
-        }
-        assert len(routes) == 12
-        assert routes <= {(path, method) for path, methods in document["paths"].items() for method in methods}
-        assert every_reference(document) == {
-            f"#/components/schemas/{name}" for name in document["components"]["schemas"]
-        }
-        for body in BATCH_BODIES:
-            schema = document["components"]["schemas"][body.__name__]
-            for name, field in schema["properties"].items():
-                assert ({"type": "null"} in field.get("anyOf", [])) == (name not in schema["required"]), name
-    assert "/v1/batch" not in openapi_document(ApiConfig(), RequestLimits())["paths"]
 
 
 @pytest.mark.parametrize("path", ["/v1/batch", "/v1/batches"])

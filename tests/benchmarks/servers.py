@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from app.api import RequestHandler, ServedModel, build_app
-from app.assembly import build_engine
+from app.build import build_engine
 from app.config import ApiConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.text import Tokenizer
 from tests.waiting import eventually

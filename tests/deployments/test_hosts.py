@@ -128,7 +128,7 @@ async def freed_after_s(running: Stage, host: Host, asked: Asked) -> float:
         host.lose_what_it_sends()
         vanished_s = time.perf_counter()
         try:
-            while (await asyncio.to_thread(running.holdings)).num_running:  # noqa: ASYNC110
+            while (await asyncio.to_thread(running.holdings)).held["running"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             return time.perf_counter() - vanished_s
         finally:

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -13,22 +11,18 @@ from app.config import SchedulerConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import DeviceLost, StepBatch, StepResult
 from app.engine.engine import Engine
-from app.engine.model_runner import ModelRunner
 from app.engine.request import Request
 from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, InvalidSetup, Overloaded, Quarantined, StepFailed
-from tests.fakes import CountingRunner, FakeClock, GatedRunner, build_fake_engine, expected_tokens, make_request
+from tests.fakes import (
+    CountingRunner,
+    FakeClock,
+    GatedRunner,
+    async_engine,
+    build_fake_engine,
+    expected_tokens,
+    make_request,
+)
 from tests.waiting import until
-
-
-@contextmanager
-def async_engine(
-    runner: ModelRunner | None = None, *, max_requests: int = 100, **settings: Any
-) -> Iterator[AsyncEngine]:
-    engine = AsyncEngine(build_fake_engine(runner=runner, **settings), max_requests=max_requests)
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
 
 
 async def collect(engine: AsyncEngine, request: Request) -> list[int]:
@@ -70,10 +64,10 @@ def test_concurrent_requests_each_get_their_own_tokens() -> None:
     assert heard == [expected_tokens(r.prompt_token_ids, r.sampling.max_tokens) for r in requests]
 
 
-def test_closing_the_stream_aborts_the_request_and_frees_its_blocks() -> None:
+async def test_closing_the_stream_aborts_the_request_and_frees_its_blocks() -> None:
     runner = GatedRunner()
 
-    async def main(engine: AsyncEngine) -> None:
+    with async_engine(runner, num_blocks=256) as engine:
         deltas = engine.generate(make_request(max_tokens=900))
         runner.gate.release()
         await anext(deltas)
@@ -81,9 +75,6 @@ def test_closing_the_stream_aborts_the_request_and_frees_its_blocks() -> None:
         runner.gate.release()  # the step that was under way; no other may follow
         await until(lambda: engine.stats().total_aborted == 1)
         assert engine.stats().num_free_blocks == engine.stats().num_blocks
-
-    with async_engine(runner, num_blocks=256) as engine:
-        asyncio.run(main(engine))
     assert len(runner.batches) <= 2
 
 
@@ -92,10 +83,10 @@ def test_what_cannot_be_served_raises_before_anything_is_queued() -> None:
         asyncio.run(collect(engine, make_request(())))
 
 
-def test_more_than_max_requests_are_refused_and_the_others_finish() -> None:
+async def test_more_than_max_requests_are_refused_and_the_others_finish() -> None:
     runner = GatedRunner()
 
-    async def main(engine: AsyncEngine) -> None:
+    with async_engine(runner, max_requests=2) as engine:
         requests = [make_request() for _ in range(2)]
         tasks = [asyncio.create_task(collect(engine, request)) for request in requests]
         await asyncio.sleep(0)
@@ -106,14 +97,11 @@ def test_more_than_max_requests_are_refused_and_the_others_finish() -> None:
             assert await task == expected_tokens(request.prompt_token_ids, 4)
         assert len(await collect(engine, make_request())) == 4
 
-    with async_engine(runner, max_requests=2) as engine:
-        asyncio.run(main(engine))
 
-
-def test_a_request_id_in_use_is_refused() -> None:
+async def test_a_request_id_in_use_is_refused() -> None:
     runner = GatedRunner()
 
-    async def main(engine: AsyncEngine) -> None:
+    with async_engine(runner) as engine:
         task = asyncio.create_task(collect(engine, make_request(request_id="same")))
         await asyncio.sleep(0)
         with pytest.raises(InvalidRequest, match="same"):
@@ -121,24 +109,18 @@ def test_a_request_id_in_use_is_refused() -> None:
         runner.gate.release(100)
         await task
 
-    with async_engine(runner) as engine:
-        asyncio.run(main(engine))
 
-
-def test_a_failed_step_fails_its_requests_and_the_engine_lives_on() -> None:
-    async def main(engine: AsyncEngine) -> None:
+async def test_a_failed_step_fails_its_requests_and_the_engine_lives_on() -> None:
+    with async_engine(FailingRunner(num_failures=1)) as engine:
         with pytest.raises(StepFailed):
             await collect(engine, make_request())
         request = make_request()
         assert await collect(engine, request) == expected_tokens(request.prompt_token_ids, 4)
         engine.check_health()
 
-    with async_engine(FailingRunner(num_failures=1)) as engine:
-        asyncio.run(main(engine))
 
-
-def test_a_device_that_never_recovers_makes_the_engine_unhealthy() -> None:
-    async def main(engine: AsyncEngine) -> None:
+async def test_a_device_that_never_recovers_makes_the_engine_unhealthy() -> None:
+    with async_engine(FailingRunner(num_failures=1000)) as engine:
         for n in range(8):
             with pytest.raises(StepFailed):
                 await collect(engine, make_request((5, 6, 7 + n)))
@@ -147,11 +129,8 @@ def test_a_device_that_never_recovers_makes_the_engine_unhealthy() -> None:
         with pytest.raises(EngineStopped):
             engine.check_health()
 
-    with async_engine(FailingRunner(num_failures=1000)) as engine:
-        asyncio.run(main(engine))
 
-
-def test_a_lost_device_ends_the_engine_at_once() -> None:
+async def test_a_lost_device_ends_the_engine_at_once() -> None:
     class LostRunner(CountingRunner):
         num_runs = 0
 
@@ -159,15 +138,12 @@ def test_a_lost_device_ends_the_engine_at_once() -> None:
             self.num_runs += 1
             raise DeviceLost("gone")
 
-    async def main(engine: AsyncEngine) -> None:
+    runner = LostRunner()
+    with async_engine(runner) as engine:
         requests = [make_request((5, 6, 7 + n)) for n in range(3)]
         outcomes = await asyncio.gather(*(collect(engine, each) for each in requests), return_exceptions=True)
         assert [type(each) for each in outcomes] == [EngineStopped] * 3
         await until(lambda: is_stopping(engine))
-
-    runner = LostRunner()
-    with async_engine(runner) as engine:
-        asyncio.run(main(engine))
     assert runner.num_runs == 1
 
 
@@ -197,10 +173,10 @@ def test_an_engine_that_cannot_be_prepared_is_not_made() -> None:
         AsyncEngine(fake, max_requests=1)
 
 
-def test_shutdown_fails_open_requests_and_refuses_new_ones() -> None:
+async def test_shutdown_fails_open_requests_and_refuses_new_ones() -> None:
     runner = GatedRunner()
 
-    async def main(engine: AsyncEngine) -> None:
+    with async_engine(runner) as engine:
         task = asyncio.create_task(collect(engine, make_request(max_tokens=50)))
         await asyncio.sleep(0)
         stop = asyncio.create_task(asyncio.to_thread(engine.shutdown))
@@ -211,9 +187,6 @@ def test_shutdown_fails_open_requests_and_refuses_new_ones() -> None:
             await task
         with pytest.raises(EngineStopped):
             await collect(engine, make_request())
-
-    with async_engine(runner) as engine:
-        asyncio.run(main(engine))
 
 
 def test_an_engine_serves_several_event_loops() -> None:
@@ -233,14 +206,14 @@ def test_an_engine_serves_several_event_loops() -> None:
     assert results == [expected_tokens((5, 6, 7), 4)] * 4
 
 
-def test_one_poisonous_request_fails_alone_and_the_others_go_on() -> None:
+async def test_one_poisonous_request_fails_alone_and_the_others_go_on() -> None:
     class Poisoned(CountingRunner):
         def run(self, batch: StepBatch) -> StepResult:
             if any(item.request_id == "bad" for item in batch.scheduled):
                 raise RuntimeError("poison")
             return super().run(batch)
 
-    async def main(engine: AsyncEngine) -> None:
+    with async_engine(Poisoned()) as engine:
         requests = [make_request((5, 6, n)) for n in range(3)]
         good = [asyncio.create_task(collect(engine, request)) for request in requests]
         bad = asyncio.create_task(collect(engine, make_request((9, 9), request_id="bad")))
@@ -250,25 +223,19 @@ def test_one_poisonous_request_fails_alone_and_the_others_go_on() -> None:
             await bad
         engine.check_health()
 
-    with async_engine(Poisoned()) as engine:
-        asyncio.run(main(engine))
 
-
-def test_poison_that_comes_again_and_again_does_not_make_the_engine_unhealthy() -> None:
+async def test_poison_that_comes_again_and_again_does_not_make_the_engine_unhealthy() -> None:
     class Poisoned(CountingRunner):
         def run(self, batch: StepBatch) -> StepResult:
             if any(item.token_ids[:1] == (9,) for item in batch.scheduled):
                 raise RuntimeError("poison")
             return super().run(batch)
 
-    async def main(engine: AsyncEngine) -> None:
+    with async_engine(Poisoned()) as engine:
         for expected in (StepFailed, StepFailed, *[Quarantined] * 20):
             with pytest.raises(expected):
                 await collect(engine, make_request((9, 9)))
         engine.check_health()
-
-    with async_engine(Poisoned()) as engine:
-        asyncio.run(main(engine))
 
 
 def test_a_partial_batch_starts_by_its_timer_without_polling() -> None:
@@ -292,13 +259,10 @@ def test_a_partial_batch_starts_by_its_timer_without_polling() -> None:
     assert looks < 40  # a few for each step and each wait; a loop that spins has thousands
 
 
-def test_an_expired_request_is_answered_while_the_engine_waits_for_a_batch() -> None:
-    async def main(engine: AsyncEngine) -> None:
-        with pytest.raises(DeadlineMissed):
-            await asyncio.wait_for(collect(engine, make_request(deadline_s=0.1)), timeout=10)
-
-    with async_engine(strategy={"name": "static", "batch_size": 4, "max_wait_ms": 60_000}) as engine:
-        asyncio.run(main(engine))
+async def test_an_expired_request_is_answered_while_the_engine_waits_for_a_batch() -> None:
+    strategy = {"name": "static", "batch_size": 4, "max_wait_ms": 60_000}
+    with async_engine(strategy=strategy) as engine, pytest.raises(DeadlineMissed):
+        await asyncio.wait_for(collect(engine, make_request(deadline_s=0.1)), timeout=10)
 
 
 def test_prompts_beyond_the_token_bound_are_refused_unless_no_other_waits() -> None:
@@ -314,14 +278,11 @@ def test_prompts_beyond_the_token_bound_are_refused_unless_no_other_waits() -> N
         assert len(await tasks[0]) == 4
         assert len(await collect(engine, make_request())) == 4
 
-    engine = AsyncEngine(build_fake_engine(runner=runner), max_requests=100, max_waiting_tokens=20)
-    try:
+    with async_engine(runner, max_waiting_tokens=20) as engine:
         asyncio.run(main(engine))
-    finally:
-        engine.shutdown()
 
 
-def test_a_refused_client_gets_the_time_when_a_place_should_be_free() -> None:
+async def test_a_refused_client_gets_the_time_when_a_place_should_be_free() -> None:
     clock = FakeClock()
 
     class Timed(GatedRunner):
@@ -332,7 +293,7 @@ def test_a_refused_client_gets_the_time_when_a_place_should_be_free() -> None:
 
     runner = Timed()
 
-    async def main(engine: AsyncEngine) -> None:
+    with async_engine(runner, max_requests=1, clock=clock) as engine:
         runner.gate.release(8)
         for _ in range(2):
             await collect(engine, make_request())
@@ -346,16 +307,13 @@ def test_a_refused_client_gets_the_time_when_a_place_should_be_free() -> None:
         runner.gate.release(100)
         await task
 
-    with async_engine(runner, max_requests=1, clock=clock) as engine:
-        asyncio.run(main(engine))
-
 
 @pytest.mark.parametrize("strategy", ["continuous", "static"])
-def test_a_request_that_is_not_to_wait_is_refused_where_it_would(strategy: str) -> None:
+async def test_a_request_that_is_not_to_wait_is_refused_where_it_would(strategy: str) -> None:
     runner, urgent = GatedRunner(), replace(make_request(), no_queue=True)
     num_slots = 2 if strategy == "continuous" else 1
 
-    async def main(engine: AsyncEngine) -> None:
+    with async_engine(runner) as engine:
         await engine.reconfigure(SchedulerConfig.model_validate({"strategy": strategy, "max_running": 2}))
         tasks = [asyncio.create_task(collect(engine, make_request())) for _ in range(num_slots)]
         await asyncio.sleep(0)
@@ -366,14 +324,11 @@ def test_a_request_that_is_not_to_wait_is_refused_where_it_would(strategy: str) 
         await asyncio.gather(*tasks)
         assert len(await collect(engine, urgent)) == 4
 
-    with async_engine(runner) as engine:
-        asyncio.run(main(engine))
 
-
-def test_a_request_that_is_not_to_wait_is_refused_where_its_prompt_has_no_memory() -> None:
+async def test_a_request_that_is_not_to_wait_is_refused_where_its_prompt_has_no_memory() -> None:
     runner = GatedRunner()
 
-    async def main(engine: AsyncEngine) -> None:
+    with async_engine(runner, num_blocks=4) as engine:
         task = asyncio.create_task(collect(engine, make_request(tuple(range(5, 14)))))
         await asyncio.sleep(0)
         runner.gate.release(1)
@@ -383,14 +338,11 @@ def test_a_request_that_is_not_to_wait_is_refused_where_its_prompt_has_no_memory
         runner.gate.release(100)
         await task
 
-    with async_engine(runner, num_blocks=4) as engine:
-        asyncio.run(main(engine))
 
-
-def test_new_settings_hold_when_reconfigure_returns_and_no_request_is_lost() -> None:
+async def test_new_settings_hold_when_reconfigure_returns_and_no_request_is_lost() -> None:
     runner = GatedRunner()
 
-    async def main(engine: AsyncEngine) -> None:
+    with async_engine(runner) as engine:
         requests = [make_request((5, 6, n), max_tokens=6) for n in range(5)]
         tasks = [asyncio.create_task(collect(engine, request)) for request in requests]
         await asyncio.sleep(0)
@@ -411,14 +363,11 @@ def test_new_settings_hold_when_reconfigure_returns_and_no_request_is_lost() -> 
         runner.gate.release(100)
         await asyncio.gather(*tasks)
 
-    with async_engine(runner) as engine:
-        asyncio.run(main(engine))
 
-
-def test_settings_that_a_stopped_engine_cannot_take_are_refused_and_no_caller_waits_for_ever() -> None:
+async def test_settings_that_a_stopped_engine_cannot_take_are_refused_and_no_caller_waits_for_ever() -> None:
     runner = GatedRunner()
 
-    async def main(engine: AsyncEngine) -> None:
+    with async_engine(runner) as engine:
         task = asyncio.create_task(collect(engine, make_request()))
         await until(lambda: runner.is_waiting)
         change = asyncio.create_task(engine.reconfigure(SchedulerConfig()))
@@ -432,6 +381,3 @@ def test_settings_that_a_stopped_engine_cannot_take_are_refused_and_no_caller_wa
                 await waiting
         with pytest.raises(EngineStopped):
             await engine.reconfigure(SchedulerConfig())
-
-    with async_engine(runner) as engine:
-        asyncio.run(main(engine))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from app.engine.async_engine import AsyncEngine
 from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.matcher import TokenSet, allowed_after_bans, any_token, with_tokens, without_tokens
@@ -22,6 +20,7 @@ from tests.fakes import (
     MadeMatchers,
     MatchedRunner,
     Outcome,
+    async_engine,
     build_fake_engine,
     expected_tokens,
     first_allowed,
@@ -127,21 +126,15 @@ def test_a_model_without_an_end_token_takes_no_grammar() -> None:
         engine.check(asking("3"))
 
 
-def test_an_async_engine_gets_matchers_before_it_queues_anything() -> None:
-    async def main() -> None:
-        engine = AsyncEngine(build_fake_engine(runner=MatchedRunner()), max_requests=9, matchers=MadeMatchers())
+async def test_an_async_engine_gets_matchers_before_it_queues_anything() -> None:
+    with async_engine(MatchedRunner(), matchers=MadeMatchers()) as engine:
         tokens = [token async for delta in engine.generate(asking("3 4")) for token in delta.token_ids]
         assert tokens == [3, 4, 3, 4, 3, 4]
         with pytest.raises(InvalidRequest, match="this grammar is no use"):
             await anext(aiter(engine.generate(asking("bad"))))
         assert engine.stats().num_waiting == 0
-        engine.shutdown()
-        without = AsyncEngine(build_fake_engine(), max_requests=9)
-        with pytest.raises(InvalidRequest, match="no structured output"):
-            await anext(aiter(without.generate(asking("3 4"))))
-        without.shutdown()
-
-    asyncio.run(main())
+    with async_engine() as without, pytest.raises(InvalidRequest, match="no structured output"):
+        await anext(aiter(without.generate(asking("3 4"))))
 
 
 def test_sets_of_tokens() -> None:

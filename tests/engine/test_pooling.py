@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.assembly import assemble
+from app.build import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.request import FinishReason, ModelInfo, Pooling
 from app.errors import InvalidRequest

@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.assembly import assemble
+from app.build import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.batch import StepResult
 from app.engine.model_runner import ModelRunner

@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from app.assembly import assemble, build_matchers, build_sync_engine
+from app.build import assemble, build_matchers, build_sync_engine
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.matcher import Matchers

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.assembly import build_sync_engine
+from app.build import build_sync_engine
 from app.config import EngineConfig
 from app.model.adapter_files import another_base
 from tests.lora import save_adapter

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.assembly import assemble
+from app.build import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.request import Request
 from app.errors import UnsupportedAdapter

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from app.assembly import build_sync_engine, digest_of_weights
+from app.build import build_sync_engine
 from app.config import EngineConfig
 from app.errors import InvalidSetup
 from app.model.cpu import kv_cache
 from app.model.cpu.library import library
+from app.model.weights_digest import digest_of_weights
 
 
 def config_of(path: object, *, cache: dict[str, Any] | None = None, **model: Any) -> EngineConfig:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from app.assembly import Devices, build_sync_engine
+from app.build import Devices, build_sync_engine
 from app.config import EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.request import Pooling, Request

@@ -12,12 +12,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from app.assembly import Devices, build_sync_engine, load_runner, planned_cpu_memory
+from app.build import Devices, build_sync_engine
 from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.speculation.draft_model import ModelDrafter
 from app.errors import InvalidSetup
 from app.grammar.vocabulary import Vocabulary
+from app.model.loader import load_runner
+from app.model.planned_memory import planned_cpu_memory
 from tests.fakes import make_request, run_to_end
 from tests.model.test_reloading import KV_GIB, SLEEPS, resident_gib
 from tests.tiny_encoders import save_tiny_encoder
@@ -114,7 +116,7 @@ def test_it_is_refused_where_it_cannot_be_used(
     save_tiny_encoder("bert", tmp_path / "encoder")
     with pytest.raises(InvalidSetup, match="is an encoder: a draft model needs"):
         build_sync_engine(config_of(tmp_path / "encoder", demo_path))
-    monkeypatch.setattr("app.model.loader.device_of", lambda model: torch.device("cuda"))
+    monkeypatch.setattr("app.model.device.device_of", lambda model: torch.device("cuda"))
     with pytest.raises(InvalidSetup, match=r"runs on cuda: a draft model needs .* set speculation.method to off"):
         build_sync_engine(config_of(demo_path, demo_path))
 

@@ -13,18 +13,33 @@ from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MambaCo
 from app.config import ModelConfig
 from app.engine.batch import StepBatch
 from app.errors import InvalidSetup, UnsupportedModel
-from app.model import attention, loader
+from app.model import attention, device
 from app.model.attention import AttentionRules, AttentionStep, TorchAttention
 from app.model.cpu.checkpoint import Checkpoint
+from app.model.cuda.attention import TritonAttention
+from app.model.device import dtype_of
 from app.model.inputs import ModelInputs
 from app.model.kv_cache import KVCache
-from app.model.loader import check_attention, load_model
+from app.model.loader import load_model
+from app.model.source import ModelSource, module_of_transformers, module_on_device
+from app.model.verification import Reference
+from app.model.ways.gpu import verify_steps
+from app.model.ways.transformers_code import TransformersModel
 from tests.tiny_models import VOCAB_SIZE, build_tiny_model
 
 
 def load(path: Path, **settings: object):  # type: ignore[no-untyped-def]
     config = ModelConfig(path=str(path), device="cpu", **settings)  # type: ignore[arg-type]
     return load_model(config, str(path))
+
+
+def source_of(path: Path | str, **settings: str) -> ModelSource:
+    return ModelSource(
+        config=ModelConfig(path=str(path), **settings),  # type: ignore[arg-type]
+        location=str(path),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
 
 
 def test_facts_come_from_the_model(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
@@ -57,10 +72,10 @@ def test_bfloat16_is_loaded_as_asked(tiny_model_path) -> None:  # type: ignore[n
 def test_the_type_follows_from_checkpoint_and_machine(  # type: ignore[no-untyped-def]
     described, settings, is_fast, chosen, reason, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "is_fast", lambda dtype: is_fast)
+    monkeypatch.setattr(device, "is_fast", lambda dtype: is_fast)
     whole = {"architectures": ["LlamaForCausalLM"], **described}
     (tmp_path / "config.json").write_text(json.dumps(whole))
-    found = loader.dtype_of(ModelConfig(path=str(tmp_path), device="cpu", **settings), str(tmp_path))
+    found = dtype_of(ModelConfig(path=str(tmp_path), device="cpu", **settings), str(tmp_path))
     assert found.dtype is getattr(torch, chosen)
     assert re.search(reason, found.reason)
 
@@ -102,9 +117,9 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason(config, reason
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_cuda_without_triton_is_refused_with_the_fix(tiny_model_path, monkeypatch, device: str) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(loader.TritonAttention, "fits", staticmethod(lambda device: False))
+    monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: False))
     path = str(tiny_model_path("llama"))
-    for load_it in (load_model, loader.dtype_of):
+    for load_it in (load_model, dtype_of):
         with pytest.raises(InvalidSetup, match=r"Triton, .* pip install triton .*, or set model\.device: cpu"):
             load_it(ModelConfig(path=path, device=device), path)  # type: ignore[operator]
 
@@ -145,10 +160,9 @@ def test_weights_go_to_a_device_layer_by_layer_and_are_those_that_transformers_l
         release(checkpoint)
 
     monkeypatch.setattr(Checkpoint, "release", releases)
-    config = ModelConfig(path=str(tmp_path))
-    found = loader._check_architecture(config, str(tmp_path))
-    ours = loader._loaded_onto(torch.device("cpu"), config, found, str(tmp_path), torch.float32)
-    theirs = loader._from_pretrained(torch.device("cpu"), config, str(tmp_path), torch.float32)
+    source = source_of(tmp_path)
+    ours, theirs = module_on_device(source), module_of_transformers(source)
+    assert ours is not None
     assert {name for name, _ in ours.named_parameters()} == {name for name, _ in theirs.named_parameters()}
     for name, weight in theirs.state_dict().items():
         assert torch.equal(weight, ours.state_dict()[name]), name
@@ -162,12 +176,8 @@ def test_weights_go_to_a_device_layer_by_layer_and_are_those_that_transformers_l
 
 def test_models_with_other_names_of_weights_are_loaded_by_transformers(tiny_model_path, caplog) -> None:  # type: ignore[no-untyped-def]
     caplog.set_level("INFO")
-    path = tiny_model_path("gpt2")
-    config = ModelConfig(path=str(path))
-    found = loader._check_architecture(config, str(path))
-    module = loader._loaded_onto(torch.device("cpu"), config, found, str(path), torch.float32)
+    assert module_on_device(source_of(tiny_model_path("gpt2"))) is None
     assert "its weights are read into the host's memory first" in caplog.text
-    assert all(not weight.is_meta for weight in module.parameters())
 
 
 def test_files_of_a_hub_id_are_read_where_they_were_downloaded(tiny_model_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -178,15 +188,14 @@ def test_files_of_a_hub_id_are_read_where_they_were_downloaded(tiny_model_path, 
         return str(tiny_model_path("llama"))
 
     monkeypatch.setattr("transformers.utils.hub.snapshot_download", download)
-    config = ModelConfig(path="some/llama", revision="abc")
-    assert loader._folder_of(config, "some/llama") == tiny_model_path("llama")
+    assert source_of("some/llama", revision="abc").folder == tiny_model_path("llama")
     assert asked == [("some/llama", "abc")]
 
     def fails(hub_id: str, **_: object) -> str:
         raise OSError("no network")
 
     monkeypatch.setattr("transformers.utils.hub.snapshot_download", fails)
-    assert loader._folder_of(config, "some/llama") is None
+    assert source_of("some/llama", revision="abc").folder is None
 
 
 class Poorly(TorchAttention):
@@ -210,17 +219,17 @@ def test_attention_is_compared_with_the_models_own_in_all_forms_of_a_step(  # ty
 ) -> None:
     config = ModelConfig(path=str(tiny_model_path(architecture)), device="cpu", dtype="float32", backend="torch")
     model = load_model(config, config.path)
-    assert model.module is not None
+    assert isinstance(model, TransformersModel)
     with torch.inference_mode():
-        model = replace(model, probe=loader._probe(config, model.module, model.device))
+        model = replace(model, reference=Reference.of(config.path, model.module, model.device))
     cache = KVCache(model.layers, num_blocks=8, block_size=4, dtype=model.dtype, device=model.device)
     attention = Poorly(cache, wrong_at=-1 if wrong_at is None else wrong_at)
     if wrong_at is None:
-        check_attention(config, model, attention, max_blocks=8)
-        check_attention(config, model, attention, max_blocks=2)  # of a context of 8 tokens
+        verify_steps(config, model, attention, max_blocks=8)
+        verify_steps(config, model, attention, max_blocks=2)  # of a context of 8 tokens
     else:
         with pytest.raises(UnsupportedModel, match=r"with Poorly, of .*: the first layer's output"):
-            check_attention(config, model, attention, max_blocks=8)
+            verify_steps(config, model, attention, max_blocks=8)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

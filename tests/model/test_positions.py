@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from app.assembly import build_sync_engine
+from app.build import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.errors import UnsupportedModel
-from app.model import loader
 from app.model.loader import load_model
+from app.model.ways.transformers_code import TransformersModel
 from tests.fakes import make_request, run_to_end
 from tests.model.test_equivalence import generate_plainly
 from tests.tiny_models import build_tiny_model
@@ -75,7 +75,7 @@ def test_a_request_has_the_same_positions_beside_a_long_one_as_alone(
 
 def test_a_model_whose_positions_follow_the_batch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(path=str(save(tmp_path, "longrope")), dtype="float32", device="cpu", backend="torch")
-    monkeypatch.setattr(loader, "fix_positions", lambda module, max_model_len: None)
+    monkeypatch.setattr("app.model.source.fix_positions", lambda module, max_model_len: None)
     with pytest.raises(UnsupportedModel, match="beside a long sequence"):
         load_model(config, str(tmp_path))
     assert load_model(config.model_copy(update={"max_model_len": TRAINED}), str(tmp_path)).dtype is torch.float32
@@ -84,7 +84,8 @@ def test_a_model_whose_positions_follow_the_batch_is_refused(tmp_path: Path, mon
 def test_no_forward_pass_depends_on_a_value_of_the_device_afterwards(tmp_path: Path) -> None:
     """On the meta device no value can be read."""
     config = ModelConfig(path=str(save(tmp_path, "dynamic")), dtype="float32", device="cpu", backend="torch")
-    module = load_model(config, str(tmp_path)).module
-    assert module is not None
+    model = load_model(config, str(tmp_path))
+    assert isinstance(model, TransformersModel)
+    module = model.module
     rotary = module.model.rotary_emb.to("meta")
     rotary(torch.empty(1, device="meta"), torch.empty(1, 5, dtype=torch.long, device="meta"))

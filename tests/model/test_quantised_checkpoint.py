@@ -11,11 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
-from app.config import ModelConfig
+from app.config import EngineConfig, ModelConfig
 from app.errors import UnsupportedModel
 from app.model.cpu.library import library
-from app.model.loader import LoadedModel, load_model, model_of_config
+from app.model.loader import load_model
+from app.model.planned_memory import planned_gpu_model
 from app.model.quantised_checkpoint import Quantised, can_be_multiplied, multiplied_out
+from app.model.ways.loaded_model import LoadedModel
+from app.model.ways.native_decoder import NativeModel
 from tests.model.cpu.test_decoder import PROMPT, chunk, decoder_of, step
 from tests.tiny_models import build_tiny_model
 
@@ -130,7 +133,7 @@ def test_the_native_decoder_computes_with_what_the_numbers_stand_for(  # type: i
     logits = []
     for path in (quantised, multiplied, quantised):  # the last from a check that was kept
         loaded = load(path, checks=tmp_path / "checks")
-        assert loaded.native is not None
+        assert isinstance(loaded, NativeModel)
         logits.append(step(decoder_of(loaded), chunk(PROMPT, 0, 70, [3, 8, 1, 0, 9])))
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
@@ -226,11 +229,12 @@ def test_what_a_config_says_of_weights_is_read_wherever_it_stands() -> None:
 def test_what_is_multiplied_out_is_planned_as_that(tiny_model_path, tmp_path: Path, method, is_planned: bool) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "config.json").write_text((tiny_model_path("llama") / "config.json").read_text())
     path = str(described(tmp_path, {"quant_method": method}))
+    config = EngineConfig(model=ModelConfig(path=path))
     if is_planned:
-        assert model_of_config(ModelConfig(path=path), path, dtype=torch.bfloat16).dtype is torch.bfloat16
+        assert planned_gpu_model(config, dtype=torch.bfloat16).dtype is torch.bfloat16
     else:
         with pytest.raises(UnsupportedModel, match="quantised checkpoint"):
-            model_of_config(ModelConfig(path=path), path, dtype=torch.bfloat16)
+            planned_gpu_model(config, dtype=torch.bfloat16)
 
 
 def test_weights_that_are_not_in_the_files_are_not_left_random(tiny_model_path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

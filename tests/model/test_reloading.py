@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.assembly import Devices, build_sync_engine
+from app.build import Devices, build_sync_engine
 from app.config import EngineConfig
 from app.errors import InvalidSetup
 from tests.fakes import make_request, run_to_end

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.assembly import build_sync_engine
+from app.build import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, StepLogConfig
 from app.engine.engine import Engine
 from app.engine.request import FinishReason
@@ -229,7 +229,7 @@ def test_a_simulated_replica_writes_the_configured_step_log(demo_path: Path, tmp
 
 PROGRAM = """
 import sys
-from app.assembly import build_engine
+from app.build import build_engine
 from app.config import EngineConfig, ModelConfig
 engine = build_engine(EngineConfig(model=ModelConfig(path=sys.argv[1], simulated={"step_ms": 1})))
 engine.shutdown()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.assembly import assemble, drafter_of
+from app.build import assemble, drafter_of
 from app.config import CacheConfig, SchedulerConfig, SpeculationConfig
 from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 from app.engine.engine import Engine

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 
+from app.model.ways.cuda_decoder import CudaModel
+from app.model.ways.native_decoder import NativeModel
+
 
 @contextmanager
 def transformers_code() -> Iterator[None]:
-    """Models that are loaded meanwhile are taken for ones that no decoder of ours knows."""
+    """Models that are loaded meanwhile find no decoder of ours."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_why_not_packed", "_why_not_joined"):
-            patch.setattr(f"app.model.loader.{name}", lambda *_: "a test says so")
-        # A kept result would load the native decoder without asking.
-        patch.setattr("app.model.loader._kept_check", lambda *_, **__: None)
+        for way in (CudaModel, NativeModel):
+            patch.setattr(way, "why_not_here", staticmethod(lambda _: "a test says so"))
         yield

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from app.api import RequestHandler, ServedModel, batch_routes, build_app
 from app.api.endpoints.scheduler import ReplicaScheduling, SchedulingFindings
 from app.api.http.guard import owner_of
-from app.assembly import build_engine
+from app.build import build_engine
 from app.config import ApiConfig, BatchesConfig, EngineConfig, PolicyConfig, StrategyConfig
 from app.engine.async_engine import AsyncEngine
 from app.fleet import (

@@ -232,7 +232,8 @@ class GenerationRequest(QueuedRequest):
 
         Raises InvalidRequest; `within` is the field that the error is about.
         """
-        names = (GenerationRequest.model_fields.keys() & self.model_fields_set) - own.keys()
+        shared = GenerationRequest.model_fields.keys()
+        names = [name for name in self.model_fields_set if name in shared and name not in own]
         return kind.checked(own, within=within).model_copy(update={name: getattr(self, name) for name in names})
 
     @property

@@ -20,9 +20,9 @@ from app.engine.isolation import run_or_error
 from app.engine.model_runner import ModelRunner
 from app.engine.request import ModelInfo
 from app.engine.sequence import Sequence
-from app.engine.speculation.acceptance import FIRST_ACCEPTANCE, num_worthwhile, updated
 from app.engine.speculation.draft_pace import DraftPace
 from app.engine.speculation.drafter import Drafter, Take
+from app.engine.speculation.prompt_lookup import FIRST_ACCEPTANCE, num_worthwhile, updated
 from app.errors import described
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,8 @@ from app.engine.batch import BatchBuilder, ScheduledSequence, StepBatch, StepRes
 from app.engine.matcher import Matcher
 from app.engine.running import RunningSequences
 from app.engine.sequence import Sequence
-from app.engine.speculation.acceptance import FIRST_ACCEPTANCE, SequenceDrafts, num_worthwhile, updated
 from app.engine.speculation.draft_pace import DraftPace
-from app.engine.speculation.prompt_lookup import PromptLookup
+from app.engine.speculation.prompt_lookup import FIRST_ACCEPTANCE, PromptLookup, SequenceDrafts, num_worthwhile, updated
 
 _NEWEST_SHARE_OF_ALL = 1 / 64  # in that of all sequences
 _FIRST_ACCEPTANCE_OF_FORCED = 0.9

@@ -13,12 +13,25 @@ import torch
 
 from app.engine.batch import ScheduledSequence
 from app.model.cpu.library import ThreadPool
+from app.model.forward import ForwardPass
 from app.model.logprobs import Logprobs
+from app.model.runner import TorchModelRunner
 from app.model.sampler import joined_masks
 
 _DRAW = "Qqqfff4x"  # a Draw of sampling.h: seed, position, top-k, temperature, top-p, min-p
 _ADJUSTMENTS = "f4xQqQqQQqQQqq"  # an Adjustments of sampling.h
 _ALL_BITS = 2**64 - 1
+
+
+def native_runner(forward: ForwardPass, threads: ThreadPool) -> TorchModelRunner:
+    """A runner that draws in C++."""
+    return TorchModelRunner(
+        forward,
+        torch.device("cpu"),
+        draw=NativeDraw(threads),
+        adjust=NativeAdjust(threads),
+        compute_logprobs=NativeLogprobs(threads),
+    )
 
 
 class NativeDraw:

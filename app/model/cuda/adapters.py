@@ -22,7 +22,7 @@ from app.model.adapters import MAX_RANK, PRODUCTS, AdapterWeights, LowRankUpdate
 from app.model.cuda.attention import padded
 from app.model.cuda.fp8 import Fp8Rows, Rows
 from app.model.cuda.launching import kernels_of
-from app.model.cuda.weights import JoinedWeights
+from app.model.cuda.weights import CudaWeights
 from app.model.inputs import to_device
 
 _TILE_ROWS = _TILE_RANKS = 16  # the least that matrix instructions take
@@ -95,7 +95,7 @@ class _StackedUpdates:
 class AdapterSlots:
     """The memory of the adapters of a model, and the products with them. Any thread may load and free."""
 
-    def __init__(self, weights: JoinedWeights, num_slots: int) -> None:
+    def __init__(self, weights: CudaWeights, num_slots: int) -> None:
         has_experts = [layer.router is not None for layer in weights.layers]
         self.sizes = linear_sizes(weights.settings, has_experts=has_experts)  # by name
         self.num_slots = num_slots

@@ -20,7 +20,7 @@ from app.model.cuda.attention import TritonAttention, TritonStep, padded
 from app.model.cuda.experts import ExpertMixture
 from app.model.cuda.fp8 import Fp8Rows, Rows, empty_inputs, linear, plain
 from app.model.cuda.launching import kernels_of
-from app.model.cuda.weights import JoinedLayer, JoinedWeights
+from app.model.cuda.weights import CudaLayer, CudaWeights
 from app.model.forward import Prediction
 from app.model.parallel.split_plan import Exchange
 
@@ -39,7 +39,7 @@ class CudaDecoder:
 
     def __init__(
         self,
-        weights: JoinedWeights,
+        weights: CudaWeights,
         attention: TritonAttention,
         *,
         num_layers: int = 0,
@@ -90,7 +90,7 @@ class CudaDecoder:
     def _attention_output(
         self,
         index: int,
-        layer: JoinedLayer,
+        layer: CudaLayer,
         normed: Rows,
         positions: torch.Tensor,
         step: TritonStep,
@@ -111,7 +111,7 @@ class CudaDecoder:
         return self._summed(output)
 
     def _mlp_output(
-        self, index: int, layer: JoinedLayer, normed: Rows, lengths: torch.Tensor, adapted: AdaptedRows | None
+        self, index: int, layer: CudaLayer, normed: Rows, lengths: torch.Tensor, adapted: AdaptedRows | None
     ) -> torch.Tensor:
         """[num_tokens, hidden_size]; of experts without ranks [num_tokens, num_chosen, hidden_size], to be added up.
 
@@ -164,7 +164,7 @@ class CudaDecoder:
         return inputs
 
     def _rotate_and_write(
-        self, index: int, layer: JoinedLayer, heads: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+        self, index: int, layer: CudaLayer, heads: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
         """Turn queries in place, write keys and values. heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]."""
         settings = self._settings
@@ -191,7 +191,7 @@ class CudaDecoder:
         return output
 
 
-def num_kernels_of(weights: JoinedWeights) -> int:
+def num_kernels_of(weights: CudaWeights) -> int:
     """Launches of our kernels, attention's among them, in a decode step. The last is the final norm."""
     of_layers = (_KERNELS_PER_LAYER if each.router is None else _KERNELS_OF_EXPERTS for each in weights.layers)
     return 1 + sum(of_layers) + sum(isinstance(each.output, Fp8Rows) for each in weights.layers)

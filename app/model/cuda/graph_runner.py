@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,18 +36,18 @@ from app.model.cuda.captured_inputs import (
     mixed_sizes,
     smallest_fitting,
 )
-from app.model.cuda.decoder import CudaDecoder
 from app.model.cuda.offload import OffDevice
-from app.model.forward import DeviceForward, Prediction, TransformersForward
+from app.model.forward import Prediction
 from app.model.inputs import build_inputs
-from app.model.loader import LoadedModel
 from app.model.logprobs import ComputeLogprobs, Logprobs, compute_logprobs
 from app.model.memory import is_out_of_memory
-from app.model.parallel.leading import LeadingRunner, NoRanks
 from app.model.parallel.ranks import Ranks
 from app.model.pooling import PooledStates
-from app.model.runner import DrawnTokens, draw_tokens
+from app.model.runner import DrawnTokens, LeadingRunner, NoRanks, draw_tokens
 from app.model.sampler import Sample, sample
+
+if TYPE_CHECKING:
+    from app.model.ways.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class GraphModelRunner(LeadingRunner):
         self._model = model
         self.adapts = model.adapters is not None
         self._sample, self._compute_logprobs = sample, compute_logprobs
-        self._forward = _forward_of(model, attention)
+        self._forward = model.device_forward(attention)
         self._attention = attention
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
             BatchInvariantMode if attention.batch_invariant else nullcontext
@@ -353,13 +353,6 @@ class GraphModelRunner(LeadingRunner):
         return self._logits[:num_rows].copy_(logits)
 
 
-def _forward_of(model: LoadedModel, attention: TritonAttention) -> DeviceForward:
-    if model.joined is not None:
-        return CudaDecoder(model.joined, attention, group=model.group)
-    assert model.module is not None, "native code is for CPUs"
-    return TransformersForward(model.module, attention)
-
-
 class _Drawn:
     """The results of a step on their way to the host."""
 
@@ -481,10 +474,8 @@ class CudaCapture:
             RuntimeError: it does.
         """
         stream = torch.cuda.current_stream(self._device)
-        with (
-            torch.cuda.device(self._device),
-            torch.cuda.stream(stream),
-        ):  # a failed capture leaves its own stream behind
+        # A failed capture leaves its own stream behind.
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
             self._warm_up(function, stream)
             graph = torch.cuda.CUDAGraph()
             # Other threads may use the device meanwhile: another engine's, or Ray's.

@@ -31,7 +31,7 @@ _StoredRows = Callable[[str], Fp8Rows | None]  # the weight of a name, where its
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedLayer:
+class CudaLayer:
     """One layer. Matrices are [outputs, inputs], as torch has them; each may be in FP8."""
 
     input_norm: torch.Tensor  # [hidden_size]
@@ -52,11 +52,11 @@ class JoinedLayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedWeights:
+class CudaWeights:
     """A whole model, all in one type on one device."""
 
     settings: DecoderSettings
-    layers: tuple[JoinedLayer, ...]
+    layers: tuple[CudaLayer, ...]
     embedding: torch.Tensor  # [vocab_size, hidden_size]
     final_norm: torch.Tensor
     head: torch.Tensor  # [vocab_size, hidden_size]; the embedding itself where they are tied
@@ -64,21 +64,21 @@ class JoinedWeights:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All of them; those that are tied more than once."""
-        parts: tuple[JoinedWeights | JoinedLayer, ...] = (self, *self.layers)
+        parts: tuple[CudaWeights | CudaLayer, ...] = (self, *self.layers)
         for part in parts:
             for value in (getattr(part, each.name) for each in fields(part)):
                 yield from value if isinstance(value, Fp8Rows) else (value,) if isinstance(value, torch.Tensor) else ()
 
 
 @torch.inference_mode()
-def join_weights(
+def fuse_weights(
     module: PreTrainedModel,
     settings: DecoderSettings,
     *,
     num_positions: int,
     quantised: bool = False,
     mapped: MappedModel | None = None,
-) -> JoinedWeights:
+) -> CudaWeights:
     """Take the weights of a model, one layer after the other; the module has none afterwards.
 
     So the device holds those of no more than one layer twice.
@@ -98,7 +98,7 @@ def join_weights(
         if quantised:
             matrix = partial(_matrix_in_fp8, own, _stored_rows(mapped, index))
         rules = AttentionRules(scaling=settings.scaling, sliding_window=window or None)
-        layers.append(_join_layer(own, rules, matrix))
+        layers.append(_fuse_layer(own, rules, matrix))
         layer.to(device="meta")
         if mapped is not None:
             mapped.checkpoint.release()
@@ -106,7 +106,7 @@ def join_weights(
     module.to(device="meta")
     positions = torch.arange(num_positions, device=embedding.device)
     cosines, sines = (table.chunk(2, dim=-1)[0] for table in settings.rotary(positions, embedding.dtype))
-    return JoinedWeights(
+    return CudaWeights(
         settings=settings,
         layers=tuple(layers),
         embedding=embedding,
@@ -152,7 +152,7 @@ def _stored_rows(mapped: MappedModel | None, layer: int) -> _StoredRows:
     return stored
 
 
-def _join_layer(weights: Weights, rules: AttentionRules, matrix: Callable[..., Rows]) -> JoinedLayer:
+def _fuse_layer(weights: Weights, rules: AttentionRules, matrix: Callable[..., Rows]) -> CudaLayer:
     """weights: of one layer. matrix: of the linear layers with these names, one below the other, as it is kept."""
     router = weights("mlp.gate.weight")
     gate_up: Rows
@@ -160,8 +160,8 @@ def _join_layer(weights: Weights, rules: AttentionRules, matrix: Callable[..., R
     if router is None:
         gate_up, down = matrix("mlp.gate_proj", "mlp.up_proj"), matrix("mlp.down_proj")
     else:
-        router, gate_up, down = _join_experts(weights, router)
-    return JoinedLayer(
+        router, gate_up, down = _fuse_experts(weights, router)
+    return CudaLayer(
         input_norm=given(weights, "input_layernorm.weight"),
         query_key_value=matrix(*QUERIES_KEYS_VALUES),
         query_key_value_bias=joined_bias(weights, QUERIES_KEYS_VALUES),
@@ -177,7 +177,7 @@ def _join_layer(weights: Weights, rules: AttentionRules, matrix: Callable[..., R
     )
 
 
-def _join_experts(weights: Weights, router: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fuse_experts(weights: Weights, router: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Router, gate_up and down as the layer has them; transformers has joined those of the experts."""
     gate_up, down = (given(weights, f"mlp.experts.{name}_proj") for name in ("gate_up", "down"))
     own_share = weights("mlp.shared_expert_gate.weight")

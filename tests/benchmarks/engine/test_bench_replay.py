@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import rule
 from transformers import AutoModelForCausalLM
 
-from app.assembly import build_matchers, build_sync_engine
+from app.build import build_matchers, build_sync_engine
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine

@@ -28,9 +28,9 @@ from tests.api.batch_services import client_of, served
 from tests.api.fakes import MAX_MODEL_LEN, Service, Step, say
 from tests.stalls import stalls_of_loop
 
-SIZE = RequestLimits().max_body_bytes // 8
-# A body of the full size may hold the loop for 50 ms, so these for 6. On a slow machine it is several times as long.
-MAX_HELD_S = 0.1
+SIZE = RequestLimits().max_body_bytes // 16
+# A body of the full size may hold the loop for 50 ms, so these for 3. On a slow machine it is several times as long.
+MAX_HELD_S = 0.05
 NUM_TRIES = 3
 DOCUMENT = openapi_document(ApiConfig(), RequestLimits(), has_batches=True)
 PATHS = [

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from app.api import RequestHandler, ServedModel, build_app
-from app.assembly import build_engine
+from app.build import build_engine
 from app.config import ApiConfig, ApplicationConfig, EngineConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.request import Generate, Pooling, Request, TokenDelta

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.assembly import assemble, build_sync_engine, log_header
+from app.build import assemble, build_sync_engine, log_header
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine

@@ -18,6 +18,7 @@ from tests.fakes import (
     GatedRunner,
     Outcome,
     TimedRunner,
+    async_engine,
     build_fake_engine,
     expected_tokens,
     make_request,
@@ -125,26 +126,20 @@ def test_background_work_costs_its_tenant_no_share() -> None:
     run_to_end(engine, clock=clock)
 
 
-def test_background_requests_come_when_there_is_a_slot_and_never_queue() -> None:
-    async def main() -> None:
-        runner = GatedRunner()
-        engine = AsyncEngine(build_fake_engine(runner=runner, max_running=2, max_step_tokens=8), max_requests=10)
-        try:
-            streams = [engine.generate(make_request((5, n), max_tokens=200)) for n in range(2, 4)]
-            beginnings = [asyncio.ensure_future(anext(stream)) for stream in streams]
-            while not all(beginning.done() for beginning in beginnings):
-                runner.gate.release()
-                await asyncio.sleep(0.001)
-            with pytest.raises(Overloaded, match="full"):
-                await anext(engine.generate(background()))
-            for stream in streams:
-                await stream.aclose()  # type: ignore[attr-defined]
-            runner.gate.release(1000)
+async def test_background_requests_come_when_there_is_a_slot_and_never_queue() -> None:
+    runner = GatedRunner()
+    with async_engine(runner, max_requests=10, max_running=2, max_step_tokens=8) as engine:
+        streams = [engine.generate(make_request((5, n), max_tokens=200)) for n in range(2, 4)]
+        beginnings = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        while not all(beginning.done() for beginning in beginnings):
+            runner.gate.release()
+            await asyncio.sleep(0.001)
+        with pytest.raises(Overloaded, match="full"):
             await anext(engine.generate(background()))
-        finally:
-            engine.shutdown()
-
-    asyncio.run(main())
+        for stream in streams:
+            await stream.aclose()  # type: ignore[attr-defined]
+        runner.gate.release(1000)
+        await anext(engine.generate(background()))
 
 
 class NoReader:
@@ -162,10 +157,9 @@ def test_requests_are_refused_only_for_those_that_do_not_make_way(
 ) -> None:
     async def main() -> None:
         runner = GatedRunner()  # in its first step, so all of them are as they came
-        fake = build_fake_engine(runner=runner, max_running=max_running, max_waiting=max_waiting)
-        engine = AsyncEngine(fake, max_requests=max_running + max_waiting)
         there: dict[str, list[str]] = {"day": [], "night": []}
-        try:
+        limits = {"max_running": max_running, "max_waiting": max_waiting}
+        with async_engine(runner, max_requests=max_running + max_waiting, **limits) as engine:
             for move in moves:
                 kind = move.removeprefix("-")
                 if move != kind:
@@ -182,80 +176,54 @@ def test_requests_are_refused_only_for_those_that_do_not_make_way(
                 else:
                     assert has_room
                     there[kind].append(request.request_id)
-        finally:
-            runner.gate.release(1000)
-            engine.shutdown()
 
     asyncio.run(main())
 
 
-def test_background_requests_in_all_slots_refuse_no_other_request_and_lose_nothing() -> None:
-    async def main() -> None:
-        runner = GatedRunner()
-        engine = AsyncEngine(build_fake_engine(runner=runner, max_running=4, max_step_tokens=16), max_requests=4)
+async def test_background_requests_in_all_slots_refuse_no_other_request_and_lose_nothing() -> None:
+    runner = GatedRunner()
 
-        async def answer(request: Request) -> list[int]:
-            return [token async for delta in engine.generate(request) for token in delta.token_ids]
+    async def answer(engine: AsyncEngine, request: Request) -> list[int]:
+        return [token async for delta in engine.generate(request) for token in delta.token_ids]
 
-        try:
-            night = [background((5, n), max_tokens=30) for n in range(2, 6)]
-            day = [make_request((9, n), max_tokens=10) for n in range(2, 6)]
-            answers = [asyncio.ensure_future(answer(request)) for request in night]
-            runner.gate.release(2)
-            await until(lambda: engine.stats().num_background == 4 and engine.stats().num_running == 4)
-            answers += [asyncio.ensure_future(answer(request)) for request in day]
-            await asyncio.sleep(0)  # all of them are submitted now
-            for another in (background((6,)), make_request((6,))):
-                with pytest.raises(Overloaded, match="requests are being served"):
-                    engine.submit(another, NoReader())
-            runner.gate.release(1000)
-            for request, tokens in zip([*night, *day], await asyncio.gather(*answers), strict=True):
-                assert tokens == expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
-        finally:
-            runner.gate.release(1000)
-            engine.shutdown()
-
-    asyncio.run(main())
+    with async_engine(runner, max_requests=4, max_running=4, max_step_tokens=16) as engine:
+        night = [background((5, n), max_tokens=30) for n in range(2, 6)]
+        day = [make_request((9, n), max_tokens=10) for n in range(2, 6)]
+        answers = [asyncio.ensure_future(answer(engine, request)) for request in night]
+        runner.gate.release(2)
+        await until(lambda: engine.stats().num_background == 4 and engine.stats().num_running == 4)
+        answers += [asyncio.ensure_future(answer(engine, request)) for request in day]
+        await asyncio.sleep(0)  # all of them are submitted now
+        for another in (background((6,)), make_request((6,))):
+            with pytest.raises(Overloaded, match="requests are being served"):
+                engine.submit(another, NoReader())
+        runner.gate.release(1000)
+        for request, tokens in zip([*night, *day], await asyncio.gather(*answers), strict=True):
+            assert tokens == expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
 
 
-def test_background_work_in_a_whole_batch_stays_and_takes_places() -> None:
-    async def main() -> None:
-        runner = GatedRunner()
-        strategy = {"name": "static", "batch_size": 2, "max_wait_ms": 0}
-        fake = build_fake_engine(runner=runner, max_running=2, strategy=strategy)
-        engine = AsyncEngine(fake, max_requests=3)
-        try:
-            for n in range(2, 4):
-                engine.submit(background((5, n), max_tokens=30), NoReader())
-            runner.gate.release(4)
-            await until(lambda: engine.stats().num_staying_background == 2)
+async def test_background_work_in_a_whole_batch_stays_and_takes_places() -> None:
+    runner = GatedRunner()
+    strategy = {"name": "static", "batch_size": 2, "max_wait_ms": 0}
+    with async_engine(runner, max_requests=3, max_running=2, strategy=strategy) as engine:
+        for n in range(2, 4):
+            engine.submit(background((5, n), max_tokens=30), NoReader())
+        runner.gate.release(4)
+        await until(lambda: engine.stats().num_staying_background == 2)
+        engine.submit(make_request(), NoReader())
+        with pytest.raises(Overloaded, match="3 requests are being served"):
             engine.submit(make_request(), NoReader())
-            with pytest.raises(Overloaded, match="3 requests are being served"):
-                engine.submit(make_request(), NoReader())
-        finally:
-            runner.gate.release(1000)
-            engine.shutdown()
-
-    asyncio.run(main())
 
 
-def test_prompts_of_preempted_background_work_fill_no_queue() -> None:
-    async def main() -> None:
-        runner = GatedRunner()
-        fake = build_fake_engine(runner=runner, max_running=1, max_step_tokens=16)
-        engine = AsyncEngine(fake, max_requests=10, max_waiting_tokens=10)
-        try:
-            engine.submit(background((5,) * 9, max_tokens=30), NoReader())
-            runner.gate.release(2)
-            await until(lambda: engine.stats().num_running == 1)
-            engine.submit(make_request((6,) * 4, max_tokens=30), NoReader())
-            runner.gate.release(4)
-            await until(lambda: engine.stats().num_waiting_tokens == 9)
-            engine.submit(make_request((7,) * 5), NoReader())
-            with pytest.raises(Overloaded, match="prompts of"):
-                engine.submit(make_request((8,) * 6), NoReader())
-        finally:
-            runner.gate.release(1000)
-            engine.shutdown()
-
-    asyncio.run(main())
+async def test_prompts_of_preempted_background_work_fill_no_queue() -> None:
+    runner = GatedRunner()
+    with async_engine(runner, max_requests=10, max_waiting_tokens=10, max_running=1, max_step_tokens=16) as engine:
+        engine.submit(background((5,) * 9, max_tokens=30), NoReader())
+        runner.gate.release(2)
+        await until(lambda: engine.stats().num_running == 1)
+        engine.submit(make_request((6,) * 4, max_tokens=30), NoReader())
+        runner.gate.release(4)
+        await until(lambda: engine.stats().num_waiting_tokens == 9)
+        engine.submit(make_request((7,) * 5), NoReader())
+        with pytest.raises(Overloaded, match="prompts of"):
+            engine.submit(make_request((8,) * 6), NoReader())

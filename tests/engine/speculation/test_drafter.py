@@ -10,9 +10,8 @@ import pytest
 from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.request import FinishReason, Grammar, GrammarKind, Request
-from app.engine.speculation.acceptance import SequenceDrafts
 from app.engine.speculation.drafter import Drafter, LookupDrafter
-from app.engine.speculation.prompt_lookup import PromptLookup
+from app.engine.speculation.prompt_lookup import PromptLookup, SequenceDrafts
 from tests.engine.speculation.test_draft_model import MatchedDraftRunner, model_drafter
 from tests.engine.test_combinations import POLICIES, STRATEGIES, workload
 from tests.engine.test_overlapped_engine import LateRunner

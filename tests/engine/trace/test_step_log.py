@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from app.assembly import log_header, recorder_of
+from app.build import log_header, recorder_of
 from app.config import EngineConfig, StepLogConfig
 from app.engine.request import Adapter, Grammar, GrammarKind, ModelInfo, Thought
 from app.engine.trace.entries import Abort, Arrival, DroppedEntries, Header, parse, to_line

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
 import pytest
 
-from app.engine.async_engine import AsyncEngine
 from app.engine.engine import Engine, StepError
 from app.engine.observer import StepObserver
 from app.engine.snapshot import EngineSnapshot, SlotUse
@@ -16,7 +14,7 @@ from app.engine.trace import viewer
 from app.errors import EngineStopped
 from tests.engine.test_invariants import FailingOnDemand
 from tests.engine.test_overlapped_engine import LateRunner
-from tests.fakes import FakeClock, TimedRunner, build_fake_engine, make_request, run_to_end
+from tests.fakes import FakeClock, TimedRunner, async_engine, build_fake_engine, make_request, run_to_end
 
 
 def watched(**settings: Any) -> Engine:
@@ -210,19 +208,13 @@ def test_a_view_is_bounded_whatever_waits_and_runs(monkeypatch: pytest.MonkeyPat
     assert (view.num_running, view.num_waiting) == (5, 7)
 
 
-def test_an_engine_in_its_thread_gives_views_until_it_stops() -> None:
-    async def run() -> None:
-        engine = AsyncEngine(build_fake_engine(), max_requests=8)
-        try:
-            assert (await engine.snapshot()).num_running == 0
-            engine.end_snapshots()
-        finally:
-            await asyncio.to_thread(engine.shutdown)
-        with pytest.raises(EngineStopped):
-            await engine.snapshot()
+async def test_an_engine_in_its_thread_gives_views_until_it_stops() -> None:
+    with async_engine() as engine:
+        assert (await engine.snapshot()).num_running == 0
         engine.end_snapshots()
-
-    asyncio.run(run())
+    with pytest.raises(EngineStopped):
+        await engine.snapshot()
+    engine.end_snapshots()
 
 
 def test_the_limits_in_force_are_seen_with_what_the_tuner_says_of_them() -> None:

@@ -23,7 +23,8 @@ from transformers import (
 
 from app.config import ModelConfig
 from app.model.cpu import library as native
-from app.model.loader import LoadedModel, load_model
+from app.model.loader import load_model
+from app.model.ways.loaded_model import LoadedModel
 from tests.model.cpu.builds import PLAIN_AMX, QUICK, built_with
 from tests.model.cpu.test_decoder import BLOCKS, PROMPT, check_same_bits_in_any_step, chunk, decoder_of, step
 from tests.tiny_models import VOCAB_SIZE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from pathlib import Path
@@ -12,10 +13,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from app.config import ModelConfig
-from app.model import loader
+from app.model import source
 from app.model.cpu.checkpoint import Checkpoint
 from app.model.cpu.library import is_fast, library
-from app.model.loader import LoadedModel, load_model
+from app.model.loader import load_model
+from app.model.ways import native_decoder
+from app.model.ways.loaded_model import LoadedModel
+from app.model.ways.native_decoder import NativeModel
+from app.model.ways.transformers_code import TransformersModel
 from tests.model.cpu.test_decoder import PROMPT, chunk, decoder_of, step
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
@@ -36,7 +41,7 @@ def load(path: Path, dtype: str = "float32", quantization: str = "none") -> Load
 
 def from_whole_model(path: Path, monkeypatch: pytest.MonkeyPatch, **settings: str) -> LoadedModel:
     with monkeypatch.context() as patch:
-        patch.setattr(loader, "_mapped", lambda *_: None)
+        patch.setattr("app.model.ways.transformers_code.mapped_model", lambda *_: None)
         return load(path, **settings)
 
 
@@ -53,7 +58,7 @@ def test_it_is_the_same_model_without_transformers_reading_its_weights(
 ) -> None:  # type: ignore[no-untyped-def]
     path, settings = tiny_model_path(architecture), {"dtype": dtype, "quantization": quantization}
     whole = from_whole_model(path, monkeypatch, **settings)
-    monkeypatch.setattr(loader, "_from_pretrained", None)
+    monkeypatch.setattr(source, "module_of_transformers", None)
     model = load(path, **settings)
     assert (model.facts, model.layers, model.dtype) == (whole.facts, whole.layers, whole.dtype)
     assert torch.equal(logits_of(model), logits_of(whole))
@@ -66,7 +71,7 @@ def test_files_of_another_type_and_in_several_pieces(file_type: torch.dtype, mod
     own.save_pretrained(model_path, max_shard_size="100KB")
     assert len(list(model_path.glob("model-*.safetensors"))) > 1
     whole = from_whole_model(model_path, monkeypatch)
-    monkeypatch.setattr(loader, "_from_pretrained", None)
+    monkeypatch.setattr(source, "module_of_transformers", None)
     assert torch.equal(logits_of(load(model_path)), logits_of(whole))
 
 
@@ -81,7 +86,7 @@ def test_no_more_than_one_layer_is_unpacked(model_path: Path, monkeypatch: pytes
         right(checkpoint)
 
     monkeypatch.setattr(Checkpoint, "release", release)
-    assert load(model_path).native is not None
+    assert isinstance(load(model_path), NativeModel)
     assert max(used) <= max(layer, ends)
 
 
@@ -123,8 +128,8 @@ def test_weights_under_other_names_are_read_by_transformers(model_path: Path, mo
     save_file(weights, file, {"format": "pt"})
     own_names = AutoModelForCausalLM.from_pretrained(model_path).state_dict()
     read = []
-    right = loader._from_pretrained
-    monkeypatch.setattr(loader, "_from_pretrained", lambda *given: read.append(given) or right(*given))  # type: ignore[func-returns-value]
+    right = source.module_of_transformers
+    monkeypatch.setattr(source, "module_of_transformers", lambda *given: read.append(given) or right(*given))  # type: ignore[func-returns-value]
     assert torch.equal(logits_of(load(model_path)), expected)
     assert read
     assert own_names.keys() != weights.keys()
@@ -145,11 +150,11 @@ def test_a_head_that_is_neither_in_the_files_nor_tied_is_not_taken_from_the_embe
 def test_a_model_that_native_code_computes_otherwise_is_read_by_transformers(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = loader.settings_of
+    right = native_decoder.settings_of
     monkeypatch.setattr(
-        loader, "settings_of", lambda *given: loader.replace(right(*given), epsilon=0.5)
+        native_decoder, "settings_of", lambda *given: dataclasses.replace(right(*given), epsilon=0.5)
     )  # fmt: skip
     model = load(model_path)
-    assert model.native is None
-    assert model.module is not None
+    assert not isinstance(model, NativeModel)
+    assert isinstance(model, TransformersModel)
     assert not any(weight.is_meta for weight in model.module.parameters())

@@ -11,13 +11,16 @@ from transformers import AutoModelForCausalLM
 from app.config import ModelConfig
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
-from app.model import loader
 from app.model.cpu.decoder import NativeDecoder, buffer_bytes
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import ThreadPool, is_fast
 from app.model.cpu.weights import why_not_native
 from app.model.inputs import build_inputs
-from app.model.loader import LoadedModel, load_model
+from app.model.loader import load_model
+from app.model.ways import native_decoder
+from app.model.ways.loaded_model import LoadedModel
+from app.model.ways.native_decoder import NativeModel
+from app.model.ways.transformers_code import TransformersModel
 from tests.model.test_attention import poison
 from tests.tiny_models import VOCAB_SIZE, build_tiny_model
 
@@ -35,10 +38,10 @@ def load(path: Path, dtype: str, *, quantization: str = "none") -> LoadedModel:
 
 def decoder_of(model: LoadedModel, *, num_threads: int = 2, in_int8: bool = False) -> NativeDecoder:
     """in_int8: its KV memory."""
-    assert model.native is not None
+    assert isinstance(model, NativeModel)
     pages = NativeKVCache(model.layers, num_blocks=32, block_size=16, dtype=model.dtype, in_int8=in_int8)
     poison(pages)
-    return NativeDecoder(model.native, pages, ThreadPool(num_threads))
+    return NativeDecoder(model.weights, pages, ThreadPool(num_threads))
 
 
 def chunk(
@@ -108,10 +111,10 @@ def test_rows_of_a_tied_embedding_are_read_from_the_head(dtype: str, tmp_path: P
     own = build_tiny_model("llama", tie_word_embeddings=True)
     own.save_pretrained(tmp_path)
     model = load(tmp_path, dtype)
-    assert model.native is not None
-    assert model.native.embedding is None
+    assert isinstance(model, NativeModel)
+    assert model.weights.embedding is None
     embedding = own.get_input_embeddings().weight.detach().to(DTYPES[dtype]).contiguous()
-    kept = dataclasses.replace(model, native=dataclasses.replace(model.native, embedding=embedding))
+    kept = dataclasses.replace(model, weights=dataclasses.replace(model.weights, embedding=embedding))
     every_token = list(range(VOCAB_SIZE))
     blocks = list(range(-(-VOCAB_SIZE // 16)))
     logits = [step(decoder_of(each), chunk(every_token, 0, VOCAB_SIZE, blocks)) for each in (model, kept)]
@@ -179,7 +182,7 @@ def test_time_is_counted_by_part(tiny_model_path) -> None:  # type: ignore[no-un
 
 def test_models_it_does_not_know_run_on_transformers_code(tiny_model_path, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
     caplog.set_level("INFO")
-    assert load(tiny_model_path("gemma2"), "float32").native is None
+    assert not isinstance(load(tiny_model_path("gemma2"), "float32"), NativeModel)
     assert "Gemma2ForCausalLM is none of" in caplog.text
 
 
@@ -188,19 +191,21 @@ def test_rotary_positions_that_follow_the_batch_are_left_to_transformers(tmp_pat
     model = build_tiny_model("llama")
     model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model.save_pretrained(tmp_path)
-    assert load(tmp_path, "float32").native is None
+    assert not isinstance(load(tmp_path, "float32"), NativeModel)
     assert "dynamic rotary positions" in caplog.text
 
 
 def test_a_decoder_that_computes_something_else_is_not_used(tiny_model_path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
-    right = loader.settings_of
+    right = native_decoder.settings_of
     monkeypatch.setattr(
-        loader, "settings_of", lambda *given: dataclasses.replace(right(*given), scaling=1.3 * right(*given).scaling)
+        native_decoder,
+        "settings_of",
+        lambda *given: dataclasses.replace(right(*given), scaling=1.3 * right(*given).scaling),
     )
     model = load(tiny_model_path("llama"), "float32")
-    assert model.native is None
+    assert not isinstance(model, NativeModel)
     assert "the first layer's output differs by" in caplog.text
-    assert model.module is not None
+    assert isinstance(model, TransformersModel)
     assert model.module.get_input_embeddings().weight.numel() > 0, "its weights are still there"
 
 
@@ -234,12 +239,12 @@ def test_other_mixtures_have_the_models_logits(settings: dict[str, object], tmp_
 @torch.inference_mode()
 def test_a_token_without_a_number_does_not_disturb_the_experts_of_others(architecture: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
     model = load(tiny_model_path(architecture), "float32")
-    assert model.native is not None
+    assert isinstance(model, NativeModel)
     expected = step(decoder_of(model), chunk(PROMPT, 0, 20, [0, 1]))
-    poisoned = model.native.embedding.clone()
+    poisoned = model.weights.embedding.clone()
     poisoned[205] = float("nan")
     batch = StepBatch((chunk([205] * 5, 0, 5, [4]), chunk(PROMPT, 0, 20, [0, 1])), ())
-    decoder = decoder_of(dataclasses.replace(model, native=dataclasses.replace(model.native, embedding=poisoned)))
+    decoder = decoder_of(dataclasses.replace(model, weights=dataclasses.replace(model.weights, embedding=poisoned)))
     inputs = build_inputs(batch, block_size=decoder.block_size, device=torch.device("cpu"))
     logits = decoder.predict(batch, inputs).logits
     assert logits[0].isnan().all()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.assembly import build_sync_engine
+from app.build import build_sync_engine
 from app.config import EngineConfig, ModelConfig
 from app.model.attention import TorchAttention
 from app.model.cpu import kv_cache, library

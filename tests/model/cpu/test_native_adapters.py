@@ -11,6 +11,7 @@ from app.engine.batch import ScheduledSequence
 from app.model.adapters import read_adapter
 from app.model.cpu.adapters import AdaptedModel, NativeAdapter
 from app.model.cpu.decoder import NativeDecoder
+from app.model.ways.native_decoder import NativeModel
 from tests.lora import merge, save_adapter
 from tests.model.cpu.test_decoder import BLOCKS, DTYPES, PROMPT, chunk, decoder_of, load, step
 from tests.tiny_models import build_tiny_model
@@ -53,9 +54,9 @@ def test_logits_are_those_of_merged_weights(name: str, dtype: str, folder: Path)
 @pytest.mark.parametrize("name", RANKS)
 def test_what_an_adapter_takes_follows_from_its_rank(name: str, dtype: str, folder: Path) -> None:
     model = load(folder / "base", dtype)
-    assert model.native is not None
+    assert isinstance(model, NativeModel)
     measured = prepared(decoder_of(model), folder / name).num_bytes
-    assert AdaptedModel.of(model.native).adapter_bytes(RANKS[name]) == measured
+    assert AdaptedModel.of(model.weights).adapter_bytes(RANKS[name]) == measured
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("float32", "int8")])

@@ -11,17 +11,19 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
-from app.assembly import digest_of_weights
 from app.config import EngineConfig, ModelConfig
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.errors import InvalidSetup
-from app.model import loader
 from app.model.cpu import library as native
 from app.model.cpu import weights
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.library import ThreadPool, in_large_pages
 from app.model.inputs import build_inputs
-from app.model.loader import LoadedModel, load_model
+from app.model.loader import load_model
+from app.model.ways import native_decoder
+from app.model.ways.loaded_model import LoadedModel
+from app.model.ways.native_decoder import NativeModel
+from app.model.weights_digest import digest_of_weights
 from tests.model.cpu.builds import QUICK, built_with
 from tests.model.cpu.test_decoder import BLOCKS, PROMPT, check_same_bits_in_any_step, chunk, decoder_of, step
 
@@ -132,11 +134,11 @@ def test_plain_vectors_give_the_same_bits_as_the_cpus_instruction(tiny_model_pat
 
 def test_a_row_with_a_nan_shows_it_and_other_rows_do_not(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
     model = load(tiny_model_path("llama"))
-    assert model.native is not None
+    assert isinstance(model, NativeModel)
     expected = step(decoder_of(model), chunk(PROMPT, 0, 20, [0, 1]))
-    poisoned = model.native.embedding.clone()
+    poisoned = model.weights.embedding.clone()
     poisoned[205] = float("nan")
-    object.__setattr__(model.native, "embedding", poisoned)
+    object.__setattr__(model.weights, "embedding", poisoned)
     rows = step_unchecked(decoder_of(model), chunk([205] * 5, 0, 5, [4]), chunk(PROMPT, 0, 20, [0, 1]))
     assert rows[0].isnan().all()
     assert torch.equal(rows[1:], expected)
@@ -148,14 +150,14 @@ def step_unchecked(decoder: NativeDecoder, *items: ScheduledSequence) -> torch.T
 
 
 @torch.inference_mode()
-def test_a_kept_check_of_other_weights_does_not_count(tiny_model_path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_kept_result_for_other_weights_does_not_count(tiny_model_path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = tiny_model_path("llama")
     for quantization in ("none", "int8"):
         load(path, quantization=quantization, checks=tmp_path)
-    assert len(list(tmp_path.glob("checked-*"))) == 2
+    assert len(list(tmp_path.glob("verified-*"))) == 2
     again = load(path, checks=tmp_path)
-    assert again.native is not None
-    assert again.native.weight_bits == 8
+    assert isinstance(again, NativeModel)
+    assert again.weights.weight_bits == 8
     assert torch.equal(logits_of(again), logits_of(load(path)))
 
 
@@ -180,19 +182,20 @@ def test_weights_of_a_4_bit_file_stay_what_they_are() -> None:
 @torch.inference_mode()
 def test_rows_of_a_tied_embedding_are_read_from_the_head(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
     model = load(tiny_model_path("llama"))
-    assert model.native is not None
-    head = rounded(model.native.embedding, 8)  # type: ignore[arg-type]
-    packed = weights._Packing(ThreadPool(2), 8, in_large_pages)([model.native.embedding])  # type: ignore[list-item]
+    assert isinstance(model, NativeModel)
+    head = rounded(model.weights.embedding, 8)  # type: ignore[arg-type]
+    packed = weights._Packing(ThreadPool(2), 8, in_large_pages)([model.weights.embedding])  # type: ignore[list-item]
     given, tied = (
-        dataclasses.replace(model, native=dataclasses.replace(model.native, head=packed, embedding=embedding))
+        dataclasses.replace(model, weights=dataclasses.replace(model.weights, head=packed, embedding=embedding))
         for embedding in (head.contiguous(), None)
     )
     assert (logits_of(tied) - logits_of(given)).abs().max() < 1e-3
 
 
 def test_an_embedding_that_is_tied_to_a_quantised_head_is_not_kept(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    native = load(tiny_model_path("llama")).native
-    assert native is not None
+    model = load(tiny_model_path("llama"))
+    assert isinstance(model, NativeModel)
+    native = model.weights
     names = {weights.EMBEDDING: native.embedding, weights.HEAD: native.embedding}
     packed = weights.pack_weights(
         lambda name: names.get(name, native.final_norm),
@@ -219,7 +222,7 @@ def test_a_model_of_another_architecture_is_refused(quantization: str, tiny_mode
 
 
 def test_it_is_refused_without_native_code(tiny_model_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(loader, "library", lambda: None)
+    monkeypatch.setattr(native_decoder, "library", lambda: None)
     with pytest.raises(InvalidSetup, match=r"quantization is int8, .*install a C\+\+ compiler"):
         load(tiny_model_path("llama"))
 
@@ -231,9 +234,11 @@ def test_a_block_size_that_native_code_cannot_use_is_refused(tiny_model_path) ->
 
 
 def test_a_decoder_that_computes_something_else_is_refused(tiny_model_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    right = loader.settings_of
+    right = native_decoder.settings_of
     monkeypatch.setattr(
-        loader, "settings_of", lambda *given: dataclasses.replace(right(*given), scaling=1.5 * right(*given).scaling)
+        native_decoder,
+        "settings_of",
+        lambda *given: dataclasses.replace(right(*given), scaling=1.5 * right(*given).scaling),
     )
     with pytest.raises(InvalidSetup, match="the first layer's output differs by"):
         load(tiny_model_path("llama"))

@@ -16,8 +16,9 @@ import torch
 from app.model.cpu import shared_weights
 from app.model.cpu.library import is_fast
 from app.model.cpu.shared_weights import LARGE_PAGE, _find, _GrowingFile
-from app.model.loader import LoadedModel
-from tests.model.cpu.test_kept_check import load, logits_of
+from app.model.ways.loaded_model import LoadedModel
+from app.model.ways.native_decoder import NativeModel
+from tests.model.cpu.test_verification_cache import load, logits_of
 
 pytestmark = pytest.mark.skipif(not is_fast(torch.float32), reason="this CPU cannot compute the native decoder")
 
@@ -69,8 +70,8 @@ def never_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def inode_of(model: LoadedModel) -> int:
     """Of the file that has its weights, as the kernel shows it."""
-    assert model.native is not None
-    first = min(tensor.data_ptr() for tensor in model.native.tensors())
+    assert isinstance(model, NativeModel)
+    first = min(tensor.data_ptr() for tensor in model.weights.tensors())
     lines = Path("/proc/self/maps").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{first:08x}-")).split()[4])
 

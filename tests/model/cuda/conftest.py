@@ -53,7 +53,7 @@ def _quick_interpreter() -> Iterator[None]:
 def _short_probe() -> Iterator[None]:
     """Models are compared at load with fewer tokens; tests of that comparison are in `test_loader.py`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("app.model.loader._PROBE_TOKENS", 6)
+        patch.setattr("app.model.verification.NUM_TOKENS", 6)
         yield
 
 
@@ -62,4 +62,4 @@ def triton_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine takes our kernels on this machine, and captures only where there is a GPU."""
     monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta"))
     if not torch.cuda.is_available():
-        monkeypatch.setattr("app.model.backends.CudaCapture", lambda device: lambda function: function)
+        monkeypatch.setattr("app.model.ways.gpu.CudaCapture", lambda device: lambda function: function)

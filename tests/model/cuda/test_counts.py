@@ -19,7 +19,9 @@ from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerShape
-from app.model.loader import LoadedModel, load_model
+from app.model.loader import load_model
+from app.model.ways.cuda_decoder import CudaModel
+from app.model.ways.loaded_model import LoadedModel
 from tests.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
@@ -43,7 +45,7 @@ def loaded(path: Path, backend: str = "torch") -> LoadedModel:
     """backend: auto for our decoder, which is compared with transformers' code elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta" and backend == "auto"))
-        patch.setattr("app.model.loader._computed_at_load", lambda model, probe, block_size: probe.own)
+        patch.setattr(CudaModel, "output", lambda model, source: model.reference.own)
         return load_model(
             ModelConfig.model_validate({"path": str(path), "dtype": "bfloat16", "backend": backend}), str(path)
         )
@@ -97,8 +99,8 @@ def test_a_layer_takes_ten_launches_in_our_decoder_and_one_more_each_for_prompts
     architecture: str, tmp_path: Path
 ) -> None:
     model = loaded(saved(architecture, tmp_path, 2), "auto")
-    assert model.joined is not None
-    first = replace(model, joined=replace(model.joined, layers=model.joined.layers[:1]))
+    assert isinstance(model, CudaModel)
+    first = replace(model, weights=replace(model.weights, layers=model.weights.layers[:1]))
     has_experts = architecture in ("mixtral", "qwen3_moe", "qwen2_moe")
     of_mlp = ["route_kernel", "expert_gate_kernel", "expert_down_kernel"] if has_experts else ["gate_kernel"]
     for size in (DECODE, StepSize(8, 4, 2)):
@@ -106,7 +108,7 @@ def test_a_layer_takes_ten_launches_in_our_decoder_and_one_more_each_for_prompts
         of_attention = ["decode_kernel", "reduce_kernel", *["prefill_kernel"] * size.is_mixed]
         of_layer = ["add_norm_kernel", "rotate_write_kernel", *of_attention, "add_norm_kernel", *of_mlp]
         assert [each.kernel for each in two.kernels] == [*2 * of_layer, "add_norm_kernel"]
-        assert len(two.kernels) == num_kernels_of(model.joined) + 2 * size.is_mixed
+        assert len(two.kernels) == num_kernels_of(model.weights) + 2 * size.is_mixed
         # Products: of queries, keys and values, of attention's output; and two of an MLP, or that of the router.
         assert two.num_launches - one.num_launches == 10 + size.is_mixed + has_experts <= 12
         assert not two.waits

@@ -12,14 +12,16 @@ import torch
 from msgspec import structs
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from app.assembly import adapter_at, build_sync_engine
+from app.build import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.engine import Engine
 from app.engine.request import Request
 from app.errors import UnsupportedAdapter
+from app.model.adapter_files import adapter_at
 from app.model.adapters import MAX_RANK, read_adapter
-from app.model.loader import _MAX_DIFFERENCES, LoadedModel
+from app.model.verification import MAX_DIFFERENCES
+from app.model.ways.loaded_model import LoadedModel
 from tests.fakes import make_request, run_to_end
 from tests.lora import merge, save_adapter
 from tests.tiny_models import build_tiny_model
@@ -330,7 +332,7 @@ def test_weights_in_fp8_are_adapted(folder: Path, tmp_path: Path) -> None:
     strong = runner.load_adapter(tmp_path / "strong")
     found, plain = compute(runner, under(strong, piece(TOKENS[:6], 0, [0, 1])), piece(TOKENS[:6], 0, [2, 3]))
     expected = merged_logits(tmp_path / "merged", TOKENS[:6], torch.bfloat16)
-    size, most = torch.linalg.vector_norm(expected), _MAX_DIFFERENCES["fp8"][1]
+    size, most = torch.linalg.vector_norm(expected), MAX_DIFFERENCES["fp8"][1]
     assert torch.linalg.vector_norm(found - expected) / size < most
     assert torch.linalg.vector_norm(plain - expected) / size > most
 

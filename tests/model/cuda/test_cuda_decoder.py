@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from app.assembly import build_sync_engine
+from app.build import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.engine import Engine
@@ -20,7 +20,10 @@ from app.engine.request import Pooling, SamplingParams
 from app.model.allocated_bytes import num_bytes_of
 from app.model.cuda import weights
 from app.model.forward import Prediction, TransformersForward
-from app.model.loader import LoadedModel, load_model
+from app.model.loader import load_model
+from app.model.ways.cuda_decoder import CudaModel
+from app.model.ways.loaded_model import LoadedModel
+from app.model.ways.transformers_code import TransformersModel
 from tests.fakes import make_request, run_to_end
 from tests.model.transformers_code import transformers_code
 from tests.tiny_models import build_tiny_model
@@ -56,7 +59,7 @@ def build(path: Path, *, backend: str = "auto", num_blocks: int = 40, **schedule
 @pytest.fixture(autouse=True)
 def _no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type != "cuda":
-        monkeypatch.setattr("app.model.backends.CudaCapture", lambda device: lambda function: function)
+        monkeypatch.setattr("app.model.ways.gpu.CudaCapture", lambda device: lambda function: function)
 
 
 def forward_of(engine: Engine) -> object:
@@ -151,7 +154,7 @@ def test_logits_and_hidden_states_are_those_of_transformers_code(
 
 def test_the_torch_backend_keeps_transformers_code(tiny_model_path: Callable[[str], Path]) -> None:
     model = load(tiny_model_path("llama"), backend="torch")
-    assert model.joined is None
+    assert not isinstance(model, CudaModel)
     assert isinstance(runner_of(model)._forward, TransformersForward)
 
 
@@ -170,7 +173,7 @@ def test_shares_of_experts_and_shared_experts_are_those_of_transformers_code(
     build_tiny_model(architecture, **changes).save_pretrained(tmp_path)
     items = (piece(tuple(range(3, 9)), 0, [3, 1]), piece((9,), 0, [2]))
     model = load(tmp_path)
-    assert model.joined is not None
+    assert isinstance(model, CudaModel)
     theirs = predict(load_transformers(tmp_path), *items).logits
     torch.testing.assert_close(predict(model, *items).logits, theirs, atol=1e-3, rtol=1e-4)
 
@@ -187,7 +190,7 @@ def test_a_model_that_it_does_not_know_runs_on_transformers_code(
 ) -> None:
     build_tiny_model(architecture, **changes).save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO):
-        assert load(tmp_path).joined is None
+        assert not isinstance(load(tmp_path), CudaModel)
     assert [line for line in caplog.messages if "runs on transformers' code: " in line] == [
         line for line in caplog.messages if reason in line
     ]
@@ -205,7 +208,7 @@ def test_where_its_results_differ_the_weights_are_read_again_for_transformers_co
     with caplog.at_level(logging.WARNING):
         model = load(path)
     assert "in the decoder for CUDA the first layer's output differs by" in caplog.text
-    assert model.joined is None
+    assert not isinstance(model, CudaModel)
     torch.testing.assert_close(predict(model, *items).logits, expected)
 
 
@@ -221,8 +224,8 @@ def test_positions_that_follow_the_length_are_those_of_transformers_code(
     with caplog.at_level(logging.INFO):
         model = load(tmp_path)
     assert "positions of one of 256 tokens" in caplog.text
-    assert model.joined is not None
-    assert len(model.joined.rotary) == 256
+    assert isinstance(model, CudaModel)
+    assert len(model.weights.rotary) == 256
     theirs = predict(load_transformers(tmp_path), *items).logits
     torch.testing.assert_close(predict(model, *items).logits, theirs, atol=1e-3, rtol=1e-4)
 
@@ -232,7 +235,7 @@ def test_weights_are_there_once_and_no_more_than_a_layers_twice(
 ) -> None:
     path = tiny_model_path("qwen3")
     plain = load_transformers(path)
-    assert plain.module is not None
+    assert isinstance(plain, TransformersModel)
     held, alive = weights._held, []
     released: list[bool] = []
 
@@ -244,11 +247,10 @@ def test_weights_are_there_once_and_no_more_than_a_layers_twice(
 
     monkeypatch.setattr(weights, "_held", found)
     model = load(path)
-    assert model.module is None
     assert released == [True] * len(model.layers)
-    assert model.joined is not None
+    assert isinstance(model, CudaModel)
     parameters = num_bytes_of(plain.module.parameters())
-    assert num_bytes_of(model.tensors()) == parameters + model.joined.rotary.nbytes
+    assert num_bytes_of(model.tensors()) == parameters + model.weights.rotary.nbytes
 
 
 @pytest.mark.usefixtures("equal_rows")

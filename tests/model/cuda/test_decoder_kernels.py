@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA t
 
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
-from app.model.cuda.weights import JoinedLayer, JoinedWeights
+from app.model.cuda.weights import CudaLayer, CudaWeights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK_SIZE, NUM_BLOCKS = 4, 6
@@ -47,14 +47,14 @@ def decoder_of(shape: Shape, *, kv_dtype: torch.dtype | None = None) -> CudaDeco
     )  # fmt: skip
     none = shape.random(0)
     norms = [shape.random(shape.head_dim) if shape.has_norm else None for _ in range(2)]
-    layer = JoinedLayer(
+    layer = CudaLayer(
         input_norm=none, query_key_value=none, query_key_value_bias=None, query_norm=norms[0], key_norm=norms[1],
         output=none, output_bias=None, post_attention_norm=none, router=None, gate_up=none, down=none,
         rules=AttentionRules(scaling=0.1),
     )  # fmt: skip
     positions = torch.arange(NUM_BLOCKS * BLOCK_SIZE, device=DEVICE)
     cosines, sines = (table[:, : shape.head_dim // 2] for table in settings.rotary(positions, shape.dtype))
-    weights = JoinedWeights(
+    weights = CudaWeights(
         settings=settings, layers=(layer,), embedding=none, final_norm=none, head=none,
         rotary=torch.cat((cosines, sines), dim=-1),
     )  # fmt: skip

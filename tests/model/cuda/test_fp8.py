@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,9 +17,14 @@ from torch import nn
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import StepBatch
 from app.errors import InvalidSetup
-from app.model import loader
 from app.model.allocated_bytes import num_bytes_of
-from app.model.loader import LoadedModel, load_model, model_of_config
+from app.model.loader import load_model
+from app.model.planned_memory import planned_gpu_model
+from app.model.ways import cuda_decoder
+from app.model.ways import transformers_code as own_code
+from app.model.ways.cuda_decoder import CudaModel
+from app.model.ways.loaded_model import LoadedModel
+from app.model.ways.transformers_code import TransformersModel
 from tests.fakes import make_request, run_to_end
 from tests.model.cpu_allocator import peak_of_cpu
 from tests.model.test_quantised_checkpoint import FORMS, save_quantised
@@ -27,7 +33,7 @@ from tests.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
-from app.assembly import build_sync_engine
+from app.build import build_sync_engine
 from app.model.cuda import fp8
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import StepSize, decode_size
@@ -121,7 +127,7 @@ def rounded_model(path: Path) -> LoadedModel:
     """transformers' code with the layers' products as they are in FP8."""
     with transformers_code():
         model = load(path, quantization="none")
-    assert model.module is not None
+    assert isinstance(model, TransformersModel)
     for layer in model.module.model.layers:
         for linear_layer in (each for each in layer.modules() if isinstance(each, nn.Linear)):
             linear_layer.forward = (
@@ -137,8 +143,8 @@ def test_a_model_computes_what_its_rounded_products_compute(tiny_model_path: Cal
     path = tiny_model_path("qwen2")
     items = (piece(tuple(range(3, 17)), 0, [3, 1, 4, 5]), piece((9,), 0, [2]))
     model = load(path)
-    assert model.joined is not None
-    assert all(isinstance(layer.down, Fp8Rows) for layer in model.joined.layers)
+    assert isinstance(model, CudaModel)
+    assert all(isinstance(layer.down, Fp8Rows) for layer in model.weights.layers)
     ours, right = (predict(each, *items).logits.float() for each in (model, rounded_model(path)))
     # A number that bfloat16 rounds otherwise may go to another one in FP8, so that the two are not closer.
     assert torch.linalg.vector_norm(ours - right) / torch.linalg.vector_norm(right) < 0.25
@@ -150,15 +156,15 @@ def test_a_matrix_takes_half_the_memory_and_head_and_embedding_stay(tmp_path: Pa
         tmp_path
     )
     model, plain = load(tmp_path), load(tmp_path, quantization="none")
-    planned = model_of_config(config_of(tmp_path), str(tmp_path), dtype=torch.bfloat16)
-    assert model.joined is not None
-    assert model.joined.head.dtype is model.joined.embedding.dtype is torch.bfloat16
+    planned = planned_gpu_model(EngineConfig(model=config_of(tmp_path)), dtype=torch.bfloat16)
+    assert isinstance(model, CudaModel)
+    assert model.weights.head.dtype is model.weights.embedding.dtype is torch.bfloat16
     sizes = [num_bytes_of(each.tensors()) for each in (model, planned, plain)]
     assert sizes[0] == sizes[1]
-    assert plain.joined is not None
+    assert isinstance(plain, CudaModel)
     of_matrices = num_bytes_of(
         matrix
-        for layer in plain.joined.layers
+        for layer in plain.weights.layers
         for matrix in (layer.query_key_value, layer.output, layer.gate_up, layer.down)
         if isinstance(matrix, torch.Tensor)
     )
@@ -174,25 +180,25 @@ def test_no_more_than_the_model_in_fp8_and_one_layer_in_bfloat16_is_on_the_devic
     whole = build_tiny_model("llama", **sizes).to(torch.bfloat16)
     whole.save_pretrained(tmp_path)
     monkeypatch.setattr(fp8, "_ROWS_AT_ONCE", 16)
-    monkeypatch.setattr(loader, "_with_weights", None)
+    monkeypatch.setattr(own_code, "read_module", None)
     peaks = {}
 
-    def count(name: str) -> None:
-        work = getattr(loader, name)
+    def count(room: ModuleType, name: str) -> None:
+        work = getattr(room, name)
 
         def counted(*given: Any, **named: Any) -> Any:
             found: list[Any] = []
             peaks[name] = peak_of_cpu(lambda: found.append(work(*given, **named)))
             return found[0]
 
-        monkeypatch.setattr(loader, name, counted)
+        monkeypatch.setattr(room, name, counted)
 
-    count("_probe")
-    count("join_weights")
+    count(own_code, "_verified_reference")
+    count(cuda_decoder, "fuse_weights")
     in_fp8_bytes = num_bytes_of(load(tmp_path, max_model_len=32).tensors())
     of_layer = num_bytes_of(whole.model.layers[0].parameters())
-    assert peaks["_probe"] < 1.3 * of_layer  # with the activations
-    assert in_fp8_bytes < peaks["join_weights"] < in_fp8_bytes + of_layer
+    assert peaks["_verified_reference"] < 1.3 * of_layer  # with the activations
+    assert in_fp8_bytes < peaks["fuse_weights"] < in_fp8_bytes + of_layer
 
 
 @pytest.mark.usefixtures("triton_here")
@@ -202,9 +208,10 @@ def test_weights_from_files_a_layer_at_a_time_are_those_of_the_whole_model(
 ) -> None:
     path = tiny_model_path(architecture)
     with monkeypatch.context() as patch:
-        patch.setattr(loader, "_with_weights", None)
+        patch.setattr(own_code, "read_module", None)
         model = load(path)
-    monkeypatch.setattr(loader, "_mapped", lambda *_: None)
+    for room in ("source", "ways.transformers_code"):
+        monkeypatch.setattr(f"app.model.{room}.mapped_model", lambda *_: None)
     whole = load(path)
     assert (model.facts, model.layers) == (whole.facts, whole.layers)
     assert all(equal_bits(*both) for both in zip(model.tensors(), whole.tensors(), strict=True))
@@ -224,9 +231,9 @@ def test_a_checkpoint_in_fp8_with_one_scale_a_row_is_taken_as_it_is(tmp_path: Pa
     if is_one_scale:
         weights |= {name: weights[name].max() for name in weights if name.endswith(suffix)}
         save_file(weights, path / "model.safetensors", {"format": "pt"})
-    joined = load(path).joined
-    assert joined is not None
-    first = joined.layers[0]
+    loaded = load(path)
+    assert isinstance(loaded, CudaModel)
+    first = loaded.weights.layers[0]
     attention = [f"self_attn.{each}_proj" for each in "qkv"]
     for ours, names in ((first.query_key_value, attention), (first.down, ["mlp.down_proj"])):
         assert isinstance(ours, Fp8Rows)
@@ -266,12 +273,12 @@ def test_a_layer_takes_at_most_twelve_launches_and_no_wait(
     tiny_model_path: Callable[[str], Path], *, is_mixed: bool
 ) -> None:
     model = load(tiny_model_path("llama"))
-    assert model.joined is not None
+    assert isinstance(model, CudaModel)
     attention, size = attention_for(model), StepSize(8, 4, 2) if is_mixed else decode_size(4)
     runner = runner_of(model)
     layers = []
     for num_layers in (1, 2):
-        runner._forward = CudaDecoder(model.joined, attention, num_layers=num_layers)
+        runner._forward = CudaDecoder(model.weights, attention, num_layers=num_layers)
         with counting(computes=False) as counts:
             runner.compute_padding(size)
         assert not counts.waits
@@ -287,7 +294,8 @@ class TestRefused:
     """At the start, with the reason and what to set."""
 
     def test_a_gpu_without_such_products(self, tiny_model_path: Callable[[str], Path], monkeypatch) -> None:  # type: ignore[no-untyped-def]
-        monkeypatch.setattr("app.model.loader.device_of", lambda config: torch.device("cuda"))
+        for room in ("device", "loader"):
+            monkeypatch.setattr(f"app.model.{room}.device_of", lambda config: torch.device("cuda"))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
         reason = r"NVIDIA A100 has compute capability 8\.0, and FP8 needs 8\.9 or more\. Set .* to none"
@@ -308,7 +316,7 @@ class TestRefused:
         with pytest.raises(InvalidSetup, match="multiples of 16; its intermediate size is 72"):
             load(tmp_path)
         with pytest.raises(InvalidSetup, match="multiples of 16; its intermediate size is 72"):
-            model_of_config(config_of(tmp_path), str(tmp_path), dtype=torch.bfloat16)
+            planned_gpu_model(EngineConfig(model=config_of(tmp_path)), dtype=torch.bfloat16)
 
     def test_other_results(self, tiny_model_path: Callable[[str], Path], monkeypatch) -> None:  # type: ignore[no-untyped-def]
         gated = CudaDecoder._gated

@@ -14,17 +14,19 @@ import torch
 from app.config import CacheConfig, EngineConfig
 from app.errors import InvalidSetup
 from app.model.attention import AttentionRules
-from app.model.largest_step import with_one_block
 from app.model.loader import load_model
+from app.model.ways.cuda_decoder import CudaModel
+from app.model.ways.gpu import with_one_block
 from tests.fakes import make_request, run_to_end
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
-from app.assembly import build_sync_engine, load_runner
+from app.build import build_sync_engine
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import StepSize, decode_size
 from app.model.cuda.decoder import CudaDecoder
 from app.model.cuda.fp8 import FP8, Fp8Rows, in_fp8
+from app.model.loader import load_runner
 from tests.model.cuda.counting import counting
 from tests.model.cuda.test_decoder_kernels import BLOCK_SIZE, SHAPES, decoder_of
 from tests.model.cuda.test_decoder_kernels import Shape as HeadShape
@@ -222,12 +224,12 @@ def test_a_layer_takes_as_many_launches_as_in_the_models_type(
 ) -> None:
     config = config_of(tiny_model_path("llama"), quantization=quantization)
     model = load_model(config.model, config.model.path, block_size=4)
-    assert model.joined is not None
+    assert isinstance(model, CudaModel)
     runner = with_one_block(config, model)
     for size, most in ((decode_size(2), 10), (StepSize(8, 2, 2), 11)):
         layers = []
         for num_layers in (1, 2):
-            runner._forward = CudaDecoder(model.joined, runner._attention, num_layers=num_layers)
+            runner._forward = CudaDecoder(model.weights, runner._attention, num_layers=num_layers)
             with counting(computes=False) as counts:
                 runner.compute_padding(size)
             assert not counts.waits
@@ -247,7 +249,7 @@ class TestRefused:
 
     @pytest.mark.usefixtures("triton_here")
     def test_a_gpu_without_it(self, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("app.model.loader.device_of", lambda config: torch.device("cuda"))
+        monkeypatch.setattr("app.model.device.device_of", lambda config: torch.device("cuda"))
         monkeypatch.setattr("app.model.loader.load_model", None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.assembly import assemble, build_sync_engine
+from app.build import assemble, build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import DeviceLost, ScheduledSequence, StepBatch
 from app.engine.engine import Engine
@@ -27,8 +27,10 @@ from app.engine.request import Request, SamplingParams
 from app.errors import InvalidSetup
 from app.model.cuda.captured_inputs import graph_sizes
 from app.model.cuda.graph_runner import GraphModelRunner, LaunchedStep
-from app.model.loader import LoadedModel, load_model
+from app.model.loader import load_model
 from app.model.sampler import sample
+from app.model.ways.loaded_model import LoadedModel
+from app.model.ways.transformers_code import TransformersModel
 from tests.fakes import POOLINGS_OF_DECODERS, make_request, run_to_end
 from tests.tiny_models import build_tiny_model
 
@@ -116,7 +118,7 @@ def some_requests() -> list[Request]:
 def test_a_model_that_was_off_the_device_has_the_same_tokens_again(small_path: Path) -> None:
     """On a CPU the capture is done again on tensors at other addresses, as it is on a GPU."""
     model, requests, capture = load(small_path), some_requests(), RunAgain()
-    assert model.module is not None
+    assert isinstance(model, TransformersModel)
     for each in (*model.module.parameters(), *model.module.buffers()):
         each.data = each.data.clone()  # on a CPU they are mapped from their file
     engine = engine_with(model, capture)

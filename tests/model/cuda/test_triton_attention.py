@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.assembly import build_sync_engine
+from app.build import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams

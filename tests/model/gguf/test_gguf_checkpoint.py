@@ -15,10 +15,11 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from app.assembly import build_sync_engine, resolve_model_path
+from app.build import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig
 from app.errors import InvalidSetup, UnsupportedModel
 from app.model.gguf.checkpoint import checkpoint_of
+from app.model.location import resolve_model_path
 from app.text import Tokenizer
 from tests.fakes import make_request, run_to_end
 from tests.model.gguf.files import END, START, TOKENS, tiny_model, write_gguf

@@ -14,15 +14,17 @@ import torch
 from app.config import ModelConfig
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
-from app.model import loader
+from app.model import verification
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
 from app.model.inputs import build_inputs
-from app.model.loader import LoadedModel, load_model
-from app.model.loader import _computed_at_load as computed_at_load
+from app.model.loader import load_model
 from app.model.parallel.group import RankGroup
+from app.model.ways.cuda_decoder import CudaModel
+from app.model.ways.loaded_model import LoadedModel
 
 BLOCK_SIZE = 4
+right = CudaModel.output
 NUM_PROBE_TOKENS = 6  # of the comparison at load: less work for the interpreter
 GREEDY = SamplingParams(max_tokens=1)
 
@@ -35,7 +37,7 @@ def group_of(rank: int, size: int, store: str) -> RankGroup:
 @torch.inference_mode()
 def logits_of_tokens(model: LoadedModel, token_ids: Sequence[int]) -> torch.Tensor:
     """[num_tokens, vocab_size], of a prompt of all but two tokens and of these one by one."""
-    assert model.joined is not None, "its weights are joined"
+    assert isinstance(model, CudaModel), "its weights are joined"
     blocks = list(range(-(-len(token_ids) // BLOCK_SIZE)))
     attention = TritonAttention(
         model.layers,
@@ -46,7 +48,7 @@ def logits_of_tokens(model: LoadedModel, token_ids: Sequence[int]) -> torch.Tens
         dtype=model.dtype,
         device=model.device,
     )
-    decoder = CudaDecoder(model.joined, attention, group=model.group)
+    decoder = CudaDecoder(model.weights, attention, group=model.group)
     last, found = len(token_ids), []
     for start, end in ((0, last - 2), (last - 2, last - 1), (last - 1, last)):
         piece = ScheduledSequence("r", tuple(token_ids[start:end]), start, blocks, True, GREEDY)
@@ -63,19 +65,19 @@ def load(path: str, group: RankGroup | None) -> LoadedModel:
 
 def wrong(*given: Any) -> Any:
     """As a card that adds wrongly would compute it."""
-    output = computed_at_load(*given)
+    output = right(*given)
     return replace(output, logits=-output.logits)
 
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
     TritonAttention.fits = staticmethod(lambda device: device.type != "meta")  # type: ignore[method-assign]
-    loader._PROBE_TOKENS = NUM_PROBE_TOKENS
+    verification.NUM_TOKENS = NUM_PROBE_TOKENS
     group = group_of(asked["rank"], asked["size"], asked["store"])
     if asked.get("is_wrong", False):
-        loader._computed_at_load = wrong  # type: ignore[assignment]
+        CudaModel.output = wrong  # type: ignore[method-assign]
     model = load(asked["path"], group)
-    print("null" if model.joined is None else logits_of_tokens(model, asked["token_ids"]).tolist())
+    print("null" if not isinstance(model, CudaModel) else logits_of_tokens(model, asked["token_ids"]).tolist())
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from app.child_process import child_command, child_environment
 from app.engine.batch import StepBatch
 from app.errors import InvalidSetup
 from app.model.parallel.channel import Channel, Kind, settings_of
-from app.model.parallel.follower import die_with, follow
 from app.model.parallel.group import RankGroup
+from app.rank import die_with, follow
 
 
 class ExchangingFollower:

@@ -10,9 +10,10 @@ import torch
 
 from app.config import ModelConfig
 from app.model.cuda.graph_runner import GraphModelRunner
-from app.model.loader import LoadedModel, load_model
-from app.model.parallel.follower import follow
+from app.model.loader import load_model
 from app.model.parallel.group import RankGroup
+from app.model.ways.loaded_model import LoadedModel
+from app.rank import follow
 from tests.model.cuda.test_graph_runner import RunAgain, attention_for
 from tests.model.parallel.fake_rank import joined
 

@@ -16,6 +16,8 @@ import torch
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
 from app.model.cuda.attention import TritonAttention
+from app.model.ways.cuda_decoder import CudaModel
+from app.model.ways.transformers_code import TransformersModel
 from tests.model.parallel.cuda_rank import NUM_PROBE_TOKENS, group_of, load, logits_of_tokens
 from tests.tiny_models import build_tiny_model
 
@@ -29,7 +31,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks nee
 def saved_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Saves a tiny model of an architecture, which runs on Triton's interpreter."""
     monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta"))
-    monkeypatch.setattr("app.model.loader._PROBE_TOKENS", NUM_PROBE_TOKENS)
+    monkeypatch.setattr("app.model.verification.NUM_TOKENS", NUM_PROBE_TOKENS)
 
     def save(architecture: str, **changes: Any) -> str:
         build_tiny_model(architecture, **changes).save_pretrained(tmp_path / "model")
@@ -69,15 +71,15 @@ def test_two_ranks_have_the_logits_of_one_decoder(
     path = saved_model(architecture, vocab_size=vocab_size, num_hidden_layers=2, **changes)
     store = str(tmp_path / "store")
     expected_model = load(path, None)
-    assert expected_model.joined is not None
+    assert isinstance(expected_model, CudaModel)
     expected = logits_of_tokens(expected_model, TOKEN_IDS)
     with other_rank(store, path) as said:
         model = load(path, group_of(0, 2, store))
         got = logits_of_tokens(model, TOKEN_IDS)
         theirs = torch.tensor(said())
-    assert model.joined is not None
-    assert model.joined.layers[0].down.shape[-1] == expected_model.joined.layers[0].down.shape[-1] // 2
-    assert model.joined.head.shape[0] == (vocab_size if vocab_size % 2 else vocab_size // 2)
+    assert isinstance(model, CudaModel)
+    assert model.weights.layers[0].down.shape[-1] == expected_model.weights.layers[0].down.shape[-1] // 2
+    assert model.weights.head.shape[0] == (vocab_size if vocab_size % 2 else vocab_size // 2)
     assert float((got - expected).abs().max()) < 2e-5
     assert torch.equal(got.argmax(dim=-1), expected.argmax(dim=-1))
     assert torch.equal(theirs, got), "all ranks have the same bits"
@@ -90,5 +92,5 @@ def test_all_ranks_run_transformers_code_where_one_computes_something_else(
     with other_rank(store, path, is_wrong=True) as said:
         model = load(path, group_of(0, 2, store))
         assert said() is None
-    assert model.joined is None
-    assert model.module is not None
+    assert not isinstance(model, CudaModel)
+    assert isinstance(model, TransformersModel)

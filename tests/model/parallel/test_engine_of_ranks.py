@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.assembly import ONE_DEVICE, Devices, assemble, build_sync_engine
+from app.build import ONE_DEVICE, Devices, assemble, build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.overlapped_engine import OverlappedEngine

@@ -16,17 +16,18 @@ from app.engine.request import ModelInfo, Pooling, SamplingParams
 from app.errors import InvalidSetup, UnsupportedModel, first_line
 from app.model.attention import UnknownAttention
 from app.model.description import max_model_len, read_config, sentence_settings
+from app.model.device import device_of, dtype_of
 from app.model.encoder import (
+    PACKED_ATTENTION_NAME,
     Activation,
     Encoder,
     EncoderRunner,
     ScoreHead,
     has_token_types,
+    packed_attention,
     scores_of,
     token_types,
 )
-from app.model.loader import device_of, dtype_of
-from app.model.packed_attention import PACKED_ATTENTION_NAME, packed_attention
 from app.model.positions import fix_positions
 
 if TYPE_CHECKING:

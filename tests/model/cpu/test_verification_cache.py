@@ -12,9 +12,10 @@ import torch
 
 from app.config import ModelConfig
 from app.errors import InvalidSetup
-from app.model import loader
 from app.model.cpu.library import is_fast
-from app.model.loader import LoadedModel, load_model
+from app.model.loader import load_model
+from app.model.ways import transformers_code
+from app.model.ways.loaded_model import LoadedModel
 from tests.model.cpu.test_decoder import PROMPT, chunk, decoder_of, step
 
 pytestmark = pytest.mark.skipif(not is_fast(torch.float32), reason="this CPU cannot compute the native decoder")
@@ -32,9 +33,9 @@ def load(path: Path, checks: Path, **settings: object) -> LoadedModel:
 
 def is_checked_again(path: Path, checks: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     probed: list[object] = []
-    right = loader._probe
+    right = transformers_code._verified_reference
     with monkeypatch.context() as patch:
-        patch.setattr(loader, "_probe", lambda *given: probed.append(given) or right(*given))  # type: ignore[func-returns-value]
+        patch.setattr(transformers_code, "_verified_reference", lambda *given: probed.append(given) or right(*given))  # type: ignore[func-returns-value]
         load(path, checks)
     return bool(probed)
 
@@ -53,7 +54,7 @@ def test_a_model_that_has_passed_is_the_same_without_the_check(
         pytest.skip(f"this CPU has no vector instructions for {dtype}")
     path = tiny_model_path(architecture)
     checked = load(path, tmp_path, dtype=dtype)
-    monkeypatch.setattr(loader, "_from_pretrained", None)
+    monkeypatch.setattr("app.model.source.module_of_transformers", None)
     again = load(path, tmp_path, dtype=dtype)
     assert (again.facts, again.layers, again.dtype) == (checked.facts, checked.layers, checked.dtype)
     assert torch.equal(logits_of(again), logits_of(checked))
@@ -92,7 +93,7 @@ def test_a_file_that_cannot_be_read_is_no_check(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(model_path, tmp_path)
-    [kept] = tmp_path.glob("checked-*.json")
+    [kept] = tmp_path.glob("verified-*.json")
     kept.write_text(kept.read_text()[:40])
     assert is_checked_again(model_path, tmp_path, monkeypatch)
     assert not is_checked_again(model_path, tmp_path, monkeypatch)
@@ -103,7 +104,7 @@ def test_weights_that_transformers_reads_otherwise_are_checked_at_every_load(
 ) -> None:
     monkeypatch.setattr("app.model.cpu.checkpoint.Checkpoint.has_weights_of", lambda *_: False)
     load(model_path, tmp_path)
-    assert not list(tmp_path.glob("checked-*"))
+    assert not list(tmp_path.glob("verified-*"))
 
 
 def test_a_model_on_the_code_of_transformers_is_checked_at_every_load(tiny_model_path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.assembly import build_sync_engine
+from app.build import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig
 from app.errors import InvalidSetup
 from app.model.cpu.decoder import NativeDecoder

@@ -10,7 +10,6 @@ import pytest
 import torch
 from msgspec import structs
 
-from app.assembly import load_runner, planned_cpu_memory
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import StepBatch
 from app.engine.largest_batch import largest_batch
@@ -22,10 +21,15 @@ from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import decode_size, mixed_sizes
 from app.model.cuda.launching import NoKernels
 from app.model.cuda.sampler import TritonSampler
-from app.model.cuda.weights import join_weights
-from app.model.largest_step import needs_of, needs_of_native, with_one_block
-from app.model.loader import LoadedModel, load_model, model_of_config
+from app.model.cuda.weights import fuse_weights
+from app.model.loader import load_model, load_runner
+from app.model.planned_memory import planned_cpu_memory, planned_gpu_model, planned_native_model
 from app.model.sampler import sample
+from app.model.ways.cuda_decoder import CudaModel
+from app.model.ways.gpu import with_one_block
+from app.model.ways.loaded_model import LoadedModel
+from app.model.ways.native_decoder import NativeModel
+from app.model.ways.transformers_code import TransformersModel
 from tests.model.cpu_allocator import peak_of_cpu
 from tests.tiny_models import ARCHITECTURES, build_tiny_model
 
@@ -60,12 +64,13 @@ def test_weights_and_kv_of_a_configuration_are_those_of_the_loaded_model(
     tiny_model_path: Callable[[str], Path], architecture: str
 ) -> None:
     path = tiny_model_path(architecture)
-    planned = model_of_config(ModelConfig(path=str(path), backend="torch"), str(path), dtype=torch.float32)
+    config = EngineConfig(model=ModelConfig(path=str(path), backend="torch"))
+    planned = planned_gpu_model(config, dtype=torch.float32)
     loaded = load_model(ModelConfig(path=str(path), device="cpu", dtype="float32", backend="torch"), str(path))
     assert planned.layers == loaded.layers
     assert planned.facts == loaded.facts
-    assert loaded.module is not None
-    assert planned.module is not None
+    assert isinstance(loaded, TransformersModel)
+    assert isinstance(planned, TransformersModel)
     real = sum(weight.nbytes for weight in loaded.module.parameters())  # each once, also if it is tied
     assert num_bytes_of(planned.module.parameters()) == real
 
@@ -79,10 +84,10 @@ def test_packed_weights_of_a_configuration_are_those_of_the_loaded_model(
     build_tiny_model(architecture, tie_word_embeddings=is_tied).save_pretrained(tmp_path)
     settings = {"path": str(tmp_path), "device": "cpu", "dtype": "float32", "quantization": quantization}
     config = ModelConfig.model_validate(settings)
-    planned = model_of_config(config, config.path, dtype=torch.float32, native_block_size=16)
+    planned = planned_native_model(EngineConfig(model=config))
     loaded = load_model(config, config.path)
-    assert planned.native is not None
-    assert loaded.native is not None
+    assert isinstance(planned, NativeModel)
+    assert isinstance(loaded, NativeModel)
     assert (planned.layers, planned.facts) == (loaded.layers, loaded.facts)
     assert [each.shape for each in planned.tensors()] == [each.shape for each in loaded.tensors()]
     assert num_bytes_of(planned.tensors()) == num_bytes_of(loaded.tensors())
@@ -93,13 +98,13 @@ def test_the_largest_step_of_the_native_decoder_is_the_one_that_a_cpu_computes(t
     build_tiny_model("llama", vocab_size=20_000).save_pretrained(tmp_path)
     config = config_of(tmp_path).model_copy(update={"cache": CacheConfig(num_blocks=64)})
     loaded = load_runner(config)
-    assert loaded.model.native is not None
-    assert planned_cpu_memory(config).needs == needs_of_native(loaded.model, batch_for(loaded.model))
+    assert isinstance(loaded.model, NativeModel)
+    assert planned_cpu_memory(config).needs == loaded.model.needs(config, batch_for(loaded.model))
     batch = batch_for(loaded.model)
-    in_cpp = buffer_bytes(loaded.model.native, num_tokens=batch.num_scheduled_tokens, num_positions=256)
+    in_cpp = buffer_bytes(loaded.model.weights, num_tokens=batch.num_scheduled_tokens, num_positions=256)
     loaded.runner.run(batch)  # what is kept is there
     of_torch = peak_of_cpu(lambda: loaded.runner.run(batch))
-    assert needs_of_native(loaded.model, batch).step == pytest.approx(in_cpp + of_torch, rel=0.05)
+    assert loaded.model.needs(config, batch).step == pytest.approx(in_cpp + of_torch, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +116,15 @@ def test_the_largest_step_of_a_configuration_is_the_one_that_a_cpu_computes(
     monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: backend == "auto"))
     build_tiny_model(architecture, vocab_size=5000).save_pretrained(tmp_path)
     model = ModelConfig.model_validate({"path": str(tmp_path), "device": "cpu", "dtype": "float32", "backend": backend})
-    planned = model_of_config(model, str(tmp_path), dtype=torch.float32)
+    planned = planned_gpu_model(EngineConfig(model=model), dtype=torch.float32)
     loaded = load_model(model, str(tmp_path))
-    assert [each.joined is not None for each in (planned, loaded)] == [backend == "auto"] * 2
+    assert [isinstance(each, CudaModel) for each in (planned, loaded)] == [backend == "auto"] * 2
     for name, kernels in (("attention", NoKernels), ("decoder", NoKernels), ("sampler", FirstTokens)):
         monkeypatch.setattr(
             f"app.model.cuda.{name}.kernels_of", lambda *_, own=kernels: own()
         )  # the interpreter allocates for itself
     config = config_of(tmp_path)
-    on_meta, on_cpu = (needs_of(config, each, batch_for(each)) for each in (planned, loaded))
+    on_meta, on_cpu = (each.needs(config, batch_for(each)) for each in (planned, loaded))
     assert on_meta.step == pytest.approx(on_cpu.step, rel=0.05)
     assert on_meta.weights == on_cpu.weights
     runner = with_one_block(config, loaded)
@@ -140,12 +145,12 @@ def test_the_workspaces_of_experts_are_those_that_a_cpu_takes(
         monkeypatch.setattr(f"app.model.cuda.{kernels}.kernels_of", lambda *_: NoKernels())
     build_tiny_model(architecture).save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path), device="cpu", dtype="float32")
-    planned = model_of_config(model, str(tmp_path), dtype=torch.float32)
+    planned = planned_gpu_model(EngineConfig(model=model), dtype=torch.float32)
     loaded = load_model(model.model_copy(update={"backend": "torch"}), str(tmp_path))
-    assert planned.joined is not None
-    assert loaded.module is not None
-    settings = planned.joined.settings
-    real = replace(loaded, joined=join_weights(loaded.module, settings, num_positions=256), module=None)
+    assert isinstance(planned, CudaModel)
+    assert isinstance(loaded, TransformersModel)
+    settings = planned.weights.settings
+    real = replace(planned, weights=fuse_weights(loaded.module, settings, num_positions=256), device=loaded.device)
     config = config_of(tmp_path)
     assert num_bytes_of(planned.tensors()) == num_bytes_of(real.tensors())
     for size in (decode_size(6), *mixed_sizes(max_rows=6, max_tokens=40)):
@@ -153,7 +158,7 @@ def test_the_workspaces_of_experts_are_those_that_a_cpu_takes(
         with AllocatedBytes(META) as counted:
             with_one_block(config, planned).compute_padding(size)
         assert counted.peak == pytest.approx(of_graph, rel=0.05)
-    down = planned.joined.layers[0].down
+    down = planned.weights.layers[0].down
     num_chosen = settings.experts.per_token + len(down) - settings.experts.num_experts
     assert counted.peak > 40 * num_chosen * (down.shape[1] + down.shape[2]) * 4
 

@@ -1,0 +1,73 @@
+"""Keeps the fact that a model has been verified, so that its next start can do without transformers.
+
+The model code of transformers takes longer to import than torch, and a Llama-like model needs it only to be verified:
+the C++ decoder computes with packed weights. A kept result holds for the same files of the model, the same native
+library and the same versions; with any other, the model is verified again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from app.engine.request import ModelInfo
+from app.model.cpu.library import library
+from app.model.llama import DecoderSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedModel:
+    """What was found: with them and the weights, a decoder can be built."""
+
+    settings: DecoderSettings
+    facts: ModelInfo  # with the model's own limit of length
+
+
+_VERIFIED_MODEL = TypeAdapter(VerifiedModel)
+
+
+def read_verified(file: Path) -> VerifiedModel | None:
+    """What was found, if the model has been verified."""
+    try:
+        return _VERIFIED_MODEL.validate_json(file.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def write_verified(file: Path, verified: VerifiedModel) -> None:
+    """The model has been verified."""
+    temporary = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(_VERIFIED_MODEL.dump_json(verified))
+        temporary.replace(file)
+    except OSError as error:
+        logger.warning("the model's next start will verify it again: %s cannot be written: %s", file, error)
+
+
+def digest_of_files(location: Path, *others: object) -> str:
+    """Of the files in a model's folder, of all code that reads and computes them, and of what else matters.
+
+    Weights count as the same by name, size, inode and time of change.
+    """
+    code = library()
+    assert code is not None, "only models that native code can compute"
+    what = hashlib.sha256()
+    versions = (code._name, torch.__version__, version("transformers"))
+    for part in (*versions, location.resolve(), *others):
+        what.update(f"{part}\0".encode())
+    for path in [*sorted(location.glob("*.json")), *sorted(Path(__file__).parents[1].rglob("*.py"))]:
+        what.update(path.read_bytes())
+    for path in sorted(location.glob("*.safetensors")):
+        stat = path.stat()
+        what.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}\0".encode())
+    return what.hexdigest()[:32]

@@ -1,0 +1,42 @@
+"""Where a model lies. No torch here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from app.child_process import PROJECT
+from app.disk import cache_folder
+from app.errors import InvalidSetup
+
+
+def resolve_model_path(path: str) -> str:
+    """A folder seen from the working directory or from the project; else `path`, a hub id.
+
+    Of a GGUF file, the folder that is made of it, which takes seconds to minutes the first time.
+
+    Raises:
+        InvalidSetup: there is no such file, or it cannot be read.
+        UnsupportedModel: something in the file cannot be read; the message names it.
+    """
+    for place in _places(path):
+        if place.is_dir():
+            return str(place.resolve())
+        if place.is_file():
+            from app.model.gguf.checkpoint import checkpoint_of
+
+            return str(checkpoint_of(place.resolve(), cache_folder() / "models"))
+    if path.endswith(".gguf"):
+        raise InvalidSetup(f"model.path: got {path!r}; there is no such file here")
+    return path
+
+
+def folder_seen_from_here(path: str) -> str:
+    """The folder of that path; else the path itself, a hub id."""
+    # Not Path.is_dir, which raises OSError for a name that is too long.
+    return next((str(place) for place in _places(path) if os.path.isdir(place)), path)
+
+
+def _places(path: str) -> tuple[Path, Path]:
+    """What a path of the settings may mean: seen from the working directory, or from the project."""
+    return Path(path).expanduser(), PROJECT / path

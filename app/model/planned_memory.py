@@ -1,0 +1,178 @@
+"""What a replica would take of memory, from its model's config.json alone: for the planner, and for engines that sleep.
+
+The same code counts a replica that has loaded its weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from app.config import GIB, EngineConfig
+from app.cores import memory_of_machine
+from app.disk import cache_folder
+from app.engine.largest_batch import largest_batch
+from app.errors import InvalidSetup, UnsupportedModel, described
+from app.model.adapters import MAX_RANK
+from app.model.cpu.adapters import AdaptedModel
+from app.model.device import NOT_AMONG_RANKS, device_of, dtype_of, refused_quantization
+from app.model.kv_cache import block_bytes
+from app.model.location import resolve_model_path
+from app.model.memory import MemoryNeeds
+from app.model.source import ModelSource
+from app.model.ways.cuda_decoder import CudaModel
+from app.model.ways.loaded_model import LoadedModel
+from app.model.ways.native_decoder import NativeModel
+from app.model.ways.transformers_code import TransformersModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedMemory:
+    """What a replica would take of memory, in bytes, and what its KV memory consists of."""
+
+    needs: MemoryNeeds
+    block_bytes: int
+    block_size: int
+    context: int  # tokens of the longest sequence
+    dtype: str  # of weights and KV memory that are not quantised
+
+    @property
+    def sequence_bytes(self) -> int:
+        """KV memory of a sequence of the whole context."""
+        return -(-self.context // self.block_size) * self.block_bytes
+
+    def beside(self, draft: PlannedMemory) -> PlannedMemory:
+        """With a draft model, which has KV memory in as many blocks."""
+        needs = replace(
+            self.needs, weights=self.needs.weights + draft.needs.weights, step=self.needs.step + draft.needs.step
+        )
+        return replace(self, needs=needs, block_bytes=self.block_bytes + draft.block_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedAdapters:
+    """LoRA adapters that a replica has loaded, of every linear layer that can be adapted."""
+
+    number: int = 0
+    rank: int = 16
+
+
+def planned_cpu_memory(config: EngineConfig, adapters: PlannedAdapters = PlannedAdapters()) -> PlannedMemory:
+    """The sizes of a replica on a CPU like this machine's.
+
+    Raises:
+        InvalidSetup: there is no such model, nothing says how long its context is, or adapters have too high a rank.
+        UnsupportedModel: it cannot be served, or the native decoder does not compute it.
+    """
+    if adapters.rank > MAX_RANK:
+        raise InvalidSetup(f"adapters of rank {adapters.rank}: at most {MAX_RANK} is computed")
+    model = planned_native_model(config)
+    planned, draft = _planned(config, model), config.of_draft_model
+    loaded = adapters.number * AdaptedModel.of(model.weights).adapter_bytes(adapters.rank)
+    planned = replace(planned, needs=replace(planned.needs, adapters=loaded))
+    return planned if draft is None else planned.beside(_planned(draft, planned_native_model(draft)))
+
+
+class DeviceMemory(NamedTuple):
+    """A device whose engines sleep, and what one of them needs of it."""
+
+    name: str
+    total_bytes: int  # for all engines
+    needed_bytes: int | None  # that sleep gives up; None: all that is left
+
+
+def memory_to_sleep(config: EngineConfig) -> DeviceMemory:
+    """Told as fast as it can be: on a CPU without transformers, of a model that was verified before.
+
+    Raises:
+        InvalidSetup: its memory cannot be planned, so it cannot sleep.
+    """
+    cache = config.cache
+    if device_of(config.model).type == "cpu":
+        share = 0.9  # the rest is for processes and the system
+        return DeviceMemory("cpu", int(share * memory_of_machine()), _needs_to_sleep_on_cpu(config))
+    card, planned = torch.cuda.get_device_properties(0), planned_memory(config)
+    return DeviceMemory(
+        str(card.uuid),
+        total_bytes=int(cache.gpu_memory_fraction * card.total_memory),
+        needed_bytes=None if cache.num_blocks is None else planned.needs.total + cache.num_blocks * planned.block_bytes,
+    )
+
+
+def _needs_to_sleep_on_cpu(config: EngineConfig) -> int:
+    """Bytes of weights, KV memory and the largest step."""
+    cache, of_draft = config.cache, config.of_draft_model
+    try:
+        planned = _planned_by_cache(config)
+        planned = planned if of_draft is None else planned.beside(_planned_by_cache(of_draft))
+    except UnsupportedModel as error:
+        raise InvalidSetup(f"replicas.sleep_after_s: {error}; set no sleep_after_s") from error
+    kv = int(cache.memory_gib * GIB) if cache.num_blocks is None else cache.num_blocks * planned.block_bytes
+    return planned.needs.weights + planned.needs.step + kv
+
+
+def planned_memory(config: EngineConfig, *, num_ranks: int = 1) -> PlannedMemory:
+    """The sizes of a replica on a GPU, or of each of its ranks, at its start. Needs no GPU.
+
+    Raises:
+        InvalidSetup: there is no such model, nothing says how long its context is, or the ranks cannot share it.
+        UnsupportedModel: it cannot be served, or its sizes do not follow from its configuration.
+    """
+    dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
+    model = planned_gpu_model(config, dtype=dtype, num_ranks=num_ranks)
+    try:
+        return _planned(config, model)
+    except RuntimeError as error:  # of an operator that the meta device does not have
+        raise UnsupportedModel(f"{config.model.path} cannot be planned in {dtype}: {described(error)}") from error
+
+
+@torch.inference_mode()
+def planned_gpu_model(config: EngineConfig, *, dtype: torch.dtype, num_ranks: int = 1) -> CudaModel | TransformersModel:
+    """A model, or the part that each of several ranks has, on the meta device: it has sizes and no weights."""
+    source = _source(config, dtype)
+    own = TransformersModel.planned(source, num_ranks=num_ranks)
+    reason = CudaModel.why_not(source, own)
+    if config.model.quantization == "fp8" and (num_ranks > 1 or reason is not None):
+        raise refused_quantization(config.model, reason or NOT_AMONG_RANKS)
+    return own if config.model.backend == "torch" or reason is not None else CudaModel.planned(source, own)
+
+
+@torch.inference_mode()
+def planned_native_model(config: EngineConfig) -> NativeModel:
+    """The same as the C++ decoder has it. Raises UnsupportedModel where that does not compute it on this machine."""
+    source = _source(config, _dtype_on_cpu(config))
+    return NativeModel.planned(source, TransformersModel.planned(source))
+
+
+@torch.inference_mode()
+def _planned_by_cache(config: EngineConfig) -> PlannedMemory:
+    model = NativeModel.verified_before(_source(config, _dtype_on_cpu(config)))
+    return _planned(config, planned_native_model(config) if model is None else model)
+
+
+def _dtype_on_cpu(config: EngineConfig) -> torch.dtype:
+    return dtype_of(config.model, resolve_model_path(config.model.path)).dtype
+
+
+def _source(config: EngineConfig, dtype: torch.dtype) -> ModelSource:
+    return ModelSource(
+        config=config.model,
+        location=resolve_model_path(config.model.path),
+        device=torch.device("meta"),
+        dtype=dtype,
+        block_size=config.cache.block_size,
+        cache=cache_folder(),
+    )
+
+
+def _planned(config: EngineConfig, model: LoadedModel) -> PlannedMemory:
+    block_size = config.cache.block_size
+    return PlannedMemory(
+        needs=model.needs(config, largest_batch(config.scheduler, model.facts, block_size=block_size)),
+        block_bytes=block_bytes(config.cache, model.layers, dtype=model.dtype),
+        block_size=block_size,
+        context=model.facts.max_model_len,
+        dtype=str(model.dtype).removeprefix("torch."),
+    )

@@ -1,0 +1,229 @@
+"""A model that is to be loaded: its files, and how transformers' code for it is made of them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from app.config import ModelConfig
+from app.errors import InvalidSetup, UnsupportedModel, first_line
+from app.model.attention import ATTENTION_NAME, paged_attention
+from app.model.cpu.checkpoint import Checkpoint, MappedModel
+from app.model.cpu.weights import why_not_native
+from app.model.description import read_config
+from app.model.llama import why_not_llama_like
+from app.model.memory import is_out_of_memory
+from app.model.parallel.split_plan import SplitPlan, check_divisible
+from app.model.positions import fix_positions
+from app.model.quantised_checkpoint import Quantised, loading_options
+from app.model.verification import Reference
+
+if TYPE_CHECKING:  # it takes longer to import than torch, and a model that was verified before needs none of it
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from app.model.parallel.group import RankGroup
+
+logger = logging.getLogger(__name__)
+
+_SERVABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where a model lies, and what it is to be loaded for."""
+
+    config: ModelConfig
+    location: str  # a folder or hub id
+    device: torch.device  # meta: sizes alone are wanted
+    dtype: torch.dtype
+    block_size: int = 16  # of the KV memory; native code supports only some sizes
+    cache: Path | None = None  # keeps which models in local folders are verified, and locks of shared weights
+    group: RankGroup | None = None  # the ranks that have a part of the model each; all load it
+
+    @cached_property
+    def found(self) -> PreTrainedConfig:
+        """transformers' configuration. Our attention is known to transformers then.
+
+        Raises:
+            InvalidSetup: there is no such model.
+            UnsupportedModel: by this alone it cannot be served.
+        """
+        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+        AttentionInterface.register(ATTENTION_NAME, paged_attention)
+        path = self.config.path
+        try:
+            found = AutoConfig.from_pretrained(self.location, revision=self.config.revision, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise InvalidSetup(
+                f"model.path {path!r} is neither a folder with a model nor a model that can be loaded "
+                f"(looked at {self.location!r}): {first_line(error)}"
+            ) from error
+        name = found.model_type
+        if getattr(found, "is_encoder_decoder", False):
+            raise UnsupportedModel(f"{path} is an encoder-decoder model ({name}); only decoder-only models are served")
+        if type(found) not in AutoModelForCausalLM._model_mapping:
+            raise UnsupportedModel(f"{path} ({name}) is not a model that generates text")
+        kinds = set(getattr(found.get_text_config(), "layer_types", None) or ()) - _SERVABLE_LAYERS
+        if kinds:
+            raise UnsupportedModel(f"{path} ({name}) has layers without paged attention: {', '.join(sorted(kinds))}")
+        return found
+
+    @cached_property
+    def quantised(self) -> Quantised | None:
+        """What its config.json says of weights that are quantised in the files."""
+        return Quantised.of(read_config(self.config, self.location))
+
+    @cached_property
+    def folder(self) -> Path | None:
+        """Where its files lie, those of a hub id after they are downloaded. None: transformers will say why."""
+        if Path(self.location).is_dir():
+            return Path(self.location)
+        from transformers.utils.hub import snapshot_download
+
+        try:
+            files = ["*.json", "model*.safetensors"]
+            return Path(snapshot_download(self.location, revision=self.config.revision, allow_patterns=files))
+        except (OSError, ValueError) as error:
+            logger.info("%s cannot be downloaded as a whole: %s", self.config.path, first_line(error))
+            return None
+
+    def checkpoint(self, folder: Path) -> Checkpoint:
+        """The weights in the files of its folder. Raises OSError if a file cannot be read."""
+        return Checkpoint(folder, self.dtype, self.quantised)
+
+    def check_ranks(self, size: int) -> None:
+        """Raises InvalidSetup, with the numbers, if `size` ranks cannot share it; before any weight is read."""
+        if self.quantised is not None or self.config.quantization != "none":
+            raise InvalidSetup(
+                f"replicas.tensor_parallel: got {size}; quantised weights are not divided among ranks. Serve weights "
+                f"that are not quantised, or set replicas.tensor_parallel to 1"
+            )
+        check_divisible(self.found, size, path=self.config.path)
+
+
+def module_without_weights(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
+    """transformers' model on the meta device."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    with torch.device("meta"):
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(
+            source.found, dtype=dtype, attn_implementation=ATTENTION_NAME
+        )
+    if (Path(source.location) / "generation_config.json").is_file():
+        module.generation_config = GenerationConfig.from_pretrained(source.location)
+    return module.eval()
+
+
+def mapped_model(source: ModelSource, device: torch.device | None = None) -> MappedModel | None:
+    """A model in a folder, if it is Llama-like by all but its attention, and its files hold its weights.
+
+    device: onto which they are given; None: as they are mapped, for what the C++ decoder may compute.
+
+    None where transformers changes weights that it reads, or has to say what is wrong with them.
+    """
+    folder, quantised = source.folder, source.quantised
+    if folder is None or (quantised is not None and not quantised.has_scales):
+        return None
+    module = module_without_weights(source, source.dtype)
+    if (why_not_native(module) if device is None else why_not_llama_like(module)) is not None:
+        return None
+    try:
+        checkpoint = source.checkpoint(folder)
+    except OSError:
+        return None
+    if not checkpoint.has_weights_of(module):
+        return None
+    if quantised is not None:
+        logger.info(
+            "%s: its weights, quantised by %s, are multiplied out to %s", folder, quantised.method, source.dtype
+        )
+    return MappedModel(module, checkpoint, device)
+
+
+def read_module(source: ModelSource) -> PreTrainedModel:
+    """transformers' model with its weights on the device, and positions that do not depend on what else is in a step.
+
+    On a GPU straight from the files where those can be read as they are. Of other models all weights pass through the
+    host's memory: transformers needs `accelerate` to avoid that.
+    """
+    module = None
+    if source.device.type == "cuda" or (source.quantised is not None and source.quantised.has_scales):
+        module = module_on_device(source)
+    if module is None:
+        module = module_of_transformers(source)
+    # A model that cannot be served at all is refused for that reason later.
+    if known := source.config.max_model_len or length_limit(module):
+        fix_positions(module, known)
+    return module
+
+
+def module_on_device(source: ModelSource) -> PreTrainedModel | None:
+    """Read layer by layer; None where the files cannot be read as they are."""
+    mapped = mapped_model(source, source.device)
+    if mapped is None:
+        logger.info("%s: its weights are read into the host's memory first", source.config.path)
+        return None
+    mapped.load()
+    return mapped.module
+
+
+def module_of_transformers(source: ModelSource) -> PreTrainedModel:
+    """As transformers loads it, with all its weights on the device.
+
+    Raises UnsupportedModel with what is wrong, torch's own error where the device's memory is too small.
+    """
+    from transformers import AutoModelForCausalLM
+
+    path, quantised, found = source.config.path, source.quantised, source.found
+    try:
+        options = {} if quantised is None else loading_options(quantised, source.device)
+        module: PreTrainedModel
+        module, report = AutoModelForCausalLM.from_pretrained(
+            source.location,
+            config=found,
+            revision=source.config.revision,
+            dtype=source.dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **options,
+        )
+        if missing := sorted(report["missing_keys"]):  # transformers would leave them random
+            raise ValueError(f"its files lack {len(missing)} weights, such as {missing[0]}")
+        return module.eval() if "device_map" in options else module.eval().to(source.device)
+    except Exception as error:  # each package of quantised weights has its own
+        if is_out_of_memory(error):
+            raise
+        if quantised is not None:
+            raise UnsupportedModel(quantised.why_not(path, first_line(error), source.device)) from error
+        if not isinstance(error, OSError | ValueError | RuntimeError):
+            raise
+        raise UnsupportedModel(f"{path} cannot be loaded: {first_line(error)}") from error
+
+
+def part_of_rank(source: ModelSource) -> tuple[PreTrainedModel, Reference]:
+    """This rank's part of a model, and what the whole one gives, both on the device.
+
+    The host reads and divides it: a device may not hold the whole.
+    """
+    assert source.group is not None, "a rank is one of a group"
+    source.check_ranks(source.group.size)
+    host = replace(source, device=torch.device("cpu"))
+    module = read_module(host)
+    plan = SplitPlan(module, source.group, path=source.config.path)
+    whole = Reference.of(source.config.path, module, host.device)
+    plan.split("", module)
+    module.to(source.device)
+    return module, whole.to(source.device)
+
+
+def length_limit(module: PreTrainedModel) -> int | None:
+    """The longest sequence that a model knows."""
+    return getattr(module.config.get_text_config(), "max_position_embeddings", None)

@@ -1,0 +1,123 @@
+"""The way for Llama-like models on a GPU: our decoder in Triton and cuBLAS, steps from CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from app.config import EngineConfig
+from app.engine.batch import StepBatch
+from app.model.cpu.checkpoint import add_positions
+from app.model.cuda.adapters import AdapterSlots
+from app.model.cuda.attention import TritonAttention
+from app.model.cuda.decoder import CudaDecoder, num_kernels_of
+from app.model.cuda.fp8 import why_no_fp8, why_not_in_fp8
+from app.model.cuda.graph_runner import GraphModelRunner
+from app.model.cuda.weights import CudaWeights, fuse_weights
+from app.model.device import NOT_AMONG_RANKS, check_kv_device
+from app.model.llama import settings_of, why_attention_is_not_llama_like, why_not_llama_like
+from app.model.memory import MemoryNeeds
+from app.model.source import ModelSource
+from app.model.verification import Output, Reference
+from app.model.ways.gpu import needs_on_gpu, output_of_piece, verified_graph_runner
+from app.model.ways.loaded_model import LoadedModel
+from app.model.ways.transformers_code import TransformersModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaModel(LoadedModel):
+    """Fused weights, or one rank's part of them."""
+
+    weights: CudaWeights
+    name = "the decoder for CUDA"
+
+    @staticmethod
+    def why_not_here(source: ModelSource) -> str | None:
+        """What of the machine and the settings keeps it from computing any model."""
+        if source.config.quantization == "fp8":
+            return why_no_fp8(source.device, on_a_cpu="model.quantization: int8 and int4") or (
+                NOT_AMONG_RANKS if source.group is not None else None
+            )
+        return "model.backend is torch" if source.config.backend == "torch" else None
+
+    @staticmethod
+    def why_not(source: ModelSource, own: TransformersModel) -> str | None:
+        """What of the model it does not compute, as far as is known before it is verified."""
+        reason = why_not_llama_like(own.module) or why_attention_is_not_llama_like(own.module, own.rules)
+        return why_not_in_fp8(own.module) if reason is None and source.config.quantization == "fp8" else reason
+
+    @classmethod
+    def load(cls, source: ModelSource, own: TransformersModel, expected: Reference) -> CudaModel:
+        """Takes the weights of transformers' module, which has none afterwards."""
+        settings = replace(settings_of(own.module, own.rules), vocab_size=own.expected.own.logits.shape[-1])
+        max_adapters, group = source.config.max_loaded_adapters, own.group
+        weights = fuse_weights(
+            own.module,
+            settings if group is None else settings.of_rank(group.size),
+            num_positions=max(own.facts.max_model_len, expected.token_ids.shape[1]),
+            quantised=source.config.quantization == "fp8",
+            mapped=own.mapped,
+        )
+        return cls(
+            weights=weights,
+            facts=own.facts,
+            layers=own.layers,
+            dtype=own.dtype,
+            device=own.device,
+            reference=expected,
+            group=group,
+            # Only where their number is set: their memory is taken whether or not any is loaded.
+            adapters=None if max_adapters is None or group is not None else AdapterSlots(weights, max_adapters),
+        )
+
+    @classmethod
+    def planned(cls, source: ModelSource, own: TransformersModel) -> CudaModel:
+        """On the meta device: it has sizes and no weights."""
+        add_positions(own.module)
+        return cls.load(source, own, own.expected)
+
+    def output(self, source: ModelSource) -> Output:
+        """The reference's tokens in one piece, with KV memory of their own; logits in place of the first layer."""
+        assert self.reference is not None, "it is to be verified"
+        num_tokens = self.reference.token_ids.shape[1]
+        num_blocks = -(-num_tokens // source.block_size)
+        attention = TritonAttention(
+            self.layers,
+            num_blocks=num_blocks,
+            block_size=source.block_size,
+            max_rows=1,
+            max_blocks=num_blocks,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        return output_of_piece(self, attention, 0, num_tokens)
+
+    def when_verified(self, source: ModelSource, own: TransformersModel) -> CudaModel:
+        """As it is served: its steps are verified once more, with all of its KV memory."""
+        return self
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """See LoadedModel."""
+        yield from self.weights.tensors()
+        if self.adapters is not None:
+            yield from self.adapters.tensors()
+
+    def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
+        """See LoadedModel."""
+        return needs_on_gpu(config, self, largest)
+
+    def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> GraphModelRunner:
+        """See LoadedModel."""
+        check_kv_device(config, self.device)
+        return verified_graph_runner(config, self, num_blocks)
+
+    def device_forward(self, attention: TritonAttention, *, num_layers: int = 0) -> CudaDecoder:
+        """See LoadedModel."""
+        return CudaDecoder(self.weights, attention, num_layers=num_layers, group=self.group)
+
+    @property
+    def num_own_kernels(self) -> int:
+        """See LoadedModel."""
+        return num_kernels_of(self.weights)

@@ -1,0 +1,200 @@
+"""What both ways to compute on a GPU share: the runner with its KV memory, verified, and the memory of its steps.
+
+Step memory is found by computing the largest step once. On a GPU it is that of torch's allocator. On any other device
+it is counted operator by operator, also on the meta device, where it is a prediction from the model's configuration.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from app.config import GIB, EngineConfig, ModelConfig
+from app.engine.batch import ScheduledSequence, StepBatch
+from app.engine.largest_batch import largest_batch
+from app.engine.request import SamplingParams
+from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
+from app.model.attention import PagedAttention
+from app.model.cuda.attention import TritonAttention
+from app.model.cuda.batch_invariant import BatchInvariantMode
+from app.model.cuda.captured_inputs import StepSize, decode_size, graph_sizes, mixed_sizes
+from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
+from app.model.cuda.sampler import TritonLogprobs, TritonSampler
+from app.model.inputs import build_inputs
+from app.model.kv_cache import block_bytes, stored_dtype
+from app.model.memory import WORKSPACE_BYTES, MemoryNeeds, gpu_memory, graph_bytes, refusing_to_run_short
+from app.model.verification import Output, run_module
+from app.model.ways.loaded_model import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+# cuBLAS has a workspace for each thread and stream: those of the thread that builds the engine, of the engine's own
+# thread, and of the stream on which graphs are captured. On a GPU the first is part of the step that was computed.
+_NUM_WORKSPACES = 3
+
+
+def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: int) -> GraphModelRunner:
+    """A runner with all its KV memory. Raises UnsupportedModel where steps with that compute something else."""
+    block_size, max_rows = config.cache.block_size, config.scheduler.max_running
+    attention = TritonAttention(
+        model.layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_rows=max_rows,
+        max_blocks=min(num_blocks, -(-model.facts.max_model_len // block_size)),
+        dtype=stored_dtype(config.cache, model.dtype),
+        device=model.device,
+        batch_invariant=config.model.batch_invariant,
+    )
+    with BatchInvariantMode() if attention.batch_invariant else nullcontext():  # type: ignore[no-untyped-call]
+        verify_steps(config.model, model, attention, max_blocks=attention.tables.tensor.shape[1])
+    return GraphModelRunner(
+        replace(model, reference=None),  # its memory is needed
+        attention,
+        max_rows=max_rows,
+        max_tokens=config.scheduler.max_step_tokens,
+        capture=CudaCapture(model.device) if config.model.backend != "torch" else None,
+        synchronize=partial(torch.cuda.synchronize, model.device),
+        sample=TritonSampler(model.device),
+        compute_logprobs=TritonLogprobs(model.device),
+    )
+
+
+@torch.inference_mode()
+def verify_steps(config: ModelConfig, model: LoadedModel, attention: PagedAttention, *, max_blocks: int) -> None:
+    """Verify all the forms that steps have: the first and later pieces of a prompt, single tokens. It is as a first
+    request would be: kernels are compiled for the sizes that are served.
+
+    max_blocks: of one sequence. Blocks 0, 1, … are overwritten.
+
+    Raises:
+        UnsupportedModel: the results differ by more than rounding.
+    """
+    assert model.reference is not None, "attention that is not Triton's is verified when the model is loaded"
+    num_tokens = min(model.reference.token_ids.shape[1], max_blocks * attention.block_size)
+    third = max(1, num_tokens // 3)
+    kv_in_fp8 = isinstance(attention, TritonAttention) and attention.cache.in_fp8
+    quantization = "fp8" if kv_in_fp8 else config.quantization
+    for what, first, end, size in (  # of a context of one or two tokens there is no more than the first
+        ("the beginning of a prompt", 0, third, third),
+        ("a later piece of a prompt", third, 2 * third, third),
+        ("single tokens", 2 * third, num_tokens, 1),
+    ):
+        if first >= num_tokens:
+            continue
+        pieces = [output_of_piece(model, attention, start, start + size) for start in range(first, end, size)]
+        how = f"with {type(attention).__name__}, of {what},"
+        model.reference.part(first, end).verify(how, Output.joined(pieces), quantization)
+
+
+def output_of_piece(model: LoadedModel, attention: PagedAttention, start: int, end: int) -> Output:
+    """A piece of the reference's tokens; of a decoder of ours with logits for the first layer's output."""
+    assert model.reference is not None, "it is verified"
+    token_ids = tuple(model.reference.token_ids[0, start:end].tolist())
+    block_ids, greedy = list(range(-(-end // attention.block_size))), SamplingParams(max_tokens=1, temperature=0.0)
+    batch = StepBatch((ScheduledSequence("verify", token_ids, start, block_ids, True, greedy),), ())
+    inputs = build_inputs(batch, block_size=attention.block_size, device=model.device)
+    step = attention.begin_step(batch, inputs)
+    module = getattr(model, "module", None)
+    if module is not None:
+        return run_module(module, inputs.token_ids, inputs.positions, step)
+    assert isinstance(attention, TritonAttention), "the decoder for CUDA has no other"
+    first, whole = (
+        model.device_forward(attention, num_layers=num_layers).compute(inputs.token_ids, inputs.positions, step)
+        for num_layers in (1, 0)
+    )
+    return Output(first.logits[None], whole.logits[None])
+
+
+def bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float) -> int:
+    """What weights, the largest step and everything else leave of the engine's share of its GPU."""
+    limits, block_size = config.scheduler, config.cache.block_size
+    fix = (
+        f"Lower scheduler.max_step_tokens ({limits.max_step_tokens:,}) or scheduler.max_running ({limits.max_running})"
+    )
+    with refusing_to_run_short("the weights and a step of the largest size", fix):
+        needs = model.needs(config, largest_batch(limits, model.facts, block_size=block_size))
+    gpu = gpu_memory(model.device, fraction=config.cache.gpu_memory_fraction, share=gpu_share)
+    gpu.check(needs, block_bytes=block_bytes(config.cache, model.layers, dtype=model.dtype))
+    left = gpu.left_for_kv(needs)
+    logger.info("GPU memory: %.2f GiB granted of %.2f; %s; KV %.2f GiB",
+                gpu.granted / GIB, gpu.total / GIB, needs, left / GIB)  # fmt: skip
+    return left
+
+
+def needs_on_gpu(config: EngineConfig, model: LoadedModel, largest: StepBatch) -> MemoryNeeds:
+    """See `LoadedModel.needs`. The KV memory is a single block here: sizes of steps do not depend on what it holds."""
+    is_cuda = model.device.type == "cuda"
+    of_slots = 0 if model.adapters is None else num_bytes_of(model.adapters.tensors())
+    runner = with_one_block(config, model)
+    step = _peak_of(lambda: runner.launch(largest), model.device)
+    return MemoryNeeds(
+        weights=num_bytes_of(model.tensors()) - of_slots,
+        step=step,
+        graphs=_of_graphs(config, model) if config.model.backend != "torch" else 0,
+        workspaces=(_NUM_WORKSPACES - is_cuda) * WORKSPACE_BYTES,
+        # The largest step has none: what it would take for them is counted here.
+        adapters=0 if model.adapters is None else of_slots + model.adapters.step_bytes(largest.num_tokens),
+    )
+
+
+def _of_graphs(config: EngineConfig, model: LoadedModel) -> int:
+    limits = config.scheduler
+    decode = [decode_size(num_rows) for num_rows in graph_sizes(limits.max_running)]
+    mixed = mixed_sizes(max_rows=limits.max_running, max_tokens=limits.max_step_tokens)
+    has_adapters = model.adapters is not None
+    largest = [replace(sizes[-1], has_adapters=has_adapters) for sizes in (decode, mixed) if sizes]
+    peaks = [_of_captured(config, model, size) for size in largest]
+    with AllocatedBytes(model.device) as counted:
+        with_one_block(config, model).compute_padding(decode[0])
+    num_kernels, num_graphs = counted.num_kernels + model.num_own_kernels, len(decode) + len(mixed)
+    num_bytes = graph_bytes(step=max(peaks), num_kernels=num_kernels, num_graphs=num_graphs)
+    if model.adapters is None:
+        return num_bytes
+    num_kernels += model.adapters.num_kernels
+    return num_bytes + graph_bytes(step=0, num_kernels=num_kernels, num_graphs=num_graphs)
+
+
+def _of_captured(config: EngineConfig, model: LoadedModel, size: StepSize) -> int:
+    runner = with_one_block(config, model)
+    return _peak_of(lambda: runner.compute_padding(size), model.device)
+
+
+def _peak_of(compute: Callable[[], object], device: torch.device) -> int:
+    """The most bytes that some work had allocated at once, what it leaves behind included."""
+    if device.type != "cuda":
+        counted = AllocatedBytes(device)
+        with torch.inference_mode(), counted:
+            compute()
+        return counted.peak
+    before: int = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    compute()
+    torch.cuda.synchronize(device)
+    peak: int = torch.cuda.max_memory_allocated(device)
+    return peak - before
+
+
+def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner:
+    """A runner with KV memory of a single block, in which all sequences may be at once."""
+    block_size, max_rows = config.cache.block_size, config.scheduler.max_running
+    attention = TritonAttention(
+        model.layers,
+        num_blocks=1,
+        block_size=block_size,
+        max_rows=max_rows,
+        max_blocks=-(-model.facts.max_model_len // block_size),
+        dtype=stored_dtype(config.cache, model.dtype),
+        device=model.device,
+        # On the meta device no kernel runs; those that keep the order of sums take no other memory.
+        batch_invariant=config.model.batch_invariant and model.device.type != "meta",
+    )
+    return GraphModelRunner(
+        model, attention, max_rows=max_rows, capture=None, sample=TritonSampler(model.device),
+        compute_logprobs=TritonLogprobs(model.device),
+    )  # fmt: skip

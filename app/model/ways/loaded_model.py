@@ -1,0 +1,62 @@
+"""A model that one of the ways to compute has loaded. Each way is a class of its own, in a file beside this one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from app.config import EngineConfig
+from app.engine.batch import StepBatch
+from app.engine.request import ModelInfo
+from app.model.cuda.adapters import AdapterSlots
+from app.model.kv_cache import LayerShape
+from app.model.memory import MemoryNeeds
+from app.model.parallel.split_plan import Exchange
+from app.model.verification import Reference
+
+if TYPE_CHECKING:
+    from app.model.cuda.attention import TritonAttention
+    from app.model.cuda.graph_runner import GraphModelRunner
+    from app.model.forward import DeviceForward
+    from app.model.runner import TorchModelRunner
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel(ABC):
+    """A model's weights as one way to compute has them, and its measured facts."""
+
+    facts: ModelInfo
+    layers: dict[int, LayerShape]  # by layer index: what its KV memory stores
+    dtype: torch.dtype
+    device: torch.device
+    reference: Reference | None = None  # where its steps on a GPU are verified: that needs the whole KV memory
+    group: Exchange | None = None  # where it is one rank's part
+    adapters: AdapterSlots | None = None  # on a GPU, where adapters may be loaded
+
+    @abstractmethod
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All weights, and what else is kept beside them; those that are tied more than once."""
+
+    @abstractmethod
+    def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
+        """Its memory beside that of the KV. largest: the batch that takes most."""
+
+    @abstractmethod
+    def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> TorchModelRunner | GraphModelRunner:
+        """Runs its steps, with KV memory of `num_blocks` blocks. num_threads: of native code.
+
+        Raises InvalidSetup if it does not keep `model.batch_invariant`, or has no KV memory of `cache.dtype`.
+        """
+
+    def device_forward(self, attention: TritonAttention, *, num_layers: int = 0) -> DeviceForward:
+        """Its forward pass on a GPU. num_layers: only the first few, then norm and head; 0 for all."""
+        raise NotImplementedError(f"{type(self).__name__} runs on CPUs")
+
+    @property
+    def num_own_kernels(self) -> int:
+        """Launches in a decode step on a GPU that are no operators of torch."""
+        return 0

@@ -1,0 +1,209 @@
+"""The way for Llama-like models on a CPU: our decoder in C++, with packed weights that processes share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from app.config import EngineConfig
+from app.engine.batch import StepBatch
+from app.errors import UnsupportedModel
+from app.model.allocated_bytes import num_bytes_of
+from app.model.cpu.checkpoint import add_positions
+from app.model.cpu.decoder import NativeDecoder, buffer_bytes
+from app.model.cpu.kv_cache import NativeKVCache
+from app.model.cpu.library import ThreadPool, in_large_pages, is_fast, library
+from app.model.cpu.sampling import native_runner
+from app.model.cpu.shared_weights import Sharing, shared_weights
+from app.model.cpu.verification_cache import VerifiedModel, digest_of_files, read_verified, write_verified
+from app.model.cpu.weights import BITS, Allocate, NativeWeights, pack_weights, why_not_native
+from app.model.description import max_model_len
+from app.model.device import NOT_AMONG_RANKS, check_kv_dtype
+from app.model.inputs import ModelInputs, Segments
+from app.model.kv_cache import LayerShape
+from app.model.llama import DecoderSettings, by_expert, settings_of, why_attention_is_not_llama_like
+from app.model.memory import PROCESS_BYTES, MemoryNeeds
+from app.model.runner import TorchModelRunner
+from app.model.source import ModelSource, length_limit
+from app.model.verification import Output, Reference
+from app.model.ways.loaded_model import LoadedModel
+from app.model.ways.transformers_code import TransformersModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeModel(LoadedModel):
+    """Packed weights."""
+
+    weights: NativeWeights
+    name = "C++"
+
+    @staticmethod
+    def why_not_here(source: ModelSource) -> str | None:
+        """What of the machine and the settings keeps it from computing any model."""
+        if source.group is not None:
+            quantised = source.config.quantization != "none"
+            return NOT_AMONG_RANKS if quantised else "the ranks of a model on a CPU run it"
+        if source.device.type != "cpu":
+            return f"it runs on {source.device.type}; set model.device to cpu"
+        if source.config.backend == "torch":
+            return "model.backend is torch"
+        if library() is None:
+            return "the native code could not be built; install a C++ compiler (the log says more)"
+        return None
+
+    @staticmethod
+    def why_not(source: ModelSource, own: TransformersModel) -> str | None:
+        """What of the model it does not compute, as far as is known before it is verified."""
+        return (
+            why_not_native(own.module)
+            or why_attention_is_not_llama_like(own.module, own.rules)
+            or NativeKVCache.why_not(
+                own.layers, block_size=source.block_size, dtype=own.dtype, device=torch.device("cpu")
+            )
+        )
+
+    @classmethod
+    def load(cls, source: ModelSource, own: TransformersModel, expected: Reference) -> NativeModel:
+        """Packs the weights of transformers' module, or those in its files."""
+        settings, bits = settings_of(own.module, own.rules), BITS[source.config.quantization]
+
+        def pack(allocate: Allocate) -> NativeWeights:
+            if own.mapped is None:
+                return pack_weights(by_expert(own.module.state_dict()).get, settings, bits=bits, allocate=allocate)
+            files = own.mapped.checkpoint
+            return pack_weights(files, settings, bits=bits, release=files.release, allocate=allocate)
+
+        return cls(
+            weights=shared_weights(pack, _sharing(source, settings)),
+            facts=own.facts,
+            layers=own.layers,
+            dtype=own.dtype,
+            device=own.device,
+            reference=expected,
+        )
+
+    @classmethod
+    def verified_before(cls, source: ModelSource) -> NativeModel | None:
+        """Without transformers, whose code takes longer to import than torch. None if it was not verified before.
+
+        On the meta device it has sizes and no weights.
+        """
+        file = _file_of_result(source)
+        verified = None if file is None else read_verified(file)
+        if verified is None:
+            return None
+        settings, is_planned = verified.settings, source.device.type == "meta"
+        files, bits = source.checkpoint(Path(source.location)), BITS[source.config.quantization]
+
+        def weight_of(name: str) -> torch.Tensor | None:
+            weight = files(name)
+            return weight.to("meta") if is_planned and weight is not None else weight
+
+        def pack(allocate: Allocate) -> NativeWeights:
+            return pack_weights(weight_of, settings, bits=bits, release=files.release, allocate=allocate)
+
+        shape = LayerShape(num_kv_heads=settings.num_kv_heads, key_dim=settings.head_dim, value_dim=settings.head_dim)
+        return cls(
+            weights=pack(in_large_pages) if is_planned else shared_weights(pack, _sharing(source, settings)),
+            facts=replace(verified.facts, max_model_len=max_model_len(source.config, verified.facts.max_model_len)),
+            layers=dict.fromkeys(range(len(settings.sliding_windows)), shape),
+            dtype=source.dtype,
+            device=torch.device("cpu"),
+        )
+
+    @classmethod
+    def planned(cls, source: ModelSource, own: TransformersModel) -> NativeModel:
+        """On the meta device: it has sizes and no weights. Raises UnsupportedModel where it is not computed here."""
+        reason = cls.why_not(source, own)
+        if reason is not None:
+            raise UnsupportedModel(
+                f"the memory of {source.config.path} on a CPU is planned only where the native decoder computes it, "
+                f"and here it does not: {reason}"
+            )
+        add_positions(own.module)
+        settings, bits = settings_of(own.module, own.rules), BITS[source.config.quantization]
+        weights = pack_weights(by_expert(own.module.state_dict()).get, settings, bits=bits)
+        return cls(weights=weights, facts=own.facts, layers=own.layers, dtype=own.dtype, device=own.device)
+
+    def output(self, source: ModelSource) -> Output:
+        """The reference's tokens in one piece, with KV memory of their own; logits in place of the first layer."""
+        assert self.reference is not None, "it is to be verified"
+        token_ids = self.reference.token_ids
+        num_tokens = token_ids.shape[1]
+        num_blocks = -(-num_tokens // source.block_size)
+        pages = NativeKVCache(self.layers, num_blocks=num_blocks, block_size=source.block_size, dtype=self.dtype)
+        places = torch.arange(num_tokens)
+        inputs = ModelInputs(token_ids=token_ids, positions=places[None], slots=places, logits_indices=places)
+        segments = Segments(
+            torch.tensor([[0, num_tokens, 0, 0]], dtype=torch.int32),
+            torch.arange(num_blocks, dtype=torch.int32),
+            num_tokens,
+        )
+        first, whole = (
+            NativeDecoder(self.weights, pages, ThreadPool(1), num_layers=num_layers).compute(inputs, segments)
+            for num_layers in (1, 0)
+        )
+        return Output(first.logits[None], whole.logits[None])
+
+    def when_verified(self, source: ModelSource, own: TransformersModel) -> NativeModel:
+        """As it is served. That is kept, but not of weights that transformers changes when it reads them."""
+        file, limit = _file_of_result(source), length_limit(own.module)
+        if file is not None and limit is not None and own.mapped is not None:
+            facts = replace(self.facts, max_model_len=limit)
+            write_verified(file, VerifiedModel(settings=self.weights.settings, facts=facts))
+        return replace(self, reference=None)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """See LoadedModel."""
+        return self.weights.tensors()
+
+    def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
+        """See LoadedModel. Of a CPU's memory, by sizes: the weights may be on the meta device."""
+        num_sampled, vocab_size = len(largest.sampled), self.facts.vocab_size
+        num_rows = num_sampled + sum(len(item.targets) for item in largest.scheduled)
+        # Logits of all rows; beside scored prompts a copy of those that are sampled; these with penalties and grammars.
+        logits = (num_rows + 2 * num_sampled) * vocab_size * torch.float32.itemsize
+        num_tokens, num_positions = largest.num_scheduled_tokens, self.facts.max_model_len
+        kept = buffer_bytes(self.weights, num_tokens=num_tokens, num_positions=num_positions)
+        weights = num_bytes_of(self.tensors())
+        return MemoryNeeds(weights=weights, step=kept + logits, graphs=0, workspaces=0, context=PROCESS_BYTES)
+
+    def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> TorchModelRunner:
+        """See LoadedModel."""
+        check_kv_dtype(config, self.device, None)
+        pages = NativeKVCache(
+            self.layers,
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+            dtype=self.dtype,
+            in_int8=config.cache.dtype == "int8",
+        )
+        threads = ThreadPool(num_threads)
+        pages.provide(threads)
+        torch.set_num_threads(1)  # torch has almost nothing to compute, and its waiting threads would slow these
+        return native_runner(NativeDecoder(self.weights, pages, threads), threads)
+
+
+def _file_of_result(source: ModelSource) -> Path | None:
+    """What keeps that the model is verified. None: it is on a hub, or native code is slow."""
+    config, location = source.config, Path(source.location)
+    if source.cache is None or not location.is_dir() or not (config.quantization != "none" or is_fast(source.dtype)):
+        return None
+    return (
+        source.cache
+        / f"verified-{digest_of_files(location, source.dtype, config.quantization, source.block_size)}.json"
+    )
+
+
+def _sharing(source: ModelSource, settings: DecoderSettings) -> Sharing | None:
+    """With which processes its packed weights are shared."""
+    if source.cache is None or source.folder is None:
+        return None
+    digest = digest_of_files(source.folder, source.dtype, source.config.quantization, settings)
+    return Sharing(digest, source.cache)

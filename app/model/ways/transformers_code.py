@@ -1,0 +1,262 @@
+"""The way for any architecture: transformers' code on our attention. The other ways are verified by it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from app.config import EngineConfig
+from app.engine.batch import StepBatch
+from app.engine.request import ModelInfo
+from app.errors import InvalidSetup, UnsupportedModel, first_line
+from app.model.attention import AttentionRules, ProbeStep, TorchAttention, UnknownAttention
+from app.model.cpu.attention import NativeAttention
+from app.model.cpu.checkpoint import MappedModel
+from app.model.cpu.kv_cache import NativeKVCache
+from app.model.cpu.library import ThreadPool
+from app.model.cpu.sampling import native_runner
+from app.model.cuda.attention import TritonAttention
+from app.model.cuda.graph_runner import GraphModelRunner
+from app.model.description import as_token_ids, max_model_len
+from app.model.device import check_kv_dtype
+from app.model.forward import DeviceForward, TransformersForward
+from app.model.kv_cache import KVCache
+from app.model.llama import ARCHITECTURES
+from app.model.memory import MemoryNeeds, is_out_of_memory
+from app.model.packed_linear import pack_linear_layers
+from app.model.parallel.split_plan import SizesOfRank, SplitPlan
+from app.model.positions import fix_positions
+from app.model.runner import TorchModelRunner
+from app.model.source import (
+    ModelSource,
+    length_limit,
+    mapped_model,
+    module_without_weights,
+    part_of_rank,
+    read_module,
+)
+from app.model.verification import NUM_TOKENS, Reference, run_module, tokens_to_try
+from app.model.ways.gpu import needs_on_gpu, verified_graph_runner
+from app.model.ways.loaded_model import LoadedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersModel(LoadedModel):
+    """A module of transformers, or one rank's part of it."""
+
+    module: PreTrainedModel
+    rules: dict[int, AttentionRules]  # by layer index: what it asks of its attention
+    mapped: MappedModel | None = None  # has the weights, where the module does not hold them
+
+    @classmethod
+    def load(cls, source: ModelSource, *, from_files: bool = False) -> TransformersModel:
+        """Try our attention and the model's own on the same few tokens: refuse a model on which they differ.
+
+        from_files: another way is to take the weights, so the module computes from the files alone if it can.
+        """
+        mapped, whole, config = None, None, source.config
+        if source.group is not None:
+            module, whole = part_of_rank(source)
+        else:
+            if from_files:
+                # Of weights that are to be in FP8 the device need not hold others.
+                mapped = mapped_model(source, source.device if config.quantization == "fp8" else None)
+            module = read_module(source) if mapped is None else mapped.module
+        if mapped is not None:
+            mapped.compute_from_files()
+            if known := config.max_model_len or length_limit(module):
+                fix_positions(module, known)
+        step = ProbeStep()
+        reference = _verified_reference(source, module, step)
+        if whole is not None:
+            whole.verify("divided among ranks", reference.own)
+        model = cls._of(source, module, step, reference, mapped)
+        if mapped is None:
+            _verify_positions(module, reference, model.facts.max_model_len)
+        return model
+
+    @classmethod
+    def planned(cls, source: ModelSource, *, num_ranks: int = 1) -> TransformersModel:
+        """On the meta device, from the model's config.json alone: it has sizes and no weights.
+
+        Raises:
+            InvalidSetup: there is no such model, nothing says how long its context is, or the ranks cannot share it.
+            UnsupportedModel: it cannot be served, or its steps cannot be known without weights; the message says why.
+        """
+        config, found = source.config, source.found
+        # Weights that are multiplied out take as much as those of any other checkpoint.
+        is_known = ARCHITECTURES.issuperset(found.architectures or ["none"])
+        if source.quantised is not None and not (source.quantised.has_scales and is_known):
+            raise UnsupportedModel(
+                f"{config.path} is a quantised checkpoint: its size does not follow from its config.json"
+            )
+        longest = max_model_len(config, getattr(found.get_text_config(), "max_position_embeddings", None))
+        module = module_without_weights(source, source.dtype)
+        # Shapes do not depend on the type, but the meta device has products of experts only in bfloat16.
+        tried = module if source.dtype is torch.bfloat16 else module_without_weights(source, torch.bfloat16)
+        if num_ranks > 1:
+            source.check_ranks(num_ranks)
+        for each in (module,) if tried is module else (module, tried):
+            fix_positions(each, longest)
+            if num_ranks > 1:
+                SplitPlan(each, SizesOfRank(num_ranks), path=config.path).split("", each)
+        step = ProbeStep()
+        token_ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
+        try:
+            output = run_module(tried, token_ids, token_ids, step)
+        except (UnknownAttention, TypeError) as error:
+            raise UnsupportedModel(f"{config.path} cannot run on paged attention: {first_line(error)}") from error
+        except RuntimeError as error:  # an operator with a result of a size that follows from numbers
+            raise UnsupportedModel(
+                f"{config.path} cannot be planned without its weights: {first_line(error)}"
+            ) from error
+        model = cls._of(source, module, step, Reference(config.path, token_ids, token_ids, output), None)
+        return replace(model, group=SizesOfRank(num_ranks)) if num_ranks > 1 else model
+
+    @classmethod
+    def _of(
+        cls,
+        source: ModelSource,
+        module: PreTrainedModel,
+        step: ProbeStep,
+        reference: Reference,
+        mapped: MappedModel | None,
+    ) -> TransformersModel:
+        """step: that has run on the module."""
+        num_embeddings, own = module.get_input_embeddings().weight.shape[0], reference.own
+        facts = ModelInfo(
+            max_model_len=max_model_len(source.config, length_limit(module)),
+            vocab_size=min(own.logits.shape[-1], num_embeddings),
+            eos_token_ids=eos_token_ids(module),
+            embedding_size=None if module.base_model is module else own.first_layer.shape[-1],
+        )
+        return cls(
+            facts=facts,
+            layers=step.layers,
+            dtype=source.dtype,
+            device=source.device,
+            group=source.group,
+            module=module,
+            reference=reference,
+            rules=step.rules,
+            mapped=mapped,
+        )
+
+    def ready(self, source: ModelSource) -> TransformersModel:
+        """As it is served: no other way computes this model. Its weights are read again if another way took them."""
+        model = self
+        if self.module.get_input_embeddings().weight.is_meta:
+            module = read_module(source) if source.group is None else part_of_rank(source)[0]
+            model = replace(self, module=module, mapped=None)
+        is_on_cpu = source.device.type == "cpu" and not TritonAttention.fits(source.device)
+        if is_on_cpu and source.config.backend != "torch" and pack_linear_layers(model.module):
+            reference = model.expected
+            packed = run_module(model.module, reference.token_ids, reference.positions, ProbeStep())
+            reference.verify("with packed weights", packed)
+        return replace(model, reference=None) if is_on_cpu else model
+
+    @property
+    def expected(self) -> Reference:
+        """What it gives, until it is served."""
+        assert self.reference is not None, "it is being loaded"
+        return self.reference
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """See LoadedModel."""
+        yield from (*self.module.parameters(), *self.module.buffers())
+
+    def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
+        """See LoadedModel. Not counted on a CPU."""
+        return needs_on_gpu(config, self, largest)
+
+    def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> TorchModelRunner | GraphModelRunner:
+        """See LoadedModel. On a CPU attention is native where it can be."""
+        check_kv_dtype(config, self.device, self._why_no_native_attention(config))
+        if TritonAttention.fits(self.device):
+            return verified_graph_runner(config, self, num_blocks)
+        if config.model.batch_invariant:
+            raise InvalidSetup(
+                f"model.batch_invariant is set, but {config.model.path} on {self.device} runs on transformers' code, "
+                f"where matrix products depend on the size of a step. It needs a CUDA device with triton or, on a CPU, "
+                f"the native decoder (model.backend auto, a Llama-like model, cache.block_size a multiple of 16); the "
+                f"log says why it was not chosen"
+            )
+        cache = config.cache
+        if self._why_no_native_attention(config) is None:
+            pages = NativeKVCache(
+                self.layers,
+                num_blocks=num_blocks,
+                block_size=cache.block_size,
+                dtype=self.dtype,
+                in_int8=cache.dtype == "int8",
+            )
+            threads = ThreadPool(num_threads)
+            pages.provide(threads)
+            return native_runner(TransformersForward(self.module, NativeAttention(pages, threads)), threads)
+        plain = KVCache(
+            self.layers, num_blocks=num_blocks, block_size=cache.block_size, dtype=self.dtype, device=self.device
+        )
+        return TorchModelRunner(TransformersForward(self.module, TorchAttention(plain, self.device)), self.device)
+
+    def _why_no_native_attention(self, config: EngineConfig) -> str | None:
+        if config.model.backend == "torch":
+            return "model.backend is torch"
+        block_size = config.cache.block_size
+        return NativeKVCache.why_not(self.layers, block_size=block_size, dtype=self.dtype, device=self.device)
+
+    def device_forward(self, attention: TritonAttention, *, num_layers: int = 0) -> DeviceForward:
+        """See LoadedModel."""
+        assert num_layers == 0, "transformers' code gives the first layer's output beside that of all"
+        return TransformersForward(self.module, attention)
+
+    @property
+    def num_own_kernels(self) -> int:
+        """See LoadedModel."""
+        return 4 * len(self.layers)  # of attention in a layer of a mixed step
+
+
+def _verified_reference(source: ModelSource, module: PreTrainedModel, step: ProbeStep) -> Reference:
+    """What the model gives, and our attention too. step: of our attention."""
+    path, name = source.config.path, module.config.model_type
+    try:
+        ours = run_module(module, *tokens_to_try(module, source.device), step)
+    except (UnknownAttention, TypeError) as error:
+        raise UnsupportedModel(f"{path} ({name}) cannot run on paged attention: {first_line(error)}") from error
+    except (RuntimeError, ImportError) as error:
+        if not getattr(module, "is_quantized", False) or is_out_of_memory(error):
+            raise
+        raise UnsupportedModel(
+            f"the quantised layers of {path} cannot be computed on {source.device.type}: {first_line(error)}. Serve "
+            f"the checkpoint that is not quantised"
+        ) from error
+    if not step.layers:
+        raise UnsupportedModel(f"{path} ({name}) ignores the attention it is given, so its KV cannot be paged")
+    reference = Reference.of(path, module, source.device)
+    reference.verify("with paged attention", ours)
+    return reference
+
+
+def _verify_positions(module: PreTrainedModel, reference: Reference, max_model_len: int) -> None:
+    """Refuse a model with positions that depend on what else is in a step: here the last token of a long sequence."""
+    beside = torch.full_like(reference.positions[:, :1], max_model_len - 1)
+    token_ids = torch.cat((reference.token_ids, reference.token_ids[:, :1]), dim=1)
+    found = run_module(module, token_ids, torch.cat((reference.positions, beside), dim=1), ProbeStep())
+    reference.verify("beside a long sequence", found.part(0, token_ids.shape[1] - 1))
+
+
+def eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that end generation: the generation config's, else the model config's."""
+    generation = getattr(module, "generation_config", None)
+    found = getattr(generation, "eos_token_id", None)
+    if found is None:
+        found = module.config.get_text_config().eos_token_id
+    return as_token_ids(found)
