@@ -40,12 +40,7 @@ MAX_DEATHS_IN_A_ROW = 8
 class EnginePool(Executor[PreparedItem]):
     """The engines of a run."""
 
-    def __init__(
-        self,
-        served: ServedModelConfig,
-        run: JobRun[PreparedItem],
-        partial: PartialOutputs,
-    ) -> None:
+    def __init__(self, served: ServedModelConfig, run: JobRun[PreparedItem], partial: PartialOutputs) -> None:
         """As many engines as `served` has replicas. Items continue after the tokens that `partial` has of them."""
         super().__init__(run)
         self._served = served
