@@ -207,9 +207,7 @@ class Fleet:
             self._connections[replica_id].send(AbortRequest(in_flight.sent.request_id))
         num_generated = in_flight.num_tokens if in_flight.is_done else None
         self._registry.end(
-            in_flight.sent.request_id,
-            max_tokens=in_flight.request.sampling.max_tokens,
-            num_generated=num_generated,
+            in_flight.sent.request_id, max_tokens=in_flight.request.sampling.max_tokens, num_generated=num_generated
         )
         if replica_id not in self._registry.replica_ids:
             self._close_if_idle(replica_id)

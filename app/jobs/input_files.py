@@ -152,11 +152,7 @@ def _parquet_pieces(file: InputFile, first_number: int) -> Iterator[InputPiece]:
             num_rows = table.metadata.row_group(row_group).num_rows
             if num_rows:
                 yield InputPiece(
-                    file=file,
-                    first_number=first_number,
-                    num_rows=num_rows,
-                    first_line=first_line,
-                    row_group=row_group,
+                    file=file, first_number=first_number, num_rows=num_rows, first_line=first_line, row_group=row_group
                 )
             first_number, first_line = first_number + num_rows, first_line + num_rows
 

@@ -198,11 +198,7 @@ def batch_object(job: Job) -> Json:
         "expired_at": job.expired_at,
         "cancelling_at": job.cancelling_at,
         "cancelled_at": job.cancelled_at,
-        "request_counts": {
-            "total": job.num_items,
-            "completed": job.num_completed,
-            "failed": job.num_failed,
-        },
+        "request_counts": {"total": job.num_items, "completed": job.num_completed, "failed": job.num_failed},
         "usage": {
             "input_tokens": job.num_input_tokens,
             "input_tokens_details": {"cached_tokens": job.num_cached_tokens},

@@ -44,11 +44,7 @@ def _run(options: Options) -> Summary:
     if finished is not None:
         return finished
     folder = open_run(
-        options.output,
-        run=run,
-        num_items=found.num_rows,
-        output_format=options.output_format,
-        resume=options.resume,
+        options.output, run=run, num_items=found.num_rows, output_format=options.output_format, resume=options.resume
     )
     with closing(folder):
         _set_environment(is_local_model=options.is_local_model)

@@ -36,12 +36,7 @@ logger = logging.getLogger(__name__)
 class EnginePool(Executor[PreparedItem]):
     """The engines of a run."""
 
-    def __init__(
-        self,
-        served: ServedModelConfig,
-        run: JobRun[PreparedItem],
-        partial: PartialOutputs,
-    ) -> None:
+    def __init__(self, served: ServedModelConfig, run: JobRun[PreparedItem], partial: PartialOutputs) -> None:
         """As many engines as `served` has replicas. Items continue after the tokens that `partial` has of them."""
         super().__init__(run)
         self._served = served
