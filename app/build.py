@@ -60,12 +60,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Prompt tokens that wait on one replica. `scheduler.max_waiting` bounds the requests; this bounds what they hold, when
-# each is a long prompt: 32 MB of token ids, and minutes of prefill even on a GPU.
-MAX_WAITING_TOKENS = 1_000_000
-# Files of a step log: with so many, a full log loses a sixteenth of its past when a new file begins.
-_NUM_LOG_FILES = 16
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
@@ -118,10 +112,13 @@ def build_engine(config: EngineConfig, devices: Devices = ONE_DEVICE) -> AsyncEn
 
 
 def _in_a_thread(config: EngineConfig, engine: Engine, sleeper: SleepController | None = None) -> AsyncEngine:
+    # Prompt tokens that wait on one replica. `scheduler.max_waiting` bounds the requests; this bounds what they hold,
+    # when each is a long prompt: 32 MB of token ids, and minutes of prefill even on a GPU.
+    max_waiting_tokens = 1_000_000
     return AsyncEngine(
         engine,
         max_requests=config.scheduler.max_requests,
-        max_waiting_tokens=MAX_WAITING_TOKENS,
+        max_waiting_tokens=max_waiting_tokens,
         matchers=build_matchers(config, engine.facts),
         sleeper=sleeper,
     )
@@ -447,8 +444,10 @@ def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, 
         return None
     header = log_header(config, runner=runner, facts=facts, num_blocks=num_blocks)
     folder = Path(settings.path).expanduser()
-    file_bytes = settings.max_megabytes * 1_000_000 // _NUM_LOG_FILES
-    files = LogFiles(folder, run=header.run, file_bytes=file_bytes, max_files=_NUM_LOG_FILES)
+    # Files of a step log: with so many, a full log loses a sixteenth of its past when a new file begins.
+    num_log_files = 16
+    file_bytes = settings.max_megabytes * 1_000_000 // num_log_files
+    files = LogFiles(folder, run=header.run, file_bytes=file_bytes, max_files=num_log_files)
     try:
         log = StepLog(files, header, redactor=None if settings.record_prompts else Redactor(config.cache.block_size))
     except OSError as error:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from pydantic_core import to_json
 
 PIECE_BYTES = 64 * 1024  # some 0.7 ms of work with log-probabilities
-_VALUES_AT_ONCE = 2048
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -29,8 +28,9 @@ class Rows:
     @classmethod
     def of(cls, values: Sequence[T], write: Callable[[Sequence[T]], Sequence[Any]] = list) -> Rows:
         """What `write` makes of numbers, some at a time; by default, the numbers themselves."""
-        starts = range(0, len(values), _VALUES_AT_ONCE)
-        return cls(lambda: (write(values[at : at + _VALUES_AT_ONCE]) for at in starts))
+        values_at_once = 2048
+        starts = range(0, len(values), values_at_once)
+        return cls(lambda: (write(values[at : at + values_at_once]) for at in starts))
 
 
 Encode = Callable[[Any, Callable[[Any], Any]], bytes]  # a value; what stands for a part that is no JSON

@@ -7,7 +7,6 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 
 WINDOW = 64  # outputs remembered of each kind
-MIN_OUTPUTS = 4  # with fewer, a kind says nothing
 MAX_KINDS = 4_096
 
 
@@ -21,9 +20,10 @@ class OutputLengths:
 
     def expected(self, kinds: Sequence[Hashable], *, at_least: int = 1, at_most: int) -> int | None:
         """Tokens that a request should generate, by the first of its kinds of which enough is known; None: of none."""
+        min_outputs = 4  # with fewer, a kind says nothing
         for kind in kinds:
             window = self._windows.get(kind)
-            if window is not None and len(window.by_length) >= MIN_OUTPUTS:
+            if window is not None and len(window.by_length) >= min_outputs:
                 expected = window.median if self._by_median else window.mean
                 return max(1, at_least, min(at_most, expected))
         return None

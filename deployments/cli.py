@@ -15,7 +15,6 @@ COMMANDS = {  # name → the function that takes its arguments, and what it does
     "plan": ("deployments.plan.__main__:main", "say what fits on a device, and what a trace needs"),
     "key": ("deployments.cli:print_key", "make an API key"),
 }
-NUM_RANDOM_BYTES = 32  # too many to try, so that a fast hash protects them
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +42,8 @@ def print_key(arguments: Sequence[str]) -> int:
 
 def make_key(name: str, *, is_admin: bool = False) -> tuple[str, str]:
     """A new key, and its entry for the file that `api.keys_file` names: a hash is all that is kept of it."""
-    key = f"sk-carousel-{secrets.token_urlsafe(NUM_RANDOM_BYTES)}"
+    num_random_bytes = 32  # too many to try, so that a fast hash protects them
+    key = f"sk-carousel-{secrets.token_urlsafe(num_random_bytes)}"
     admin = ", admin: true" if is_admin else ""
     return key, f'- {{name: {name}, sha256: "{hashlib.sha256(key.encode()).hexdigest()}"{admin}}}'
 

@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 Headers = list[tuple[bytes, bytes]]
 AnswerRequest = Callable[[Any, Any, Any, Any], Awaitable[None]]
 
-_ALL_INTERFACES = "[::]:"
-
 
 def keep_calls_on_loopback() -> None:
     """Bind the port that Serve is about to open in this process to 127.0.0.1 if the node has that address.
@@ -50,8 +48,10 @@ def keep_calls_on_loopback() -> None:
     if getattr(open_port, "is_on_loopback", False):
         return
 
+    all_interfaces = "[::]:"
+
     def open_on_loopback(server: Any, address: str) -> int:
-        return open_port(server, address.replace(_ALL_INTERFACES, "127.0.0.1:"))
+        return open_port(server, address.replace(all_interfaces, "127.0.0.1:"))
 
     open_on_loopback.is_on_loopback = True  # type: ignore[attr-defined]
     serve_replica.add_port_to_grpc_server = open_on_loopback

@@ -13,7 +13,6 @@ from app.errors import InvalidSetup
 
 logger = logging.getLogger(__name__)
 
-_SWITCH_INTERVAL_S = 0.0002
 
 # `model.num_threads` of each engine that there can be at once; None: a share of the cores.
 AskedThreads = Sequence[int | None]
@@ -48,7 +47,8 @@ def keep_waits_for_the_interpreter_short() -> None:
     A step of a small model takes a millisecond, and so does the host's part of one on a GPU: its thread must not wait
     for the one that makes texts, sends frames or answers calls.
     """
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    switch_interval_s = 0.0002
+    sys.setswitchinterval(switch_interval_s)
 
 
 def share_of_cores(asked: AskedThreads, num_machines: int = 1) -> int:

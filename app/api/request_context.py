@@ -20,13 +20,10 @@ from app.api.schemas.requests import QueuedRequest
 from app.engine.request import MAX_SESSION_LENGTH
 from app.errors import InvalidRequest
 
-DEADLINE_HEADER = "x-carousel-deadline-s"
 GROUP_HEADER = "x-carousel-group"
 PRESET_HEADER = "x-carousel-preset"
-SESSION_HEADER = "x-carousel-session"
 EXPLAIN_HEADER = "x-carousel-explain"
 TIMINGS_HEADER = "x-carousel-timings"
-NO_QUEUE_HEADER = "x-carousel-no-queue"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,18 +60,20 @@ class RequestContext:
         if account.key is not None:
             account.check_priority(body.priority)
         name = account.name
-        salt, session = body.cache_salt, headers.get(SESSION_HEADER, "")
+        session_header = "x-carousel-session"
+        salt, session = body.cache_salt, headers.get(session_header, "")
         if len(session) > MAX_SESSION_LENGTH:
             raise InvalidRequest(
-                f"the header {SESSION_HEADER} has {len(session):,} characters; at most {MAX_SESSION_LENGTH} are "
+                f"the header {session_header} has {len(session):,} characters; at most {MAX_SESSION_LENGTH} are "
                 f"accepted",
-                param=SESSION_HEADER,
+                param=session_header,
             )
         if name:  # no name has a line end, so no two keys can agree on a salt or a session
             salt = salt if self.shares_prefixes else f"{name}\n{salt}"
             session = session and f"{name}\n{session}"
         is_background = body.service_tier == "flex"
         default_s = None if is_background else model.deadline_s
+        no_queue_header = "x-carousel-no-queue"
         return {
             "cache_salt": salt,
             "priority": body.priority,
@@ -84,7 +83,7 @@ class RequestContext:
             "group": headers.get(GROUP_HEADER, ""),
             "preset": headers.get(PRESET_HEADER, ""),
             "session": session,
-            "no_queue": asks_for(headers, NO_QUEUE_HEADER),
+            "no_queue": asks_for(headers, no_queue_header),
             "adapter": model.adapter,
         }
 
@@ -103,14 +102,15 @@ def with_deadline(body: dict[str, Any], headers: Mapping[str, str]) -> dict[str,
 
     A deadline in the body goes before that of the header.
     """
-    header = headers.get(DEADLINE_HEADER)
+    deadline_header = "x-carousel-deadline-s"
+    header = headers.get(deadline_header)
     if header is None or body.get("deadline_s") is not None:
         return body
     try:
         return body | {"deadline_s": float(header)}
     except ValueError:
         raise InvalidRequest(
-            f"the header {DEADLINE_HEADER} should be a number of seconds; got {header[:40]!r}", param="deadline_s"
+            f"the header {deadline_header} should be a number of seconds; got {header[:40]!r}", param="deadline_s"
         ) from None
 
 

@@ -16,7 +16,6 @@ from app.batches import ItemOrigin
 from app.engine.request import EngineTimes
 
 Attributes = Mapping[str, str | int | float]
-_PROPAGATED = ("traceparent", "tracestate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +88,8 @@ class RequestTrace:
         """
         self.name = name
         self.trace_id = trace_id
-        self.parent = {each: headers[each] for each in _PROPAGATED if each in headers}
+        propagated = ("traceparent", "tracestate")
+        self.parent = {each: headers[each] for each in propagated if each in headers}
         self.attributes: dict[str, str | int | float] = {}
         self.error: BaseException | None = None
         self._clock_ns = clock_ns

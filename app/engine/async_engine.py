@@ -40,8 +40,6 @@ from app.fair import RetryTimes
 
 logger = logging.getLogger(__name__)
 
-_MAX_FAILED_IN_A_ROW = 8
-
 
 class DeltaReceiver(Protocol):
     """Receives the deltas of one request or of several, in order. Called in the event loop of `submit`."""
@@ -440,13 +438,14 @@ class AsyncEngine:
 
     def _step(self) -> None:
         num_steps = self._stats.total_steps
+        max_failed_in_a_row = 8
         try:
             deltas = self._compute()
         except StepError as error:
             logger.error("a step failed; its requests: %s; %s", ", ".join(error.request_ids), traceback_of(error))
             self._fail(error.request_ids, DeviceFault("the model step that computed this request failed"))
             self._num_failed_in_a_row += 1
-            if self._num_failed_in_a_row >= _MAX_FAILED_IN_A_ROW:
+            if self._num_failed_in_a_row >= max_failed_in_a_row:
                 raise  # such a device does not recover: the engine stops, and its replica is replaced
             return
         if self._stats.total_steps > num_steps:  # not a call that only ended overdue requests

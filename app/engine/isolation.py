@@ -18,10 +18,7 @@ from app.errors import described
 
 logger = logging.getLogger(__name__)
 
-# After so many single requests that fail, and not one run that succeeds, the device is at fault.
-MAX_LONE_FAILURES = 4
 
-MAX_FAILURES = 2  # of one prompt with its sampling parameters, before it is refused
 MAX_REMEMBERED = 4_096
 
 Run = Callable[[StepBatch], StepResult]
@@ -95,9 +92,11 @@ def run_in_parts(run: Run, batch: StepBatch, error: Exception) -> IsolationResul
 
 
 def _split(run: Run, batch: StepBatch, error: Exception, found: IsolationResult) -> None:
+    # After so many single requests that fail, and not one run that succeeds, the device is at fault.
+    max_lone_failures = 4
     if len(batch.scheduled) == 1:
         found.culprits.append((batch.sequences[0], error))
-        if len(found.culprits) >= MAX_LONE_FAILURES and not found.has_succeeded:
+        if len(found.culprits) >= max_lone_failures and not found.has_succeeded:
             raise DeviceFailed
         return
     middle = len(batch.scheduled) // 2
@@ -117,7 +116,8 @@ class Quarantine:
     """
 
     def __init__(self) -> None:
-        self._culprits: Culprits[bytes] = Culprits(max_losses=MAX_FAILURES, max_remembered=MAX_REMEMBERED)
+        max_failures = 2  # of one prompt with its sampling parameters, before it is refused
+        self._culprits: Culprits[bytes] = Culprits(max_losses=max_failures, max_remembered=MAX_REMEMBERED)
 
     def note_failure(self, request: Request) -> None:
         """A step failed, most probably because of this request."""

@@ -8,8 +8,6 @@ from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import TokenSet
 from app.engine.request import ModelInfo, Pooling, SamplingParams
 
-_MAX_LOGPROBS = 20  # what the API allows
-
 
 def largest_batch(limits: SchedulerConfig, facts: ModelInfo, *, block_size: int) -> StepBatch:
     """As many sequences and tokens as a step may have, each with what costs most; all of them in block 0.
@@ -17,8 +15,9 @@ def largest_batch(limits: SchedulerConfig, facts: ModelInfo, *, block_size: int)
     Every sequence draws a token with top-p, a penalty, a grammar and log-probabilities. The longest scores its prompt
     and wants an embedding, too, where the model gives any.
     """
+    max_logprobs = 20  # what the API allows
     sampling = SamplingParams(
-        max_tokens=1, top_p=0.9, repetition_penalty=1.1, logprobs=_MAX_LOGPROBS, prompt_logprobs=_MAX_LOGPROBS
+        max_tokens=1, top_p=0.9, repetition_penalty=1.1, logprobs=max_logprobs, prompt_logprobs=max_logprobs
     )
     matcher = TokenSet(range(0, facts.vocab_size, 8), vocab_size=facts.vocab_size)
     lengths = sequence_lengths(limits, longest=facts.max_model_len)

@@ -9,12 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import exp, inf
 
-_HORIZON_S = 10.0  # seconds of computing after which a step counts for a third of a new one
-_CLASSES_PER_DOUBLING = 2
-# Mean deviations above the mean that a limit leaves room for, as in Jacobson's timer (1988): about the 99th percentile.
-_DEVIATIONS = 3.0
-_MIN_RISE = 0.25  # of the times beyond the known sizes, as a part of the mean time for each token of the largest
-
 
 @dataclass(slots=True)
 class RecentMean:
@@ -78,8 +72,9 @@ class StepTimes:
             before_size, before_s = size, bound_s
         first_size, first_s = knots[0]
         rise = mean_rise = before_s / before_size
+        min_rise = 0.25  # of the times beyond the known sizes, as a part of the mean time for each token of the largest
         if len(knots) > 1:
-            rise = max((before_s - first_s) / (before_size - first_size), _MIN_RISE * mean_rise)
+            rise = max((before_s - first_s) / (before_size - first_size), min_rise * mean_rise)
         return before_size + (limit_s - before_s) / rise if rise else inf
 
     def seconds(self, size: int) -> float:
@@ -95,9 +90,12 @@ class StepTimes:
         """Sizes and the times that nearly all steps keep, both rising."""
         knots: list[tuple[float, float]] = []
         before_size, before_s = 0.0, 0.0
+        # Mean deviations above the mean that a limit leaves room for, as in Jacobson's timer (1988): about the 99th
+        # percentile.
+        deviations = 3.0
         for _, each in sorted(self._classes.items()):
             each.slope = max(0.0, (each.seconds.value - before_s) / (each.size.value - before_size))
-            bound_s = each.seconds.value + _DEVIATIONS * each.deviation.value
+            bound_s = each.seconds.value + deviations * each.deviation.value
             knots.append((each.size.value, max(bound_s, knots[-1][1] if knots else 0.0)))
             before_size, before_s = each.size.value, each.seconds.value
         return knots
@@ -106,7 +104,8 @@ class StepTimes:
 def _class_of(size: int) -> int:
     """1, 2, 3, 4 to 5, 6 to 7, 8 to 11, …: each class ends at one and a half or at 1.33 times its first."""
     length = size.bit_length()
-    return _CLASSES_PER_DOUBLING * length + (size >> max(0, length - 2) & 1)
+    classes_per_doubling = 2
+    return classes_per_doubling * length + (size >> max(0, length - 2) & 1)
 
 
 class Throughput:
@@ -123,7 +122,8 @@ class Throughput:
 
     def note_step(self, seconds: float, *, num_tokens: int, num_ended: int) -> None:
         """A step took `seconds`, computed `num_tokens` and ended `num_ended` requests."""
-        fading = exp(-max(seconds, 0.0) / _HORIZON_S)
+        horizon_s = 10.0  # seconds of computing after which a step counts for a third of a new one
+        fading = exp(-max(seconds, 0.0) / horizon_s)
         self._seconds = self._seconds * fading + seconds
         self._num_steps = self._num_steps * fading + 1
         self._num_tokens = self._num_tokens * fading + num_tokens

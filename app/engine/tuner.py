@@ -29,18 +29,11 @@ WINDOW_S = 30.0  # of the percentiles that are compared with the targets
 # configured requests may run. So no target stops an engine.
 MIN_PREFILL_TOKENS = 16
 MIN_SHARE_RUNNING = 1 / 8
-_SHARE_FOR_PROMPTS = 1 / 4  # of a step beside those that decode, up to MIN_PREFILL_TOKENS
 # A limit moves when the one that is wanted is below or above it by more. As estimates vary by less, it stays where it
 # is while the traffic stays the same; it is lowered sooner, because a target is missed otherwise.
 _TOO_HIGH, _TOO_LOW = 0.95, 1.2
-_HEADROOM = 0.95  # the part of a target that steps are planned for
-_STEPS_TO_FIRST_TOKEN = 2  # a request waits for the step that it finds, and for its own
-# Where even the smallest steps are too slow, steps may be so many times as long, so that requests go on.
-_SLACK_WHEN_UNREACHABLE = 1.5
-_MIN_MISSES = 3  # in a window, beyond which a target is missed: one slow request is no trend
-# Seconds without a preemption for memory until more requests may run again, and how many times as many.
+# Seconds without a preemption for memory until more requests may run again.
 _MEMORY_PATIENCE_S, _MAX_MEMORY_PATIENCE_S = 10.0, 300.0
-_MEMORY_GROWTH = 1.2
 
 
 class TuningReason(StrEnum):
@@ -156,23 +149,28 @@ class Tuner(StepObserver):
 
     def _planned_s(self) -> tuple[float, TuningReason]:
         """The longest that a step may take, and why not longer."""
-        by_ttft = self._ttft_s / _STEPS_TO_FIRST_TOKEN
+        steps_to_first_token = 2  # a request waits for the step that it finds, and for its own
+        by_ttft = self._ttft_s / steps_to_first_token
         target_s, reason = min((self._itl_s, TuningReason.ITL), (by_ttft, TuningReason.TTFT))
-        step_s = _HEADROOM * target_s
+        headroom = 0.95  # the part of a target that steps are planned for
+        step_s = headroom * target_s
         smallest_s = max(
             self._decoding.seconds(self._min_running), self._mixed.seconds(self._min_running + MIN_PREFILL_TOKENS)
         )
         # Once it is out of reach, the same measure of doubt as for a limit: else it would come and go.
         self._is_unreachable = smallest_s > (step_s / _TOO_LOW if self._is_unreachable else step_s)
+        # Where even the smallest steps are too slow, steps may be so many times as long, so that requests go on.
+        slack_when_unreachable = 1.5
         if self._is_unreachable:
-            return max(step_s, _SLACK_WHEN_UNREACHABLE * smallest_s), TuningReason.UNREACHABLE
+            return max(step_s, slack_when_unreachable * smallest_s), TuningReason.UNREACHABLE
         return step_s, reason
 
     def _wanted(self, step_s: float, why: TuningReason, at: float, num_running: int) -> tuple[StepLimits, TuningReason]:
         highest = self._highest
         num_tokens = self._mixed.largest_within(step_s)
+        share_for_prompts = 1 / 4  # of a step beside those that decode, up to MIN_PREFILL_TOKENS
         # A step in which all of them decode leaves room for a prompt.
-        for_prompts = min(MIN_PREFILL_TOKENS, _SHARE_FOR_PROMPTS * num_tokens)
+        for_prompts = min(MIN_PREFILL_TOKENS, share_for_prompts * num_tokens)
         by_time = min(self._decoding.largest_within(step_s), num_tokens - for_prompts)
         num_tokens = max(num_tokens, num_running + for_prompts, MIN_PREFILL_TOKENS)
         max_step_tokens = int(min(num_tokens, highest.max_step_tokens))
@@ -236,8 +234,9 @@ class _MemoryLimit:
 
     def max_running(self, at: float) -> float:
         """After each preemption it takes twice as long until more are tried."""
+        memory_growth = 1.2  # so many times as many
         if self._limit < self._highest and at - self._moved_at >= self._patience_s:
-            self._limit, self._moved_at = min(self._highest, _MEMORY_GROWTH * self._limit), at
+            self._limit, self._moved_at = min(self._highest, memory_growth * self._limit), at
         return self._limit
 
 
@@ -274,7 +273,8 @@ class RecentTimes:
         counts = self._counts(at)
         last = ceil(log(target_s) / _CLASS_WIDTH)
         num_missed = sum(number for each, number in counts.items() if each > last)
-        return num_missed > max(_MIN_MISSES, counts.total() / 100)
+        min_misses = 3  # in a window, beyond which a target is missed: one slow request is no trend
+        return num_missed > max(min_misses, counts.total() / 100)
 
     def _counts(self, at: float) -> Counter[int]:
         self._forget(at)

@@ -17,9 +17,6 @@ from app.fleet.replica_registry import ReplicaRegistry
 
 logger = logging.getLogger(__name__)
 
-_FIRST_DELAY_S = 0.1
-_LONGEST_DELAY_S = 5.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailoverLimits:
@@ -86,14 +83,16 @@ class ReplicaConnection:
         self._keeping_open.cancel()
 
     async def _keep_open(self) -> None:
-        loop, delay_s = asyncio.get_running_loop(), _FIRST_DELAY_S
+        first_delay_s = 0.1
+        loop, delay_s = asyncio.get_running_loop(), first_delay_s
+        longest_delay_s = 5.0
         while True:
             began_at = loop.time()
             lost = await self._read_stream()
             logger.warning("replica %s: %s", self._replica_id, lost)
             self._on_lost(self._replica_id, lost)
             lasted_s = loop.time() - began_at
-            delay_s = _FIRST_DELAY_S if lasted_s > 2 * _LONGEST_DELAY_S else min(2 * delay_s, _LONGEST_DELAY_S)
+            delay_s = first_delay_s if lasted_s > 2 * longest_delay_s else min(2 * delay_s, longest_delay_s)
             await asyncio.sleep(delay_s)
 
     async def _read_stream(self) -> ReplicaLost:

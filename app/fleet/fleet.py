@@ -24,8 +24,6 @@ from app.fleet.replica_registry import ReplicaRegistry
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 1.0  # between two tries to go on where all replicas are full
-# A request that may have killed its replica lets others go first: those that get a token before it are innocent.
-_SUSPECT_PAUSE_S = 0.25
 
 
 class ReplicaTransport(Protocol):
@@ -209,9 +207,7 @@ class Fleet:
             self._connections[replica_id].send(AbortRequest(in_flight.sent.request_id))
         num_generated = in_flight.num_tokens if in_flight.is_done else None
         self._registry.end(
-            in_flight.sent.request_id,
-            max_tokens=in_flight.request.sampling.max_tokens,
-            num_generated=num_generated,
+            in_flight.sent.request_id, max_tokens=in_flight.request.sampling.max_tokens, num_generated=num_generated
         )
         if replica_id not in self._registry.replica_ids:
             self._close_if_idle(replica_id)
@@ -226,8 +222,11 @@ class Fleet:
         self._registry.suspect(in_flight.replica_id)  # until it reports again
         now = self._clock()
         was_hopeless = not (in_flight.is_trusted or in_flight.is_accepted)
+        # A request that may have killed its replica lets others go first: those that get a token before it are
+        # innocent.
+        suspect_pause_s = 0.25
         if was_hopeless and self._is_recent(in_flight, now):
-            return _SUSPECT_PAUSE_S  # a suspect was tried because there was no other: this was only a wait for one
+            return suspect_pause_s  # a suspect was tried because there was no other: this was only a wait for one
         in_flight.lost_at = now
         request_id = in_flight.request.request_id
         self._culprits.note_loss(
@@ -243,7 +242,7 @@ class Fleet:
             "request %s goes on elsewhere after %d tokens: replica %s: %s",
             request_id, in_flight.num_tokens, in_flight.replica_id, lost,
         )  # fmt: skip
-        return _SUSPECT_PAUSE_S * self._culprits.losses_without_progress(request_id)
+        return suspect_pause_s * self._culprits.losses_without_progress(request_id)
 
     def _is_recent(self, in_flight: InFlightRequest, now: float) -> bool:
         return in_flight.lost_at is not None and now - in_flight.lost_at <= self._limits.place_timeout_s

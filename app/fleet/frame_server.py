@@ -29,10 +29,6 @@ from app.fleet.ingress_session import IngressSession
 logger = logging.getLogger(__name__)
 
 MAX_HELLO_BYTES = 1024
-VIEW_PERIOD_S = 0.2  # five a second: an eye sees no more of a line that moves
-FULL_VIEW_PERIOD_S = 2.0  # for a page that has missed some, and in what an ingress keeps for a page that is opened
-_HELLO_TIMEOUT_S = 5.0
-_MAX_UNIDENTIFIED = 64  # connections that have not said the secret yet; more are closed at once
 
 
 class Address(NamedTuple):
@@ -111,7 +107,8 @@ class FrameServer:
     def opened(self, connection: _Connection) -> bool:
         """Whether a new connection may identify itself; false while too many others have not done so."""
         self._connections.add(connection)
-        if len(self._unidentified) >= _MAX_UNIDENTIFIED:
+        max_unidentified = 64  # connections that have not said the secret yet; more are closed at once
+        if len(self._unidentified) >= max_unidentified:
             return False
         self._unidentified.add(connection)
         return True
@@ -151,16 +148,19 @@ class FrameServer:
     async def _show(self) -> None:
         """Send views until none watches."""
         clock = asyncio.get_running_loop().time
+        view_period_s = 0.2  # five a second: an eye sees no more of a line that moves
+        # For a page that has missed some, and in what an ingress keeps for a page that is opened
+        full_view_period_s = 2.0
         with suppress(EngineStopped):
             while self._watching:
                 is_full = clock() >= self._full_view_at
                 if is_full:
-                    self._full_view_at = clock() + FULL_VIEW_PERIOD_S
+                    self._full_view_at = clock() + full_view_period_s
                 view = await self._engine.snapshot(is_full=is_full)
                 for connection in self._watching:
                     if connection.session is not None:
                         connection.session.show(view)
-                await asyncio.sleep(VIEW_PERIOD_S)
+                await asyncio.sleep(view_period_s)
         self._engine.end_snapshots()
 
     def closed(self, connection: _Connection) -> None:
@@ -188,8 +188,9 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Serve runs on uvloop; its transports are no subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
+        hello_timeout_s = 5.0
         if self._server.opened(self):
-            self._timer = asyncio.get_running_loop().call_later(_HELLO_TIMEOUT_S, self._transport.abort)
+            self._timer = asyncio.get_running_loop().call_later(hello_timeout_s, self._transport.abort)
         else:
             self._transport.abort()
 

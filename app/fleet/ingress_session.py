@@ -16,11 +16,6 @@ from app.errors import CarouselError, Failure, traceback_of
 from app.fleet.dispatch import ReplicaReport
 from app.fleet.frames import Frame
 
-# The delta that says that a request is queued waits so long for the request's first token, to save a frame.
-_QUEUED_DELAY_S = 0.05
-# After the last of some aborts: one frame reports for all, and the engine has freed their places at its next step.
-_ABORTED_DELAY_S = 0.05
-
 logger = logging.getLogger(__name__)
 
 
@@ -101,8 +96,10 @@ class IngressSession:
         request_id = request.request_id
         self._open.add(request_id)
         self._deltas[request_id] = [TokenDelta(request_id, (), queued=queued)]
+        # The delta that says that a request is queued waits so long for the request's first token, to save a frame.
+        queued_delay_s = 0.05
         if self._queued_timer is None:
-            self._queued_timer = asyncio.get_running_loop().call_later(_QUEUED_DELAY_S, self._flush_queued)
+            self._queued_timer = asyncio.get_running_loop().call_later(queued_delay_s, self._flush_queued)
 
     def _flush_queued(self) -> None:
         self._queued_timer = None
@@ -130,8 +127,11 @@ class IngressSession:
         """A frame that was under way counts the aborted request's prompt, and its ingress takes that for another's."""
         if self._aborted_timer is not None:
             self._aborted_timer.cancel()
+        # After the last of some aborts: one frame reports for all, and the engine has freed their places at its next
+        # step.
+        aborted_delay_s = 0.05
         self._aborted_timer = asyncio.get_running_loop().call_later(
-            _ABORTED_DELAY_S, lambda: self.flush(even_without_deltas=True)
+            aborted_delay_s, lambda: self.flush(even_without_deltas=True)
         )
 
     def put_all(self, deltas: Iterable[TokenDelta]) -> None:

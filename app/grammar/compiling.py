@@ -17,9 +17,6 @@ from llguidance.gbnf_to_lark import any_to_lark
 from app.engine.request import GrammarKind
 from app.grammar.tags import Tag, read_tags
 
-# Between the tokens of a JSON document: nothing, a space, or a new line and its indentation. With more a model could
-# write white space without end.
-WHITE_SPACE = r"( ?|\n[ \t]{0,40})"
 # Without it llguidance would encode fixed texts with the tokenizer, which is not available here.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 # Limits of the search for the allowed tokens of one step: a few milliseconds. Nearly all searches take microseconds.
@@ -63,7 +60,10 @@ def lark_of(kind: GrammarKind, text: str, *, is_lenient: bool) -> str:
 
 def _json_rule(schema: dict[str, Any], is_lenient: bool) -> str:
     """The rule for documents of a schema."""
-    return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': WHITE_SPACE, 'lenient': is_lenient}})}"
+    # Between the tokens of a JSON document: nothing, a space, or a new line and its indentation. With more a model
+    # could write white space without end.
+    white_space = r"( ?|\n[ \t]{0,40})"
+    return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': white_space, 'lenient': is_lenient}})}"
 
 
 def _schema(text: str) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from app.culprits import Culprits
 from app.jobs.job import InvalidItem
 from app.jobs.results import ItemSet
 
-DEATHS_BEFORE_ALONE = 2
 MAX_DEATHS = 4
 
 
@@ -61,7 +60,8 @@ class Backlog(Generic[ItemT]):
         self._suspects: deque[ItemT] = deque()
         self._engines: dict[int, _OnEngine[ItemT]] = {}
         self._known: set[int] = set()  # waiting or on an engine
-        self._culprits: Culprits[int] = Culprits(max_losses=MAX_DEATHS, alone_after=DEATHS_BEFORE_ALONE)
+        deaths_before_alone = 2
+        self._culprits: Culprits[int] = Culprits(max_losses=MAX_DEATHS, alone_after=deaths_before_alone)
         for number, num_deaths in (deaths or {}).items():
             for _ in range(num_deaths):
                 self._culprits.note_loss(number)

@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 STORAGE_FAILURES = (OSError, sqlite3.Error)
 STORAGE_PAUSE_S = 5.0
-STORAGE_LOG_EVERY_S = 60.0  # of the same failure: many batches meet it, each again and again
 SPACE_LOOK_EVERY_S = 1.0
 # Parts of the disk's reserve that stay free. A batch that is paused for a full disk still finds room for its files.
 _RESERVE_OF_WORK, _RESERVE_OF_FILES = 0.5, 0.25
@@ -316,7 +315,8 @@ class BatchRunner:
 
     def _log_failure(self, job_id: str, error: Exception) -> None:
         kind, now = (type(error), getattr(error, "errno", None)), time.monotonic()
-        if now >= self._logged_at.get(kind, -math.inf) + STORAGE_LOG_EVERY_S:
+        storage_log_every_s = 60.0  # of the same failure: many batches meet it, each again and again
+        if now >= self._logged_at.get(kind, -math.inf) + storage_log_every_s:
             self._logged_at[kind] = now
             reason = described(error)
             logger.error(

@@ -30,7 +30,6 @@ _NOT_ENDED = f"status NOT IN ({', '.join(map(repr, _ENDED))})"
 
 _VERSION = 4  # of the tables below; a change of theirs needs another
 
-_MOST_FORGOTTEN = 1000  # batches in one transaction: what others wait for is short
 
 # The number is the order of creation. Where a column has no type SQLite keeps what it gets.
 _SCHEMA = f"""
@@ -192,11 +191,12 @@ class Catalog:
 
         How many they were.
         """
+        most_forgotten = 1000  # batches in one transaction: what others wait for is short
         query = f"""SELECT id FROM batches WHERE NOT ({_NOT_ENDED})
                     AND coalesce(completed_at, failed_at, expired_at, cancelled_at) < ?
                     AND NOT EXISTS (SELECT 1 FROM files WHERE files.id IN (output_file_id, error_file_id))
                     AND NOT EXISTS (SELECT 1 FROM messages WHERE batch_id = batches.id AND due_at IS NOT NULL)
-                    LIMIT {_MOST_FORGOTTEN}"""
+                    LIMIT {most_forgotten}"""
         ids = [(row["id"],) for row in self._connection.execute(query, (before,))]
         if ids:
             with self._transaction():

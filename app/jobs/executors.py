@@ -21,12 +21,10 @@ from app.jobs.runner import Executor, JobRun, Source
 
 TICK_S = 0.1
 BEGUN_AFTER_S = 1.0  # an item that was not refused by then is computed
-ITEM_ATTEMPTS = 3  # of an item that the server fails on; the fleet has isolated a poisonous request by then
 FAILURE_PAUSE_S = 2.0  # before an item that the server failed on is sent again
 UNAVAILABLE_PAUSE_S = 2.0  # it may be one model of several, and the items of the others go on
 MAX_PAUSE_S = 30.0  # a full fleet is asked again after at most so long
 TRY_EVERY_S = 0.2
-_MIN_READ_AHEAD = 16  # items
 _FLEET = 0  # the one engine that the backlog of a `FleetExecutor` knows
 
 
@@ -88,7 +86,8 @@ class FleetExecutor(Executor[Item]):
 
     @property
     def num_wanted(self) -> int:
-        return max(_MIN_READ_AHEAD, self._window.limit)
+        min_read_ahead = 16  # items
+        return max(min_read_ahead, self._window.limit)
 
     @property
     def num_sent(self) -> int:
@@ -196,7 +195,8 @@ class FleetExecutor(Executor[Item]):
         if answered.status_code < 500:
             return False
         num_failures = self._num_failures[item.number] = self._num_failures.get(item.number, 0) + 1
-        return num_failures < ITEM_ATTEMPTS
+        item_attempts = 3  # of an item that the server fails on; the fleet has isolated a poisonous request by then
+        return num_failures < item_attempts
 
     async def _end(self, item: Item, answered: Answered) -> None:
         self._num_failures.pop(item.number, None)

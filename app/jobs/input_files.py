@@ -27,7 +27,6 @@ from app.jobs.items import Row, RowSettings, has_question, row_from_fields, row_
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 ROWS_IN_A_PIECE = 512
-MAX_NAMED_DUPLICATES = 5
 _READ_BYTES = 1 << 20
 
 
@@ -153,11 +152,7 @@ def _parquet_pieces(file: InputFile, first_number: int) -> Iterator[InputPiece]:
             num_rows = table.metadata.row_group(row_group).num_rows
             if num_rows:
                 yield InputPiece(
-                    file=file,
-                    first_number=first_number,
-                    num_rows=num_rows,
-                    first_line=first_line,
-                    row_group=row_group,
+                    file=file, first_number=first_number, num_rows=num_rows, first_line=first_line, row_group=row_group
                 )
             first_number, first_line = first_number + num_rows, first_line + num_rows
 
@@ -202,8 +197,9 @@ def _check_ids(pieces: Sequence[InputPiece], id_hashes: array[int]) -> None:
             if _hash(row.id) in twice:
                 places.setdefault(row.id, []).append(row.place)
     duplicates = {row_id: where for row_id, where in places.items() if len(where) > 1}
+    max_named_duplicates = 5
     if duplicates:
-        shown = list(duplicates.items())[:MAX_NAMED_DUPLICATES]
+        shown = list(duplicates.items())[:max_named_duplicates]
         named = "; ".join(f"{row_id!r} in {', '.join(where[:4])}" for row_id, where in shown)
         more = f"; and {len(duplicates) - len(shown):,} more" if len(duplicates) > len(shown) else ""
         raise InvalidSetup(f"{len(duplicates):,} ids stand for more than one row: {named}{more}; make each unique")

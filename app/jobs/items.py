@@ -24,7 +24,6 @@ GENERATION_URLS = (CHAT_URL, COMPLETIONS_URL)  # what engines can answer without
 MAX_ID_LENGTH = 512
 MAX_LISTED_ERRORS = 100
 _PIECE_BYTES = 1024 * 1024
-_ITEMS_AT_ONCE = 16  # a thread reads so many before it returns; each may have megabytes
 
 # Columns of a plain row that mean what they mean in a body; any other column is the user's own and left alone.
 SAMPLING_COLUMNS = (
@@ -138,7 +137,8 @@ def read_items(open_file: OpenFile, rules: InputRules) -> Generator[Item, None, 
 
 def pieces_of(items: Iterator[Item]) -> Generator[list[Item], None, None]:
     """The items some at a time."""
-    while some := list(islice(items, _ITEMS_AT_ONCE)):
+    items_at_once = 16  # a thread reads so many before it returns; each may have megabytes
+    while some := list(islice(items, items_at_once)):
         yield some
 
 

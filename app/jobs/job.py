@@ -12,7 +12,6 @@ from app.json_pieces import Json
 
 INPUT_PURPOSE = "batch"
 OUTPUT_PURPOSE = "batch_output"
-COMPLETION_WINDOW = "24h"
 # Items
 
 
@@ -178,6 +177,7 @@ def file_object(file: StoredFile) -> Json:
 
 def batch_object(job: Job) -> Json:
     """The `batch` of OpenAI's API."""
+    completion_window = "24h"
     return {
         "id": job.id,
         "object": "batch",
@@ -185,7 +185,7 @@ def batch_object(job: Job) -> Json:
         "model": job.model,
         "errors": {"object": "list", "data": [asdict(error) for error in job.errors]} if job.errors else None,
         "input_file_id": job.input_file_id,
-        "completion_window": COMPLETION_WINDOW,
+        "completion_window": completion_window,
         "status": job.status.value,
         "output_file_id": job.output_file_id,
         "error_file_id": job.error_file_id,
@@ -198,11 +198,7 @@ def batch_object(job: Job) -> Json:
         "expired_at": job.expired_at,
         "cancelling_at": job.cancelling_at,
         "cancelled_at": job.cancelled_at,
-        "request_counts": {
-            "total": job.num_items,
-            "completed": job.num_completed,
-            "failed": job.num_failed,
-        },
+        "request_counts": {"total": job.num_items, "completed": job.num_completed, "failed": job.num_failed},
         "usage": {
             "input_tokens": job.num_input_tokens,
             "input_tokens_details": {"cached_tokens": job.num_cached_tokens},

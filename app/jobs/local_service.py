@@ -46,13 +46,10 @@ T = TypeVar("T")
 LOCK_RETRY_S = 0.5
 OPENING_RETRY_S = 5.0  # after a failure of the storage
 HOUSEKEEPING_S = 60.0
-BATCH_KEPT_S = 30 * 86_400.0  # after its end, and as long as it has files: as long as files are kept by default
 GENERATION_CHECK_S = 1.0  # how long a process that has lost the folder may go on computing lines
 UPLOAD_TIMEOUT_S = 600.0  # without a piece
-MAX_UPLOADS = 64
 RETRY_AFTER_S = 5.0
 LOCK = "lock"  # in `path`, as all below
-RESULTS_FOLDER = "jobs"  # a store of results for each batch that has not ended
 
 
 @dataclass(slots=True, eq=False)
@@ -185,7 +182,8 @@ class LocalBatchService(BatchService):
         dispatcher = WebhookDispatcher(
             catalog.outbox, thread, self._client, config.webhooks, self._retries, self._clock, random.Random()
         )
-        results = self._path / RESULTS_FOLDER
+        results_folder = "jobs"  # a store of results for each batch that has not ended
+        results = self._path / results_folder
         runner = BatchRunner(
             catalog, files, results, thread, self._execution, self._limits, config, self._clock, dispatcher.wake
         )
@@ -226,13 +224,14 @@ class LocalBatchService(BatchService):
     async def _keep_house(self, opened: _Open) -> None:
         """Remove files that have expired, uploads that are not continued, and batches that ended long ago."""
         late = time.monotonic() - UPLOAD_TIMEOUT_S
+        batch_kept_s = 30 * 86_400.0  # after its end, and as long as it has files: as long as files are kept by default
         try:
             for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
                 await self._thread.run(self._uploads.pop(upload_id).draft.abandon)
             for file_id in await self._thread.run(opened.catalog.expired_file_ids, self._clock()):
                 await self._thread.run(opened.catalog.remove_file, file_id)
                 await self._delete_content(opened, file_id)
-            await self._thread.run(opened.catalog.forget_ended, self._clock() - BATCH_KEPT_S)
+            await self._thread.run(opened.catalog.forget_ended, self._clock() - batch_kept_s)
         except STORAGE_FAILURES as error:
             logger.error("files and uploads that have expired could not be removed: %s", described(error))
 
@@ -242,9 +241,10 @@ class LocalBatchService(BatchService):
         return await self._to_its_end(self._begin_upload(self._opened_now(), owner))
 
     async def _begin_upload(self, opened: _Open, owner: str) -> str:
+        max_uploads = 64
         async with self._admission:
             uploads = Counter(upload.owner for upload in self._unfinished_uploads())
-            self._check_place("files are being sent", MAX_UPLOADS, uploads, owner)
+            self._check_place("files are being sent", max_uploads, uploads, owner)
             draft = await self._run(_begin_draft, self._path, opened.files)
             self._uploads[draft.id] = _Upload(owner, draft, time.monotonic())
             return draft.id

@@ -25,7 +25,6 @@ from app.json_pieces import Json, json_pieces
 
 # A record's columns in their order; `row` is the item's number.
 COLUMNS = ("row", "id", "text", "finish_reason", "prompt_tokens", "completion_tokens", "error")
-COUNTING_COLUMNS = ("row", "prompt_tokens", "completion_tokens")  # whole numbers; the others are texts or null
 _PARQUET_ROWS = 10_000
 
 
@@ -162,8 +161,9 @@ def _write_parquet(results: ResultStore, path: Path) -> None:
     import pyarrow  # here, as the service's processes have no use for it
     from pyarrow import parquet
 
+    counting_columns = ("row", "prompt_tokens", "completion_tokens")  # whole numbers; the others are texts or null
     schema = pyarrow.schema(
-        [pyarrow.field(name, pyarrow.int64() if name in COUNTING_COLUMNS else pyarrow.string()) for name in COLUMNS]
+        [pyarrow.field(name, pyarrow.int64() if name in counting_columns else pyarrow.string()) for name in COLUMNS]
     )
     with parquet.ParquetWriter(path, schema) as writer:
         records: list[dict[str, Any]] = []

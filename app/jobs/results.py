@@ -35,8 +35,6 @@ from app.jobs.job import Counts, ItemResult
 
 JOURNAL, BEGUN, PARTIAL, RECOVERY = "journal", "begun.bits", "partial.tokens", "recovery.json"
 DEATHS = "deaths.json"
-_CHECKSUM_DIGITS = 8
-_PARTIAL_SHARE_OF_TIME = 0.02  # at most, for writing partial tokens: very many of them are written less often
 _PARTIAL_HEAD_BYTES = 8
 
 
@@ -144,7 +142,8 @@ class PartialOutputs:
         os.rename(temporary, self._path)
         self._has_changed = False
         ended_at = time.monotonic()
-        self._next_save_at = ended_at + (ended_at - began_at) / _PARTIAL_SHARE_OF_TIME
+        partial_share_of_time = 0.02  # at most, for writing partial tokens: very many of them are written less often
+        self._next_save_at = ended_at + (ended_at - began_at) / partial_share_of_time
 
 
 @dataclass(slots=True)
@@ -346,7 +345,8 @@ def _to_line(result: ItemResult) -> bytes:
 
 def _from_line(line: bytes, num_items: int) -> ItemResult | None:
     """The result in a line of the journal; None if it is torn."""
-    checksum, body = line[:_CHECKSUM_DIGITS], line[_CHECKSUM_DIGITS + 1 : -1]
+    checksum_digits = 8
+    checksum, body = line[:checksum_digits], line[checksum_digits + 1 : -1]
     if not line.endswith(b"\n") or checksum != b"%08x" % crc32(body):
         return None
     number, is_error, *counts, content = body.split(b" ", 5)

@@ -20,10 +20,6 @@ from app.jobs.backlog import Backlog, ItemT, Loss
 from app.jobs.job import EngineOutput, InvalidItem, ItemResult
 from app.jobs.results import ResultStore
 
-MAX_FRUITLESS_PASSES = 3
-SYNC_EVERY_S = 1.0
-LINE_EVERY_S = 10.0
-READER_PATIENCE_S = 20.0
 RATE_WINDOW_S = 30.0
 
 PieceT = TypeVar("PieceT")
@@ -138,7 +134,8 @@ class JobRun(Generic[ItemT]):
     async def _read(self, executor: Executor[ItemT], source: Source[ItemT]) -> None:
         """Everything that has not ended into the backlog, in further passes what a pass has left out."""
         trouble, num_fruitless = "", 0
-        while num_fruitless < MAX_FRUITLESS_PASSES:
+        max_fruitless_passes = 3
+        while num_fruitless < max_fruitless_passes:
             num_before = self._num_unread
             try:
                 await self._read_once(executor, source)
@@ -171,7 +168,9 @@ class JobRun(Generic[ItemT]):
 
     async def _clock(self, executor: Executor[ItemT]) -> None:
         """Once a second what was written goes to the disk; on a terminal the line is renewed, in a log now and then."""
-        lines_every_s = SYNC_EVERY_S if sys.stderr.isatty() else LINE_EVERY_S
+        sync_every_s = 1.0
+        line_every_s = 10.0
+        lines_every_s = sync_every_s if sys.stderr.isatty() else line_every_s
         shown_at = -math.inf
         while True:
             now = time.monotonic()
@@ -180,7 +179,7 @@ class JobRun(Generic[ItemT]):
                 pace = self._progress.line(now, num_ended) if self.began_at else "nothing is computed yet"
                 _show(f"{pace}, {executor.state}")
                 shown_at = now
-            await asyncio.sleep(SYNC_EVERY_S)
+            await asyncio.sleep(sync_every_s)
             self._results.progress({})  # what was not saved because it was written often
             await asyncio.to_thread(self._results.sync)
 
@@ -296,6 +295,7 @@ async def read_in_thread(pieces: Generator[PieceT, None, None]) -> AsyncGenerato
     threading.Thread(target=read, name="input", daemon=True).start()
     asked: asyncio.Future[PieceT | None] = loop.create_future()
     asked.set_result(None)  # the thread is not inside
+    reader_patience_s = 20.0
     try:
         while True:
             asked = loop.create_future()
@@ -306,7 +306,7 @@ async def read_in_thread(pieces: Generator[PieceT, None, None]) -> AsyncGenerato
             yield piece
     finally:
         is_asked.put(None)
-        await asyncio.wait({asked}, timeout=READER_PATIENCE_S)
+        await asyncio.wait({asked}, timeout=reader_patience_s)
         if asked.done():
             asked.exception()  # it has been raised above, or the reader is gone
             pieces.close()

@@ -14,7 +14,6 @@ from app.errors import UnsupportedAdapter, first_line
 from app.model.location import folder_seen_from_here
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_DIGEST_BYTES = 8
 _QUANTISED_FILE = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)\.gguf$", re.IGNORECASE)
 
 
@@ -54,7 +53,8 @@ def adapter_folder(path: str) -> Path:
 
 def adapter_digest(folder: Path) -> str:
     """Of what the adapter computes: its configuration and its weights. Raises UnsupportedAdapter."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    digest_bytes = 8
+    digest = hashlib.blake2b(digest_size=digest_bytes)
     for name in (CONFIG, WEIGHTS):
         try:
             with (folder / name).open("rb") as file:

@@ -138,7 +138,7 @@ class LinearUpdates:
                 self.sizes[name] = Sizes(inputs, outputs)
                 linear.register_forward_hook(partial(self._add, name))
 
-    def prepared(self, weights: AdapterWeights) -> AdapterWeights:
+    def prepare(self, weights: AdapterWeights) -> AdapterWeights:
         """An adapter as the `adapter` of scheduled sequences."""
         dtype = self._dtype
         return {name: LowRankUpdate(each.down.to(dtype), each.up.to(dtype)) for name, each in weights.items()}

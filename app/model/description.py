@@ -15,7 +15,6 @@ from app.config import ModelConfig
 from app.engine.request import ModelInfo, Pooling
 from app.errors import InvalidSetup, first_line
 
-_LENGTH_NAMES = ("max_position_embeddings", "n_positions")
 _POOLING_MODES = {  # of sentence-transformers, in both of its forms
     "pooling_mode_cls_token": Pooling.CLS,
     "pooling_mode_mean_tokens": Pooling.MEAN,
@@ -23,7 +22,6 @@ _POOLING_MODES = {  # of sentence-transformers, in both of its forms
     "pooling_mode_cls": Pooling.CLS,
     "pooling_mode_mean": Pooling.MEAN,
 }
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # an incomplete character decodes to this
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,8 @@ def read_description(config: ModelConfig, location: str) -> ModelDescription:
     )
     if not usable:
         raise InvalidSetup(f"the tokenizer of {config.path} has no token that is text by itself")
-    limit = next((text[name] for name in _LENGTH_NAMES if text.get(name) is not None), None)
+    length_names = ("max_position_embeddings", "n_positions")
+    limit = next((text[name] for name in length_names if text.get(name) is not None), None)
     facts = ModelInfo(max_model_len=max_model_len(config, limit), vocab_size=vocab_size, eos_token_ids=eos)
     return ModelDescription(facts, usable)
 
@@ -132,7 +131,8 @@ def _token_texts(config: ModelConfig, location: str) -> dict[int, str]:
 
 
 def _is_text(shown: str) -> bool:
-    return bool(shown) and _INCOMPLETE not in shown
+    incomplete = "\N{REPLACEMENT CHARACTER}"  # an incomplete character decodes to this
+    return bool(shown) and incomplete not in shown
 
 
 def _read_json(config: ModelConfig, location: str, name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -25,26 +25,29 @@ class Prediction(NamedTuple):
     hidden: torch.Tensor | None = None  # [num_hidden, hidden_size], where `hidden_indices` are given
 
 
+class Adapting(Protocol):
+    """Makes LoRA adapters into what a forward pass computes with."""
+
+    @property
+    def sizes(self) -> Mapping[str, Sizes]:
+        """The linear layers that adapters may change, by their names in the checkpoint."""
+        ...
+
+    def prepare(self, weights: AdapterWeights) -> object:
+        """An adapter as the `adapter` of scheduled sequences needs it. Any thread may call, beside a step."""
+        ...
+
+
 class ForwardPass(Protocol):
     """A model together with its KV memory."""
 
     block_size: int
 
+    @property
+    def adapting(self) -> Adapting: ...
+
     def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
         """Write the new tokens' KV and compute the logits of the wanted tokens."""
-        ...
-
-
-@runtime_checkable
-class AdaptableForward(ForwardPass, Protocol):
-    """A forward pass that computes with LoRA adapters."""
-
-    def linear_sizes(self) -> Mapping[str, Sizes]:
-        """The linear layers that adapters may change, by their names in the checkpoint."""
-        ...
-
-    def prepare_adapter(self, weights: AdapterWeights) -> object:
-        """An adapter as the `adapter` of scheduled sequences needs it. Any thread may call, beside a step."""
         ...
 
 
@@ -77,10 +80,10 @@ class TransformersForward:
         self.attention = attention
         self._module = module
         self._last_hidden = LastHiddenStates(module)
-        self._updates = LinearUpdates(module)
+        self.adapting = LinearUpdates(module)
 
     def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
-        with self._updates.of(batch):
+        with self.adapting.of(batch):
             return self.compute(
                 inputs.token_ids,
                 inputs.positions,
@@ -88,14 +91,6 @@ class TransformersForward:
                 logits_indices=inputs.logits_indices,
                 hidden_indices=inputs.hidden_indices,
             )
-
-    def linear_sizes(self) -> Mapping[str, Sizes]:
-        """See AdaptableForward."""
-        return self._updates.sizes
-
-    def prepare_adapter(self, weights: AdapterWeights) -> AdapterWeights:
-        """See AdaptableForward."""
-        return self._updates.prepared(weights)
 
     def compute(
         self,
@@ -107,7 +102,6 @@ class TransformersForward:
         hidden_indices: torch.Tensor | None = None,
         adapted: None = None,
     ) -> Prediction:
-        """As DeviceForward has it."""
         with self._last_hidden.kept(hidden_indices) as kept:
             output = self._module(
                 input_ids=token_ids,

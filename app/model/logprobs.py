@@ -60,7 +60,8 @@ class WantedLogprobs:
     def __init__(self, batch: StepBatch) -> None:
         self._batch = batch
         self._scored = [item for item in batch.scheduled if item.targets] if batch.has_targets else []
-        self._sampled_rows, self._target_rows = _rows(batch) if self._scored else (range(len(batch.sampled)), _NO_ROWS)
+        no_rows = ()
+        self._sampled_rows, self._target_rows = _rows(batch) if self._scored else (range(len(batch.sampled)), no_rows)
         self._targets = [target for item in self._scored for target in item.targets]
         # Indices in `batch.sampled` of the items that want them, and how many of the likeliest tokens each wants.
         num_top = [item.sampling.logprobs for item in batch.sampled]
@@ -99,9 +100,6 @@ class WantedLogprobs:
             prompt_logprobs[item.request_id] = tuple(by_row[row : row + len(item.targets)])
             row += len(item.targets)
         return StepResult(token_ids, logprobs, prompt_logprobs)
-
-
-_NO_ROWS: Sequence[int] = ()
 
 
 def _rows(batch: StepBatch) -> tuple[Sequence[int], Sequence[int]]:

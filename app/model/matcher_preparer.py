@@ -14,9 +14,7 @@ from typing import Protocol
 class Preparable(Protocol):
     """The part of a matcher that is used here."""
 
-    def prepare(self) -> None:
-        """See `Matcher.prepare`."""
-        ...
+    def prepare(self) -> None: ...
 
 
 class MatcherPreparer:

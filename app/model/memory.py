@@ -18,8 +18,6 @@ from app.errors import InvalidSetup, first_line
 # The CUDA context with the code of all kernels, outside of torch's allocator: 0.5 GiB on an A100 (the baseline in
 # https://github.com/JBjoernskov/Twin4Build/issues/134), and some for kernels that are compiled later.
 CONTEXT_BYTES = GIB * 6 // 10
-# One kernel in a graph that can be replayed (https://github.com/NVIDIA/cccl/pull/3768).
-_GRAPH_NODE_BYTES = 10 * 1024
 # What torch gives cuBLAS on each stream: 32 MiB on Hopper and newer, 8 MiB on older cards.
 WORKSPACE_BYTES = 32 * 1024**2
 
@@ -103,7 +101,9 @@ def graph_bytes(*, step: int, num_kernels: int, num_graphs: int) -> int:
     step: bytes that the largest of them takes, its logits included; the others fit into its memory.
     num_kernels: launches in one step.
     """
-    return step + num_graphs * num_kernels * _GRAPH_NODE_BYTES
+    # One kernel in a graph that can be replayed (https://github.com/NVIDIA/cccl/pull/3768).
+    graph_node_bytes = 10 * 1024
+    return step + num_graphs * num_kernels * graph_node_bytes
 
 
 def is_out_of_memory(error: BaseException) -> bool:

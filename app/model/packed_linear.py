@@ -13,10 +13,6 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
-_TOKENS_HINT = 32  # the size to pack for; on the CPUs measured, other hints gave the same layout
-# Attributes of transformers' attention and MLP modules that are applied to one and the same input, in calling order.
-_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
 
 class PackedLinear(nn.Module):
     """`nn.Linear` with its weight in oneDNN's layout. Inference only; the original weight is kept unless `free`d."""
@@ -25,7 +21,8 @@ class PackedLinear(nn.Module):
         """weight: [out_features, in_features]."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _TOKENS_HINT)
+        tokens_hint = 32  # the size to pack for; on the CPUs measured, other hints gave the same layout
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), tokens_hint)
         self.bias = None if bias is None else bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,8 +81,11 @@ def pack_linear_layers(model: nn.Module) -> int:
             )
             return 0
     num_replaced = 0
+    # Attributes of transformers' attention and MLP modules that are applied to one and the same input, in calling
+    # order.
+    siblings = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
     for module in list(model.modules()):
-        for names in _SIBLINGS:
+        for names in siblings:
             linears = [getattr(module, name, None) for name in names]
             if _can_join(linears):
                 joined = JoinedLinear(linears)  # type: ignore[arg-type]  # checked by _can_join

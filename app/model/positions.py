@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROTARY_BY_LENGTH = frozenset({"dynamic", "longrope"})
-_FIXED = "default"  # the kind of which transformers changes nothing in a forward pass
 
 
 def fix_positions(module: PreTrainedModel, max_model_len: int) -> None:
@@ -26,16 +25,17 @@ def fix_positions(module: PreTrainedModel, max_model_len: int) -> None:
     Up to the length that a model was trained with, they are those of any sequence. Nothing is read from the device
     afterwards, so that a step can be captured in a CUDA graph.
     """
+    fixed = "default"  # the kind of which transformers changes nothing in a forward pass
     for part in module.modules():
         kinds = getattr(part, "rope_type", None)
         if isinstance(kinds, str) and kinds in ROTARY_BY_LENGTH:
             _fix(part, max_model_len, kinds, "inv_freq")
-            part.rope_type = _FIXED
+            part.rope_type = fixed
         elif isinstance(kinds, dict):  # one for each type of layer
             following = [(layer_type, kind) for layer_type, kind in kinds.items() if kind in ROTARY_BY_LENGTH]
             for layer_type, kind in following:
                 _fix(part, max_model_len, kind, f"{layer_type}_inv_freq", layer_type=layer_type)
-            part.rope_type = kinds | dict.fromkeys(dict(following), _FIXED)
+            part.rope_type = kinds | dict.fromkeys(dict(following), fixed)
 
 
 def _fix(part: Any, max_model_len: int, kind: str, frequencies: str, **options: str) -> None:

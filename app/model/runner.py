@@ -13,7 +13,7 @@ import torch
 from app.engine.batch import StepBatch, StepResult
 from app.engine.model_runner import ModelRunner
 from app.model.adapters import read_adapter
-from app.model.forward import AdaptableForward, ForwardPass, Prediction
+from app.model.forward import ForwardPass, Prediction
 from app.model.inputs import build_inputs
 from app.model.logprobs import ComputeLogprobs, Logprobs, WantedLogprobs, compute_logprobs
 from app.model.parallel.group import RankGroup
@@ -91,8 +91,8 @@ class TorchModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def load_adapter(self, folder: Path) -> object:
-        assert isinstance(self.forward, AdaptableForward), "every forward pass of this runner is"
-        return self.forward.prepare_adapter(read_adapter(folder, self.forward.linear_sizes()))
+        adapting = self.forward.adapting
+        return adapting.prepare(read_adapter(folder, adapting.sizes))
 
     @torch.inference_mode()
     def follow(self, batch: StepBatch) -> None:

@@ -22,11 +22,8 @@ from app.engine.batch import ScheduledSequence, StepBatch, StepResult, by_reques
 from app.engine.model_runner import ModelRunner
 from app.engine.request import ModelInfo, TokenLogprobs
 
-MAX_DEFAULT_TOKENS = 2**20  # a slot is 8 bytes here, but a block is a Python object of the pool
-
 _MASK = 2**64 - 1
 _START = 0x9E3779B97F4A7C15  # the hash of no tokens
-_FACTOR = 0xD1342543DE82EF95
 # The finaliser of splitmix64 (Steele, Lea & Flood, 2014).
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
@@ -109,8 +106,9 @@ class SimulatedModelRunner(ModelRunner):
         prefix = _START
         if position:
             prefix = slots[block_ids[(position - 1) // size] * size + (position - 1) % size]
+        factor = 0xD1342543DE82EF95
         for token in item.token_ids:
-            prefix = ((prefix ^ token) * _FACTOR + 1) & _MASK
+            prefix = ((prefix ^ token) * factor + 1) & _MASK
             prefix ^= prefix >> 29
             slots[block_ids[position // size] * size + position % size] = prefix
             position += 1
@@ -186,7 +184,8 @@ def num_simulated_blocks(config: EngineConfig, facts: ModelInfo) -> int:
     """
     if config.cache.num_blocks is not None:
         return config.cache.num_blocks
-    num_tokens = min(config.scheduler.max_running * facts.max_model_len, MAX_DEFAULT_TOKENS)
+    max_default_tokens = 2**20  # a slot is 8 bytes here, but a block is a Python object of the pool
+    num_tokens = min(config.scheduler.max_running * facts.max_model_len, max_default_tokens)
     return -(-max(num_tokens, facts.max_model_len) // config.cache.block_size)
 
 

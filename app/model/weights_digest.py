@@ -12,10 +12,6 @@ from app.model.location import resolve_model_path
 
 logger = logging.getLogger(__name__)
 
-_NUM_SAMPLES = 256  # of a file: training changes every large tensor of a model, and each has several of them
-_SAMPLE_BYTES = 16 * 1024
-_PATTERNS = ("*.safetensors", "config.json")
-
 
 def digest_of_weights(config: EngineConfig) -> int:
     """A number that is equal on machines with the same weights; 0 where there are none or they cannot be read again."""
@@ -47,12 +43,15 @@ def weights_digest(location: str, revision: str | None = None) -> int:
     if not folder.is_dir():
         folder = _downloaded(location, revision)
     digest = 0
-    for path in sorted(path for pattern in _PATTERNS for path in folder.glob(pattern)):
+    num_samples = 256  # of a file: training changes every large tensor of a model, and each has several of them
+    sample_bytes = 16 * 1024
+    patterns = ("*.safetensors", "config.json")
+    for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
         digest = crc32(f"{path.name} {path.stat().st_size} ".encode(), digest)
         with path.open("rb") as file:
-            for sample in range(_NUM_SAMPLES):
-                file.seek(max(sample * _SAMPLE_BYTES, sample * path.stat().st_size // _NUM_SAMPLES))
-                digest = crc32(file.read(_SAMPLE_BYTES), digest)
+            for sample in range(num_samples):
+                file.seek(max(sample * sample_bytes, sample * path.stat().st_size // num_samples))
+                digest = crc32(file.read(sample_bytes), digest)
     return digest
 
 

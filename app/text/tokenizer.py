@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-COUNTED_CHARACTERS = 65_536  # at a time, where the tokens of a long text are counted
-
-
 class Tokenizer:
     """One model's tokenizer. What it says never changes, so any number of threads may use it at once."""
 
@@ -125,8 +122,9 @@ class Tokenizer:
         It looks at the text in pieces, the borders of which may add a token each; these do not count.
         """
         num_tokens = 0
-        for start in range(0, len(text), COUNTED_CHARACTERS):
-            piece = self.encode(text[start : start + COUNTED_CHARACTERS], add_special_tokens=False)
+        counted_characters = 65_536  # at a time, where the tokens of a long text are counted
+        for start in range(0, len(text), counted_characters):
+            piece = self.encode(text[start : start + counted_characters], add_special_tokens=False)
             num_tokens += max(0, len(piece) - 1)
             if num_tokens > max_tokens:
                 break

@@ -21,7 +21,6 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 PUBLIC_PORTS = (443, 8443)  # of receivers with public addresses: those of https, behind which no other service listens
 MAX_URL_LENGTH = 2048
-_PARAM = "webhook.url"
 _DEFAULT_PORTS = {"https": 443, "http": 80}
 
 # IANA's special-purpose IPv4 registry without what is globally reachable; multicast; what was reserved; the address
@@ -153,5 +152,6 @@ def _address(host: str) -> Address | None:
 
 
 def _refused(reason: str) -> InvalidRequest:
+    param = "webhook.url"
     # Never with the URL itself: what follows its host may be meant for the receiver only.
-    return InvalidRequest(f"{_PARAM} {reason}", param=_PARAM)
+    return InvalidRequest(f"{param} {reason}", param=param)

@@ -26,9 +26,6 @@ LookUp = Callable[[str, int], Sequence[tuple[Any, ...]]]
 
 GONE = 410
 TIMEOUT_S = 10.0  # of an attempt: receivers answer first and work then, as Standard Webhooks asks
-# Of their own, and as many as there are attempts in the time that the system gives a name server: one that is slow on
-# purpose holds up no other message.
-_NUM_LOOK_UP_THREADS = 64
 _look_up_streams: LookUp = partial(socket.getaddrinfo, type=socket.SOCK_STREAM)
 
 
@@ -85,7 +82,10 @@ class WebhookClient:
         self._operators_gate = AddressGate(allowed_networks, is_operators=True)
         self._tls = tls or ssl.create_default_context()
         self._look_up = look_up
-        self._threads = ThreadPoolExecutor(_NUM_LOOK_UP_THREADS, thread_name_prefix="webhook-names")
+        # Of their own, and as many as there are attempts in the time that the system gives a name server: one that is
+        # slow on purpose holds up no other message.
+        num_look_up_threads = 64
+        self._threads = ThreadPoolExecutor(num_look_up_threads, thread_name_prefix="webhook-names")
 
     def check(self, receiver: WebhookReceiver) -> None:
         """Raise InvalidRequest for a URL that nothing may be sent to, or a secret that is none."""

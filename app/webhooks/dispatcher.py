@@ -20,11 +20,7 @@ from app.webhooks.receiver import WebhookReceiver, default_receiver
 
 logger = logging.getLogger(__name__)
 
-MAX_AT_ONCE = 16
-MAX_ATTEMPTS = 1000  # those that a crash cut short included
-MAX_SLEEP_S = 60.0
 STORAGE_PAUSE_S = 5.0
-_LEASE_S = 5.0  # beyond the time of an attempt, for booking it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +88,17 @@ class WebhookDispatcher:
 
     async def _send_due(self, group: asyncio.TaskGroup) -> float:
         """Begin to send what is due; seconds until more can be."""
-        room = MAX_AT_ONCE - self._being_sent.total()
+        max_at_once = 16
+        room = max_at_once - self._being_sent.total()
+        max_sleep_s = 60.0
         if not room:
-            return MAX_SLEEP_S  # the end of any attempt wakes this loop
+            return max_sleep_s  # the end of any attempt wakes this loop
         now = self._clock()
         due_at = await self._thread.run(self._outbox.next_due_at)
         if due_at is None or due_at > now:
-            return MAX_SLEEP_S if due_at is None else min(due_at - now, MAX_SLEEP_S)
-        until = now + self._client.timeout_s + _LEASE_S
+            return max_sleep_s if due_at is None else min(due_at - now, max_sleep_s)
+        lease_s = 5.0  # beyond the time of an attempt, for booking it
+        until = now + self._client.timeout_s + lease_s
         for message in await self._thread.run(self._outbox.take, now, until, room, dict(self._being_sent)):
             self._being_sent[message.owner] += 1
             group.create_task(self._send(message))
@@ -133,7 +132,8 @@ class WebhookDispatcher:
         pause = self._retries.pause_s(message.num_attempts, self._rng)
         next_at = self._clock() + pause
         is_late = next_at > message.ended_at + self._retries.give_up_after_s
-        if failure.is_final or is_late or message.num_attempts >= MAX_ATTEMPTS:
+        max_attempts = 1000  # those that a crash cut short included
+        if failure.is_final or is_late or message.num_attempts >= max_attempts:
             logger.warning("webhook %s of %s: given up: %s", message.id, message.batch_id, failure.reason)
             self.num_given_up += 1
             await self._thread.run(self._outbox.end, message, DeliveryState.GIVEN_UP, failure.reason)

@@ -126,9 +126,4 @@ def _message(row: Any, owner: str) -> WebhookMessage:
 
 
 def _shown(row: Any) -> dict[str, Any]:
-    return {
-        "id": row["id"],
-        "status": row["state"],
-        "attempts": row["num_attempts"],
-        "last_error": row["reason"],
-    }
+    return {"id": row["id"], "status": row["state"], "attempts": row["num_attempts"], "last_error": row["reason"]}

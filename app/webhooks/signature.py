@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from app.errors import InvalidRequest
 
-PREFIX = "whsec_"
 MIN_SECRET_BYTES, MAX_SECRET_BYTES = 24, 64  # as the specification recommends
 
 
@@ -23,13 +22,14 @@ class SigningKey:
     @classmethod
     def parse(cls, secret: str) -> SigningKey:
         """From `whsec_` and base64. Raises InvalidRequest, never with what was given."""
+        prefix = "whsec_"
         try:
-            key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
+            key = base64.b64decode(secret.removeprefix(prefix), validate=True)
         except (binascii.Error, ValueError):
             key = b""
-        if not secret.startswith(PREFIX) or not MIN_SECRET_BYTES <= len(key) <= MAX_SECRET_BYTES:
+        if not secret.startswith(prefix) or not MIN_SECRET_BYTES <= len(key) <= MAX_SECRET_BYTES:
             raise InvalidRequest(
-                f"webhook.secret should be {PREFIX!r} and {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} random bytes in "
+                f"webhook.secret should be {prefix!r} and {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} random bytes in "
                 f"base64",
                 param="webhook.secret",
             )

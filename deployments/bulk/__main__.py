@@ -18,11 +18,11 @@ from app.jobs.run_folder import OUTPUTS, Summary, finished_summary, open_run
 from deployments.bulk.options import Options, read_options
 
 ROWS_FAILED = 3  # the exit status that --fail-on-row-errors asks for
-INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 when every row has a record, 1 when the job could not be done; see also ROWS_FAILED."""
+    interrupted = 130
     try:
         options = read_options(arguments)
         summary = _run(options)
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print("Stopped. What is done is kept: go on with --resume.", file=sys.stderr, flush=True)
-        return INTERRUPTED
+        return interrupted
     print(f"{summary}\nThe results are in {options.output / OUTPUTS[options.output_format]}", flush=True)
     return ROWS_FAILED if summary.failed and options.fail_on_row_errors else 0
 
@@ -44,11 +44,7 @@ def _run(options: Options) -> Summary:
     if finished is not None:
         return finished
     folder = open_run(
-        options.output,
-        run=run,
-        num_items=found.num_rows,
-        output_format=options.output_format,
-        resume=options.resume,
+        options.output, run=run, num_items=found.num_rows, output_format=options.output_format, resume=options.resume
     )
     with closing(folder):
         _set_environment(is_local_model=options.is_local_model)

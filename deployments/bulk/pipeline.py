@@ -26,9 +26,6 @@ from app.jobs.results import ItemSet
 from app.text import Tokenizer
 from deployments.bulk.engine_worker import PreparedItem
 
-ITEMS_IN_A_PIECE = 128
-CPUS_PER_PREPARER = 8  # of the cluster: one process tokenizes some thousand rows a second
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
@@ -68,7 +65,8 @@ def prepared_items(
 
 def max_preparers() -> int:
     """How many processes tokenize, at most."""
-    return 1 + int(ray.cluster_resources().get("CPU", 1)) // CPUS_PER_PREPARER
+    cpus_per_preparer = 8  # of the cluster: one process tokenizes some thousand rows a second
+    return 1 + int(ray.cluster_resources().get("CPU", 1)) // cpus_per_preparer
 
 
 class ItemPreparer:
@@ -84,9 +82,10 @@ class ItemPreparer:
             handler = self._handler = self._handler or self._load()
         except RayError:  # the engine that was asked died; another pass asks another
             return
+        items_in_a_piece = 128
         for piece in _pieces(batch):
             rows = (row for row in read_piece(piece) if row.number not in self._ended)
-            while some := [item_of(row, self._how.rows) for row in islice(rows, ITEMS_IN_A_PIECE)]:
+            while some := [item_of(row, self._how.rows) for row in islice(rows, items_in_a_piece)]:
                 prepared = asyncio.run(_prepared(some, handler))
                 column = numpy.empty(len(prepared), dtype=object)
                 column[:] = prepared

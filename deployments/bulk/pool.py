@@ -32,20 +32,11 @@ from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_sho
 
 logger = logging.getLogger(__name__)
 
-COLLECT_WITHIN_S = 0.25
-HANG_S = 120.0
-MAX_DEATHS_IN_A_ROW = 8
-
 
 class EnginePool(Executor[PreparedItem]):
     """The engines of a run."""
 
-    def __init__(
-        self,
-        served: ServedModelConfig,
-        run: JobRun[PreparedItem],
-        partial: PartialOutputs,
-    ) -> None:
+    def __init__(self, served: ServedModelConfig, run: JobRun[PreparedItem], partial: PartialOutputs) -> None:
         """As many engines as `served` has replicas. Items continue after the tokens that `partial` has of them."""
         super().__init__(run)
         self._served = served
@@ -124,6 +115,8 @@ class EnginePool(Executor[PreparedItem]):
         self._run.ready()
 
     async def _exchange_until_over(self, number: int, actor: Any) -> None:
+        collect_within_s = 0.25
+        hang_s = 120.0
         while True:
             if not self._backlog.items_on(number):
                 await self._wait_for_items(number)
@@ -136,9 +129,9 @@ class EnginePool(Executor[PreparedItem]):
             call = actor.exchange.remote(
                 [item.continued_after(self._partial.token_ids(item.number)) for item in items],
                 self._window // 3,
-                COLLECT_WITHIN_S,
+                collect_within_s,
             )
-            async with asyncio.timeout(HANG_S):  # `wait_for` loses cancellations in Python 3.11
+            async with asyncio.timeout(hang_s):  # `wait_for` loses cancellations in Python 3.11
                 output: EngineOutput = await call
             await self._book(number, output)
 
@@ -165,7 +158,8 @@ class EnginePool(Executor[PreparedItem]):
         self._run.lost(loss)
         if loss.given_up:
             self._num_deaths_in_a_row = 0
-        if self._num_deaths_in_a_row > MAX_DEATHS_IN_A_ROW:
+        max_deaths_in_a_row = 8
+        if self._num_deaths_in_a_row > max_deaths_in_a_row:
             raise Failure(
                 f"{self._num_deaths_in_a_row} engines died one after the other and no item came of it; the last: "
                 f"{_reason(error)}; what is done is kept: go on with --resume once it is repaired"

@@ -10,7 +10,6 @@ from app.json_pieces import Json
 # expressions: Prometheus 3 writes 1 as 1.0, and 1.0 without brackets is 120, too.
 TTFT_GOOD_S, TTFT_GOOD_LE = 1.0, "1|1[.]0"
 ITL_GOOD_S, ITL_GOOD_LE = 0.1, "0[.]1"
-_RUNBOOK = "docs/operate/monitoring.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +24,13 @@ class Alert:
 
     def as_json(self) -> Json:
         """As Prometheus reads it."""
+        runbook = "docs/operate/monitoring.md"
         return {
             "alert": self.name,
             "expr": self.expr,
             "for": self.lasts,
             "labels": {"severity": self.severity},
-            "annotations": {"summary": self.summary, "runbook": f"{_RUNBOOK}, {self.name}"},
+            "annotations": {"summary": self.summary, "runbook": f"{runbook}, {self.name}"},
         }
 
 

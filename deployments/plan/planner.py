@@ -20,8 +20,6 @@ from deployments.plan.simulation import FleetSimulation, SimulatedRun, simulate
 from deployments.plan.step_cost import MeasuredReplica
 from deployments.plan.traces import Trace
 
-LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3)  # of what the planned fleet can do, in the table of loads
-MAX_REPLICAS = 1024  # as `replicas.num_replicas`
 MAX_PART = 16  # replicas of a whole fleet, simulated by one process
 # The requests that settings are compared by, the first of the trace; the number of replicas is found on all of them.
 _NUM_COMPARED = 400
@@ -176,7 +174,8 @@ class Planner:
                 dispatch=self._dispatch, num_replicas=num_replicas,
             )  # fmt: skip
             run = whole.simulate(num_processes=whole_with)
-        curve = [self._at_load(scheduler, num_replicas, load, full_rate * num_replicas) for load in LOADS]
+        loads = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3)  # of what the planned fleet can do, in the table of loads
+        curve = [self._at_load(scheduler, num_replicas, load, full_rate * num_replicas) for load in loads]
         return Plan(
             scheduler=scheduler, num_replicas=num_replicas, rate_per_replica=rate, full_rate_per_replica=full_rate,
             run=run, curve=curve,
@@ -229,16 +228,17 @@ class Planner:
     # -- replicas
 
     def _fewest_replicas(self, scheduler: SchedulerConfig, rate: float) -> tuple[int, SimulatedRun]:
-        guess = min(MAX_REPLICAS, max(1, math.ceil(self._trace.rate / rate))) if self._trace.seconds else 1
+        max_replicas = 1024  # as `replicas.num_replicas`
+        guess = min(max_replicas, max(1, math.ceil(self._trace.rate / rate))) if self._trace.seconds else 1
         low, high = 0, guess  # `low` is known not to do
         run = self.fleet(scheduler, high)
         while not self._level.is_met(run):
-            if high == MAX_REPLICAS:
+            if high == max_replicas:
                 raise InvalidSetup(
                     f"{high:,} replicas do not hold --slo {self._level}: with them it is {self._level.reached(run)}; "
                     f"one takes {rate:.3g} requests/s within it, and the trace has bursts"
                 )
-            low, high = high, min(MAX_REPLICAS, high + max(1, high // 4))
+            low, high = high, min(max_replicas, high + max(1, high // 4))
             run = self.fleet(scheduler, high)
         while high - low > 1:
             middle = max(low + 1, high - max(1, (high - low) // 4))

@@ -14,7 +14,6 @@ from deployments.plan.step_cost import StepCost
 from deployments.plan.traces import Trace
 
 _METRICS = ("ttft", "itl")
-_PERCENTS = (50, 99, 99.9)
 
 
 def cost_in_words(cost: StepCost) -> str:
@@ -74,7 +73,8 @@ def settings_of(scheduler: SchedulerConfig) -> dict[str, object]:
 
 
 def _percentiles(plan: Plan, metric: str) -> str:
-    return ", ".join(f"p{percent:g} {in_words(plan.run.percentile_s(metric, percent))}" for percent in _PERCENTS)
+    percents = (50, 99, 99.9)
+    return ", ".join(f"p{percent:g} {in_words(plan.run.percentile_s(metric, percent))}" for percent in percents)
 
 
 def _table(plan: Plan, level: ServiceLevel) -> str:

@@ -31,7 +31,6 @@ from deployments.threads import keep_waits_for_the_interpreter_short
 
 _FORMAT = 2
 _MIN_STEPS = 100  # for some ten numbers that are fitted
-_NUM_RATIOS = 200  # quantiles of measured by fitted time that are kept
 NOISE_CLASSES = (4, 32, 128)  # tokens: small steps are disturbed by more of their time than large ones
 # Each setting is measured in so many slices, so that a disturbance does not fall on one setting alone; in more where
 # steps are so slow that there are too few.
@@ -156,9 +155,10 @@ class StepCost:
 
 def _quantiles(ratios: NDArray[np.float64], fitted: NDArray[np.float64], chosen: NDArray[np.bool_]) -> list[float]:
     """Quantiles of the chosen ratios, with their mean weighed by time; of all of them where too few are chosen."""
-    if chosen.sum() < _NUM_RATIOS:
+    num_ratios = 200  # quantiles of measured by fitted time that are kept
+    if chosen.sum() < num_ratios:
         chosen = np.ones(len(ratios), dtype=bool)
-    quantiles = np.quantile(ratios[chosen], (np.arange(_NUM_RATIOS) + 0.5) / _NUM_RATIOS)
+    quantiles = np.quantile(ratios[chosen], (np.arange(num_ratios) + 0.5) / num_ratios)
     mean = (ratios[chosen] * fitted[chosen]).sum() / fitted[chosen].sum()
     return [float(each) for each in quantiles / quantiles.mean() * mean]
 

@@ -28,7 +28,6 @@ from deployments.plan.access_log import is_access_log, read_access_log
 
 _FOLDER = Path(__file__).resolve().parent
 BUILT_IN = {"azure-conv": _FOLDER / "azure_conv_2023.csv", "azure-code": _FOLDER / "azure_code_2023.csv"}
-_CSV_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,9 +262,10 @@ def _reader_of(first_line: str) -> Callable[[Iterable[str], str], Iterator[Trace
 
 def _of_csv(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
     rows = csv.DictReader(lines)
-    missing = [name for name in _CSV_COLUMNS if name not in (rows.fieldnames or ())]
+    csv_columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+    missing = [name for name in csv_columns if name not in (rows.fieldnames or ())]
     if missing and rows.fieldnames:
-        raise InvalidSetup(f"--trace {place}: has no column {missing[0]}; needed are {', '.join(_CSV_COLUMNS)}")
+        raise InvalidSetup(f"--trace {place}: has no column {missing[0]}; needed are {', '.join(csv_columns)}")
     for row in rows:
         try:
             at_s = _seconds(row["TIMESTAMP"])

@@ -33,13 +33,6 @@ _IN_COMMON: Any = {
     # A model that cannot be loaded stays so; the second and third try are for memory that was not free yet.
     "max_constructor_retry_count": 3,
 }
-# All of them are short; content goes over in pieces.
-MAX_BATCH_CALLS = 256
-# Calls end in moments, and batches go on after a restart.
-BATCHES_DRAIN_TIMEOUT_S = 2.0
-# Of the ingresses, rounded up: an update starts the next one before it stops one. Otherwise a request
-# that comes between the stop of a single ingress and the start of the next waits at Serve's proxy for that long.
-INGRESS_SURGE_PERCENT = 1
 
 
 def build(args: ApplicationConfig) -> Application:
@@ -94,10 +87,13 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
 
 
 def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
+    # Of the ingresses, rounded up: an update starts the next one before it stops one. Otherwise a request
+    # that comes between the stop of a single ingress and the start of the next waits at Serve's proxy for that long.
+    ingress_surge_percent = 1
     return serve.deployment(serve.ingress()(Ingress)).options(
         name="ingress",
         num_replicas=config.ingress.num_replicas,
-        max_surge_percent=INGRESS_SURGE_PERCENT,
+        max_surge_percent=ingress_surge_percent,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         max_ongoing_requests=max_ingress_requests(config),
         graceful_shutdown_timeout_s=max(model.replicas.drain_timeout_s for model in config.models),
@@ -106,13 +102,17 @@ def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
 
 
 def _batches_deployment() -> serve.Deployment:
+    # All of them are short; content goes over in pieces.
+    max_batch_calls = 256
+    # Calls end in moments, and batches go on after a restart.
+    batches_drain_timeout_s = 2.0
     return serve.deployment(Batches).options(
         name="batches",
         num_replicas=1,  # one writer
         ray_actor_options={"num_cpus": BATCHES_CPUS},
-        max_ongoing_requests=MAX_BATCH_CALLS,
-        max_queued_requests=MAX_BATCH_CALLS,
-        graceful_shutdown_timeout_s=BATCHES_DRAIN_TIMEOUT_S,
+        max_ongoing_requests=max_batch_calls,
+        max_queued_requests=max_batch_calls,
+        graceful_shutdown_timeout_s=batches_drain_timeout_s,
         **_IN_COMMON,
     )
 

@@ -21,8 +21,6 @@ from deployments.serve.sender import Sender
 
 logger = logging.getLogger(__name__)
 
-OPENING_TIMEOUT_S = 10.0
-
 
 class Batches(Sender):
     """The one process that writes. Another of the same folder waits until this one is gone."""
@@ -37,7 +35,8 @@ class Batches(Sender):
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of `BatchService`."""
-        await asyncio.wait({self._opening}, timeout=OPENING_TIMEOUT_S)
+        opening_timeout_s = 10.0
+        await asyncio.wait({self._opening}, timeout=opening_timeout_s)
         if not self._opening.done():
             raise Unavailable("files and batches are being opened or are another process's; try again")
         try:

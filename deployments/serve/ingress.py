@@ -26,8 +26,6 @@ from deployments.serve.sender import Sender
 from deployments.serve.settings import check_exposure, max_ingress_requests
 from deployments.serve.transport import to_carousel_error
 
-READY_CACHE_S = 1.0
-
 
 class Ingress(Sender):
     """One HTTP process. It is ready once a replica of every model has sent its facts."""
@@ -90,12 +88,13 @@ class Ingress(Sender):
 
         A yes holds for a moment; callers share one question.
         """
+        ready_cache_s = 1.0
         async with self._ready_lock:
             if time.monotonic() >= self._ready_until:
                 # To ask a model that sleeps would wake it.
                 awake = [self._clients[model.name] for model in self._config.models if not model.replicas.may_sleep]
                 answers = await asyncio.gather(*(client.answers() for client in awake))
-                self._ready_until = time.monotonic() + READY_CACHE_S if all(answers) else 0.0
+                self._ready_until = time.monotonic() + ready_cache_s if all(answers) else 0.0
             return time.monotonic() < self._ready_until
 
 

@@ -49,11 +49,7 @@ class IngressReport:
 class MetricsCollector:
     """One for each ingress process: has its measurements, and asks the others for theirs at each scrape."""
 
-    def __init__(
-        self,
-        handles: Mapping[str, DeploymentHandle],
-        other_senders: Sequence[DeploymentHandle] = (),
-    ) -> None:
+    def __init__(self, handles: Mapping[str, DeploymentHandle], other_senders: Sequence[DeploymentHandle] = ()) -> None:
         """`handles` are the replica deployments by the model's name; `other_senders` send them requests, too."""
         self.requests = RequestMetrics(handles)
         self.loop = LoopMonitor()  # to be started

@@ -24,7 +24,6 @@ from deployments.serve.transport import ServeTransport, to_carousel_error
 
 logger = logging.getLogger(__name__)
 
-READY_TIMEOUT_S = 3.0
 
 # By the name of the replica deployment. Routers find them here by import: Serve makes them and gives them nothing else.
 _registries: dict[str, ReplicaRegistry] = {}
@@ -67,8 +66,9 @@ class ModelClient:
 
     async def answers(self) -> bool:
         """Whether a replica answers now. A refusal because it is full is an answer."""
+        ready_timeout_s = 3.0
         try:
-            await asyncio.wait_for(self.facts(), READY_TIMEOUT_S)
+            await asyncio.wait_for(self.facts(), ready_timeout_s)
         except Exception as error:
             return isinstance(to_carousel_error(error), Overloaded)
         return True

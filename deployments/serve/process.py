@@ -10,17 +10,11 @@ import threading
 import time
 from pathlib import Path
 
-# Python's 700 has the collector look at what requests in flight have; a request that has ended leaves no cycles.
-_ALLOCATIONS_BETWEEN = 5_000
 # glibc's mallopt(3). By itself it raises the size from which a block is mapped alone up to 32 MiB, as large blocks are
 # freed. Then the bodies of requests lie between small blocks, and what they leave cannot go back to the system.
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
-_MMAPPED_FROM_BYTES = 256 * 1024
-_MAX_ARENAS = 2  # else eight for each core: every thread leaves free memory in its own
 # Bodies of many small values leave free blocks between others. To give those back takes some 5 ms of a thread.
 TRIM_EVERY_S = 5.0
-_TRIM_FROM_BYTES = 32 * 2**20  # above the level
-_LEVEL_RISES_BYTES = 2**20  # each time, so that memory which stays in use is not looked through for ever
 
 
 def log_where_serve_does() -> None:
@@ -47,7 +41,9 @@ def freeze_loaded() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_ALLOCATIONS_BETWEEN)
+    # Python's 700 has the collector look at what requests in flight have; a request that has ended leaves no cycles.
+    allocations_between = 5_000
+    gc.set_threshold(allocations_between)
 
 
 def return_freed_memory() -> None:
@@ -58,18 +54,22 @@ def return_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
         return
-    libc.mallopt(_M_MMAP_THRESHOLD, _MMAPPED_FROM_BYTES)
-    libc.mallopt(_M_ARENA_MAX, _MAX_ARENAS)
+    mmapped_from_bytes = 256 * 1024
+    libc.mallopt(_M_MMAP_THRESHOLD, mmapped_from_bytes)
+    max_arenas = 2  # else eight for each core: every thread leaves free memory in its own
+    libc.mallopt(_M_ARENA_MAX, max_arenas)
     threading.Thread(target=_keep_trimmed, args=(libc,), name="memory", daemon=True).start()
 
 
 def _keep_trimmed(libc: ctypes.CDLL) -> None:
     level = _resident_bytes()
+    trim_from_bytes = 32 * 2**20  # above the level
+    level_rises_bytes = 2**20  # each time, so that memory which stays in use is not looked through for ever
     while True:
         time.sleep(TRIM_EVERY_S)
-        if _resident_bytes() > level + _TRIM_FROM_BYTES:
+        if _resident_bytes() > level + trim_from_bytes:
             libc.malloc_trim(0)
-            level = min(level + _LEVEL_RISES_BYTES, _resident_bytes())
+            level = min(level + level_rises_bytes, _resident_bytes())
 
 
 def _resident_bytes() -> int:

@@ -26,7 +26,6 @@ from app.fleet.dispatch import Group
 from app.model.simulated import SimulatedCosts
 from app.webhooks.receiver import check_default
 
-BUILDER = "deployments.serve.application:build"
 BATCHES_CPUS = 0.1  # reserved for the process of batches: it waits for replicas and disks most of the time
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 # What Ray reserves for an ingress; it may use a core. So little that two replicas of half a core, an ingress and the
@@ -49,9 +48,10 @@ def read_serve_file(path: Path) -> ServeFile:
     entries = document.get("applications") if isinstance(document, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise InvalidSetup(f"{path}: has no list of `applications`; see deployments/serve.yaml")
-    ours = {str(entry.get("name", "default")): entry for entry in entries if entry.get("import_path") == BUILDER}
+    builder = "deployments.serve.application:build"
+    ours = {str(entry.get("name", "default")): entry for entry in entries if entry.get("import_path") == builder}
     if not ours:
-        raise InvalidSetup(f"{path}: no application has `import_path: {BUILDER}`")
+        raise InvalidSetup(f"{path}: no application has `import_path: {builder}`")
     http = document.get("http_options") or {}
     applications = {name: parse(entry.get("args")) for name, entry in ours.items()}
     for name, entry in ours.items():

@@ -18,18 +18,16 @@ from app.errors import described
 
 logger = logging.getLogger(__name__)
 
-_SERVICE_NAME = "carousel"
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _EXPORTERS = {  # by the protocol; the second is in a package of its own
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
 }
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 def tracer_of_environment() -> Tracer | None:
     """The tracer that the environment of this process asks for; None, with a warning, where it cannot be had."""
-    if not any(os.environ.get(name) for name in _ENDPOINTS) or os.environ.get("OTEL_SDK_DISABLED", "") == "true":
+    endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    if not any(os.environ.get(name) for name in endpoints) or os.environ.get("OTEL_SDK_DISABLED", "") == "true":
         return None
     if os.environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
         return None
@@ -54,7 +52,8 @@ class OtlpTracer:
         is_named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get(
             "OTEL_RESOURCE_ATTRIBUTES", ""
         )
-        resource = Resource.create({} if is_named else {"service.name": _SERVICE_NAME})
+        service_name = "carousel"
+        resource = Resource.create({} if is_named else {"service.name": service_name})
         self._ids = _Ids()
         # Not the process's own: Ray may have one.
         self._provider = TracerProvider(resource=resource, id_generator=cast(Any, self._ids))
@@ -114,7 +113,8 @@ class _Ids:
 
 
 def _exporter() -> Any:
-    protocol = next((os.environ[name] for name in _PROTOCOLS if name in os.environ), "http/protobuf")
+    protocols = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    protocol = next((os.environ[name] for name in protocols if name in os.environ), "http/protobuf")
     if protocol not in _EXPORTERS:
         raise ImportError(f"there is no exporter for the protocol {protocol[:40]!r}; use http/protobuf or grpc")
     return import_module(_EXPORTERS[protocol]).OTLPSpanExporter()

@@ -18,15 +18,7 @@ from app.engine.batch import StepBatch, StepResult
 from app.engine.request import Adapter, Queued, Request
 from app.engine.snapshot import EngineSnapshot
 from app.errors import UnsupportedAdapter
-from app.fleet import (
-    FailoverLimits,
-    Fleet,
-    Frame,
-    FrameReader,
-    IngressSession,
-    ReplicaRegistry,
-    report_of_engine,
-)
+from app.fleet import FailoverLimits, Fleet, Frame, FrameReader, IngressSession, ReplicaRegistry, report_of_engine
 from app.fleet.dispatch import Group, GroupChooser, ReplicaReport, make_policy
 from app.fleet.frames import FRAME_VERSION, AbortRequest, SubmitRequest, WatchEngine, encode, message_decoder
 from tests.fakes import VOCAB_SIZE, CountingRunner, build_fake_engine
@@ -276,10 +268,7 @@ class LocalFleet:
         self.tasks: list[asyncio.Task[None]] = []  # of a test; they end with the block
         self.transport = LocalTransport(self.registry, self.replicas)
         self._limits = FailoverLimits(
-            max_resumes=max_resumes,
-            place_timeout_s=place_timeout_s,
-            silence_s=silence_s,
-            step_s=stuck_s,
+            max_resumes=max_resumes, place_timeout_s=place_timeout_s, silence_s=silence_s, step_s=stuck_s
         )
         self._clock = clock
 

@@ -607,10 +607,7 @@ async def test_replicas_are_described_with_their_state() -> None:
         answers = start(local, alike(2))
         await local.held(first, second)
         local.transport.leave("r1")
-        assert {each["replica"]: each["state"] for each in local.fleet.describe()} == {
-            "r0": "serving",
-            "r1": "leaving",
-        }
+        assert {each["replica"]: each["state"] for each in local.fleet.describe()} == {"r0": "serving", "r1": "leaving"}
         assert local.fleet.last_decision is not None
         first.kill()
         await until(lambda: local.fleet.describe()[0]["state"] == "lost")

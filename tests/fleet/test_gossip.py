@@ -9,11 +9,7 @@ OLD, NEW = Adapter(name="sql", path="/sql", digest="1"), Adapter(name="sql", pat
 
 
 def test_the_latest_entry_of_each_name_holds_in_whatever_order_tables_come() -> None:
-    tables = [
-        {"sql": Entry(0.0, OLD), "chat": Entry(0.0, OLD)},
-        {"sql": Entry(5.0, NEW)},
-        {"chat": Entry(6.0, None)},
-    ]
+    tables = [{"sql": Entry(0.0, OLD), "chat": Entry(0.0, OLD)}, {"sql": Entry(5.0, NEW)}, {"chat": Entry(6.0, None)}]
     for order in permutations(tables):
         found = merged(order)
         assert found == {"sql": Entry(5.0, NEW), "chat": Entry(6.0, None)}

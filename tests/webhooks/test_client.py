@@ -8,7 +8,7 @@ import ipaddress
 import ssl
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,6 @@ from tests.unclosed import nothing_unclosed
 from tests.webhooks.receivers import LOCAL, OK, Connects, Receiver, at, message, names, status
 
 LOOPBACK = "http://127.0.0.1"
-
-
-def run(client: WebhookClient, use: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        try:
-            await use()
-        finally:
-            client.close()
-
-    asyncio.run(main())
 
 
 async def failure(client: WebhookClient, url: str) -> DeliveryFailed:
@@ -79,18 +69,15 @@ NO_URLS = [
 
 
 @pytest.mark.parametrize("url", NO_URLS, ids=lambda url: repr(url)[:60])
-def test_a_url_that_nothing_may_be_sent_to_is_refused_and_never_connected_to(url: str) -> None:
+async def test_a_url_that_nothing_may_be_sent_to_is_refused_and_never_connected_to(url: str) -> None:
     client = WebhookClient()
-
-    async def use() -> None:
+    with Connects() as connects:
         with pytest.raises(InvalidRequest) as refused:
             client.check(at(url))
         assert refused.value.param == "webhook.url"
         assert (await failure(client, url)).is_final
-
-    with Connects() as connects:
-        run(client, use)
     assert connects.addresses == []
+    client.close()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +91,8 @@ def test_a_url_that_nothing_may_be_sent_to_is_refused_and_never_connected_to(url
 )  # fmt: skip
 def test_a_url_of_a_public_receiver_is_taken(url: str) -> None:
     client = WebhookClient()
-    run(client, lambda: asyncio.sleep(0, client.check(at(url))))
+    client.check(at(url))
+    client.close()
 
 
 def test_a_refusal_does_not_repeat_the_url() -> None:
@@ -127,25 +115,23 @@ FORBIDDEN = [
 
 
 @pytest.mark.parametrize("address", FORBIDDEN)
-def test_a_name_that_leads_to_an_address_that_is_not_public_is_never_connected_to(address: str) -> None:
+async def test_a_name_that_leads_to_an_address_that_is_not_public_is_never_connected_to(address: str) -> None:
     client = WebhookClient(look_up=names(address))
-
-    async def use() -> None:
+    with Connects() as connects:
         client.check(at("https://hooks.example/x"))
         failed = await failure(client, "https://hooks.example/x")
         assert failed.reason == "the host's name leads to an address that is not a public one"
         assert not failed.is_final, "a name may lead somewhere else later"
-
-    with Connects() as connects:
-        run(client, use)
     assert connects.addresses == []
+    client.close()
 
 
-def test_the_systems_own_names_lead_to_no_exception() -> None:
+async def test_the_systems_own_names_lead_to_no_exception() -> None:
     client = WebhookClient()
     with Connects() as connects:
-        run(client, lambda: failure(client, "https://localhost/x"))
+        await failure(client, "https://localhost/x")
     assert connects.addresses == []
+    client.close()
 
 
 async def test_of_several_addresses_only_those_that_are_allowed_are_connected_to() -> None:
@@ -215,21 +201,18 @@ async def test_only_what_is_configured_may_be_reached_beside_public_addresses() 
     "url", ["http://hooks.example/x", "https://hooks.example:4443/x", "http://hooks.example:443/x"]
 )
 @pytest.mark.parametrize("address", ["93.184.215.14", "2606:2800:21f:cb07:6820:80da:af6b:8b2c"])
-def test_http_and_other_ports_never_lead_to_a_public_address(url: str, address: str) -> None:
+async def test_http_and_other_ports_never_lead_to_a_public_address(url: str, address: str) -> None:
     """A name may be of an allowed network or not; that shows when it is looked up."""
     client = WebhookClient(LOCAL, look_up=names(address))
-
-    async def use() -> None:
+    with Connects() as connects:
         client.check(at(url))
         failed = await failure(client, url)
         assert failed.reason == "the host's name leads to an address that is not a public one"
         host = f"[{address}]" if ":" in address else address
         with pytest.raises(InvalidRequest):
             client.check(at(url.replace("hooks.example", host)))
-
-    with Connects() as connects:
-        run(client, use)
     assert connects.addresses == []
+    client.close()
 
 
 @pytest.mark.parametrize(
@@ -276,7 +259,7 @@ async def test_a_refused_connection_is_a_failed_attempt() -> None:
     client.close()
 
 
-def test_a_name_server_that_is_slow_costs_the_time_of_one_attempt() -> None:
+async def test_a_name_server_that_is_slow_costs_the_time_of_one_attempt() -> None:
     gate, has_ended = threading.Event(), threading.Event()
 
     def slow(host: str, port: int) -> Sequence[tuple[Any, ...]]:
@@ -285,17 +268,14 @@ def test_a_name_server_that_is_slow_costs_the_time_of_one_attempt() -> None:
         raise OSError("no such name")
 
     client = WebhookClient(timeout_s=0.2, look_up=slow)
-
-    async def use() -> None:
-        try:
-            failures = await asyncio.gather(*(failure(client, "https://hooks.example/x") for _ in range(8)))
-            assert not has_ended.is_set()
-            assert {each.reason for each in failures} == {"no answer within 0.2 s"}
-            assert await asyncio.to_thread(lambda: 3) == 3, "the threads of others are free"
-        finally:
-            gate.set()
-
-    run(client, use)
+    try:
+        failures = await asyncio.gather(*(failure(client, "https://hooks.example/x") for _ in range(8)))
+        assert not has_ended.is_set()
+        assert {each.reason for each in failures} == {"no answer within 0.2 s"}
+        assert await asyncio.to_thread(lambda: 3) == 3, "the threads of others are free"
+    finally:
+        gate.set()
+        client.close()
 
 
 def certificate(folder: Path, name: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:

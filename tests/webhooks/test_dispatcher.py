@@ -190,10 +190,7 @@ def test_wherever_the_process_dies_the_receiver_hears_of_the_end(
 
 async def test_after_a_time_no_more_attempts_are_made_and_the_secret_is_forgotten(tmp_path: Path) -> None:
     retries = RetrySchedule(first_pause_s=0.01, max_pause_s=0.01, give_up_after_s=0.3)
-    async with (
-        Receiver(lambda n: status(500)) as receiver,
-        service_in(tmp_path, retries=retries) as service,
-    ):
+    async with Receiver(lambda n: status(500)) as receiver, service_in(tmp_path, retries=retries) as service:
         batch_id = await begin(service, receiver.url)
         shown = await webhook_of(service, batch_id, "given_up")
         assert shown["last_error"] == "the receiver answered with 500"
@@ -227,11 +224,7 @@ async def test_a_receiver_that_is_gone_is_not_asked_again(tmp_path: Path) -> Non
 
 
 async def test_slow_receivers_delay_no_other_receiver(tmp_path: Path) -> None:
-    async with (
-        Receiver(lambda n: None) as slow,
-        Receiver() as quick,
-        service_in(tmp_path, timeout_s=60) as service,
-    ):
+    async with Receiver(lambda n: None) as slow, Receiver() as quick, service_in(tmp_path, timeout_s=60) as service:
         for _ in range(10):
             await begin(service, slow.url)
         await slow.got(10)
@@ -240,11 +233,7 @@ async def test_slow_receivers_delay_no_other_receiver(tmp_path: Path) -> None:
 
 
 async def test_owners_take_turns(tmp_path: Path) -> None:
-    async with (
-        Receiver(lambda n: None) as slow,
-        Receiver() as quick,
-        service_in(tmp_path, timeout_s=0.5) as service,
-    ):
+    async with Receiver(lambda n: None) as slow, Receiver() as quick, service_in(tmp_path, timeout_s=0.5) as service:
         for _ in range(60):
             await begin(service, slow.url)
         await slow.got(16)

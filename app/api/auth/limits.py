@@ -18,9 +18,6 @@ from app.fair import SharedPool
 CONCURRENCY_RETRY_S = 1.0
 # Of bodies that arrive or are being checked. They take several times as much once they are parsed, one after the other.
 MAX_BODY_BYTES_AT_ONCE = 512 * 1024 * 1024
-# Log-probabilities that the calls under way may have together: 16 bytes each until the answer is written, some 70 bytes
-# while a client does not read its stream.
-MAX_LOGPROBS_AT_ONCE = 8_000_000
 
 
 class TokenBucket:
@@ -67,7 +64,10 @@ class SharedPools:
         """`max_requests`: requests that the process serves at once; by default, any number."""
         self.requests = SharedPool[Account](max_requests)
         self.body_bytes = SharedPool[Account](MAX_BODY_BYTES_AT_ONCE)
-        self.logprobs = SharedPool[Account](MAX_LOGPROBS_AT_ONCE)
+        # Log-probabilities that the calls under way may have together: 16 bytes each until the answer is written, some
+        # 70 bytes while a client does not read its stream.
+        max_logprobs_at_once = 8_000_000
+        self.logprobs = SharedPool[Account](max_logprobs_at_once)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from app.engine.request import Grammar, GrammarKind, Thought
 from app.errors import InvalidRequest
 from app.text import Reasoning
 
-_MAX_MARK_TOKENS = 16  # of a mark and the line end behind it
 # The part of an output that reasoning may have by its effort: OpenRouter's numbers.
 _EFFORTS: dict[ReasoningEffort, float] = {
     "none": 0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95,
@@ -91,4 +90,5 @@ def _is_over(reasoning: Reasoning, body: ChatRequest, model: ServedModel, prompt
 
 
 def _ends_with(prompt: tuple[int, ...], model: ServedModel, mark: str) -> bool:
-    return model.tokenizer.decode(prompt[-_MAX_MARK_TOKENS:], skip_special_tokens=False).rstrip().endswith(mark)
+    max_mark_tokens = 16  # of a mark and the line end behind it
+    return model.tokenizer.decode(prompt[-max_mark_tokens:], skip_special_tokens=False).rstrip().endswith(mark)

@@ -10,8 +10,6 @@ from app.api.request_context import RequestContext
 from app.api.schemas.requests import CompletionRequest
 from app.errors import InvalidRequest
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's default; a chat may use the rest of the context
-
 
 def prepare_completion(
     body: CompletionRequest, model: ServedModel, context: RequestContext, shared: SharedFields | None = None
@@ -46,8 +44,9 @@ def prepare_completion(
     if body.truncate_prompt_tokens is not None:
         prompts = [truncated(prompt, body, model) for prompt in prompts]
     texts = _prompt_texts(body, model, prompts) if body.echo else ()
+    default_max_tokens = 16  # OpenAI's default; a chat may use the rest of the context
     return prepare_generation(
-        "cmpl-", body, model, context, prompts, shared, default_max_tokens=DEFAULT_MAX_TOKENS, prompt_texts=texts
+        "cmpl-", body, model, context, prompts, shared, default_max_tokens=default_max_tokens, prompt_texts=texts
     )
 
 

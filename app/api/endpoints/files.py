@@ -18,7 +18,6 @@ from app.api.schemas.parameters import STRICT_HEADER, refuse_names
 from app.batches import BatchService, NewFile, PageOf
 from app.errors import InvalidRequest
 
-MAX_FILENAME_LENGTH = 255
 MAX_FILES_OF_PAGE = 10_000
 _READ_BYTES = 1024 * 1024
 _FIELDS = frozenset(("purpose", "expires_after[anchor]", "expires_after[seconds]"))  # beside the file
@@ -118,8 +117,9 @@ def _new_file(form: Form) -> NewFile:
 def _filename(given: str) -> str:
     """The last part of the name that a browser sends. It is only shown: no path is made of it."""
     name = given.replace("\\", "/").rpartition("/")[2]
-    if not 0 < len(name) <= MAX_FILENAME_LENGTH or not name.isprintable() or name in (".", ".."):
-        raise InvalidRequest(f"the filename should be 1 to {MAX_FILENAME_LENGTH} printable characters", param="file")
+    max_filename_length = 255
+    if not 0 < len(name) <= max_filename_length or not name.isprintable() or name in (".", ".."):
+        raise InvalidRequest(f"the filename should be 1 to {max_filename_length} printable characters", param="file")
     return name
 
 

@@ -24,9 +24,6 @@ from app.errors import ContextTooLong, Failure, InvalidRequest
 from app.json_pieces import Json, Rows
 from app.text.text_pairs import EncodedText
 
-# Prompt tokens of one call: a query is part of every pair, so a small body could ask for gigabytes of them.
-MAX_CALL_TOKENS = 1_000_000
-
 
 def prepare_rerank(
     body: RerankRequest, model: ServedModel, context: RequestContext, shared: SharedFields | None = None
@@ -82,10 +79,12 @@ class _Comparison:
         if not self.model.facts.scores_pairs:
             return [*tokenizer.encode_up_to(self.firsts), *tokenizer.encode_up_to(self.seconds, most, longest=longest)]
         pairs = tokenizer.pairs(self.firsts, self.seconds, max_second=most, longest=longest)
-        if pairs.num_tokens > MAX_CALL_TOKENS:
+        # Prompt tokens of one call: a query is part of every pair, so a small body could ask for gigabytes of them.
+        max_call_tokens = 1_000_000
+        if pairs.num_tokens > max_call_tokens:
             raise InvalidRequest(
                 f"the pairs of {self.params[0]} and {self.params[1]} have {pairs.num_tokens:,} tokens; at most "
-                f"{MAX_CALL_TOKENS:,} are accepted in one call; send fewer {self.params[1]} at once",
+                f"{max_call_tokens:,} are accepted in one call; send fewer {self.params[1]} at once",
                 param=self.params[1],
             )
         return pairs.encoded()

@@ -126,7 +126,6 @@ async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context:
     return PromptList(asked=asked, endpoint=endpoint, shared=shared, common=common)
 
 
-INPUT_NAME = "prompts.jsonl"
 _SENT_AT_ONCE = 1024 * 1024
 
 
@@ -195,10 +194,11 @@ class ShortBatchRoutes:
 
     async def _begin_job(self, owner: str, prompts: PromptList) -> Json:
         service, asked = self._service, prompts.asked
+        input_name = "prompts.jsonl"
         async with upload(service, owner) as upload_id:
             for piece in _pieces(prompts):
                 await service.append(upload_id, piece)
-            file = await service.finish_upload(upload_id, NewFile(filename=INPUT_NAME, purpose="batch"))
+            file = await service.finish_upload(upload_id, NewFile(filename=input_name, purpose="batch"))
         try:
             batch = await service.create_batch(
                 NewBatch(

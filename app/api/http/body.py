@@ -16,7 +16,6 @@ from app.api.prepared_request import RequestLimits
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
 from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, UnsupportedMediaType
 
-JSON_MEDIA_TYPE = "application/json"
 PATIENCE_S = 10.0
 MIN_BYTES_PER_S = 16 * 1024  # after that: no client holds a connection and what it has sent for next to nothing
 
@@ -31,10 +30,11 @@ async def read_json_object(
     bytes of bodies are in memory.
     """
     declared = request.headers.get("content-type", "")
+    json_media_type = "application/json"
     # A page may send what a form can declare, or nothing, to any address unasked.
-    if declared.partition(";")[0].strip().lower() != JSON_MEDIA_TYPE:
+    if declared.partition(";")[0].strip().lower() != json_media_type:
         raise UnsupportedMediaType(
-            f"the body should be declared as JSON: send the header `Content-Type: {JSON_MEDIA_TYPE}` "
+            f"the body should be declared as JSON: send the header `Content-Type: {json_media_type}` "
             f"(got {declared[:100]!r})"
         )
     reservation = reservation_of(request)

@@ -34,7 +34,6 @@ from app.errors import (
 
 logger = logging.getLogger(__name__)
 
-MAX_RETRY_AFTER_S = 120.0  # the openai package does not retry when the value is larger
 MESSAGES_PATH = "/v1/messages"  # it, and what is below it, are Anthropic's API
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -163,5 +162,6 @@ def _headers(error: Exception) -> dict[str, str]:
 
 
 def _retry_after(seconds: float) -> dict[str, str]:
-    seconds = min(max(seconds, 0.0), MAX_RETRY_AFTER_S)
+    max_retry_after_s = 120.0  # the openai package does not retry when the value is larger
+    seconds = min(max(seconds, 0.0), max_retry_after_s)
     return {"Retry-After": str(max(1, math.ceil(seconds))), "retry-after-ms": str(round(seconds * 1000))}

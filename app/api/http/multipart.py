@@ -16,11 +16,8 @@ from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
 
 FILE_FIELD = "file"
 MAX_PARTS = 16
-MAX_FIELD_BYTES = 4096
-MAX_NAME_BYTES = 128
 SILENCE_TIMEOUT_S = 60.0
 MIN_BYTES_PER_S = 64 * 1024  # beyond the first minute: an upload has one of few places
-_PARSED_AT_ONCE = 64 * 1024  # bytes; other requests use the event loop between two of these pieces
 _SENT_AT_ONCE = 1024 * 1024
 
 Sink = Callable[[bytes], Awaitable[None]]
@@ -58,6 +55,7 @@ async def _pieces(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
         raise _too_large(max_bytes)
     num_bytes, waited_s = 0, 0.0  # for the client; what the server takes to store pieces is not the client's
     chunks = request.stream()
+    parsed_at_once = 64 * 1024  # bytes; other requests use the event loop between two of these pieces
     while True:
         began_at = time.monotonic()
         left_s = SILENCE_TIMEOUT_S + num_bytes / MIN_BYTES_PER_S - waited_s
@@ -68,8 +66,8 @@ async def _pieces(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
         num_bytes += len(chunk)
         if num_bytes > max_bytes:
             raise _too_large(max_bytes)
-        for start in range(0, len(chunk), _PARSED_AT_ONCE):
-            yield chunk[start : start + _PARSED_AT_ONCE]
+        for start in range(0, len(chunk), parsed_at_once):
+            yield chunk[start : start + parsed_at_once]
 
 
 async def _next(chunks: AsyncIterator[bytes], timeout_s: float, num_bytes: int) -> bytes | None:
@@ -175,8 +173,9 @@ class _Reader:
         # The parser decodes these bytes as latin-1. Encoding them so again restores the client's UTF-8.
         _, options = parse_options_header(self._part.disposition.encode("utf-8").decode("latin-1"))
         name = options.get(b"name", b"")
-        if not 0 < len(name) <= MAX_NAME_BYTES:
-            raise _invalid(f"it has a part without a name of 1 to {MAX_NAME_BYTES} bytes")
+        max_name_bytes = 128
+        if not 0 < len(name) <= max_name_bytes:
+            raise _invalid(f"it has a part without a name of 1 to {max_name_bytes} bytes")
         self._part.name = name.decode("utf-8", "replace")
         if self._part.name in self._fields or (self._is_file and self._filename is not None):
             raise _invalid(f"it has two parts {self._part.name!r}")
@@ -190,8 +189,9 @@ class _Reader:
             self.content += data[start:end]
             return
         self._part.value += data[start:end]
-        if len(self._part.value) > MAX_FIELD_BYTES:
-            raise _invalid(f"its field {self._part.name!r} has more than {MAX_FIELD_BYTES:,} bytes")
+        max_field_bytes = 4096
+        if len(self._part.value) > max_field_bytes:
+            raise _invalid(f"its field {self._part.name!r} has more than {max_field_bytes:,} bytes")
 
     def _end_part(self) -> None:
         if not self._is_file:

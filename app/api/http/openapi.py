@@ -259,9 +259,10 @@ def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
 
 def _accept_null(schema: Json) -> None:
     """`null` is "not given" wherever a field may be left out."""
+    notes = ("title", "default", "description")
     for name, value in schema.get("properties", {}).items():
         if name not in schema.get("required", ()):
-            options = value.pop("anyOf", None) or [{key: value.pop(key) for key in list(value) if key not in _NOTES}]
+            options = value.pop("anyOf", None) or [{key: value.pop(key) for key in list(value) if key not in notes}]
             value["anyOf"] = [*(option for option in options if option != {"type": "null"}), {"type": "null"}]
 
 
@@ -270,9 +271,6 @@ def _leave_out(properties: Json, unavailable: Mapping[str, tuple[Any, ...]]) -> 
     for name in properties.keys() & unavailable.keys():
         harmless = list(unavailable[name])
         properties[name]["anyOf"] = [*([{"enum": harmless}] if harmless else []), {"type": "null"}]
-
-
-_NOTES = ("title", "default", "description")
 
 
 def _publish_limits(properties: Json, limits: RequestLimits) -> None:

@@ -16,7 +16,6 @@ from starlette.responses import Response
 from app.errors import NotPermitted
 
 ANY_ORIGIN = "*"
-_METHODS = "GET, POST, DELETE"
 _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(:\d*)?")
 
 
@@ -58,8 +57,9 @@ class OriginPolicy:
         if not is_preflight or not self._allows(origin or ""):
             return None
         preflight_max_age_s = 600
+        methods = "GET, POST, DELETE"
         allowed = {
-            "access-control-allow-methods": _METHODS,
+            "access-control-allow-methods": methods,
             "access-control-allow-headers": headers.get("access-control-request-headers", ""),
             "access-control-max-age": str(preflight_max_age_s),
         }

@@ -15,8 +15,6 @@ from app.json_pieces import Json, Rows
 from app.text import Tokenizer, TokenOffsets
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
-MAX_KNOWN_NAMES = 10_000  # of one call: some 2 MB
-_TOKENS_AT_ONCE = 32  # written in one go: 0.5 ms with the top 20
 
 
 class TokenLogprob(NamedTuple):
@@ -112,7 +110,8 @@ class TokenNames:
             text = found.decode()
         except UnicodeDecodeError:
             text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
-        if len(self._known) == MAX_KNOWN_NAMES:
+        max_known_names = 10_000  # of one call: some 2 MB
+        if len(self._known) == max_known_names:
             self._known.clear()
         self._known[token_id] = text, list(found)
         return self._known[token_id]
@@ -190,9 +189,10 @@ class PackedLogprobs:
 
     def _some_at_a_time(self) -> Iterator[list[TokenLogprob]]:
         tokens: list[TokenLogprob] = []
+        tokens_at_once = 32  # written in one go: 0.5 ms with the top 20
         for packed in self._packed:
             tokens += _unpack(packed)
-            if len(tokens) >= _TOKENS_AT_ONCE:
+            if len(tokens) >= tokens_at_once:
                 yield tokens
                 tokens = []
         if tokens:

@@ -23,8 +23,6 @@ from app.engine.request import Pooling
 from app.errors import Failure, InvalidRequest, Overloaded
 from app.metrics import RequestMetrics
 
-_AT_ONCE = 32  # own texts in one call
-
 
 async def question_vector(run: PipelineRun, model: ServedModel, step: Step) -> array[float]:
     """The vector of the last text of the user, of length 1."""
@@ -58,8 +56,9 @@ async def own_vectors(
     vectors: list[array[float]] = []
     account = Account(None, time.monotonic)
     context = RequestContext(reservation=Reservation(account), request_id=uuid.uuid4().hex)
+    at_once = 32  # own texts in one call
     while len(vectors) < len(texts):
-        some: list[str | list[int]] = [*texts[len(vectors) : len(vectors) + _AT_ONCE]]
+        some: list[str | list[int]] = [*texts[len(vectors) : len(vectors) + at_once]]
         body = EmbeddingsRequest.model_construct(input=some, service_tier="flex" if is_background else "auto")
         prepared = _prepare_vectors(body, replace(model, deadline_s=None), context)
         try:

@@ -99,7 +99,6 @@ _WITHOUT_EFFECT = frozenset(
 
 MAX_REMEMBERED_NAMES = 1000
 MAX_NAME_LENGTH = 100  # a longer name is cut: a thousand names as long as bodies would be gigabytes
-MAX_NAMED = 20
 STRICT_HEADER = "x-strict"
 
 
@@ -116,9 +115,10 @@ def refuse_unknown(body: Mapping[str, Any], schema: type[Schema]) -> None:
 
 def refuse_names(unknown: Sequence[str]) -> None:
     """Raise InvalidRequest with these paths of unknown fields, if there are any."""
+    max_named = 20
     if unknown:
-        shown = ", ".join(path[:100] for path in unknown[:MAX_NAMED])
-        more = f" and {len(unknown) - MAX_NAMED:,} more" if len(unknown) > MAX_NAMED else ""
+        shown = ", ".join(path[:100] for path in unknown[:max_named])
+        more = f" and {len(unknown) - max_named:,} more" if len(unknown) > max_named else ""
         raise InvalidRequest(
             f"there is no field {shown}{more}; leave it out, or send no {STRICT_HEADER}", param=unknown[0][:100]
         )

@@ -30,7 +30,6 @@ from app.api.schemas.requests import ChatRequest, GenerationRequest, OutputSchem
 from app.errors import InvalidRequest
 
 MAX_METADATA_SIZE = 16_384  # 16 values of 512 characters are OpenAI's limit
-_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 class InputText(Schema):
@@ -94,10 +93,11 @@ def _items(value: Any) -> Any:
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list):
         raise ValueError("should be a text or a list of items")
+    items = ("message", "function_call", "function_call_output", "reasoning")
     for number, item in enumerate(value):
         kind = item.get("type", "message") if isinstance(item, dict) else None
-        if kind not in _ITEMS:
-            raise ValueError(f"has an item at {number} that is not of a type out of {', '.join(_ITEMS)}")
+        if kind not in items:
+            raise ValueError(f"has an item at {number} that is not of a type out of {', '.join(items)}")
     return value
 
 

@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 # Of all sequences that the draft model has not followed, in one step. Those that need the fewest go first.
 MAX_CATCH_UP_TOKENS = 256
-_MAX_CATCH_UP_SHARE = 8  # of the tokens that a sequence is expected to generate yet: more are not worth computing
 _NUM_BEHIND = 2  # tokens that the draft model lacks of a sequence for which it drafted in the step before, at most
 _NEWEST_SHARE = 1 / 32  # of a draft in the acceptance
 
@@ -158,4 +157,5 @@ def _num_lacking(sequence: Sequence) -> int:
 
 def _is_worth_catching_up(sequence: Sequence) -> bool:
     num_expected = max(1, sequence.num_predicted_tokens - sequence.num_generated_tokens)
-    return _num_lacking(sequence) <= _NUM_BEHIND + _MAX_CATCH_UP_SHARE * num_expected
+    max_catch_up_share = 8  # of the tokens that a sequence is expected to generate yet: more are not worth computing
+    return _num_lacking(sequence) <= _NUM_BEHIND + max_catch_up_share * num_expected

@@ -14,11 +14,9 @@ from app.engine.batch import StepBatch, StepResult
 from app.engine.step_times import RecentMean, without_pause
 
 _MIN_STEPS = 4  # of each kind, before they are compared
-_MARGIN = 1.25  # a draft must bring so much more than it takes
 _AT_FIRST = 0.3  # the least chance while too little is known
 _PROBE_EVERY = 64  # steps of one size: one of them without drafts, or with drafts where they are not worth it
 _MAX_PROBE_EVERY = 1024  # of a draft model: it first computes what it has missed
-_PER_DOUBLING = 12  # size classes
 
 
 def _average() -> RecentMean:
@@ -51,7 +49,8 @@ class _SizeClass:
             return _AT_FIRST
         plain_s, drafted_s = max(self.plain_s.value, 1e-9), max(self.drafted_s.value, 1e-9)
         draft_s = max(0.0, drafted_s - plain_s) / self.num_drafts.value
-        return _MARGIN * draft_s * max(1 / plain_s, self.num_kept.value / drafted_s)
+        margin = 1.25  # a draft must bring so much more than it takes
+        return margin * draft_s * max(1 / plain_s, self.num_kept.value / drafted_s)
 
 
 class DraftPace:
@@ -103,7 +102,8 @@ class DraftPace:
 
     def _class_of(self, num_sequences: int) -> _SizeClass:
         found = self._of_size.get(num_sequences)
+        per_doubling = 12  # size classes
         if found is None:
-            number = round(_PER_DOUBLING * log2(num_sequences))
+            number = round(per_doubling * log2(num_sequences))
             found = self._of_size[num_sequences] = self._classes.setdefault(number, _SizeClass())
         return found

@@ -14,11 +14,7 @@ from app.engine.sequence import Sequence
 from app.engine.speculation.draft_pace import DraftPace
 from app.engine.speculation.prompt_lookup import FIRST_ACCEPTANCE, PromptLookup, SequenceDrafts, num_worthwhile, updated
 
-_NEWEST_SHARE_OF_ALL = 1 / 64  # in that of all sequences
 _FIRST_ACCEPTANCE_OF_FORCED = 0.9
-# Of so many steps one is looked at, while no sequence is promising: looking takes 3% of a step of the smallest models.
-_ONE_OF = 4
-_NUM_HOPEFUL = 8  # looks without a match, after which a sequence is not promising
 
 # Gives a sequence the blocks for at most so many drafts; returns for how many there is room. Called once for each.
 Take = Callable[[Sequence, int], int]
@@ -103,7 +99,10 @@ class LookupDrafter(Drafter):
 
     def begin(self, num_sequences: int) -> bool:
         self._num_steps += 1
-        self._is_passing = not self._is_promising and self._num_steps % _ONE_OF > 0
+        # Of so many steps one is looked at, while no sequence is promising: looking takes 3% of a step of the smallest
+        # models.
+        one_of = 4
+        self._is_passing = not self._is_promising and self._num_steps % one_of > 0
         if self._is_passing:
             return False
         self._is_promising = False
@@ -128,7 +127,8 @@ class LookupDrafter(Drafter):
         has_match = drafts.lookup.has_match()
         number = drafts.num_worthwhile(self._least_chance)
         drafts.num_unmatched = 0 if has_match else drafts.num_unmatched + 1
-        if number and drafts.num_unmatched < _NUM_HOPEFUL:
+        num_hopeful = 8  # looks without a match, after which a sequence is not promising
+        if number and drafts.num_unmatched < num_hopeful:
             self._is_promising = True
         if not has_match:
             return ()
@@ -152,9 +152,10 @@ class LookupDrafter(Drafter):
                     self._note(sequence.drafts, number, num_kept - 1)
 
     def _note(self, drafts: SequenceDrafts, number: int, num_kept: int) -> None:
+        newest_share_of_all = 1 / 64  # in that of all sequences
         if drafts.are_forced:
-            share = _NEWEST_SHARE_OF_ALL
+            share = newest_share_of_all
             self._acceptance_of_forced = updated(self._acceptance_of_forced, number, num_kept, share)
         else:
             drafts.note(number, num_kept)
-            self._acceptance = updated(self._acceptance, number, num_kept, _NEWEST_SHARE_OF_ALL)
+            self._acceptance = updated(self._acceptance, number, num_kept, newest_share_of_all)

@@ -14,12 +14,8 @@ from math import log
 NGRAM = 3  # tokens that must have stood together before
 # Of a longer prompt the last ones are looked up: the index takes some 200 bytes for each.
 MAX_PROMPT_TOKENS = 16_384
-_MAX_MATCHED = 32  # beyond, a longer match says no more
 _NEWEST_SHARE = 1 / 8  # of a draft in a sequence's acceptance
 FIRST_ACCEPTANCE = 0.7
-# So many equal tokens in a row are tried whatever became of drafts before: a text is copied. Without drafts, too, a
-# match grows token by token.
-_LONG_MATCH = 8
 
 
 class PromptLookup:
@@ -68,7 +64,8 @@ class PromptLookup:
     def _match_length(self) -> int:
         tokens, source = self._tokens, self._source
         length = 0
-        while length < min(source, _MAX_MATCHED) and tokens[source - 1 - length] == tokens[-1 - length]:
+        max_matched = 32  # beyond, a longer match says no more
+        while length < min(source, max_matched) and tokens[source - 1 - length] == tokens[-1 - length]:
             length += 1
         return length
 
@@ -98,7 +95,10 @@ class SequenceDrafts:
 
     def num_worthwhile(self, least_chance: float) -> int:
         """How many drafts in a row have at least this chance to be kept."""
-        is_long = self.lookup.num_matched >= _LONG_MATCH
+        # So many equal tokens in a row are tried whatever became of drafts before: a text is copied. Without drafts,
+        # too, a match grows token by token.
+        long_match = 8
+        is_long = self.lookup.num_matched >= long_match
         return num_worthwhile(max(self.acceptance, FIRST_ACCEPTANCE) if is_long else self.acceptance, least_chance)
 
 

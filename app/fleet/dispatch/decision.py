@@ -8,9 +8,6 @@ from statistics import median
 
 import msgspec
 
-_TOKENS_PER_S = 100.0  # of a replica that sleeps, while no speed is known: any wake is worth waiting for some tokens
-_MAX_EXPLAINED = 4  # candidates that the line shows; the rest are counted
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSize:
@@ -69,7 +66,9 @@ class Scoring:
         num_tokens = candidate.num_prefill_tokens + candidate.num_decode_tokens
         # While a replica is full, one request ends for as many tokens as a request has; this one stands for all.
         num_tokens += (1 + candidate.num_ahead) * self.num_request_tokens
-        waking = candidate.wake_s * (self.usual_tokens_per_s or _TOKENS_PER_S)  # what could be computed meanwhile
+        # Of a replica that sleeps, while no speed is known: any wake is worth waiting for some tokens
+        tokens_per_s = 100.0
+        waking = candidate.wake_s * (self.usual_tokens_per_s or tokens_per_s)  # what could be computed meanwhile
         return num_tokens / self.relative_speed(candidate) + waking
 
     def explain(self, candidate: Candidate) -> str:
@@ -106,7 +105,8 @@ class Decision:
 
     def explain_loads(self) -> str:
         """The numbers of all candidates, in one line."""
-        shown = "; ".join(map(self.scoring.explain, self.candidates[:_MAX_EXPLAINED]))
-        num_more = len(self.candidates) - _MAX_EXPLAINED
+        max_explained = 4  # candidates that the line shows; the rest are counted
+        shown = "; ".join(map(self.scoring.explain, self.candidates[:max_explained]))
+        num_more = len(self.candidates) - max_explained
         more = f"; and {num_more:,} more" if num_more > 0 else ""
         return shown + more

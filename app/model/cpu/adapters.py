@@ -17,7 +17,7 @@ from app.model.cpu.weights import NativeWeights
 class AdaptedModel(NamedTuple):
     """What adapters need to know of a model. It has none of its weights."""
 
-    sizes: Mapping[str, Sizes]  # see AdaptableForward
+    sizes: Mapping[str, Sizes]  # by the linear layer's name
     num_layers: int
     dtype: torch.dtype
 
@@ -28,7 +28,6 @@ class AdaptedModel(NamedTuple):
         return cls(sizes, len(weights.layers), weights.dtype)
 
     def prepare(self, weights: AdapterWeights) -> NativeAdapter:
-        """See AdaptableForward."""
         return NativeAdapter(weights, num_layers=self.num_layers, dtype=self.dtype)
 
     def adapter_bytes(self, rank: int) -> int:

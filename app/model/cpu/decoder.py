@@ -8,14 +8,13 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from app.engine.batch import StepBatch
-from app.model.adapters import AdapterWeights, Sizes
-from app.model.cpu.adapters import AdaptedModel, AdapterColumns, NativeAdapter, adapter_columns
+from app.model.cpu.adapters import AdaptedModel, AdapterColumns, adapter_columns
 from app.model.cpu.attention import MAX_SEGMENT_TOKENS
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import (
@@ -76,14 +75,6 @@ class NativeDecoder:
         segments = build_segments(batch, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS)
         adapters = adapter_columns(batch) if batch.has_adapters else None
         return self.compute(inputs, segments, batch.matchers, adapters)
-
-    def linear_sizes(self) -> Mapping[str, Sizes]:
-        """See AdaptableForward."""
-        return self.adapting.sizes
-
-    def prepare_adapter(self, weights: AdapterWeights) -> NativeAdapter:
-        """See AdaptableForward."""
-        return self.adapting.prepare(weights)
 
     def compute(
         self,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from app.config import GIB
+from app.config import GIB, CacheConfig
 from app.model.cpu.library import DTYPES, LANES, ThreadPool, in_large_pages, library
 from app.model.kv_cache import LayerShape
 
@@ -44,6 +44,22 @@ class NativeKVCache:
             self.values[index] = in_large_pages(*blocks, block_size // per_unit, layer.value_dim * width, dtype=unit)
             if in_int8:
                 self.scales[index] = in_large_pages(*blocks, 2, block_size, dtype=torch.float32)
+
+    @classmethod
+    def provided(
+        cls,
+        config: CacheConfig,
+        layers: dict[int, LayerShape],
+        threads: ThreadPool,
+        *,
+        num_blocks: int,
+        dtype: torch.dtype,
+    ) -> NativeKVCache:
+        """By the settings, with its memory provided by these threads."""
+        in_int8 = config.dtype == "int8"
+        pages = cls(layers, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, in_int8=in_int8)
+        pages.provide(threads)
+        return pages
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -34,7 +34,6 @@ LANES = 16  # numbers in one vector, as in the sources
 MOST_PARTS = 3  # matrices whose outputs are computed together, as in the sources
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # with the suffix of their functions
 
-_AMX_NUMBERS = 32  # bfloat16 in a row of a tile
 _SOURCES = Path(__file__).parent
 # What the compiler may use, by the machine's name.
 _CPU_FLAGS = {"x86_64": ("-march=native", "-mprefer-vector-width=512"), "aarch64": ("-mcpu=native",)}
@@ -239,8 +238,9 @@ def why_not_amx(*sizes: int) -> str | None:
         return f"the kernel refuses it ({os.strerror(refusal)})"
     if refusal < 0:
         return "this compiler does not know it" if "amx_bf16" in _cpu() else "this CPU has no amx_bf16"
-    odd = sorted({size for size in sizes if size % _AMX_NUMBERS})
-    return f"inputs of {', '.join(map(str, odd))} are no multiples of {_AMX_NUMBERS}" if odd else None
+    amx_numbers = 32  # bfloat16 in a row of a tile
+    odd = sorted({size for size in sizes if size % amx_numbers})
+    return f"inputs of {', '.join(map(str, odd))} are no multiples of {amx_numbers}" if odd else None
 
 
 def in_large_pages(*shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:

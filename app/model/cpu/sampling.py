@@ -19,8 +19,6 @@ from app.model.runner import TorchModelRunner
 from app.model.sampler import joined_masks
 
 _DRAW = "Qqqfff4x"  # a Draw of sampling.h: seed, position, top-k, temperature, top-p, min-p
-_ADJUSTMENTS = "f4xQqQqQQqQQqq"  # an Adjustments of sampling.h
-_ALL_BITS = 2**64 - 1
 
 
 def native_runner(forward: ForwardPass, threads: ThreadPool) -> TorchModelRunner:
@@ -41,12 +39,12 @@ class NativeDraw:
         self._threads, self._draw = threads, threads.code.carousel_draw
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """See `sampler.Draw`."""
         logits = logits.float().contiguous()
         numbers: list[float] = []
+        all_bits = 2**64 - 1
         for item in items:
             sampling = item.sampling
-            numbers += (sampling.seed & _ALL_BITS, item.end, sampling.top_k or 0)
+            numbers += (sampling.seed & all_bits, item.end, sampling.top_k or 0)
             numbers += (sampling.temperature, sampling.top_p, sampling.min_p)
         draws = struct.pack(_DRAW * len(items), *numbers)
         where = _rows_at(rows)
@@ -65,7 +63,6 @@ class NativeAdjust:
         self._threads, self._adjust = threads, threads.code.carousel_adjust
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """See `sampler.Adjust`."""
         logits = logits.float().contiguous()
         where = _rows_at(rows)
         masks = joined_masks(items)
@@ -78,9 +75,10 @@ class NativeAdjust:
             numbers += (*tokens.buffer_info(), -1 if item.matcher is None else num_masks)
             num_masks += item.matcher is not None
         adjusted = torch.empty(len(items), logits.shape[1])
+        adjustments = "f4xQqQqQQqQQqq"  # an Adjustments of sampling.h
         self._adjust(
             self._threads.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where),
-            struct.pack(_ADJUSTMENTS * len(items), *numbers), len(items),
+            struct.pack(adjustments * len(items), *numbers), len(items),
             torch.frombuffer(masks, dtype=torch.uint8).data_ptr() if masks else None,
             len(masks) // max(1, num_masks), adjusted.data_ptr(),
         )  # fmt: skip

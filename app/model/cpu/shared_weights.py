@@ -32,9 +32,7 @@ from app.model.cpu.weights import Allocate, NativeWeights, weights_at
 logger = logging.getLogger(__name__)
 
 LARGE_PAGE = 2**21
-_MOST_BYTES = 2**40  # of a model's weights: addresses that are reserved while they are packed
 _GROWTH = 16 * LARGE_PAGE  # each takes a system call that waits for all cores
-_ALIGNMENT = 64  # bytes of a cache line
 _SIZE_BYTES = 8  # of the number at a file's end
 _NAME = "carousel-weights"
 # Not in Python: of Linux, the same on x86 and Arm.
@@ -158,7 +156,8 @@ class _GrowingFile:
     """Memory that weights are packed into, one after the other."""
 
     def __init__(self, name: str) -> None:
-        self._addresses = _Addresses(_MOST_BYTES)
+        most_bytes = 2**40  # of a model's weights: addresses that are reserved while they are packed
+        self._addresses = _Addresses(most_bytes)
         self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(self._descriptor, 0o600)
         self._used = self._mapped = 0
@@ -181,9 +180,9 @@ class _GrowingFile:
         return -(-self._used // LARGE_PAGE) * LARGE_PAGE
 
     def allocate(self, *shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-        """See `Allocate`."""
         assert device is None or device.type == "cpu", "sizes alone need no file"
-        offset, count = -(-self._used // _ALIGNMENT) * _ALIGNMENT, prod(shape)
+        alignment = 64  # bytes of a cache line
+        offset, count = -(-self._used // alignment) * alignment, prod(shape)
         self._used = offset + count * dtype.itemsize
         if self._used > self._mapped:
             end = -(-self._used // _GROWTH) * _GROWTH

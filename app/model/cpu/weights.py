@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as in the sources
 BITS = {"none": 0, "int8": 8, "int4": 4}  # of a weight, by model.quantization; 0: the model's type
 GROUPS = {8: 64, 4: 32}  # inputs that share a scale, as in the sources
-_HEAD_BITS = 8  # where the layers are quantised, as in the sources
 
 # In JSON a tensor is its place in a memory, its shape and its type.
 _Placed = tuple[int, list[int], str]
@@ -173,7 +172,8 @@ def pack_weights(
     # First: the largest matrices, while nothing else is there.
     kept = None if _are_equal(embedding, head) else pack.copy(embedding)
     del embedding
-    packed_head = pack([head], bits=_HEAD_BITS if bits else 0)
+    head_bits = 8  # where the layers are quantised, as in the sources
+    packed_head = pack([head], bits=head_bits if bits else 0)
     del head
     release()
     layers = []

@@ -66,7 +66,6 @@ class CudaDecoder:
         hidden_indices: torch.Tensor | None = None,
         adapted: AdaptedRows | None = None,
     ) -> Prediction:
-        """As DeviceForward has it."""
         residual = functional.embedding(token_ids[0], self._weights.embedding)  # [num_tokens, hidden_size]
         addend = None
         lengths = positions.new_zeros(len(self._layers), self._num_experts, dtype=torch.int32)

@@ -121,7 +121,6 @@ class TritonLogprobs:
         self._tile = tile
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
-        """See `logprobs.ComputeLogprobs`."""
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
         found = Logprobs(
             token_ids.new_empty(len(rows), dtype=torch.float32),

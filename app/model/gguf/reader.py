@@ -21,8 +21,6 @@ from gguf.quants import dequantize
 
 from app.errors import InvalidSetup, UnsupportedModel
 
-MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 # Kept as they are; what other types hold is computed, in float32.
@@ -77,9 +75,10 @@ class GgufFile:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
         except OSError as error:
             raise InvalidSetup(f"{path} cannot be read: {error.strerror}") from error
-        if self._bytes[: len(MAGIC)] != MAGIC:
+        magic = b"GGUF"
+        if self._bytes[: len(magic)] != magic:
             raise InvalidSetup(f"{path} is not a GGUF file; model.path takes a folder, a GGUF file or a hub id")
-        self._place = len(MAGIC)
+        self._place = len(magic)
         try:
             self.metadata, self.tensors = self._header()
         except (struct.error, ValueError) as error:
@@ -100,7 +99,8 @@ class GgufFile:
 
     def _header(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         version = self._number("I")
-        if version not in _VERSIONS:
+        versions = (2, 3)
+        if version not in versions:
             raise InvalidSetup(
                 f"{self.path} has version {version} of the GGUF format; versions 2 and 3 in little endian can be read: "
                 f"convert the model again with a current llama.cpp"

@@ -17,8 +17,6 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-_COUNT_BYTES = 8
-
 
 class RankGroup:
     """This process's place among the ranks of a model. Rank 0 has the engine."""
@@ -105,9 +103,10 @@ class ExchangeCounts:
 
     def __init__(self, store: Path, size: int) -> None:
         """store: that of the group, beside which the file lies. The first rank that comes makes it."""
+        count_bytes = 8
         with open(store.with_name(f"{store.name}-counts"), "a+b", buffering=0) as file:
-            os.ftruncate(file.fileno(), size * _COUNT_BYTES)  # zeros, or what it holds already
-            self._counts = memoryview(mmap.mmap(file.fileno(), size * _COUNT_BYTES)).cast("Q")
+            os.ftruncate(file.fileno(), size * count_bytes)  # zeros, or what it holds already
+            self._counts = memoryview(mmap.mmap(file.fileno(), size * count_bytes)).cast("Q")
 
     def add(self, rank: int) -> None:
         """Only the rank itself calls it."""

@@ -38,11 +38,6 @@ logger = logging.getLogger(__name__)
 MEET_TIMEOUT_S = 60.0
 # To load a model, and to capture its steps: weights have to be read and kernels compiled.
 START_TIMEOUT_S = 1800.0
-# Of exchanges, of the timeout above: the watch ends what hangs, and says what it was.
-_EXCHANGES_WAIT = 2
-# Of the timeout of a step. At the first a hanging step is ended, at the second the process, if that did not help: all
-# within the timeout, for the watch looks eight times in it.
-_HANGS_AFTER = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +134,17 @@ class Ranks:
         )  # fmt: skip
         self._watching.start()
         started.wait()
+        # Of exchanges, of the timeout above: the watch ends what hangs, and says what it was.
+        exchanges_wait = 2
         with self._starting("the start of the ranks"):
             if len(self.processes) < size - 1:
                 raise Failure("a process for another rank could not be started; the log says more")
-            own = {**settings, "size": size, "store": str(store), "timeout_s": _EXCHANGES_WAIT * start_timeout_s}
+            own = {**settings, "size": size, "store": str(store), "timeout_s": exchanges_wait * start_timeout_s}
             for rank, channel in enumerate(self._channels, start=1):
                 channel.send(Kind.SETTINGS, json.dumps({**own, "rank": rank}).encode())
             self._receive_all()
             self.group = RankGroup(0, size, store=store, device=device, timeout_s=MEET_TIMEOUT_S)
-            self.group.set_timeout(_EXCHANGES_WAIT * start_timeout_s)
+            self.group.set_timeout(exchanges_wait * start_timeout_s)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -187,8 +184,11 @@ class Ranks:
 
         Raises DeviceLost if one has failed, or it takes too long.
         """
+        # Of the timeout of a step. At the first a hanging step is ended, at the second the process, if that did not
+        # help: all within the timeout, for the watch looks eight times in it.
+        hangs_after = 0.75
         try:
-            with self._bounded("a step", _HANGS_AFTER * self._step_timeout_s):
+            with self._bounded("a step", hangs_after * self._step_timeout_s):
                 yield
         except Exception as error:
             if self._loss is not None:

@@ -22,7 +22,6 @@ from app.engine.request import SamplingParams
 # there are drafts, and whether each sequence has one token and draws the next.
 _HEADER = 6
 _UNUSED = SamplingParams(max_tokens=1, temperature=0.0)  # rank 0 draws
-_NO_NAME = ""  # the other ranks know no requests
 
 
 @dataclass(slots=True)
@@ -107,16 +106,17 @@ class StepReader:
             self._tables.setdefault(number, []).extend(islice(left, count))
         tables = [self._tables[number] for number in islice(left, num_items)]
         starts = list(islice(left, num_items))
+        no_name = ""  # the other ranks know no requests
         if is_decode:
             items = [
-                ScheduledSequence(_NO_NAME, token_ids, start, block_ids, True, _UNUSED)
+                ScheduledSequence(no_name, token_ids, start, block_ids, True, _UNUSED)
                 for block_ids, start, token_ids in zip(tables, starts, zip(left, strict=True), strict=True)
             ]
         else:
             columns = [list(islice(left, num_items)) for _ in range(4)]
             items = [
                 ScheduledSequence(
-                    _NO_NAME, tuple(islice(left, num_tokens)), start, block_ids, bool(samples), _UNUSED,
+                    no_name, tuple(islice(left, num_tokens)), start, block_ids, bool(samples), _UNUSED,
                     targets=(0,) * num_targets, first_target=first_target,
                 )
                 for block_ids, start, num_tokens, samples, num_targets, first_target

@@ -99,25 +99,20 @@ class CudaModel(LoadedModel):
         return self
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """See LoadedModel."""
         yield from self.weights.tensors()
         if self.adapters is not None:
             yield from self.adapters.tensors()
 
     def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
-        """See LoadedModel."""
         return needs_on_gpu(config, self, largest)
 
     def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> GraphModelRunner:
-        """See LoadedModel."""
         check_kv_device(config, self.device)
         return verified_graph_runner(config, self, num_blocks)
 
     def device_forward(self, attention: TritonAttention, *, num_layers: int = 0) -> CudaDecoder:
-        """See LoadedModel."""
         return CudaDecoder(self.weights, attention, num_layers=num_layers, group=self.group)
 
     @property
     def num_own_kernels(self) -> int:
-        """See LoadedModel."""
         return num_kernels_of(self.weights)

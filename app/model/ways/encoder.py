@@ -40,14 +40,10 @@ def _unchanged(logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-# The ends of architecture names of models without a head, or with one that embeddings do not need.
-_ENCODERS = ("Model", "ForMaskedLM")
-_GENERATES = "LMHeadModel"  # so ends the name of GPT-2, whose head is for generation
 _SIGMOID = "torch.nn.modules.activation.Sigmoid"
 _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {_SIGMOID: torch.sigmoid, "torch.nn.modules.linear.Identity": _unchanged}
 )
-_TRIED_LENGTHS = (24, 9, 1)  # tokens of the sequences that are computed together to try a model
 _MAX_DIFFERENCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative, of all states
 _NOTHING = SamplingParams(max_tokens=0)
 
@@ -58,7 +54,10 @@ def is_encoder(config: ModelConfig, location: str) -> bool:
     Raises InvalidSetup when there is no config.json.
     """
     named = read_config(config, location).get("architectures") or [""]
-    return str(named[0]).endswith((CLASSIFIER, *_ENCODERS)) and not str(named[0]).endswith(_GENERATES)
+    # The ends of architecture names of models without a head, or with one that embeddings do not need.
+    encoders = ("Model", "ForMaskedLM")
+    generates = "LMHeadModel"  # so ends the name of GPT-2, whose head is for generation
+    return str(named[0]).endswith((CLASSIFIER, *encoders)) and not str(named[0]).endswith(generates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +213,8 @@ def _activation_of(config: ModelConfig, found: PreTrainedConfig) -> Activation:
 
 def _tried_sequences(vocab_size: int) -> tuple[ScheduledSequence, ...]:
     """Several lengths; the first is a pair."""
-    step = max(1, vocab_size // (max(_TRIED_LENGTHS) + 1))
+    tried_lengths = (24, 9, 1)  # tokens of the sequences that are computed together to try a model
+    step = max(1, vocab_size // (max(tried_lengths) + 1))
     return tuple(
         ScheduledSequence(
             f"tried-{length}",
@@ -223,9 +223,9 @@ def _tried_sequences(vocab_size: int) -> tuple[ScheduledSequence, ...]:
             [],
             False,
             _NOTHING,
-            second_text_at=length // 3 if length == max(_TRIED_LENGTHS) else 0,
+            second_text_at=length // 3 if length == max(tried_lengths) else 0,
         )
-        for length in _TRIED_LENGTHS
+        for length in tried_lengths
     )
 
 

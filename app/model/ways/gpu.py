@@ -40,23 +40,14 @@ _NUM_WORKSPACES = 3
 
 def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: int) -> GraphModelRunner:
     """A runner with all its KV memory. Raises UnsupportedModel where steps with that compute something else."""
-    block_size, max_rows = config.cache.block_size, config.scheduler.max_running
-    attention = TritonAttention(
-        model.layers,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_rows=max_rows,
-        max_blocks=min(num_blocks, -(-model.facts.max_model_len // block_size)),
-        dtype=stored_dtype(config.cache, model.dtype),
-        device=model.device,
-        batch_invariant=config.model.batch_invariant,
-    )
+    max_blocks = min(num_blocks, -(-model.facts.max_model_len // config.cache.block_size))
+    attention = _attention(config, model, num_blocks=num_blocks, max_blocks=max_blocks)
     with BatchInvariantMode() if attention.batch_invariant else nullcontext():  # type: ignore[no-untyped-call]
-        verify_steps(config.model, model, attention, max_blocks=attention.tables.tensor.shape[1])
+        verify_steps(config.model, model, attention, max_blocks=max_blocks)
     return GraphModelRunner(
         replace(model, reference=None),  # its memory is needed
         attention,
-        max_rows=max_rows,
+        max_rows=config.scheduler.max_running,
         max_tokens=config.scheduler.max_step_tokens,
         capture=CudaCapture(model.device) if config.model.backend != "torch" else None,
         synchronize=partial(torch.cuda.synchronize, model.device),
@@ -182,19 +173,23 @@ def _peak_of(compute: Callable[[], object], device: torch.device) -> int:
 
 def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner:
     """A runner with KV memory of a single block, in which all sequences may be at once."""
-    block_size, max_rows = config.cache.block_size, config.scheduler.max_running
-    attention = TritonAttention(
+    max_blocks = -(-model.facts.max_model_len // config.cache.block_size)
+    attention = _attention(config, model, num_blocks=1, max_blocks=max_blocks)
+    return GraphModelRunner(
+        model, attention, max_rows=config.scheduler.max_running, capture=None, sample=TritonSampler(model.device),
+        compute_logprobs=TritonLogprobs(model.device),
+    )  # fmt: skip
+
+
+def _attention(config: EngineConfig, model: LoadedModel, *, num_blocks: int, max_blocks: int) -> TritonAttention:
+    return TritonAttention(
         model.layers,
-        num_blocks=1,
-        block_size=block_size,
-        max_rows=max_rows,
-        max_blocks=-(-model.facts.max_model_len // block_size),
+        num_blocks=num_blocks,
+        block_size=config.cache.block_size,
+        max_rows=config.scheduler.max_running,
+        max_blocks=max_blocks,
         dtype=stored_dtype(config.cache, model.dtype),
         device=model.device,
         # On the meta device no kernel runs; those that keep the order of sums take no other memory.
         batch_invariant=config.model.batch_invariant and model.device.type != "meta",
     )
-    return GraphModelRunner(
-        model, attention, max_rows=max_rows, capture=None, sample=TritonSampler(model.device),
-        compute_logprobs=TritonLogprobs(model.device),
-    )  # fmt: skip

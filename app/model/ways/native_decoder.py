@@ -160,11 +160,10 @@ class NativeModel(LoadedModel):
         return replace(self, reference=None)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """See LoadedModel."""
         return self.weights.tensors()
 
     def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
-        """See LoadedModel. Of a CPU's memory, by sizes: the weights may be on the meta device."""
+        """Of a CPU's memory, by sizes: the weights may be on the meta device."""
         num_sampled, vocab_size = len(largest.sampled), self.facts.vocab_size
         num_rows = num_sampled + sum(len(item.targets) for item in largest.scheduled)
         # Logits of all rows; beside scored prompts a copy of those that are sampled; these with penalties and grammars.
@@ -175,17 +174,9 @@ class NativeModel(LoadedModel):
         return MemoryNeeds(weights=weights, step=kept + logits, graphs=0, workspaces=0, context=PROCESS_BYTES)
 
     def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> TorchModelRunner:
-        """See LoadedModel."""
         check_kv_dtype(config, self.device, None)
-        pages = NativeKVCache(
-            self.layers,
-            num_blocks=num_blocks,
-            block_size=config.cache.block_size,
-            dtype=self.dtype,
-            in_int8=config.cache.dtype == "int8",
-        )
         threads = ThreadPool(num_threads)
-        pages.provide(threads)
+        pages = NativeKVCache.provided(config.cache, self.layers, threads, num_blocks=num_blocks, dtype=self.dtype)
         torch.set_num_threads(1)  # torch has almost nothing to compute, and its waiting threads would slow these
         return native_runner(NativeDecoder(self.weights, pages, threads), threads)
 

@@ -171,15 +171,14 @@ class TransformersModel(LoadedModel):
         return self.reference
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """See LoadedModel."""
         yield from (*self.module.parameters(), *self.module.buffers())
 
     def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
-        """See LoadedModel. Not counted on a CPU."""
+        """Not counted on a CPU."""
         return needs_on_gpu(config, self, largest)
 
     def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> TorchModelRunner | GraphModelRunner:
-        """See LoadedModel. On a CPU attention is native where it can be."""
+        """On a CPU attention is native where it can be."""
         check_kv_dtype(config, self.device, self._why_no_native_attention(config))
         if TritonAttention.fits(self.device):
             return verified_graph_runner(config, self, num_blocks)
@@ -192,15 +191,8 @@ class TransformersModel(LoadedModel):
             )
         cache = config.cache
         if self._why_no_native_attention(config) is None:
-            pages = NativeKVCache(
-                self.layers,
-                num_blocks=num_blocks,
-                block_size=cache.block_size,
-                dtype=self.dtype,
-                in_int8=cache.dtype == "int8",
-            )
             threads = ThreadPool(num_threads)
-            pages.provide(threads)
+            pages = NativeKVCache.provided(cache, self.layers, threads, num_blocks=num_blocks, dtype=self.dtype)
             return native_runner(TransformersForward(self.module, NativeAttention(pages, threads)), threads)
         plain = KVCache(
             self.layers, num_blocks=num_blocks, block_size=cache.block_size, dtype=self.dtype, device=self.device
@@ -214,13 +206,11 @@ class TransformersModel(LoadedModel):
         return NativeKVCache.why_not(self.layers, block_size=block_size, dtype=self.dtype, device=self.device)
 
     def device_forward(self, attention: TritonAttention, *, num_layers: int = 0) -> DeviceForward:
-        """See LoadedModel."""
         assert num_layers == 0, "transformers' code gives the first layer's output beside that of all"
         return TransformersForward(self.module, attention)
 
     @property
     def num_own_kernels(self) -> int:
-        """See LoadedModel."""
         return 4 * len(self.layers)  # of attention in a layer of a mixed step
 
 

@@ -11,9 +11,6 @@ from app.text.tool_calls.readers import BLANKS, CallReader, NameFirstReader, Obj
 
 # Characters of white space that are held back until it is clear whether a call follows.
 _MAX_HELD_BLANKS = 1024
-# Characters of a call that are held back until its name and the beginning of its arguments are read; a longer one is
-# text. Arguments that come before the name, or are written as a string, are among them.
-_MAX_UNCERTAIN = 256 * 1024
 
 
 class CallPiece(NamedTuple):
@@ -200,7 +197,10 @@ class ToolParser:
     def _in_call(self, character: str) -> None:
         was_certain = self._reader.name is not None
         reading = self._reader.advance(character)
-        if reading is Reading.NO_CALL or (not was_certain and len(self._raw) >= _MAX_UNCERTAIN):
+        # Characters of a call that are held back until its name and the beginning of its arguments are read; a longer
+        # one is text. Arguments that come before the name, or are written as a string, are among them.
+        max_uncertain = 256 * 1024
+        if reading is Reading.NO_CALL or (not was_certain and len(self._raw) >= max_uncertain):
             self._give_up(character)
             return
         if not was_certain:

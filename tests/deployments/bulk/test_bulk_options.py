@@ -82,13 +82,7 @@ def test_an_option_of_a_former_version_is_refused_with_what_to_do_instead(
     assert f"{option} is gone; {advice}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--temperature", "3"],
-        ["--prompt-column", "a", "--messages-column", "b"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [["--temperature", "3"], ["--prompt-column", "a", "--messages-column", "b"]])
 def test_what_no_run_can_mean_is_a_mistake_of_the_command_line(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         options(*arguments)

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepared(decoder: NativeDecoder, folder: Path) -> NativeAdapter:
-    return decoder.prepare_adapter(read_adapter(folder, decoder.linear_sizes()))
+    return decoder.adapting.prepare(read_adapter(folder, decoder.adapting.sizes))
 
 
 def under(adapter: NativeAdapter, item: ScheduledSequence) -> ScheduledSequence:

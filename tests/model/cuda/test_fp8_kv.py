@@ -249,7 +249,7 @@ class TestRefused:
 
     @pytest.mark.usefixtures("triton_here")
     def test_a_gpu_without_it(self, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("app.model.device.device_of", lambda config: torch.device("cuda"))
+        monkeypatch.setattr("app.model.loader.device_of", lambda config: torch.device("cuda"))
         monkeypatch.setattr("app.model.loader.load_model", None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
