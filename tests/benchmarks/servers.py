@@ -40,8 +40,8 @@ def serving(app: ASGIApp) -> Iterator[str]:
 
 
 @contextmanager
-def simulated_service(demo_path: Path, *, step_ms: float, **scheduler: int) -> Iterator[str]:
-    """One engine that only sleeps, behind the real API; its model is called `simulated`."""
+def simulated_service(demo_path: Path, *, step_ms: float, name: str = "simulated", **scheduler: int) -> Iterator[str]:
+    """One engine that only sleeps, behind the real API; its model is called `simulated`, or what `name` says."""
     engine = build_engine(
         EngineConfig(
             model=ModelConfig(path=str(demo_path), simulated={"step_ms": step_ms}),
@@ -53,7 +53,7 @@ def simulated_service(demo_path: Path, *, step_ms: float, **scheduler: int) -> I
         return True
 
     model = ServedModel(
-        name="simulated",
+        name=name,
         tokenizer=Tokenizer.load(str(demo_path)),
         facts=engine.facts,
         generate=engine.generate,

@@ -11,6 +11,7 @@ from app.config import EngineConfig
 from app.errors import InvalidSetup
 from app.model.cpu import kv_cache
 from app.model.cpu.library import library
+from app.model.ways import native_decoder
 from app.model.weights_digest import digest_of_weights
 
 
@@ -33,7 +34,8 @@ def test_int8_without_native_attention_is_refused(settings: dict[str, Any], reas
 
 
 def test_int8_without_a_compiler_is_refused(tiny_model_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(kv_cache, "library", lambda: None)
+    for module in (kv_cache, native_decoder):
+        monkeypatch.setattr(module, "library", lambda: None)
     with pytest.raises(InvalidSetup, match=r"cache\.dtype is int8, .*the native code could not be built"):
         build_sync_engine(config_of(tiny_model_path("llama")))
 
