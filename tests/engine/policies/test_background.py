@@ -190,6 +190,7 @@ async def test_background_requests_in_all_slots_refuse_no_other_request_and_lose
         night = [background((5, n), max_tokens=30) for n in range(2, 6)]
         day = [make_request((9, n), max_tokens=10) for n in range(2, 6)]
         answers = [asyncio.ensure_future(answer(engine, request)) for request in night]
+        await asyncio.sleep(0)  # all of them are submitted now: the second step has them all
         runner.gate.release(2)
         await until(lambda: engine.stats().num_background == 4 and engine.stats().num_running == 4)
         answers += [asyncio.ensure_future(answer(engine, request)) for request in day]
