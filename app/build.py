@@ -73,7 +73,7 @@ class Devices:
 
     @classmethod
     def of(cls, replicas: ReplicasConfig) -> Devices:
-        """Those of one replica."""
+        """The devices of one replica."""
         return cls(
             # Engines that sleep divide the memory by their turns.
             gpu_share=replicas.gpu_share if replicas.sleep_after_s is None else 1.0,
@@ -403,6 +403,8 @@ def assemble(
     recorder: StepObserver | None = None,
     adapters: AdapterStore | None = None,
     drafter: Drafter | None = None,
+    scheduler_class: type[Scheduler] = Scheduler,
+    engine_class: type[Engine] | None = None,
 ) -> Engine:
     """An engine around any model runner. Requests are limited to what fits into the pool alone, if it has KV memory.
 
@@ -414,14 +416,14 @@ def assemble(
         facts = replace(facts, max_model_len=min(facts.max_model_len, num_blocks * cache.block_size))
     else:
         pool = NoBlocks(max_model_len=facts.max_model_len)
-    deciding = Scheduler(
+    deciding = scheduler_class(
         config=scheduler,
         pool=pool,
         eos_token_ids=facts.eos_token_ids,
         takes_whole_prompts=not facts.generates,
         drafter=None if runner.launches else drafter,
     )
-    build: Callable[..., Engine] = OverlappedEngine if runner.launches else Engine
+    build: Callable[..., Engine] = engine_class or (OverlappedEngine if runner.launches else Engine)
     return build(
         scheduler=deciding,
         runner=runner,

@@ -1,5 +1,5 @@
 """Requests that no honest client sends: bodies of every endpoint made wrong, huge, deep or broken, and broken HTTP; and
-an attacker who sends them."""
+an attacker that sends them."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from app.build import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
-from app.engine.block_pool import BlockPool
 from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
 from app.engine.observer import StepObserver
@@ -205,13 +205,12 @@ class _Replica:
         self.runner = TimedRunner(
             measured.cost, self.clock, eos_token_id=(*measured.facts.eos_token_ids, -1)[0], noise=noise
         )
-        pool = BlockPool(
-            num_blocks=measured.num_blocks, block_size=cache.block_size, prefix_caching=cache.prefix_caching
-        )
-        deciding = SimulatedScheduler(config=scheduler, pool=pool, eos_token_ids=measured.facts.eos_token_ids)
-        self.engine = SimulatedEngine(
-            scheduler=deciding, runner=self.runner, facts=measured.facts, clock=self.clock, recorder=recorder
-        )
+        engine = assemble(
+            scheduler, cache, num_blocks=measured.num_blocks, runner=self.runner, facts=measured.facts,
+            clock=self.clock, recorder=recorder, scheduler_class=SimulatedScheduler, engine_class=SimulatedEngine,
+        )  # fmt: skip
+        assert isinstance(engine, SimulatedEngine), "of that class"
+        self.engine = engine
         self._max_requests = scheduler.max_requests
 
     def enter(self) -> None:
