@@ -73,8 +73,8 @@ A_FILE = StoredFile(
 def a_used_folder(folder: Path) -> Path:
     """Make one with a catalog of some pages, and a file; the catalog's path."""
     with closing(Catalog(folder)) as catalog:
-        for number in range(200):
-            catalog.add_file(replace(A_FILE, id=f"file-{number}"))
+        for number in range(30):
+            catalog.add_file(replace(A_FILE, id=f"file-{number}", filename="f" * 500))
     (folder / "files").mkdir()
     (folder / "files" / "file-0").write_bytes(b"x")
     return folder / "batches.sqlite3"
@@ -93,7 +93,7 @@ def test_a_catalog_with_a_damaged_page_is_refused_or_names_everything(tmp_path: 
             path.write_bytes(content)
             try:
                 with closing(Catalog(tmp_path)) as catalog:
-                    assert len(catalog.file_ids()) == 200
+                    assert len(catalog.file_ids()) == 30
             except InvalidSetup as refused:
                 assert path.read_bytes() == content
                 num_refused += "restore the whole folder from a backup, or set batches.path" in str(refused)
