@@ -21,9 +21,7 @@ from app.engine.request import FinishReason, Pooling, Request, TokenDelta
 from app.errors import Overloaded
 from app.json_pieces import json_pieces
 from app.text import Tokenizer
-from tests.api.fakes import Answer, Service, Step, vector
-from tests.api.keys import bearer, entry
-from tests.api.openai_clients import openai_client
+from tests.kit.service import Answer, Service, Step, bearer, entry, openai_client, vector
 
 
 def embedding_of(request: Request) -> list[float]:

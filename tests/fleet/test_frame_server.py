@@ -20,8 +20,8 @@ from app.fleet import Address, Frame, FrameServer, IngressSession, connect
 from app.fleet.frame_server import MAX_HELLO_BYTES, Hello
 from app.fleet.frames import AbortRequest, Message, SubmitRequest, WatchEngine, encode, frame_decoder
 from tests.engine.test_sleep_controller import dozing_service, turns_on
-from tests.fakes import build_fake_engine, expected_tokens, make_request
 from tests.fleet.test_frames import REPORT
+from tests.kit.engine import build_fake_engine, expected_tokens, make_request
 from tests.waiting import until
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from app.errors import Overloaded
 from app.text import Tokenizer
-from tests.api.fakes import CASCADE, WAIT, Service, hang_up, say_likely
-from tests.api.keys import bearer, entry
+from tests.kit.service import CASCADE, WAIT, Service, bearer, entry, hang_up, say_likely
 
 NAMES = ("a", "b", "c")
 

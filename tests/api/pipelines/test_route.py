@@ -17,8 +17,7 @@ from app.engine.request import Pooling, Request
 from app.errors import InvalidSetup
 from app.metrics import RequestMetrics
 from app.text import Tokenizer
-from tests.api.fakes import Answer, Service, Step, by_angle, say, vector
-from tests.api.keys import bearer, entry
+from tests.kit.service import Answer, Service, Step, bearer, by_angle, entry, say, vector
 
 ANGLES = {"code": 0.0, "Write a function": 10.0, "poem": 90.0, "Sing": 80.0}
 

@@ -10,7 +10,7 @@ from benchmarks.engine.run import Run, Timeline
 from benchmarks.engine.service_figures import Promise, Served, jain, jain_over_tenants, service_figures
 from benchmarks.engine.step_trace import Step
 from benchmarks.harness.workload import TimedRequest, Workload
-from tests.fakes import make_request
+from tests.kit.engine import make_request
 
 
 def timeline(arrival_s: float, *delivered_s: float, has_failed: bool = False) -> Timeline:

@@ -11,7 +11,7 @@ from benchmarks.engine.carousel import Carousel
 from benchmarks.engine.run import Run
 from benchmarks.engine.step_trace import StepTrace
 from benchmarks.harness.workload import TimedRequest, Workload
-from tests.fakes import CountingRunner, FakeClock, TimedRunner, build_fake_engine, make_request
+from tests.kit.engine import CountingRunner, FakeClock, TimedRunner, build_fake_engine, make_request
 
 STEP_S = 0.01
 

@@ -12,7 +12,7 @@ from app.config import EngineConfig, ModelConfig
 from benchmarks.engine import throughput
 from benchmarks.harness.workload import read_workload
 from benchmarks.peers import engines, hf
-from tests.fakes import run_to_end
+from tests.kit.engine import run_to_end
 
 
 @pytest.fixture(scope="module")
