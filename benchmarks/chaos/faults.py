@@ -19,9 +19,9 @@ from typing import Any
 from benchmarks.chaos.networks import THERE, Host, own_network, why_no_networks
 from benchmarks.chaos.node_loss import LAYOUT, ON_EACH, node
 from benchmarks.chaos.stage import LENGTHS, Size, Stage, application, stage, under_traffic
-from benchmarks.chaos.stream import Stream, moment
-from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, alike, mixed, with_reference
+from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, alike, mixed, moment, with_reference
 from benchmarks.chaos.verdict import by_kind, in_flight, judged, judged_row, spread
+from benchmarks.harness.answer import Answer
 from benchmarks.harness.command import tell
 from benchmarks.harness.random_adapter import projections_in, save_random_adapter
 
@@ -243,7 +243,7 @@ async def _kill_head(size: Size) -> Row:
             os.kill(head, signal.SIGKILL)
             ended_s = await _end_of(running, struck_s + _WITHOUT_HEAD_S)
         under_way = in_flight(traffic.answers, struck_s)
-        served = [each.ended_s for each in traffic.answers if each.is_complete and each.ended_s is not None]
+        served = [each.ended_s for each in traffic.answers if each.is_complete]
         return (
             {"row": "R7", "fault": "kill -9 Ray's GCS, which has no Redis behind it", "runs": 1}
             | {"in_flight_at_fault": len(under_way), "of_them_completed": sum(each.is_complete for each in under_way)}
@@ -297,10 +297,10 @@ def _parting(host: Host, way: str, cut: Mend) -> Fault:
 
 async def kill_at_each_phase(size: Size) -> list[Row]:
     """R3: all streams begin at once and are equally long; one replica of three is killed at one point of that."""
-    phases: dict[str, Callable[[Sequence[Stream]], bool]] = {
+    phases: dict[str, Callable[[Sequence[Answer]], bool]] = {
         "prefill": lambda answers: time.perf_counter() - answers[0].begun_s > 0.25,
-        "first token": lambda answers: any(each.arrivals_s for each in answers),
-        "last token": lambda answers: any(len(each.arrivals_s) >= _NUM_ALIKE - 1 for each in answers),
+        "first token": lambda answers: any(each.events_s for each in answers),
+        "last token": lambda answers: any(len(each.events_s) >= _NUM_ALIKE - 1 for each in answers),
         "before [DONE]": lambda answers: any(each.finish_reasons for each in answers),
     }
     requests = alike(size.streams, num_tokens=_NUM_ALIKE, num_prompt_tokens=200)
@@ -311,7 +311,7 @@ async def kill_at_each_phase(size: Size) -> list[Row]:
 
 
 async def _killing_at(
-    running: Stage, traffic: Traffic, size: Size, phase: str, is_now: Callable[[Sequence[Stream]], bool]
+    running: Stage, traffic: Traffic, size: Size, phase: str, is_now: Callable[[Sequence[Answer]], bool]
 ) -> Row:
     source = size.source(phase)
     fresh = replace(traffic, answers=[])
@@ -330,7 +330,7 @@ async def _killing_at(
     return await judged_row(found, running, fresh, struck_s)
 
 
-def _is_now(answers: Sequence[Stream], first: int, is_now: Callable[[Sequence[Stream]], bool]) -> bool:
+def _is_now(answers: Sequence[Answer], first: int, is_now: Callable[[Sequence[Answer]], bool]) -> bool:
     """Whether a condition holds for the answers from `first` on, once there are any."""
     return len(answers) > first and is_now(answers[first:])
 
@@ -347,7 +347,7 @@ async def crash_on_request(size: Size) -> list[Row]:
                 ended = await culprits.ask(deadly)
                 tell(f"R9: run {run + 1} of {size.runs}: the deadly request: {ended.outcome}")
                 await running.is_whole()
-        seconds = [(each.ended_s or 0.0) - each.begun_s for each in culprits.answers]
+        seconds = [each.ended_s - each.begun_s for each in culprits.answers]
         return [
             {"row": "R9", "fault": "a request that kills each replica that computes it", "runs": size.runs}
             | {"culprits": [each.outcome for each in culprits.answers]}

@@ -12,9 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from benchmarks.harness.command import BenchmarkError, tell
+from benchmarks.harness.machine import PROJECT
 
 INSTALL_TIMEOUT_S = 1800.0
-_CONSTRAINTS = Path(__file__).resolve().parent.parent.parent / "constraints.txt"
+_CONSTRAINTS = PROJECT / "constraints.txt"
 _SHARED = ("torch==",)  # clients have pins of their own; but whatever needs torch takes the project's
 PRESENT = ("ray", "curl")  # nothing to install: one comes with the project, the other with the machine
 

@@ -8,26 +8,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from benchmarks.engine.run import Run, Timeline, times_of
+from benchmarks.engine.run import Run
 from benchmarks.engine.step_trace import Step
 from benchmarks.harness.figures import percentile, rounded
+from benchmarks.harness.timeline import Slo, times_of
 from benchmarks.harness.workload import Workload
 
 MIN_CONTENDED_STEPS = 50  # in fewer, shares are chance
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
-    """A service level: what a request must see to count as served well. Seconds from its arrival; None: no bound."""
-
-    ttft_s: float | None = None
-    latency_s: float | None = None
-
-    def is_kept(self, timeline: Timeline) -> bool:
-        if timeline.has_failed or not timeline.delivered_s:
-            return False
-        first_in_time = self.ttft_s is None or timeline.time_to_first_token_s <= self.ttft_s
-        return first_in_time and (self.latency_s is None or timeline.latency_s <= self.latency_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +28,13 @@ class Served:
     steps: Sequence[Step] = ()
 
 
-def service_figures(workload: Workload, served: Served, promise: Promise | None) -> dict[str, Any]:
+def service_figures(workload: Workload, served: Served, slo: Slo | None) -> dict[str, Any]:
     """Times are of the requests that were answered, in seconds from their arrival; shares are from 0 to 1."""
     run = served.run
     answered = {name: timeline for name, timeline in run.timelines.items() if not timeline.has_failed}
     latencies = [timeline.latency_s for timeline in answered.values()]
     waits = [served.joined_s[name] - timeline.arrival_s for name, timeline in answered.items()]
-    num_kept = sum(map(promise.is_kept, run.timelines.values())) if promise is not None else None
+    kept = [one for one in answered.values() if slo is not None and slo.is_kept(one, len(one.token_ids))]
     return {
         "seconds": round(run.seconds, 4),
         "num_requests": len(run.timelines),
@@ -55,7 +42,7 @@ def service_figures(workload: Workload, served: Served, promise: Promise | None)
         "num_output_tokens": run.num_output_tokens,
         "output_tokens_per_s": round(run.num_output_tokens / run.seconds, 2),
         "requests_per_s": round(len(answered) / run.seconds, 4),
-        **times_of([run], (50, 95, 99)),
+        **times_of(run.answered),
         "latency_mean_s": round(fmean(latencies), 6) if latencies else None,
         "queue_wait_mean_s": round(fmean(waits), 6) if waits else None,
         "queue_wait_p99_s": rounded(percentile(waits, 99)),
@@ -65,8 +52,8 @@ def service_figures(workload: Workload, served: Served, promise: Promise | None)
         "num_steps": run.num_steps,
         "preemptions": run.num_preemptions,
         "jain_index": rounded(jain_over_tenants(workload, served)),
-        "slo_share": None if num_kept is None else round(num_kept / len(run.timelines), 4),  # of all requests
-        "slo_requests_per_s": None if num_kept is None else round(num_kept / run.seconds, 4),
+        "slo_share": None if slo is None else round(len(kept) / len(run.timelines), 4),  # of all requests
+        "slo_requests_per_s": None if slo is None else round(len(kept) / run.seconds, 4),
     }
 
 

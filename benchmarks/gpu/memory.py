@@ -20,8 +20,8 @@ from app.engine.largest_batch import largest_batch
 from app.model.memory import MemoryNeeds
 from app.model.planned_memory import planned_memory
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.graphs import Replays
 from benchmarks.gpu.models import BLOCK_SIZE, engine_config, made_model, made_weights
-from benchmarks.gpu.steps import Replays
 
 
 def measure(bench: Bench) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import random
 import sys
 import time
@@ -37,7 +36,7 @@ from benchmarks.harness.command import BenchmarkError, command_parser, positive,
 from benchmarks.harness.figures import percentiles
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.processes import cpu_between
-from benchmarks.harness.service import Service, service
+from benchmarks.harness.service import Service, application, service
 
 MODEL_NAME = "simulated"
 REPLICA_HEADER = "x-carousel-replica"
@@ -84,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Start, warm up, look at it idle, measure, stop."""
     load = Load(streams=given.streams, tokens=given.tokens, prompt_tokens=given.prompt_tokens, step_ms=given.step_ms)
-    with service(application(given)) as running:
+    with service(served(given)) as running:
         gc.disable()  # the client's own pauses are not the service's
         try:
             return drive(running, load, num_replicas=given.replicas, num_rounds=given.rounds) | asdict(load)
@@ -92,28 +91,21 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             gc.enable()
 
 
-def application(given: argparse.Namespace) -> dict[str, Any]:
+def served(given: argparse.Namespace) -> dict[str, Any]:
     """The application's `args`: room for all streams on each replica, so that nothing is measured but the way there."""
     blocks_of_one = -(-(given.prompt_tokens + given.tokens + 1) // _KV_BLOCK)
-    return {
-        "models": [
-            {
-                "name": MODEL_NAME,
-                "engine": {
-                    "model": {"path": given.model, "simulated": {"step_ms": given.step_ms}},
-                    "cache": {"num_blocks": given.streams * blocks_of_one, "block_size": _KV_BLOCK},
-                    "scheduler": {
-                        "max_running": given.streams,
-                        "max_waiting": given.streams,
-                        "max_step_tokens": given.streams * given.prompt_tokens,
-                        "prefill_chunk_tokens": given.prompt_tokens,
-                    },
-                },
-                "replicas": {"num_replicas": given.replicas, "num_cpus": 0.1, "drain_timeout_s": 5},
-            }
-        ],
-        "ingress": {"num_replicas": given.ingresses},
+    engine = {
+        "model": {"path": given.model, "simulated": {"step_ms": given.step_ms}},
+        "cache": {"num_blocks": given.streams * blocks_of_one, "block_size": _KV_BLOCK},
+        "scheduler": {
+            "max_running": given.streams,
+            "max_waiting": given.streams,
+            "max_step_tokens": given.streams * given.prompt_tokens,
+            "prefill_chunk_tokens": given.prompt_tokens,
+        },
     }
+    ingress = {"num_replicas": given.ingresses}
+    return application(MODEL_NAME, engine, {"num_replicas": given.replicas}, ingress=ingress)
 
 
 def drive(
@@ -148,15 +140,15 @@ def drive(
 def requests_of(target: Target, load: Load, source: random.Random, tokens: int) -> list[bytes]:
     """One for each stream: prompts of random tokens, new ones for each round, so that no prefix is known."""
 
-    def body() -> bytes:
+    def request() -> bytes:
         prompt = source.choices(range(_FIRST_TOKEN, 2 * _FIRST_TOKEN), k=load.prompt_tokens)
         asked = {
             "model": MODEL_NAME, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0,
             "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
-        return json.dumps(asked).encode()
+        return target.request("completions", asked)
 
-    return [target.request("completions", body()) for _ in range(load.streams)]
+    return [request() for _ in range(load.streams)]
 
 
 async def play(target: Target, source: random.Random, load: Load, *, tokens: int) -> Round:
@@ -165,9 +157,7 @@ async def play(target: Target, source: random.Random, load: Load, *, tokens: int
     answers = await asyncio.gather(*(ask(target, request, timeout_s=load.timeout_s) for request in prepared))
     for answer in answers:
         if not answer.has_succeeded or answer.num_tokens != tokens:
-            raise BenchmarkError(
-                f"a stream of {tokens} tokens brought {answer.num_tokens} ({answer.outcome}): {answer.failure}"
-            )
+            raise BenchmarkError(f"a stream of {tokens} tokens brought {answer.num_tokens}: {answer.in_words}")
     return Round(list(answers))
 
 
@@ -184,7 +174,7 @@ def figures_of(
     """Sum up the rounds."""
     answers = [answer for done in rounds for answer in done.answers]
     num_tokens = sum(done.num_tokens for done in rounds)
-    first_ms = [(answer.delivered_s[0] - answer.begun_s) * 1000 - load.step_ms for answer in answers]
+    first_ms = [answer.time_to_first_token_s * 1000 - load.step_ms for answer in answers]
     gaps_ms = [gap * 1000 - load.step_ms for answer in answers for gap in answer.gaps_s]
     return {
         "tokens_per_s": round(num_tokens / sum(done.seconds for done in rounds), 1),

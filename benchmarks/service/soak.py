@@ -43,7 +43,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,9 +54,9 @@ from app.text import Tokenizer
 from benchmarks.chaos.stage import Stage, stage
 from benchmarks.chaos.traffic import MODEL_NAME
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
-from benchmarks.harness.processes import resident_bytes
+from benchmarks.harness.processes import resident_mib
 from benchmarks.harness.random_adapter import projections_in, save_random_adapter
-from benchmarks.harness.service import scraped, with_tools, write_keys
+from benchmarks.harness.service import application, got, scraped, with_tools, write_keys
 from benchmarks.service.field_bodies import field_bodies
 from benchmarks.service.hostile_requests import HostileRequest, Tally, attack, hostile_requests, post
 from benchmarks.service.tenants import BLOCK_SIZE, DOCUMENTS, FINE, TIMEOUT_S, Found, Tenants
@@ -109,7 +108,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     ):
         adapters = _adapters(model, Path(folder))
         keys_file = write_keys(Path(folder) / "keys.yaml", keys)
-        with stage(application(str(model), keys_file, disk, adapters, num_blocks=given.num_blocks)) as running:
+        with stage(served(str(model), keys_file, disk, adapters, num_blocks=given.num_blocks)) as running:
             models = [MODEL_NAME, *adapters]
             tenants = Tenants(
                 running.target, {name: keys[name] for name in _names(given.tenants)}, Tokenizer.load(str(model)),
@@ -143,28 +142,20 @@ def pipelines_of(models: Sequence[str]) -> list[dict[str, Any]]:
     ]
 
 
-def application(
+def served(
     model: str, keys_file: Path, folder: Path, adapters: Mapping[str, str], *, num_blocks: int
 ) -> dict[str, Any]:
     """The application's `args`: two replicas with too little KV memory for what they are sent."""
-    return {
-        "models": [
-            {
-                "name": MODEL_NAME,
-                "adapters": dict(adapters),
-                "engine": {
-                    "model": {"path": model, "batch_invariant": True},
-                    "cache": {"num_blocks": num_blocks, "block_size": BLOCK_SIZE},
-                    "scheduler": {"max_running": 32, "max_waiting": 256, "policy": "fair"},
-                    "speculation": {"method": "lookup"},
-                },
-                "replicas": {"num_replicas": 2, "num_cpus": 0.1, "drain_timeout_s": 5},
-            }
-        ],
-        "pipelines": pipelines_of([MODEL_NAME, *adapters]),
-        "api": {"keys_file": str(keys_file), "metrics_for": "public"},
-        "batches": {"path": str(folder)},
+    engine = {
+        "model": {"path": model, "batch_invariant": True},
+        "cache": {"num_blocks": num_blocks, "block_size": BLOCK_SIZE},
+        "scheduler": {"max_running": 32, "max_waiting": 256, "policy": "fair"},
+        "speculation": {"method": "lookup"},
     }
+    return application(
+        MODEL_NAME, engine, {"num_replicas": 2}, {"adapters": dict(adapters)}, batches={"path": str(folder)},
+        pipelines=pipelines_of([MODEL_NAME, *adapters]), api={"keys_file": str(keys_file), "metrics_for": "public"},
+    )  # fmt: skip
 
 
 @contextmanager
@@ -275,11 +266,8 @@ class _Soak:
                 yield HostileRequest("large", post(body.path, body.data()))
 
     def _read(self, path: str) -> Any:
-        target = self._running.target
         headers = {"Authorization": f"Bearer {self._attacker_key}"}
-        request = urllib.request.Request(f"http://{target.host}:{target.port}{path}", headers=headers)
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            return json.load(response)
+        return json.loads(got(self._running.target, path, headers, TIMEOUT_S))
 
     async def _watch(self) -> None:
         told_s = time.monotonic()
@@ -294,7 +282,7 @@ class _Soak:
     def _sampled(self) -> list[Sample]:
         now = time.monotonic()
         return [
-            Sample(now, pid, process.title, resident_bytes(pid) / 2**20, _entries(pid, "fd"), _entries(pid, "task"))
+            Sample(now, pid, process.title, resident_mib(pid), _entries(pid, "fd"), _entries(pid, "task"))
             for pid, process in self._running.processes().items()
         ]
 

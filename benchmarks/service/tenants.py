@@ -216,7 +216,7 @@ class Tenants:
 
     async def _answer(self, asked: Question) -> Reply:
         """Raises OSError or TimeoutError when there is none."""
-        request = self._target.request(asked.endpoint, json.dumps(asked.body).encode(), self._auth(asked.tenant))
+        request = self._target.request(asked.endpoint, asked.body, self._auth(asked.tenant))
         for _ in range(_MAX_TRIES):
             reply = Reply(asked.leaves_after)
             async with asyncio.timeout(TIMEOUT_S):
@@ -283,17 +283,13 @@ class Tenants:
         fine: Sequence[int] = (200,),
     ) -> Reply:  # fmt: skip
         """A fine answer; after any other the request is sent again. Raises TimeoutError when the patience ends."""
-        target = self._target
-        head = (
-            f"{method} {target.path}/{path} HTTP/1.1\r\nHost: {target.host}:{target.port}\r\nConnection: close\r\n"
-            f"Authorization: Bearer {self._keys[tenant]}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
+        request = self._target.request(path, body, self._auth(tenant) | {"Content-Type": kind}, method=method)
         found = self.found[tenant]
         while time.monotonic() < self.patience_ends_s:
             reply = Reply()
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    await call(target, head.encode() + body, reply)
+                    await call(self._target, request, reply)
             except (OSError, TimeoutError):
                 pass
             else:

@@ -15,9 +15,9 @@ from benchmarks.service import fields, fleet
 @pytest.mark.parametrize(
     "application",
     [
-        clients.application("models/demo"),
+        clients.served("models/demo"),
         fields.application(fields._parser().parse_args([]), "models/demo", "folder"),
-        fleet.application(fleet._parser().parse_args([])),
+        fleet.served(fleet._parser().parse_args([])),
         stage.application(crash_token_id=0, silence_timeout_s=0.8, place_timeout_s=1.0),
         stage.application(weights=True),
     ],

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.engine.run import Run, Timeline
-from benchmarks.engine.service_figures import Promise, Served, jain, jain_over_tenants, service_figures
+from benchmarks.engine.service_figures import Served, jain, jain_over_tenants, service_figures
 from benchmarks.engine.step_trace import Step
+from benchmarks.harness.timeline import Slo
 from benchmarks.harness.workload import TimedRequest, Workload
 from tests.fakes import make_request
 
@@ -42,13 +43,13 @@ SERVED = Served(
 @pytest.mark.parametrize(
     ("promise", "share"),
     [
-        (Promise(latency_s=9), 0.6667),
-        (Promise(latency_s=8.9), 0.3333),
-        (Promise(ttft_s=1), 0.3333),
-        (Promise(ttft_s=0.9, latency_s=100), 0),
+        (Slo(latency_s=9), 0.6667),
+        (Slo(latency_s=8.9), 0.3333),
+        (Slo(ttft_s=1), 0.3333),
+        (Slo(ttft_s=0.9, latency_s=100), 0),
     ],
 )
-def test_goodput_counts_every_request_and_a_failed_one_as_a_broken_promise(promise: Promise, share: float) -> None:
+def test_goodput_counts_every_request_and_a_failed_one_as_a_broken_promise(promise: Slo, share: float) -> None:
     found = service_figures(WORKLOAD, SERVED, promise)
     assert found["slo_share"] == share
     assert found["slo_requests_per_s"] == pytest.approx(share * 3 / 10, abs=1e-4)

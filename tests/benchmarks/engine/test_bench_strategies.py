@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine import strategies
-from benchmarks.engine.trial import POLICIES, STRATEGIES
+from benchmarks.engine.strategies import POLICIES, STRATEGIES
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from app.config import PRESETS, BucketedConfig
-from benchmarks.engine.trial import preset_trials, trials, with_largest_limits
+from benchmarks.engine.strategies import preset_trials, trials, with_largest_limits
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.settings import parse_assignments
 

@@ -16,9 +16,9 @@ pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA t
 
 from benchmarks.gpu import attention, kernels, profiled
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.graphs import standing_in
 from benchmarks.gpu.models import LAYERS, engine_config, made_model
-from benchmarks.gpu.stages import STAGES
-from benchmarks.gpu.stand_in import standing_in
+from benchmarks.gpu.results import STAGES
 
 Measured = Callable[[str], tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]]
 

@@ -23,8 +23,8 @@ LOAD = Load(streams=6, tokens=5, prompt_tokens=4, step_ms=10)
 def answered(begun_s: float, *delivered_s: float, replica: str | None = "a") -> Answer:
     headers = {} if replica is None else {"x-carousel-replica": replica}
     return Answer(
-        begun_s, 200, headers, delivered_s=[*delivered_s], num_pieces=len(delivered_s),
-        is_whole=True, ended_s=delivered_s[-1],
+        begun_s, [*delivered_s], begun_s=begun_s, status=200, headers=headers, num_pieces=len(delivered_s),
+        is_done=True, ended_s=delivered_s[-1],
     )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def test_errors_are_counted_by_what_they_were(workload_path: Path, capsys: pytes
 
     with serving(told_server(answer)) as url:
         found = run(url, workload_path, "--rate", "100", "--warm-up", "0", capsys=capsys)
-    assert found["errors"] == {"429": 5, "no_text": 1}
+    assert found["errors"] == {"status 429": 5, "no text": 1}
     assert found["refused_share"] == 0.5
     assert found["refusal_p50_ms"] > 0
 

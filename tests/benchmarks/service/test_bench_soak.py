@@ -234,5 +234,5 @@ def test_memory_counts_by_quarters_and_new_processes_when_they_are_a_minute_old(
 
 def test_the_application_is_one_that_the_service_takes() -> None:
     adapters = {"adapter": "folder"}
-    args = soak.application("models/demo", Path("keys.yaml"), Path("folder"), adapters, num_blocks=200)
+    args = soak.served("models/demo", Path("keys.yaml"), Path("folder"), adapters, num_blocks=200)
     assert [model.name for model in ApplicationConfig.model_validate(args).models] == ["chaos"]
