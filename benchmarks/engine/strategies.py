@@ -21,8 +21,7 @@ from app.build import assemble
 from app.config import PRESETS, PolicyConfig, SchedulerConfig, StrategyConfig
 from benchmarks.engine.carousel import Carousel
 from benchmarks.engine.engine_setup import LoadedEngine, configured, load_engine
-from benchmarks.engine.service_figures import Served, service_figures
-from benchmarks.engine.step_trace import StepTrace
+from benchmarks.engine.service_figures import Served, StepTrace, service_figures
 from benchmarks.harness import machine
 from benchmarks.harness.command import (
     BenchmarkError,

@@ -104,15 +104,11 @@ def test_an_answer_that_is_not_whole_has_not_succeeded(pieces: tuple[bytes, ...]
     assert answer.outcome == outcome
 
 
-def test_a_request_times_out() -> None:
+def test_a_request_times_out_and_without_a_server_there_is_no_connection() -> None:
     answer = answer_to(HEAD + b"\r\n", EVENTS[2], keeps_open=True, timeout_s=0.1)
     assert answer.outcome == "timeout"
     assert answer.ended_s - answer.begun_s >= 0.1
-
-
-def test_a_server_that_is_not_there_is_no_connection() -> None:
-    answer = asyncio.run(ask(Target.parse("http://127.0.0.1:9"), b"", timeout_s=5))
-    assert answer.outcome == "no connection"
+    assert asyncio.run(ask(Target.parse("http://127.0.0.1:9"), b"", timeout_s=5)).outcome == "no connection"
 
 
 @pytest.mark.parametrize(

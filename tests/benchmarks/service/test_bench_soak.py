@@ -19,13 +19,12 @@ import pytest
 
 from app.api import RequestHandler, ServedModel, build_app
 from app.build import build_engine
-from app.config import ApiConfig, ApplicationConfig, EngineConfig
+from app.config import ApiConfig, EngineConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.request import Generate, Pooling, Request, TokenDelta
 from app.text import Tokenizer
 from benchmarks.harness.answer import ask
 from benchmarks.harness.http_call import Target
-from benchmarks.service import soak
 from benchmarks.service.canaries import KINDS, Secrets, heard
 from benchmarks.service.hostile_requests import Tally, attack, hostile_requests
 from benchmarks.service.soak import Sample, attack_figures, figures_of, is_bad, process_figures
@@ -230,9 +229,3 @@ def test_memory_counts_by_quarters_and_new_processes_when_they_are_a_minute_old(
     assert not is_bad(fine)
     for changes in ({"growth": {title: 1.06}}, {"restarts": ["ingress"]}, {"left": {"running": 1}}, {"sang": 0.5}):
         assert is_bad(fine | changes)
-
-
-def test_the_application_is_one_that_the_service_takes() -> None:
-    adapters = {"adapter": "folder"}
-    args = soak.served("models/demo", Path("keys.yaml"), Path("folder"), adapters, num_blocks=200)
-    assert [model.name for model in ApplicationConfig.model_validate(args).models] == ["chaos"]
