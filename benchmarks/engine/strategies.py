@@ -32,7 +32,7 @@ from benchmarks.harness.command import (
     run_command,
     tell,
 )
-from benchmarks.harness.figures import cell, table
+from benchmarks.harness.figures import table_of
 from benchmarks.harness.options import add_run_options
 from benchmarks.harness.settings import Assignment, parse_assignments
 from benchmarks.harness.timeline import Slo
@@ -118,7 +118,6 @@ def serve(loaded: LoadedEngine, trial: Trial, workload: Workload) -> Served:
     )
 
 
-# Heads of the table, the figures below them and how they are written; times have three digits below 0.1 s.
 _COLUMNS = (
     ("requests/s", "requests_per_s", "{:.2f}"), ("tokens/s", "output_tokens_per_s", "{:,.0f}"),
     ("TTFT p50", "ttft_p50_s", ""), ("TTFT p99", "ttft_p99_s", ""), ("ITL p50", "itl_p50_s", ""),
@@ -131,16 +130,8 @@ _COLUMNS = (
 
 def in_words(trials: Sequence[Mapping[str, Any]]) -> str:
     """The figures that most choices hang on; the JSON has them all."""
-
-    def written(number: float | None, form: str) -> str:
-        return cell(number, form or ("{:.2f}" if number is None or number >= 0.1 else "{:.3f}"))
-
-    heads = ["load", "strategy policy", *(head for head, _, _ in _COLUMNS)]
-    rows = [
-        [f"{trial['load']:g}", trial["name"], *(written(trial[name], form) for _, name, form in _COLUMNS)]
-        for trial in trials
-    ]
-    return table(heads, rows)
+    loads, names = [f"{each['load']:g}" for each in trials], [each["name"] for each in trials]
+    return table_of(_COLUMNS, trials, **{"load": loads, "strategy policy": names})
 
 
 def _figures(

@@ -49,10 +49,7 @@ def measure(bench: Bench) -> None:
 
 def _run_case(case: str, out: str, file: str, stands_in: bool) -> None:
     bench = Bench(out=Path(out), file=Path(file), stands_in=stands_in, earlier={})
-    if stands_in:
-        with standing_in():
-            bench.put(**asyncio.run(_served(bench, CASES[case])))
-    else:
+    with standing_in(stands_in):
         bench.put(**asyncio.run(_served(bench, CASES[case])))
 
 

@@ -66,9 +66,12 @@ class WorkAgain:
 
 
 @contextmanager
-def standing_in() -> Iterator[None]:
+def standing_in(is_so: bool = True) -> Iterator[None]:
     """The engine takes the CPU for a GPU: where it would choose Triton's kernels and graphs, it does."""
     with ExitStack() as patches:
+        if not is_so:
+            yield
+            return
         for name, replacement in {
             "app.model.cuda.attention.TritonAttention.fits": staticmethod(lambda device: True),
             "app.model.ways.gpu.CudaCapture": WorkAgain,

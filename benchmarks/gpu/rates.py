@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 
 import torch
@@ -11,6 +10,7 @@ from app.errors import described
 from app.versions import versions
 from benchmarks.gpu import without_msgspec
 from benchmarks.gpu.bench import Bench
+from benchmarks.harness.command import BenchmarkError, ran
 
 _ASKED = "name,driver_version,memory.total,clocks.sm,clocks.mem,clocks.max.sm,power.limit"
 
@@ -66,10 +66,13 @@ def _fp8_product(left: torch.Tensor, right: torch.Tensor) -> Callable[[], object
 
 
 def _clocks() -> str | None:
+    told = told_by_driver(_ASKED)
+    return None if told is None else f"{_ASKED}: {told}"
+
+
+def told_by_driver(asked: str, form: str = "csv,noheader") -> str | None:
     """What the driver says of the card now; None without a driver."""
-    command = ("nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
+        return ran(["nvidia-smi", f"--query-gpu={asked}", f"--format={form}"], timeout_s=20)
+    except BenchmarkError:
         return None
-    return f"{_ASKED}: {done.stdout.strip()}"

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.harness.command import BenchmarkError
+from benchmarks.harness.command import BenchmarkError, ran
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.machine import environment
 from benchmarks.harness.processes import Process, family
@@ -77,9 +77,7 @@ class Service:
             json.dump(serve_file(application, self.target.port, self.layout, num_replicas or {}), config)
             config.flush()
             command = [sys.executable, "-m", "ray.serve.scripts", "deploy", config.name, "-a", _DASHBOARD]
-            done = subprocess.run(command, env=_with_token(self.token), capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise BenchmarkError(f"`serve deploy` failed: {done.stderr.strip()[-2000:]}")
+            ran(command, env=_with_token(self.token))
 
 
 def application(

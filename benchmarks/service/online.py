@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from app.engine.request import Request
@@ -34,7 +34,7 @@ from benchmarks.harness.command import (
     run_command,
     tell,
 )
-from benchmarks.harness.figures import cell, percentile, percentiles, table
+from benchmarks.harness.figures import percentile, percentiles, table_of
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.timeline import Slo, times_of
 from benchmarks.harness.workload import Workload, read_workload
@@ -43,14 +43,6 @@ from benchmarks.service.arrivals import Arrivals
 _PAUSE_S = 1.0  # between the runs of a sweep
 REFUSED = 429
 LEAD_S = 0.1  # between the start and the first arrival, for tasks to be made
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """How much of a workload is played: so many requests, so many seconds, or (neither) all of it once."""
-
-    num_requests: int | None = None
-    duration_s: float | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,32 +76,27 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     return {"capacity": given.capacity, "rows": rows}
 
 
-# Heads of the table, the figures below them and how they are written.
 _COLUMNS = (
-    ("× capacity", "factor", "{:g}"), ("requests/s", "rate", "{:.2f}"), ("goodput", "goodput_requests_per_s", "{:.2f}"),
+    ("requests/s", "rate", "{:.2f}"), ("goodput", "goodput_requests_per_s", "{:.2f}"),
     ("in SLO", "goodput_share", "{:.0%}"), ("refused", "refused_share", "{:.0%}"),
     ("refusal p50 ms", "refusal_p50_ms", "{:.1f}"), ("p99 ms", "refusal_p99_ms", "{:.1f}"),
     ("TTFT p50", "ttft_p50_s", "{:.3f}"), ("p99", "ttft_p99_s", "{:.3f}"), ("ITL p50", "itl_p50_s", "{:.3f}"),
     ("p99", "itl_p99_s", "{:.3f}"), ("tokens/s", "output_tokens_per_s", "{:,.0f}"),
-    ("late p99 ms", "lateness_p99_ms", "{:.1f}"),
+    ("late p99 ms", "lateness_p99_ms", "{:.1f}"), ("other errors", "others", "{}"),
 )  # fmt: skip
 
 
 def in_words(rows: Sequence[Mapping[str, Any]]) -> str:
     """The figures that most questions hang on; the JSON has them all."""
-    heads = [*(head for head, _, _ in _COLUMNS), "other errors"]
-    cells = [
-        [*(cell(row[name], form) for _, name, form in _COLUMNS),
-         str(sum(number for name, number in row["errors"].items() if name != f"status {REFUSED}"))]
-        for row in rows
-    ]  # fmt: skip
-    return table(heads, cells)
+    others = [sum(row["errors"].values()) - row["errors"].get(f"status {REFUSED}", 0) for row in rows]
+    counted = [{**row, "others": number} for row, number in zip(rows, others, strict=True)]
+    return table_of(_COLUMNS, counted, **{"× capacity": [f"{row['factor']:g}" for row in rows]})
 
 
 def _run(
     given: argparse.Namespace, target: Target, workload: Workload, arrivals: Arrivals, *, rate: float | None
 ) -> dict[str, Any]:
-    played = schedule(workload, arrivals, Extent(given.requests, given.duration), rate=rate, seed=given.seed)
+    played = schedule(given, workload, arrivals, rate=rate)
     slo = Slo(ttft_s=_seconds(given.slo_ttft_ms), itl_s=_seconds(given.slo_itl_ms))
     found = asyncio.run(measured(target, given.model, played, slo=slo, timeout_s=given.timeout_s))
     tell(
@@ -186,21 +173,21 @@ async def play(
     return list(await asyncio.gather(*tasks))
 
 
-def schedule(workload: Workload, arrivals: Arrivals, extent: Extent, *, rate: float | None, seed: int) -> Workload:
+def schedule(given: argparse.Namespace, workload: Workload, arrivals: Arrivals, *, rate: float | None) -> Workload:
     """The requests to send and when. A workload that is too short is repeated.
 
     Raises:
         BenchmarkError: a trace, which has its own times, is too short, or no request arrives.
     """
-    number = _num_needed(workload, arrivals, extent, rate)
+    number = _num_needed(given, workload, arrivals, rate)
     if arrivals.kind == "trace" and number > len(workload.requests):
         raise BenchmarkError(f"--arrival trace: the workload has {len(workload.requests):,} requests, not {number:,}")
-    arranged = arrivals.arrange(repeated(workload, number), rate=rate, seed=seed)
-    if extent.duration_s is None:
+    arranged = arrivals.arrange(repeated(workload, number), rate=rate, seed=given.seed)
+    if given.duration is None:
         return arranged
-    in_time = tuple(timed for timed in arranged.requests if timed.arrival_s < extent.duration_s)
+    in_time = tuple(timed for timed in arranged.requests if timed.arrival_s < given.duration)
     if not in_time:
-        raise BenchmarkError(f"no request arrives within --duration {extent.duration_s:g} s; make it longer")
+        raise BenchmarkError(f"no request arrives within --duration {given.duration:g} s; make it longer")
     return Workload(in_time)
 
 
@@ -244,13 +231,13 @@ def completion_request(target: Target, model: str, request: Request) -> bytes:
     return target.request("completions", body)
 
 
-def _num_needed(workload: Workload, arrivals: Arrivals, extent: Extent, rate: float | None) -> int:
-    if extent.num_requests is not None:
-        return extent.num_requests
-    if extent.duration_s is None or arrivals.kind == "trace":
+def _num_needed(given: argparse.Namespace, workload: Workload, arrivals: Arrivals, rate: float | None) -> int:
+    if given.requests is not None:
+        return int(given.requests)
+    if given.duration is None or arrivals.kind == "trace":
         return len(workload.requests)
     assert rate is not None, "a duration is filled at a rate"
-    expected = rate * extent.duration_s
+    expected = rate * given.duration
     return math.ceil(expected + 6 * math.sqrt(expected)) + arrivals.burst_size + 10  # chance stays below this
 
 

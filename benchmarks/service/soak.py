@@ -53,7 +53,7 @@ from typing import Any
 from app.text import Tokenizer
 from benchmarks.chaos.stage import Stage, stage
 from benchmarks.chaos.traffic import MODEL_NAME
-from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
+from benchmarks.harness.command import BenchmarkError, command_parser, positive, ran, run_command, tell
 from benchmarks.harness.processes import resident_mib
 from benchmarks.harness.random_adapter import projections_in, save_random_adapter
 from benchmarks.harness.service import application, got, scraped, with_tools, write_keys
@@ -165,15 +165,10 @@ def small_disk(size_mib: int) -> Iterator[Path]:
         if not size_mib:
             yield Path(folder)
             return
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", folder]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except OSError as error:
-            raise BenchmarkError(
-                f"no file system of its own could be mounted: {error}; run as root on Linux"
-            ) from error
-        if done.returncode:
-            raise BenchmarkError(f"no file system of its own could be mounted: {done.stderr.strip()}; run as root")
+            ran(["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", folder])
+        except BenchmarkError as error:
+            raise BenchmarkError(f"no file system of its own: {error}; run as root on Linux") from error
         try:
             yield Path(folder)
         finally:

@@ -116,7 +116,7 @@ class Tenants:
     ) -> None:
         """`keys`: by tenant. `models`, `pipelines`: what requests ask for; of a pipeline, which models compute."""
         self.found = {name: Found() for name in keys}
-        self.patience_ends_s = float("inf")  # by time.monotonic: when batches that have not ended count as lost, and refusals stand
+        self.patience_ends_s = float("inf")  # by time.monotonic: then batches that run are lost, and refusals stand
         self._target = target
         self._keys = keys
         self._tokenizer = tokenizer
