@@ -198,12 +198,11 @@ def _configured(header: Header, model: str | None, settings: Sequence[str]) -> E
     base = dict(header.config) | {"step_log": {}}
     base["model"] = header.config["model"] | ({} if model is None else {"path": model})
     base["cache"] = header.config["cache"] | {"num_blocks": header.num_blocks or None}
-    for assignment in assignments:  # another rule begins with its own defaults
-        branch, _, name = assignment.path.partition(".")
-        if assignment.path in ("scheduler.strategy", "scheduler.policy"):
-            base[branch] = base[branch] | {name: {}}
+    for name in ("strategy", "policy"):
+        if f"scheduler.{name}" in assignments:  # another rule begins with its own defaults
+            base["scheduler"] = base["scheduler"] | {name: {}}
     try:
-        return engine_config(base, assignments)
+        return engine_config(base | assignments)
     except (ValidationError, KeyError, TypeError) as error:
         raise BenchmarkError(f"the log's settings are none of this version: {error}") from error
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from benchmarks.harness.command import (
 )
 from benchmarks.harness.figures import table_of
 from benchmarks.harness.options import add_run_options
-from benchmarks.harness.settings import Assignment, parse_assignments
+from benchmarks.harness.settings import Assignments, parse_assignments, told
 from benchmarks.harness.timeline import Slo
 from benchmarks.harness.workload import Workload
 from benchmarks.service.arrivals import Arrivals
@@ -82,7 +82,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     print(in_words(found))
     return {
         **asdict(loaded.setup),
-        "settings": [f"{assignment.path}={assignment.value}" for assignment in assignments],
+        "settings": told(assignments),
         "capacity_requests_per_s": capacity,
         "num_slots": loaded.config.scheduler.max_running,
         "trials": found,
@@ -90,7 +90,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _trials(given: argparse.Namespace, assignments: Sequence[Assignment]) -> list[Trial]:
+def _trials(given: argparse.Namespace, assignments: Assignments) -> list[Trial]:
     if given.presets is None:
         return trials(given, assignments, strategies=given.strategies, policies=given.policies)
     if given.strategies or given.policies:
@@ -182,21 +182,21 @@ def _with_deadlines(workload: Workload, deadline_s: float | None) -> Workload:
     )
 
 
-def base_assignments(assignments: Sequence[Assignment]) -> list[Assignment]:
+def base_assignments(assignments: Assignments) -> dict[str, str | None]:
     """Those without the parameters of single strategies and policies: those are for the trials that have them.
 
     Raises:
         BenchmarkError: a strategy or policy is chosen by `--set`, which would choose it for all trials.
     """
-    for assignment in assignments:
-        if assignment.path in ("scheduler.strategy", "scheduler.policy"):
-            plural = {"scheduler.strategy": "--strategies", "scheduler.policy": "--policies"}[assignment.path]
-            raise BenchmarkError(f"--set {assignment.path}={assignment.value}: here they are chosen by {plural}")
-    return [each for each in assignments if not each.path.startswith(("scheduler.strategy.", "scheduler.policy."))]
+    for path, plural in (("scheduler.strategy", "--strategies"), ("scheduler.policy", "--policies")):
+        if path in assignments:
+            raise BenchmarkError(f"--set {path}={assignments[path]}: here they are chosen by {plural}")
+    of_one = ("scheduler.strategy.", "scheduler.policy.")
+    return {path: value for path, value in assignments.items() if not path.startswith(of_one)}
 
 
 def trials(
-    given: argparse.Namespace, assignments: Sequence[Assignment], *, strategies: str | None, policies: str | None
+    given: argparse.Namespace, assignments: Assignments, *, strategies: str | None, policies: str | None
 ) -> list[Trial]:
     """Every strategy asked for with every policy; by default all strategies with fcfs, all policies with continuous.
 
@@ -216,25 +216,25 @@ def trials(
     return [_trial(given, assignments, strategy, policy) for strategy, policy in pairs]
 
 
-def preset_trials(given: argparse.Namespace, assignments: Sequence[Assignment], presets: str) -> list[Trial]:
+def preset_trials(given: argparse.Namespace, assignments: Assignments, presets: str) -> list[Trial]:
     """Every preset asked for, with what `--set` says in place of its values.
 
     Raises:
         BenchmarkError: a name is none; the message says what there is.
     """
     return [
-        Trial(name, configured(given, [Assignment("scheduler.preset", name), *assignments]).scheduler)
+        Trial(name, configured(given, {"scheduler.preset": name, **assignments}).scheduler)
         for name in _names_in(presets, "preset", PRESETS)
     ]
 
 
-def with_largest_limits(assignments: Sequence[Assignment], chosen: Sequence[Trial]) -> list[Assignment]:
+def with_largest_limits(assignments: Assignments, chosen: Sequence[Trial]) -> dict[str, str | None]:
     """The assignments of an engine that has room for the steps of all trials."""
-    limits = (
-        Assignment(f"scheduler.{name}", str(max(getattr(trial.scheduler, name) for trial in chosen)))
+    limits = {
+        f"scheduler.{name}": str(max(getattr(trial.scheduler, name) for trial in chosen))
         for name in ("max_running", "max_step_tokens")
-    )
-    return [*assignments, *limits]
+    }
+    return {**assignments, **limits}
 
 
 def _chosen(text: str, branch: str) -> list[str]:
@@ -249,27 +249,16 @@ def _names_in(text: str, kind: str, known: Collection[str]) -> list[str]:
     return names
 
 
-def _trial(given: argparse.Namespace, assignments: Sequence[Assignment], strategy: str, policy: str) -> Trial:
-    base = base_assignments(assignments)
-    max_running = configured(given, base).scheduler.max_running
-    own = [
-        *base,
-        *_assignments("strategy", strategy, assignments, max_running),
-        *_assignments("policy", policy, assignments, max_running),
-    ]
+def _trial(given: argparse.Namespace, assignments: Assignments, strategy: str, policy: str) -> Trial:
+    """The names, the size of a whole batch, then what `--set` says of their parameters."""
+    own = base_assignments(assignments)
+    max_running = configured(given, own).scheduler.max_running
+    for branch, name in (("strategy", strategy), ("policy", policy)):
+        path, known = f"scheduler.{branch}", _BRANCHES[branch][name].model_fields
+        own |= {path: name} | ({f"{path}.batch_size": str(max_running)} if "batch_size" in known else {})
+        parameters = {f"{path}.{parameter}" for parameter in known}
+        own |= {each: value for each, value in assignments.items() if each in parameters}
     return Trial(f"{strategy} {policy}", configured(given, own).scheduler)
-
-
-def _assignments(branch: str, name: str, given: Sequence[Assignment], max_running: int) -> Iterable[Assignment]:
-    """The name, the size of a whole batch, then what `--set` says of its parameters."""
-    path, known = f"scheduler.{branch}", _BRANCHES[branch][name].model_fields
-    yield Assignment(path, name)
-    if "batch_size" in known:
-        yield Assignment(f"{path}.batch_size", str(max_running))
-    for assignment in given:
-        parent, _, parameter = assignment.path.rpartition(".")
-        if parent == path and parameter in known:
-            yield assignment
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -48,4 +48,5 @@ def measure(bench: Bench) -> None:
 def _computed(
     mixture: ExpertMixture, x: torch.Tensor, weights: Sequence[torch.Tensor], lengths: torch.Tensor
 ) -> torch.Tensor:
-    return mixture(x, *weights, lengths.zero_())
+    router, gate_up, down = weights
+    return mixture(x, router, gate_up, down, lengths.zero_())

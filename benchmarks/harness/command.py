@@ -112,7 +112,7 @@ def ran(command: Sequence[str], *, timeout_s: float | None = None, **options: An
         lines = done.stderr.strip().splitlines()
         said = " ".join([line for line in lines if line.startswith("ERROR:")] or lines)
         raise BenchmarkError(f"{shown} failed with status {done.returncode}: {said[-2000:]}")
-    return done.stdout.strip()
+    return str(done.stdout).strip()
 
 
 def write_json(path: str, line: str) -> None:

@@ -237,7 +237,7 @@ def _num_needed(given: argparse.Namespace, workload: Workload, arrivals: Arrival
     if given.duration is None or arrivals.kind == "trace":
         return len(workload.requests)
     assert rate is not None, "a duration is filled at a rate"
-    expected = rate * given.duration
+    expected: float = rate * given.duration
     return math.ceil(expected + 6 * math.sqrt(expected)) + arrivals.burst_size + 10  # chance stays below this
 
 

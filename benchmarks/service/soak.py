@@ -393,21 +393,15 @@ def _medians(quarters: Sequence[Sequence[float]]) -> list[float | None]:
 
 def is_bad(figures: Mapping[str, Any]) -> bool:
     """Whether a promise was broken."""
-    outcomes: Counter[str] = Counter()
-    for tenant in figures["tenants"].values():
-        outcomes.update(tenant["outcomes"])
-    has_failed = bool(outcomes.keys() - FINE)
-    is_mute = figures["sang"] is not None and figures["sang"] < _MIN_SANG
-    is_late = any(tenant["late"] for tenant in figures["tenants"].values())
+    tenants = figures["tenants"].values()
+    outcomes = {outcome for tenant in tenants for outcome in tenant["outcomes"]}
     ours = [growth for title, growth in figures["growth"].items() if title.startswith("ray::ServeReplica:carousel:")]
-    has_grown = any(growth > figures["max_growth"] for growth in ours)
-    is_held = any(figures["left"].values())
     return bool(
-        has_failed
-        or is_mute
-        or is_late
-        or has_grown
-        or is_held
+        outcomes - FINE
+        or (figures["sang"] is not None and figures["sang"] < _MIN_SANG)
+        or any(tenant["late"] for tenant in tenants)
+        or any(growth > figures["max_growth"] for growth in ours)
+        or any(figures["left"].values())
         or figures["attack"]["server_errors"]
         or figures["restarts"]
     )

@@ -66,12 +66,11 @@ def test_presets_are_trials_and_the_engine_has_room_for_all_of_them() -> None:
     assert [(trial.name, trial.scheduler.preset, trial.scheduler.max_running) for trial in chosen] == [
         ("latency", "latency", 16), ("batch", "batch", 16),
     ]  # fmt: skip
-    limits = with_largest_limits([], preset_trials(GIVEN, [], "latency,batch"))
-    assert {each.path: each.value for each in limits} == {
+    assert with_largest_limits({}, preset_trials(GIVEN, {}, "latency,batch")) == {
         f"scheduler.{name}": str(PRESETS["batch"][name]) for name in ("max_running", "max_step_tokens")
     }
     with pytest.raises(BenchmarkError, match="there is no preset 'fast'; there are latency, throughput, mixed, batch"):
-        preset_trials(GIVEN, [], "fast")
+        preset_trials(GIVEN, {}, "fast")
 
 
 def test_a_parameter_that_is_set_goes_to_the_trials_that_have_it() -> None:

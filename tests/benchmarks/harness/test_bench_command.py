@@ -52,7 +52,7 @@ def test_settings_of_every_branch_can_be_set_and_choices_by_name_in_any_order() 
     texts = ["cache.prefix_caching=false", "cache.num_blocks=none", "model.dtype=bfloat16", "scheduler.policy=fair"]
     strategy = ["scheduler.strategy=static", "scheduler.strategy.batch_size=3"]
     for ordered in (strategy, strategy[::-1]):
-        config = engine_config({"model.num_threads": 2}, parse_assignments([*texts, *ordered]))
+        config = engine_config({"model.num_threads": 2, **parse_assignments([*texts, *ordered])})
         assert (config.model.num_threads, config.model.dtype) == (2, "bfloat16")
         assert (config.cache.prefix_caching, config.cache.num_blocks) == (False, None)
         assert (config.scheduler.strategy, config.scheduler.policy) == (StaticConfig(batch_size=3), FairConfig())
@@ -71,7 +71,7 @@ def test_settings_of_every_branch_can_be_set_and_choices_by_name_in_any_order() 
 )
 def test_a_wrong_value_is_told_with_what_the_setting_takes(text: str, message: str) -> None:
     with pytest.raises(BenchmarkError, match=message):
-        engine_config({}, parse_assignments([text]))
+        engine_config(parse_assignments([text]))
 
 
 def line(name: str = "a", **fields: object) -> str:

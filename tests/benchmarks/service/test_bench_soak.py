@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from app.api import RequestHandler, ServedModel, build_app
 from app.build import build_engine
 from app.config import ApiConfig, EngineConfig
 from app.engine.async_engine import AsyncEngine
@@ -30,7 +29,7 @@ from benchmarks.service.hostile_requests import Tally, attack, hostile_requests
 from benchmarks.service.soak import Sample, attack_figures, figures_of, is_bad, process_figures
 from benchmarks.service.tenants import FINE, Found, Reply, Tenants
 from tests.api.keys import ring
-from tests.benchmarks.servers import serving, simulated_service
+from tests.benchmarks.servers import served, simulated_service
 
 KEYS = {"one": "sk-one", "two": "sk-two", "three": "sk-three"}
 # The others need a batch service, a place for tools, or processes that taste grammars.
@@ -58,17 +57,11 @@ def engine(demo_path: Path) -> Iterator[AsyncEngine]:
 
 @contextmanager
 def service(engine: AsyncEngine, tokenizer: Tokenizer, generate: Generate, *, share_prefixes: bool) -> Iterator[str]:
-    async def is_ready() -> bool:
-        return True
-
-    model = ServedModel(
-        name="demo", tokenizer=tokenizer, facts=engine.facts, generate=generate, created=0, pooling=Pooling.LAST
-    )
     run = uuid.uuid4().hex  # tenants of its own: the engine, and what it has cached, is that of other tests too
     hashes = [hashlib.sha256(key.encode()).hexdigest() for key in KEYS.values()]
-    keys = [{"name": f"{run}-{number}", "sha256": each} for number, each in enumerate(hashes)]
-    config = ApiConfig(share_prefixes=share_prefixes)
-    with serving(build_app(RequestHandler([model], config, authenticator=ring(keys)), is_ready)) as url:
+    keys = ring([{"name": f"{run}-{number}", "sha256": each} for number, each in enumerate(hashes)])
+    of_model = {"name": "demo", "generate": generate, "pooling": Pooling.LAST, "authenticator": keys}
+    with served(engine, tokenizer, ApiConfig(share_prefixes=share_prefixes), **of_model) as url:
         yield url
 
 
