@@ -202,7 +202,7 @@ def _configured(header: Header, model: str | None, settings: Sequence[str]) -> E
         if f"scheduler.{name}" in assignments:  # another rule begins with its own defaults
             base["scheduler"] = base["scheduler"] | {name: {}}
     try:
-        return engine_config(base | assignments)
+        return engine_config(base | dict(assignments))
     except (ValidationError, KeyError, TypeError) as error:
         raise BenchmarkError(f"the log's settings are none of this version: {error}") from error
 
