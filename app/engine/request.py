@@ -193,6 +193,11 @@ class Request:
         """Only requests of one prefix salt share KV: keys and values follow from the adapter, too."""
         return self.cache_salt if self.adapter is None else f"{self.adapter.digest}\n{self.cache_salt}"
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether it waits for a slot where there is none; others are refused."""
+        return not (self.no_queue or self.is_background)
+
 
 class Queued(NamedTuple):
     """The queue that a request met when it arrived."""
