@@ -15,8 +15,7 @@ from app.engine.request import Pooling
 from app.errors import InvalidSetup
 from app.text import Tokenizer
 from deployments.serve.settings import parse
-from tests.api.fakes import CASCADE, Service, say
-from tests.api.keys import bearer, entry
+from tests.kit.service import CASCADE, Service, bearer, entry, say
 
 GENERATE = {"kind": "generate", "model": "a"}
 RERANK = {"kind": "rerank", "model": "b"}
@@ -99,6 +98,28 @@ def test_a_circle_behind_sound_pipelines_is_found() -> None:
         checked(
             *first, q=inner, r=[{"kind": "generate", "model": "s"}], s=[{"kind": "cascade", "small": "q", "large": "r"}]
         )
+
+
+def test_pipelines_in_pipelines_run_a_bounded_number_of_models() -> None:
+    def both(first: str, second: str) -> list[Any]:
+        return [{"kind": "ensemble", "models": [first, second]}]
+
+    inner = {f"p{depth}": both(f"p{depth - 1}", f"p{depth - 1}") for depth in range(1, 6)}
+    inner = {"p0": both("a", "b"), **inner}
+    checked(*both("a", "p4"), **inner)  # p5 runs 64
+    with pytest.raises(ValidationError, match=r"pipelines\[0\]: a request for p would run 65 models.*at most 64"):
+        checked(*both("a", "p5"), **inner)
+    with pytest.raises(ValidationError, match=r"p would run 65 models"):
+        checked(RERANK, {"kind": "generate", "model": "p5"}, **inner)
+    cases = [{"model": "p5", "values": ["x"]}, {"model": "p4"}]
+    route = {"kind": "route", "by": "header", "header": "x-tier", "cases": cases}
+    checked(route, **inner)  # one of them
+    with pytest.raises(ValidationError, match=r"p would run 66 models"):
+        checked(RERANK, RERANK, route, **inner)
+    route |= {"by": "classifier", "header": None, "classifier": "b"}
+    cases[:] = [{"model": name, "examples": ["x"]} for name in ("p5", "a")]
+    with pytest.raises(ValidationError, match=r"p would run 65 models"):
+        checked(route, **inner)
 
 
 def test_a_step_may_name_an_alias(tokenizer: Tokenizer) -> None:
