@@ -28,8 +28,7 @@ from benchmarks.service.field_bodies import MAX_INPUTS, FieldBody, field_bodies
 from benchmarks.service.fields import EMBEDDING_SIZE, Cost, HonestStream, application, figures_of, sent_bodies
 from deployments.serve.process import freeze_loaded
 from deployments.serve.settings import parse
-from tests.api.batch_services import client_of, served
-from tests.api.fakes import MAX_MODEL_LEN, Service, Step, say
+from tests.kit.service import MAX_MODEL_LEN, Service, Step, client_of, say, served
 from tests.stalls import stalls_of_loop
 
 SIZE = RequestLimits().max_body_bytes // 16
