@@ -234,7 +234,12 @@ class _Filler:
                 needed = {key: each for key, each in _NEEDED.get(name, {}).items() if key in schema["properties"]}
                 value = minimal | needed | {name: filled.value}
                 yield _Filled(place.replace(".[", "["), filled.filling, value)
-                if name in _INPUTS and filled.is_list and len(filled.value) > MAX_INPUTS:
+                if (
+                    name in _INPUTS
+                    and isinstance(filled.value, list)
+                    and filled.is_list
+                    and len(filled.value) > MAX_INPUTS
+                ):
                     yield _Filled(name, "within", minimal | needed | {name: filled.value[:MAX_INPUTS]})
         if schema.get("additionalProperties") and "properties" not in schema:
             yield from self._free_objects(schema, size)
