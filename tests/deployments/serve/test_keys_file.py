@@ -153,7 +153,7 @@ def failing(*_: Any, **__: Any) -> str:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_a_follower_that_cannot_look_is_unhealthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_follower_that_cannot_look_is_unhealthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that does not answer holds the look for ever; an error of any kind is no look either."""
     monkeypatch.setattr(keys_file, "LOOK_EVERY_S", 0.001)
     monkeypatch.setattr(keys_file, "MAX_SILENCE_S", 0.1)
@@ -162,18 +162,15 @@ def test_a_follower_that_cannot_look_is_unhealthy(tmp_path: Path, monkeypatch: p
     keys.check_health()  # it does not follow yet
     monkeypatch.setattr(keys, "refresh", failing)
 
-    async def run() -> None:
-        following = asyncio.create_task(keys.follow())
-        await asyncio.sleep(0.2)
-        with pytest.raises(Failure, match="the file of API keys has not been read for 0 s"):
-            keys.check_health()
-        monkeypatch.undo()
-        monkeypatch.setattr(keys_file, "LOOK_EVERY_S", 0.001)
-        await until(lambda: is_healthy(keys))
-        assert not following.done()
-        following.cancel()
-
-    asyncio.run(run())
+    following = asyncio.create_task(keys.follow())
+    await asyncio.sleep(0.2)
+    with pytest.raises(Failure, match="the file of API keys has not been read for 0 s"):
+        keys.check_health()
+    monkeypatch.undo()
+    monkeypatch.setattr(keys_file, "LOOK_EVERY_S", 0.001)
+    await until(lambda: is_healthy(keys))
+    assert not following.done()
+    following.cancel()
 
 
 def is_healthy(keys: Keys) -> bool:
