@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from app.build import build_sync_engine
-from app.config import EngineConfig
 from app.model.adapter_files import another_base
+from tests.kit.models import config_of
 from tests.lora import save_adapter
 from tests.tiny_models import build_tiny_model
 
@@ -43,10 +43,7 @@ def test_an_adapter_of_another_base_of_equal_sizes_is_loaded_with_a_warning(
 ) -> None:
     model = build_tiny_model("llama")
     model.save_pretrained(tmp_path / "base")
-    config = EngineConfig.model_validate(
-        {"model": {"path": str(tmp_path / "base"), "device": "cpu"}, "cache": {"num_blocks": 8}}
-    )
-    store = build_sync_engine(config).adapters
+    store = build_sync_engine(config_of(tmp_path / "base", cache={"num_blocks": 8})).adapters
     assert store is not None
     for name, base in (("own", str(tmp_path / "base")), ("other", "some-org/other")):
         store.hold(save_adapter(tmp_path / name, model, base_model_name_or_path=base)).release()
