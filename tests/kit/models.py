@@ -140,11 +140,9 @@ def attend(
     items: Sequence[ScheduledSequence],
     qkv: Sequence[torch.Tensor],
     rules: AttentionRules,
-    device: torch.device = CPU,
 ) -> torch.Tensor:
-    batch = StepBatch(tuple(items), ())
-    inputs = build_inputs(batch, block_size=attention.block_size, device=device)
-    query, key, value = qkv
+    batch, (query, key, value) = StepBatch(tuple(items), ()), qkv
+    inputs = build_inputs(batch, block_size=attention.block_size, device=query.device)
     return attention.begin_step(batch, inputs).attend(0, query, key, value, rules)
 
 

@@ -31,6 +31,8 @@ def test_it_is_loaded_without_the_model_code_of_transformers(model_path: Path, t
     code = f"""
 import sys
 from pathlib import Path
+from app.config import ModelConfig
+from app.model.loader import load_model
 load_model(ModelConfig(path="m", device="cpu", dtype="float32"), {str(model_path)!r}, checks=Path({str(tmp_path)!r}))
 assert not {{"transformers.modeling_utils", "torch._dynamo", "sympy", "pandas"}} & sys.modules.keys()
 """
