@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -80,9 +81,11 @@ class TorchModelRunner(LeadingRunner):
         self._sampler = sampler or Sampler()
 
     @torch.inference_mode()
-    def load_adapter(self, folder: Path) -> object:
+    def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> object:
         adapting = self.forward.adapting
-        return adapting.prepare(read_adapter(folder, adapting.sizes))
+        weights = read_adapter(folder, adapting.sizes)
+        make_room()
+        return adapting.prepare(weights)
 
     @torch.inference_mode()
     def follow(self, batch: StepBatch) -> None:
