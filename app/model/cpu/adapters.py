@@ -101,7 +101,6 @@ def adapter_columns(batch: StepBatch) -> AdapterColumns:
 
 
 def _by_product(weights: AdapterWeights, num_layers: int) -> Iterator[tuple[int, str, list[LowRankUpdate | None]]]:
-    """Of each product of each layer the updates of its parts."""
     for index, product, linears in products(num_layers):
         yield index, product, [_with_even_rank(weights.get(linear)) for linear in linears]
 

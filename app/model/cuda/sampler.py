@@ -173,7 +173,6 @@ class DeviceEntries:
 
 
 def _sizes(logits: torch.Tensor, tile: int) -> dict[str, int]:
-    """What the kernels are compiled for."""
     of_row = 1 << (logits.shape[-1] - 1).bit_length()
     tile = min(tile * 2 // logits.itemsize, of_row)
     return {"unused": _UNUSED_BITS[logits.dtype], "tile": tile, "num_warps": _NUM_WARPS}

@@ -81,7 +81,6 @@ def describe(file: GgufFile) -> Description:
 
 
 def _eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """The tokens that end an answer."""
     found = (metadata.get(f"tokenizer.ggml.{key}") for key in _EOS_KEYS)
     return list(dict.fromkeys(token for token in found if token is not None))
 

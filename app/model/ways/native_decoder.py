@@ -179,7 +179,6 @@ def _file_of_result(source: ModelSource) -> Path | None:
 
 
 def _sharing(source: ModelSource, settings: DecoderSettings) -> Sharing | None:
-    """With which processes its packed weights are shared."""
     if source.cache is None or source.folder is None:
         return None
     digest = digest_of_files(source.folder, source.dtype, source.config.quantization, settings)

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -150,19 +151,19 @@ def test_the_same_bits_as_one_token_after_the_other(rows: list[tuple[Any, ...]],
 def adjust_plainly(
     row: torch.Tensor, item: ScheduledSequence, prompt: tuple[int, ...], generated: tuple[int, ...]
 ) -> None:
-    sampling, counts = item.sampling, Counter(generated)
+    """In numpy, which takes a tenth of torch's time for a single number."""
+    sampling, numbers = item.sampling, row.numpy()
+    penalty = np.float32(sampling.repetition_penalty)
     for token in set(prompt) | set(generated):
-        penalty = torch.tensor(sampling.repetition_penalty)
-        row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
-    for token, count in counts.items():
-        row[token] += torch.tensor(-(sampling.presence_penalty + sampling.frequency_penalty * count))
+        numbers[token] = numbers[token] / penalty if numbers[token] > 0 else numbers[token] * penalty
+    for token, count in Counter(generated).items():
+        numbers[token] += np.float32(-(sampling.presence_penalty + sampling.frequency_penalty * count))
     for token, bias in sampling.logit_bias:
-        row[token] += torch.tensor(bias)
-    if item.matcher is None:
-        row[list(item.banned_token_ids)] = float("-inf")
-    else:
-        allowed = item.allowed()
-        row[[token for token in range(41) if not allowed[token >> 3] >> (token & 7) & 1]] = float("-inf")
+        numbers[token] += np.float32(bias)
+    allowed = None if item.matcher is None else item.allowed()
+    for token in range(41):
+        if token in item.banned_token_ids if allowed is None else not allowed[token >> 3] >> (token & 7) & 1:
+            numbers[token] = -np.inf
 
 
 def test_all_rows_named_or_not_give_the_same(native: NativeSampler) -> None:

@@ -86,14 +86,14 @@ def test_nothing_is_reduced_where_the_longest_sequence_is_one_split(tiny_model_p
     assert [each.kernel for each in counts.kernels] == 2 * ["write_kernel", "decode_kernel"]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen2_moe"])  # others launch the same kernels
 def test_a_layer_takes_ten_launches_in_our_decoder_and_one_more_each_for_prompts_and_experts(
     architecture: str, tmp_path: Path
 ) -> None:
     model = loaded(saved(architecture, tmp_path, 2), "auto")
     assert isinstance(model, CudaModel)
     first = replace(model, weights=replace(model.weights, layers=model.weights.layers[:1]))
-    has_experts = architecture in ("mixtral", "qwen3_moe", "qwen2_moe")
+    has_experts = architecture != "llama"
     of_mlp = ["route_kernel", "expert_gate_kernel", "expert_down_kernel"] if has_experts else ["gate_kernel"]
     for size in (DECODE, StepSize(8, 4, 2)):
         one, two = counted(first, size), counted(model, size)

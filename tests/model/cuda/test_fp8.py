@@ -35,11 +35,9 @@ pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA t
 from app.build import build_sync_engine
 from app.model.cuda import fp8
 from app.model.cuda.attention import TritonAttention
-from app.model.cuda.captured_inputs import StepSize, decode_size
 from app.model.cuda.decoder import CudaDecoder
 from app.model.cuda.fp8 import FP8, LARGEST, Fp8Rows, empty_inputs, in_fp8, linear
-from tests.model.cuda.counting import launches_of_a_layer
-from tests.model.cuda.test_cuda_decoder import piece, predict, runner_of
+from tests.model.cuda.test_cuda_decoder import piece, predict
 from tests.model.cuda.test_decoder_kernels import Shape, decoder_of
 
 pytestmark = pytest.mark.skipif(
@@ -256,20 +254,6 @@ def test_an_engine_generates(tiny_model_path: Callable[[str], Path]) -> None:
     engine = build_sync_engine(config_of(tiny_model_path("llama"), cache=cache, scheduler=scheduler, **IN_FP8))
     request = make_request((5, 6, 7), max_tokens=2, ignore_eos=True)
     assert len(run_to_end(engine, request).token_ids[request.request_id]) == 2
-
-
-@pytest.mark.usefixtures("triton_here")
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="counted in Triton's interpreter")
-@pytest.mark.parametrize("is_mixed", [False, True])
-def test_a_layer_takes_at_most_twelve_launches_and_no_wait(
-    tiny_model_path: Callable[[str], Path], *, is_mixed: bool
-) -> None:
-    model = load(tiny_model_path("llama"))
-    assert isinstance(model, CudaModel)
-    of_a_layer = launches_of_a_layer(runner_of(model), model, StepSize(8, 4, 2) if is_mixed else decode_size(4))
-    assert of_a_layer["_scaled_mm"] == 4
-    assert of_a_layer["quantise_kernel"] == 1
-    assert of_a_layer.total() <= 11 + is_mixed
 
 
 @pytest.mark.usefixtures("triton_here")

@@ -207,7 +207,7 @@ def test_tokens_are_the_same_alone_among_others_and_after_preemption(tiny_model_
 @pytest.mark.usefixtures("triton_here")
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="counted in Triton's interpreter")
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
-def test_a_layer_takes_as_many_launches_as_in_the_models_type(
+def test_a_layer_takes_as_many_launches_as_in_the_models_type_and_one_more_with_weights_in_fp8(
     quantization: str, tiny_model_path: Callable[[str], Path]
 ) -> None:
     config = in_fp8_config(tiny_model_path("llama"), quantization=quantization)
@@ -215,7 +215,9 @@ def test_a_layer_takes_as_many_launches_as_in_the_models_type(
     assert isinstance(model, CudaModel)
     runner = with_one_block(config, model)
     for size, most in ((decode_size(2), 10), (StepSize(8, 2, 2), 11)):
-        assert launches_of_a_layer(runner, model, size).total() <= most + (quantization == "fp8") <= 12
+        launches, has_fp8 = launches_of_a_layer(runner, model, size), quantization == "fp8"
+        assert launches.total() <= most + has_fp8 <= 12
+        assert (launches["_scaled_mm"], launches["quantise_kernel"]) == ((4, 1) if has_fp8 else (0, 0))
 
 
 class TestRefused:

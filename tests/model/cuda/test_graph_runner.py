@@ -112,6 +112,11 @@ def some_requests() -> list[Request]:
     ]
 
 
+def has_tokens_of_eager_steps(engine: Engine, path: Path, num_requests: int | None = None) -> None:
+    requests = some_requests()[:num_requests]
+    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(path), *requests).token_ids
+
+
 def test_a_model_that_was_off_the_device_has_the_same_tokens_again(small_path: Path) -> None:
     """On a CPU the capture is done again on tensors at other addresses, as it is on a GPU."""
     model, requests, capture = load(small_path), some_requests(), RunAgain()
@@ -139,8 +144,7 @@ def test_a_gpus_memory_is_free_in_sleep(small_path: Path) -> None:
     engine.sleep()
     assert torch.cuda.memory_reserved() < awake
     engine.wake()
-    requests = some_requests()
-    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(small_path), *requests).token_ids
+    has_tokens_of_eager_steps(engine, small_path)
 
 
 def test_replayed_steps_give_the_tokens_of_eager_ones(tiny_model_path: Callable[[str], Path]) -> None:
@@ -296,12 +300,11 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_why(
     def fails(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    requests = some_requests()[:1]
     engine = engine_with(load(small_path), fails)
     with caplog.at_level(logging.WARNING):
         engine.prepare()
     assert "(operation not permitted when stream is capturing)" in caplog.text
-    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(small_path), *requests).token_ids
+    has_tokens_of_eager_steps(engine, small_path, 1)
 
 
 class RunsOutAt:
@@ -328,8 +331,7 @@ def test_where_memory_ends_during_capture_fewer_sizes_are_used(
     assert "6 of 7 CUDA graphs of decode steps fit into the GPU's memory" in caplog.text
     assert "padded to the next of 1, 2, 4, 8, 16, 30 sequences, and steps with prompts have none" in caplog.text
     engine = assemble(LIMITS, CacheConfig(block_size=4), num_blocks=NUM_BLOCKS, runner=runner, facts=model.facts)
-    requests = some_requests()[:2]
-    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(small_path), *requests).token_ids
+    has_tokens_of_eager_steps(engine, small_path, 2)
 
 
 def test_where_memory_ends_after_decode_steps_those_with_prompts_run_eagerly(
@@ -341,8 +343,7 @@ def test_where_memory_ends_after_decode_steps_those_with_prompts_run_eagerly(
         engine.prepare()
     assert "steps of 16 tokens with prompts run without a CUDA graph, slower (CUDA out of memory" in caplog.text
     assert "Lower cache.gpu_memory_fraction for it" in caplog.text
-    requests = some_requests()[:2]
-    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(small_path), *requests).token_ids
+    has_tokens_of_eager_steps(engine, small_path, 2)
 
 
 def test_a_replica_without_memory_for_the_sizes_that_it_needs_stops_with_the_numbers(
@@ -543,12 +544,12 @@ def test_only_an_error_after_which_the_device_is_silent_is_its_loss(
 def test_captured_steps_give_the_tokens_of_eager_ones(
     architecture: str, tiny_model_path: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, requests = tiny_model_path(architecture), some_requests()
+    path = tiny_model_path(architecture)
     with caplog.at_level(logging.INFO):
         engine = engine_with(load(path), CudaCapture(torch.device("cuda")))
         engine.prepare()
     assert "steps run from 5 CUDA graphs" in caplog.text
-    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(path), *requests).token_ids
+    has_tokens_of_eager_steps(engine, path)
 
 
 @pytest.mark.gpu

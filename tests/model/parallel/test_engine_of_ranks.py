@@ -136,7 +136,7 @@ def test_overlapped_steps_of_two_ranks_give_the_tokens_of_one_process(tiny_model
 
 
 def test_what_the_ranks_cannot_share_is_refused_at_the_start(tiny_model_path: Callable[[str], Path]) -> None:
-    with pytest.raises(InvalidSetup, match="tensor_parallel: got 3, which does not divide the 4 attention heads"):
+    with pytest.raises(InvalidSetup, match="tensor_parallel: got 3, which does not divide num_attention_heads 4 of"):
         engine_on(3, config_of(tiny_model_path("llama")))
     with pytest.raises(UnsupportedModel, match="gpt2"):
         engine_on(2, config_of(tiny_model_path("gpt2")))
