@@ -80,10 +80,12 @@ def test_logits_are_those_of_vector_instructions_but_for_rounding(kind: str, tmp
     with built_with(PLAIN_AMX, *QUICK):
         in_tiles = decoder_of(model)
     by_vectors = decoder_of(model)
+    num_equal = 0
     for start, size in ((0, 40), *((at, 1) for at in range(40, 70))):
         rows = [step(decoder, chunk(PROMPT, start, size, BLOCKS))[0] for decoder in (in_tiles, by_vectors)]
-        assert not torch.equal(*rows), "tiles have another order of sums"
+        num_equal += torch.equal(*rows)
         assert relative_error(*rows) < 0.03
+    assert num_equal < 10, "tiles have another order of sums, which rounding seldom hides"
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])

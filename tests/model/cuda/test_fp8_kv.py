@@ -29,7 +29,7 @@ from app.model.loader import load_runner
 from tests.model.cuda.counting import launches_of_a_layer
 from tests.model.cuda.test_decoder_kernels import BLOCK_SIZE, SHAPES, decoder_of
 from tests.model.cuda.test_decoder_kernels import Shape as HeadShape
-from tests.model.cuda.test_triton_attention import STEPS, TABLES, TOLERANCE, Shape, items_of, plain_torch, triton
+from tests.model.cuda.test_triton_attention import TABLES, Shape, assert_all_steps_agree, check_pieces, triton
 
 pytestmark = pytest.mark.skipif(
     DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no FP8"
@@ -111,14 +111,7 @@ def test_the_decoder_stores_what_the_attention_would(shape: HeadShape) -> None:
 def test_prompts_and_single_tokens_in_splits_attend_to_the_rounded_keys_and_values(
     shape: Shape, rules: AttentionRules
 ) -> None:
-    torch.manual_seed(0)
-    ours, reference = triton(shape, kv_dtype=FP8), plain_torch(shape)
-    for step in STEPS:
-        items = items_of(step)
-        query, key, value = shape.tensors(sum(len(item.token_ids) for item in items))
-        mine = attend(ours, items, [query, key, value], rules)
-        right = attend(reference, items, [query, rounded(key), rounded(value)], rules)
-        torch.testing.assert_close(mine.float(), right.float(), atol=TOLERANCE[shape.dtype], rtol=1e-3)
+    assert_all_steps_agree(shape, rules, rounded, kv_dtype=FP8)
 
 
 def test_outputs_are_as_close_to_those_of_the_models_type_as_numbers_of_four_bits_allow() -> None:
@@ -137,21 +130,7 @@ def test_outputs_are_as_close_to_those_of_the_models_type_as_numbers_of_four_bit
 @pytest.mark.usefixtures("equal_rows")
 def test_batch_invariant_rows_do_not_depend_on_pieces_or_neighbours() -> None:
     torch.manual_seed(0)
-    shape = Shape(num_heads=3, num_kv_heads=1, key_dim=24, dtype=torch.bfloat16)
-    qkv = shape.tensors(40)
-
-    def computed(sizes: list[int], *, has_neighbour: bool) -> torch.Tensor:
-        attention, outputs, at = triton(shape, batch_invariant=True, kv_dtype=FP8), [], 0
-        for size in sizes:
-            tensors = [torch.cat([torch.ones_like(t[:size]), t[at : at + size]]) for t in qkv]
-            items = [scheduled(size, at, TABLES[1]), scheduled(size, at, TABLES[0])]
-            if not has_neighbour:
-                tensors, items = [t[size:] for t in tensors], items[1:]
-            outputs.append(attend(attention, items, tensors, PLAIN)[-size:])
-            at += size
-        return torch.cat(outputs)
-
-    assert torch.equal(computed([40], has_neighbour=False), computed([23, 1, 16], has_neighbour=True))
+    check_pieces(Shape(num_heads=3, num_kv_heads=1, key_dim=24, dtype=torch.bfloat16), kv_dtype=FP8)
 
 
 def test_what_is_not_a_number_shows_in_its_sequence_alone() -> None:

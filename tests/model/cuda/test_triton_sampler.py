@@ -72,8 +72,8 @@ def test_the_same_tokens_as_the_plain_sampler_alone_and_in_any_batch(
     logits = torch.tensor([row for row, _ in rows], dtype=dtype, device=DEVICE)
     items = [item(position=n + 1, **filters) for n, (_, filters) in enumerate(rows)]
     together = triton().sample(logits, items).tolist()
-    alone = [triton().sample(logits[n : n + 1], items[n : n + 1]).item() for n in range(len(rows))]
-    assert together == alone
+    if len(rows) > 1:
+        assert together == [triton().sample(logits[n : n + 1], [each]).item() for n, each in enumerate(items)]
     # Where sums of weights reach top-p exactly, rounding decides.
     plain = [
         sample(logits, [_with_shares(each, factor) for each in items]).tolist() for factor in (1, 1.00001, 0.99999)
