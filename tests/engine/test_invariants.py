@@ -16,7 +16,7 @@ from app.engine.engine import StepError
 from app.engine.observer import StepObserver
 from app.engine.request import FinishReason, Request
 from app.errors import DeadlineMissed, Quarantined, StepFailed
-from tests.fakes import (
+from tests.kit.engine import (
     POOLINGS_OF_DECODERS,
     FakeClock,
     KnowingDrafter,

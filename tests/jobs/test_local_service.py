@@ -14,7 +14,7 @@ from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, Stora
 from app.jobs.local_service import LocalBatchService
 from app.jobs.space import RESERVE_BYTES
 from tests import waiting
-from tests.jobs.lives import (
+from tests.kit.jobs import (
     CHAT,
     OWNER,
     Echo,

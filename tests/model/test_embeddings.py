@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from app.engine.request import Pooling, Request
-from tests.fakes import Outcome, run_to_end
+from tests.kit.engine import Outcome, run_to_end
 from tests.kit.models import generate_plainly, own_model, relative_error
 from tests.model.test_equivalence import KNOWN_TO_THE_DECODER, build, random_requests
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE

@@ -17,7 +17,7 @@ from app.build import Devices, build_sync_engine
 from app.engine.engine import Engine
 from app.engine.request import Pooling, Request
 from app.errors import InvalidRequest, InvalidSetup, UnsupportedModel
-from tests.fakes import Outcome, make_request, run_to_end
+from tests.kit.engine import Outcome, make_request, run_to_end
 from tests.kit.models import config_of, relative_error
 from tests.tiny_encoders import (
     CROSS_ENCODERS,

@@ -20,7 +20,7 @@ from app.model.cpu.attention import NativeAttention
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.library import is_fast
 from app.model.forward import TransformersForward
-from tests.fakes import make_request, run_to_end
+from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import config_of, generate_plainly
 from tests.model.transformers_code import transformers_code
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE

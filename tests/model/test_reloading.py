@@ -8,7 +8,7 @@ import pytest
 
 from app.build import Devices, build_sync_engine
 from app.errors import InvalidSetup
-from tests.fakes import make_request, run_to_end
+from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import config_of
 from tests.lora import save_adapter
 from tests.tiny_models import build_tiny_model

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 from app.engine.model_runner import ModelRunner
 from app.model.sampler import Sampler, gumbel_noise
-from tests.fakes import build_fake_engine, make_request, run_to_end
+from tests.kit.engine import build_fake_engine, make_request, run_to_end
 from tests.kit.models import scheduled
 
 VOCAB_SIZE = 40

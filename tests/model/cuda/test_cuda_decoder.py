@@ -21,8 +21,8 @@ from app.model.forward import Prediction, TransformersForward
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.transformers_code import TransformersModel
-from tests.fakes import make_request, run_to_end
 from tests.kit import models as kit
+from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import DEVICE, config_of, generate_plainly, relative_error, scheduled
 from tests.model.transformers_code import transformers_code
 from tests.tiny_models import build_tiny_model

@@ -30,8 +30,8 @@ from app.model.cuda.graph_runner import GraphModelRunner, LaunchedStep
 from app.model.sampler import Sampler
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.transformers_code import TransformersModel
-from tests.fakes import POOLINGS_OF_DECODERS, make_request, run_to_end
 from tests.kit import models as kit
+from tests.kit.engine import POOLINGS_OF_DECODERS, make_request, run_to_end
 from tests.kit.models import DEVICE, config_of, scheduled
 from tests.tiny_models import build_tiny_model
 

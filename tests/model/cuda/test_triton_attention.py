@@ -14,7 +14,7 @@ from app.build import build_sync_engine
 from app.engine.batch import ScheduledSequence
 from app.model.attention import AttentionRules, PagedAttention, TorchAttention
 from app.model.kv_cache import KVCache, LayerShape
-from tests.fakes import make_request, run_to_end
+from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import DEVICE, attend, config_of, scheduled
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")

@@ -19,7 +19,7 @@ from app.errors import InvalidSetup, UnsupportedModel
 from app.model.gguf.checkpoint import checkpoint_of
 from app.model.location import resolve_model_path
 from app.text import Tokenizer
-from tests.fakes import make_request, run_to_end
+from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import config_of, generate_plainly, own_model
 from tests.model.gguf.files import END, START, TOKENS, tiny_model, write_gguf
 
