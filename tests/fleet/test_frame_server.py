@@ -22,8 +22,8 @@ from app.fleet.frame_server import MAX_HELLO_BYTES, UNREAD_TIMEOUT_S, Hello
 from app.fleet.frames import AbortRequest, Message, SubmitRequest, WatchEngine, encode, frame_decoder
 from tests.engine.test_async_engine import GatedAdapters, with_adapter
 from tests.engine.test_sleep_controller import dozing_service, turns_on
-from tests.fakes import async_engine, build_fake_engine, expected_tokens, make_request
 from tests.fleet.test_frames import REPORT
+from tests.kit.engine import async_engine, build_fake_engine, expected_tokens, make_request
 from tests.waiting import until
 
 
