@@ -275,9 +275,9 @@ def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | No
     model = config.model
     served = (model.path, *names_in_config(resolve_model_path(model.path)))
 
-    def load(adapter: Adapter) -> object:
+    def load(adapter: Adapter, make_room: Callable[[], None]) -> object:
         folder = folder_of_adapter(adapter)
-        weights = runner.load_adapter(folder)
+        weights = runner.load_adapter(folder, make_room)
         difference = another_base(folder, served, model.revision)
         if difference is not None:
             logger.warning("the adapter %s fits by its sizes, but %s", adapter.name, difference)

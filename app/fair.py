@@ -301,15 +301,20 @@ class RetryTimes:
     def __init__(self) -> None:
         self._last_at: dict[str, float] = {}  # by tenant, of those with times that have not passed
 
-    def next_after(self, now: float, *, ended_per_s: float, tenant: str = "") -> float:
-        """Seconds until a place should be free for this client; 1 while no request has ended."""
+    def next_after(self, now: float, *, ended_per_s: float, tenant: str = "", takes_place: bool = True) -> float:
+        """Seconds until a place should be free for this client; 1 while no request has ended.
+
+        `takes_place`: the tenant's next refused client comes back after this one. A request that never waits for a
+        place may be tried at any rate, and delays nobody.
+        """
         if ended_per_s <= 0:
             return 1.0
         if tenant not in self._last_at or self._last_at[tenant] <= now:
             self._last_at = {each: at for each, at in self._last_at.items() if at > now}
-            if len(self._last_at) >= self._MAX_TENANTS:
+        num_tenants = len(self._last_at) + (tenant not in self._last_at)
+        next_at = min(self._last_at.get(tenant, now) + num_tenants / ended_per_s, now + self._MAX_AHEAD_S)
+        if takes_place:
+            self._last_at[tenant] = next_at
+            if len(self._last_at) > self._MAX_TENANTS:
                 self._last_at.pop(next(iter(self._last_at)))
-        last_at = self._last_at.setdefault(tenant, now)
-        num_tenants = len(self._last_at)
-        self._last_at[tenant] = min(last_at + num_tenants / ended_per_s, now + self._MAX_AHEAD_S)
-        return self._last_at[tenant] - now
+        return next_at - now

@@ -26,8 +26,7 @@ import math
 import sys
 import time
 import urllib.error
-import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -41,16 +40,14 @@ from app.engine.histogram import SECONDS
 from benchmarks.harness.command import BenchmarkError, above_zero, command_parser, positive, run_command, tell
 from benchmarks.harness.figures import table
 from benchmarks.harness.http_call import Target
+from benchmarks.harness.service import got
 
 MIN_PARTS = 10  # in which both arms had requests; fewer say too little about how parts differ
 _CONFIDENCE = 0.95  # of each interval
-_TIMEOUT_S = 10.0
 _TTFT, _ITL = "carousel_first_token_seconds", "carousel_inter_token_seconds"
-# Heads of the rows, the parts of an arm that they are about, and whether more is better.
-_FIGURES = (
-    ("TTFT mean s", "ttft", False), ("ITL mean s", "itl", False), ("goodput, share", "good", True),
-    ("tokens in time, share", "itl_in_time", True),
-)  # fmt: skip
+# Heads of the rows, and whether more is better.
+_FIRST, _GAPS, _GOOD, _IN_TIME = "TTFT mean s", "ITL mean s", "goodput, share", "tokens in time, share"
+_MORE_IS_BETTER = {_FIRST: False, _GAPS: False, _GOOD: True, _IN_TIME: True}
 _LOST = ("carousel_engine_failed_total", "carousel_engine_missed_total")
 _NEEDED = (_TTFT, _ITL, *_LOST, "carousel_slots", "carousel_scrape_missing")  # other lines are not parsed
 
@@ -99,24 +96,16 @@ def critical_value(confidence: float, num_parts: int) -> float:
 
 
 @dataclass(slots=True)
-class Tally:
-    """A histogram as far as it is needed."""
-
-    num_values: float = 0.0
-    total_s: float = 0.0
-    num_in_time: float = 0.0
-
-
-@dataclass(slots=True)
 class ArmReading:
     """What one scrape says of a group, counted since the service started."""
 
-    ttft: Tally = field(default_factory=Tally)
-    itl: Tally = field(default_factory=Tally)
+    # First tokens, the sum of their seconds, those in time; the same of the gaps between tokens.
+    counts: FloatArray = field(default_factory=lambda: np.zeros(6))
     lost: dict[str, float] = field(default_factory=dict)  # requests that failed or came too late, by replica
 
 
 Reading = Mapping[str, ArmReading]  # by group
+Arm = Mapping[str, Parts]  # what happened to the requests of a group, part by part, by the heads of the rows
 
 
 class Limits(NamedTuple):
@@ -124,20 +113,6 @@ class Limits(NamedTuple):
 
     ttft_s: float
     itl_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """What happened to the requests of a group, part by part."""
-
-    ttft: Parts
-    itl: Parts
-    good: Parts  # first tokens in time, of these and the lost ones
-    itl_in_time: Parts
-
-    @property
-    def num_requests(self) -> float:
-        return float(self.ttft.counts.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +140,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         BenchmarkError: /metrics cannot be read, there is no such model or reference, or there are too few requests.
     """
     limits = Limits(_limit("--slo-ttft-ms", given.slo_ttft_ms), _limit("--slo-itl-ms", given.slo_itl_ms))
-    source = MetricsSource(given.base_url, given.key_file)
-    readings = watched(source, given.model, limits, seconds=given.seconds, num_parts=given.parts)
+    text = metrics_of(given.base_url, given.key_file)
+    readings = watched(text, given.model, limits, seconds=given.seconds, num_parts=given.parts)
     names = sorted(readings[0])
     reference = names[0] if given.reference is None else given.reference
     if reference not in names:
@@ -182,7 +157,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     return {
         "reference": reference,
         "seconds": given.seconds,
-        "num_requests": {name: arm.num_requests for name, arm in arms.items()},
+        "num_requests": {name: num_requests(arm) for name, arm in arms.items()},
         "findings": [asdict(finding) for finding in findings],
     }
 
@@ -190,36 +165,28 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 # ---------------------------------------------------------------------- reading
 
 
-class MetricsSource:
-    """The text of a service's /metrics."""
-
-    def __init__(self, base_url: str, key_file: str | None) -> None:
-        """Raises BenchmarkError when the address is none, or the key cannot be read."""
-        target = Target.parse(base_url)
-        scheme = "https" if target.is_encrypted else "http"
-        self.url = f"{scheme}://{target.host}:{target.port}{target.path.removesuffix('/v1')}/metrics"
-        self._headers = {}
-        if key_file is not None:
-            try:
-                self._headers["Authorization"] = f"Bearer {Path(key_file).read_text(encoding='utf-8').strip()}"
-            except (OSError, UnicodeDecodeError) as error:
-                raise BenchmarkError(f"--key-file {key_file} cannot be read: {error}") from error
-
-    def __call__(self) -> str:
-        """Raises BenchmarkError when there is no answer, or a refusal."""
-        request = urllib.request.Request(self.url, headers=self._headers)
+def metrics_of(base_url: str, key_file: str | None) -> Callable[[], str]:
+    """Asks for the text of a service's /metrics. Both raise BenchmarkError: for a wrong option, and for no answer."""
+    target, headers = Target.parse(base_url), {}
+    if key_file is not None:
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-                text: str = response.read().decode()
-                return text
+            headers["Authorization"] = f"Bearer {Path(key_file).read_text(encoding='utf-8').strip()}"
+        except (OSError, UnicodeDecodeError) as error:
+            raise BenchmarkError(f"--key-file {key_file} cannot be read: {error}") from error
+
+    def text() -> str:
+        try:
+            return got(target, "/metrics", headers).decode()
         except urllib.error.HTTPError as error:
             hint = "; give a key that may read it: --key-file FILE" if error.code in (401, 403) else ""
-            raise BenchmarkError(f"{self.url} answers with status {error.code}{hint}") from error
+            raise BenchmarkError(f"{target.url('/metrics')} answers with status {error.code}{hint}") from error
         except OSError as error:
-            raise BenchmarkError(f"{self.url} does not answer: {error}") from error
+            raise BenchmarkError(f"{target.url('/metrics')} does not answer: {error}") from error
+
+    return text
 
 
-def watched(source: MetricsSource, model: str, limits: Limits, *, seconds: float, num_parts: int) -> list[Reading]:
+def watched(text: Callable[[], str], model: str, limits: Limits, *, seconds: float, num_parts: int) -> list[Reading]:
     """A reading at the start and one at the end of each part.
 
     One that lacks a process is left out: its part and the next are one.
@@ -228,17 +195,16 @@ def watched(source: MetricsSource, model: str, limits: Limits, *, seconds: float
     readings: list[Reading] = []
     for number in range(num_parts + 1):
         time.sleep(max(0.0, start + number * seconds / num_parts - time.monotonic()))
-        reading = read(source(), model, limits)
+        reading = read(text(), model, limits)
         if reading is None:
             tell(f"part {number} of {num_parts}: a process did not answer in time; this reading is left out")
             continue
         if readings and reading.keys() != readings[0].keys():
             raise BenchmarkError("the groups have changed meanwhile: compare while the config stays as it is")
         if readings:
-            since = {name: arm.ttft.num_values - readings[0][name].ttft.num_values for name, arm in reading.items()}
-            tell(
-                f"part {number} of {num_parts}: " + ", ".join(f"{name} {n:,.0f} requests" for name, n in since.items())
-            )
+            since = {name: arm.counts[0] - readings[0][name].counts[0] for name, arm in reading.items()}
+            done = ", ".join(f"{name} {number:,.0f} requests" for name, number in since.items())
+            tell(f"part {number} of {num_parts}: {done}")
         readings.append(reading)
     if len(readings) <= MIN_PARTS:
         raise BenchmarkError(
@@ -280,13 +246,10 @@ def _count(arm: ArmReading, name: str, labels: Mapping[str, str], value: float, 
     if name in _LOST:
         arm.lost[labels["replica"]] = arm.lost.get(labels["replica"], 0.0) + value
     elif labels.get("class") == "foreground":
-        for histogram, tally, limit_s in ((_TTFT, arm.ttft, limits.ttft_s), (_ITL, arm.itl, limits.itl_s)):
-            if name == f"{histogram}_count":
-                tally.num_values = value
-            elif name == f"{histogram}_sum":
-                tally.total_s = value
-            elif name == f"{histogram}_bucket" and float(labels["le"]) == limit_s:
-                tally.num_in_time = value
+        for first, histogram, limit_s in ((0, _TTFT, limits.ttft_s), (3, _ITL, limits.itl_s)):
+            for place, ending in enumerate(("_count", "_sum", "_bucket"), start=first):
+                if name == histogram + ending and (ending != "_bucket" or float(labels["le"]) == limit_s):
+                    arm.counts[place] = value
 
 
 def arm_of(name: str, readings: Sequence[Reading]) -> Arm:
@@ -296,8 +259,10 @@ def arm_of(name: str, readings: Sequence[Reading]) -> Arm:
         BenchmarkError: it had requests in too few parts, or its counts fell.
     """
     arms = [reading[name] for reading in readings]
-    num_first, ttft_s, in_time = _between(name, [arm.ttft for arm in arms])
-    num_gaps, itl_s, gaps_in_time = _between(name, [arm.itl for arm in arms])
+    added = np.diff([arm.counts for arm in arms], axis=0).T
+    num_first, ttft_s, in_time, num_gaps, itl_s, gaps_in_time = added
+    if (num_first < 0).any() or (num_gaps < 0).any():
+        raise BenchmarkError(f"the counts of the group {name} fell: an ingress has ended or restarted; start again")
     lost = np.array([_newly_lost(before.lost, after.lost) for before, after in pairwise(arms)])
     for what, counts in (("requests", num_first), ("requests with more than one token", num_gaps)):
         num_used = int((counts > 0).sum())
@@ -306,20 +271,14 @@ def arm_of(name: str, readings: Sequence[Reading]) -> Arm:
                 f"the group {name} had {what} in {num_used} of {len(counts)} parts; at least {MIN_PARTS} are needed: "
                 f"watch for longer (--seconds), or send it a larger share"
             )
-    return Arm(
-        ttft=Parts(ttft_s, num_first),
-        itl=Parts(itl_s, num_gaps),
-        good=Parts(in_time, num_first + lost),
-        itl_in_time=Parts(gaps_in_time, num_gaps),
-    )
+    return {
+        _FIRST: Parts(ttft_s, num_first), _GAPS: Parts(itl_s, num_gaps), _GOOD: Parts(in_time, num_first + lost),
+        _IN_TIME: Parts(gaps_in_time, num_gaps),
+    }  # fmt: skip
 
 
-def _between(name: str, tallies: Iterable[Tally]) -> Iterable[FloatArray]:
-    """What each part added: values, their sum, those in time."""
-    added = np.diff([[each.num_values, each.total_s, each.num_in_time] for each in tallies], axis=0).T
-    if (added[0] < 0).any():
-        raise BenchmarkError(f"the counts of the group {name} fell: an ingress has ended or restarted; start again")
-    return tuple(added)
+def num_requests(arm: Arm) -> float:
+    return float(arm[_FIRST].counts.sum())
 
 
 def _newly_lost(before: Mapping[str, float], after: Mapping[str, float]) -> float:
@@ -333,8 +292,8 @@ def _newly_lost(before: Mapping[str, float], after: Mapping[str, float]) -> floa
 def compared(name: str, arm: Arm, reference: Arm, *, confidence: float) -> list[Finding]:
     """All figures of an arm beside the reference's."""
     findings = []
-    for figure, attribute, more_is_better in _FIGURES:
-        ours, theirs = getattr(arm, attribute), getattr(reference, attribute)
+    for figure, more_is_better in _MORE_IS_BETTER.items():
+        ours, theirs = arm[figure], reference[figure]
         difference, reach = difference_of(ours, theirs, confidence)
         low, high = difference - reach, difference + reach
         verdict = "no difference shown"

@@ -41,7 +41,8 @@ def make_workload(
         raise BenchmarkError(f"--vocab {vocab_size:,}: prompts are of ids from {_FIRST_TOKEN} on; it must be larger")
     lengths = random.Random(f"{name}-{seed}")
     tokens = Tokens(random.Random(f"{name}-{seed}-{_VARIANT}"), vocab_size)
-    requests = WORKLOADS[name](lengths, tokens, num_requests or NUM_REQUESTS[name])
+    usual_number, make = WORKLOADS[name]
+    requests = make(lengths, tokens, num_requests or usual_number)
     return [
         {"id": f"{name}-{number}", "prompt_token_ids": prompt, "max_tokens": max_tokens, "ignore_eos": True}
         | ({"tenant": f"tenant-{_tenant(number, num_tenants)}"} if num_tenants > 1 else {})
@@ -60,7 +61,10 @@ class Tokens:
         return self._source.choices(self._known, k=number)
 
 
-def _sharegpt(lengths: random.Random, tokens: Tokens, num_requests: int) -> list[tuple[list[int], int]]:
+Lengths = tuple[list[int], int]  # the tokens of a prompt, and how many to generate
+
+
+def _ragged(lengths: random.Random, tokens: Tokens, num_requests: int) -> list[Lengths]:
     requests = []
     for _ in range(num_requests):
         num_prompt = _between(16, lengths.lognormvariate(4.75, 0.9), 512)
@@ -69,30 +73,22 @@ def _sharegpt(lengths: random.Random, tokens: Tokens, num_requests: int) -> list
     return requests
 
 
-def _uniform(lengths: random.Random, tokens: Tokens, num_requests: int) -> list[tuple[list[int], int]]:
-    return [(tokens.draw(128), 64) for _ in range(num_requests)]
+def _equal(num_prompt: int, num_output: int, *, num_shared: int = 0) -> Callable[..., list[Lengths]]:
+    """Requests of one length, which begin with tokens that all of them have."""
+
+    def make(lengths: random.Random, tokens: Tokens, num_requests: int) -> list[Lengths]:
+        prefix = tokens.draw(num_shared)
+        return [(prefix + tokens.draw(num_prompt), num_output) for _ in range(num_requests)]
+
+    return make
 
 
-def _shared_prefix(lengths: random.Random, tokens: Tokens, num_requests: int) -> list[tuple[list[int], int]]:
-    prefix = tokens.draw(384)
-    return [(prefix + tokens.draw(32), 64) for _ in range(num_requests)]
-
-
-def _decode(lengths: random.Random, tokens: Tokens, num_requests: int) -> list[tuple[list[int], int]]:
-    return [(tokens.draw(16), 128) for _ in range(num_requests)]
-
-
-def _prefill(lengths: random.Random, tokens: Tokens, num_requests: int) -> list[tuple[list[int], int]]:
-    return [(tokens.draw(512), 1) for _ in range(num_requests)]
-
-
-NUM_REQUESTS = {"sharegpt": 64, "uniform": 32, "shared_prefix": 64, "decode": 32, "prefill": 8}
-WORKLOADS: dict[str, Callable[[random.Random, Tokens, int], list[tuple[list[int], int]]]] = {
-    "sharegpt": _sharegpt,
-    "uniform": _uniform,
-    "shared_prefix": _shared_prefix,
-    "decode": _decode,
-    "prefill": _prefill,
+WORKLOADS: dict[str, tuple[int, Callable[[random.Random, Tokens, int], list[Lengths]]]] = {
+    "sharegpt": (64, _ragged),
+    "uniform": (32, _equal(128, 64)),
+    "shared_prefix": (64, _equal(32, 64, num_shared=384)),
+    "decode": (32, _equal(16, 128)),
+    "prefill": (8, _equal(512, 1)),
 }
 
 

@@ -22,7 +22,8 @@ from typing import Any
 
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
 from benchmarks.harness.figures import cell, table
-from benchmarks.harness.turns import PROJECT, last_object, median_of_ratios, numbers_of, run_module, turns
+from benchmarks.harness.machine import PROJECT
+from benchmarks.harness.turns import last_object, median_of_ratios, numbers_of, run_module, turns
 
 HERE, BASE = "here", "base"
 

@@ -28,14 +28,11 @@ _HEAD = """\
 
 <!-- Written by `python -m scripts.configuration_page` from app/config/. Change the settings there, not this page. -->
 
-The `args` of the application in the Serve config file (`deployments/serve.yaml`). Every setting has a default. A wrong
-value stops the start with its path and the fix; so does a name that is not on this page.
-
-Limits that no deployment needs to change are constants in the code, each beside its use.
+The `args` of the application in the Serve config file (`deployments/serve.yaml`). A wrong value stops the start with
+its path and the fix; so does a name that is not on this page. `[]` marks a list.
 
 A strategy, a policy or a dispatch policy is a name (`strategy: static`), or a name with its parameters
-(`strategy: {name: static, batch_size: 8}`); it takes only its own. The `kind` of a pipeline's step is like such a name.
-`[]` marks a list.
+(`strategy: {name: static, batch_size: 8}`); it takes only its own. So is the `kind` of a pipeline's step.
 """
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", dict: "settings by name"}
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -89,10 +86,16 @@ def _presets() -> Iterator[str]:
 def _choice(name: str, kinds: Iterable[type[BaseModel]]) -> Iterator[str]:
     """What may be chosen by name, with the parameters of each."""
     yield f"| `{name}` | Parameter | Default | Values | What it does |\n|---|---|---|---|---|"
+    seen: set[str] = set()  # what other choices have too stands once
     for kind in kinds:
-        yield f"| `{choice_of(kind)}` | | | | {kind.__doc__} |"
-        for parameter, field in parameters_of(kind).items():
-            yield f"| | `{parameter}` | {_default(field)} | {_values(field)} | {field.description} |"
+        rows = {
+            parameter: f"`{parameter}` | {_default(field)} | {_values(field)} | {field.description}"
+            for parameter, field in parameters_of(kind).items()
+        }
+        again = ", ".join(f"`{parameter}`" for parameter, row in rows.items() if row in seen)
+        yield f"| `{choice_of(kind)}` | {again + ': as above ' if again else ''}| | | {kind.__doc__} |"
+        yield from (f"| | {row} |" for row in rows.values() if row not in seen)
+        seen.update(rows.values())
     yield ""
 
 
@@ -129,10 +132,11 @@ def _values(field: FieldInfo) -> str:
 
 
 def _values_of(annotation: Any, metadata: Iterable[Any]) -> str:
-    limits = [
-        f"{_SIGNS[sign]} {_number(getattr(each, sign))}" for each in metadata for sign in _SIGNS if hasattr(each, sign)
-    ]
-    return ", ".join([_WORDS[get_origin(annotation) or annotation], *limits])
+    limits = {sign: getattr(each, sign) for each in metadata for sign in _SIGNS if hasattr(each, sign)}
+    kind = _WORDS[get_origin(annotation) or annotation]
+    if limits.keys() == {"ge", "le"}:
+        return f"{kind} {_number(limits['ge'])} to {_number(limits['le'])}"
+    return ", ".join([kind, *(f"{_SIGNS[sign]} {_number(limit)}" for sign, limit in limits.items())])
 
 
 def _number(limit: float) -> str:

@@ -175,6 +175,15 @@ def test_a_tenant_that_floods_moves_only_its_own_times() -> None:
     assert retry.next_after(221.0, ended_per_s=4.0, tenant="flood") == pytest.approx(0.25)  # the flood is forgotten
 
 
+def test_those_that_never_wait_for_a_place_put_no_other_off() -> None:
+    retry = RetryTimes()
+    assert retry.next_after(100.0, ended_per_s=4.0) == pytest.approx(0.25)
+    for tenant, wait_s in (("", 0.5), ("other", 0.5)):
+        flood = [retry.next_after(100.0, ended_per_s=4.0, tenant=tenant, takes_place=False) for _ in range(1_000)]
+        assert flood == pytest.approx([wait_s] * 1_000)
+    assert retry.next_after(100.0, ended_per_s=4.0) == pytest.approx(0.5)
+
+
 def test_a_flood_of_tenants_takes_bounded_memory() -> None:
     retry = RetryTimes()
     for number in range(3_000):

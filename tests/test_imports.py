@@ -66,7 +66,7 @@ ALLOWED = {
     "app.api": {
         "app.batches", "app.webhooks.receiver", "app.config", "app.errors", "app.fair", "app.json_pieces", "app.text",
         "app.metrics", "app.versions", "app.engine.request", "app.engine.snapshot",
-        "msgspec", "starlette", "pydantic", "pydantic_core", "python_multipart",
+        "msgspec", "numpy", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.api.pipelines": {
         "app.api", "app.config", "app.disk", "app.errors", "app.engine.request", "app.json_pieces", "app.metrics",

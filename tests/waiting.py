@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import selectors
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -43,6 +44,34 @@ def eventually(
         assert time.monotonic() < deadline, f"not within {timeout_s} s; at last: {found}"
         time.sleep(every_s)
     return found
+
+
+class _NoWait(selectors.DefaultSelector):
+    """Waits for nothing: on its own clock as much time has passed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is not None and timeout > 0:
+            self.now += timeout
+            timeout = 0.0
+        return super().select(timeout)
+
+
+class TimelessLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time passes only while every task waits for it, and then at once.
+
+    A timer of a minute comes in no time, and never early on a busy machine. Not for tests with threads or processes.
+    """
+
+    def __init__(self) -> None:
+        self._no_wait = _NoWait()
+        super().__init__(self._no_wait)
+
+    def time(self) -> float:
+        return self._no_wait.now
 
 
 def stop_child(pid: int) -> None:

@@ -29,6 +29,7 @@ SEED_MASK = 2**63 - 1
 USUAL_CHARACTERS_PER_TOKEN = 16
 # Bytes of a text of which only the end is wanted, or the number of tokens: it is encoded in a second.
 MAX_LONGER_TEXT = 1_000_000
+MAX_CALL_TOKENS = 1_000_000  # of all prompts of a call, or two contexts where that is more; a token takes 36 bytes
 
 
 def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLimits) -> None:
@@ -115,23 +116,40 @@ def encode_prompts(
     *,
     add_special_tokens: bool,
     may_be_longer: bool = False,
+    cut: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda token_ids: token_ids,
 ) -> list[tuple[int, ...]]:
-    """The token ids of texts, and of prompts that are ids already.
+    """The token ids of texts, and of prompts that are ids already, each as `cut` leaves it.
 
-    Raises InvalidRequest for ids that do not exist and for texts that the context cannot hold; `may_be_longer`: that is
-    no mistake of a text.
+    Raises InvalidRequest for ids that do not exist, for texts that the context cannot hold (`may_be_longer`: that is no
+    mistake of a text), and for more tokens than one call may have.
     """
     check_texts([each for each in prompts if isinstance(each, str)], model, param, may_be_longer=may_be_longer)
     for prompt in prompts:
         if not isinstance(prompt, str):
             check_token_ids(prompt, model, param)
     most = max(2 * model.facts.max_model_len, MAX_LONGER_TEXT)  # tokens that are worth an exact answer
-    return [
-        model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, max_tokens=most)
-        if isinstance(prompt, str)
-        else tuple(prompt)
-        for prompt in prompts
-    ]
+    encoded, num_tokens = list[tuple[int, ...]](), 0
+    for prompt in prompts:
+        token_ids = (
+            model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, max_tokens=most)
+            if isinstance(prompt, str)
+            else tuple(prompt)
+        )
+        encoded.append(cut(token_ids))
+        num_tokens += len(encoded[-1])
+        if len(encoded) > 1:  # of one, the context is the limit
+            check_call_tokens(num_tokens, model, f"the first {len(encoded):,} texts of {param}", param)
+    return encoded
+
+
+def check_call_tokens(num_tokens: int, model: ServedModel, what: str, param: str) -> None:
+    """Raise InvalidRequest when `what` has more tokens together than are accepted in one call."""
+    most = max(MAX_CALL_TOKENS, 2 * model.facts.max_model_len)
+    if num_tokens > most:
+        raise InvalidRequest(
+            f"{what} have {num_tokens:,} tokens; at most {most:,} are accepted in one call; send fewer {param} at once",
+            param=param,
+        )
 
 
 def check_texts(texts: Sequence[str], model: ServedModel, param: str, *, may_be_longer: bool = False) -> None:

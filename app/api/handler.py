@@ -129,7 +129,7 @@ class RequestHandler:
             )
             answer = await run.answer(target)
             state = answer.state
-            state.pipeline_headers = run.headers(answer)
+            state.pipeline_headers = answer.headers()
         state.writer = endpoint.writer(parsed)
         state.is_streamed = isinstance(parsed, GenerationRequest) and parsed.stream
         state.shows_loads = context.reservation.account.may_administer
@@ -162,14 +162,20 @@ class RequestHandler:
         shared: SharedFields | None = None,
         *,
         reserves: bool = True,
+        known: PreparedRequest | None = None,
     ) -> PreparedRequest:
-        """What a body of this size asks of a model, checked; `reserves`: and what it may need reserved."""
+        """What a body of this size asks of a model, checked; `reserves`: and what it may need reserved.
+
+        known: what an earlier call with these arguments gave, which reserved nothing.
+        """
         reservation = context.reservation
         with self.counting_refusals(model.base) if reserves else nullcontext():
             if model.parent:
                 model = self.names.current(model)
-            work = partial(endpoint.prepare, parsed, model, context, shared)
-            prepared = await self.threads.encode(reservation.account.name, parsed.encoded_size(size), work)
+            prepared = known
+            if prepared is None:
+                work = partial(endpoint.prepare, parsed, model, context, shared)
+                prepared = await self.threads.encode(reservation.account.name, parsed.encoded_size(size), work)
             if reserves:
                 reservation.reserve(
                     num_logprobs=prepared.num_logprobs,

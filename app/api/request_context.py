@@ -6,7 +6,7 @@ It is made before the body is read, so that an engine's request is built once, w
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from starlette.types import Scope
 
 from app.api.auth.limits import Reservation
-from app.api.prepared_request import RequestLimits, ServedModel
+from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
 from app.api.request_trace import RequestTrace
 from app.api.schemas.requests import QueuedRequest
 from app.engine.request import MAX_SESSION_LENGTH
@@ -39,6 +39,7 @@ class RequestContext:
     shares_prefixes: bool = True  # with requests of other accounts
     arrived_at: float = 0.0  # by the clock of the metrics
     trace: RequestTrace | None = None  # where traces are sent
+    on_begin: Callable[[PreparedRequest], None] = lambda prepared: None  # is told of all that it computes
 
     def response_id(self, prefix: str) -> str:
         """An id that begins with that of the request, after a prefix.

@@ -8,6 +8,8 @@ from app.config.base import repeated
 from app.config.models import ServedModelConfig
 from app.config.pipelines import PipelineConfig, RouteStepConfig, named_by
 
+MAX_RUNS = 64  # of models, for one request to a pipeline
+
 
 def check_branches(models: Sequence[ServedModelConfig], pipelines: Sequence[PipelineConfig]) -> None:
     """All of these checks."""
@@ -82,6 +84,13 @@ def check_pipelines(models: Sequence[ServedModelConfig], pipelines: Sequence[Pip
             raise ValueError(
                 f"pipelines[{index}]: it would answer itself: {' → '.join(circle)}; name a model in one of them"
             )
+    num_runs: dict[str, int] = {}
+    for index, name in enumerate(pipeline_of):
+        if (number := _num_runs(name, pipeline_of, num_runs)) > MAX_RUNS:
+            raise ValueError(
+                f"pipelines[{index}]: a request for {name} would run {number:,} models, those of the pipelines that it "
+                f"names too; at most {MAX_RUNS} are accepted: name fewer in its steps or theirs"
+            )
 
 
 def _check_presets(route: RouteStepConfig, models: Mapping[str, ServedModelConfig], path: str) -> None:
@@ -115,3 +124,16 @@ def _circle(
                 return circle
         sound.add(name)
     return ()
+
+
+def _num_runs(name: str, pipelines: Mapping[str, PipelineConfig], known: dict[str, int]) -> int:
+    """How often a request for a pipeline runs a model, at most; 1 for a model. `known`: of those found before."""
+    if name not in pipelines:
+        return 1
+    if name not in known:
+        *ranking, last = pipelines[name].steps
+        answering = [_num_runs(each.name, pipelines, known) for each in named_by(last) if each.answers]
+        if isinstance(last, RouteStepConfig):
+            answering = [max(answering), *([] if last.classifier is None else [1])]
+        known[name] = len(ranking) + sum(answering)
+    return known[name]

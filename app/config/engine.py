@@ -21,13 +21,13 @@ class ModelConfig(Settings):
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="auto: bfloat16 on CUDA; on a CPU bfloat16 where the checkpoint is in it and the native decoder is "
-        "fast in it, else float32",
+        description="auto: bfloat16 on CUDA; on a CPU if the checkpoint has it and the native decoder is fast in it, "
+        "else float32",
     )
     quantization: Literal["none", "int8", "int4", "fp8"] = Field(
         "none",
-        description="matrices in 8 or 4 bits, made at load. int8, int4: on a CPU, for models that the native decoder "
-        "computes; fp8: on a GPU of compute capability 8.9 or more, for those of the CUDA decoder; refused for others",
+        description="matrices in 8 or 4 bits, made at load. int8, int4: on a CPU, by the native decoder; fp8: on a GPU "
+        "of compute capability 8.9 or more, by the CUDA decoder; refused for other models",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     num_threads: int | None = Field(
@@ -51,13 +51,13 @@ class ModelConfig(Settings):
         None,
         ge=1,
         le=1024,
-        description="LoRA adapters in memory at once; the least recently used goes first; default: 8, on a GPU only "
-        "with `adapters`, because their memory is taken at the start",
+        description="LoRA adapters in memory at once; default: 8, on a GPU only with `adapters`, because their memory "
+        "is taken at the start",
     )
     simulated: dict[str, Any] | None = Field(
         None,
-        description="for tests and benchmarks: the parameters of a cost model, `SimulatedCosts` in "
-        "app/model/simulated.py, instead of weights; of `path`, the tokenizer and config.json are used",
+        description="for tests and benchmarks: parameters of `SimulatedCosts` in app/model/simulated.py, instead of "
+        "weights; of `path`, the tokenizer and config.json are used",
     )
 
     @model_validator(mode="after")
@@ -98,8 +98,8 @@ class CacheConfig(Settings):
     )
     dtype: KvType = Field(
         "auto",
-        description="type of keys and values. auto: the model's. int8, fp8: with a scale for each token and KV head; "
-        "int8 by native attention on a CPU, fp8 on a GPU of compute capability 8.9 or more, refused elsewhere",
+        description="type of keys and values. auto: the model's; int8: by native attention on a CPU; fp8: on a GPU of "
+        "compute capability 8.9 or more",
     )
     num_blocks: int | None = Field(None, ge=1, description="exact number of blocks, instead of the memory settings")
     prefix_caching: bool = Field(True, description="share the KV of equal prompt prefixes between requests")

@@ -85,8 +85,8 @@ class RouteStepConfig(Settings):
 
     kind: Literal["route"] = "route"
     by: Literal["length", "header", "classifier"] = Field(
-        description="the length of the prompt, a header of the request, or what its last text is: the example that it "
-        "is nearest to, or the label that a model gives it"
+        description="the length of the prompt, a header of the request, or its last text: the example that it is "
+        "nearest to, or the label that a model gives it"
     )
     header: str | None = Field(None, pattern=r"^[a-z0-9-]+$", description="by header: its name, in lower case")
     classifier: Name | None = Field(None, description="by classifier: a model with embeddings, or one with labels")

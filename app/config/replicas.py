@@ -60,7 +60,7 @@ class ReplicasConfig(Settings):
     dispatch: Literal["round_robin", "least_loaded", "prefix_affinity"] = Field(
         "least_loaded",
         description="the replica of a request: each in its turn, the one that would be done first, or the one with the "
-        "longest cached beginning of the prompt while its load is near the least",
+        "longest cached beginning of the prompt",
     )
     groups: tuple[GroupConfig, ...] = Field((), max_length=64, description="arms of an A/B trial")
     drain_timeout_s: float = Field(120.0, gt=0, description="seconds a stopping replica may finish what it has")
@@ -77,8 +77,8 @@ class ReplicasConfig(Settings):
         None,
         ge=0,
         le=86_400,
-        description="seconds without a request after which a replica gives up the memory of its weights and KV, until "
-        "the next request; default: it keeps them",
+        description="seconds without a request after which a replica gives up the memory of its weights and KV; "
+        "default: it keeps them",
     )
     device_memory_gib: float | None = Field(
         None,

@@ -152,7 +152,7 @@ class SchedulerConfig(Settings):
     targets: TargetsConfig | None = Field(
         None,
         description="99th percentiles that each engine holds by lowering max_step_tokens, prefill_chunk_tokens and "
-        "max_running as far as needed; default: these stay as they are",
+        "max_running",
     )
 
     @property

@@ -1,16 +1,19 @@
-"""The LoRA adapters that an engine has loaded: a bounded number, the least recently used goes first. No torch here."""
+"""The LoRA adapters that an engine has loaded: a bounded number, tenants take turns to load. No torch here."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from app.engine.request import Adapter
 from app.errors import Overloaded
+from app.fair import FairQueue
 
 logger = logging.getLogger(__name__)
 
@@ -36,44 +39,105 @@ class HeldAdapter:
 
 
 class AdapterStore:
-    """Loads adapters when requests need them. Any thread may call."""
+    """Loads adapters when requests need them, one at a time in a thread of its own. Any thread may call.
 
-    def __init__(self, load: Callable[[Adapter], object], *, unload: Callable[[object], None], max_loaded: int) -> None:
-        """load: reads an adapter; may take seconds; raises UnsupportedAdapter. unload: takes what it gave."""
+    Tenants take turns to load, whatever one of them asks for. An adapter that makes room is of the tenant that would
+    have the most loaded, of these the least recently used; it belongs to the tenant that has used it last.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[Adapter, Callable[[], None]], object],
+        *,
+        unload: Callable[[object], None],
+        max_loaded: int,
+    ) -> None:
+        """load: reads an adapter, then calls what it is given, which makes room, and only then takes its memory.
+
+        It may take seconds; it raises UnsupportedAdapter. unload: takes what it gave.
+        """
         self._load, self._unload = load, unload
         self._max_loaded = max_loaded
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()  # by digest, the least recently used first
+        self._waiting: FairQueue[_Waiting] = FairQueue()
         self._num_loads = 0
         self._lock = threading.Lock()  # of the fields
-        self._loading = threading.Lock()  # one at a time: each may need the place that another would free
+        # One at a time: each may need the place that another would free.
+        self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
 
-    def hold_if_loaded(self, adapter: Adapter) -> HeldAdapter | None:
+    def hold_if_loaded(self, adapter: Adapter, *, tenant: str = "") -> HeldAdapter | None:
         """As `hold`, of an adapter that is loaded; else None. Never waits for a load."""
         with self._lock:
-            return self._take(adapter.digest) if adapter.digest in self._loaded else None
+            return self._take(adapter.digest, tenant) if adapter.digest in self._loaded else None
 
-    def hold(self, adapter: Adapter) -> HeldAdapter:
+    def hold(self, adapter: Adapter, *, tenant: str = "") -> HeldAdapter:
         """An adapter for one request, loaded if it is not there.
 
         Raises:
             Overloaded: as many as there may be are in use by other requests.
             UnsupportedAdapter: it cannot be read, or it is not what the request means.
         """
-        held = self.hold_if_loaded(adapter)
-        if held is not None:
-            return held
-        with self._loading:
-            held = self.hold_if_loaded(adapter)
-            if held is not None:
-                return held
-            self._make_room()
-            began_at = time.monotonic()
-            weights = self._load(adapter)
-            logger.info("adapter %s (%s) loaded in %.2f s", adapter.name, adapter.digest, time.monotonic() - began_at)
+        return self.hold_soon(adapter, tenant=tenant).result()
+
+    def hold_soon(self, adapter: Adapter, *, tenant: str = "") -> Future[HeldAdapter]:
+        """What `hold` returns or raises, once the tenant has had its turn. It may be cancelled until then."""
+        held: Future[HeldAdapter] = Future()
+        with self._lock:
+            loaded = self._take(adapter.digest, tenant) if adapter.digest in self._loaded else None
+            if loaded is None:
+                self._waiting.push(tenant, _Waiting(adapter, tenant, held))
+        if loaded is None:
+            self._loader.submit(self._load_next)
+        else:
+            held.set_result(loaded)
+        return held
+
+    def _load_next(self) -> None:
+        """Load what the next of all that wait needs, if any. Called as often as something began to wait."""
+        with self._lock:
+            first = self._next()
+        if first is None:
+            return
+        try:
+            weights = self._loaded_for(first)
+        except BaseException as error:
             with self._lock:
-                self._num_loads += 1
-                self._loaded[adapter.digest] = _Loaded(adapter.name, weights)
-                return self._take(adapter.digest)
+                failed = [first, *self._others_for(first)]
+            for each in failed:
+                each.held.set_exception(error)
+            return
+        adapter = first.adapter
+        with self._lock:
+            self._num_loads += 1
+            self._loaded[adapter.digest] = _Loaded(adapter.name, weights)
+            served = [(each, self._take(adapter.digest, each.tenant)) for each in (first, *self._others_for(first))]
+        for each, held in served:
+            each.held.set_result(held)  # not under the lock: one that has gone meanwhile releases it at once
+
+    def _loaded_for(self, first: _Waiting) -> object:
+        adapter, began_at = first.adapter, time.monotonic()
+        with self._lock:
+            self._to_unload(first.tenant)  # nothing is read for an adapter that would have no place
+        weights = self._load(adapter, lambda: self._make_room(first.tenant))
+        logger.info("adapter %s (%s) loaded in %.2f s", adapter.name, adapter.digest, time.monotonic() - began_at)
+        return weights
+
+    def _next(self) -> _Waiting | None:
+        """The next that waits and is not cancelled; it cannot be cancelled any more."""
+        while (taken := self._waiting.take()) is not None:
+            tenant, waiting = taken
+            self._waiting.end(tenant)
+            if waiting.held.set_running_or_notify_cancel():
+                return waiting
+        return None
+
+    def _others_for(self, first: _Waiting) -> list[_Waiting]:
+        """All others that wait for its adapter; they wait no more, and cannot be cancelled any more."""
+        digest = first.adapter.digest
+        found = [each for line in self._waiting.lines.values() for each in line if each.adapter.digest == digest]
+        for each in found:
+            self._waiting.remove(each.tenant, each)
+        return [each for each in found if each.held.set_running_or_notify_cancel()]
 
     def unload(self, digest: str) -> None:
         """Forget an adapter that no request uses; one that is in use goes when others need its place."""
@@ -91,9 +155,10 @@ class AdapterStore:
         with self._lock:
             return AdapterStats(tuple(self._loaded), self._num_loads, self._max_loaded)
 
-    def _take(self, digest: str) -> HeldAdapter:
+    def _take(self, digest: str, tenant: str) -> HeldAdapter:
         loaded = self._loaded[digest]
         loaded.num_users += 1
+        loaded.tenant = tenant
         self._loaded.move_to_end(digest)
         return HeldAdapter(loaded.weights, lambda: self._released(digest))
 
@@ -102,18 +167,25 @@ class AdapterStore:
             self._loaded[digest].num_users -= 1
             self._loaded.move_to_end(digest)
 
-    def _make_room(self) -> None:
+    def _make_room(self, tenant: str) -> None:
         with self._lock:
-            if len(self._loaded) < self._max_loaded:
-                return
-            unused = next((digest for digest, each in self._loaded.items() if not each.num_users), None)
-            if unused is None:
-                raise Overloaded(
-                    f"{self._max_loaded} adapters are in use, and no more are loaded at once "
-                    f"(engine.model.max_loaded_adapters); try again shortly"
-                )
-            logger.info("adapter %s (%s) unloaded for another", self._loaded[unused].name, unused)
-            self._forget(unused)
+            digest = self._to_unload(tenant)
+            if digest is not None:
+                logger.info("adapter %s (%s) unloaded for another", self._loaded[digest].name, digest)
+                self._forget(digest)
+
+    def _to_unload(self, tenant: str) -> str | None:
+        """The adapter that makes room for one of this tenant; None while there is room. Raises Overloaded."""
+        if len(self._loaded) < self._max_loaded:
+            return None
+        num_loaded = Counter([tenant, *(each.tenant for each in self._loaded.values())])
+        unused = [digest for digest, each in self._loaded.items() if not each.num_users]
+        if not unused:
+            raise Overloaded(
+                f"{self._max_loaded} adapters are in use, and no more are loaded at once "
+                f"(engine.model.max_loaded_adapters); try again shortly"
+            )
+        return max(unused, key=lambda digest: num_loaded[self._loaded[digest].tenant])  # of equal ones the first
 
     def _forget(self, digest: str) -> None:
         self._unload(self._loaded.pop(digest).weights)
@@ -123,4 +195,14 @@ class _Loaded:
     def __init__(self, name: str, weights: object) -> None:
         self.name = name
         self.weights = weights
+        self.tenant = ""  # that has used it last
         self.num_users = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A request that waits for its adapter."""
+
+    adapter: Adapter
+    tenant: str
+    held: Future[HeldAdapter]

@@ -159,22 +159,22 @@ class AsyncEngine:
         if request.adapter is None:
             return None
         self._engine.check(request)
-        return await self._held(request.adapter)
+        return await self._held(request.adapter, tenant=request.tenant)
 
     async def load_adapter(self, adapter: Adapter) -> None:
         """Have an adapter loaded before a request needs it. Raises as `adapter_of`."""
-        (await self._held(adapter)).release()
+        (await self._held(adapter, tenant="")).release()
 
-    async def _held(self, adapter: Adapter) -> HeldAdapter:
+    async def _held(self, adapter: Adapter, *, tenant: str) -> HeldAdapter:
         store = self._engine.adapters
         if store is None:
             raise UnsupportedAdapter(NO_ADAPTERS)
-        held = store.hold_if_loaded(adapter)
+        held = store.hold_if_loaded(adapter, tenant=tenant)
         if held is not None:
             return held
-        loading = asyncio.get_running_loop().run_in_executor(None, store.hold, adapter)
+        loading = store.hold_soon(adapter, tenant=tenant)
         try:
-            return await asyncio.shield(loading)
+            return await asyncio.wrap_future(loading)
         except asyncio.CancelledError:
             loading.add_done_callback(_release_loaded)
             raise
@@ -330,10 +330,10 @@ class AsyncEngine:
             problem = f"{num_requests:,} requests are before this one, which is not to wait"
         else:
             return
-        raise Overloaded(
-            f"the engine is full: {problem}; try again shortly",
-            retry_after_s=self._retry_times.next_after(now, ended_per_s=stats.ended_per_s, tenant=request.tenant),
+        retry_after_s = self._retry_times.next_after(
+            now, ended_per_s=stats.ended_per_s, tenant=request.tenant, takes_place=request.may_wait
         )
+        raise Overloaded(f"the engine is full: {problem}; try again shortly", retry_after_s=retry_after_s)
 
     def _can_start(self, request: Request, num_before: int) -> bool:
         """Whether a request has a slot and KV memory at once; where whole batches run, only on an idle engine."""
@@ -484,7 +484,7 @@ class AsyncEngine:
         self._deliver(TokenDelta(request_id, (), FinishReason.ERROR, error=error) for request_id in request_ids)
 
 
-def _release_loaded(loading: asyncio.Future[HeldAdapter]) -> None:
+def _release_loaded(loading: Future[HeldAdapter]) -> None:
     """The request that it was loaded for has gone."""
     if not loading.cancelled() and loading.exception() is None:
         loading.result().release()

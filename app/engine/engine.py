@@ -107,7 +107,9 @@ class Engine:
         """
         self.check(request)
         assert (matcher is None) == (request.sampling.grammar is None), "grammars come with their matchers"
-        adapter = None if request.adapter is None or self.adapters is None else self.adapters.hold(request.adapter)
+        adapter = None
+        if request.adapter is not None and self.adapters is not None:
+            adapter = self.adapters.hold(request.adapter, tenant=request.tenant)
         self.add_checked(request, arrived_at=arrived_at, matcher=matcher, adapter=adapter)
 
     def add_checked(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -48,10 +49,11 @@ class ModelRunner(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} launches no steps")
 
-    def load_adapter(self, folder: Path) -> object:
+    def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> object:
         """Read an adapter, for `ScheduledSequence.adapter`. Any thread may call, beside a step.
 
-        Raises UnsupportedAdapter.
+        `make_room` is called when it is read, and before it takes memory of its own: it may unload another.
+        Raises UnsupportedAdapter, and what `make_room` raises.
         """
         raise NotImplementedError(f"{type(self).__name__} computes with no adapters")
 

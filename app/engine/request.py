@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from app.errors import CarouselError
 
@@ -191,6 +193,11 @@ class Request:
         """Only requests of one prefix salt share KV: keys and values follow from the adapter, too."""
         return self.cache_salt if self.adapter is None else f"{self.adapter.digest}\n{self.cache_salt}"
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether it waits for a slot where there is none; others are refused."""
+        return not (self.no_queue or self.is_background)
+
 
 class Queued(NamedTuple):
     """The queue that a request met when it arrived."""
@@ -246,24 +253,46 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     times: EngineTimes | None = None  # with the first token of a stream
 
 
+class MergedDelta:
+    """Consecutive deltas of one request that become one. Until then a token takes four bytes here."""
+
+    def __init__(self, first: TokenDelta) -> None:
+        self._queued = first.queued
+        self._times: EngineTimes | None = None
+        self._token_ids = array("I")
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self.add(first)
+
+    def add(self, delta: TokenDelta) -> None:
+        """Take the next one."""
+        self._last = delta
+        self._times = self._times or delta.times
+        self._token_ids.extend(delta.token_ids)
+        self._logprobs.extend(delta.logprobs)
+        self._prompt_logprobs.extend(delta.prompt_logprobs)
+
+    def delta(self) -> TokenDelta:
+        """All of them."""
+        return structs.replace(
+            self._last,
+            token_ids=tuple(self._token_ids),
+            queued=self._queued,
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs),
+            times=self._times,
+        )
+
+
 def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
     """Consecutive deltas of one request, as one delta."""
-    if len(deltas) == 1:
-        return deltas[0]
-    last = deltas[-1]
-    return TokenDelta(
-        request_id=last.request_id,
-        token_ids=tuple([token for delta in deltas for token in delta.token_ids]),
-        finish_reason=last.finish_reason,
-        stop_token_id=last.stop_token_id,
-        num_cached_tokens=last.num_cached_tokens,
-        error=last.error,
-        queued=deltas[0].queued,
-        logprobs=tuple([each for delta in deltas for each in delta.logprobs]),
-        prompt_logprobs=tuple([each for delta in deltas for each in delta.prompt_logprobs]),
-        embedding=last.embedding,
-        times=next((delta.times for delta in deltas if delta.times is not None), None),
-    )
+    first, *others = deltas
+    if not others:
+        return first
+    merged = MergedDelta(first)
+    for delta in others:
+        merged.add(delta)
+    return merged.delta()
 
 
 # The interface between the API and the generator: a fleet in production, one engine on a laptop, a list in tests.

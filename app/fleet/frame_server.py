@@ -7,6 +7,7 @@ import hmac
 import json
 import logging
 import secrets
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, cast
@@ -29,6 +30,9 @@ from app.fleet.ingress_session import IngressSession
 logger = logging.getLogger(__name__)
 
 MAX_HELLO_BYTES = 1024
+# After so long without any sign that an ingress takes what was sent, its connection is closed and its requests end: its
+# machine is gone, or its process stands still. Heartbeats see to it that there is always something that was sent.
+UNREAD_TIMEOUT_S = 60.0
 
 
 class Address(NamedTuple):
@@ -188,6 +192,9 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Serve runs on uvloop; its transports are no subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+            connected = transport.get_extra_info("socket")
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_TIMEOUT_S * 1000))
         hello_timeout_s = 5.0
         if self._server.opened(self):
             self._timer = asyncio.get_running_loop().call_later(hello_timeout_s, self._transport.abort)

@@ -160,6 +160,7 @@ class ReplicaRegistry:
                 self._clock(),
                 ended_per_s=sum(report.ended_per_s for report in self.reports.values()),
                 tenant=request.tenant,
+                takes_place=request.may_wait,
             ),
         )
 

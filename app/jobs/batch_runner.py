@@ -145,12 +145,14 @@ class BatchRunner:
     async def sweep(self) -> list[Job]:
         """Remove the results of batches that have ended: they are in their output files. For use before any work.
 
-        Returns the batches that have not ended.
+        Those of a batch that was given up without files stay as long as the catalog knows it. Returns the batches that
+        have not ended.
         """
         # What is there before what is kept: nothing of a process that has taken the folder since can be removed.
         there = {path.name for path in await asyncio.to_thread(lambda: [*self._folder.glob("*")])}
         unfinished = await self._thread.run(self._catalog.unfinished)
-        for name in there - {job.id for job in unfinished}:
+        given_up = await self._thread.run(self._catalog.given_up_ids)
+        for name in there.difference(given_up, (job.id for job in unfinished)):
             await asyncio.to_thread(shutil.rmtree, self._folder / name, ignore_errors=True)
         return unfinished
 
@@ -224,7 +226,8 @@ class BatchRunner:
             await self._finish(job, JobState.FAILED, errors=(_SERVER_ERROR,))
 
     async def _give_up(self, job_id: str) -> None:
-        """End a batch without files: they cannot be written, for another reason than the storage."""
+        """End a batch without files: they cannot be written, for another reason than the storage. Its results stay."""
+        logger.error("batch %s: ends without files; what was done stays in %s", job_id, self._folder / job_id)
         failed = {"status": JobState.FAILED, "failed_at": self._now(), "errors": (_SERVER_ERROR,)}
         await self._thread.run(self._catalog.end_job, job_id, [], **failed)
 

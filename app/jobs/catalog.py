@@ -161,6 +161,12 @@ class Catalog:
         self.check_generation()
         return [_job(row) for row in rows]
 
+    def given_up_ids(self) -> list[str]:
+        """Batches that began and ended without files: what was done is in their results only."""
+        query = """SELECT id FROM batches WHERE status = ? AND in_progress_at IS NOT NULL
+                   AND output_file_id IS NULL AND error_file_id IS NULL"""
+        return [row["id"] for row in self._connection.execute(query, (JobState.FAILED.value,))]
+
     def change_job(self, job_id: str, was: JobState, **changes: Any) -> Job:
         """Change a batch if it still has the status `was`; the batch as it is then."""
         with self._transaction():

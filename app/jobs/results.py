@@ -172,6 +172,7 @@ class ResultStore:
         self._syncing = threading.Lock()
         self._appending = threading.Lock()
         self._is_closed = False
+        self._is_torn = False  # the journal ends with part of a line, so that nothing behind it would be found again
         earlier = journals_in(folder)
         self._earlier = {path: self._recover(path) for path in earlier}  # how many bytes of each are whole lines
         self._path = folder / (f"{JOURNAL}.{_number(earlier[-1]) + 1}" if earlier else JOURNAL)
@@ -245,18 +246,25 @@ class ResultStore:
         with self._appending:
             if self._is_closed:
                 raise ResultsUnwritable("the store is closed")
+            if self._is_torn:
+                raise ResultsUnwritable(f"{self._path} has a torn end; the next opening begins another journal")
             new = {result.number: result for result in given if result.number not in self.ended}
             content = b"".join([lines[number] for number in new])
             try:
                 _write_all(self._journal, content)
             except OSError as error:
-                with suppress(OSError):  # a torn end does no harm: the next opening reads no further
-                    os.ftruncate(self._journal, self._end)
+                self._cut_torn_end()
                 raise ResultsUnwritable(*error.args) from error
             self._end += len(content)
             for result in new.values():
                 self._note_end(result)
         return list(new.values())
+
+    def _cut_torn_end(self) -> None:
+        try:
+            os.ftruncate(self._journal, self._end)
+        except OSError:
+            self._is_torn = True
 
     def progress(self, token_ids: Mapping[int, Sequence[int]]) -> None:
         """Items that have not ended have got further tokens. Raises ResultsUnwritable."""
@@ -329,8 +337,9 @@ class ResultStore:
 
 
 def journals_in(folder: Path) -> list[Path]:
-    """The journals of a store, the oldest first."""
-    return sorted(folder.glob(f"{JOURNAL}*"), key=_number)
+    """The journals of a store, the oldest first. A copy under another name is none of them."""
+    numbered = (path for path in folder.glob(f"{JOURNAL}.*") if path.name.removeprefix(f"{JOURNAL}.").isdecimal())
+    return [*folder.glob(JOURNAL), *sorted(numbered, key=_number)]
 
 
 def _number(journal: Path) -> int:
@@ -347,7 +356,8 @@ def _from_line(line: bytes, num_items: int) -> ItemResult | None:
     """The result in a line of the journal; None if it is torn."""
     checksum_digits = 8
     checksum, body = line[:checksum_digits], line[checksum_digits + 1 : -1]
-    if not line.endswith(b"\n") or checksum != b"%08x" % crc32(body):
+    # Nothing has a checksum too, of zeros.
+    if not body or not line.endswith(b"\n") or checksum != b"%08x" % crc32(body):
         return None
     number, is_error, *counts, content = body.split(b" ", 5)
     num_input, num_cached, num_output = map(int, counts)
@@ -369,15 +379,22 @@ def _write_all(descriptor: int, content: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
+# A file that is not there, or torn: by two processes that wrote it at the same time, or by a storage that lost a part.
+# Counts of deaths are worth less than the results beside them.
+_NO_COUNTS = (FileNotFoundError, ValueError, TypeError, AttributeError)
+
+
 def _read_deaths(path: Path) -> Counter[int]:
-    found = json.loads(path.read_bytes()) if path.exists() else {}
-    return Counter({int(number): deaths for number, deaths in found.items()})
+    try:
+        return Counter({int(number): int(deaths) for number, deaths in json.loads(path.read_bytes()).items()})
+    except _NO_COUNTS:
+        return Counter()
 
 
 def _read_recovery(path: Path) -> Recovery:
     try:
-        return Recovery(**json.loads(path.read_bytes()))
-    except (FileNotFoundError, ValueError, TypeError):  # torn by two processes that wrote it at the same time
+        return Recovery(**{name: int(number) for name, number in json.loads(path.read_bytes()).items()})
+    except _NO_COUNTS:
         return Recovery()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, ValidationError
 
 from app.engine.batch import StepBatch
 from app.errors import UnsupportedAdapter, first_line
@@ -29,6 +29,9 @@ PRODUCTS = {
     "down": ("mlp.down_proj",),
 }
 _TENSOR = re.compile(r"base_model\.model\.(?P<linear>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of the files
+_MAX_CONFIG_BYTES = 1 << 20
+_NAME = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?", re.ASCII)  # no two ways to match a text: linear in its length
 
 
 class Sizes(NamedTuple):
@@ -86,11 +89,11 @@ class PeftConfig(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     peft_type: str
-    r: int = Field(ge=1)
-    lora_alpha: float = 8.0
+    r: PositiveInt
+    lora_alpha: FiniteFloat = 8.0
     use_rslora: bool = False
-    rank_pattern: dict[str, int] = {}
-    alpha_pattern: dict[str, float] = {}
+    rank_pattern: dict[str, PositiveInt] = {}
+    alpha_pattern: dict[str, FiniteFloat] = {}
     bias: str = "none"
     # What is refused, and so must not be set.
     use_dora: bool | None = None
@@ -116,13 +119,39 @@ class PeftConfig(BaseModel):
         wrong = [name for name in refused if getattr(self, name)]
         return f"it has {', '.join(wrong)}, which is not computed" if wrong else None
 
-    def rank_of(self, linear: str) -> int:
-        return int(_by_pattern(self.rank_pattern, linear, self.r))
 
-    def scale_of(self, linear: str, rank: int) -> float:
-        """rsLoRA (Kalajdzievski, 2023) divides by the root of the rank."""
-        alpha = _by_pattern(self.alpha_pattern, linear, self.lora_alpha)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+class _ByLayer:
+    """What `rank_pattern` or `alpha_pattern` says of linear layers, by their names; the first key that fits counts.
+
+    PEFT takes a key for a regular expression that matches the end of a name. An expression of unknown origin may run
+    for hours, with the interpreter's lock held. So only names, their ends and alternatives of them are understood, and
+    looked up.
+    """
+
+    def __init__(self, field: str, pattern: Mapping[str, float], default: float) -> None:
+        """Raises UnsupportedAdapter: a key is another expression."""
+        self._default = default
+        self._values: dict[str, tuple[int, float]] = {}  # by end, whole names behind a ^: the key's place, its value
+        for place, (key, value) in enumerate(pattern.items()):
+            for end in _ends(field, key):
+                self._values.setdefault(end, (place, value))
+
+    def value_of(self, linear: str) -> float:
+        parts = linear.split(".")
+        ends = [f"^{linear}", *(".".join(parts[at:]) for at in range(len(parts)))]
+        found = [self._values[end] for end in ends if end in self._values]
+        return min(found)[1] if found else self._default
+
+
+def _ends(field: str, key: str) -> list[str]:
+    """`(q_proj|mlp\\.up_proj)` → `q_proj`, `mlp.up_proj`."""
+    names = key.removeprefix("(").removesuffix(")").split("|") if key[:1] + key[-1:] == "()" else key.split("|")
+    if not all(map(_NAME.fullmatch, names)):
+        raise UnsupportedAdapter(
+            f"{CONFIG}: {field} has {key[:120]!r}; only names of layers, ends of names and alternatives of these are "
+            "followed, as q_proj, self_attn.q_proj or q_proj|k_proj, no other regular expressions"
+        )
+    return [name.removesuffix("$").replace("\\.", ".") for name in names]
 
 
 class LinearUpdates:
@@ -173,12 +202,6 @@ def tokens_by_adapter(batch: StepBatch) -> list[tuple[object, list[int]]]:
     return list(found.values())
 
 
-def _by_pattern(pattern: Mapping[str, float], linear: str, default: float) -> float:
-    """As PEFT finds the value for a layer: a key matches the end of its name."""
-    found = (value for key, value in pattern.items() if re.fullmatch(rf"(.*\.)?({key})", linear))
-    return next(found, default)
-
-
 def read_adapter(folder: Path, linears: Mapping[str, Sizes]) -> AdapterWeights:
     """An adapter for a model with these linear layers, by their names.
 
@@ -187,7 +210,7 @@ def read_adapter(folder: Path, linears: Mapping[str, Sizes]) -> AdapterWeights:
     try:
         return _read(folder, linears)
     except UnsupportedAdapter as error:
-        raise UnsupportedAdapter(f"the adapter {folder} cannot be used: {error.message}") from None
+        raise UnsupportedAdapter(f"the adapter {folder} cannot be used: {error.message:.1000}") from None
 
 
 def _read(folder: Path, linears: Mapping[str, Sizes]) -> AdapterWeights:
@@ -200,21 +223,34 @@ def _read(folder: Path, linears: Mapping[str, Sizes]) -> AdapterWeights:
         known = sorted({linear.rpartition(".")[2] for linear in linears})
         first = next(linear for linear in pairs if linear not in linears)
         raise UnsupportedAdapter(
-            f"it adapts {', '.join(unknown)} ({first}); of this model, {', '.join(known)} can be adapted"
+            f"it adapts {', '.join(unknown):.200} ({first:.120}); of this model, {', '.join(known)} can be adapted"
         )
-    return {linear: _update(config, linear, pairs[linear], linears[linear]) for linear in pairs}
+    ranks = _ByLayer("rank_pattern", config.rank_pattern, config.r)
+    alphas = _ByLayer("alpha_pattern", config.alpha_pattern, config.lora_alpha)
+    updates: dict[str, LowRankUpdate] = {}
+    for linear, factors in pairs.items():
+        rank = int(ranks.value_of(linear))
+        _check_factors(linear, factors, linears[linear], rank)
+        # rsLoRA (Kalajdzievski, 2023) divides by the root of the rank.
+        scale = alphas.value_of(linear) / (math.sqrt(rank) if config.use_rslora else rank)
+        updates[linear] = _update(linear, factors, scale)
+    return updates
 
 
 def _read_config(folder: Path) -> PeftConfig:
     try:
-        return PeftConfig.model_validate(json.loads((folder / CONFIG).read_bytes()))
+        with (folder / CONFIG).open("rb") as file:
+            text = file.read(_MAX_CONFIG_BYTES + 1)
+        if len(text) > _MAX_CONFIG_BYTES:
+            raise UnsupportedAdapter(f"{CONFIG} has more than {_MAX_CONFIG_BYTES:,} bytes")
+        return PeftConfig.model_validate(json.loads(text))
     except OSError as error:
         raise UnsupportedAdapter(f"{CONFIG} cannot be read: {error.strerror}") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise UnsupportedAdapter(f"{CONFIG}: {where}: got {first['input']!r:.60}; {first['msg']}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedAdapter(f"{CONFIG} is no JSON: {first_line(error)}") from error
 
 
@@ -239,15 +275,15 @@ def _pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Ten
         pairs.setdefault(match["linear"], {})[match["factor"]] = tensor
     for linear, factors in pairs.items():
         if len(factors) < 2:
-            raise UnsupportedAdapter(f"{linear} has lora_{next(iter(factors))} alone")
+            raise UnsupportedAdapter(f"{linear[:120]} has lora_{next(iter(factors))} alone")
     if not pairs:
         raise UnsupportedAdapter(f"{WEIGHTS} is empty")
     return pairs
 
 
-def _update(config: PeftConfig, linear: str, factors: Mapping[str, torch.Tensor], sizes: Sizes) -> LowRankUpdate:
-    down, up = factors["A"].float(), factors["B"].float()
-    rank = config.rank_of(linear)
+def _check_factors(linear: str, factors: Mapping[str, torch.Tensor], sizes: Sizes, rank: int) -> None:
+    """By what the file says of them: nothing is read. Raises UnsupportedAdapter."""
+    down, up = factors["A"], factors["B"]
     if rank > MAX_RANK:
         raise UnsupportedAdapter(f"{linear} has rank {rank}; at most {MAX_RANK} is computed")
     found, wanted = (tuple(down.shape), tuple(up.shape)), ((rank, sizes.num_inputs), (sizes.num_outputs, rank))
@@ -256,10 +292,19 @@ def _update(config: PeftConfig, linear: str, factors: Mapping[str, torch.Tensor]
             f"{linear} has factors of {_shape(found[0])} and {_shape(found[1])}; with rank {rank}, this model needs "
             f"{_shape(wanted[0])} and {_shape(wanted[1])}: it is for another model, or {CONFIG} for another adapter"
         )
+    for factor in (down, up):
+        if factor.dtype not in _DTYPES:
+            raise UnsupportedAdapter(f"{linear} has numbers of type {factor.dtype}, which is not read")
+
+
+def _update(linear: str, factors: Mapping[str, torch.Tensor], scale: float) -> LowRankUpdate:
+    """A copy: `factors` are pages of a file, which may be written to or cut off while the adapter is in use."""
+    down, up = (factors[name].to(torch.float32, copy=True) for name in "AB")
+    up *= scale
     if not (down.isfinite().all() and up.isfinite().all()):
-        raise UnsupportedAdapter(f"{linear} has numbers that are not finite")
-    return LowRankUpdate(down, up * config.scale_of(linear, rank))
+        raise UnsupportedAdapter(f"{linear} has numbers that are not finite, or are not with the scale {scale:g}")
+    return LowRankUpdate(down, up)
 
 
 def _shape(sizes: tuple[int, ...]) -> str:
-    return " × ".join(map(str, sizes))
+    return " × ".join(map(str, sizes[:4]))

@@ -34,9 +34,11 @@ class ReloadingRunner(ModelRunner):
         assert self._runner is not None, "nothing is computed in sleep"
         return self._runner.run(batch)
 
-    def load_adapter(self, folder: Path) -> object:
+    def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> object:
         """It may be asleep."""
-        return self._adapting.prepare(read_adapter(folder, self._adapting.sizes))
+        weights = read_adapter(folder, self._adapting.sizes)
+        make_room()
+        return self._adapting.prepare(weights)
 
     def sleep(self) -> None:
         """What the allocator keeps goes back to the system."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -90,9 +91,11 @@ class TorchModelRunner(LeadingRunner):
         self._compute_logprobs = compute_logprobs
 
     @torch.inference_mode()
-    def load_adapter(self, folder: Path) -> object:
+    def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> object:
         adapting = self.forward.adapting
-        return adapting.prepare(read_adapter(folder, adapting.sizes))
+        weights = read_adapter(folder, adapting.sizes)
+        make_room()
+        return adapting.prepare(weights)
 
     @torch.inference_mode()
     def follow(self, batch: StepBatch) -> None:

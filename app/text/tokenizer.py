@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from app.errors import ContextTooLong, InvalidRequest, InvalidSetup
-from app.text.text_pairs import EncodedText, TextPairs, encode_texts
+from app.text.text_pairs import CHARACTERS_AT_ONCE, EncodedTexts, Forms
 from app.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ class Tokenizer:
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._token_texts: dict[int, str] = {}
         self.token_bytes = TokenBytes(self._backend)
+        # The class of a model's own tokenizer may have other names by default; it is not loaded here.
+        names = pretrained.init_kwargs.get("model_input_names") or ["token_type_ids"]
+        self._forms = Forms(self._backend, has_types="token_type_ids" in names)
 
     @classmethod
     def load(cls, path: str, revision: str | None = None) -> Tokenizer:
@@ -95,26 +98,15 @@ class Tokenizer:
         """Token ids of each of several short texts, without begin and end tokens."""
         return [tuple(each.ids) for each in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def encode_up_to(
-        self, texts: Sequence[str], max_tokens: int | None = None, *, longest: int = 0
-    ) -> list[EncodedText]:
-        """Each text with the model's begin and end tokens; see `encode_texts`."""
-        return encode_texts(self._backend, texts, max_tokens=max_tokens, longest=longest)
+    def texts(self, texts: Sequence[str], *, max_tokens: int | None = None, longest: int = 0) -> EncodedTexts:
+        """Each text with the model's begin and end tokens; see `EncodedTexts`."""
+        return EncodedTexts(self._forms, texts, max_tokens=max_tokens, longest=longest)
 
     def pairs(
         self, firsts: Sequence[str], seconds: Sequence[str], *, max_second: int | None = None, longest: int = 0
-    ) -> TextPairs:
-        """Pairs for a model that reads two texts at once; see `TextPairs`."""
-        # The class of a model's own tokenizer may have other names by default; it is not loaded here.
-        names = self._pretrained.init_kwargs.get("model_input_names") or ["token_type_ids"]
-        return TextPairs(
-            self._backend,
-            firsts,
-            seconds,
-            max_second=max_second,
-            longest=longest,
-            has_types="token_type_ids" in names,
-        )
+    ) -> EncodedTexts:
+        """Pairs for a model that reads two texts at once; see `EncodedTexts`."""
+        return EncodedTexts(self._forms, firsts, seconds, max_tokens=max_second, longest=longest)
 
     def count_up_to(self, text: str, max_tokens: int) -> int:
         """The number of tokens of a text; where there are more than `max_tokens`, some number above it.
@@ -122,9 +114,8 @@ class Tokenizer:
         It looks at the text in pieces, the borders of which may add a token each; these do not count.
         """
         num_tokens = 0
-        counted_characters = 65_536  # at a time, where the tokens of a long text are counted
-        for start in range(0, len(text), counted_characters):
-            piece = self.encode(text[start : start + counted_characters], add_special_tokens=False)
+        for start in range(0, len(text), CHARACTERS_AT_ONCE):
+            piece = self.encode(text[start : start + CHARACTERS_AT_ONCE], add_special_tokens=False)
             num_tokens += max(0, len(piece) - 1)
             if num_tokens > max_tokens:
                 break

@@ -10,17 +10,16 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from app.jobs.results import journals_in
 from benchmarks.harness.command import BenchmarkError
-from benchmarks.harness.processes import Process, family
-from benchmarks.harness.service import serve_file
+from benchmarks.harness.processes import Process, family, kill_family
+from benchmarks.harness.service import application, serve_file
 
 ENGINE, READER = "engine", "reader"
-_PROGRAM = ("-m", "deployments.bulk")
 _TITLES = {ENGINE: "ray::EngineActor", READER: "ray::MapWorker"}
 _READ_BYTES = 1 << 20
 
@@ -83,9 +82,8 @@ class BulkRun:
 
     def kill_all(self) -> None:
         """Kill the driver with the cluster that it has started: as when a node dies."""
-        for pid in family(self.process.pid) if not self.has_ended else ():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        if not self.has_ended:
+            kill_family(self.process.pid)
         self.process.wait()
 
     def num_records(self) -> int:
@@ -113,9 +111,8 @@ class BulkRun:
 
 def own_engines(folder: Path, rows: Path, engine: Mapping[str, Any], *, num_engines: int, num_cpus: float) -> list[str]:
     """The arguments of a bulk run on engines of its own; writes its configuration into the folder."""
-    replicas = {"num_replicas": num_engines, "num_cpus": num_cpus}
     config = folder / "serve.yaml"
-    served = serve_file({"models": [{"name": "bulk", "engine": dict(engine), "replicas": replicas}]})
+    served = serve_file(application("bulk", engine, {"num_replicas": num_engines, "num_cpus": num_cpus}))
     config.write_text(json.dumps(served), encoding="utf-8")  # JSON is YAML
     return ["--input", str(rows), "--config", str(config)]
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.bulk.bulk_run import ENGINE, READER, BulkRun, own_engines, write_rows
 from benchmarks.harness.command import command_parser, positive, run_command, tell
-from benchmarks.harness.processes import Process, resident_bytes
+from benchmarks.harness.processes import Process, resident_mib
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def _looks(run: BulkRun, every_s: float) -> Iterator[Look]:
 
 
 def _mib(processes: Sequence[Process]) -> float:
-    return round(sum(resident_bytes(each.pid) for each in processes) / 1024**2, 1)
+    return round(sum(resident_mib(each.pid) for each in processes), 1)
 
 
 def _parser() -> argparse.ArgumentParser:

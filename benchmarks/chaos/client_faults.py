@@ -10,13 +10,12 @@ from functools import partial
 from typing import Any
 
 from benchmarks.chaos.stage import Size, Stage, application, stage
-from benchmarks.chaos.stream import Stream, follow, moment
-from benchmarks.chaos.traffic import Asked, alike
+from benchmarks.chaos.traffic import Asked, alike, moment
 from benchmarks.chaos.verdict import spread
+from benchmarks.harness.answer import Answer, follow
 from benchmarks.harness.command import tell
 
 _TIMEOUT_S = 30.0
-_ABANDONED_AFTER_S = 0.5
 
 Row = dict[str, Any]
 
@@ -38,15 +37,15 @@ async def disconnect_at_each_phase(size: Size) -> list[Row]:
     return rows
 
 
-def _has_tokens(number: int) -> Callable[[Stream], bool]:
-    return lambda stream: len(stream.arrivals_s) >= number
+def _has_tokens(number: int) -> Callable[[Answer], bool]:
+    return lambda answer: len(answer.events_s) >= number
 
 
-def _has_sent_for(seconds: float) -> Callable[[Stream], bool]:
-    return lambda stream: time.perf_counter() - stream.begun_s >= seconds
+def _has_sent_for(seconds: float) -> Callable[[Answer], bool]:
+    return lambda answer: time.perf_counter() - answer.begun_s >= seconds
 
 
-async def _leaving(running: Stage, runs: int, phase: str, is_now: Callable[[Stream], bool]) -> Row:
+async def _leaving(running: Stage, runs: int, phase: str, is_now: Callable[[Answer], bool]) -> Row:
     freed_ms = []
     [asked] = alike(1, num_tokens=400)
     for _ in range(runs):
@@ -69,9 +68,9 @@ async def _leaving_the_queue(running: Stage, runs: int) -> Row:
     return await _c1(running, "queued", freed_ms)
 
 
-def _client(running: Stage, asked: Asked) -> tuple[asyncio.Task[None], Stream]:
-    stream = Stream(asked.name, begun_s=time.perf_counter())
-    return asyncio.create_task(follow(stream, running.target, asked.body, timeout_s=_TIMEOUT_S)), stream
+def _client(running: Stage, asked: Asked) -> tuple[asyncio.Task[None], Answer]:
+    answer, request = Answer(time.perf_counter(), name=asked.name), running.target.request("completions", asked.body)
+    return asyncio.create_task(follow(answer, running.target, request, timeout_s=_TIMEOUT_S)), answer
 
 
 async def _held(running: Stage) -> tuple[int, int]:

@@ -19,9 +19,9 @@ from typing import Any
 from benchmarks.chaos.networks import THERE, Host, own_network, why_no_networks
 from benchmarks.chaos.node_loss import LAYOUT, ON_EACH, node
 from benchmarks.chaos.stage import LENGTHS, Size, Stage, application, stage, under_traffic
-from benchmarks.chaos.stream import Stream, moment
-from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, alike, mixed, with_reference
+from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, alike, mixed, moment, with_reference
 from benchmarks.chaos.verdict import by_kind, in_flight, judged, judged_row, spread
+from benchmarks.harness.answer import Answer
 from benchmarks.harness.command import tell
 from benchmarks.harness.random_adapter import projections_in, save_random_adapter
 
@@ -32,6 +32,7 @@ _AFTER_S = 8.0  # of traffic once a killed process of Serve is there again
 _WITHOUT_HEAD_S = 120.0  # that the service is watched for: Ray's processes give up after one minute
 _CRASH_TOKEN = 0  # a special token: no replica draws it, no other prompt has it
 _NUM_ALIKE = 12  # tokens
+_WITH_WEIGHTS = (100, 400)  # tokens of an answer
 _STEP_TIMEOUT_S = 4.0  # of ranks
 _NUM_ADAPTERS = 4
 _RANKING = "ranked"
@@ -125,59 +126,56 @@ def _rank(number: signal.Signals) -> Choose:
     return lambda running, source: partial(os.kill, source.choice(running.ranks()), number)
 
 
-async def _all(faults: Sequence[Fault], size: Size, **settings: Any) -> list[Row]:
-    """Faults one after the other in one service."""
+async def _all(faults: Sequence[Fault], size: Size, *, kinds: str = "", **settings: Any) -> list[Row]:
+    """Faults one after the other in one service. kinds: under which name the answers are counted by kind, too."""
+    rows = []
     async with under_traffic(size, **settings) as (running, traffic):
-        return [await fault.figures(running, replace(traffic, answers=[]), size) for fault in faults]
+        for fault in faults:
+            fresh = replace(traffic, answers=[])
+            found = await fault.figures(running, fresh, size)
+            rows.append(found | ({kinds: by_kind(fresh.answers, fresh.reference)} if kinds else {}))
+    return rows
+
+
+def _killing_one(row: str, text: str = "") -> Fault:
+    return Fault(row=row, text=f"kill -9 one of 3 replicas{text}", choose=_replicas(1), quiet_s=_QUIET_AFTER_KILL_S)
 
 
 async def kill_one_of_three(size: Size) -> list[Row]:
     """R1: kill -9 one of 3 replicas at random moments, each time when all three are there again."""
-    fault = Fault(row="R1", text="kill -9 one of 3 replicas", choose=_replicas(1), quiet_s=_QUIET_AFTER_KILL_S)
-    return await _all([fault], size)
+    return await _all([_killing_one("R1")], size)
 
 
 async def kill_with_weights(size: Size) -> list[Row]:
     """R2: the same with the bundled model's weights: here penalties change tokens, which simulated replicas ignore."""
-    text = "kill -9 one of 3 replicas with real weights"
-    fault = Fault(row="R2", text=text, choose=_replicas(1), quiet_s=_QUIET_AFTER_KILL_S)
-    async with under_traffic(size, lengths=(100, 400), weights=True) as (running, traffic):
-        found = await fault.figures(running, traffic, size)
-        return [found | {"by_kind": by_kind(traffic.answers, traffic.reference)}]
+    fault = _killing_one("R2", " with real weights")
+    return await _all([fault], size, kinds="by_kind", lengths=_WITH_WEIGHTS, weights=True)
 
 
 async def kill_with_adapters(size: Size) -> list[Row]:
     """R11: the same with requests that ask for one of some adapters, or for the base."""
-    text = f"kill -9 one of 3 replicas with real weights and {_NUM_ADAPTERS} adapters"
-    fault = Fault(row="R11", text=text, choose=_replicas(1), quiet_s=_QUIET_AFTER_KILL_S)
-    lengths = (100, 400)
+    fault = _killing_one("R11", f" with real weights and {_NUM_ADAPTERS} adapters")
     with TemporaryDirectory() as folder:
         paths = {f"adapter-{seed}": Path(folder) / str(seed) for seed in range(_NUM_ADAPTERS)}
         for seed, path in enumerate(paths.values()):
             save_random_adapter(path, projections_in(Path("models/demo")), rank=8, seed=seed, scale=0.2)
         requests = [
             replace(asked, body={**asked.body, "model": name})
-            for asked, name in zip(mixed(size.streams, max_tokens=lengths), cycle((*paths, MODEL_NAME)))
+            for asked, name in zip(mixed(size.streams, max_tokens=_WITH_WEIGHTS), cycle((*paths, MODEL_NAME)))
         ]
         adapters = {name: str(path) for name, path in paths.items()}
-        async with under_traffic(size, requests=requests, weights=True, adapters=adapters) as (running, traffic):
-            return [await fault.figures(running, traffic, size)]
+        return await _all([fault], size, requests=requests, weights=True, adapters=adapters)
 
 
 async def kill_with_pipelines(size: Size) -> list[Row]:
     """R12: the same with requests for pipelines, or for the model: an answer is whole if each of its steps was."""
-    fault = Fault(
-        row="R12", text="kill -9 one of 3 replicas with real weights and pipelines", choose=_replicas(1),
-        quiet_s=_QUIET_AFTER_KILL_S,
-    )  # fmt: skip
     names = (MODEL_NAME, *(each["name"] for each in _PIPELINES))
     requests = [
         _for_pipeline(asked, name)
         for asked, name in zip(mixed(size.streams, max_tokens=(60, 200)), cycle(names), strict=False)
     ]
-    async with under_traffic(size, requests=requests, weights=True, pipelines=_PIPELINES) as (running, traffic):
-        found = await fault.figures(running, traffic, size)
-        return [found | {"by_pipeline": by_kind(traffic.answers, traffic.reference)}]
+    fault = _killing_one("R12", " with real weights and pipelines")
+    return await _all([fault], size, kinds="by_pipeline", requests=requests, weights=True, pipelines=_PIPELINES)
 
 
 def _for_pipeline(asked: Asked, name: str) -> Asked:
@@ -243,7 +241,7 @@ async def _kill_head(size: Size) -> Row:
             os.kill(head, signal.SIGKILL)
             ended_s = await _end_of(running, struck_s + _WITHOUT_HEAD_S)
         under_way = in_flight(traffic.answers, struck_s)
-        served = [each.ended_s for each in traffic.answers if each.is_complete and each.ended_s is not None]
+        served = [each.ended_s for each in traffic.answers if each.is_complete]
         return (
             {"row": "R7", "fault": "kill -9 Ray's GCS, which has no Redis behind it", "runs": 1}
             | {"in_flight_at_fault": len(under_way), "of_them_completed": sum(each.is_complete for each in under_way)}
@@ -297,10 +295,10 @@ def _parting(host: Host, way: str, cut: Mend) -> Fault:
 
 async def kill_at_each_phase(size: Size) -> list[Row]:
     """R3: all streams begin at once and are equally long; one replica of three is killed at one point of that."""
-    phases: dict[str, Callable[[Sequence[Stream]], bool]] = {
+    phases: dict[str, Callable[[Sequence[Answer]], bool]] = {
         "prefill": lambda answers: time.perf_counter() - answers[0].begun_s > 0.25,
-        "first token": lambda answers: any(each.arrivals_s for each in answers),
-        "last token": lambda answers: any(len(each.arrivals_s) >= _NUM_ALIKE - 1 for each in answers),
+        "first token": lambda answers: any(each.events_s for each in answers),
+        "last token": lambda answers: any(len(each.events_s) >= _NUM_ALIKE - 1 for each in answers),
         "before [DONE]": lambda answers: any(each.finish_reasons for each in answers),
     }
     requests = alike(size.streams, num_tokens=_NUM_ALIKE, num_prompt_tokens=200)
@@ -311,7 +309,7 @@ async def kill_at_each_phase(size: Size) -> list[Row]:
 
 
 async def _killing_at(
-    running: Stage, traffic: Traffic, size: Size, phase: str, is_now: Callable[[Sequence[Stream]], bool]
+    running: Stage, traffic: Traffic, size: Size, phase: str, is_now: Callable[[Sequence[Answer]], bool]
 ) -> Row:
     source = size.source(phase)
     fresh = replace(traffic, answers=[])
@@ -330,7 +328,7 @@ async def _killing_at(
     return await judged_row(found, running, fresh, struck_s)
 
 
-def _is_now(answers: Sequence[Stream], first: int, is_now: Callable[[Sequence[Stream]], bool]) -> bool:
+def _is_now(answers: Sequence[Answer], first: int, is_now: Callable[[Sequence[Answer]], bool]) -> bool:
     """Whether a condition holds for the answers from `first` on, once there are any."""
     return len(answers) > first and is_now(answers[first:])
 
@@ -347,7 +345,7 @@ async def crash_on_request(size: Size) -> list[Row]:
                 ended = await culprits.ask(deadly)
                 tell(f"R9: run {run + 1} of {size.runs}: the deadly request: {ended.outcome}")
                 await running.is_whole()
-        seconds = [(each.ended_s or 0.0) - each.begun_s for each in culprits.answers]
+        seconds = [each.ended_s - each.begun_s for each in culprits.answers]
         return [
             {"row": "R9", "fault": "a request that kills each replica that computes it", "runs": size.runs}
             | {"culprits": [each.outcome for each in culprits.answers]}
@@ -359,15 +357,14 @@ async def crash_on_request(size: Size) -> list[Row]:
 
 async def lose_rank(size: Size) -> list[Row]:
     """R10: replicas of two ranks with the bundled model's weights: one rank is killed, then one is stopped for good."""
-    both = (("kill -9", signal.SIGKILL), ("SIGSTOP", signal.SIGSTOP))
     faults = [
         Fault(
             row="R10", text=f"{how} a rank of one of 2 replicas, step_timeout_s {_STEP_TIMEOUT_S:g}",
             choose=_rank(number), quiet_s=_QUIET_AFTER_KILL_S, replaced=Stage.replicas,
         )
-        for how, number in both
+        for how, number in (("kill -9", signal.SIGKILL), ("SIGSTOP", signal.SIGSTOP))
     ]  # fmt: skip
     return await _all(
-        faults, size, lengths=(100, 400), weights=True, num_replicas=2, tensor_parallel=2,
+        faults, size, lengths=_WITH_WEIGHTS, weights=True, num_replicas=2, tensor_parallel=2,
         step_timeout_s=_STEP_TIMEOUT_S,
     )  # fmt: skip

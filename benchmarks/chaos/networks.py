@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from benchmarks.harness.command import BenchmarkError
+from benchmarks.harness.command import BenchmarkError, ran
 
 HERE, THERE = "10.77.0.1", "10.77.0.2"
 _CLONE_NEWNET = 0x40000000
@@ -29,10 +29,11 @@ def why_no_networks() -> str | None:
     missing = [name for name in ("ip", "nsenter", "unshare") if shutil.which(name) is None]
     if sys.platform != "linux" or missing:
         return f"needs Linux with the commands ip, nsenter and unshare; missing: {', '.join(missing) or 'Linux'}"
-    done = subprocess.run(
-        ["unshare", "--net", "ip", "link", "add", "a1", "type", "veth"], capture_output=True, text=True
-    )
-    return f"needs root and virtual ethernet: {done.stderr.strip()}" if done.returncode else None
+    try:
+        ran(["unshare", "--net", "ip", "link", "add", "a1", "type", "veth"])
+    except BenchmarkError as error:
+        return f"needs root and virtual ethernet: {error}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,10 @@ class Host:
             yield
 
     def lose_what_it_sends(self) -> None:
-        _run(*self.command, "ip", "neigh", "replace", HERE, "lladdr", _NOBODY, "dev", _WIRE_THERE, "nud", "permanent")
+        ran([*self.command, "ip", "neigh", "replace", HERE, "lladdr", _NOBODY, "dev", _WIRE_THERE, "nud", "permanent"])
 
     def lose_what_is_sent_to_it(self) -> None:
-        _run("ip", "neigh", "replace", THERE, "lladdr", _NOBODY, "dev", _WIRE_HERE, "nud", "permanent")
+        ran(["ip", "neigh", "replace", THERE, "lladdr", _NOBODY, "dev", _WIRE_HERE, "nud", "permanent"])
 
     def lose_both_ways(self) -> None:
         self.lose_what_it_sends()
@@ -65,8 +66,8 @@ class Host:
 
     def mend(self) -> None:
         """Nothing is lost any more."""
-        _run(*self.command, "ip", "neigh", "flush", "dev", _WIRE_THERE, "nud", "permanent")
-        _run("ip", "neigh", "flush", "dev", _WIRE_HERE, "nud", "permanent")
+        ran([*self.command, "ip", "neigh", "flush", "dev", _WIRE_THERE, "nud", "permanent"])
+        ran(["ip", "neigh", "flush", "dev", _WIRE_HERE, "nud", "permanent"])
 
 
 @contextmanager
@@ -91,19 +92,19 @@ def own_network() -> Iterator[Host]:
 
 def set_tcp_retries(number: int) -> None:
     """How often this host sends again what is not acknowledged (`net.ipv4.tcp_retries2`, 15 by default)."""
-    _run("sysctl", "--quiet", "--write", f"net.ipv4.tcp_retries2={number}")
+    ran(["sysctl", "--quiet", "--write", f"net.ipv4.tcp_retries2={number}"])
 
 
 def _wire(host: Host) -> None:
     while os.readlink(f"/proc/{host.pid}/ns/net") == os.readlink(_OURS):  # it is about to have its own
         os.sched_yield()
-    _run("ip", "link", "add", _WIRE_HERE, "type", "veth", "peer", "name", _WIRE_THERE, "netns", str(host.pid))
+    ran(["ip", "link", "add", _WIRE_HERE, "type", "veth", "peer", "name", _WIRE_THERE, "netns", str(host.pid)])
     for within, wire, address in (([], _WIRE_HERE, HERE), (host.command, _WIRE_THERE, THERE)):
-        _run(*within, "ip", "link", "set", "lo", "up")
-        _run(*within, "ip", "address", "add", f"{address}/24", "dev", wire)
-        _run(*within, "ip", "link", "set", wire, "up")
+        ran([*within, "ip", "link", "set", "lo", "up"])
+        ran([*within, "ip", "address", "add", f"{address}/24", "dev", wire])
+        ran([*within, "ip", "link", "set", wire, "up"])
     # Ray names a node by the address from which the rest of the world would be reached.
-    _run("ip", "route", "add", "default", "via", THERE)
+    ran(["ip", "route", "add", "default", "via", THERE])
 
 
 @contextmanager
@@ -128,9 +129,3 @@ def _enter(path: str) -> None:
 def _set_network(descriptor: int) -> None:
     if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET):
         raise BenchmarkError(f"cannot enter a network: {os.strerror(ctypes.get_errno())}")
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BenchmarkError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from benchmarks.chaos.stage import Size, Stage, under_traffic
 from benchmarks.chaos.traffic import MODEL_NAME
 from benchmarks.chaos.verdict import judged_row, spread
 from benchmarks.harness.command import BenchmarkError, tell
-from benchmarks.harness.processes import family
+from benchmarks.harness.processes import family, kill_family
 from benchmarks.harness.service import Layout
 
 ON_EACH = 2  # replicas; so those of a lost node have to wait for another
@@ -68,10 +67,8 @@ class Node:
         return sorted(set(self.stage.replicas()) & family(self.pid).keys())
 
     def kill(self) -> None:
-        """All of it at once, as when the machine loses its power; connections to it break."""
-        for pid in family(self.pid):
-            with suppress(ProcessLookupError):  # it ended with its parent
-                os.kill(pid, signal.SIGKILL)
+        """All of it at once; connections to it break."""
+        kill_family(self.pid)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.processes import Process, family
 from benchmarks.harness.service import Layout, Service, scraped, service
+from benchmarks.harness.service import application as served
 
 LENGTHS = (30, 120)  # tokens of an answer
 STEP_MS = 30.0
@@ -181,21 +182,13 @@ def application(
     }  # fmt: skip
     # Ranks on CPUs run transformers' code, which cannot promise equal bits: there float32 keeps the tokens apart.
     computed = {"dtype": "float32"} if replicas.get("tensor_parallel", 1) > 1 else {"batch_invariant": True}
-    return {
-        "models": [
-            {
-                "name": MODEL_NAME,
-                "adapters": dict(adapters),
-                "engine": {
-                    "model": {"path": model} | (computed if weights else {"simulated": costs}),
-                    "cache": {"num_blocks": 4096, "block_size": 16},
-                    "scheduler": {"max_running": max_running, "max_waiting": max_waiting},
-                },
-                "replicas": {"num_replicas": num_replicas, "num_cpus": 0.1, "drain_timeout_s": 30} | replicas,
-            }
-        ],
-        "pipelines": list(pipelines),
+    engine = {
+        "model": {"path": model} | (computed if weights else {"simulated": costs}),
+        "cache": {"num_blocks": 4096, "block_size": 16},
+        "scheduler": {"max_running": max_running, "max_waiting": max_waiting},
     }
+    replicas = {"num_replicas": num_replicas, "drain_timeout_s": 30} | replicas
+    return served(MODEL_NAME, engine, replicas, {"adapters": dict(adapters)}, pipelines=list(pipelines))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.chaos.stream import Stream, follow
+from benchmarks.harness.answer import Answer, follow
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
 
@@ -24,9 +24,9 @@ class Traffic:
 
     target: Target
     requests: Sequence[Asked]
-    reference: dict[str, Stream]  # by the request's name
+    reference: dict[str, Answer]  # by the request's name
     timeout_s: float = TIMEOUT_S
-    answers: list[Stream] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
 
     @asynccontextmanager
     async def flowing(self) -> AsyncIterator[None]:
@@ -39,7 +39,7 @@ class Traffic:
             is_over.set()
             await asyncio.gather(*clients)
 
-    async def once(self) -> list[Stream]:
+    async def once(self) -> list[Answer]:
         """Every request once, all at the same time."""
         return list(await asyncio.gather(*map(self.ask, self.requests)))
 
@@ -49,12 +49,12 @@ class Traffic:
             if not answer.is_complete:
                 await asyncio.sleep(_AFTER_FAILURE_S)
 
-    async def ask(self, asked: Asked) -> Stream:
+    async def ask(self, asked: Asked) -> Answer:
         """One request, to the end of its answer."""
-        stream = Stream(asked.name, begun_s=time.perf_counter())
-        self.answers.append(stream)
-        await follow(stream, self.target, asked.body, timeout_s=self.timeout_s)
-        return stream
+        answer = Answer(time.perf_counter(), name=asked.name)
+        self.answers.append(answer)
+        await follow(answer, self.target, self.target.request("completions", asked.body), timeout_s=self.timeout_s)
+        return answer
 
 
 async def with_reference(target: Target, requests: Sequence[Asked]) -> Traffic:
@@ -66,18 +66,24 @@ async def with_reference(target: Target, requests: Sequence[Asked]) -> Traffic:
     plain = await _answers(target, requests)
     given = [with_stop(asked, plain[asked.name].texts[0]) if asked.kind == "stop" else asked for asked in requests]
     reference, again = await _answers(target, given), await _answers(target, given)
-    for name, stream in reference.items():
-        if stream.said != again[name].said:
+    for name, answer in reference.items():
+        if answer.said != again[name].said:
             raise BenchmarkError(f"request {name!r} is answered differently each time, with no fault made")
     return Traffic(target, given, reference)
 
 
-async def _answers(target: Target, requests: Sequence[Asked]) -> dict[str, Stream]:
-    streams = await Traffic(target, requests, {}).once()
-    for stream in streams:
-        if not stream.is_complete:
-            raise BenchmarkError(f"request {stream.name!r} was not answered: {stream.outcome}: {stream.error}")
-    return {stream.name: stream for stream in streams}
+async def _answers(target: Target, requests: Sequence[Asked]) -> dict[str, Answer]:
+    answers = await Traffic(target, requests, {}).once()
+    for answer in answers:
+        if not answer.is_complete:
+            raise BenchmarkError(f"request {answer.name!r} was not answered: {answer.in_words}")
+    return {answer.name: answer for answer in answers}
+
+
+async def moment(is_now: Callable[[], bool], *, look_s: float = 0.002) -> None:
+    """Poll until a condition holds: other processes and answers that fill up send no event."""
+    while not is_now():  # noqa: ASYNC110
+        await asyncio.sleep(look_s)
 
 
 MODEL_NAME = "chaos"
@@ -93,7 +99,7 @@ class Asked:
 
     name: str
     kind: str
-    body: Mapping[str, Any]
+    body: dict[str, Any]
 
 
 def mixed(number: int, *, max_tokens: tuple[int, int], seed: int = 7) -> list[Asked]:

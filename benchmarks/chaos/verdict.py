@@ -8,15 +8,15 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.chaos.stage import Stage
-from benchmarks.chaos.stream import TIMEOUT, Stream
 from benchmarks.chaos.traffic import Traffic
+from benchmarks.harness.answer import TIMEOUT, Answer
 from benchmarks.harness.figures import percentile
 
 _AFTERMATH_S = 10.0  # in which a pause counts as the fault's
 SAMPLES = "_samples"  # ends the names of lists of single measurements, which a printed line leaves out
 
 
-def judged(answers: Sequence[Stream], reference: Mapping[str, Stream]) -> dict[str, Any]:
+def judged(answers: Sequence[Answer], reference: Mapping[str, Answer]) -> dict[str, Any]:
     """Counts of streams. A simulated token depends on all before it, so a wrong one changes all that follow.
 
     The API tells text and the number of tokens, not their ids: a wrong stream that is shorter than its reference counts
@@ -24,7 +24,7 @@ def judged(answers: Sequence[Stream], reference: Mapping[str, Stream]) -> dict[s
     """
     complete = [each for each in answers if each.is_complete]
     wrong = [each for each in complete if each.said != reference[each.name].said]
-    lengths = [each.num_characters - reference[each.name].num_characters for each in wrong]
+    lengths = [_num_characters(each) - _num_characters(reference[each.name]) for each in wrong]
     return {
         "streams": len(answers),
         "completed": len(complete),
@@ -37,7 +37,11 @@ def judged(answers: Sequence[Stream], reference: Mapping[str, Stream]) -> dict[s
     }
 
 
-def by_kind(answers: Sequence[Stream], reference: Mapping[str, Stream]) -> dict[str, dict[str, int]]:
+def _num_characters(answer: Answer) -> int:
+    return sum(map(len, answer.texts.values()))
+
+
+def by_kind(answers: Sequence[Answer], reference: Mapping[str, Answer]) -> dict[str, dict[str, int]]:
     """For each kind of request: how many were asked, how many came to their end, and how many of those wrong."""
     counts: dict[str, dict[str, int]] = {}
     for each in answers:
@@ -48,12 +52,12 @@ def by_kind(answers: Sequence[Stream], reference: Mapping[str, Stream]) -> dict[
     return counts
 
 
-def in_flight(answers: Iterable[Stream], at_s: float) -> list[Stream]:
+def in_flight(answers: Iterable[Answer], at_s: float) -> list[Answer]:
     """The streams that ran at a moment."""
     return [each for each in answers if each.begun_s <= at_s <= (each.ended_s or at_s)]
 
 
-def pauses_ms(streams: Iterable[Stream], struck_s: float, *, step_s: float, within_s: float) -> list[float]:
+def pauses_ms(streams: Iterable[Answer], struck_s: float, *, step_s: float, within_s: float) -> list[float]:
     """Of each stream the longest pause that touches the seconds after a fault, less the step that any token needs."""
     return [(each.longest_pause_s(struck_s, struck_s + within_s) - step_s) * 1000 for each in streams]
 

@@ -24,11 +24,11 @@ from typing import Any
 
 from benchmarks.clients.environments import CLIENTS, Client, installed, version_of
 from benchmarks.harness.command import BenchmarkError, command_parser, refused, tell
-from benchmarks.harness.service import service, with_tools
+from benchmarks.harness.machine import PROJECT
+from benchmarks.harness.service import application, service, with_tools
 
 MODEL_NAME = "demo"
 CLIENT_TIMEOUT_S = 300.0
-_PROJECT = Path(__file__).resolve().parent.parent.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +77,15 @@ def _outcomes(clients: Sequence[Client], environments: Path, model: Path) -> lis
             found[client] = Outcome(client, problems=[f"{client.package}: not installed: {error}"])
             tell(found[client].problems[0])
     if pythons:
-        with with_tools(model) as copy, service(application(str(copy))) as running:
+        with with_tools(model) as copy, service(served(str(copy))) as running:
             url = f"http://{running.target.host}:{running.target.port}"
             found |= {client: check(client, python, url, folder=copy) for client, python in pythons.items()}
     return [found[client] for client in clients]
 
 
-def application(model: str) -> dict[str, Any]:
+def served(model: str) -> dict[str, Any]:
     """The application's `args`: one model with everything that clients ask of it, and batches."""
-    replicas = {"num_replicas": 1, "num_cpus": 0.1, "drain_timeout_s": 5}
-    return {
-        "models": [{"name": MODEL_NAME, "engine": {"model": {"path": model}}, "replicas": replicas, "pooling": "last"}],
-        "batches": {},
-    }
+    return application(MODEL_NAME, {"model": {"path": model}}, model={"pooling": "last"}, batches={})
 
 
 def check(
@@ -125,7 +121,7 @@ def _ended(command: list[str], variables: dict[str, str]) -> tuple[int, str, str
     """(status, stdout, stderr) of a client's page; whatever it has started does not outlive it."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     with subprocess.Popen(
-        command, cwd=_PROJECT, env=kept | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        command, cwd=PROJECT, env=kept | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     ) as page:  # fmt: skip
         try:

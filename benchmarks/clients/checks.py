@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 BASE_URL = os.environ.get("CAROUSEL_URL", "http://127.0.0.1:8000")
 MODEL = os.environ.get("CAROUSEL_MODEL", "demo")
@@ -17,6 +18,7 @@ FOLDER = os.environ.get("CAROUSEL_MODEL_FOLDER", "models/demo")  # for clients t
 OUT = Path(tempfile.gettempdir())  # a folder of this run's own: `make clients` says where temporary files go
 
 Check = Callable[[], None]
+Wrong = TypeVar("Wrong", bound=Exception)
 
 
 def run(*checks: Check, **named: Check) -> None:
@@ -37,6 +39,15 @@ def expect(is_so: bool, problem: object) -> None:
     """Raises AssertionError; unlike `assert` under every interpreter option."""
     if not is_so:
         raise AssertionError(problem)
+
+
+def raised(kind: type[Wrong], ask: Callable[[], object]) -> Wrong:
+    """The error of this kind that a client raises. Raises AssertionError where it raises none."""
+    try:
+        ask()
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__}")
 
 
 def tell(note: str) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
-from benchmarks.harness.command import BenchmarkError, tell
+from benchmarks.harness.command import ran, tell
+from benchmarks.harness.machine import PROJECT
 
 INSTALL_TIMEOUT_S = 1800.0
-_CONSTRAINTS = Path(__file__).resolve().parent.parent.parent / "constraints.txt"
+_CONSTRAINTS = PROJECT / "constraints.txt"
 _SHARED = ("torch==",)  # clients have pins of their own; but whatever needs torch takes the project's
 PRESENT = ("ray", "curl")  # nothing to install: one comes with the project, the other with the machine
 
@@ -99,7 +98,7 @@ def installed(client: Client, folder: Path) -> Path:
             ran([*pip, *client.before], timeout_s=INSTALL_TIMEOUT_S)
         ran(
             [*pip, *client.options, client.requirement or client.package, *client.also],
-            timeout_s=INSTALL_TIMEOUT_S, variables=client.variables,
+            timeout_s=INSTALL_TIMEOUT_S, env=os.environ | client.variables,
         )  # fmt: skip
         done.write_text(asked, encoding="utf-8")
         tell(f"{client.package}: installed in {time.monotonic() - began:.0f} s")
@@ -115,22 +114,3 @@ def version_of(client: Client, python: Path) -> str:
 def shared_pins(constraints: Path) -> list[str]:
     with constraints.open(encoding="utf-8") as lines:
         return [line for line in lines if line.startswith(_SHARED)]
-
-
-def ran(command: list[str], timeout_s: float = 120.0, variables: Mapping[str, str] = MappingProxyType({})) -> str:
-    """What a command printed. Raises BenchmarkError where it fails or does not end."""
-    try:
-        done = subprocess.run(
-            command, env=os.environ | variables, capture_output=True, text=True, check=False, timeout=timeout_s
-        )
-    except subprocess.TimeoutExpired as error:
-        raise BenchmarkError(f"`{' '.join(command)}` had not ended after {timeout_s:.0f} s") from error
-    if done.returncode:
-        raise BenchmarkError(f"`{' '.join(command)}` failed: {_errors(done.stderr)}")
-    return done.stdout.strip()
-
-
-def _errors(stderr: str) -> str:
-    """pip's own errors without its warnings, which are many; everything where there are none."""
-    lines = stderr.strip().splitlines()
-    return " ".join([line for line in lines if line.startswith("ERROR:")] or lines)[-600:]

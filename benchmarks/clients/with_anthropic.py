@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import anthropic
 
-from benchmarks.clients.checks import BASE_URL, MODEL, expect, run
+from benchmarks.clients.checks import BASE_URL, MODEL, expect, raised, run
 
 os.environ.pop("ANTHROPIC_AUTH_TOKEN", None)
 CLIENT = anthropic.Anthropic(base_url=BASE_URL, api_key="none", max_retries=0)
@@ -81,19 +82,13 @@ def models() -> None:
 
 
 def typed_errors() -> None:
-    try:
-        CLIENT.messages.create(model="nope", max_tokens=1, messages=HELLO)
-    except anthropic.NotFoundError as error:
-        expect(error.body["error"]["type"] == "not_found_error", error.body)
-    else:
-        raise AssertionError("no error for an unknown model")
+    create = CLIENT.messages.create
+    unknown = raised(anthropic.NotFoundError, partial(create, model="nope", max_tokens=1, messages=HELLO))
+    expect(unknown.body["error"]["type"] == "not_found_error", unknown.body)
     image: Any = {"type": "image", "source": {"type": "url", "url": "http://localhost/x.png"}}
-    try:
-        CLIENT.messages.create(model=MODEL, max_tokens=1, messages=[{"role": "user", "content": [image]}])
-    except anthropic.BadRequestError as error:
-        expect("image" in str(error), error)
-    else:
-        raise AssertionError("no error for an image")
+    messages: Any = [{"role": "user", "content": [image]}]
+    refused = raised(anthropic.BadRequestError, partial(create, model=MODEL, max_tokens=1, messages=messages))
+    expect("image" in str(refused), refused)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import litellm
 
-from benchmarks.clients.checks import BASE_URL, MODEL, expect, run
+from benchmarks.clients.checks import BASE_URL, MODEL, expect, raised, run
 
 _WHERE = {"api_base": f"{BASE_URL}/v1", "api_key": "none", "num_retries": 0}
 HELLO = [{"role": "user", "content": "What is 2 plus 3?"}]
@@ -44,11 +46,7 @@ def vectors() -> None:
 
 
 def typed_error() -> None:
-    try:
-        litellm.completion(model="openai/nope", messages=HELLO, **_WHERE)
-    except litellm.NotFoundError:
-        return
-    raise AssertionError("no error for an unknown model")
+    raised(litellm.NotFoundError, partial(litellm.completion, model="openai/nope", messages=HELLO, **_WHERE))
 
 
 if __name__ == "__main__":

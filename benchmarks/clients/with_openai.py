@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 import time
+from functools import partial
 from typing import Any
 
 import openai
 
-from benchmarks.clients.checks import BASE_URL, MODEL, expect, run
+from benchmarks.clients.checks import BASE_URL, MODEL, expect, raised, run
 
 _PATIENCE_S = 60.0
 client = openai.OpenAI(base_url=f"{BASE_URL}/v1", api_key="none", max_retries=0)
@@ -91,12 +92,8 @@ def embeddings() -> None:
 def errors_are_typed() -> None:
     for kind, wrong in ((openai.NotFoundError, {"model": "nope"}), (openai.BadRequestError, {"n": -1})):
         asked: dict[str, Any] = {"model": MODEL, "messages": HELLO} | wrong
-        try:
-            client.chat.completions.create(**asked)
-        except kind as error:
-            expect(isinstance(error, openai.APIStatusError) and bool(error.type), error)
-        else:
-            raise AssertionError(f"no error for {wrong}")
+        error = raised(kind, partial(client.chat.completions.create, **asked))
+        expect(isinstance(error, openai.APIStatusError) and bool(error.type), error)
 
 
 def a_batch_from_upload_to_results() -> None:

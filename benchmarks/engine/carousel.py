@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from app.engine.engine import Engine
 from benchmarks.engine.run import Clock, MonotonicClock, Run, Timeline
-from benchmarks.engine.step_trace import StepTrace
+from benchmarks.engine.service_figures import StepTrace
 from benchmarks.harness.workload import TimedRequest, Workload
 
 

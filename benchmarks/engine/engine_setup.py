@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,7 +19,7 @@ from app.model.location import resolve_model_path
 from benchmarks.engine.run import Setup
 from benchmarks.harness.command import BenchmarkError, tell
 from benchmarks.harness.options import DTYPES
-from benchmarks.harness.settings import Assignment, engine_config
+from benchmarks.harness.settings import Assignments, engine_config, told
 from benchmarks.harness.workload import Workload, read_workload, read_workloads
 
 
@@ -34,7 +34,7 @@ class LoadedEngine:
     also: Mapping[str, Workload] = field(default_factory=dict)  # to be served after `workload`, by name
 
 
-def load_engine(given: argparse.Namespace, assignments: Sequence[Assignment]) -> LoadedEngine:
+def load_engine(given: argparse.Namespace, assignments: Assignments) -> LoadedEngine:
     """Read the workload, then build the engine. Notes go to stderr.
 
     Raises:
@@ -59,7 +59,7 @@ def load_engine(given: argparse.Namespace, assignments: Sequence[Assignment]) ->
         dtype=dtype_name(config.model),
         threads=config.model.num_threads or num_cores(),
         device=device,
-        settings=[f"{assignment.path}={assignment.value}" for assignment in assignments],
+        settings=told(assignments),
         kv_blocks=engine.stats().num_blocks,
         kv_block_size=config.cache.block_size,
     )
@@ -78,7 +78,7 @@ def dtype_name(model: ModelConfig) -> str:
     return next(short for short, name in DTYPES.items() if getattr(torch, name) is chosen)
 
 
-def configured(given: argparse.Namespace, assignments: Sequence[Assignment]) -> EngineConfig:
+def configured(given: argparse.Namespace, assignments: Assignments) -> EngineConfig:
     """The engine's settings as asked; `--set` comes last. Raises BenchmarkError when a value is refused."""
     chosen = {
         "model.path": given.model,
@@ -86,7 +86,7 @@ def configured(given: argparse.Namespace, assignments: Sequence[Assignment]) -> 
         "model.device": given.device,
         "model.num_threads": given.threads,
     }
-    return engine_config({path: value for path, value in chosen.items() if value is not None}, assignments)
+    return engine_config({path: value for path, value in chosen.items() if value is not None} | dict(assignments))
 
 
 _MEMORY_SETTINGS = frozenset({"cache.num_blocks", "cache.memory_gib", "cache.gpu_memory_fraction"})
@@ -98,12 +98,12 @@ def num_blocks_for(workload: Workload, *, block_size: int, max_running: int) -> 
     return sum(num_tokens // block_size + 1 for num_tokens in longest)
 
 
-def with_room(config: EngineConfig, workload: Workload, assignments: Iterable[Assignment], device: str) -> EngineConfig:
+def with_room(config: EngineConfig, workload: Workload, assignments: Assignments, device: str) -> EngineConfig:
     """The settings with as many blocks as the workload can fill, where no setting of memory is given.
 
     On a GPU the default stays: it is whatever the weights leave.
     """
-    if device == "cuda" or any(assignment.path in _MEMORY_SETTINGS for assignment in assignments):
+    if device == "cuda" or _MEMORY_SETTINGS & assignments.keys():
         return config
     num_blocks = num_blocks_for(workload, block_size=config.cache.block_size, max_running=config.scheduler.max_running)
     return config.model_copy(update={"cache": config.cache.model_copy(update={"num_blocks": num_blocks})})

@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from pydantic import ValidationError
 
@@ -23,12 +24,11 @@ from app.build import build_matchers, build_sync_engine
 from app.config import EngineConfig, SpeculationConfig
 from app.engine.engine import NO_ADAPTERS, Engine
 from app.engine.request import Adapter
-from app.engine.trace.entries import Arrival, DroppedEntries, Entry, Header, StepRecord
+from app.engine.trace.entries import Arrival, DroppedEntries, Entry, Header, StepRecord, parse
 from app.errors import CarouselError, UnsupportedAdapter
 from app.model.adapter_files import adapter_at
 from app.versions import commit, versions
 from benchmarks.engine.divergence import Comparison, Divergence, differences_between
-from benchmarks.engine.recorded_run import RecordedRun, find_run
 from benchmarks.engine.reenacting_runner import StandIns
 from benchmarks.engine.reenactment import Reenactment, Shares, facts_of
 from benchmarks.harness.command import BenchmarkError, command_parser, refused, tell
@@ -57,6 +57,44 @@ class Found:
     num_steps: int
     divergence: Divergence | None = None
     num_lost: int = 0  # entries missing after those steps
+
+
+@dataclass(slots=True)
+class RecordedRun:
+    """Where a run's log lies. Its entries are read when they are asked for: a log may be larger than memory."""
+
+    header: Header
+    files: tuple[Path, ...]
+    notes: list[str] = field(default_factory=list)  # what was odd about the files, in words
+
+    @property
+    def hides_prompts(self) -> bool:
+        return not self.header.config["step_log"]["record_prompts"]
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries; a last line that a crash has cut is left out, with a note.
+
+        Raises:
+            BenchmarkError: a file cannot be read, or a line of it is wrong.
+        """
+        for file in self.files:
+            yield from self._entries_of(file, is_last=file == self.files[-1])
+
+    def _entries_of(self, path: Path, *, is_last: bool) -> Iterator[Entry]:
+        with _opened(path) as file:
+            next(file)  # the header
+            for number, line in enumerate(file, start=2):
+                try:
+                    yield parse(line.decode())
+                except (ValueError, TypeError, KeyError, AttributeError) as error:
+                    if is_last and not line.endswith(b"\n"):
+                        self._note(f"{path.name}: the last line is cut (a crash?) and left out")
+                        return
+                    raise BenchmarkError(f"{path}:{number}: this is no entry of a step log: {error}") from error
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -160,12 +198,11 @@ def _configured(header: Header, model: str | None, settings: Sequence[str]) -> E
     base = dict(header.config) | {"step_log": {}}
     base["model"] = header.config["model"] | ({} if model is None else {"path": model})
     base["cache"] = header.config["cache"] | {"num_blocks": header.num_blocks or None}
-    for assignment in assignments:  # another rule begins with its own defaults
-        branch, _, name = assignment.path.partition(".")
-        if assignment.path in ("scheduler.strategy", "scheduler.policy"):
-            base[branch] = base[branch] | {name: {}}
+    for name in ("strategy", "policy"):
+        if f"scheduler.{name}" in assignments:  # another rule begins with its own defaults
+            base["scheduler"] = base["scheduler"] | {name: {}}
     try:
-        return engine_config(base, assignments)
+        return engine_config(base | dict(assignments))
     except (ValidationError, KeyError, TypeError) as error:
         raise BenchmarkError(f"the log's settings are none of this version: {error}") from error
 
@@ -210,6 +247,53 @@ def _check_adapter(recorded: Adapter) -> None:
             f"the adapter {recorded.name} in {recorded.path} is {found.digest} here and {recorded.digest} in the log: "
             f"put the files there that the run had, or replay with --simulated"
         )
+
+
+def find_run(place: str) -> RecordedRun:
+    """The run that a file belongs to, or the only one in a folder.
+
+    Raises:
+        BenchmarkError: there is none, there are several, or its beginning is missing.
+    """
+    path = Path(place)
+    if path.is_dir():
+        path = _only_run_in(path)
+    siblings = sorted(path.parent.glob(f"{path.stem.rpartition('-')[0]}-*.jsonl")) if "-" in path.stem else []
+    files = tuple(siblings) if path in siblings else (path,)
+    headers = [_header_of(file) for file in files]
+    for expected, (file, header) in enumerate(zip(files, headers, strict=True), start=1):
+        if header.part != expected:
+            raise BenchmarkError(
+                f"{file} is part {header.part} of its log and part {expected} is not there; an engine can only be run "
+                f"again from its start: keep more of the log with step_log.max_megabytes"
+            )
+        if header.run != headers[0].run:
+            raise BenchmarkError(f"{file} is of run {header.run}, {files[0]} of run {headers[0].run}")
+    return RecordedRun(headers[0], files)
+
+
+def _only_run_in(folder: Path) -> Path:
+    first_files = {path.stem.rpartition("-")[0]: path for path in sorted(folder.glob("steps-*.jsonl"), reverse=True)}
+    if len(first_files) == 1:
+        return next(iter(first_files.values()))
+    found = ", ".join(path.name for path in sorted(first_files.values())[-8:]) or "no steps-*.jsonl"
+    raise BenchmarkError(f"{folder} holds {len(first_files)} runs: name a file of the one that is meant ({found})")
+
+
+def _header_of(path: Path) -> Header:
+    with _opened(path) as file:
+        line = file.readline()
+    try:
+        return Header.parse(line.decode())
+    except (ValueError, TypeError) as error:
+        raise BenchmarkError(f"{path}: {error}") from error
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise BenchmarkError(f"the step log {path} cannot be read: {error}") from error
 
 
 if __name__ == "__main__":

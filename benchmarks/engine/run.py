@@ -11,37 +11,23 @@ from typing import Any, Protocol
 
 from benchmarks.harness import machine
 from benchmarks.harness.command import BenchmarkError, tell
-from benchmarks.harness.figures import percentiles, rounded
+from benchmarks.harness.figures import rounded
+from benchmarks.harness.machine import seconds_since_start
+from benchmarks.harness.timeline import Deliveries, times_of
 from benchmarks.harness.workload import Workload
 
 
 @dataclass(slots=True)
-class Timeline:
-    """One request: when it came and when its tokens did, in seconds after the start."""
+class Timeline(Deliveries):
+    """One request and its tokens, in seconds after the start."""
 
-    arrival_s: float
     token_ids: list[int] = field(default_factory=list)
-    delivered_s: list[float] = field(default_factory=list)  # once for each delivery of one or more tokens
-
     has_failed: bool = False  # refused, expired or ended by an error
 
     def deliver(self, token_ids: tuple[int, ...] | list[int], *, at_s: float) -> None:
         if token_ids:
             self.token_ids.extend(token_ids)
             self.delivered_s.append(at_s)
-
-    @property
-    def time_to_first_token_s(self) -> float:
-        return self.delivered_s[0] - self.arrival_s
-
-    @property
-    def latency_s(self) -> float:
-        return self.delivered_s[-1] - self.arrival_s
-
-    @property
-    def gaps_s(self) -> list[float]:
-        """Seconds between one delivery and the next."""
-        return [after - before for before, after in zip(self.delivered_s, self.delivered_s[1:], strict=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +44,10 @@ class Run:
     @property
     def num_output_tokens(self) -> int:
         return sum(len(timeline.token_ids) for timeline in self.timelines.values())
+
+    @property
+    def answered(self) -> list[Timeline]:
+        return [timeline for timeline in self.timelines.values() if not timeline.has_failed]
 
     @property
     def all_begun_s(self) -> float:
@@ -148,17 +138,6 @@ class Setup:
     kv_block_size: int | None = None
 
 
-def times_of(runs: Sequence[Run], percents: Sequence[int]) -> dict[str, float | None]:
-    """Percentiles over the requests (and gaps) of all runs, without those that failed; seconds from the arrival."""
-    timelines = [timeline for run in runs for timeline in run.timelines.values() if not timeline.has_failed]
-    streamed = timelines if all(run.streams for run in runs) else []
-    return (
-        percentiles("ttft", [timeline.time_to_first_token_s for timeline in streamed], percents)
-        | percentiles("itl", [gap for timeline in streamed for gap in timeline.gaps_s], percents)
-        | percentiles("latency", [timeline.latency_s for timeline in timelines], percents)
-    )
-
-
 def summed_up(
     setup: Setup, workload: Workload, runs: Sequence[Run], *, start_to_first_token_s: float | None = None
 ) -> dict[str, Any]:
@@ -168,6 +147,7 @@ def summed_up(
     """
     seconds = statistics.median(run.seconds for run in runs)
     middle = sorted(runs, key=lambda run: run.seconds)[(len(runs) - 1) // 2]
+    answered = [timeline for run in runs for timeline in run.answered]
     return asdict(setup) | {
         "seconds": round(seconds, 4),
         "all_seconds": [round(run.seconds, 4) for run in runs],
@@ -177,7 +157,7 @@ def summed_up(
             workload.num_prompt_tokens / statistics.median(run.all_begun_s for run in runs), 2
         ),
         "decode_tokens_per_s": rounded(middle.decode_tokens_per_s, 2),
-        **times_of(runs, (50, 99)),
+        **times_of(answered, (50, 99), streams=all(run.streams for run in runs)),
         "start_to_first_token_s": rounded(start_to_first_token_s),
         "peak_rss_mb": machine.peak_rss_mb(),
         "peak_device_mb": machine.peak_device_mb(setup.device),
@@ -185,25 +165,40 @@ def summed_up(
         "preemptions": middle.num_preemptions,
         "cached_prompt_tokens": middle.num_cached_prompt_tokens,
         "num_requests": len(workload.requests),
-        "num_failed": sum(timeline.has_failed for timeline in middle.timelines.values()),
+        "num_failed": len(workload.requests) - len(middle.answered),
         "num_prompt_tokens": workload.num_prompt_tokens,
         "num_output_tokens": middle.num_output_tokens,
         "gpu": machine.gpu_name(setup.device),
     }
 
 
-def figures_of_others(
-    contender: Contender, setup: Setup, workloads: Mapping[str, Workload], *, repeat: int
-) -> dict[str, dict[str, Any]]:
-    """The figures of workloads that come after the first, by name."""
-    found = {}
-    for name, workload in workloads.items():
+def measured(
+    contender: Contender,
+    setup: Setup,
+    workload: Workload,
+    *,
+    also: Mapping[str, Workload],
+    repeat: int,
+    outputs: str | None = None,
+) -> dict[str, Any]:
+    """Warm up, repeat, sum up; then the same for further workloads, of which the figures stand under `also`, by name.
+
+    outputs: a file for the token ids of the first workload's last run.
+    """
+    ready_s = seconds_since_start()
+    tell(f"{setup.engine} is ready after {ready_s} s")
+    first_token_s = warmed_up(contender, workload)
+    runs = measured_runs(contender, workload, repeat=repeat)
+    if outputs is not None:
+        write_outputs(outputs, workload, runs[-1])
+    start_s = None if ready_s is None else ready_s + first_token_s
+    figures = summed_up(setup, workload, runs, start_to_first_token_s=start_s)
+    others = {}
+    for name, other in also.items():
         tell(f"workload {name}")
-        warmed_up(contender, workload)
-        found[name] = summed_up(
-            replace(setup, workload=name), workload, measured_runs(contender, workload, repeat=repeat)
-        )
-    return found
+        warmed_up(contender, other)
+        others[name] = summed_up(replace(setup, workload=name), other, measured_runs(contender, other, repeat=repeat))
+    return figures | {"start_to_ready_s": rounded(ready_s, 3), "also": others}
 
 
 def write_outputs(path: str, workload: Workload, run: Run) -> None:

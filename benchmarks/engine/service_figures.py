@@ -1,33 +1,100 @@
-"""The figures of a run: speed, waiting, use of the slots, fairness between tenants, share within a service level."""
+"""A run seen step by step, and its figures: speed, waiting, use of the slots, fairness between tenants, goodput."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from benchmarks.engine.run import Run, Timeline, times_of
-from benchmarks.engine.step_trace import Step
+from app.engine.batch import SchedulingDecision, StepBatch
+from app.engine.engine import Engine
+from app.engine.observer import EndedStep, StepObserver
+from app.engine.sequence import Sequence
+from app.engine.stats import EngineStats
+from app.engine.trace.entries import FailureKind
+from benchmarks.engine.run import Run
 from benchmarks.harness.figures import percentile, rounded
+from benchmarks.harness.timeline import Slo, times_of
 from benchmarks.harness.workload import Workload
 
 MIN_CONTENDED_STEPS = 50  # in fewer, shares are chance
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
-    """A service level: what a request must see to count as served well. Seconds from its arrival; None: no bound."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step, or (without requests) a time in which the engine waited. Seconds after the start."""
 
-    ttft_s: float | None = None
-    latency_s: float | None = None
+    began_s: float
+    ended_s: float
+    num_tokens: Mapping[str, int]  # computed in it, by request id
+    num_running: int  # that held a slot, whether or not they took part
+    num_waiting: int  # left outside
 
-    def is_kept(self, timeline: Timeline) -> bool:
-        if timeline.has_failed or not timeline.delivered_s:
-            return False
-        first_in_time = self.ttft_s is None or timeline.time_to_first_token_s <= self.ttft_s
-        return first_in_time and (self.latency_s is None or timeline.latency_s <= self.latency_s)
+    @property
+    def seconds(self) -> float:
+        return self.ended_s - self.began_s
+
+
+class StepTrace(StepObserver):
+    """All steps of one run, in order, seen as the engine's observer."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._start_s = 0.0
+        self._stats: Callable[[], EngineStats] | None = None
+        self._held: deque[tuple[int, int]] = deque()  # running and waiting, of steps that have not ended
+
+    def start(self, engine: Engine) -> None:
+        """The run of this engine begins now."""
+        self._start_s, self._stats = engine.now(), engine.stats
+
+    def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
+        assert self._stats is not None, "started before the first step"
+        if batch.scheduled:
+            self._held.append((self._stats().num_running, decision.num_waiting))
+
+    def failed(self, how: FailureKind, sequences: Iterable[Sequence] = ()) -> None:
+        self._held.clear()
+
+    def step_ended(self, step: EndedStep) -> None:
+        if self._held and step.batch.scheduled:
+            num_running, num_waiting = self._held.popleft()
+            num_tokens = {item.request_id: len(item.token_ids) for item in step.batch.scheduled}
+            self._add(step.at - step.seconds, step.at, num_tokens, num_running, num_waiting)
+
+    def waited(self, began_at: float, ended_at: float, stats: EngineStats) -> None:
+        """The engine had nothing to do between these times of its clock, with these requests."""
+        self._add(began_at, ended_at, {}, stats.num_running, stats.num_waiting)
+
+    def _add(
+        self, began_at: float, ended_at: float, num_tokens: Mapping[str, int], num_running: int, num_waiting: int
+    ) -> None:
+        # A step that was launched ahead begins when the one before it is done.
+        began_s = max(began_at - self._start_s, self.steps[-1].ended_s if self.steps else 0.0)
+        ended_s = max(began_s, ended_at - self._start_s)
+        self.steps.append(Step(began_s, ended_s, num_tokens, num_running, num_waiting))
+
+    def joined_s(self) -> dict[str, float]:
+        """When each request was first computed."""
+        joined: dict[str, float] = {}
+        for step in self.steps:
+            for request_id in step.num_tokens:
+                joined.setdefault(request_id, step.began_s)
+        return joined
+
+    def bubble_share(self, num_slots: int) -> float | None:
+        """Slot time held by nothing while requests waited, of all slot time; None without steps."""
+        whole_s = sum(step.seconds for step in self.steps) * num_slots
+        empty_s = sum(step.seconds * max(0, num_slots - step.num_running) for step in self.steps if step.num_waiting)
+        return empty_s / whole_s if whole_s else None
+
+    def mean_running(self) -> float | None:
+        """Requests computed in a step, on average over the steps."""
+        sizes = [len(step.num_tokens) for step in self.steps if step.num_tokens]
+        return sum(sizes) / len(sizes) if sizes else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +105,16 @@ class Served:
     joined_s: Mapping[str, float]  # when each request was first computed, by request id
     bubble_share: float | None = None  # slot time held by nothing while requests waited
     mean_running: float | None = None  # requests in a step
-    steps: Sequence[Step] = ()
+    steps: Several[Step] = ()
 
 
-def service_figures(workload: Workload, served: Served, promise: Promise | None) -> dict[str, Any]:
+def service_figures(workload: Workload, served: Served, slo: Slo | None) -> dict[str, Any]:
     """Times are of the requests that were answered, in seconds from their arrival; shares are from 0 to 1."""
     run = served.run
     answered = {name: timeline for name, timeline in run.timelines.items() if not timeline.has_failed}
     latencies = [timeline.latency_s for timeline in answered.values()]
     waits = [served.joined_s[name] - timeline.arrival_s for name, timeline in answered.items()]
-    num_kept = sum(map(promise.is_kept, run.timelines.values())) if promise is not None else None
+    kept = [one for one in answered.values() if slo is not None and slo.is_kept(one, len(one.token_ids))]
     return {
         "seconds": round(run.seconds, 4),
         "num_requests": len(run.timelines),
@@ -55,7 +122,7 @@ def service_figures(workload: Workload, served: Served, promise: Promise | None)
         "num_output_tokens": run.num_output_tokens,
         "output_tokens_per_s": round(run.num_output_tokens / run.seconds, 2),
         "requests_per_s": round(len(answered) / run.seconds, 4),
-        **times_of([run], (50, 95, 99)),
+        **times_of(run.answered),
         "latency_mean_s": round(fmean(latencies), 6) if latencies else None,
         "queue_wait_mean_s": round(fmean(waits), 6) if waits else None,
         "queue_wait_p99_s": rounded(percentile(waits, 99)),
@@ -65,8 +132,8 @@ def service_figures(workload: Workload, served: Served, promise: Promise | None)
         "num_steps": run.num_steps,
         "preemptions": run.num_preemptions,
         "jain_index": rounded(jain_over_tenants(workload, served)),
-        "slo_share": None if num_kept is None else round(num_kept / len(run.timelines), 4),  # of all requests
-        "slo_requests_per_s": None if num_kept is None else round(num_kept / run.seconds, 4),
+        "slo_share": None if slo is None else round(len(kept) / len(run.timelines), 4),  # of all requests
+        "slo_requests_per_s": None if slo is None else round(len(kept) / run.seconds, 4),
     }
 
 

@@ -13,65 +13,58 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from app.build import assemble
-from app.config import PRESETS
+from app.config import PRESETS, PolicyConfig, SchedulerConfig, StrategyConfig
 from benchmarks.engine.carousel import Carousel
-from benchmarks.engine.engine_setup import LoadedEngine, load_engine
-from benchmarks.engine.service_figures import Promise, Served, service_figures
-from benchmarks.engine.step_trace import StepTrace
-from benchmarks.engine.trial import (
-    POLICIES,
-    STRATEGIES,
-    Trial,
-    base_assignments,
-    preset_trials,
-    trials,
-    with_largest_limits,
-)
+from benchmarks.engine.engine_setup import LoadedEngine, configured, load_engine
+from benchmarks.engine.service_figures import Served, StepTrace, service_figures
 from benchmarks.harness import machine
-from benchmarks.harness.command import BenchmarkError, above_zero, command_parser, numbers_above_zero, run_command, tell
-from benchmarks.harness.figures import cell, table
+from benchmarks.harness.command import (
+    BenchmarkError,
+    above_zero,
+    command_parser,
+    did_you_mean,
+    numbers_above_zero,
+    run_command,
+    tell,
+)
+from benchmarks.harness.figures import table_of
 from benchmarks.harness.options import add_run_options
-from benchmarks.harness.settings import Assignment, parse_assignments
+from benchmarks.harness.settings import Assignments, parse_assignments, told
+from benchmarks.harness.timeline import Slo
 from benchmarks.harness.workload import Workload
 from benchmarks.service.arrivals import Arrivals
 
+_BRANCHES: dict[str, dict[str, type[StrategyConfig] | type[PolicyConfig]]] = {
+    "strategy": {kind.model_fields["name"].default: kind for kind in StrategyConfig.__args__},
+    "policy": {kind.model_fields["name"].default: kind for kind in PolicyConfig.__args__},
+}
+STRATEGIES = tuple(_BRANCHES["strategy"])
+POLICIES = tuple(_BRANCHES["policy"])
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """One trial at one load."""
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A name for people and the settings behind it."""
 
     name: str
-    load: float
-    rate: float | None  # requests a second that were offered; None where the arrivals have no rate
-    settings: dict[str, Any]
-    figures: dict[str, Any]
-    num_equal_outputs: int  # requests with the same tokens as in the first trial at this load
-
-    def to_dict(self) -> dict[str, Any]:
-        names = ("name", "load", "rate", "settings", "num_equal_outputs")
-        return {name: getattr(self, name) for name in names} | self.figures
+    scheduler: SchedulerConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    def measured(given: argparse.Namespace) -> dict[str, Any]:
-        outcomes, summary = measure(given)
-        print(in_words(outcomes))
-        return summary
-
-    return run_command(_parser(), measured, arguments)
+    return run_command(_parser(), measure, arguments)
 
 
-def measure(given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
-    """Load once, warm up, then every trial at every load."""
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Load once, warm up, then every trial at every load; prints the table."""
     assignments = parse_assignments(given.set)
     chosen = _trials(given, assignments)
     arrivals, loads = Arrivals.parse(given.arrival), numbers_above_zero("--load", given.load)
-    promise = _promise(given)
+    slo = Slo(ttft_s=given.slo_ttft_s, latency_s=given.slo_latency_s)
     loaded = load_engine(given, with_largest_limits(base_assignments(assignments), chosen))
     workload = _with_deadlines(loaded.workload, given.deadline_s)
     tell("warm-up")
@@ -80,23 +73,24 @@ def measure(given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
     if arrivals.needs_rate(workload):
         capacity = _capacity(loaded)
         tell(f"capacity: {capacity:.3f} requests/s with everything at once")
-    outcomes: list[Outcome] = []
+    found: list[dict[str, Any]] = []
     for load in loads:
         arranged = arrivals.arrange(workload, rate=capacity, load=load, seed=given.seed)
         rate = arrivals.rate or capacity
         rate = None if rate is None else rate * load
-        outcomes += _outcomes(loaded, chosen, arranged, promise, load=load, rate=rate)
-    return outcomes, {
+        found += _figures(loaded, chosen, arranged, slo if slo != Slo() else None, load=load, rate=rate)
+    print(in_words(found))
+    return {
         **asdict(loaded.setup),
-        "settings": [f"{assignment.path}={assignment.value}" for assignment in assignments],
+        "settings": told(assignments),
         "capacity_requests_per_s": capacity,
         "num_slots": loaded.config.scheduler.max_running,
-        "trials": [outcome.to_dict() for outcome in outcomes],
+        "trials": found,
         "gpu": machine.gpu_name(loaded.setup.device),
     }
 
 
-def _trials(given: argparse.Namespace, assignments: Sequence[Assignment]) -> list[Trial]:
+def _trials(given: argparse.Namespace, assignments: Assignments) -> list[Trial]:
     if given.presets is None:
         return trials(given, assignments, strategies=given.strategies, policies=given.policies)
     if given.strategies or given.policies:
@@ -124,7 +118,6 @@ def serve(loaded: LoadedEngine, trial: Trial, workload: Workload) -> Served:
     )
 
 
-# Heads of the table, the figures below them and how they are written; times have three digits below 0.1 s.
 _COLUMNS = (
     ("requests/s", "requests_per_s", "{:.2f}"), ("tokens/s", "output_tokens_per_s", "{:,.0f}"),
     ("TTFT p50", "ttft_p50_s", ""), ("TTFT p99", "ttft_p99_s", ""), ("ITL p50", "itl_p50_s", ""),
@@ -135,43 +128,34 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def in_words(outcomes: Sequence[Outcome]) -> str:
+def in_words(trials: Sequence[Mapping[str, Any]]) -> str:
     """The figures that most choices hang on; the JSON has them all."""
-
-    def written(number: float | None, form: str) -> str:
-        return cell(number, form or ("{:.2f}" if number is None or number >= 0.1 else "{:.3f}"))
-
-    heads = ["load", "strategy policy", *(head for head, _, _ in _COLUMNS)]
-    rows = [
-        [f"{outcome.load:g}", outcome.name, *(written(outcome.figures[name], form) for _, name, form in _COLUMNS)]
-        for outcome in outcomes
-    ]
-    return table(heads, rows)
+    loads, names = [f"{each['load']:g}" for each in trials], [each["name"] for each in trials]
+    return table_of(_COLUMNS, trials, **{"load": loads, "strategy policy": names})
 
 
-def _outcomes(
+def _figures(
     loaded: LoadedEngine,
     chosen: Sequence[Trial],
     workload: Workload,
-    promise: Promise | None,
+    slo: Slo | None,
     *,
     load: float,
     rate: float | None,
-) -> Iterator[Outcome]:
+) -> Iterator[dict[str, Any]]:
+    """Of each trial at one load. `num_equal_outputs`: requests with the same tokens as in the first trial.
+
+    rate: requests a second that were offered; None where the arrivals have no rate.
+    """
     first: Served | None = None
     for trial in chosen:
         served = serve(loaded, trial, workload)
         first = first or served
-        figures = service_figures(workload, served, promise)
+        figures = service_figures(workload, served, slo)
         tell(f"load {load:g}, {trial.name}: {figures['requests_per_s']:.2f} requests/s in {figures['seconds']:.1f} s")
-        yield Outcome(
-            name=trial.name,
-            load=load,
-            rate=rate,
-            settings=trial.scheduler.model_dump(mode="json"),
-            figures=figures,
-            num_equal_outputs=_num_equal(first, served),
-        )
+        settings = trial.scheduler.model_dump(mode="json")
+        known = {"name": trial.name, "load": load, "rate": rate, "settings": settings}
+        yield known | {"num_equal_outputs": _num_equal(first, served)} | figures
 
 
 def _num_equal(first: Served, served: Served) -> int:
@@ -198,10 +182,83 @@ def _with_deadlines(workload: Workload, deadline_s: float | None) -> Workload:
     )
 
 
-def _promise(given: argparse.Namespace) -> Promise | None:
-    if given.slo_ttft_s is None and given.slo_latency_s is None:
-        return None
-    return Promise(ttft_s=given.slo_ttft_s, latency_s=given.slo_latency_s)
+def base_assignments(assignments: Assignments) -> dict[str, str | None]:
+    """Those without the parameters of single strategies and policies: those are for the trials that have them.
+
+    Raises:
+        BenchmarkError: a strategy or policy is chosen by `--set`, which would choose it for all trials.
+    """
+    for path, plural in (("scheduler.strategy", "--strategies"), ("scheduler.policy", "--policies")):
+        if path in assignments:
+            raise BenchmarkError(f"--set {path}={assignments[path]}: here they are chosen by {plural}")
+    of_one = ("scheduler.strategy.", "scheduler.policy.")
+    return {path: value for path, value in assignments.items() if not path.startswith(of_one)}
+
+
+def trials(
+    given: argparse.Namespace, assignments: Assignments, *, strategies: str | None, policies: str | None
+) -> list[Trial]:
+    """Every strategy asked for with every policy; by default all strategies with fcfs, all policies with continuous.
+
+    Whole batches are as large as `scheduler.max_running` unless a size is set, so that all have the same slots.
+
+    Raises:
+        BenchmarkError: a name is none; the message says what there is.
+    """
+    if strategies is None and policies is None:
+        pairs = [(name, "fcfs") for name in STRATEGIES] + [("continuous", name) for name in POLICIES[1:]]
+    else:
+        pairs = [
+            (strategy, policy)
+            for strategy in _chosen(strategies or "continuous", "strategy")
+            for policy in _chosen(policies or "fcfs", "policy")
+        ]
+    return [_trial(given, assignments, strategy, policy) for strategy, policy in pairs]
+
+
+def preset_trials(given: argparse.Namespace, assignments: Assignments, presets: str) -> list[Trial]:
+    """Every preset asked for, with what `--set` says in place of its values.
+
+    Raises:
+        BenchmarkError: a name is none; the message says what there is.
+    """
+    return [
+        Trial(name, configured(given, {"scheduler.preset": name, **assignments}).scheduler)
+        for name in _names_in(presets, "preset", PRESETS)
+    ]
+
+
+def with_largest_limits(assignments: Assignments, chosen: Sequence[Trial]) -> dict[str, str | None]:
+    """The assignments of an engine that has room for the steps of all trials."""
+    limits = {
+        f"scheduler.{name}": str(max(getattr(trial.scheduler, name) for trial in chosen))
+        for name in ("max_running", "max_step_tokens")
+    }
+    return {**assignments, **limits}
+
+
+def _chosen(text: str, branch: str) -> list[str]:
+    return _names_in(text, branch, _BRANCHES[branch])
+
+
+def _names_in(text: str, kind: str, known: Collection[str]) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise BenchmarkError(f"there is no {kind} {name!r}{did_you_mean(name, known)}")
+    return names
+
+
+def _trial(given: argparse.Namespace, assignments: Assignments, strategy: str, policy: str) -> Trial:
+    """The names, the size of a whole batch, then what `--set` says of their parameters."""
+    own = base_assignments(assignments)
+    max_running = configured(given, own).scheduler.max_running
+    for branch, name in (("strategy", strategy), ("policy", policy)):
+        path, known = f"scheduler.{branch}", _BRANCHES[branch][name].model_fields
+        own |= {path: name} | ({f"{path}.batch_size": str(max_running)} if "batch_size" in known else {})
+        parameters = {f"{path}.{parameter}" for parameter in known}
+        own |= {each: value for each, value in assignments.items() if each in parameters}
+    return Trial(f"{strategy} {policy}", configured(given, own).scheduler)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from app.versions import commit
-from benchmarks.gpu.results import NO_CLAIM, Result, ResultsFile, report
-from benchmarks.gpu.stages import STAGES, Stage
+from benchmarks.gpu.results import NO_CLAIM, STAGES, Result, ResultsFile, Stage, report
 from benchmarks.harness.command import BenchmarkError, command_parser, did_you_mean, refused, tell
+from benchmarks.harness.machine import PROJECT, environment
 
-_PROJECT = Path(__file__).resolve().parent.parent.parent
 _EARLIER = "earlier.json"
 _LAST_CHARACTERS = 2_000  # of what a stage said that failed
 _ASK_DEVICE = """
@@ -83,7 +82,7 @@ def _measured(stage: Stage, given: argparse.Namespace, *, code: str, device: str
     with log.open("w", encoding="utf-8") as said:
         process = subprocess.Popen(
             [*command, "--stand-in"] if given.stand_in else command,
-            stdout=said, stderr=subprocess.STDOUT, cwd=_PROJECT, env=_environment(given.stand_in),
+            stdout=said, stderr=subprocess.STDOUT, cwd=PROJECT, env=_environment(given.stand_in),
             start_new_session=True,
         )  # fmt: skip
         error = _end_of(process, deadline_s)
@@ -122,7 +121,7 @@ def _run(stage: Stage, given: argparse.Namespace) -> int:
     import torch
 
     from benchmarks.gpu.bench import Bench
-    from benchmarks.gpu.stand_in import standing_in
+    from benchmarks.gpu.graphs import standing_in
 
     torch.set_num_threads(min(torch.get_num_threads(), 16))
     bench = Bench(
@@ -132,18 +131,14 @@ def _run(stage: Stage, given: argparse.Namespace) -> int:
         earlier=_read(given.out / _EARLIER),
     )
     module = importlib.import_module(stage.module)
-    if given.stand_in:
-        with standing_in():
-            module.measure(bench)
-    else:
+    with standing_in(given.stand_in):
         module.measure(bench)
     return 0
 
 
 def _environment(stands_in: bool) -> Mapping[str, str]:
-    paths = os.pathsep.join([str(_PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return environment | ({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if stands_in else {})
+    offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return environment() | offline | ({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if stands_in else {})
 
 
 def _device() -> str:
@@ -163,7 +158,7 @@ def _device() -> str:
 def _code() -> str:
     """A digest of the files that are measured: results of other code do not count, committed or not."""
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted([*(_PROJECT / "app").rglob("*.py"), *(_PROJECT / "benchmarks").rglob("*.py")]):
+    for path in sorted([*(PROJECT / "app").rglob("*.py"), *(PROJECT / "benchmarks").rglob("*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

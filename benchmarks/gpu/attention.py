@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-import app.model.ways.gpu
 from app.errors import described
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.graphs import captured
 from benchmarks.gpu.head_shapes import ON_GPU, STANDING_IN, HeadShape, attention_of, begun
-from benchmarks.gpu.models import BLOCK_SIZE
 from benchmarks.gpu.steps import blocks_needed, step_of
 
 Pieces = list[tuple[int, int]]
@@ -64,18 +63,14 @@ def _swept(bench: Bench, kind: str, shape: HeadShape, pieces: Pieces) -> str:
 
 def _attended(bench: Bench, shape: HeadShape, pieces: Pieces, launch: Mapping[str, int] | None = None) -> float:
     """Seconds of one layer's attention, with the write of the new keys and values, replayed from a graph."""
-    num_blocks = blocks_needed(pieces, block_size=BLOCK_SIZE)
+    num_blocks = blocks_needed(pieces)
     attention = attention_of(bench, shape, num_blocks=num_blocks, max_rows=len(pieces))
     if launch:
         attention.kernels = _Launched(attention.kernels, launch)
-    batch = step_of(pieces, num_blocks=num_blocks, block_size=BLOCK_SIZE)
-    step, tensors, rules = (
-        begun(attention, batch),
-        shape.tensors(batch.num_tokens, bench.device),
-        shape.rules(bench.device),
-    )
-    capture = vars(app.model.ways.gpu)["CudaCapture"](bench.device)
-    return bench.seconds(capture(lambda: step.attend(0, *tensors, rules)))
+    batch = step_of(pieces, num_blocks=num_blocks)
+    step, tensors = begun(attention, batch), shape.tensors(batch.num_tokens, bench.device)
+    rules = shape.rules(bench.device)
+    return bench.seconds(captured(lambda: step.attend(0, *tensors, rules), bench.device))
 
 
 class _Launched:

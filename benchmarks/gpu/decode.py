@@ -18,9 +18,10 @@ from app.model.cuda.fp8 import why_no_fp8
 from app.model.kv_cache import block_bytes
 from app.model.ways.loaded_model import LoadedModel
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.models import BLOCK_SIZE, engine_config, engine_of, made_model, prompt_operations
+from benchmarks.gpu.graphs import Replays
+from benchmarks.gpu.models import BLOCK_SIZE, engine_config, made_model, prepared_runner, prompt_operations
 from benchmarks.gpu.rates import copy_rate
-from benchmarks.gpu.steps import Replays, blocks_needed, step_of
+from benchmarks.gpu.steps import blocks_needed, step_of
 
 _ROOM = 0.75  # of the GPU's memory is for weights and KV here; the rest is for graphs, logits and steps
 
@@ -60,10 +61,8 @@ def _measure_types(bench: Bench, types: _Types, rows: Sequence[int], contexts: S
     num_blocks = 12 if bench.stands_in else _blocks_with_room(read, of_block)
     config = config.model_copy(update={"cache": config.cache.model_copy(update={"num_blocks": num_blocks})})
     with Replays().watched() as replays:
-        runner = engine_of(config, model).runner
-    assert runner.launches, "on a GPU steps are launched"
-    runner.prepare()
-    rate = (bench.of_earlier("rates", "copy_gb_per_s") or copy_rate(bench) / 1e9) * 1e9
+        runner = prepared_runner(config, model)
+    rate = copy_rate(bench)
     suffix = types.suffix
     bench.put(**{
         f"weights_read_gb{suffix}": round(read / 1e9, 3), f"kv_bytes_of_a_token{suffix}": of_block // BLOCK_SIZE,
@@ -71,10 +70,10 @@ def _measure_types(bench: Bench, types: _Types, rows: Sequence[int], contexts: S
     })  # fmt: skip
     for number, context in product(rows, contexts):
         pieces = [(context - 1, 1)] * number
-        if blocks_needed(pieces, block_size=BLOCK_SIZE) > num_blocks:
+        if blocks_needed(pieces) > num_blocks:
             bench.put(**{f"too_large_{number}x{context}{suffix}": f"KV memory has {num_blocks:,} blocks"})
             continue
-        cells = _timed(bench, runner, replays, step_of(pieces, num_blocks=num_blocks, block_size=BLOCK_SIZE))
+        cells = _timed(bench, runner, replays, step_of(pieces, num_blocks=num_blocks))
         floor_ms = (read + number * context * of_block // BLOCK_SIZE) / rate * 1e3
         share = round(floor_ms / cells["step_ms"], 3)
         bench.row(
@@ -86,7 +85,7 @@ def _measure_types(bench: Bench, types: _Types, rows: Sequence[int], contexts: S
                 f"step_{number}x{context}{suffix}_ms": cells["step_ms"], f"share_{number}x{context}{suffix}": share
             })  # fmt: skip
     for length in bench.sized((512, 2048, 8192), (5,)):
-        batch = step_of([(0, length)], num_blocks=num_blocks, block_size=BLOCK_SIZE)
+        batch = step_of([(0, length)], num_blocks=num_blocks)
         _put_prompt(bench, length, types, bench.seconds_in_a_row(partial(runner.launch, batch), repeat=5))
 
 

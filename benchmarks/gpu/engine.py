@@ -8,9 +8,10 @@ from typing import Any
 
 from app.engine.engine import Engine
 from benchmarks.engine.carousel import Carousel
-from benchmarks.engine.run import Run, times_of, warmed_up
+from benchmarks.engine.run import Run, warmed_up
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.models import BLOCK_SIZE, engine_config, engine_of, made_model
+from benchmarks.harness.timeline import times_of
 from benchmarks.harness.workload import TimedRequest, Workload, read_workload
 from benchmarks.make_workload import make_workload
 
@@ -60,15 +61,14 @@ def requests_for(bench: Bench) -> Workload:
 
 def cells_of(workload: Workload, run: Run) -> dict[str, Any]:
     """The figures of one run."""
-    times = {
-        name: None if value is None else round(value * 1e3, 2) for name, value in times_of([run], (50, 99)).items()
-    }
+    seconds = times_of(run.answered, (50, 99))
+    times = {name: None if value is None else round(value * 1e3, 2) for name, value in seconds.items()}
     return {
         "output_tokens_per_s": round(run.num_output_tokens / run.seconds, 1),
         "total_tokens_per_s": round((workload.num_prompt_tokens + run.num_output_tokens) / run.seconds, 1),
         **{name.removesuffix("_s") + "_ms": value for name, value in times.items()},
         "steps": run.num_steps,
-        "failed": sum(timeline.has_failed for timeline in run.timelines.values()),
+        "failed": len(run.timelines) - len(run.answered),
     }
 
 

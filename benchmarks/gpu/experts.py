@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch.nn import functional
 
-import app.model.ways.gpu
 from app.model.cuda.experts import ExpertMixture
 from app.model.llama import ExpertSettings
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.graphs import captured
 from benchmarks.gpu.rates import copy_rate
 
 # By model: its experts, and its hidden size.
@@ -24,16 +24,18 @@ _STANDING_IN = {"tiny": (ExpertSettings(num_experts=4, per_token=2, intermediate
 
 @torch.inference_mode()
 def measure(bench: Bench) -> None:
-    rate = (bench.of_earlier("rates", "copy_gb_per_s") or copy_rate(bench) / 1e9) * 1e9
+    rate = copy_rate(bench)
     for model, (settings, hidden_size) in bench.sized(_ON_GPU, _STANDING_IN).items():
         torch.manual_seed(0)
         num_experts, inner = settings.num_experts, settings.intermediate_size
         sizes = ((num_experts, hidden_size), (num_experts, 2 * inner, hidden_size), (num_experts, hidden_size, inner))
         weights = [torch.randn(*size, dtype=torch.bfloat16, device=bench.device) * 0.02 for size in sizes]
+        mixture = ExpertMixture(settings, bench.device)
+        lengths = torch.empty(num_experts, dtype=torch.int32, device=bench.device)
         for num_tokens in bench.sized((1, 8, 64, 256, 2048), (1, 3)):
             x = torch.randn(num_tokens, hidden_size, dtype=torch.bfloat16, device=bench.device)
             num_chosen = torch.unique(functional.linear(x, weights[0]).topk(settings.per_token).indices).numel()
-            layer_s = bench.seconds(_replayed(bench, settings, x, weights))
+            layer_s = bench.seconds(captured(partial(_computed, mixture, x, weights, lengths), bench.device))
             of_expert = 3 * inner * hidden_size
             floor_s = num_chosen * of_expert * x.itemsize / rate
             operations = 2 * num_tokens * settings.per_token * of_expert
@@ -43,13 +45,8 @@ def measure(bench: Bench) -> None:
             )  # fmt: skip
 
 
-def _replayed(
-    bench: Bench, settings: ExpertSettings, x: torch.Tensor, weights: list[torch.Tensor]
-) -> Callable[[], torch.Tensor]:
-    """A graph of the layer: the host would be slower than the device."""
-    mixture = ExpertMixture(settings, bench.device)
-    lengths = torch.empty(settings.num_experts, dtype=torch.int32, device=bench.device)
+def _computed(
+    mixture: ExpertMixture, x: torch.Tensor, weights: Sequence[torch.Tensor], lengths: torch.Tensor
+) -> torch.Tensor:
     router, gate_up, down = weights
-    capture: Any = vars(app.model.ways.gpu)["CudaCapture"](bench.device)
-    replay: Callable[[], torch.Tensor] = capture(lambda: mixture(x, router, gate_up, down, lengths.zero_()))
-    return replay
+    return mixture(x, router, gate_up, down, lengths.zero_())

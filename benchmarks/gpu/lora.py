@@ -16,7 +16,7 @@ from app.engine.batch import StepBatch
 from app.engine.model_runner import ModelRunner
 from app.model.adapters import AdapterWeights, LowRankUpdate, Sizes
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.models import BLOCK_SIZE, engine_config, engine_of, made_model
+from benchmarks.gpu.models import BLOCK_SIZE, engine_config, made_model, prepared_runner
 from benchmarks.gpu.steps import blocks_needed, step_of
 from benchmarks.harness.turns import median_of_ratios, turns
 
@@ -29,16 +29,14 @@ def measure(bench: Bench) -> None:
     sequences, context, tokens = bench.sized((32, 1024, 2048), (2, 5, 3))
     num_slots = bench.sized(_NUM_ADAPTERS, 2)
     decode, prompt = [(context - 1, 1)] * sequences, [(0, tokens)]
-    num_blocks = max(blocks_needed(each, block_size=BLOCK_SIZE) for each in (decode, prompt))
+    num_blocks = max(blocks_needed(each) for each in (decode, prompt))
     config = engine_config(
         bench, max_running=sequences, max_step_tokens=tokens, max_model_len=max(context, tokens) + BLOCK_SIZE,
         num_blocks=num_blocks, max_loaded_adapters=num_slots, device="auto",
     )  # fmt: skip
     model = made_model(config)
-    runner, slots = engine_of(config, model).runner, model.adapters
-    assert runner.launches, "on a GPU steps are launched"
+    runner, slots = prepared_runner(config, model), model.adapters
     assert slots is not None, "the decoder for CUDA computes this shape"
-    runner.prepare()
     bench.put(adapter_memory_gib=round(sum(each.nbytes for each in slots.tensors()) / 2**30, 3))
     for rank in bench.sized((16, 64), (3,)):
         weights = _random_adapter(slots.sizes, rank)
@@ -48,7 +46,7 @@ def measure(bench: Bench) -> None:
         for name, pieces in (("decode", decode), ("prompt", prompt)):
             kinds = {
                 _WITHOUT if not number else str(number): step_of(
-                    pieces, num_blocks=num_blocks, block_size=BLOCK_SIZE, adapters=loaded[:number]
+                    pieces, num_blocks=num_blocks, adapters=loaded[:number]
                 )
                 for number in bench.sized((0, 1, num_slots), (0, num_slots))
             }

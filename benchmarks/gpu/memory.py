@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +19,9 @@ from app.engine.largest_batch import largest_batch
 from app.model.memory import MemoryNeeds
 from app.model.planned_memory import planned_memory
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.graphs import Replays
 from benchmarks.gpu.models import BLOCK_SIZE, engine_config, made_model, made_weights
-from benchmarks.gpu.steps import Replays
+from benchmarks.gpu.rates import told_by_driver
 
 
 def measure(bench: Bench) -> None:
@@ -100,14 +100,11 @@ def _used(bench: Bench) -> int | None:
     return int(total - free)
 
 
-def _used_of_card() -> int | None:
+def _used_of_card() -> int:
     """The same as the driver says it, without a context of this process; 0 where it cannot be asked."""
-    command = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return int(done.stdout.split()[0]) * 1024**2
-    except (OSError, ValueError, IndexError, subprocess.SubprocessError):
-        return 0
+    told = told_by_driver("memory.used", "csv,noheader,nounits") or ""
+    first = told.split()[:1]
+    return int(first[0]) * 1024**2 if first and first[0].isdecimal() else 0
 
 
 def _difference(after: int | None, before: int | None) -> int | None:

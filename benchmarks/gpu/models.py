@@ -175,6 +175,14 @@ def engine_of(config: EngineConfig, model: LoadedModel, *, overlaps: bool = True
     )
 
 
+def prepared_runner(config: EngineConfig, model: LoadedModel) -> ModelRunner:
+    """The runner of such an engine, ready to launch steps."""
+    runner = engine_of(config, model).runner
+    assert runner.launches, "on a GPU steps are launched"
+    runner.prepare()
+    return runner
+
+
 def prompt_operations(bench: Bench, length: int) -> int:
     """Multiplications and additions of the 8B shape for a prompt: matrices, causal attention, one row of logits."""
     shape = bench.sized(*_SHAPES["8b"])

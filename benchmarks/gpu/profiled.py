@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from app.engine.batch import StepBatch
 from app.engine.model_runner import ModelRunner
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.models import BLOCK_SIZE, engine_config, engine_of, made_model
+from benchmarks.gpu.models import engine_config, made_model, prepared_runner
 from benchmarks.gpu.steps import blocks_needed, step_of
 
 _LAUNCH = "launch of the step"
@@ -29,15 +29,13 @@ def measure(bench: Bench) -> None:
         "decode": [(context - 1, 1)] * rows,
         "mixed": [(context - 1, 1)] * (rows - 1) + [(0, chunk)],
     }
-    num_blocks = max(blocks_needed(pieces, block_size=BLOCK_SIZE) for pieces in steps.values())
+    num_blocks = max(blocks_needed(pieces) for pieces in steps.values())
     config = engine_config(
         bench, max_running=rows, max_step_tokens=bench.sized(2048, 8), max_model_len=2 * context, num_blocks=num_blocks
     )
-    runner = engine_of(config, made_model(config)).runner
-    assert runner.launches, "on a GPU steps are launched"
-    runner.prepare()
+    runner = prepared_runner(config, made_model(config))
     for name, pieces in steps.items():
-        batch = step_of(pieces, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+        batch = step_of(pieces, num_blocks=num_blocks)
         for _ in range(bench.sized(3, 1)):
             runner.run(batch)
         events = _events_of(bench, runner, batch)

@@ -15,8 +15,9 @@ from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import TokenSet
 from app.engine.request import SamplingParams
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.models import BLOCK_SIZE, engine_config, engine_of, made_model
-from benchmarks.gpu.steps import Replays, step_of
+from benchmarks.gpu.graphs import Replays
+from benchmarks.gpu.models import engine_config, made_model, prepared_runner
+from benchmarks.gpu.steps import step_of
 
 TOP_P = "top-p 0.9"
 GRAMMAR = "top-p 0.9, grammar"
@@ -56,14 +57,12 @@ def measure(bench: Bench) -> None:
     )  # fmt: skip
     model = made_model(config)
     with Replays().watched() as replays:
-        runner = engine_of(config, model).runner
-    assert runner.launches, "on a GPU steps are launched"
-    runner.prepare()
+        runner = prepared_runner(config, model)
     bench.put(vocabulary=model.facts.vocab_size)
     for number in numbers:
         for name, sampling in DRAWS.items():
             batch = step_of(
-                [(7, 1)] * number, num_blocks=max(numbers), block_size=BLOCK_SIZE, sampling=sampling,
+                [(7, 1)] * number, num_blocks=max(numbers), sampling=sampling,
                 beside=partial(beside, name, sampling, model.facts.vocab_size),
             )  # fmt: skip
             step_s = bench.seconds_in_a_row(lambda: runner.launch(batch), repeat=50)  # noqa: B023 - called at once

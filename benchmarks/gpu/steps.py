@@ -1,17 +1,15 @@
-"""Steps as the engine would schedule them, and a look at the graphs that they replay."""
+"""Steps as the engine would schedule them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
-import app.model.ways.gpu
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
+from benchmarks.gpu.models import BLOCK_SIZE
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -20,7 +18,6 @@ def step_of(
     pieces: Sequence[tuple[int, int]],
     *,
     num_blocks: int,
-    block_size: int,
     sampling: SamplingParams = GREEDY,
     beside: Callable[[], dict[str, Any]] = dict,
     adapters: Sequence[object] = (),
@@ -35,7 +32,7 @@ def step_of(
     scattered = iter(torch.randperm(num_blocks, generator=generator).tolist())
     items = tuple(
         ScheduledSequence(
-            f"{at}", (5 + at % 97,) * size, start, [next(scattered) for _ in range(-(-(start + size) // block_size))],
+            f"{at}", (5 + at % 97,) * size, start, [next(scattered) for _ in range(-(-(start + size) // BLOCK_SIZE))],
             True, sampling, adapter=adapters[at % len(adapters)] if adapters else None, **beside(),
         )
         for at, (start, size) in enumerate(pieces)
@@ -45,39 +42,6 @@ def step_of(
     )
 
 
-def blocks_needed(pieces: Sequence[tuple[int, int]], *, block_size: int) -> int:
+def blocks_needed(pieces: Sequence[tuple[int, int]]) -> int:
     """Blocks that such a step needs."""
-    return sum(-(-(start + size) // block_size) for start, size in pieces)
-
-
-class Replays:
-    """The graphs that are captured while it watches."""
-
-    def __init__(self) -> None:
-        self.num_graphs = 0
-        self.last: Callable[[], torch.Tensor] | None = None  # of the step that was launched last; None: it had no graph
-
-    @contextmanager
-    def watched(self) -> Iterator[Replays]:
-        """In here runners are built of which the graphs are seen."""
-        real: Callable[[torch.device], Any] = vars(app.model.ways.gpu)["CudaCapture"]
-
-        def capture_on(device: torch.device) -> Any:
-            capture = real(device)
-
-            def captures(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-                return self._noting(capture(function))
-
-            return captures
-
-        with patch("app.model.ways.gpu.CudaCapture", capture_on):
-            yield self
-
-    def _noting(self, replay: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        self.num_graphs += 1
-
-        def noted() -> torch.Tensor:
-            self.last = replay
-            return replay()
-
-        return noted
+    return sum(-(-(start + size) // BLOCK_SIZE) for start, size in pieces)

@@ -9,7 +9,7 @@ from benchmarks.engine.run import warmed_up
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.engine import cells_of, requests_for
 from benchmarks.gpu.models import engine_config, random_module
-from benchmarks.peers.hf_continuous import TransformersContinuous
+from benchmarks.peers.hf import TransformersContinuous
 
 
 def measure(bench: Bench) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -94,6 +95,24 @@ def run_command(
     except (BenchmarkError, CarouselError) as error:
         return refused(error)
     return int(is_bad is not None and is_bad(figures))
+
+
+def ran(command: Sequence[str], *, timeout_s: float | None = None, **options: Any) -> str:
+    """What a program prints on stdout. options: more of `subprocess.run`.
+
+    Raises:
+        BenchmarkError: it cannot be started, fails or does not end; with what it said, or its errors where it has some.
+    """
+    shown = f"`{' '.join(command)}`"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, **options)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BenchmarkError(f"{shown} failed: {error}") from error
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        said = " ".join([line for line in lines if line.startswith("ERROR:")] or lines)
+        raise BenchmarkError(f"{shown} failed with status {done.returncode}: {said[-2000:]}")
+    return str(done.stdout).strip()
 
 
 def write_json(path: str, line: str) -> None:

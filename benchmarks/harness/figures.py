@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -12,9 +13,23 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(_line(cells, widths) for cells in (heads, rule, *rows))
 
 
-def cell(number: float | None, form: str) -> str:
-    """A number in its cell; a dash for what is unknown."""
-    return "–" if number is None else form.format(number)
+def cell(number: float | None, form: str = "") -> str:
+    """A number in its cell; a dash for what is unknown. Without a form, it has three digits below 0.1."""
+    if number is None:
+        return "–"
+    return (form or ("{:.2f}" if number >= 0.1 else "{:.3f}")).format(number)
+
+
+Columns = Sequence[tuple[str, str, str]]  # heads, the figures below them, and how they are written
+
+
+def table_of(columns: Columns, rows: Sequence[Mapping[str, Any]], **names: Sequence[str]) -> str:
+    """These figures of each row. `names`: the cells before them, by their head."""
+    cells = [
+        [*name, *(cell(row[figure], form) for _, figure, form in columns)]
+        for *name, row in zip(*names.values(), rows, strict=True)
+    ]
+    return table([*names, *(head for head, _, _ in columns)], cells)
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ On asyncio's own protocols: a client that measures streams must cost little, and
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,14 +73,19 @@ class Target:
             path if path.endswith("/v1") else f"{path}/v1",
         )  # fmt: skip
 
-    def request(self, endpoint: str, body: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
-        """The bytes of a POST of JSON to an endpoint, for example `completions`."""
-        more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        head = (
-            f"POST {self.path}/{endpoint} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{more}\r\n"
-        )
-        return head.encode() + body
+    def url(self, path: str) -> str:
+        """Of what the server has beside the API, for example `/metrics`."""
+        scheme = "https" if self.is_encrypted else "http"
+        return f"{scheme}://{self.host}:{self.port}{self.path.removesuffix('/v1')}{path}"
+
+    def request(
+        self, endpoint: str, body: object, headers: Mapping[str, str] = MappingProxyType({}), *, method: str = "POST"
+    ) -> bytes:
+        """The bytes of a request to an endpoint, for example `completions`: of JSON, unless the body is bytes."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        given = {"Host": f"{self.host}:{self.port}", "Content-Type": "application/json", "Connection": "close"}
+        lines = [f"{name}: {value}\r\n" for name, value in (given | {"Content-Length": len(data), **headers}).items()]
+        return f"{method} {self.path}/{endpoint} HTTP/1.1\r\n{''.join(lines)}\r\n".encode() + data
 
 
 async def call(target: Target, request: bytes, reader: Reader) -> None:

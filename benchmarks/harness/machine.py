@@ -12,13 +12,20 @@ import tomllib
 from pathlib import Path
 
 import app.versions
+from benchmarks.harness.processes import family
 
-_PROJECT = Path(__file__).resolve().parent.parent.parent
+PROJECT = Path(__file__).resolve().parent.parent.parent
+
+
+def environment(tree: Path = PROJECT) -> dict[str, str]:
+    """This process's, in which Python finds the modules of a checkout first."""
+    paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def versions() -> dict[str, str | None]:
     """As the service tells them; our own from the checkout, which need not be installed where figures are made."""
-    project = tomllib.loads((_PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return app.versions.versions() | {"carousel": str(project["version"])}
 
 
@@ -55,15 +62,9 @@ def own_cpu_s() -> float:
 
 def peak_rss_mb() -> int | None:
     """The peak resident sizes of this process and of its living descendants, added up, in MiB."""
-    parents: dict[int, int] = {}
-    peaks_kb: dict[int, int] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        fields = dict(line.split(":", 1) for line in _lines(folder / "status") if ":" in line)
-        if "VmHWM" in fields:
-            parents[int(folder.name)] = int(fields["PPid"])
-            peaks_kb[int(folder.name)] = int(fields["VmHWM"].split()[0])
-    ours = [process for process in parents if _descends(process, os.getpid(), parents)]
-    return sum(peaks_kb[process] for process in ours) // 1024 if ours else None
+    lines = [line for pid in family(os.getpid()) for line in _lines(Path(f"/proc/{pid}/status"))]
+    peaks_kb = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
+    return sum(peaks_kb) // 1024 if peaks_kb else None
 
 
 def peak_device_mb(device: str) -> int | None:
@@ -73,12 +74,6 @@ def peak_device_mb(device: str) -> int | None:
     import torch
 
     return torch.cuda.max_memory_allocated() // 2**20
-
-
-def _descends(process: int | None, ancestor: int, parents: dict[int, int]) -> bool:
-    while process is not None and process != ancestor:
-        process = parents.get(process)
-    return process == ancestor
 
 
 def _lines(path: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -47,21 +48,19 @@ def cpu_between(before: Mapping[int, Process], after: Mapping[int, Process]) -> 
     return dict(spent)
 
 
-def exact_cpu_s(pid: int) -> float:
-    """CPU seconds of the threads that a process has now, to the nanosecond; those of ended threads are left out."""
-    total_ns = 0
-    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with suppress(OSError):  # ended in this moment
-            total_ns += int(path.read_text().split()[0])
-    return total_ns / 1e9
-
-
-def resident_bytes(pid: int) -> int:
+def resident_mib(pid: int) -> float:
     """The memory that a process holds; 0 when it has ended."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     except OSError:
-        return 0
+        return 0.0
+
+
+def kill_family(root: int) -> None:
+    """Kill a process and all that came from it, as when a machine loses its power."""
+    for pid in family(root):
+        with suppress(ProcessLookupError):  # it ended with its parent
+            os.kill(pid, signal.SIGKILL)
 
 
 def _all() -> Iterator[Process]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import re
 import secrets
@@ -24,14 +23,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.harness.command import BenchmarkError
+from benchmarks.harness.command import BenchmarkError, ran
 from benchmarks.harness.http_call import Target
+from benchmarks.harness.machine import environment
 from benchmarks.harness.processes import Process, family
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 _DASHBOARD = "http://127.0.0.1:8265"
-_PROJECT = Path(__file__).resolve().parent.parent.parent
 _CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # which the launcher sets to 0, unless it is set
 _TEMPLATE = "chat_template.jinja"
 _TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
@@ -78,9 +77,22 @@ class Service:
             json.dump(serve_file(application, self.target.port, self.layout, num_replicas or {}), config)
             config.flush()
             command = [sys.executable, "-m", "ray.serve.scripts", "deploy", config.name, "-a", _DASHBOARD]
-            done = subprocess.run(command, env=_environment(self.token), capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise BenchmarkError(f"`serve deploy` failed: {done.stderr.strip()[-2000:]}")
+            ran(command, env=_with_token(self.token))
+
+
+def application(
+    name: str,
+    engine: Mapping[str, Any],
+    replicas: Mapping[str, Any] = MappingProxyType({}),
+    model: Mapping[str, Any] = MappingProxyType({}),
+    **branches: Any,
+) -> dict[str, Any]:
+    """The `args` of a service of one model, of which all replicas fit onto this machine.
+
+    `replicas`, `model`: more settings of these branches. `branches`: more of the application's.
+    """
+    replicas = {"num_replicas": 1, "num_cpus": 0.1, "drain_timeout_s": 5, **replicas}
+    return {"models": [{"name": name, "engine": dict(engine), "replicas": replicas, **model}], **branches}
 
 
 @contextmanager
@@ -104,7 +116,7 @@ def service(
         token = secrets.token_hex(32)
         launcher = subprocess.Popen(
             [sys.executable, "-m", "deployments.cli", "serve", str(config), *["--dashboard"] * with_dashboard],
-            env=_environment(token) | ({_CLUSTER: "1"} if layout.may_be_joined else {}),
+            env=_with_token(token) | ({_CLUSTER: "1"} if layout.may_be_joined else {}),
             stdout=sys.stderr,
         )
         try:
@@ -138,9 +150,8 @@ def _ended_by_exception() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _environment(token: str) -> dict[str, str]:
-    paths = [str(_PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+def _with_token(token: str) -> dict[str, str]:
+    return environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
 
 
 def serve_file(
@@ -198,8 +209,15 @@ def free_port() -> int:
     raise BenchmarkError(f"no port from {_PORTS.start:,} to {_PORTS.stop - 1:,} is free")
 
 
+def got(target: Target, path: str, headers: Mapping[str, str] = MappingProxyType({}), timeout_s: float = 10.0) -> bytes:
+    """The body of a GET, for example of /openapi.json. Raises OSError when there is none, or a refusal."""
+    request = urllib.request.Request(target.url(path), headers=dict(headers))
+    with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        found: bytes = response.read()
+        return found
+
+
 def scraped(target: Target) -> list[tuple[str, str, float]]:
     """(name, labels, value) of every sample of /metrics."""
-    with urllib.request.urlopen(f"http://{target.host}:{target.port}/metrics", timeout=10) as response:
-        text = response.read().decode()
+    text = got(target, "/metrics").decode()
     return [(name, labels, float(value)) for name, labels, value in _SAMPLE.findall(text)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -11,25 +10,19 @@ from pydantic import ValidationError
 from app.config import EngineConfig, leaves, mistakes_of
 from benchmarks.harness.command import BenchmarkError, did_you_mean
 
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """One `path=value`."""
-
-    path: str
-    value: str | None
+Assignments = Mapping[str, str | None]  # values by the settings' dotted paths, in the order in which they were given
 
 
-def parse_assignments(texts: Iterable[str]) -> tuple[Assignment, ...]:
+def parse_assignments(texts: Iterable[str]) -> Assignments:
     """Read `path=value` texts; `none` stands for no value, where it is no choice itself.
 
     Raises:
         BenchmarkError: one is no assignment, or there is no such setting.
     """
-    return tuple(_parse(text) for text in texts)
+    return dict(map(_parse, texts))
 
 
-def _parse(text: str) -> Assignment:
+def _parse(text: str) -> tuple[str, str | None]:
     path, equals, value = (part.strip() for part in text.partition("="))
     if not equals:
         raise BenchmarkError(f"--set {text}: write it as path=value, for example scheduler.max_step_tokens=512")
@@ -37,17 +30,22 @@ def _parse(text: str) -> Assignment:
     if path not in known:
         raise BenchmarkError(f"--set {text}: there is no setting {path!r}{did_you_mean(path, known)}")
     is_choice = value in get_args(known[path].annotation)
-    return Assignment(path, None if value.lower() in ("none", "null") and not is_choice else value)
+    return path, None if value.lower() in ("none", "null") and not is_choice else value
 
 
-def engine_config(base: Mapping[str, object], assignments: Iterable[Assignment]) -> EngineConfig:
-    """The engine's settings: `base` by dotted path, then the assignments in their order.
+def told(assignments: Assignments) -> list[str]:
+    """As they could be given again."""
+    return [f"{path}={value}" for path, value in assignments.items()]
+
+
+def engine_config(settings: Mapping[str, object]) -> EngineConfig:
+    """The engine's settings from values by dotted path, put in their order.
 
     Raises:
         BenchmarkError: a value is refused; the message says what the setting takes.
     """
     tree: dict[str, Any] = {}
-    for path, value in (*base.items(), *((assignment.path, assignment.value) for assignment in assignments)):
+    for path, value in settings.items():
         _set(tree, path.split("."), value)
     try:
         return EngineConfig.model_validate(tree)

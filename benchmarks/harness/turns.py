@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -12,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.command import BenchmarkError
-
-PROJECT = Path(__file__).resolve().parent.parent.parent
+from benchmarks.harness.machine import PROJECT, environment
 
 
 def turns(names: Sequence[str], *, rounds: int) -> Iterator[tuple[int, str]]:
@@ -47,10 +45,8 @@ def run_module(module: str, arguments: Sequence[str], *, tree: Path = PROJECT) -
     Raises:
         BenchmarkError: it ended with an error.
     """
-    paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=tree, env=environment)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=tree, env=environment(tree))
     if done.returncode != 0:
         raise BenchmarkError(f"{module} in {tree} ended with status {done.returncode}")
     return done.stdout

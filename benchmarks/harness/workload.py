@@ -38,25 +38,13 @@ class _Line(BaseModel):
     deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)
 
     def timed_request(self) -> TimedRequest:
-        return TimedRequest(
-            request=Request(
-                request_id=self.id,
-                prompt_token_ids=self.prompt_token_ids,
-                sampling=SamplingParams(
-                    max_tokens=self.max_tokens,
-                    temperature=self.temperature,
-                    top_k=self.top_k,
-                    top_p=self.top_p,
-                    min_p=self.min_p,
-                    seed=self.seed,
-                    ignore_eos=self.ignore_eos,
-                ),
-                tenant=self.tenant,
-                priority=self.priority,
-                deadline_s=self.deadline_s,
-            ),
-            arrival_s=self.arrival_s,
-        )
+        sampling = SamplingParams(**self.model_dump(include=_SAMPLING))
+        request = Request(request_id=self.id, sampling=sampling, **self.model_dump(include=_REQUEST))
+        return TimedRequest(request=request, arrival_s=self.arrival_s)
+
+
+_SAMPLING = {"max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"}
+_REQUEST = {"prompt_token_ids", "tenant", "priority", "deadline_s"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

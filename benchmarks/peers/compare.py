@@ -29,27 +29,16 @@ from benchmarks.harness.turns import last_object, run_module
 from benchmarks.harness.workload import read_workloads
 from benchmarks.peers.engines import HF
 
+_SHELL = "cmd:"
+FIRST = "workload"
+FIGURES = (
+    "output_tokens_per_s", "total_tokens_per_s", "seconds", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s",
+    "latency_p50_s", "latency_p99_s", "peak_rss_mb", "prompt_tokens_per_s", "decode_tokens_per_s", "start_to_ready_s",
+    "start_to_first_token_s",
+)  # fmt: skip
 
-@dataclass(slots=True)
-class Standing:
-    """What one entry has shown so far."""
 
-    entry: Entry
-    rounds: list[dict[str, Figures]] = field(default_factory=list)  # by workload
-    failure: str | None = None
-
-    def run(self) -> None:
-        try:
-            self.rounds.append(self.entry.run())
-        except BenchmarkError as error:
-            self.failure = str(error)
-
-    def speeds(self, workload: str) -> list[float]:
-        """Output tokens a second, by round."""
-        return [found[workload]["output_tokens_per_s"] or 0.0 for found in self.rounds]
-
-    def medians(self, workload: str) -> dict[str, float | None]:
-        return {name: _median([found[workload][name] for found in self.rounds]) for name in FIGURES}
+Figures = Mapping[str, float | None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,76 +52,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Every entry once a round, and a table for each workload; an entry that failed is left out from then on."""
     workloads = list(read_workloads([given.workload, *given.also]))  # a mistake in it is heard of now
     common = _common(given)
-    standings = [Standing(Entry.parse(text, common, workloads)) for text in given.entries]
-    run_interleaved(standings, rounds=given.rounds)
+    entries = [Entry.parse(text, common, workloads) for text in given.entries]
+    for number in range(1, given.rounds + 1):
+        for entry in entries:
+            if entry.failure is None:
+                tell(f"== round {number} of {given.rounds}: {entry.name}")
+                entry.run()
+    found = [
+        {"name": entry.name, "failure": entry.failure, "engine": entry.text}
+        | {"workloads": {workload: entry.figures(workload, entries[0]) for workload in workloads}}
+        for entry in entries
+    ]
     for workload in workloads:
-        print(*([f"\n{workload}\n"] if len(workloads) > 1 else []), in_words(standings, workload), sep="")
-    return summary(standings, workloads)
+        print(*([f"\n{workload}\n"] if len(workloads) > 1 else []), in_words(found, workload), sep="")
+    return {"entries": found}
 
 
-def run_interleaved(standings: Sequence[Standing], *, rounds: int) -> None:
-    """Every entry once a round; one that failed is left out from then on."""
-    for number in range(1, rounds + 1):
-        for standing in standings:
-            if standing.failure is not None:
-                continue
-            tell(f"== round {number} of {rounds}: {standing.entry.name}")
-            standing.run()
-            if standing.failure is not None:
-                tell(f"== failed: {standing.entry.name}: {standing.failure}")
+_TIMES = ("seconds", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s", "latency_p50_s", "latency_p99_s")
 
 
-def in_words(standings: Sequence[Standing], workload: str) -> str:
+def in_words(entries: Sequence[Mapping[str, Any]], workload: str) -> str:
     """The medians as a table, the first entry's throughput as 1."""
     heads = ["entry", "output tok/s", "from – to", "ratio", "prompt tok/s", "decode tok/s", "seconds", "TTFT p50",
              "TTFT p99", "ITL p50", "ITL p99", "latency p50", "latency p99", "peak MB"]  # fmt: skip
-    names = ["seconds", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s", "latency_p50_s", "latency_p99_s"]
     rows = []
-    for standing in standings:
-        medians, speeds = standing.medians(workload), standing.speeds(workload)
-        ratio = _median(ratios(standing, standings[0], workload))
+    for entry in entries:
+        figures = entry["workloads"][workload]
+        speeds = figures["all_output_tokens_per_s"]
         rows.append(
             [
-                standing.entry.name if standing.failure is None else f"{standing.entry.name} (failed)",
-                cell(medians["output_tokens_per_s"], "{:,.1f}"),
+                entry["name"] if entry["failure"] is None else f"{entry['name']} (failed)",
+                cell(figures["output_tokens_per_s"], "{:,.1f}"),
                 f"{min(speeds):,.0f} – {max(speeds):,.0f}" if speeds else "–",
-                cell(ratio, "{:.2f}"),
-                *(cell(medians[name], "{:,.1f}") for name in ("prompt_tokens_per_s", "decode_tokens_per_s")),
-                *(cell(medians[name], "{:.3f}") for name in names),
-                cell(medians["peak_rss_mb"], "{:,.0f}"),
+                cell(figures["ratio"], "{:.2f}"),
+                *(cell(figures[name], "{:,.1f}") for name in ("prompt_tokens_per_s", "decode_tokens_per_s")),
+                *(cell(figures[name], "{:.3f}") for name in _TIMES),
+                cell(figures["peak_rss_mb"], "{:,.0f}"),
             ]
         )
     return table(heads, rows)
-
-
-def ratios(standing: Standing, first: Standing, workload: str) -> list[float]:
-    """An entry's output tokens a second over the first entry's, by round."""
-    pairs = zip(standing.speeds(workload), first.speeds(workload), strict=False)
-    return [round(speed / base, 4) for speed, base in pairs if base]
-
-
-def summary(standings: Sequence[Standing], workloads: Sequence[str]) -> dict[str, Any]:
-    return {
-        "entries": [
-            {
-                "name": standing.entry.name,
-                "failure": standing.failure,
-                "engine": standing.entry.text,
-                "workloads": {
-                    workload: {
-                        "ratio": _median(ratios(standing, standings[0], workload)),
-                        "all_ratios": ratios(standing, standings[0], workload),
-                        "all_output_tokens_per_s": standing.speeds(workload),
-                        **standing.medians(workload),
-                    }
-                    for workload in workloads
-                },
-            }
-            for standing in standings
-        ]
-    }
 
 
 def _common(given: argparse.Namespace) -> list[str]:
@@ -150,27 +111,17 @@ def _median(values: Sequence[float | None]) -> float | None:
     return round(statistics.median(known), 6) if known else None
 
 
-_SHELL = "cmd:"
-FIRST = "workload"
-
-FIGURES = (
-    "output_tokens_per_s", "total_tokens_per_s", "seconds", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s",
-    "latency_p50_s", "latency_p99_s", "peak_rss_mb", "prompt_tokens_per_s", "decode_tokens_per_s", "start_to_ready_s",
-    "start_to_first_token_s",
-)  # fmt: skip
-
-Figures = Mapping[str, float | None]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Entry:
-    """One engine of a comparison: a program of ours with its arguments, or a shell command."""
+    """One engine of a comparison, a program of ours with its arguments or a shell command; and what it has shown."""
 
     name: str
     text: str
     workloads: tuple[str, ...]
     module: str = ""
     arguments: tuple[str, ...] = ()
+    rounds: list[dict[str, Figures]] = field(default_factory=list)  # by workload
+    failure: str | None = None
 
     @classmethod
     def parse(cls, text: str, common: Sequence[str], workloads: Sequence[str] = (FIRST,)) -> Entry:
@@ -195,17 +146,32 @@ class Entry:
             return cls(label, rest, names, "benchmarks.peers.engines", (name, *common, *options))
         raise BenchmarkError(f"there is no entry {name!r}{did_you_mean(name, ('carousel', *HF, _SHELL))}")
 
-    def run(self) -> dict[str, Figures]:
-        """Run the process to its end; its stderr is shown as it comes. Returns the figures by workload.
+    def run(self) -> None:
+        """Run the process to its end; its stderr is shown as it comes."""
+        try:
+            found = last_object(run_module(self.module, self.arguments) if self.module else self._shell_output())
+            first, *others = self.workloads
+            also = found.get("also") or {}
+            figures = {first: figures_in(found)} | {name: figures_in(also.get(name, {})) for name in others}
+        except BenchmarkError as error:
+            self.failure = str(error)
+            tell(f"== failed: {self.name}: {error}")
+        else:
+            self.rounds.append(figures)
 
-        Raises:
-            BenchmarkError: it ended with an error, or its last line is no JSON with output tokens a second.
-        """
-        stdout = run_module(self.module, self.arguments) if self.module else self._shell_output()
-        found = last_object(stdout)
-        first, *others = self.workloads
-        also = found.get("also") or {}
-        return {first: figures_in(found)} | {name: figures_in(also.get(name, {})) for name in others}
+    def figures(self, workload: str, first: Entry) -> dict[str, Any]:
+        """Medians over the rounds, and ratios to the first entry's output tokens a second in the same round."""
+        pairs = zip(self._speeds(workload), first._speeds(workload), strict=False)
+        ratios = [round(speed / base, 4) for speed, base in pairs if base]
+        return {
+            "ratio": _median(ratios),
+            "all_ratios": ratios,
+            "all_output_tokens_per_s": self._speeds(workload),
+            **{name: _median([found[workload][name] for found in self.rounds]) for name in FIGURES},
+        }
+
+    def _speeds(self, workload: str) -> list[float]:
+        return [found[workload]["output_tokens_per_s"] or 0.0 for found in self.rounds]
 
     def _shell_output(self) -> str:
         command = ["/bin/sh", "-c", self.text.removeprefix(_SHELL)]

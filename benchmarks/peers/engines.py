@@ -16,17 +16,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from benchmarks.engine.run import (
-    Contender,
-    Setup,
-    figures_of_others,
-    measured_runs,
-    summed_up,
-    warmed_up,
-    write_outputs,
-)
-from benchmarks.harness.command import command_parser, positive, run_command, tell
-from benchmarks.harness.machine import seconds_since_start
+from benchmarks.engine.run import Contender, Setup, measured
+from benchmarks.harness.command import command_parser, positive, run_command
 from benchmarks.harness.options import add_run_options
 from benchmarks.harness.workload import Workload, read_workload, read_workloads
 from benchmarks.make_workload import VOCAB_SIZE
@@ -64,18 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Load, warm up, repeat, sum up; then the other workloads."""
+    """Load the engine, then measure all workloads."""
     workload, also = read_workload(given.workload), read_workloads(given.also)
     peer, setup = _loaded(given, Workload(tuple(each for one in (workload, *also.values()) for each in one.requests)))
-    ready_s = seconds_since_start()
-    tell(f"{setup.engine} is ready after {ready_s} s")
-    first_token_s = warmed_up(peer, workload)
-    runs = measured_runs(peer, workload, repeat=given.repeat)
-    if given.outputs is not None:
-        write_outputs(given.outputs, workload, runs[-1])
-    start_to_first_token_s = None if ready_s is None else ready_s + first_token_s
-    figures = summed_up(setup, workload, runs, start_to_first_token_s=start_to_first_token_s)
-    figures |= {"start_to_ready_s": ready_s, "also": figures_of_others(peer, setup, also, repeat=given.repeat)}
+    figures = measured(peer, setup, workload, also=also, repeat=given.repeat, outputs=given.outputs)
     if given.name == "llama-cpp":  # its processes have ended; the kernel counts them with what we held at their start
         for one in (figures, *figures["also"].values()):
             one["peak_rss_mb"] = None

@@ -7,11 +7,10 @@ one length.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 
 from benchmarks.engine.run import Run, Timeline
-from benchmarks.harness.command import BenchmarkError
+from benchmarks.harness.command import BenchmarkError, ran
+from benchmarks.harness.turns import last_object
 from benchmarks.harness.workload import Workload
 
 MAX_STEP_TOKENS = 2048
@@ -50,9 +49,5 @@ class LlamaCpp:
         """Its line of figures: `t_pp` seconds for all prompts, `t_tg` for as many steps as tokens are asked for."""
         sizes = ["-npp", str(num_prompt), "-ntg", str(num_output), "-npl", str(num_at_once)]
         context = ["-c", str(num_at_once * (num_prompt + num_output))]
-        done = subprocess.run([*self._command, *context, *sizes], capture_output=True, text=True, check=False)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        if done.returncode != 0 or not lines:
-            raise BenchmarkError(f"llama-batched-bench ended with status {done.returncode}: {done.stderr[-300:]}")
-        found: dict[str, float] = json.loads(lines[-1])
-        return found
+        lines = ran([*self._command, *context, *sizes]).splitlines()
+        return last_object("\n".join(line for line in lines if line.startswith("{")))

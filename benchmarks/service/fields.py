@@ -31,7 +31,6 @@ import re
 import sys
 import tempfile
 import time
-import urllib.request
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,8 +43,8 @@ from typing import Any
 from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.figures import table
 from benchmarks.harness.http_call import Target, call
-from benchmarks.harness.processes import Process, cpu_between, resident_bytes
-from benchmarks.harness.service import Service, scraped, service, with_tools
+from benchmarks.harness.processes import Process, cpu_between, resident_mib
+from benchmarks.harness.service import Service, got, scraped, service, with_tools
 from benchmarks.service.field_bodies import field_bodies
 
 MODEL_NAME = "swept"
@@ -95,7 +94,7 @@ class HonestStream:
     async def keep_streaming(self) -> None:
         """Until it is cancelled."""
         body = {"prompt": [300, 301, 302], "max_tokens": self.max_tokens, "ignore_eos": True, "stream": True}
-        request = self.target.request("completions", json.dumps(body).encode())
+        request = self.target.request("completions", body)
         while True:
             with suppress(OSError):
                 await call(self.target, request, self)
@@ -201,7 +200,7 @@ def application(given: argparse.Namespace, model: str, folder: str) -> dict[str,
 
 async def sweep(running: Service, given: argparse.Namespace) -> dict[str, Any]:
     """All bodies, one after another; the figures of the page's docstring."""
-    document, models = (_read(running.target, path) for path in ("/openapi.json", "/v1/models"))
+    document, models = (json.loads(got(running.target, path)) for path in ("/openapi.json", "/v1/models"))
     max_model_len = models["data"][0]["max_model_len"]
     honest = HonestStream(running.target, max_model_len // 2)
     streaming = asyncio.create_task(honest.keep_streaming())
@@ -244,7 +243,7 @@ def figures_of(costs: Mapping[str, Cost], calm: Cost) -> dict[str, Any]:
 def resident(processes: Mapping[int, Process]) -> dict[str, float]:
     """MiB of each process of the application, by its title and pid."""
     return {
-        f"{process.title.removeprefix(_TITLE)} {pid}": resident_bytes(pid) / _MIB
+        f"{process.title.removeprefix(_TITLE)} {pid}": resident_mib(pid)
         for pid, process in processes.items()
         if process.title.startswith(_TITLE)
     }
@@ -292,11 +291,6 @@ def _post(target: Target, path: str, data: bytes) -> str:
         return "closed"
     finally:
         connection.close()
-
-
-def _read(target: Target, path: str) -> Any:
-    with urllib.request.urlopen(f"http://{target.host}:{target.port}{path}", timeout=_TIMEOUT_S) as response:
-        return json.load(response)
 
 
 Samples = Sequence[tuple[str, str, float]]

@@ -22,13 +22,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness import machine
@@ -37,7 +36,7 @@ from benchmarks.harness.command import BenchmarkError, command_parser, positive,
 from benchmarks.harness.figures import percentiles
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.processes import cpu_between
-from benchmarks.harness.service import Service, service
+from benchmarks.harness.service import Service, application, service
 
 MODEL_NAME = "simulated"
 REPLICA_HEADER = "x-carousel-replica"
@@ -46,20 +45,6 @@ WARM_UP_TOKENS = 16
 _PATIENCE_S = 60.0  # beyond what a round takes at least
 _FIRST_TOKEN = 300  # prompts are of ids from here on: text in most vocabularies
 _KV_BLOCK = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What is asked of the service in a round."""
-
-    streams: int
-    tokens: int
-    prompt_tokens: int
-    step_ms: float
-
-    @property
-    def timeout_s(self) -> float:
-        return _PATIENCE_S + 2 * self.tokens * self.step_ms / 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,61 +68,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Start, warm up, look at it idle, measure, stop."""
-    load = Load(streams=given.streams, tokens=given.tokens, prompt_tokens=given.prompt_tokens, step_ms=given.step_ms)
-    with service(application(given)) as running:
+    with service(served(given)) as running:
         gc.disable()  # the client's own pauses are not the service's
         try:
-            return drive(running, load, num_replicas=given.replicas, num_rounds=given.rounds) | asdict(load)
+            asked = {name: getattr(given, name) for name in ("streams", "tokens", "prompt_tokens", "step_ms")}
+            return drive(running, given) | asked
         finally:
             gc.enable()
 
 
-def application(given: argparse.Namespace) -> dict[str, Any]:
+def served(given: argparse.Namespace) -> dict[str, Any]:
     """The application's `args`: room for all streams on each replica, so that nothing is measured but the way there."""
     blocks_of_one = -(-(given.prompt_tokens + given.tokens + 1) // _KV_BLOCK)
-    return {
-        "models": [
-            {
-                "name": MODEL_NAME,
-                "engine": {
-                    "model": {"path": given.model, "simulated": {"step_ms": given.step_ms}},
-                    "cache": {"num_blocks": given.streams * blocks_of_one, "block_size": _KV_BLOCK},
-                    "scheduler": {
-                        "max_running": given.streams,
-                        "max_waiting": given.streams,
-                        "max_step_tokens": given.streams * given.prompt_tokens,
-                        "prefill_chunk_tokens": given.prompt_tokens,
-                    },
-                },
-                "replicas": {"num_replicas": given.replicas, "num_cpus": 0.1, "drain_timeout_s": 5},
-            }
-        ],
-        "ingress": {"num_replicas": given.ingresses},
+    engine = {
+        "model": {"path": given.model, "simulated": {"step_ms": given.step_ms}},
+        "cache": {"num_blocks": given.streams * blocks_of_one, "block_size": _KV_BLOCK},
+        "scheduler": {
+            "max_running": given.streams,
+            "max_waiting": given.streams,
+            "max_step_tokens": given.streams * given.prompt_tokens,
+            "prefill_chunk_tokens": given.prompt_tokens,
+        },
     }
+    ingress = {"num_replicas": given.ingresses}
+    return application(MODEL_NAME, engine, {"num_replicas": given.replicas}, ingress=ingress)
 
 
-def drive(
-    running: Service, load: Load, *, num_replicas: int, num_rounds: int, idle_s: float = IDLE_S
-) -> dict[str, Any]:
+def drive(running: Service, given: argparse.Namespace, *, idle_s: float = IDLE_S) -> dict[str, Any]:
     """Warm up twice, wait idle, then the rounds one after the other."""
     source = random.Random("fleet")
     for _ in range(2):
-        asyncio.run(play(running.target, source, load, tokens=min(load.tokens, WARM_UP_TOKENS)))
+        asyncio.run(play(running.target, source, given, tokens=min(given.tokens, WARM_UP_TOKENS)))
     before = running.processes()
     began = time.perf_counter()
     time.sleep(idle_s)
     idle_cpu_s = sum(cpu_between(before, running.processes()).values()) / (time.perf_counter() - began)
     before, client_before = running.processes(), machine.own_cpu_s()
     rounds = []
-    for number in range(1, num_rounds + 1):
-        rounds.append(asyncio.run(play(running.target, source, load, tokens=load.tokens)))
+    for number in range(1, given.rounds + 1):
+        rounds.append(asyncio.run(play(running.target, source, given, tokens=given.tokens)))
         done = rounds[-1]
-        tell(f"round {number} of {num_rounds}: {done.num_tokens:,} tokens in {done.seconds:.2f} s")
+        tell(f"round {number} of {given.rounds}: {done.num_tokens:,} tokens in {done.seconds:.2f} s")
     client_cpu_s, after = machine.own_cpu_s() - client_before, running.processes()
     return figures_of(
         rounds,
-        load,
-        num_replicas=num_replicas,
+        step_ms=given.step_ms,
+        num_replicas=given.replicas,
         cpu_s=cpu_between(before, after),
         client_cpu_s=client_cpu_s,
         idle_cpu_per_s=idle_cpu_s,
@@ -145,36 +121,35 @@ def drive(
     )
 
 
-def requests_of(target: Target, load: Load, source: random.Random, tokens: int) -> list[bytes]:
+def requests_of(target: Target, given: argparse.Namespace, source: random.Random, tokens: int) -> list[bytes]:
     """One for each stream: prompts of random tokens, new ones for each round, so that no prefix is known."""
 
-    def body() -> bytes:
-        prompt = source.choices(range(_FIRST_TOKEN, 2 * _FIRST_TOKEN), k=load.prompt_tokens)
+    def request() -> bytes:
+        prompt = source.choices(range(_FIRST_TOKEN, 2 * _FIRST_TOKEN), k=given.prompt_tokens)
         asked = {
             "model": MODEL_NAME, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0,
             "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
-        return json.dumps(asked).encode()
+        return target.request("completions", asked)
 
-    return [target.request("completions", body()) for _ in range(load.streams)]
+    return [request() for _ in range(given.streams)]
 
 
-async def play(target: Target, source: random.Random, load: Load, *, tokens: int) -> Round:
+async def play(target: Target, source: random.Random, given: argparse.Namespace, *, tokens: int) -> Round:
     """All streams at once, to their ends. Raises BenchmarkError when one had not exactly the tokens it asked for."""
-    prepared = requests_of(target, load, source, tokens)
-    answers = await asyncio.gather(*(ask(target, request, timeout_s=load.timeout_s) for request in prepared))
+    prepared = requests_of(target, given, source, tokens)
+    timeout_s = _PATIENCE_S + 2 * given.tokens * given.step_ms / 1000
+    answers = await asyncio.gather(*(ask(target, request, timeout_s=timeout_s) for request in prepared))
     for answer in answers:
         if not answer.has_succeeded or answer.num_tokens != tokens:
-            raise BenchmarkError(
-                f"a stream of {tokens} tokens brought {answer.num_tokens} ({answer.outcome}): {answer.failure}"
-            )
+            raise BenchmarkError(f"a stream of {tokens} tokens brought {answer.num_tokens}: {answer.in_words}")
     return Round(list(answers))
 
 
 def figures_of(
     rounds: Sequence[Round],
-    load: Load,
     *,
+    step_ms: float,
     num_replicas: int,
     cpu_s: dict[str, float],
     client_cpu_s: float,
@@ -184,8 +159,8 @@ def figures_of(
     """Sum up the rounds."""
     answers = [answer for done in rounds for answer in done.answers]
     num_tokens = sum(done.num_tokens for done in rounds)
-    first_ms = [(answer.delivered_s[0] - answer.begun_s) * 1000 - load.step_ms for answer in answers]
-    gaps_ms = [gap * 1000 - load.step_ms for answer in answers for gap in answer.gaps_s]
+    first_ms = [answer.time_to_first_token_s * 1000 - step_ms for answer in answers]
+    gaps_ms = [gap * 1000 - step_ms for answer in answers for gap in answer.gaps_s]
     return {
         "tokens_per_s": round(num_tokens / sum(done.seconds for done in rounds), 1),
         "all_tokens_per_s": [round(done.num_tokens / done.seconds, 1) for done in rounds],

@@ -13,12 +13,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from app.engine.request import Request
+from benchmarks.harness import machine
+from benchmarks.harness.answer import Answer, ask
 from benchmarks.harness.command import (
     BenchmarkError,
     above_zero,
@@ -28,22 +34,15 @@ from benchmarks.harness.command import (
     run_command,
     tell,
 )
-from benchmarks.harness.figures import cell, table
+from benchmarks.harness.figures import percentile, percentiles, table_of
 from benchmarks.harness.http_call import Target
+from benchmarks.harness.timeline import Slo, times_of
 from benchmarks.harness.workload import Workload, read_workload
 from benchmarks.service.arrivals import Arrivals
-from benchmarks.service.open_loop import (
-    REFUSED,
-    Extent,
-    Slo,
-    completion_request,
-    measured,
-    play,
-    repeated,
-    schedule,
-)
 
 _PAUSE_S = 1.0  # between the runs of a sweep
+REFUSED = 429
+LEAD_S = 0.1  # between the start and the first arrival, for tasks to be made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,32 +76,27 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     return {"capacity": given.capacity, "rows": rows}
 
 
-# Heads of the table, the figures below them and how they are written.
 _COLUMNS = (
-    ("× capacity", "factor", "{:g}"), ("requests/s", "rate", "{:.2f}"), ("goodput", "goodput_requests_per_s", "{:.2f}"),
+    ("requests/s", "rate", "{:.2f}"), ("goodput", "goodput_requests_per_s", "{:.2f}"),
     ("in SLO", "goodput_share", "{:.0%}"), ("refused", "refused_share", "{:.0%}"),
     ("refusal p50 ms", "refusal_p50_ms", "{:.1f}"), ("p99 ms", "refusal_p99_ms", "{:.1f}"),
     ("TTFT p50", "ttft_p50_s", "{:.3f}"), ("p99", "ttft_p99_s", "{:.3f}"), ("ITL p50", "itl_p50_s", "{:.3f}"),
     ("p99", "itl_p99_s", "{:.3f}"), ("tokens/s", "output_tokens_per_s", "{:,.0f}"),
-    ("late p99 ms", "lateness_p99_ms", "{:.1f}"),
+    ("late p99 ms", "lateness_p99_ms", "{:.1f}"), ("other errors", "others", "{}"),
 )  # fmt: skip
 
 
 def in_words(rows: Sequence[Mapping[str, Any]]) -> str:
     """The figures that most questions hang on; the JSON has them all."""
-    heads = [*(head for head, _, _ in _COLUMNS), "other errors"]
-    cells = [
-        [*(cell(row[name], form) for _, name, form in _COLUMNS),
-         str(sum(number for name, number in row["errors"].items() if name != str(REFUSED)))]
-        for row in rows
-    ]  # fmt: skip
-    return table(heads, cells)
+    others = [sum(row["errors"].values()) - row["errors"].get(f"status {REFUSED}", 0) for row in rows]
+    counted = [{**row, "others": number} for row, number in zip(rows, others, strict=True)]
+    return table_of(_COLUMNS, counted, **{"× capacity": [f"{row['factor']:g}" for row in rows]})
 
 
 def _run(
     given: argparse.Namespace, target: Target, workload: Workload, arrivals: Arrivals, *, rate: float | None
 ) -> dict[str, Any]:
-    played = schedule(workload, arrivals, Extent(given.requests, given.duration), rate=rate, seed=given.seed)
+    played = schedule(given, workload, arrivals, rate=rate)
     slo = Slo(ttft_s=_seconds(given.slo_ttft_ms), itl_s=_seconds(given.slo_itl_ms))
     found = asyncio.run(measured(target, given.model, played, slo=slo, timeout_s=given.timeout_s))
     tell(
@@ -126,9 +120,8 @@ async def _warm_up(target: Target, given: argparse.Namespace, workload: Workload
     answers = []
     for request in requests:
         answers += await play(target, [request], [0.0], start_s=time.perf_counter(), timeout_s=given.timeout_s)
-    if not any(one.answer.has_succeeded for one in answers):
-        last = answers[-1].answer
-        raise BenchmarkError(f"{given.base_url} does not answer: {last.outcome}: {(last.failure or '').strip()}")
+    if not any(answer.has_succeeded for answer in answers):
+        raise BenchmarkError(f"{given.base_url} does not answer: {answers[-1].in_words}")
 
 
 def _allow_many_connections() -> None:
@@ -158,6 +151,139 @@ def _factors(given: argparse.Namespace) -> list[float]:
 
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
+
+
+async def play(
+    target: Target,
+    requests: Sequence[bytes],
+    arrivals_s: Sequence[float],
+    *,
+    start_s: float,
+    timeout_s: float,
+) -> list[Answer]:
+    """Send each request at `start_s` plus its arrival, follow every answer to its end, in order of arrival.
+
+    How late the client turned to one: `begun_s` less `arrival_s`.
+    """
+    tasks = []
+    for request, arrival_s in zip(requests, arrivals_s, strict=True):
+        await asyncio.sleep(start_s + arrival_s - time.perf_counter())
+        sending = ask(target, request, timeout_s=timeout_s, arrival_s=start_s + arrival_s)
+        tasks.append(asyncio.create_task(sending))
+    return list(await asyncio.gather(*tasks))
+
+
+def schedule(given: argparse.Namespace, workload: Workload, arrivals: Arrivals, *, rate: float | None) -> Workload:
+    """The requests to send and when. A workload that is too short is repeated.
+
+    Raises:
+        BenchmarkError: a trace, which has its own times, is too short, or no request arrives.
+    """
+    number = _num_needed(given, workload, arrivals, rate)
+    if arrivals.kind == "trace" and number > len(workload.requests):
+        raise BenchmarkError(f"--arrival trace: the workload has {len(workload.requests):,} requests, not {number:,}")
+    arranged = arrivals.arrange(repeated(workload, number), rate=rate, seed=given.seed)
+    if given.duration is None:
+        return arranged
+    in_time = tuple(timed for timed in arranged.requests if timed.arrival_s < given.duration)
+    if not in_time:
+        raise BenchmarkError(f"no request arrives within --duration {given.duration:g} s; make it longer")
+    return Workload(in_time)
+
+
+def repeated(workload: Workload, number: int) -> Workload:
+    """So many requests in the order of the workload, again and again.
+
+    Each repetition has a salt of its own: what a server keeps of the one before must not answer it.
+    """
+    size = len(workload.requests)
+    found = []
+    for place in range(number):
+        timed, copy = workload.requests[place % size], place // size
+        if copy:
+            name, salt = f"{timed.request.request_id}~{copy}", f"{timed.request.cache_salt}~{copy}"
+            timed = replace(timed, request=replace(timed.request, request_id=name, cache_salt=salt))
+        found.append(timed)
+    return Workload(tuple(found))
+
+
+def completion_request(target: Target, model: str, request: Request) -> bytes:
+    """A streaming call of /v1/completions with the request's own tokens. What other servers do not know is left out
+    wherever it says nothing."""
+    sampling = request.sampling
+    body: dict[str, Any] = {
+        "model": model, "prompt": list(request.prompt_token_ids), "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    if not sampling.is_greedy:
+        body["seed"] = sampling.seed
+    optional = {
+        "ignore_eos": (sampling.ignore_eos, False),
+        "top_k": (sampling.top_k, 0),
+        "top_p": (sampling.top_p, 1.0),
+        "min_p": (sampling.min_p, 0.0),
+        "user": (request.tenant, ""),
+        "priority": (request.priority, 0),
+        "deadline_s": (request.deadline_s, None),
+        "cache_salt": (request.cache_salt, ""),
+    }
+    body |= {name: value for name, (value, nothing) in optional.items() if value != nothing}
+    return target.request("completions", body)
+
+
+def _num_needed(given: argparse.Namespace, workload: Workload, arrivals: Arrivals, rate: float | None) -> int:
+    if given.requests is not None:
+        return int(given.requests)
+    if given.duration is None or arrivals.kind == "trace":
+        return len(workload.requests)
+    assert rate is not None, "a duration is filled at a rate"
+    expected: float = rate * given.duration
+    return math.ceil(expected + 6 * math.sqrt(expected)) + arrivals.burst_size + 10  # chance stays below this
+
+
+def online_figures(sent: Sequence[Answer], slo: Slo, *, client_cpu_s: float) -> dict[str, Any]:
+    """What at least one request comes to, as its client saw it. Shares are from 0 to 1.
+
+    Times are of requests that were answered whole, from when they were to be sent. `seconds` go from the first arrival
+    to the last end: what comes after the arrivals counts too. A client that is late (`lateness_*`) casts doubt on the
+    other times.
+    """
+    answered = [one for one in sent if one.has_succeeded]
+    refused = [one for one in sent if one.status == REFUSED]
+    seconds = max(one.ended_s for one in sent) - min(one.arrival_s for one in sent)
+    num_tokens = sum(one.num_tokens for one in answered)
+    num_kept = sum(slo.is_kept(one, one.num_tokens) for one in answered)
+    lateness_ms = [(one.begun_s - one.arrival_s) * 1000 for one in sent]
+    refusals_ms = [(one.ended_s - one.begun_s) * 1000 for one in refused]
+    return {
+        "seconds": round(seconds, 3),
+        "num_requests": len(sent),
+        "num_answered": len(answered),
+        "errors": dict(Counter(one.outcome for one in sent if not one.has_succeeded)),
+        "num_output_tokens": num_tokens,
+        "output_tokens_per_s": round(num_tokens / seconds, 2),
+        "requests_per_s": round(len(answered) / seconds, 3),
+        "goodput_requests_per_s": round(num_kept / seconds, 3),
+        "goodput_share": round(num_kept / len(sent), 4),  # of all that were sent
+        "refused_share": round(len(refused) / len(sent), 4),
+        **percentiles("refusal", refusals_ms, (50, 99), unit="ms", digits=3),
+        **times_of(answered),
+        "lateness_p99_ms": round(percentile(lateness_ms, 99) or 0.0, 3),
+        "lateness_max_ms": round(max(lateness_ms), 3),
+        "client_cpu_share": round(client_cpu_s / seconds, 3),  # of one core
+    }
+
+
+async def measured(
+    target: Target, model: str, workload: Workload, *, slo: Slo | None = None, timeout_s: float
+) -> dict[str, Any]:
+    """Send every request of a workload at its time; the figures."""
+    # Made before the clock runs: the bytes to send, and when.
+    requests = [completion_request(target, model, timed.request) for timed in workload.requests]
+    arrivals_s = [timed.arrival_s for timed in workload.requests]
+    cpu_began = machine.own_cpu_s()
+    sent = await play(target, requests, arrivals_s, start_s=time.perf_counter() + LEAD_S, timeout_s=timeout_s)
+    return online_figures(sent, slo or Slo(), client_cpu_s=machine.own_cpu_s() - cpu_began)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,8 +28,8 @@ from app.config import EngineConfig, SchedulerConfig
 from app.engine.request import Request, SamplingParams
 from benchmarks.harness.command import command_parser, run_command, tell
 from benchmarks.harness.figures import table
-from benchmarks.harness.service import Service, service
-from benchmarks.service.open_loop import LEAD_S, completion_request, play
+from benchmarks.harness.service import Service, application, service
+from benchmarks.service.online import LEAD_S, completion_request, play
 from deployments.plan.planner import full_rate, limits_to_measure
 from deployments.plan.simulation import SimulatedRun, simulate
 from deployments.plan.step_cost import MeasuredReplica, measure
@@ -104,7 +104,7 @@ def _row(given: argparse.Namespace, number: int, row: Row) -> dict[str, Any]:
     replica, config = _measured_replica(given, row.replicas), _config(row.replicas, row.strategy)
     trace = _requests(given, row, replica, config)
     predicted = _figures(simulate(trace, replica, config.scheduler, config.cache, num_replicas=row.num_replicas))
-    with service(_application(row, config)) as live:
+    with service(_args(row, config)) as live:
         extra_s = _own_time_s(live, trace, replica, config)
         found = _figures(asyncio.run(_served(live, trace)))
     for name in ("ttft_p50", "ttft_p99", "latency_mean"):
@@ -194,10 +194,9 @@ def _error(predicted: float, found: float) -> float:
 # ---------------------------------------------------------------------- service
 
 
-def _application(row: Row, config: EngineConfig) -> dict[str, Any]:
+def _args(row: Row, config: EngineConfig) -> dict[str, Any]:
     engine = config.model_dump(mode="json", exclude_unset=True)
-    replicas = {"num_replicas": row.num_replicas, "num_cpus": 0.1, "drain_timeout_s": 1}
-    return {"models": [{"name": "demo", "engine": engine, "replicas": replicas}]}
+    return application("demo", engine, {"num_replicas": row.num_replicas, "drain_timeout_s": 1})
 
 
 def _own_time_s(live: Service, trace: Trace, replica: MeasuredReplica, config: EngineConfig) -> float:
@@ -229,13 +228,13 @@ async def _served(live: Service, trace: Trace) -> SimulatedRun:
     arrivals_s = [traced.arrival_s for traced in trace.requests]
     sent = await play(live.target, requests, arrivals_s, start_s=start_s, timeout_s=_TIMEOUT_S)
     run = SimulatedRun()
-    for number, one in enumerate(sent):
-        run.arrive(one.answer.begun_s - start_s)
-        run.num_refused += not one.answer.has_succeeded
-        for at_s in one.answer.delivered_s if one.answer.has_succeeded else ():
+    for number, answer in enumerate(sent):
+        run.arrive(answer.begun_s - start_s)
+        run.num_refused += not answer.has_succeeded
+        for at_s in answer.delivered_s if answer.has_succeeded else ():
             run.note(number, 1, at_s=at_s - start_s)
-        if one.answer.has_succeeded:
-            run.num_tokens[number] = one.answer.num_tokens
+        if answer.has_succeeded:
+            run.num_tokens[number] = answer.num_tokens
     run.seconds = max(run.last_tokens_s)
     return run
 

@@ -43,7 +43,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,10 +53,10 @@ from typing import Any
 from app.text import Tokenizer
 from benchmarks.chaos.stage import Stage, stage
 from benchmarks.chaos.traffic import MODEL_NAME
-from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
-from benchmarks.harness.processes import resident_bytes
+from benchmarks.harness.command import BenchmarkError, command_parser, positive, ran, run_command, tell
+from benchmarks.harness.processes import resident_mib
 from benchmarks.harness.random_adapter import projections_in, save_random_adapter
-from benchmarks.harness.service import scraped, with_tools, write_keys
+from benchmarks.harness.service import application, got, scraped, with_tools, write_keys
 from benchmarks.service.field_bodies import field_bodies
 from benchmarks.service.hostile_requests import HostileRequest, Tally, attack, hostile_requests, post
 from benchmarks.service.tenants import BLOCK_SIZE, DOCUMENTS, FINE, TIMEOUT_S, Found, Tenants
@@ -109,7 +108,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     ):
         adapters = _adapters(model, Path(folder))
         keys_file = write_keys(Path(folder) / "keys.yaml", keys)
-        with stage(application(str(model), keys_file, disk, adapters, num_blocks=given.num_blocks)) as running:
+        with stage(served(str(model), keys_file, disk, adapters, num_blocks=given.num_blocks)) as running:
             models = [MODEL_NAME, *adapters]
             tenants = Tenants(
                 running.target, {name: keys[name] for name in _names(given.tenants)}, Tokenizer.load(str(model)),
@@ -143,28 +142,20 @@ def pipelines_of(models: Sequence[str]) -> list[dict[str, Any]]:
     ]
 
 
-def application(
+def served(
     model: str, keys_file: Path, folder: Path, adapters: Mapping[str, str], *, num_blocks: int
 ) -> dict[str, Any]:
     """The application's `args`: two replicas with too little KV memory for what they are sent."""
-    return {
-        "models": [
-            {
-                "name": MODEL_NAME,
-                "adapters": dict(adapters),
-                "engine": {
-                    "model": {"path": model, "batch_invariant": True},
-                    "cache": {"num_blocks": num_blocks, "block_size": BLOCK_SIZE},
-                    "scheduler": {"max_running": 32, "max_waiting": 256, "policy": "fair"},
-                    "speculation": {"method": "lookup"},
-                },
-                "replicas": {"num_replicas": 2, "num_cpus": 0.1, "drain_timeout_s": 5},
-            }
-        ],
-        "pipelines": pipelines_of([MODEL_NAME, *adapters]),
-        "api": {"keys_file": str(keys_file), "metrics_for": "public"},
-        "batches": {"path": str(folder)},
+    engine = {
+        "model": {"path": model, "batch_invariant": True},
+        "cache": {"num_blocks": num_blocks, "block_size": BLOCK_SIZE},
+        "scheduler": {"max_running": 32, "max_waiting": 256, "policy": "fair"},
+        "speculation": {"method": "lookup"},
     }
+    return application(
+        MODEL_NAME, engine, {"num_replicas": 2}, {"adapters": dict(adapters)}, batches={"path": str(folder)},
+        pipelines=pipelines_of([MODEL_NAME, *adapters]), api={"keys_file": str(keys_file), "metrics_for": "public"},
+    )  # fmt: skip
 
 
 @contextmanager
@@ -174,15 +165,10 @@ def small_disk(size_mib: int) -> Iterator[Path]:
         if not size_mib:
             yield Path(folder)
             return
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", folder]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except OSError as error:
-            raise BenchmarkError(
-                f"no file system of its own could be mounted: {error}; run as root on Linux"
-            ) from error
-        if done.returncode:
-            raise BenchmarkError(f"no file system of its own could be mounted: {done.stderr.strip()}; run as root")
+            ran(["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", folder])
+        except BenchmarkError as error:
+            raise BenchmarkError(f"no file system of its own: {error}; run as root on Linux") from error
         try:
             yield Path(folder)
         finally:
@@ -275,11 +261,8 @@ class _Soak:
                 yield HostileRequest("large", post(body.path, body.data()))
 
     def _read(self, path: str) -> Any:
-        target = self._running.target
         headers = {"Authorization": f"Bearer {self._attacker_key}"}
-        request = urllib.request.Request(f"http://{target.host}:{target.port}{path}", headers=headers)
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            return json.load(response)
+        return json.loads(got(self._running.target, path, headers, TIMEOUT_S))
 
     async def _watch(self) -> None:
         told_s = time.monotonic()
@@ -294,7 +277,7 @@ class _Soak:
     def _sampled(self) -> list[Sample]:
         now = time.monotonic()
         return [
-            Sample(now, pid, process.title, resident_bytes(pid) / 2**20, _entries(pid, "fd"), _entries(pid, "task"))
+            Sample(now, pid, process.title, resident_mib(pid), _entries(pid, "fd"), _entries(pid, "task"))
             for pid, process in self._running.processes().items()
         ]
 
@@ -410,21 +393,15 @@ def _medians(quarters: Sequence[Sequence[float]]) -> list[float | None]:
 
 def is_bad(figures: Mapping[str, Any]) -> bool:
     """Whether a promise was broken."""
-    outcomes: Counter[str] = Counter()
-    for tenant in figures["tenants"].values():
-        outcomes.update(tenant["outcomes"])
-    has_failed = bool(outcomes.keys() - FINE)
-    is_mute = figures["sang"] is not None and figures["sang"] < _MIN_SANG
-    is_late = any(tenant["late"] for tenant in figures["tenants"].values())
+    tenants = figures["tenants"].values()
+    outcomes = {outcome for tenant in tenants for outcome in tenant["outcomes"]}
     ours = [growth for title, growth in figures["growth"].items() if title.startswith("ray::ServeReplica:carousel:")]
-    has_grown = any(growth > figures["max_growth"] for growth in ours)
-    is_held = any(figures["left"].values())
     return bool(
-        has_failed
-        or is_mute
-        or is_late
-        or has_grown
-        or is_held
+        outcomes - FINE
+        or (figures["sang"] is not None and figures["sang"] < _MIN_SANG)
+        or any(tenant["late"] for tenant in tenants)
+        or any(growth > figures["max_growth"] for growth in ours)
+        or any(figures["left"].values())
         or figures["attack"]["server_errors"]
         or figures["restarts"]
     )

@@ -26,7 +26,7 @@ BLOCK_SIZE = 16
 DOCUMENTS = "documents"  # the pipeline that chooses some of a request's
 FINE = frozenset(("right", "left", "batch_right", "items_right", "tried_again"))  # what outcomes should be
 TIMEOUT_S = 60.0
-_MAX_TRIES, _RETRY_S = 40, 0.25  # of a request that is refused with a 429
+_RETRY_S = 0.25  # after a 429
 _MAX_EARLIER = 300  # requests of a tenant that it may send again
 _MAX_TOLD = 20  # findings of a tenant
 _BATCH_POLL_S, _AFTER_REFUSAL_S = 1.0, 2.0
@@ -116,7 +116,7 @@ class Tenants:
     ) -> None:
         """`keys`: by tenant. `models`, `pipelines`: what requests ask for; of a pipeline, which models compute."""
         self.found = {name: Found() for name in keys}
-        self.patience_ends_s = float("inf")  # by time.monotonic: when batches that have not ended count as lost
+        self.patience_ends_s = float("inf")  # by time.monotonic: then batches that run are lost, and refusals stand
         self._target = target
         self._keys = keys
         self._tokenizer = tokenizer
@@ -216,8 +216,8 @@ class Tenants:
 
     async def _answer(self, asked: Question) -> Reply:
         """Raises OSError or TimeoutError when there is none."""
-        request = self._target.request(asked.endpoint, json.dumps(asked.body).encode(), self._auth(asked.tenant))
-        for _ in range(_MAX_TRIES):
+        request = self._target.request(asked.endpoint, asked.body, self._auth(asked.tenant))
+        while True:
             reply = Reply(asked.leaves_after)
             async with asyncio.timeout(TIMEOUT_S):
                 sending = asyncio.create_task(call(self._target, request, reply))
@@ -227,11 +227,10 @@ class Tenants:
                 except asyncio.CancelledError:
                     if not reply.has_enough:
                         raise
-            if reply.status != 429:
-                break
+            if reply.status != 429 or time.monotonic() > self.patience_ends_s:
+                return reply
             self.found[asked.tenant].outcomes["tried_again"] += 1
             await asyncio.sleep(_RETRY_S)
-        return reply
 
     def _auth(self, tenant: str) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._keys[tenant]}"}
@@ -283,17 +282,13 @@ class Tenants:
         fine: Sequence[int] = (200,),
     ) -> Reply:  # fmt: skip
         """A fine answer; after any other the request is sent again. Raises TimeoutError when the patience ends."""
-        target = self._target
-        head = (
-            f"{method} {target.path}/{path} HTTP/1.1\r\nHost: {target.host}:{target.port}\r\nConnection: close\r\n"
-            f"Authorization: Bearer {self._keys[tenant]}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
+        request = self._target.request(path, body, self._auth(tenant) | {"Content-Type": kind}, method=method)
         found = self.found[tenant]
         while time.monotonic() < self.patience_ends_s:
             reply = Reply()
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    await call(target, head.encode() + body, reply)
+                    await call(self._target, request, reply)
             except (OSError, TimeoutError):
                 pass
             else:

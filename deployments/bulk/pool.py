@@ -3,7 +3,7 @@
 Each engine has one call in flight, always: it takes new items there and brings ended items back. An engine holds three
 times the items that it computes at once, so that it never waits for the call to come round; items never wait for each
 other. Why items do not go to the engines in blocks of Ray Data, as `map_batches` would send them, is in
-docs/results/service.md.
+docs/design/jobs.md.
 """
 
 from __future__ import annotations

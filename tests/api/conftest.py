@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,3 +38,10 @@ def tools_tokenizer() -> Tokenizer:
 def service(tokenizer: Tokenizer) -> Service:
     """A model that answers everything with `3 4 5.`"""
     return Service(tokenizer, say(tokenizer, "3 4 5."))
+
+
+@pytest.fixture
+def collected_as_served() -> None:
+    """What is loaded is passed over by the garbage collector, as in a process that serves requests."""
+    gc.collect()
+    gc.freeze()

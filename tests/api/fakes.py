@@ -276,9 +276,13 @@ class Connection:
 
     async def finished(self) -> Answer:
         """The answer, once it is complete."""
+        await self.ended()
+        return Answer(self.messages)
+
+    async def ended(self) -> None:
+        """Wait until the answer is complete, and put nothing together."""
         async with asyncio.timeout(20):
             await self._task
-        return Answer(self.messages)
 
     def answer(self) -> Answer:
         """The answer by now."""
@@ -328,6 +332,29 @@ def say_likely(tokenizer: Tokenizer, text: str, logprob: float) -> Script:
 def vector(request: Request, numbers: Iterable[float]) -> list[Step]:
     """The end of a request for an embedding or for scores."""
     return [TokenDelta(request.request_id, (), FinishReason.STOP, embedding=array("f", numbers).tobytes())]
+
+
+def steps_of_vectors(tokenizer: Tokenizer, *, size: int, **facts: Any) -> Service:
+    """A model of which all requests that wait end at once with a vector, as those of one step of an engine do."""
+    numbers = array("f", (0.01 * index for index in range(size))).tobytes()
+    waiting: list[asyncio.Future[None]] = []
+
+    def end_step() -> None:
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+        waiting.clear()
+
+    async def generate(request: Request) -> AsyncIterator[TokenDelta]:
+        loop = asyncio.get_running_loop()
+        if not waiting:
+            loop.call_later(0.01, end_step)
+        waiting.append(loop.create_future())
+        await waiting[-1]
+        yield TokenDelta(request.request_id, (), FinishReason.STOP, embedding=numbers)
+
+    facts = {"embedding_size": size, **facts}
+    return Service(tokenizer, generate=generate, pooling=Pooling.LAST, facts=facts)
 
 
 def by_angle(tokenizer: Tokenizer, angles: Mapping[str, float], *, reason: FinishReason = FinishReason.STOP) -> Script:

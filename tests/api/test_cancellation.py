@@ -70,3 +70,22 @@ async def test_the_ids_of_the_response_and_of_the_engine_name_the_request_too(
             assert (await posted(app, f"/v1/requests/{known_id}/cancel", KEY)).status == 200
             assert (await connection.finished()).error["code"] == "request_cancelled"
         local.go()
+
+
+@pytest.mark.parametrize("step", [{"kind": "ensemble", "models": ["a", "b"]}, {"kind": "generate", "model": "a"}])
+async def test_a_pipeline_is_cancelled_while_its_models_answer(tokenizer: Tokenizer, step: dict[str, Any]) -> None:
+    async with LocalFleet(1) as local:
+        pipelines = [{"name": "p", "steps": [step]}]
+        service = Service(tokenizer, generate=local.fleet.generate, names=("a", "b"), pipelines=pipelines)
+        app = build_app(service.handler, service._is_ready, fleets=dict.fromkeys(("a", "b"), local.fleet))
+        [replica] = local.replicas
+        local.hold(replica, before=3)
+        headers = {"x-request-id": "mine"}
+        async with Connection(app, "POST", "/v1/completions", BODY | {"model": "p"}, headers) as connection:
+            await local.held(replica)
+            assert (await posted(app, "/v1/requests/mine/cancel", KEY)).status == 200
+            assert (await connection.finished()).error["code"] == "request_cancelled"
+        assert local.fleet.num_in_flight == 0
+        local.go()
+        await until(lambda: replica.aborted)
+        assert (await posted(app, "/v1/requests/mine/cancel", KEY)).status == 404

@@ -15,15 +15,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from app.api import generation
 from app.build import build_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta
 from app.errors import Overloaded
 from app.json_pieces import json_pieces
 from app.text import Tokenizer
-from tests.api.fakes import Answer, Service, Step, vector
+from tests.api.fakes import Answer, Connection, Service, Step, steps_of_vectors, vector
 from tests.api.keys import bearer, entry
 from tests.api.openai_clients import openai_client
+from tests.stalls import stalls_of_loop
 
 
 def embedding_of(request: Request) -> list[float]:
@@ -110,6 +112,40 @@ def test_many_texts_are_computed_a_few_at_a_time(tokenizer: Tokenizer) -> None:
         pytest.approx(unit([3.0, 4.0, 0.0, float(number)]), rel=1e-6) for number in range(1, 40)
     ]
     assert most_open == 3
+
+
+@pytest.mark.usefixtures("collected_as_served")
+@pytest.mark.parametrize(
+    ("num_texts", "options"), [(512, {}), (2048, {"dimensions": 4095, "encoding_format": "base64"})]
+)
+async def test_many_long_vectors_do_not_hold_the_event_loop(
+    tokenizer: Tokenizer, num_texts: int, options: dict[str, Any]
+) -> None:
+    service = steps_of_vectors(tokenizer, size=4096)
+    body = {"input": ["a"] * num_texts} | options
+    async with Connection(service.app, "POST", "/v1/embeddings", body, {}) as connection:
+        async with stalls_of_loop() as stalls:
+            await connection.ended()
+        assert connection.answer().status == 200
+    assert stalls.longest_s < 0.05
+
+
+def test_all_texts_of_a_call_have_one_bound(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_CALL_TOKENS", 1000)
+    service = Service(tokenizer, embed, pooling=Pooling.MEAN)
+    text = [5] * 150
+    assert ask(service, input=[text] * 6).status == 200
+    for path, body in (
+        ("/v1/embeddings", {"input": [text] * 7}),
+        ("/v1/embeddings", {"input": ["3 " * 150] * 7}),
+        ("/v1/completions", {"prompt": [text] * 7}),
+    ):
+        answer = service.call("POST", path, body)
+        [param] = body
+        assert (answer.status, answer.error["param"]) == (400, param)
+        assert f"at most 1,000 are accepted in one call; send fewer {param} at once" in answer.error["message"]
+    long = {"prompt": ["3 " * 500] * 8, "truncate_prompt_tokens": 5, "max_tokens": 1}
+    assert service.call("POST", "/v1/completions", long).status != 400  # what is cut off does not count
 
 
 def test_the_whole_context_may_be_used(service: Service) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -108,13 +107,6 @@ HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
     "a text to count": ("/tokenize", {"prompt": "ab cd " * 160_000, "return_token_strs": True}),
     "ids to decode": ("/detokenize", {"tokens": [300] * 1_000_000}),
 }  # fmt: skip
-
-
-@pytest.fixture
-def collected_as_served() -> None:
-    """What is loaded is passed over by the garbage collector, as in a process that serves requests."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.mark.usefixtures("collected_as_served")

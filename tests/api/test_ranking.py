@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from app.api import generation
 from app.build import build_engine
 from app.config import EngineConfig, ModelConfig
 from app.engine.request import Pooling, Request
 from app.errors import Overloaded
 from app.json_pieces import json_pieces
 from app.text import Tokenizer
-from tests.api.fakes import WAIT, Answer, Connection, Service, Step, hang_up, vector
+from tests.api.fakes import WAIT, Answer, Connection, Service, Step, hang_up, steps_of_vectors, vector
 from tests.api.keys import bearer, entry
+from tests.stalls import stalls_of_loop
 from tests.tiny_encoders import VOCAB_SIZE, save_tiny_encoder, tiny_tokenizer
 
 CROSS_ENCODER = {"generates": False, "scores_pairs": True, "embedding_size": None, "vocab_size": VOCAB_SIZE}
@@ -173,6 +175,18 @@ def test_a_small_body_cannot_ask_for_any_number_of_tokens(words: Tokenizer) -> N
     assert not service.generate.requests
 
 
+def test_texts_alone_have_a_bound_too_and_what_is_cut_off_does_not_count(
+    embedding: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "MAX_CALL_TOKENS", 1000)
+    documents = [" ".join(["w20"] * 10)] * 84
+    answer = rerank(embedding, documents=documents)
+    assert (answer.status, answer.error["param"]) == (400, "documents")
+    assert "query and documents have 1,011 tokens; at most 1,000" in answer.error["message"]
+    assert not embedding.generate.requests
+    assert rerank(embedding, documents=documents, max_tokens_per_doc=1).status == 200
+
+
 def test_pairs_of_a_long_query_are_not_made_on_the_event_loop(words: Tokenizer) -> None:
     service = Service(words, judge, facts=CROSS_ENCODER, max_model_len=500)
     names: list[str] = []
@@ -188,6 +202,19 @@ def test_pairs_of_a_long_query_are_not_made_on_the_event_loop(words: Tokenizer) 
         assert rerank(service, query=" ".join(["w10"] * 100), documents=["w20"] * 100).status == 200
     assert names[0] == threading.main_thread().name
     assert names[1].startswith("preparation")
+
+
+@pytest.mark.usefixtures("collected_as_served")
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v1/score"])
+async def test_many_scores_do_not_hold_the_event_loop(words: Tokenizer, path: str) -> None:
+    sides = {"/v1/rerank": ("query", "documents"), "/v1/score": ("text_1", "text_2")}[path]
+    body = dict(zip(sides, ("w10", ["w20"] * 2047), strict=True))
+    service = steps_of_vectors(words, size=4096, vocab_size=VOCAB_SIZE)
+    async with Connection(service.app, "POST", path, body, {}) as connection:
+        async with stalls_of_loop() as stalls:
+            await connection.ended()
+        assert connection.answer().status == 200
+    assert stalls.longest_s < 0.05
 
 
 def test_models_that_give_no_scores_or_no_text_say_so(words: Tokenizer, crossing: Service) -> None:

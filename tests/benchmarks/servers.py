@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp
 from app.api import RequestHandler, ServedModel, build_app
 from app.build import build_engine
 from app.config import ApiConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.engine.async_engine import AsyncEngine
 from app.text import Tokenizer
 from tests.waiting import eventually
 
@@ -40,27 +42,26 @@ def serving(app: ASGIApp) -> Iterator[str]:
 
 
 @contextmanager
-def simulated_service(demo_path: Path, *, step_ms: float, name: str = "simulated", **scheduler: int) -> Iterator[str]:
-    """One engine that only sleeps, behind the real API; its model is called `simulated`, or what `name` says."""
-    engine = build_engine(
-        EngineConfig(
-            model=ModelConfig(path=str(demo_path), simulated={"step_ms": step_ms}),
-            scheduler=SchedulerConfig(**scheduler),
-        )
-    )
+def served(engine: AsyncEngine, tokenizer: Tokenizer, api: ApiConfig, **of_model: Any) -> Iterator[str]:
+    """The base URL of the real API over one engine. of_model: of `ServedModel`, and its `authenticator`."""
 
     async def is_ready() -> bool:
         return True
 
-    model = ServedModel(
-        name=name,
-        tokenizer=Tokenizer.load(str(demo_path)),
-        facts=engine.facts,
-        generate=engine.generate,
-        created=0,
-    )
+    authenticator = of_model.pop("authenticator", None)
+    usual = {"tokenizer": tokenizer, "facts": engine.facts, "generate": engine.generate, "created": 0}
+    handler = RequestHandler([ServedModel(**usual | of_model)], api, authenticator=authenticator)
+    with serving(build_app(handler, is_ready)) as url:
+        yield url
+
+
+@contextmanager
+def simulated_service(demo_path: Path, *, step_ms: float, name: str = "simulated", **scheduler: int) -> Iterator[str]:
+    """One engine that only sleeps, behind the real API; its model is called `simulated`, or what `name` says."""
+    model = ModelConfig(path=str(demo_path), simulated={"step_ms": step_ms})
+    engine = build_engine(EngineConfig(model=model, scheduler=SchedulerConfig(**scheduler)))
     try:
-        with serving(build_app(RequestHandler([model], ApiConfig()), is_ready)) as url:
+        with served(engine, Tokenizer.load(str(demo_path)), ApiConfig(), name=name) as url:
             yield url
     finally:
         engine.shutdown()

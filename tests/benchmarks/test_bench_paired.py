@@ -57,7 +57,7 @@ def test_turns_alternate_and_ratios_are_of_the_same_round() -> None:
     assert median_of_ratios([], [1.0]) is None
 
 
-@pytest.mark.parametrize("stdout", ["", "no json\n", "[1]\n", '{"seconds": 1}\ndone\n'])
-def test_output_without_a_json_object_at_its_end_is_an_error(stdout: str) -> None:
-    with pytest.raises(paired.BenchmarkError, match="no JSON object"):
-        last_object(stdout)
+def test_output_without_a_json_object_at_its_end_is_an_error() -> None:
+    for stdout in ("", "no json\n", "[1]\n", '{"seconds": 1}\ndone\n'):
+        with pytest.raises(paired.BenchmarkError, match="no JSON object"):
+            last_object(stdout)

@@ -11,8 +11,7 @@ from pathlib import Path
 import ray
 from ray import serve
 
-from benchmarks.chaos.stream import moment
-from benchmarks.chaos.traffic import Traffic
+from benchmarks.chaos.traffic import Traffic, moment
 from benchmarks.chaos.verdict import judged
 from deployments.launcher.supervisor import session_members
 
@@ -61,7 +60,7 @@ def struck(traffic: Traffic, strike: Callable[[], None]) -> None:
 async def has_begun(traffic: Traffic) -> None:
     """Returns when every request has its first tokens."""
     num_streams = len(traffic.requests)
-    await moment(lambda: len(traffic.answers) >= num_streams and all(each.arrivals_s for each in traffic.answers))
+    await moment(lambda: len(traffic.answers) >= num_streams and all(each.events_s for each in traffic.answers))
 
 
 def assert_nothing_is_wrong(traffic: Traffic) -> None:

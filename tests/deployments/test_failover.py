@@ -21,8 +21,8 @@ import pytest
 from ray import serve
 
 from benchmarks.chaos.stage import application
-from benchmarks.chaos.stream import Stream, follow, moment
-from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, alike, mixed, with_reference
+from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, alike, mixed, moment, with_reference
+from benchmarks.harness.answer import Answer, follow
 from benchmarks.harness.http_call import Target
 from deployments.serve.application import build
 from deployments.serve.settings import parse
@@ -170,9 +170,10 @@ def test_a_client_that_leaves_frees_its_blocks_at_once(fresh: Traffic) -> None:
     [asked] = alike(1, num_tokens=1500)
 
     async def leave_after(num_arrivals: int) -> None:
-        stream = Stream(asked.name, begun_s=time.perf_counter())
-        client = asyncio.create_task(follow(stream, fresh.target, asked.body, timeout_s=PATIENCE_S))
-        await moment(lambda: len(stream.arrivals_s) >= num_arrivals)
+        stream = Answer(time.perf_counter(), name=asked.name)
+        request = fresh.target.request("completions", asked.body)
+        client = asyncio.create_task(follow(stream, fresh.target, request, timeout_s=PATIENCE_S))
+        await moment(lambda: len(stream.events_s) >= num_arrivals)
         assert not await asyncio.to_thread(holds_nothing)
         client.cancel()
 

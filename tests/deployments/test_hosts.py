@@ -6,7 +6,6 @@ Where this machine allows networks of our own, the second node is in one, and pa
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -20,8 +19,8 @@ import pytest
 from benchmarks.chaos.networks import HERE, THERE, Host, own_network, set_tcp_retries, why_no_networks
 from benchmarks.chaos.node_loss import LAYOUT, ON_EACH, Node, node
 from benchmarks.chaos.stage import Stage, application, stage
-from benchmarks.chaos.stream import Stream
 from benchmarks.chaos.traffic import Asked, Traffic, alike, mixed, with_reference
+from benchmarks.harness.answer import Answer
 from tests.deployments.strikes import has_begun
 from tests.waiting import eventually
 
@@ -70,10 +69,10 @@ def hosts() -> Iterator[Hosts]:
         yield Hosts(running, wire, second, traffic)
 
 
-def struck(hosts: Hosts, strike: Callable[[], object], *, mend: Callable[[], object] = lambda: None) -> list[Stream]:
+def struck(hosts: Hosts, strike: Callable[[], object], *, mend: Callable[[], object] = lambda: None) -> list[Answer]:
     """All requests once, and a fault while they run; mended when the lines to the other host have fallen silent."""
 
-    async def main() -> list[Stream]:
+    async def main() -> list[Answer]:
         answering = asyncio.ensure_future(hosts.traffic.once())
         await asyncio.sleep(0.4)
         strike()
@@ -86,7 +85,7 @@ def struck(hosts: Hosts, strike: Callable[[], object], *, mend: Callable[[], obj
     return asyncio.run(main())
 
 
-def assert_as_before(answers: list[Stream], reference: Mapping[str, Stream]) -> None:
+def assert_as_before(answers: list[Answer], reference: Mapping[str, Answer]) -> None:
     assert [each.outcome for each in answers] == ["completed"] * len(reference)
     assert [each.said for each in answers] == [reference[each.name].said for each in answers]
 
@@ -121,7 +120,7 @@ async def freed_after_s(running: Stage, host: Host, asked: Asked) -> float:
     with client:
         client.setblocking(False)
         loop = asyncio.get_running_loop()
-        await loop.sock_sendall(client, target.request("completions", json.dumps(dict(asked.body)).encode()))
+        await loop.sock_sendall(client, target.request("completions", asked.body))
         heard = 0
         while heard < HEARD_BYTES:
             heard += len(await loop.sock_recv(client, 1024))

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
 from app.engine.adapter_store import AdapterStore
 from app.engine.request import Adapter
 from app.errors import Overloaded, UnsupportedAdapter
+from tests.waiting import eventually
 
 
 def adapter(name: str) -> Adapter:
@@ -17,13 +19,28 @@ def store_of(max_loaded: int) -> tuple[AdapterStore, list[str]]:
     """The names of the adapters that it has read, too."""
     read: list[str] = []
 
-    def load(each: Adapter) -> object:
+    def load(each: Adapter, make_room: Callable[[], None]) -> object:
         if each.name == "broken":
             raise UnsupportedAdapter("it cannot be read")
         read.append(each.name)
+        make_room()
         return object()
 
     return AdapterStore(load, unload=lambda weights: None, max_loaded=max_loaded), read
+
+
+def gated_store(max_loaded: int) -> tuple[AdapterStore, list[str], threading.Semaphore]:
+    """It reads one adapter for each release of the semaphore; the names are noted before."""
+    read: list[str] = []
+    gate = threading.Semaphore(0)
+
+    def load(each: Adapter, make_room: Callable[[], None]) -> object:
+        read.append(each.name)
+        gate.acquire()
+        make_room()
+        return object()
+
+    return AdapterStore(load, unload=lambda weights: None, max_loaded=max_loaded), read, gate
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -73,14 +90,84 @@ def test_one_that_cannot_be_read_takes_no_place() -> None:
     store.hold(adapter("a"))
 
 
+def test_one_that_cannot_be_read_takes_no_place_of_another() -> None:
+    store, _ = store_of(1)
+    store.hold(adapter("a")).release()
+    with pytest.raises(UnsupportedAdapter):
+        store.hold(adapter("broken"))
+    assert store.stats().loaded == ("a",)
+
+
+def test_nothing_is_read_while_all_are_in_use() -> None:
+    store, read = store_of(1)
+    store.hold(adapter("a"))
+    with pytest.raises(Overloaded):
+        store.hold(adapter("b"))
+    assert read == ["a"]
+
+
 def test_threads_that_need_one_adapter_read_it_once() -> None:
-    store, read = store_of(2)
+    store, read, gate = gated_store(2)
     threads = [threading.Thread(target=store.hold, args=(adapter("a"),)) for _ in range(8)]
     for thread in threads:
         thread.start()
+    eventually(lambda: len(store._waiting) == 7)  # all but the one for which it is being read
+    gate.release(8)
     for thread in threads:
         thread.join()
     assert read == ["a"]
+    assert store._loaded["a"].num_users == 8
+
+
+def test_all_that_wait_for_one_that_cannot_be_read_hear_it_at_once() -> None:
+    reading, gate = threading.Event(), threading.Event()
+    num_tries = 0
+
+    def load(each: Adapter, make_room: Callable[[], None]) -> object:
+        nonlocal num_tries
+        num_tries += 1
+        reading.set()
+        gate.wait()
+        raise UnsupportedAdapter("it cannot be read")
+
+    store = AdapterStore(load, unload=lambda weights: None, max_loaded=1)
+    waiting = [store.hold_soon(adapter("broken"), tenant=f"tenant-{n % 2}") for n in range(6)]
+    assert reading.wait(20)
+    gate.set()
+    assert all(isinstance(each.exception(20), UnsupportedAdapter) for each in waiting)
+    assert num_tries == 1
+
+
+def test_tenants_take_turns_to_load() -> None:
+    store, read, gate = gated_store(20)
+    flood = [store.hold_soon(adapter(f"flood-{n}"), tenant="flood") for n in range(9)]
+    eventually(lambda: read)
+    others = [store.hold_soon(adapter(name), tenant=name) for name in ("first", "second")]
+    gate.release(20)
+    for each in (*flood, *others):
+        each.result(20)
+    assert read[:5] == ["flood-0", "flood-1", "first", "second", "flood-2"]
+
+
+def test_the_adapters_of_one_tenant_do_not_push_out_those_of_another() -> None:
+    store, _ = store_of(3)
+    for tenant, name in (("first", "a"), ("second", "b"), *[("flood", f"flood-{n}") for n in range(9)]):
+        store.hold(adapter(name), tenant=tenant).release()
+    assert store.stats().loaded == ("a", "b", "flood-8")
+    store.hold(adapter("flood-8"), tenant="first").release()  # it is of the first tenant now
+    store.hold(adapter("c"), tenant="second").release()
+    assert store.stats().loaded == ("b", "flood-8", "c")
+
+
+def test_one_that_is_cancelled_before_its_turn_is_not_read() -> None:
+    store, read, gate = gated_store(2)
+    first, cancelled, last = (store.hold_soon(adapter(name)) for name in "abc")
+    eventually(lambda: read)
+    assert not first.cancel()  # it is being read
+    assert cancelled.cancel()
+    gate.release(3)
+    last.result(20)
+    assert read == ["a", "c"]
 
 
 def test_unload_leaves_what_is_in_use() -> None:

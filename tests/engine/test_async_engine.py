@@ -2,16 +2,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from app.config import SchedulerConfig
+from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import DeviceLost, StepBatch, StepResult
 from app.engine.engine import Engine
-from app.engine.request import Request
+from app.engine.request import Adapter, Request
 from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, InvalidSetup, Overloaded, Quarantined, StepFailed
 from tests.fakes import (
     CountingRunner,
@@ -301,9 +305,10 @@ async def test_a_refused_client_gets_the_time_when_a_place_should_be_free() -> N
         task = asyncio.create_task(collect(engine, make_request()))
         await asyncio.sleep(0)
         for turn in (1, 2, 3):
-            with pytest.raises(Overloaded) as refused:
-                await collect(engine, make_request())
-            assert refused.value.retry_after_s == pytest.approx(turn / rate)
+            for fields in ({"no_queue": True}, {"is_background": True}, {}):  # only the last would wait for a place
+                with pytest.raises(Overloaded) as refused:
+                    await collect(engine, replace(make_request(), **fields))
+                assert refused.value.retry_after_s == pytest.approx(turn / rate)
         runner.gate.release(100)
         await task
 
@@ -381,3 +386,59 @@ async def test_settings_that_a_stopped_engine_cannot_take_are_refused_and_no_cal
                 await waiting
         with pytest.raises(EngineStopped):
             await engine.reconfigure(SchedulerConfig())
+
+
+class GatedAdapters:
+    """A store that reads one adapter for each release of its gate."""
+
+    def __init__(self, max_loaded: int) -> None:
+        self.read: list[str] = []  # begun
+        self.gate = threading.Semaphore(0)
+        self.store = AdapterStore(self._load, unload=lambda weights: None, max_loaded=max_loaded)
+
+    def _load(self, adapter: Adapter, make_room: Callable[[], None]) -> object:
+        self.read.append(adapter.name)
+        self.gate.acquire()
+        make_room()
+        return object()
+
+
+def with_adapter(name: str, **fields: Any) -> Request:
+    return make_request(adapter=Adapter(name=name, path=f"/{name}", digest=name), **fields)
+
+
+async def test_however_many_adapters_a_tenant_asks_for_another_waits_for_two_of_them() -> None:
+    adapters = GatedAdapters(20)
+    with async_engine(adapters=adapters.store) as engine:
+        flood = [asyncio.create_task(collect(engine, with_adapter(f"{n}", tenant="flood"))) for n in range(12)]
+        await until(lambda: adapters.read)
+        other = asyncio.create_task(collect(engine, with_adapter("other", tenant="other")))
+        await asyncio.sleep(0)
+        adapters.gate.release(20)
+        await asyncio.gather(other, *flood)
+    assert adapters.read[:3] == ["0", "1", "other"]
+
+
+async def test_loads_of_adapters_take_no_thread_of_the_event_loops() -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    adapters = GatedAdapters(1)
+    with async_engine(adapters=adapters.store) as engine:
+        waiting = asyncio.create_task(collect(engine, with_adapter("a")))
+        await until(lambda: adapters.read)
+        async with asyncio.timeout(20):
+            assert await asyncio.to_thread(lambda: True)
+        adapters.gate.release()
+        await waiting
+
+
+async def test_a_request_that_goes_while_its_adapter_is_read_leaves_it_free() -> None:
+    adapters = GatedAdapters(1)
+    with async_engine(adapters=adapters.store) as engine:
+        gone = asyncio.create_task(collect(engine, with_adapter("a")))
+        await until(lambda: adapters.read)
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        adapters.gate.release(2)
+        assert len(await collect(engine, with_adapter("b"))) == 4  # in the only place
+    assert adapters.read == ["a", "b"]

@@ -14,10 +14,19 @@ from msgspec import structs
 from app.engine.batch import DeviceLost, ScheduledSequence, StepBatch, StepResult
 from app.engine.engine import StepError
 from app.engine.overlapped_engine import OverlappedEngine
-from app.engine.request import FinishReason
+from app.engine.request import FinishReason, Pooling
 from app.errors import DeadlineMissed
 from tests.engine.test_invariants import EngineMachine, FailingOnDemand
-from tests.fakes import FakeClock, Outcome, build_fake_engine, expected_tokens, make_request, run_to_end
+from tests.fakes import (
+    POOLINGS_OF_DECODERS,
+    FakeClock,
+    Outcome,
+    build_fake_engine,
+    expected_embedding,
+    expected_tokens,
+    make_request,
+    run_to_end,
+)
 
 
 class LateRunner(FailingOnDemand):
@@ -270,6 +279,26 @@ def test_a_missed_deadline_ends_a_request_while_steps_are_launched_ahead() -> No
     assert isinstance(outcome.errors[slow.request_id], DeadlineMissed)
     assert 0 < len(outcome.token_ids[slow.request_id]) <= 5
     assert outcome.token_ids[other.request_id] == expected_tokens((7, 8), 9)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS_OF_DECODERS)
+def test_an_embedding_is_whole_though_its_request_is_preempted_while_its_last_step_is_computed(
+    pooling: Pooling,
+) -> None:
+    num_preempted = 0
+    for num_generated in range(1, 12):
+        engine = build_fake_engine(runner=LateRunner(), num_blocks=5, prefill_chunk_tokens=4, policy="fcfs")
+        first = make_request((5, 6, 7), max_tokens=16)  # takes a block more, now and then
+        pooled = make_request(tuple(range(8, 20)), pooling=pooling, max_tokens=0)
+        engine.add(first)
+        outcome = Outcome()
+        for _ in range(num_generated):
+            outcome.book(engine.step())
+        engine.add(pooled)
+        outcome = run_to_end(engine)
+        num_preempted += engine.stats().total_preemptions
+        assert outcome.embeddings == {pooled.request_id: expected_embedding(pooled.prompt_token_ids, pooling)}
+    assert num_preempted
 
 
 @pytest.mark.parametrize("strategy", ["static", "dynamic", "bucketed", "sorted", "adaptive", "continuous", "hybrid"])

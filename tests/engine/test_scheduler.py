@@ -141,6 +141,19 @@ def test_a_preempted_sequence_reuses_its_cached_prefix() -> None:
     assert starts[again] > 0  # the start of its prompt was still there
 
 
+def test_what_a_preempted_sequence_finds_again_counts_neither_as_cached_nor_as_another_prompt() -> None:
+    engine = build_fake_engine(num_blocks=8)
+    requests = [make_request(prompt(8), max_tokens=20), make_request(prompt(8, first=9), max_tokens=12)]
+    for request in requests:
+        engine.add(request)
+    deltas = [delta for _ in range(100) for delta in engine.step()]
+    assert engine.stats().total_preemptions > 0
+    assert {delta.request_id for delta in deltas if delta.finish_reason} == {each.request_id for each in requests}
+    assert {delta.num_cached_tokens for delta in deltas} == {0}
+    assert engine.stats().total_cached_tokens == 0
+    assert engine.stats().total_prompt_tokens == 16
+
+
 def test_a_request_that_fills_the_pool_alone_is_served() -> None:
     engine = build_fake_engine(num_blocks=4)  # 16 slots
     request = make_request(prompt(10), max_tokens=6)

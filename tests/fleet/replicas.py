@@ -93,10 +93,11 @@ class LocalReplica:
         self.is_watched: bool | None = None  # as it was told last
         self.sends_views = True
 
-    def _load_adapter(self, adapter: Adapter) -> int:
+    def _load_adapter(self, adapter: Adapter, make_room: Callable[[], None]) -> int:
         """What it adds to every token that is drawn."""
         if self.has_other_files:
             raise UnsupportedAdapter(f"the adapter {adapter.name} is another one here")
+        make_room()
         return int(adapter.digest)
 
     def report(self) -> ReplicaReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -17,10 +18,11 @@ from app.engine.snapshot import EngineSnapshot
 from app.engine.stats import SleepState
 from app.errors import Failure, InvalidRequest, Overloaded
 from app.fleet import Address, Frame, FrameServer, IngressSession, connect
-from app.fleet.frame_server import MAX_HELLO_BYTES, Hello
+from app.fleet.frame_server import MAX_HELLO_BYTES, UNREAD_TIMEOUT_S, Hello
 from app.fleet.frames import AbortRequest, Message, SubmitRequest, WatchEngine, encode, frame_decoder
+from tests.engine.test_async_engine import GatedAdapters, with_adapter
 from tests.engine.test_sleep_controller import dozing_service, turns_on
-from tests.fakes import build_fake_engine, expected_tokens, make_request
+from tests.fakes import async_engine, build_fake_engine, expected_tokens, make_request
 from tests.fleet.test_frames import REPORT
 from tests.waiting import until
 
@@ -210,6 +212,24 @@ async def test_an_abort_reaches_the_engine_once_and_only_for_requests_that_run()
         assert replica.aborted == ["a"]
 
 
+async def test_a_request_that_is_aborted_while_its_adapter_is_read_leaves_it_free() -> None:
+    adapters = GatedAdapters(1)
+    with async_engine(adapters=adapters.store) as engine:
+        server = FrameServer("127.0.0.1", engine, lambda: REPORT)
+        async with a_server(server) as (_, address), frames_from(address, "ingress") as frames:
+            await frames.next()
+            frames.send(SubmitRequest(with_adapter("a", request_id="aborted")))
+            await until(lambda: adapters.read)
+            frames.send(AbortRequest("aborted"))
+            await until(lambda: server.is_idle)
+            adapters.gate.release(2)
+            frames.send(SubmitRequest(with_adapter("b", request_id="next")))  # in the only place
+            (first,) = await frames.deltas()
+            assert first.request_id == "next"
+            assert first.error is None
+    assert adapters.read == ["a", "b"]
+
+
 async def test_after_aborts_a_frame_says_that_their_places_are_free_and_one_does_for_several() -> None:
     """Until then their ingress takes them for requests of another ingress, and refuses others for them."""
     async with a_replica() as (replica, address), frames_from(address, "one", heartbeat_s=60) as frames:
@@ -232,6 +252,15 @@ async def test_the_requests_of_a_connection_that_ends_are_aborted() -> None:
         replica.put(TokenDelta("a", (5,)))  # of a step that was under way
         replica.put(TokenDelta("c", (5,)))
         assert (await other.next()).deltas == (TokenDelta("c", (5,)),)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="of Linux")
+async def test_the_kernel_gives_up_a_connection_whose_ingress_takes_nothing_for_a_minute() -> None:
+    async with a_replica() as (replica, address), frames_from(address, "ingress") as frames:
+        await frames.next()
+        [connection] = replica.server._connections
+        of_server = connection._transport.get_extra_info("socket")
+        assert of_server.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == UNREAD_TIMEOUT_S * 1000
 
 
 async def test_a_replica_has_drained_when_the_last_delta_of_the_last_request_is_sent() -> None:

@@ -102,6 +102,20 @@ def test_a_request_that_is_not_to_wait_goes_where_a_slot_is_free_or_is_refused()
         registry.place(replace(make_request(), no_queue=True), REPLICAS, avoid={"a"})
 
 
+@pytest.mark.parametrize("fields", [{"no_queue": True}, {"is_background": True}])
+def test_refused_requests_that_would_not_wait_put_no_other_off(fields: dict[str, bool]) -> None:
+    registry = make_registry()
+    for replica_id in REPLICAS:
+        registry.note(replica_id, make_report(num_requests=10))
+    for number in range(1_001):
+        with pytest.raises(Overloaded) as refused:
+            registry.place(replace(make_request(), **fields), REPLICAS)
+        assert refused.value.retry_after_s == pytest.approx(1 / 8), number
+    with pytest.raises(Overloaded) as refused:
+        registry.place(make_request(), REPLICAS)
+    assert refused.value.retry_after_s == pytest.approx(1 / 8)
+
+
 def test_a_request_goes_to_its_group_and_to_any_replica_when_that_is_gone() -> None:
     registry = make_registry(groups=(Group("old", 1.0), Group("new", 1.0)))
     registry.note("a", make_report(group="old", max_requests=100))

@@ -18,9 +18,11 @@ from typing import Any
 
 import pytest
 
-from app.batches import Answered, BatchLimits, ItemOrigin, NewBatch
+from app.batches import Answered, BatchLimits, ItemOrigin, NewBatch, PageOf
 from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
+from app.jobs.catalog import Catalog
 from app.jobs.items import Checked, InputRules, OpenFile, check
+from app.jobs.job import Job
 from app.jobs.local_service import LocalBatchService
 from app.jobs.space import RESERVE_BYTES
 from app.json_pieces import Rows
@@ -418,6 +420,90 @@ async def test_a_batch_on_which_the_server_fails_ends_with_what_was_done(
         output, _ = await ends(service, batch)
         assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "server_error")
         assert output.keys() == {f"line-{n}" for n in range(5)}
+
+
+async def test_a_batch_that_was_given_up_without_files_keeps_its_results_as_long_as_it_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    echo, clock = Echo(), FakeClock()
+    async with service_in(tmp_path, echo, clock=clock) as service:
+        batch_id = await some_done(service, echo)
+        with monkeypatch.context() as patch:
+            patch.setattr("app.jobs.batch_runner.write_batch_files", None)
+            echo.answers = {}
+            batch = await until(service, batch_id)
+        assert (batch["status"], batch["output_file_id"], batch["error_file_id"]) == ("failed", None, None)
+
+    def num_results() -> int:
+        return sum(path.read_bytes().count(b"\n") for path in tmp_path.glob(f"jobs/{batch_id}/journal*"))
+
+    assert num_results() == 10
+    for days in (0, 29):
+        clock.at += days * 86_400
+        async with service_in(tmp_path, echo, clock=clock) as service:
+            assert (await service.batch(OWNER, batch_id))["status"] == "failed"
+            assert num_results() == 10
+    clock.at += 2 * 86_400
+    async with service_in(tmp_path, echo, clock=clock) as service:
+        await waiting.until(lambda: service.batches(PageOf(owner=OWNER, limit=1)), lambda page: not page["data"])
+    async with service_in(tmp_path, echo, clock=clock):
+        assert not (tmp_path / "jobs" / batch_id).exists()
+
+
+async def test_counts_of_deaths_that_are_torn_cost_a_batch_nothing(tmp_path: Path) -> None:
+    echo = Echo()
+    async with service_in(tmp_path, echo) as service:
+        batch_id = await some_done(service, echo)
+    (tmp_path / "jobs" / batch_id / "deaths.json").write_bytes(b'{"7": 1')
+    echo.answers = {}
+    async with service_in(tmp_path, echo) as service:
+        batch = await until(service, batch_id)
+        output, errors = await ends(service, batch)
+        assert (batch["status"], len(output), errors) == ("completed", 10, {})
+    assert all(echo.asked[f"line-{number}"] == 1 for number in range(5)), "what was done is not done again"
+
+
+async def test_a_service_opens_though_the_results_of_a_batch_cannot_be_read_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    echo = Echo()
+    async with service_in(tmp_path, echo) as service:
+        batch_id = await some_done(service, echo)
+    echo.answers = {}
+    writes = Writes(lambda: OSError(5, "Input/output error")).watch(monkeypatch)
+    writes.left, writes.only = 0, "fsync"  # as every opening of a store does
+    service = service_in(tmp_path, echo)
+    service.start()
+    try:
+        async with asyncio.timeout(20):
+            await service.opened()
+        assert (await is_paused(service, batch_id))["paused"]["code"] == "storage_failed"
+        writes.left = None
+        output, _ = await ends(service, await until(service, batch_id))
+        assert len(output) == 10
+    finally:
+        await service.close()
+
+
+async def test_a_sweep_touches_nothing_that_another_process_begins_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has lost the folder just after it asked which batches there are."""
+    of_another = tmp_path / "jobs" / "batch_of_another"
+
+    def unfinished(catalog: Catalog) -> list[Job]:
+        found = asked(catalog)
+        of_another.mkdir(parents=True)
+        return found
+
+    asked = Catalog.unfinished
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "unfinished", unfinished)
+        service = service_in(tmp_path, Echo())
+        service.start()
+        await service.opened()
+    await service.close()
+    assert of_another.exists()
 
 
 async def is_paused(service: LocalBatchService, batch_id: str) -> dict[str, Any]:

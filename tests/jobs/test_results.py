@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from app.batches import Answered
 from app.jobs.job import Counts, Item, ItemResult
 from app.jobs.outputs import BatchFormat
-from app.jobs.results import JOURNAL, ItemSet, PartialOutputs, ResultStore, ResultsUnwritable, journals_in
+from app.jobs.results import (
+    DEATHS,
+    JOURNAL,
+    RECOVERY,
+    ItemSet,
+    PartialOutputs,
+    ResultStore,
+    ResultsUnwritable,
+    journals_in,
+)
 
 
 def result(number: int, *, is_error: bool = False, **counts: int) -> ItemResult:
@@ -103,12 +112,17 @@ def line_of(tmp_path: Path, number: int, num_items: int) -> bytes:
     return (tmp_path / "other" / JOURNAL).read_bytes()
 
 
-@pytest.mark.parametrize("torn", ["half a line", "zeros", "another number of items", "an item that has ended", "a bit"])
+@pytest.mark.parametrize(
+    "torn",
+    ["half a line", "zeros", "digits", "digits alone", "another number of items", "an item that has ended", "a bit"],
+)
 def test_a_torn_end_is_cut_off_and_its_items_are_open_again(tmp_path: Path, torn: str) -> None:
     whole = line_of(tmp_path, 3, 100)
     content = {
         "half a line": whole[:20],
         "zeros": b"\0\0\0\n",
+        "digits": b"00000000 \n",  # the checksum of nothing
+        "digits alone": b"00000000\n",
         "another number of items": line_of(tmp_path / "more", 99, 100),
         "an item that has ended": line_of(tmp_path / "ended", 1, 100),
         "a bit": whole[:15] + bytes([whole[15] ^ 1]) + whole[16:],
@@ -148,6 +162,73 @@ def test_a_write_that_fails_takes_nothing_back_and_ends_nothing(
         assert len(store.ended) == 1
         store.append([result(1)])
     assert numbers(tmp_path) == [0, 1]
+
+
+def torn_write(descriptor: int, content: bytes) -> int:
+    os.pwrite(descriptor, content[: len(content) // 2], os.fstat(descriptor).st_size)
+    raise OSError(28, "No space left on device")
+
+
+def fails_to_append(store: ResultStore, number: int, monkeypatch: pytest.MonkeyPatch, **functions: object) -> None:
+    """A full disk that takes half of a line; `functions` of `os` are others meanwhile."""
+    with monkeypatch.context() as patch:
+        for name, function in {"write": torn_write, **functions}.items():
+            patch.setattr(f"app.jobs.results.os.{name}", function)
+        with pytest.raises(ResultsUnwritable, match="No space left"):
+            store.append([result(number)])
+
+
+def test_what_follows_a_line_that_was_written_in_part_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as store:
+        store.append([result(0)])
+        fails_to_append(store, 1, monkeypatch)
+        store.append([result(1), result(2)])
+        assert [each.number for each in store.results()] == [0, 1, 2]
+    assert numbers(tmp_path) == [0, 1, 2]
+
+
+def test_a_journal_whose_torn_end_cannot_be_cut_takes_nothing_more_and_the_next_opening_begins_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_cut(descriptor: int, length: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with opened(tmp_path) as store:
+        store.append([result(0)])
+        fails_to_append(store, 1, monkeypatch, ftruncate=not_cut)
+        with pytest.raises(ResultsUnwritable, match="torn end"):
+            store.append([result(2)])
+        assert [each.number for each in store.results()] == [0]
+    with opened(tmp_path) as store:
+        store.append([result(1), result(2)])
+    assert numbers(tmp_path) == [0, 1, 2]
+
+
+def test_what_an_earlier_process_did_not_bring_to_the_disk_is_there_before_anything_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its items count as ended from then on, and the machine may die too."""
+    store = ResultStore(tmp_path, 4)
+    store.append([result(0)])
+    os.close(store._journal)  # the process dies
+    synced, fsync = [], os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr("os.fsync", noted)
+    with opened(tmp_path):
+        assert (tmp_path / JOURNAL).stat().st_ino in synced
+
+
+def test_a_copy_of_a_journal_is_no_journal(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        store.append([result(0)])
+    (tmp_path / f"{JOURNAL}.old").write_bytes(line_of(tmp_path / "more", 1, 4))
+    assert numbers(tmp_path) == [0]
 
 
 def test_items_that_were_begun_and_not_ended_begin_again_or_continue_where_their_tokens_are_known(
@@ -275,3 +356,19 @@ def test_what_was_under_way_when_a_process_died_is_known_of_each_death(tmp_path:
         store.begun.update([3])
     with opened(tmp_path) as store:
         assert store.deaths == {0: 1, 1: 2, 2: 1}, "a process that stops in order has not died"
+
+
+@pytest.mark.parametrize(
+    "torn", [b"", b'{"2": 1', b"\0\0\0", b'{"2": "x"}', b'{"x": 2}', b'{"2": null}', b"[]", b"\xff"]
+)
+@pytest.mark.parametrize("name", [DEATHS, RECOVERY])
+def test_counts_that_are_torn_are_none_and_cost_no_result(tmp_path: Path, name: str, torn: bytes) -> None:
+    store = ResultStore(tmp_path, 4)
+    store.append([result(0)])
+    store.begun.update([1])
+    os.close(store._journal)  # the process dies
+    (tmp_path / name).write_bytes(torn)
+    with opened(tmp_path) as store:
+        assert [each.number for each in store.results()] == [0]
+        assert store.deaths == {1: 1}
+        assert store.recovery.recomputed_items == 1

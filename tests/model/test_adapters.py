@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from app.config import CacheConfig, SchedulerConfig
 from app.engine.request import Request
 from app.errors import UnsupportedAdapter
 from app.model.adapter_files import adapter_digest
-from app.model.adapters import MAX_RANK, Sizes, read_adapter
+from app.model.adapters import MAX_RANK, LinearUpdates, Sizes, read_adapter
 from tests.fakes import run_to_end
 from tests.lora import merge, save_adapter
 from tests.model.test_equivalence import VOCAB_SIZE, build, generate_plainly, random_requests
@@ -56,6 +57,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
         return known[architecture]
 
     return find
+
+
+def sizes_of(model: torch.nn.Module) -> dict[str, Sizes]:
+    return {
+        name: Sizes(linear.in_features, linear.out_features)
+        for name, linear in model.named_modules()
+        if isinstance(linear, torch.nn.Linear) and name != "lm_head"
+    }
 
 
 WAYS = [("llama", "torch"), ("llama", "attention"), ("llama", "decoder"), ("qwen2", "torch"), ("qwen2", "decoder")]
@@ -104,17 +113,62 @@ def test_one_prompt_under_two_adapters_shares_no_prefix(expected: Callable[[str]
     assert engine.stats().total_cached_tokens > 0
 
 
+@pytest.mark.parametrize(
+    ("pattern", "ranks"),
+    [
+        ({"q_proj": 2}, {"layers.0.self_attn.q_proj": 2, "layers.1.self_attn.q_proj": 2}),
+        ({"proj": 2}, {}),
+        ({"self_attn.q_proj": 2, "q_proj": 3}, {"layers.0.self_attn.q_proj": 2, "layers.1.self_attn.q_proj": 2}),
+        ({"q_proj": 3, "self_attn.q_proj": 2}, {"layers.0.self_attn.q_proj": 3, "layers.1.self_attn.q_proj": 3}),
+        ({"model.layers.1.mlp.up_proj": 1}, {"layers.1.mlp.up_proj": 1}),
+        ({r"^model\.layers\.1\.mlp\.up_proj$": 1, "^q_proj": 2}, {"layers.1.mlp.up_proj": 1}),
+        ({"(0.mlp.up_proj|1.mlp.down_proj)": 1}, {"layers.0.mlp.up_proj": 1, "layers.1.mlp.down_proj": 1}),
+        ({"0.mlp.up_proj|1.mlp.up_proj": 1}, {"layers.0.mlp.up_proj": 1, "layers.1.mlp.up_proj": 1}),
+    ],
+)
+def test_ranks_by_pattern_are_those_of_the_layers_that_peft_would_find(
+    pattern: dict[str, int], ranks: dict[str, int], tmp_path: Path
+) -> None:
+    """The oracle is PEFT's own expression."""
+    model, default = build_tiny_model("llama"), 4
+    linears = sizes_of(model)
+    found = {
+        linear: next((rank for key, rank in pattern.items() if re.match(rf"(.*\.)?({key})$", linear)), default)
+        for linear in linears
+    }
+    assert {linear.removeprefix("model."): rank for linear, rank in found.items() if rank != default} == ranks
+    save_adapter(tmp_path, model, rank=default, rank_pattern=pattern)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for linear, rank in found.items():
+        down, up = (f"base_model.model.{linear}.lora_{factor}.weight" for factor in "AB")
+        tensors[down], tensors[up] = tensors[down][:rank].contiguous(), tensors[up][:, :rank].contiguous()
+    save_file(tensors, path)
+    assert {linear: update.rank for linear, update in read_adapter(tmp_path, linears).items()} == found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loaded_adapter_does_not_change_with_its_files(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = build_tiny_model("llama")
+    linears = sizes_of(model)
+    for name, seed in (("old", 1), ("new", 2)):
+        save_adapter(tmp_path / name, model, seed=seed)
+        path = tmp_path / name / "adapter_model.safetensors"
+        save_file({key: each.to(dtype) for key, each in load_file(path).items()}, path)
+    expected = {
+        name: (each.down.tolist(), each.up.tolist()) for name, each in read_adapter(tmp_path / "old", linears).items()
+    }
+    loaded = LinearUpdates(model).prepare(read_adapter(tmp_path / "old", linears))
+    with (tmp_path / "old" / "adapter_model.safetensors").open("r+b") as file:  # in place, as `cp new old` does
+        file.write((tmp_path / "new" / "adapter_model.safetensors").read_bytes())
+    assert {name: (each.down.tolist(), each.up.tolist()) for name, each in loaded.items()} == expected
+
+
 class TestRefusals:
     """Each says what is wrong, with the numbers."""
 
     def read(self, folder: Path) -> None:
-        model = build_tiny_model("llama")
-        sizes = {
-            name: Sizes(linear.in_features, linear.out_features)
-            for name, linear in model.named_modules()
-            if isinstance(linear, torch.nn.Linear) and name != "lm_head"
-        }
-        read_adapter(folder, sizes)
+        read_adapter(folder, sizes_of(build_tiny_model("llama")))
 
     def saved(self, folder: Path, **config: object) -> Path:
         save_adapter(folder, build_tiny_model("llama"), **config)  # type: ignore[arg-type]
@@ -131,6 +185,16 @@ class TestRefusals:
             ({"r": "four"}, "adapter_config.json: r: got 'four'"),
             ({"r": 8}, r"factors of 4 × 64 and 64 × 4; with rank 8, this model needs 8 × 64 and 64 × 8"),
             ({"rank": MAX_RANK + 1}, "rank 65; at most 64"),
+            ({"rank_pattern": {"([a-z0-9_.]+)+!": 4}}, r"rank_pattern has '\(\[a-z0-9_\.\]\+\)\+!'; only names"),
+            ({"rank_pattern": {"q_proj(": 4}}, "rank_pattern has 'q_proj\\('; only names"),
+            ({"alpha_pattern": {".*": 4}}, "alpha_pattern has '.*'; only names"),
+            ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj: got 0"),
+            ({"rank_pattern": {"q_proj": -1}}, "rank_pattern.q_proj: got -1"),
+            ({"lora_alpha": math.nan}, "lora_alpha: got nan"),
+            ({"lora_alpha": 10**400}, "lora_alpha: got 1000"),
+            ({"lora_alpha": 1e300}, r"not finite, or are not with the scale 2\.5e\+299"),
+            ({"alpha_pattern": {"q_proj": math.inf}}, "alpha_pattern.q_proj: got inf"),
+            ({"notes": "a" * (1 << 20)}, "more than 1,048,576 bytes"),
         ],
     )
     def test_of_a_configuration(self, config: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -165,6 +229,23 @@ class TestRefusals:
         name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         save_file(load_file(path) | {name: torch.full((4, 64), math.inf)}, path)
         with pytest.raises(UnsupportedAdapter, match="not finite"):
+            self.read(tmp_path)
+
+    def test_of_numbers_of_other_types(self, tmp_path: Path) -> None:
+        self.saved(tmp_path)
+        path = tmp_path / "adapter_model.safetensors"
+        name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+        save_file(load_file(path) | {name: torch.ones(4, 64, dtype=torch.int32)}, path)
+        with pytest.raises(UnsupportedAdapter, match=r"numbers of type torch\.int32"):
+            self.read(tmp_path)
+
+    @pytest.mark.parametrize(
+        "text", ["[" * 200_000 + "]" * 200_000, '{"r": ' + "[" * 900 + "]" * 900 + "}", "[1]", "{"]
+    )
+    def test_of_a_configuration_that_is_none(self, text: str, tmp_path: Path) -> None:
+        self.saved(tmp_path)
+        (tmp_path / "adapter_config.json").write_text(text)
+        with pytest.raises(UnsupportedAdapter, match=r"adapter_config\.json"):
             self.read(tmp_path)
 
     def test_of_pickled_weights(self, tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
     logits = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
     assert draws(logits, top_p=0.7) == pytest.approx([0.625, 0.375, 0.0, 0.0], abs=0.025)
     assert draws(logits, top_p=0.01) == [1.0, 0.0, 0.0, 0.0]
+    assert draws([1.0, 1.0, 1.0, 1.0], top_p=0.5) == pytest.approx([0.5, 0.5, 0.0, 0.0], abs=0.025)  # they reach it
 
 
 def test_min_p_drops_what_is_far_below_the_likeliest() -> None:

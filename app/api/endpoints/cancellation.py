@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from app.api.auth.limits import Account
 from app.api.endpoints.live import WatchedFleet
 from app.api.http.guard import reservation_of
 from app.api.prepared_request import PreparedRequest
+from app.api.request_context import RequestContext
 from app.errors import NotFound
 
 # Ends a request by its id, for an account of this name, for None whatever account has sent it; whether it was found.
@@ -31,16 +31,21 @@ class RunningCalls:
         self._calls: dict[str, list[tuple[str, PreparedRequest]]] = {}  # with the account's name
 
     @contextmanager
-    def noted(self, request_id: str, account: Account, prepared: PreparedRequest) -> Iterator[None]:
-        """While it runs."""
-        entry = (account.name, prepared)
-        ids = {request_id, prepared.response_id, *(each.request_id for each in prepared.requests)}
-        for each in ids:
-            self._calls.setdefault(each, []).append(entry)
+    def noting(self, context: RequestContext) -> Iterator[None]:
+        """While the block runs, what the request of this context computes is noted as it begins."""
+        noted: list[tuple[str, tuple[str, PreparedRequest]]] = []
+
+        def note(prepared: PreparedRequest) -> None:
+            entry = (context.reservation.account.name, prepared)
+            for each in {context.request_id, prepared.response_id, *(each.request_id for each in prepared.requests)}:
+                self._calls.setdefault(each, []).append(entry)
+                noted.append((each, entry))
+
+        context.on_begin = note
         try:
             yield
         finally:
-            for each in ids:
+            for each, entry in noted:
                 self._calls[each].remove(entry)
                 if not self._calls[each]:
                     del self._calls[each]

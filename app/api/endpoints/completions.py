@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from app.api.generation import SharedFields, encode_prompts, prepare_generation, shared_fields, truncated
 from app.api.prepared_request import PreparedRequest, ServedModel
@@ -40,9 +41,8 @@ def prepare_completion(
         "prompt",
         add_special_tokens=body.add_special_tokens,
         may_be_longer=body.truncate_prompt_tokens is not None,
+        cut=partial(truncated, body=body, model=model),
     )
-    if body.truncate_prompt_tokens is not None:
-        prompts = [truncated(prompt, body, model) for prompt in prompts]
     texts = _prompt_texts(body, model, prompts) if body.echo else ()
     default_max_tokens = 16  # OpenAI's default; a chat may use the rest of the context
     return prepare_generation(

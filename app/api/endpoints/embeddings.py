@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import math
-import sys
-from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from app.api.generation import SharedFields, encode_prompts, prepare_pooling
 from app.api.output.choices import ChoiceDelta
@@ -17,6 +20,9 @@ from app.api.schemas.requests import EmbeddingsRequest
 from app.errors import ContextTooLong, Failure, InvalidRequest
 from app.json_pieces import Json, Rows
 from app.text.text_pairs import EncodedText
+
+Vector = npt.NDArray[np.float32]
+T = TypeVar("T")
 
 
 def prepare_embeddings(
@@ -69,46 +75,41 @@ class EmbeddingsWriter(Writer):
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
 
-    def _row(self, index: int, vector: array[float]) -> Json:
+    def _row(self, index: int, vector: Vector) -> Json:
         return {"object": "embedding", "index": index, "embedding": self._written(vector)}
 
-    def _written(self, vector: array[float]) -> list[float] | str:
+    def _written(self, vector: Vector) -> list[float] | str:
         if self.body.encoding_format == "float":
-            return vector.tolist()
-        little_endian = array("f", vector)
-        if sys.byteorder == "big":
-            little_endian.byteswap()
-        return base64.b64encode(little_endian.tobytes()).decode()
+            return vector.tolist()  # type: ignore[no-any-return]
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
-async def vectors_of(state: ResponseState, *, dimensions: int | None = None) -> list[array[float]]:
+async def vectors_of(state: ResponseState, *, dimensions: int | None = None) -> list[Vector]:
     """Wait for the vectors of all requests of a call. Each has the length 1, and `dimensions` numbers if so many."""
-    vectors = await numbers_of(state)
-    return [normalised(vector[:dimensions]) for vector in vectors]
+    return await results_of(state, lambda index, numbers: normalised(numbers[:dimensions]))
 
 
-async def numbers_of(state: ResponseState) -> list[array[float]]:
-    """Wait for what the model gives for all requests of a call: vectors of any length, or scores of labels."""
-    vectors = [array("f")] * len(state.outputs)
+async def results_of(state: ResponseState, make: Callable[[int, Vector], T]) -> list[T]:
+    """Wait for what the model gives for all requests of a call, and what `make` makes of each with its index.
+
+    That is a vector of any length, or scores of labels. Raises Failure for a request that ends with none.
+    """
+    results: dict[int, T] = {}
 
     def keep(piece: ChoiceDelta) -> None:
         if piece.finish_reason is not None:
-            vectors[piece.index] = array("f", vector_of(piece))
+            if piece.embedding is None:
+                raise Failure(f"the request of text {piece.index} ended without a vector")
+            results[piece.index] = make(piece.index, np.frombuffer(piece.embedding, np.float32))
 
     await state.read(keep)
-    return vectors
+    return [results[index] for index in range(len(state.outputs))]
 
 
-def vector_of(piece: ChoiceDelta) -> bytes:
-    """The last delta's. Raises Failure when it has none."""
-    if piece.embedding is None:
-        raise Failure(f"the request of text {piece.index} ended without a vector")
-    return piece.embedding
-
-
-def normalised(numbers: array[float]) -> array[float]:
+def normalised(numbers: Vector) -> Vector:
     """The vector of length 1 in the same direction. Raises Failure when there is none."""
-    length = math.hypot(*numbers)
+    exact = numbers.astype(np.float64)
+    length = math.sqrt(exact @ exact)
     if not (math.isfinite(length) and length):
         raise Failure(f"the model gave a vector of length {length}")
-    return array("f", [number / length for number in numbers])
+    return (exact / length).astype(np.float32)

@@ -6,15 +6,15 @@ the score of a pair is the cosine of its two vectors.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from operator import mul
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from app.api.endpoints.embeddings import normalised, vector_of
-from app.api.generation import SharedFields, check_texts, prepare_pooling
-from app.api.output.choices import ChoiceDelta
+import numpy as np
+
+from app.api.endpoints.embeddings import Vector, results_of, vectors_of
+from app.api.generation import SharedFields, check_call_tokens, check_texts, prepare_pooling
 from app.api.output.response_state import ResponseState, Writer
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
 from app.api.request_context import RequestContext
@@ -76,18 +76,16 @@ class _Comparison:
         """The tokens of each request. Raises InvalidRequest."""
         tokenizer, most = self.model.tokenizer, self.body.max_tokens_per_doc
         longest = self.model.facts.max_model_len
-        if not self.model.facts.scores_pairs:
-            return [*tokenizer.encode_up_to(self.firsts), *tokenizer.encode_up_to(self.seconds, most, longest=longest)]
-        pairs = tokenizer.pairs(self.firsts, self.seconds, max_second=most, longest=longest)
-        # Prompt tokens of one call: a query is part of every pair, so a small body could ask for gigabytes of them.
-        max_call_tokens = 1_000_000
-        if pairs.num_tokens > max_call_tokens:
-            raise InvalidRequest(
-                f"the pairs of {self.params[0]} and {self.params[1]} have {pairs.num_tokens:,} tokens; at most "
-                f"{max_call_tokens:,} are accepted in one call; send fewer {self.params[1]} at once",
-                param=self.params[1],
-            )
-        return pairs.encoded()
+        if self.model.facts.scores_pairs:
+            texts = [tokenizer.pairs(self.firsts, self.seconds, max_second=most, longest=longest)]
+        else:
+            texts = [tokenizer.texts(self.firsts), tokenizer.texts(self.seconds, max_tokens=most, longest=longest)]
+        # A query is part of every pair, so a small body could ask for gigabytes of tokens.
+        what = (
+            f"the pairs of {' and '.join(self.params)}" if self.model.facts.scores_pairs else " and ".join(self.params)
+        )
+        check_call_tokens(sum(each.num_tokens for each in texts), self.model, what, self.params[1])
+        return [text for each in texts for text in each.encoded()]
 
     def check_lengths(self, prompts: Sequence[EncodedText]) -> None:
         """Raise InvalidRequest for a prompt that the model cannot read."""
@@ -117,52 +115,34 @@ def _prepared(comparison: _Comparison, prefix: str, context: RequestContext) -> 
     return prepare_pooling(prefix, comparison.body, model, context, prompts, pooling)
 
 
-@dataclass(slots=True)
-class _Scores:
-    """The scores of pairs, each computed when its last vector comes."""
-
-    num_firsts: int
-    num_pairs: int
-    are_direct: bool  # a vector is the score of a pair
-    values: list[float] = field(init=False)
-    _vectors: dict[int, array[float]] = field(default_factory=dict)  # of length 1, by the number of the request
-
-    def __post_init__(self) -> None:
-        self.values = [math.nan] * self.num_pairs
-
-    def add(self, piece: ChoiceDelta) -> None:
-        """Take the result of one request. Raises Failure when it is none."""
-        if piece.finish_reason is None:
-            return
-        vector = array("f", vector_of(piece))
-        if self.are_direct:
-            [score] = vector
-            if not math.isfinite(score):
-                raise Failure(f"the model gave pair {piece.index} the score {score}")
-            self.values[piece.index] = score
-            return
-        self._vectors[piece.index] = normalised(vector)
-        for pair in self._pairs_of(piece.index):
-            one = self._vectors.get(0 if self.num_firsts == 1 else pair)
-            other = self._vectors.get(self.num_firsts + pair)
-            if one is not None and other is not None:
-                self.values[pair] = sum(map(mul, one, other))
-
-    def _pairs_of(self, request: int) -> Iterable[int]:
-        """The pairs that may have become complete with a request's vector."""
-        if request >= self.num_firsts:
-            return (request - self.num_firsts,)
-        if self.num_firsts > 1:
-            return (request,)
-        return [each - 1 for each in self._vectors if each > 0]
-
-
 async def _scores(state: ResponseState, *, num_firsts: int, num_pairs: int) -> list[float]:
-    """Wait for all requests of a call."""
-    scores = _Scores(num_firsts, num_pairs, state.prepared.model.facts.scores_pairs)
-    await state.read(scores.add)
+    """Wait for all requests of a call; the scores of its pairs."""
+    if state.prepared.model.facts.scores_pairs:
+        scores = await results_of(state, _score)
+    else:
+        vectors = await vectors_of(state)
+        scores = await _cosines(vectors[:num_firsts] * (num_pairs if num_firsts == 1 else 1), vectors[num_firsts:])
     state.log_end()
-    return scores.values
+    return scores
+
+
+def _score(pair: int, numbers: Vector) -> float:
+    """What a cross-encoder gives for a pair."""
+    [score] = numbers.tolist()
+    if not math.isfinite(score):
+        raise Failure(f"the model gave pair {pair} the score {score}")
+    return float(score)
+
+
+async def _cosines(firsts: Sequence[Vector], seconds: Sequence[Vector]) -> list[float]:
+    """Of vectors of length 1."""
+    cosines: list[float] = []
+    for first, second in zip(firsts, seconds, strict=True):
+        cosines.append(float(first.astype(np.float64) @ second.astype(np.float64)))
+        cosines_at_once = 64  # computed in a millisecond
+        if len(cosines) % cosines_at_once == 0:
+            await asyncio.sleep(0)
+    return cosines
 
 
 async def best_documents(number: int, top_n: int | None, state: ResponseState) -> list[tuple[int, float]]:
@@ -214,6 +194,9 @@ class ScoreWriter(Writer):
             "object": "list",
             "created": state.prepared.created,
             "model": state.prepared.model.name,
-            "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
+            "data": Rows.of(range(len(scores)), lambda some: [self._row(index, scores[index]) for index in some]),
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
+
+    def _row(self, index: int, score: float) -> Json:
+        return {"index": index, "object": "score", "score": score}

@@ -127,14 +127,14 @@ class _Computed:
                 await read_json_object(Request(scope, receive), handler.limits, handler.threads), headers
             )
         async with WhileConnected(receive):
-            try:
-                response = await handler.handle(self._endpoint, body, context)
-            finally:
-                scope_state["request_id"] = context.request_id
-            del body  # else it would be in memory until the last token
-            context.reservation.release_body()
-            response_headers = partial(response.headers, explain=asks_for(headers, EXPLAIN_HEADER))
-            with self._running.noted(context.request_id, context.reservation.account, response.prepared):
+            with self._running.noting(context):
+                try:
+                    response = await handler.handle(self._endpoint, body, context)
+                finally:
+                    scope_state["request_id"] = context.request_id
+                del body  # else it would be in memory until the last token
+                context.reservation.release_body()
+                response_headers = partial(response.headers, explain=asks_for(headers, EXPLAIN_HEADER))
                 if response.is_streamed:
                     events = EventStream(
                         response.events(),

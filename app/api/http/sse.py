@@ -18,6 +18,9 @@ from app.metrics import task_name
 
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": still here\n\n"  # a comment: clients skip it
+# A message that the client's connection has not taken for so long ends the stream: a client that does not read would
+# keep its request on a replica, and all that comes of it in memory.
+UNREAD_S = 60.0
 
 
 def event(payload: Mapping[str, Any]) -> bytes:
@@ -100,14 +103,16 @@ class EventStream:
         After `heartbeat_s` without an event the stream begins all the same where it `may_begin`, for example when the
         request is queued: the client, and proxies before it, would close a connection that stays silent. From then on a
         comment goes out whenever nothing else has for `heartbeat_s`. It also finds out clients that have vanished.
-        `headers` are asked for when the stream begins.
+        `headers` are asked for when the stream begins. A client that takes nothing for `UNREAD_S` counts as gone.
         """
         self._events = events
         self._headers = headers
         self._heartbeat_s = heartbeat_s
         self._may_begin = may_begin
         self._has_begun = False
-        self._sent_at = 0.0  # by the event loop's clock
+        self._sent_at = 0.0  # when the last message was given to the server, by the event loop's clock
+        self._is_taken = True  # the server has taken it: the client has read enough of those before
+        self._is_unread = False  # the client has not read for too long
 
     async def send_to(self, send: Send) -> None:
         """Send all events. Raises what the events raise, and ClientGone when the client does not read any more."""
@@ -119,14 +124,23 @@ class EventStream:
         try:
             # In a task of its own: what wakes a task passes all coroutines that it waits in, and in the caller's task
             # those of the HTTP server, Serve and the routers, some twenty, would be passed twice for each event.
-            await asyncio.create_task(self._send_all(), name=task_name())
+            self._sending = asyncio.create_task(self._send_all(), name=task_name())
+            await self._sending
             self._sent_at = math.inf  # nothing may follow
             # Here, not in that task: after the last message the server reports a disconnect, which must find this done.
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-        except OSError as error:  # how newer ASGI servers say that a connection is closed
+            async with asyncio.timeout(UNREAD_S):
+                await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        except OSError as error:  # TimeoutError, and how newer ASGI servers say that a connection is closed
             raise ClientGone from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            assert task is not None, "requests are served in tasks"
+            if self._is_unread and not task.cancelling():
+                raise ClientGone from None
+            raise
         finally:
             self._timer.cancel()
+            del self._sending  # else an error's traceback and this object would be in a circle
             if self._beating is not None:
                 self._beating.cancel()
                 await asyncio.wait({self._beating})
@@ -144,11 +158,15 @@ class EventStream:
                     await asyncio.sleep(0)
                 if self._beating is not None and not self._beating.done():
                     await asyncio.wait({self._beating})
-                self._sent_at = clock()
+                self._sent_at, self._is_taken = clock(), False
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})
+                self._is_taken = True
+        if self._beating is not None:
+            await asyncio.wait({self._beating})
 
     async def _begin(self) -> None:
         self._has_begun = True
+        self._sent_at, self._is_taken = asyncio.get_running_loop().time(), False
         headers = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
@@ -163,11 +181,15 @@ class EventStream:
         loop = asyncio.get_running_loop()
         if self._sent_at == math.inf:
             return
+        if not self._is_taken and loop.time() - self._sent_at >= UNREAD_S:
+            self._is_unread = True
+            self._sending.cancel()
+            return
         wait_s = self._sent_at + self._heartbeat_s - loop.time()
         if wait_s <= 0:
             wait_s = self._heartbeat_s
-            if (self._beating is None or self._beating.done()) and (self._has_begun or self._may_begin()):
-                self._sent_at = loop.time()
+            if self._is_taken and (self._has_begun or self._may_begin()):
+                self._sent_at, self._is_taken = loop.time(), False
                 self._beating = asyncio.create_task(self._send_heartbeat())
         self._timer = loop.call_later(wait_s, self._beat)
 
@@ -176,3 +198,4 @@ class EventStream:
             if not self._has_begun:
                 await self._begin()
             await self._send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})
+        self._is_taken = True

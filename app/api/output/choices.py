@@ -37,6 +37,64 @@ class ChoiceDelta(Struct):  # one for every token, and a dataclass takes some ti
     num_reasoning_tokens: int = 0  # of the tokens
 
 
+class KeptDeltas:
+    """The deltas of an answer that is read as a whole before it goes out: those of one choice put together.
+
+    Each keeps at most `MAX_TOKENS_AT_ONCE` tokens, so a token takes little more than its text.
+    """
+
+    def __init__(self) -> None:
+        self._deltas: list[ChoiceDelta] = []
+        self._last: dict[int, ChoiceDelta] = {}  # of each choice
+
+    def __len__(self) -> int:
+        return len(self._deltas)
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """Take the next delta of a choice, which is the last one's from now on."""
+        last = self._last.get(delta.index)
+        if last is not None and _may_join(last, delta):
+            _join(last, delta)
+        else:
+            self._deltas.append(delta)
+            self._last[delta.index] = delta
+
+    async def replayed(self) -> AsyncGenerator[ChoiceDelta, None]:
+        """All of them once more. Other tasks take their turns between two."""
+        for delta in self._deltas:
+            yield delta
+            await asyncio.sleep(0)
+
+
+def _may_join(last: ChoiceDelta, delta: ChoiceDelta) -> bool:
+    """Whether both are short, and their parts in the order that one delta has: reasoning, text, calls."""
+    is_in_order = not (last.calls and (delta.text or delta.reasoning)) and not (last.text and delta.reasoning)
+    return is_in_order and _size(last) + _size(delta) <= MAX_TOKENS_AT_ONCE
+
+
+def _size(delta: ChoiceDelta) -> int:
+    """Tokens, with those of the prompt of which it has the scores."""
+    return delta.num_tokens + (0 if delta.details is None else len(delta.details.prompt_logprobs))
+
+
+def _join(last: ChoiceDelta, delta: ChoiceDelta) -> None:
+    """Make one of two deltas of a choice, in `last`."""
+    last.text += delta.text
+    last.reasoning += delta.reasoning
+    last.num_tokens += delta.num_tokens
+    last.num_reasoning_tokens += delta.num_reasoning_tokens
+    last.num_cached_tokens = max(last.num_cached_tokens, delta.num_cached_tokens)
+    last.finish_reason, last.stop_reason = delta.finish_reason, delta.stop_reason
+    last.queued, last.times = last.queued or delta.queued, last.times or delta.times
+    for call in delta.calls:
+        if last.calls and call.name is None and call.number == last.calls[-1].number:
+            *others, begun = last.calls
+            last.calls = (*others, begun._replace(arguments=begun.arguments + call.arguments))
+        else:
+            last.calls += (call,)
+    last.details = delta.details if last.details is None else last.details.joined(delta.details)
+
+
 def generate_choices(prepared: PreparedRequest) -> AsyncGenerator[ChoiceDelta, None]:
     """Run all requests of a call and yield their deltas as they come.
 

@@ -112,6 +112,7 @@ class ResponseState:
             return cls(prepared, context.request_id, of_call, pieces, outputs)
         state = cls(prepared, context.request_id, of_call, generate_choices(prepared), outputs, trace=context.trace)
         context.reservation.usages.append(state.num_tokens)
+        context.on_begin(prepared)
         if context.trace is not None:
             context.trace.checked()
         return state

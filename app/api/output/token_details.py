@@ -34,6 +34,17 @@ class TokenDetails:
     logprobs: tuple[TokenLogprobs, ...]  # of `token_ids`
     prompt_logprobs: tuple[TokenLogprobs, ...]  # of the prompt's next tokens
 
+    def joined(self, following: TokenDetails | None) -> TokenDetails:
+        """Its details and those that follow."""
+        if following is None:
+            return self
+        return TokenDetails(
+            self.token_ids + following.token_ids,
+            self.text_logprobs + following.text_logprobs,
+            self.logprobs + following.logprobs,
+            self.prompt_logprobs + following.prompt_logprobs,
+        )
+
 
 class LogprobsCollector:
     """Collects the details of one choice, delta by delta. An echoed prompt is part of the first delta with details."""

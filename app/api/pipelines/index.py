@@ -8,17 +8,18 @@ import io
 import json
 import logging
 import os
-from array import array
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from app.api.endpoints.embeddings import Vector
 from app.api.pipelines.run import PipelineRun
-from app.api.pipelines.vectors import own_vectors, question_vector
+from app.api.pipelines.vectors import Matrix, cosines, own_vectors, question_vector
 from app.api.prepared_request import ServedModel
+from app.api.schemas.fields import MAX_ID_LENGTH
 from app.api.schemas.requests import GenerationRequest
 from app.disk import cache_folder, take_lock, write_atomically
 from app.errors import InvalidRequest, InvalidSetup, Unavailable
@@ -31,8 +32,7 @@ MAX_INDEX_DOCUMENTS = 20_000
 # The cosine of vectors of one text that the same weights have made, in different batches, in bfloat16 too.
 _SAME = 0.9995
 _LOCK_POLL_S = 1.0
-
-Matrix = npt.NDArray[np.float32]
+_HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,14 @@ class DocumentIndex:
         self._num_computed = 0
         self._lock = asyncio.Lock()
 
-    async def best(self, question: array[float], top_n: int) -> list[tuple[IndexedDocument, float]]:
+    async def best(self, question: Vector, top_n: int) -> list[tuple[IndexedDocument, float]]:
         """The documents with the highest cosines, the highest first. Raises Unavailable while there are no vectors."""
         if self._matrix is None and self._lock.locked():
             raise Unavailable(
                 f"the vectors of {Path(self._path).name} are being computed: {self._num_computed:,} of "
                 f"{len(self.documents):,}; try again"
             )
-        matrix = await self.matrix()
-        scores = matrix @ np.frombuffer(question, np.float32)
+        scores = await cosines(await self.matrix(), question)
         order = np.argsort(-scores, kind="stable")[:top_n]
         return [(self.documents[at], float(scores[at])) for at in order.tolist()]
 
@@ -102,8 +101,7 @@ class DocumentIndex:
         vectors = await own_vectors([self.documents[at].text for at in some], self._model, is_background=True)
         if matrix.shape != (len(self.documents), len(vectors[0])):
             return None
-        cosines = [float(matrix[at] @ np.frombuffer(each, np.float32)) for at, each in zip(some, vectors, strict=True)]
-        if min(cosines) < _SAME:
+        if min(float(matrix[at] @ each) for at, each in zip(some, vectors, strict=True)) < _SAME:
             logger.info("index %s: %s has other weights now, vectors are computed anew", self._path, self._model.name)
             return None
         return matrix
@@ -114,10 +112,8 @@ class DocumentIndex:
 
         texts = [document.text for document in self.documents]
         vectors = await own_vectors(texts, self._model, is_background=True, on_progress=note)
-        matrix: Matrix = np.stack([np.frombuffer(each, np.float32) for each in vectors])
-        written = io.BytesIO()
-        np.save(written, matrix, allow_pickle=False)
-        await asyncio.to_thread(write_atomically, kept, written.getvalue())
+        matrix: Matrix = await asyncio.to_thread(np.stack, vectors)
+        await asyncio.to_thread(_write, kept, matrix)
         logger.info("index %s: %d vectors computed by %s", self._path, len(texts), self._model.name)
         return matrix
 
@@ -141,10 +137,12 @@ class IndexStep:
         assert isinstance(body, GenerationRequest), "pipelines are for endpoints that generate"
         if body.documents:
             raise InvalidRequest(f"{body.model} takes its documents from an index; leave yours out", param="documents")
-        question = await question_vector(run, self.model, self)
+        question, report = await question_vector(run, self.model, self)
         best = await self.index.best(question, self.top_n)
-        run.reports[-1].end(kept=[document.source | {"score": score} for document, score in best])
-        return run.with_documents([document.text for document, _ in best], [document.source for document, _ in best])
+        report.end(kept=[document.source | {"score": score} for document, score in best])
+        return run.behind(report).with_documents(
+            [document.text for document, _ in best], [document.source for document, _ in best]
+        )
 
 
 def read_index(path: str) -> list[IndexedDocument]:
@@ -162,6 +160,12 @@ def read_index(path: str) -> list[IndexedDocument]:
     return documents
 
 
+def _write(kept: Path, matrix: Matrix) -> None:
+    written = io.BytesIO()
+    np.save(written, matrix, allow_pickle=False)
+    write_atomically(kept, written.getvalue())
+
+
 def _documents(path: str, content: str) -> Iterator[IndexedDocument]:
     lines = [(number, line) for number, line in enumerate(content.split("\n"), start=1) if line.strip()]
     for index, (number, line) in enumerate(lines):
@@ -175,4 +179,8 @@ def _documents(path: str, content: str) -> Iterator[IndexedDocument]:
         own_id = value.get("id")
         if not isinstance(own_id, str | int | None):
             raise InvalidSetup(f"{path}:{number} has an id that is neither text nor a number")
+        if len(str(own_id)) > MAX_ID_LENGTH:
+            raise InvalidSetup(f"{path}:{number} has an id of {len(str(own_id)):,} characters; at most {MAX_ID_LENGTH}")
+        if _HALF_OF_A_PAIR.search(f"{text}{own_id}"):
+            raise InvalidSetup(f"{path}:{number} has half of a surrogate pair, which is no character")
         yield IndexedDocument(text, {"index": index} | ({} if own_id is None else {"id": own_id}))

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import mul
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from app.api.pipelines.run import PendingAnswer, PipelineRun, Target
-from app.api.pipelines.vectors import own_vectors, question_scores, question_vector
-from app.api.prepared_request import ServedModel
+import numpy as np
+
+from app.api.pipelines.run import PendingAnswer, PipelineRun, StepReport, Target
+from app.api.pipelines.vectors import Matrix, cosines, own_vectors, question_scores, question_vector
+from app.api.prepared_request import PreparedRequest, ServedModel
 from app.errors import ContextTooLong
 
 
-class Chooser(Protocol):
-    """Which case a request takes, by its index; notes in the run why."""
+class Chosen(NamedTuple):
+    """The case that a request takes."""
 
-    async def choose(self, run: PipelineRun, step: RouteStep) -> int: ...
+    case: int
+    report: StepReport  # which says why
+    prepared: PreparedRequest | None = None  # what its model would be asked, where that is known by now
+
+
+class Chooser(Protocol):
+    """Chooses among the cases of a route."""
+
+    async def choose(self, run: PipelineRun, step: RouteStep) -> Chosen: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +57,12 @@ class RouteStep:
 
     async def answer(self, run: PipelineRun) -> PendingAnswer:
         """Choose, then as the case's target answers."""
-        case = self.cases[await self.chooser.choose(run, self)]
-        start = await (run.with_preset(case.preset) if case.preset else run).prepared(case.target, self)
+        chosen = await self.chooser.choose(run, self)
+        case, run = self.cases[chosen.case], run.behind(chosen.report)
+        if case.preset:
+            start = await run.with_preset(case.preset).prepared(case.target, self)
+        else:
+            start = await run.prepared(case.target, self, known=chosen.prepared)
         return await start()
 
 
@@ -60,20 +72,26 @@ class ByLength:
 
     max_prompt_tokens: Sequence[int]  # of all cases but the last
 
-    async def choose(self, run: PipelineRun, step: RouteStep) -> int:
+    async def choose(self, run: PipelineRun, step: RouteStep) -> Chosen:
+        known: dict[str, PreparedRequest | None] = {}  # by the model's name; None: it cannot hold the request
         for index, most in enumerate(self.max_prompt_tokens):
             target = step.cases[index].target
             model = target if isinstance(target, ServedModel) else target.answering_models[0]
-            try:
-                num_tokens = (await run.request_for(model, reserves=False)).num_prompt_tokens
-            except ContextTooLong:
-                continue
-            if num_tokens <= most:
-                run.note(step, case=index, num_prompt_tokens=num_tokens)
-                return index
+            if model.name not in known:
+                known[model.name] = await _fitting(run, model)
+            prepared = known[model.name]
+            if prepared is not None and prepared.num_prompt_tokens <= most:
+                report = run.note(step, case=index, num_prompt_tokens=prepared.num_prompt_tokens)
+                return Chosen(index, report, prepared)
         last = len(step.cases) - 1
-        run.note(step, case=last)
-        return last
+        return Chosen(last, run.note(step, case=last))
+
+
+async def _fitting(run: PipelineRun, model: ServedModel) -> PreparedRequest | None:
+    try:
+        return await run.request_for(model, reserves=False)
+    except ContextTooLong:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +101,10 @@ class ByHeader:
     header: str
     values: Sequence[Sequence[str]]  # of all cases but the last
 
-    async def choose(self, run: PipelineRun, step: RouteStep) -> int:
+    async def choose(self, run: PipelineRun, step: RouteStep) -> Chosen:
         given = run.context.headers.get(self.header, "").strip()
         chosen = next((index for index, values in enumerate(self.values) if given in values), len(self.values))
-        run.note(step, case=chosen)
-        return chosen
+        return Chosen(chosen, run.note(step, case=chosen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +114,13 @@ class ByLabel:
     model: ServedModel
     labels: Sequence[Sequence[str]]  # of all cases but the last
 
-    async def choose(self, run: PipelineRun, step: RouteStep) -> int:
-        scores = await question_scores(run, self.model, step)
-        best = max(range(len(scores)), key=scores.__getitem__)
+    async def choose(self, run: PipelineRun, step: RouteStep) -> Chosen:
+        scores, report = await question_scores(run, self.model, step)
+        best = int(scores.argmax())
         label = self.model.facts.labels[best]
         chosen = next((index for index, labels in enumerate(self.labels) if label in labels), len(self.labels))
-        run.reports[-1].end(case=chosen, label=label, score=scores[best])
-        return chosen
+        report.end(case=chosen, label=label, score=float(scores[best]))
+        return Chosen(chosen, report)
 
 
 @dataclass(slots=True)
@@ -115,20 +132,21 @@ class ByExample:
 
     model: ServedModel
     examples: Sequence[Sequence[str]]  # of all cases
-    _vectors: list[array[float]] = field(default_factory=list)  # of all examples, one after the other
+    _vectors: Matrix | None = None  # of all examples: [num_examples, embedding_size]
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def choose(self, run: PipelineRun, step: RouteStep) -> int:
-        question = await question_vector(run, self.model, step)
+    async def choose(self, run: PipelineRun, step: RouteStep) -> Chosen:
+        question, report = await question_vector(run, self.model, step)
         cases = [index for index, examples in enumerate(self.examples) for _ in examples]
-        cosines = [sum(map(mul, question, vector)) for vector in await self._of_examples()]
-        best = max(range(len(cases)), key=cosines.__getitem__)
-        run.reports[-1].end(case=cases[best], score=cosines[best])
-        return cases[best]
+        scores = await cosines(await self._of_examples(), question)
+        best = int(scores.argmax())
+        report.end(case=cases[best], score=float(scores[best]))
+        return Chosen(cases[best], report)
 
-    async def _of_examples(self) -> list[array[float]]:
+    async def _of_examples(self) -> Matrix:
         async with self._lock:
-            if not self._vectors:
+            if self._vectors is None:
                 texts = [text for examples in self.examples for text in examples]
-                self._vectors = await own_vectors(texts, self.model, is_background=False)
+                vectors = await own_vectors(texts, self.model, is_background=False)
+                self._vectors = await asyncio.to_thread(np.stack, vectors)
         return self._vectors

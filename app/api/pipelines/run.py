@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
+from urllib.parse import quote
 
 from app.api.endpoints.table import Endpoint
 from app.api.generation import SharedFields
-from app.api.output.choices import ChoiceDelta, token_deltas
+from app.api.output.choices import KeptDeltas, token_deltas
 from app.api.output.response_state import ResponseState
 from app.api.output.token_details import LEAST_LOGPROB
 from app.api.prepared_request import PreparedRequest, ServedModel
@@ -21,6 +22,9 @@ from app.engine.request import Generate, Request, TokenDelta
 from app.errors import DeadlineMissed, InvalidRequest
 from app.json_pieces import Json
 from app.metrics import RequestMetrics
+
+MAX_DOCUMENTS_HEADER = 4096  # characters of the ids of documents in a header
+_PLAIN = " !#$&'()*+-./:;=?@[]^_`{|}~"  # beside letters and digits, what an id has there as it is
 
 _REPLICA_HEADERS = (GROUP_HEADER, PRESET_HEADER)  # which replicas of the model that answers
 
@@ -60,12 +64,10 @@ Target = ServedModel | OtherPipeline  # what a step may name as what answers
 
 @dataclass(slots=True, kw_only=True)
 class StepReport:
-    """What one step has done with one model: its times, its tokens, its decision."""
+    """What one step has done: its time, its decision."""
 
     step: Step
     began_at: float  # by the monotonic clock
-    state: ResponseState | None = None  # None: no model ran
-    times: PipelineStepTimes | None = None  # where traces are sent
     ended_at: float | None = None
     decided: Json = field(default_factory=dict)
 
@@ -74,19 +76,34 @@ class StepReport:
         self.decided |= decided
         if self.ended_at is None:
             self.ended_at = time.monotonic()
-            if self.times is not None:
-                self.times.end()
 
     def as_json(self) -> Json:
         ended_at = time.monotonic() if self.ended_at is None else self.ended_at
-        entry: Json = {"name": self.step.name, "kind": self.step.kind}
-        if self.state is not None:
-            entry |= {
-                "model": self.state.prepared.model.name,
-                "prompt_tokens": self.state.prepared.num_prompt_tokens,
-                "completion_tokens": sum(output.num_tokens for output in self.state.outputs),
-            }
+        entry: Json = {"name": self.step.name, "kind": self.step.kind} | self._of_model()
         return entry | {"ms": round(1000 * (ended_at - self.began_at), 1)} | self.decided
+
+    def _of_model(self) -> Json:
+        return {}
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelReport(StepReport):
+    """The same with the model that ran, and its tokens."""
+
+    state: ResponseState
+    times: PipelineStepTimes | None  # where traces are sent
+
+    def end(self, **decided: object) -> None:
+        if self.ended_at is None and self.times is not None:
+            self.times.end()
+        StepReport.end(self, **decided)
+
+    def _of_model(self) -> Json:
+        return {
+            "model": self.state.prepared.model.name,
+            "prompt_tokens": self.state.prepared.num_prompt_tokens,
+            "completion_tokens": sum(output.num_tokens for output in self.state.outputs),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +119,12 @@ class PipelineRun:
     shared: Mapping[str, SharedFields] = field(default_factory=dict)  # by the model's name
     sources: Sequence[Json] | None = None  # of the documents in the body, where a step has chosen them
     is_judged: bool = False  # it is of interest how sure a model is of its answer
-    reports: list[StepReport] = field(default_factory=list)
+    reports: list[StepReport] = field(default_factory=list)  # of all branches, in the order in which they began
+    way: tuple[StepReport, ...] = ()  # those that have led here
+
+    def behind(self, report: StepReport) -> PipelineRun:
+        """The same run after one more step, which has its result."""
+        return replace(self, way=(*self.way, report))
 
     def judged(self) -> PipelineRun:
         """The same run, of which it is of interest how sure models are of their answers."""
@@ -133,21 +155,28 @@ class PipelineRun:
         pending.state.extra_usage = partial(self._usage, pipeline.name)
         return pending
 
-    async def prepared(self, target: Target, step: Step) -> Callable[[], Awaitable[PendingAnswer]]:
-        """A function that starts an answer. What a model computes is checked and reserved before, so at once."""
+    async def prepared(
+        self, target: Target, step: Step, *, known: PreparedRequest | None = None
+    ) -> Callable[[], Awaitable[PendingAnswer]]:
+        """A function that starts an answer. What a model computes is checked and reserved before, so at once.
+
+        known: what the body asks of a model, where it was checked before and not reserved.
+        """
         if not isinstance(target, ServedModel):
             return partial(target.answer, self)
-        prepared = await self.request_for(target)
+        prepared = await self.request_for(target, known=known)
 
         async def start() -> PendingAnswer:
             return self.generated(prepared, step)
 
         return start
 
-    async def request_for(self, model: ServedModel, *, reserves: bool = True) -> PreparedRequest:
+    async def request_for(
+        self, model: ServedModel, *, reserves: bool = True, known: PreparedRequest | None = None
+    ) -> PreparedRequest:
         """What the body asks of a model, checked, and what it may need reserved."""
-        shared = self.shared.get(model.name)
-        return await self.prepare(self.endpoint, self.body, model, self.context, self.size, shared, reserves=reserves)
+        of_body = (self.endpoint, self.body, model, self.context, self.size, self.shared.get(model.name))
+        return await self.prepare(*of_body, reserves=reserves, known=known)
 
     async def request_aside(
         self, endpoint: Endpoint, model: ServedModel, *, question_param: str, **fields: object
@@ -168,13 +197,14 @@ class PipelineRun:
                 error.param = body.prompt_param
             raise
 
-    def note(self, step: Step, **decided: object) -> None:
+    def note(self, step: Step, **decided: object) -> StepReport:
         """A step has decided something without a model."""
         now = time.monotonic()
         self.reports.append(StepReport(step=step, began_at=now, ended_at=now, decided=dict(decided)))
+        return self.reports[-1]
 
-    def begin(self, prepared: PreparedRequest, step: Step) -> ResponseState:
-        """The response of a step that begins now, with the time that the steps before have left.
+    def begin(self, prepared: PreparedRequest, step: Step) -> ModelReport:
+        """A step begins now, with the time that the steps before have left; the report has its response.
 
         What it uses counts for the key, whether its output is shown or not. Raises DeadlineMissed.
         """
@@ -184,8 +214,9 @@ class PipelineRun:
         state = ResponseState.begin(prepared, self.context, self.metrics)
         state.trace = None  # of all that is computed, the trace has the attempts at the answer
         times = None if trace is None else trace.step(f"{step.kind} {step.name}", prepared.model.name)
-        self.reports.append(StepReport(step=step, state=state, began_at=now, times=times))
-        return state
+        report = ModelReport(step=step, began_at=now, state=state, times=times)
+        self.reports.append(report)
+        return report
 
     def generated(self, prepared: PreparedRequest, step: Step) -> PendingAnswer:
         """The output of a model, which begins when it is read."""
@@ -193,31 +224,16 @@ class PipelineRun:
         if self.is_judged:
             confidence = Confidence(prepared.model.generate)
             prepared = replace(prepared, model=replace(prepared.model, generate=confidence.generate))
-        state = self.begin(prepared, step)
+        report = self.begin(prepared, step)
         if not self.is_judged:
-            state.trace = self.context.trace
-        return PendingAnswer(state=state, report=self.reports[-1], confidence=confidence)
+            report.state.trace = self.context.trace
+        return PendingAnswer(state=report.state, way=(*self.way, report), confidence=confidence)
 
     def again(self, answer: ReadAnswer) -> PendingAnswer:
         """An answer that was read, once more. It was measured when it was generated."""
         prepared = answer.of.state.prepared
-        state = ResponseState.begin(prepared, self.context, RequestMetrics(), pieces=_again(answer.pieces))
+        state = ResponseState.begin(prepared, self.context, RequestMetrics(), pieces=answer.deltas.replayed())
         return replace(answer.of, state=state)
-
-    def headers(self, answer: PendingAnswer) -> dict[str, str]:
-        """What the steps of a pipeline have decided, as far as it is known before the first token."""
-        if not self.reports:
-            return {}
-        headers = {"x-carousel-pipeline-model": answer.state.prepared.model.name}
-        for report in self.reports:
-            if "mean_logprob" in report.decided and report.decided.get("is_chosen", True):
-                headers["x-carousel-pipeline-logprob"] = f"{report.decided['mean_logprob']:.4f}"
-            if "case" in report.decided:
-                headers["x-carousel-pipeline-case"] = str(report.decided["case"])
-            if "kept" in report.decided:
-                kept = [str(each.get("id", each["index"])) for each in report.decided["kept"]]
-                headers["x-carousel-pipeline-documents"] = ",".join(kept)
-        return headers
 
     def _usage(self, name: str) -> Json:
         return {"pipeline": {"name": name, "steps": [report.as_json() for report in self.reports]}}
@@ -228,15 +244,36 @@ class PendingAnswer:
     """An answer that begins when it is read."""
 
     state: ResponseState
-    report: StepReport  # of the step that gives it
+    way: tuple[StepReport, ...]  # the steps that have led to it, and last the one that gives it
     confidence: Confidence | None = None  # where the run is judged
+
+    @property
+    def report(self) -> StepReport:
+        """Of the step that gives it."""
+        return self.way[-1]
 
     async def read(self) -> ReadAnswer:
         """Wait for all of it. Raises what its generation raises."""
-        pieces: list[ChoiceDelta] = []
-        await self.state.read(pieces.append, keep_text=True)
+        deltas = KeptDeltas()
+        await self.state.read(deltas.add, keep_text=True)
         self.report.end()
-        return ReadAnswer(self, pieces)
+        return ReadAnswer(self, deltas)
+
+    def behind(self, report: StepReport) -> PendingAnswer:
+        """The same answer after one more step before the others."""
+        return replace(self, way=(report, *self.way))
+
+    def headers(self) -> dict[str, str]:
+        """What the steps on its way have decided, as far as it is known before the first token."""
+        headers = {"x-carousel-pipeline-model": self.state.prepared.model.name}
+        for report in self.way:
+            if "mean_logprob" in report.decided:
+                headers["x-carousel-pipeline-logprob"] = f"{report.decided['mean_logprob']:.4f}"
+            if "case" in report.decided:
+                headers["x-carousel-pipeline-case"] = str(report.decided["case"])
+            if "kept" in report.decided:
+                headers["x-carousel-pipeline-documents"] = _document_ids(report.decided["kept"])
+        return headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +281,7 @@ class ReadAnswer:
     """An answer of a judged run that has ended."""
 
     of: PendingAnswer
-    pieces: Sequence[ChoiceDelta]
+    deltas: KeptDeltas
 
     @property
     def mean_logprob(self) -> float:
@@ -287,9 +324,16 @@ class Confidence:
                 yield delta
 
 
-async def _again(pieces: Sequence[ChoiceDelta]) -> AsyncGenerator[ChoiceDelta, None]:
-    for piece in pieces:
-        yield piece
+def _document_ids(kept: Sequence[Json]) -> str:
+    """Ids or numbers of documents as one header, percent-encoded, so many as fit: proxies take some kilobytes."""
+    ids, room = list[str](), MAX_DOCUMENTS_HEADER
+    for document in kept:
+        written = quote(str(document.get("id", document["index"])), safe=_PLAIN)
+        room -= len(written) + 1
+        if room < 0:
+            break
+        ids.append(written)
+    return ",".join(ids)
 
 
 def _with_less_time(prepared: PreparedRequest, elapsed_s: float) -> PreparedRequest:

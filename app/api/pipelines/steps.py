@@ -65,7 +65,7 @@ class CascadeStep:
         is_sure = tried.mean_logprob >= self.min_mean_logprob
         tried.decided(is_sure=is_sure)
         logger.info("%s: mean logprob %.3f, %s", self.name, tried.mean_logprob, "sure" if is_sure else "not sure")
-        return run.again(tried) if is_sure else await large()
+        return run.again(tried) if is_sure else (await large()).behind(tried.of.report)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +134,9 @@ class RerankStep:
             top_n=self.top_n,
             max_tokens_per_doc=self.model.facts.max_model_len,  # a longer one is cut
         )
-        state = run.begin(prepared, self)
-        best = await best_documents(len(documents), self.top_n, state)
+        report = run.begin(prepared, self)
+        best = await best_documents(len(documents), self.top_n, report.state)
         sources = run.sources or [{"index": index} for index in range(len(documents))]
         kept = [sources[index] for index, _ in best]
-        run.reports[-1].end(kept=[{**source, "score": score} for source, (_, score) in zip(kept, best, strict=True)])
-        return run.with_documents([documents[index] for index, _ in best], kept)
+        report.end(kept=[{**source, "score": score} for source, (_, score) in zip(kept, best, strict=True)])
+        return run.behind(report).with_documents([documents[index] for index, _ in best], kept)

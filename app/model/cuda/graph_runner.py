@@ -115,10 +115,12 @@ class GraphModelRunner(LeadingRunner):
         self._capture = None
 
     @torch.inference_mode()
-    def load_adapter(self, folder: Path) -> SlottedAdapter:
+    def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> SlottedAdapter:
         """It may be asleep."""
         assert self._model.adapters is not None, "it adapts"
-        return self._model.adapters.load(read_adapter(folder, self._model.adapters.sizes))
+        weights = read_adapter(folder, self._model.adapters.sizes)
+        make_room()
+        return self._model.adapters.load(weights)
 
     def unload_adapter(self, adapter: object) -> None:
         assert self._model.adapters is not None, "it adapts"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
 
+from app.api.output.choices import MAX_TOKENS_AT_ONCE
+from app.engine.request import Request
 from app.errors import Overloaded
 from app.text import Tokenizer
-from tests.api.fakes import CASCADE, WAIT, Service, hang_up, say_likely
+from tests.api.fakes import CASCADE, WAIT, Connection, Service, Step, hang_up, say_likely
 from tests.api.keys import bearer, entry
 
 NAMES = ("a", "b", "c")
@@ -90,3 +93,59 @@ def test_a_cascade_may_be_one_of_them(tokenizer: Tokenizer) -> None:
     assert answer["model"] == "large"
     told = {step["name"]: (step["model"], step["is_chosen"]) for step in answer["usage"]["pipeline"]["steps"]}
     assert told == {"both[0]": ("small", False), "all[0]": ("large", True)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_other_tasks_have_their_turns_while_the_chosen_answer_is_sent(tokenizer: Tokenizer, stream: bool) -> None:
+    num_prompts, text = 4, "3 4 5 6 7 8 9 " * 100
+    num_tokens = num_prompts * len(tokenizer.encode(text, add_special_tokens=False))
+    num_turns = turns_at_end = 0
+
+    def saying(request: Request) -> Iterable[Step]:
+        nonlocal turns_at_end
+        for step in say_likely(tokenizer, text, -0.1)(request):
+            yield step
+            turns_at_end = num_turns
+
+    async def turning() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    service = ensemble(tokenizer, "vote", dict.fromkeys(NAMES, ("3", -0.1)), max_model_len=4000)
+    service.script_of.update(dict.fromkeys(NAMES, saying))
+    body = {"model": "all", "prompt": ["Hi"] * num_prompts, "max_tokens": 2000, "stream": stream}
+    turning_task = asyncio.create_task(turning())
+    async with Connection(service.app, "POST", "/v1/completions", body, {}) as connection:
+        answer = await connection.finished()
+        turns_after = num_turns - turns_at_end
+    turning_task.cancel()
+    assert answer.status == 200
+    assert turns_after > num_tokens / MAX_TOKENS_AT_ONCE
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 1, "return_token_ids": True}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_chosen_answer_is_the_models_own_in_all_its_parts(
+    tokenizer: Tokenizer, stream: bool, fields: dict[str, Any]
+) -> None:
+    service = ensemble(tokenizer, "logprob", dict.fromkeys(NAMES, ("3 4 5 6 7 8 9 " * 40, -0.1)), max_model_len=4000)
+    answers = []
+    for model in ("a", "all"):
+        answer = service.complete(model=model, max_tokens=1000, stream=stream, **fields)
+        assert answer.status == 200, answer.body
+        chunks = answer.chunks if stream else [answer.json]
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        answers.append(
+            {
+                "text": "".join(choice["text"] for choice in choices),
+                "reason": choices[-1]["finish_reason"],
+                "token_ids": [each for choice in choices for each in choice.get("token_ids") or ()],
+                "logprobs": [each for some in logprobs for each in some["token_logprobs"]],
+                "offsets": [each for some in logprobs for each in some["text_offset"]],
+            }
+        )
+    assert answers[0] == answers[1]
+    assert bool(answers[0]["logprobs"]) == bool(answers[0]["token_ids"]) == bool(fields)

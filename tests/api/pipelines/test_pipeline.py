@@ -101,6 +101,28 @@ def test_a_circle_behind_sound_pipelines_is_found() -> None:
         )
 
 
+def test_pipelines_in_pipelines_run_a_bounded_number_of_models() -> None:
+    def both(first: str, second: str) -> list[Any]:
+        return [{"kind": "ensemble", "models": [first, second]}]
+
+    inner = {f"p{depth}": both(f"p{depth - 1}", f"p{depth - 1}") for depth in range(1, 6)}
+    inner = {"p0": both("a", "b"), **inner}
+    checked(*both("a", "p4"), **inner)  # p5 runs 64
+    with pytest.raises(ValidationError, match=r"pipelines\[0\]: a request for p would run 65 models.*at most 64"):
+        checked(*both("a", "p5"), **inner)
+    with pytest.raises(ValidationError, match=r"p would run 65 models"):
+        checked(RERANK, {"kind": "generate", "model": "p5"}, **inner)
+    cases = [{"model": "p5", "values": ["x"]}, {"model": "p4"}]
+    route = {"kind": "route", "by": "header", "header": "x-tier", "cases": cases}
+    checked(route, **inner)  # one of them
+    with pytest.raises(ValidationError, match=r"p would run 66 models"):
+        checked(RERANK, RERANK, route, **inner)
+    route |= {"by": "classifier", "header": None, "classifier": "b"}
+    cases[:] = [{"model": name, "examples": ["x"]} for name in ("p5", "a")]
+    with pytest.raises(ValidationError, match=r"p would run 65 models"):
+        checked(route, **inner)
+
+
 def test_a_step_may_name_an_alias(tokenizer: Tokenizer) -> None:
     service = Service(
         tokenizer,

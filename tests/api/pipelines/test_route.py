@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,13 @@ from pydantic import ValidationError
 
 from app.api import RequestHandler, pipelines_of
 from app.config import ApiConfig, ApplicationConfig
-from app.engine.request import Pooling, Request
+from app.engine.request import FinishReason, Pooling, Request, TokenDelta
 from app.errors import InvalidSetup
 from app.metrics import RequestMetrics
 from app.text import Tokenizer
-from tests.api.fakes import Answer, Service, Step, by_angle, say, vector
+from tests.api.fakes import Answer, Connection, Service, Step, by_angle, delta, last, say, vector
 from tests.api.keys import bearer, entry
+from tests.stalls import stalls_of_loop
 
 ANGLES = {"code": 0.0, "Write a function": 10.0, "poem": 90.0, "Sing": 80.0}
 
@@ -46,6 +47,25 @@ def test_by_length_the_first_case_with_room_is_taken(tokenizer: Tokenizer) -> No
         assert taken(service.call("POST", "/v1/completions", body, bearer())) == expected
     account = service.handler.authenticator.account_named(entry()["name"])
     assert account.usage.num_tokens == 11 + 2 * (1 + len(tokenizer.encode("3 4", add_special_tokens=False)))
+
+
+def test_by_length_a_prompt_is_encoded_once_for_each_model(tokenizer: Tokenizer) -> None:
+    counted: list[str] = []
+
+    class Counting(Tokenizer):
+        def encode(self, text: str, **options: Any) -> tuple[int, ...]:
+            counted.append(text)
+            return super().encode(text, **options)
+
+    cases = [{"model": "a", "max_prompt_tokens": 2 + at} for at in range(60)] + [{"model": "b"}]
+    service = routed(Counting(tokenizer._pretrained), cases, by="length", keys=[entry(tokens_per_minute=100_000)])
+    for prompt, expected, times in (("3 " * 30, ("a", 29), 1), ("3 " * 100, ("b", 60), 2)):
+        counted.clear()
+        body = {"model": "auto", "prompt": prompt, "max_tokens": 5}
+        assert taken(service.call("POST", "/v1/completions", body, bearer())) == expected
+        assert counted.count(prompt) == times
+    account = service.handler.authenticator.account_named(entry()["name"])
+    assert account.usage.num_tokens > 130  # what was checked for a case, and runs, is reserved and counted
 
 
 def test_a_case_that_cannot_hold_the_request_is_passed_over_and_refuses_nothing(tokenizer: Tokenizer) -> None:
@@ -88,6 +108,33 @@ def test_by_classifier_the_nearest_example_counts_and_examples_are_computed_once
     paid = sum(len(each.prompt_token_ids) for each in service.generate.requests if each not in own)
     num_generated = 2 * (1 + len(tokenizer.encode("3 4", add_special_tokens=False)))
     assert account.usage.num_tokens == paid + num_generated
+
+
+@pytest.mark.usefixtures("collected_as_served")
+async def test_many_examples_of_many_numbers_do_not_hold_the_event_loop(tokenizer: Tokenizer) -> None:
+    size, num_examples = 4096, 2048
+
+    async def generate(request: Request) -> AsyncIterator[TokenDelta]:
+        for step in vector(request, [1.0] * size) if request.pooling else ((), last(request, (5,), FinishReason.STOP)):
+            yield delta(request, step)
+
+    cases = [{"model": "a", "examples": [f"{at} {number}" for number in range(64)]} for at in range(num_examples // 64)]
+    step = {"kind": "route", "by": "classifier", "classifier": "a", "cases": cases}
+    service = Service(
+        tokenizer,
+        generate=generate,
+        names=("a",),
+        pipelines=[{"name": "auto", "steps": [step]}],
+        pooling=Pooling.LAST,
+        facts={"embedding_size": size},
+    )
+    body = {"model": "auto", "prompt": "Hi"}
+    for _ in range(2):  # the first time with the examples
+        async with Connection(service.app, "POST", "/v1/completions", body, {}) as connection:
+            async with stalls_of_loop() as stalls:
+                await connection.ended()
+            assert connection.answer().status == 200
+        assert stalls.longest_s < 0.05
 
 
 LABELLED = [{"model": "b", "values": ["code", "sql"]}, {"model": "b", "values": ["poem"]}, {"model": "b"}]

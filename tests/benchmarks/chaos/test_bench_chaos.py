@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +11,9 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from benchmarks.chaos.stream import Stream, follow
 from benchmarks.chaos.traffic import KINDS, mixed, with_stop
 from benchmarks.chaos.verdict import by_kind, judged, pauses_ms, spread
+from benchmarks.harness.answer import Answer, ask
 from benchmarks.harness.http_call import Target
 from tests.benchmarks.servers import serving, told_server
 
@@ -31,12 +30,10 @@ def events(*chunks: dict[str, Any] | str) -> Response:
     return StreamingResponse(iter([data.encode()]), media_type="text/event-stream")
 
 
-def followed(answer: Response) -> Stream:
+def followed(answer: Response) -> Answer:
     with serving(told_server(lambda _: answer)) as url:
-        stream = Stream("greedy 0", begun_s=time.perf_counter())
-        asyncio.run(follow(stream, Target.parse(url), {"prompt": "x"}, timeout_s=5))
-    assert stream.ended_s is not None
-    return stream
+        target = Target.parse(url)
+        return asyncio.run(ask(target, target.request("completions", {"prompt": "x"}), timeout_s=5))
 
 
 def test_a_whole_answer_is_complete_with_all_its_choices() -> None:
@@ -45,7 +42,7 @@ def test_a_whole_answer_is_complete_with_all_its_choices() -> None:
     )
     assert stream.said == ([(0, "ab"), (1, "xy")], [(0, "stop"), (1, "length")], 2)
     assert (stream.is_complete, stream.is_well_formed, stream.outcome) == (True, True, "completed")
-    assert len(stream.arrivals_s) == 4
+    assert len(stream.events_s) == 4
 
 
 @pytest.mark.parametrize(
@@ -67,23 +64,17 @@ def test_an_answer_that_is_not_whole_is_told_apart_from_one_that_is_broken(
     assert (stream.is_complete, stream.is_well_formed, stream.outcome) == (False, is_well_formed, outcome)
 
 
-def test_no_server_is_no_connection() -> None:
-    stream = Stream("greedy 0", begun_s=0.0)
-    asyncio.run(follow(stream, Target.parse("http://127.0.0.1:9"), {}, timeout_s=5))
-    assert stream.outcome == "no connection"
-
-
-def answered(name: str, text: str, arrivals_s: Sequence[float] = ()) -> Stream:
-    stream = Stream(name, begun_s=0.0, status=200, arrivals_s=list(arrivals_s), texts={0: text}, ended_s=9.0)
-    stream.finish_reasons, stream.num_tokens = {0: "length"}, 4
-    stream.num_ends = Counter({"done": 1, "choice 0": 1})
-    return stream
+def answered(name: str, text: str, events_s: Sequence[float] = ()) -> Answer:
+    return Answer(
+        0.0, name=name, begun_s=0.0, status=200, events_s=list(events_s), texts={0: text}, ended_s=9.0,
+        finish_reasons={0: "length"}, num_reported_tokens=4, is_done=True,
+    )  # fmt: skip
 
 
 def test_wrong_answers_are_counted_by_what_is_wrong() -> None:
     reference = {"greedy 0": answered("greedy 0", "abcd")}
     answers = [answered("greedy 0", text) for text in ("abcd", "abd", "abccd", "abcx", "abce")]
-    answers.append(Stream("greedy 0", begun_s=0.0, failure="timeout"))
+    answers.append(Answer(0.0, name="greedy 0", begun_s=0.0, failure="timeout"))
     found = judged(answers, reference)
     assert (found["streams"], found["completed"]) == (6, 5)
     assert (found["lost"], found["repeated"], found["different"]) == (1, 1, 2)
@@ -92,7 +83,7 @@ def test_wrong_answers_are_counted_by_what_is_wrong() -> None:
 
 
 def test_the_pause_of_a_fault_is_the_longest_that_touches_its_aftermath() -> None:
-    stream = answered("greedy 0", "abcd", arrivals_s=[2.0, 2.1, 2.9, 3.0, 8.0])
+    stream = answered("greedy 0", "abcd", events_s=[2.0, 2.1, 2.9, 3.0, 8.0])
     assert pauses_ms([stream], 2.5, step_s=0.1, within_s=0.4) == [pytest.approx(700)]
     assert pauses_ms([stream], 2.5, step_s=0.1, within_s=2.0) == [pytest.approx(4900)]
     assert pauses_ms([stream], 8.5, step_s=0.1, within_s=2.0) == [pytest.approx(-100)]

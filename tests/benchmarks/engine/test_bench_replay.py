@@ -16,7 +16,7 @@ from hypothesis.stateful import rule
 from transformers import AutoModelForCausalLM
 
 from app.build import build_matchers, build_sync_engine
-from app.config import CacheConfig, EngineConfig, SchedulerConfig
+from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
@@ -50,8 +50,20 @@ from tests.tiny_encoders import save_tiny_encoder
 
 pytestmark = pytest.mark.usefixtures("small_lengths")
 
+SETTINGS: dict[str, Any] = {
+    "max_running": 6, "max_waiting": 100, "max_step_tokens": 32, "prefill_chunk_tokens": 16
+}  # fmt: skip
 
-def header_of(runner: ModelRunner, *, num_blocks: int, cache: CacheConfig, scheduler: SchedulerConfig) -> Header:
+
+def header_of(
+    runner: ModelRunner,
+    scheduler: SchedulerConfig | None = None,
+    *,
+    num_blocks: int = 64,
+    cache: CacheConfig | None = None,
+) -> Header:
+    """Of a fake engine with this runner."""
+    cache, scheduler = cache or CacheConfig(block_size=4), scheduler or SchedulerConfig(**SETTINGS)
     facts = ModelInfo(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
     return Header(
         run="test", began="2026-11-20T12:00:00", launches_ahead=runner.launches,
@@ -100,6 +112,15 @@ class Replay:
         self.found: Found = reenact(entries, reenactment, comparison)
 
 
+def assert_replayed(header: Header, recorded: Recorded) -> Replay:
+    """With its prompts and without."""
+    replay = Replay(header, recorded.lines)
+    for each in (replay, Replay(header, recorded.redacted_lines(header.config["cache"]["block_size"]), hides=True)):
+        num_steps = sum(isinstance(entry, StepRecord) for entry in recorded.entries)
+        assert each.found == Found(num_steps), str(each.found.divergence)
+    return replay
+
+
 class _Noting(Reenactment):
     made: list[str]
 
@@ -126,14 +147,8 @@ class RecordedMachine(EngineMachine):
         super().run_to_the_end()
         pool = self.engine._scheduler._pool
         cache = CacheConfig(block_size=pool.block_size, prefix_caching=pool._prefix_caching)
-        header = header_of(self.runner, num_blocks=pool.num_blocks, cache=cache, scheduler=self.first_settings)
-        lines = self.recorded.lines
-        num_steps = sum(isinstance(entry, StepRecord) for entry in self.recorded.entries)
-        replay = Replay(header, lines)
-        assert replay.found == Found(num_steps), str(replay.found.divergence)
-        assert Replay(header, lines).made == replay.made
-        hidden = Replay(header, self.recorded.redacted_lines(pool.block_size), hides=True)
-        assert hidden.found == Found(num_steps), str(hidden.found.divergence)
+        header = header_of(self.runner, self.first_settings, num_blocks=pool.num_blocks, cache=cache)
+        assert assert_replayed(header, self.recorded).made == Replay(header, self.recorded.lines).made
 
 
 class RecordedOverlappedMachine(RecordedMachine, OverlappedMachine):
@@ -150,11 +165,6 @@ TestRecordedMachine = RecordedMachine.TestCase
 TestRecordedMachine.settings = _SETTINGS
 TestRecordedOverlappedMachine = RecordedOverlappedMachine.TestCase
 TestRecordedOverlappedMachine.settings = _SETTINGS
-
-
-SETTINGS: dict[str, Any] = {
-    "max_running": 6, "max_waiting": 100, "max_step_tokens": 32, "prefill_chunk_tokens": 16
-}  # fmt: skip
 
 
 def recorded_run(
@@ -182,7 +192,7 @@ def recorded_run(
     run_to_end(engine, clock=clock)
     assert engine.stats().total_preemptions > 0
     assert engine.stats().total_aborted > 0
-    return header_of(runner, num_blocks=14, cache=CacheConfig(block_size=4), scheduler=scheduler), recorded
+    return header_of(runner, scheduler, num_blocks=14), recorded
 
 
 class SlowRunner(CountingRunner):
@@ -208,12 +218,8 @@ def test_limits_that_the_tuner_chose_are_entries_and_a_replay_takes_them_from_th
     limited = [entry for entry in recorded.entries if isinstance(entry, Limited)]
     assert limited
     assert limited[-1].limits.max_step_tokens < 28
-    header = header_of(
-        runner, num_blocks=200, cache=CacheConfig(block_size=4), scheduler=SchedulerConfig.model_validate(given)
-    )  # fmt: skip
-    num_steps = sum(isinstance(entry, StepRecord) for entry in recorded.entries)
-    for replay in (Replay(header, recorded.lines), Replay(header, recorded.redacted_lines(4), hides=True)):
-        assert replay.found == Found(num_steps), str(replay.found.divergence)
+    header = header_of(runner, SchedulerConfig.model_validate(given), num_blocks=200)
+    assert_replayed(header, recorded)
     without = [line for line in recorded.lines if not line.startswith('{"limits"')]
     assert Replay(header, without).found.divergence is not None
 
@@ -230,12 +236,7 @@ def test_grammars_are_replayed_without_being_compiled_and_fail_where_they_failed
         engine.add(request, matcher=MadeMatchers().matcher_of(request).result())
     run_to_end(engine)
     assert engine.stats().total_failed == 1
-    header = header_of(
-        runner, num_blocks=64, cache=CacheConfig(block_size=4), scheduler=SchedulerConfig(**SETTINGS)
-    )  # fmt: skip
-    num_steps = sum(isinstance(entry, StepRecord) for entry in recorded.entries)
-    for replay in (Replay(header, recorded.lines), Replay(header, recorded.redacted_lines(4), hides=True)):
-        assert replay.found == Found(num_steps), str(replay.found.divergence)
+    assert_replayed(header_of(runner), recorded)
 
 
 @pytest.mark.parametrize(
@@ -319,27 +320,13 @@ def test_a_step_that_was_changed_is_found_and_explained(change: Callable[[Any], 
     assert divergence.expected != divergence.got
 
 
-def test_an_arrival_that_is_missing_shows_where_it_would_have_run() -> None:
-    header, recorded = recorded_run()
-    lines = [line for line in recorded.lines if not line.startswith('{"arrival":15,')]
-    divergence = Replay(header, lines).found.divergence
-    assert divergence is not None
-    assert "how many wait" in divergence.what
-    assert int(divergence.expected) == int(divergence.got) + 1
-
-
 def test_a_drawn_token_that_was_changed_shows_when_it_is_looked_at() -> None:
     """Tokens are the log's own in a replay without a model: the change shows where blocks are compared by them."""
-    header, recorded = recorded_run()
-    twice = [make_request((5, 6, 7, 8, 9), request_id=name, max_tokens=9) for name in ("first", "second")]
     clock, recorded = FakeClock(), Recorded()
     engine = build_fake_engine(runner=TimedRunner(clock), clock=clock, recorder=recorded.recorder, **SETTINGS)
-    outcome = run_to_end(engine, twice[0])
-    again = make_request((5, 6, 7, 8, 9, *outcome.token_ids["first"]), max_tokens=2)
-    run_to_end(engine, again)
-    header = header_of(
-        TimedRunner(clock), num_blocks=64, cache=CacheConfig(block_size=4), scheduler=SchedulerConfig(**SETTINGS)
-    )
+    outcome = run_to_end(engine, make_request((5, 6, 7, 8, 9), request_id="first", max_tokens=9))
+    run_to_end(engine, make_request((5, 6, 7, 8, 9, *outcome.token_ids["first"]), max_tokens=2))
+    header = header_of(TimedRunner(clock))
     assert Replay(header, recorded.lines).found.divergence is None
     divergence = Replay(header, mutated(recorded.lines, another_token)).found.divergence
     assert divergence is not None
@@ -348,21 +335,20 @@ def test_a_drawn_token_that_was_changed_shows_when_it_is_looked_at() -> None:
     assert "computes tokens 4 to 13" in divergence.got
 
 
-def test_other_settings_are_named_as_the_likely_reason() -> None:
+def test_a_missing_arrival_and_other_settings_are_explained_and_a_replay_ends_at_a_hole() -> None:
     header, recorded = recorded_run()
+    without = [line for line in recorded.lines if not line.startswith('{"arrival":15,')]
+    divergence = Replay(header, without).found.divergence
+    assert divergence is not None
+    assert "how many wait" in divergence.what
+    assert int(divergence.expected) == int(divergence.got) + 1
     divergence = Replay(header, recorded.lines, max_running=5).found.divergence
     assert divergence is not None
     assert divergence.likely.startswith("the replay is set up otherwise (scheduler.max_running)")
-
-
-def test_a_replay_ends_at_a_hole() -> None:
-    header, recorded = recorded_run()
     lines = recorded.lines
     lines[30:40] = ['{"lost":10}']
     found = Replay(header, lines).found
-    assert found.divergence is None
-    assert found.num_lost == 10
-    assert 0 < found.num_steps < 30
+    assert (found.divergence, found.num_lost, 0 < found.num_steps < 30) == (None, 10, True)
 
 
 # ---------------------------------------------------------------------- the command line
@@ -405,14 +391,16 @@ def test_a_real_log_is_replayed(
     assert found["num_steps"] > 15
 
 
+def _engine(folder: Path, **branches: Any) -> Engine:
+    return build_sync_engine(EngineConfig.model_validate(branches | {"step_log": {"path": str(folder / "log")}}))
+
+
 def _drafting(demo_path: Path, folder: Path) -> Engine:
-    engine = build_sync_engine(EngineConfig.model_validate({
-        "model": {"path": str(demo_path), "device": "cpu"},
-        "cache": {"num_blocks": 6},
-        "scheduler": {"max_running": 4, "max_step_tokens": 32},
-        "speculation": {"method": "draft_model", "model": str(demo_path)},
-        "step_log": {"path": str(folder / "log")},
-    }))  # fmt: skip
+    engine = _engine(
+        folder, model={"path": str(demo_path), "device": "cpu"}, cache={"num_blocks": 6},
+        scheduler={"max_running": 4, "max_step_tokens": 32},
+        speculation={"method": "draft_model", "model": str(demo_path)},
+    )  # fmt: skip
     run_to_end(engine, *[
         make_request((3, *range(20, 24 + number)), max_tokens=20, temperature=float(number % 2), ignore_eos=True)
         for number in range(6)
@@ -424,19 +412,15 @@ def _drafting(demo_path: Path, folder: Path) -> Engine:
 
 def _encoding(demo_path: Path, folder: Path) -> Engine:
     save_tiny_encoder("bert", folder / "model")
-    engine = build_sync_engine(EngineConfig.model_validate({
-        "model": {"path": str(folder / "model"), "device": "cpu"},
-        "scheduler": {"max_step_tokens": 30, "max_running": 8},
-        "step_log": {"path": str(folder / "log")},
-    }))  # fmt: skip
+    limits = {"max_step_tokens": 30, "max_running": 8}
+    engine = _engine(folder, model={"path": str(folder / "model"), "device": "cpu"}, scheduler=limits)
     run_to_end(engine, *[make_request((5,) * (9 * n), pooling=Pooling.CLS, max_tokens=0) for n in range(1, 6)])
     return engine
 
 
 def _matching(demo_path: Path, folder: Path) -> Engine:
-    config = EngineConfig.model_validate({"model": {"path": str(demo_path)}, "step_log": {"path": str(folder / "log")}})
-    engine = build_sync_engine(config)
-    matchers = build_matchers(config, engine.facts)
+    engine = _engine(folder, model={"path": str(demo_path)})
+    matchers = build_matchers(EngineConfig(model=ModelConfig(path=str(demo_path))), engine.facts)
     for number in range(3):
         grammar = Grammar(GrammarKind.REGEX, "[a-z]{9,20}" + "!" * number)
         request = make_request((20, 21, 22), max_tokens=40, temperature=1.0, seed=number, grammar=grammar)
@@ -466,30 +450,28 @@ def adapter(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapte
 def test_a_real_log_with_adapters_is_replayed_with_the_files_that_it_names(
     adapter: Adapter, demo_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = EngineConfig.model_validate(
-        {"model": {"path": str(demo_path), "device": "cpu"}, "step_log": {"path": str(tmp_path)}}
-    )
-    engine = build_sync_engine(config)
+    engine = _engine(tmp_path, model={"path": str(demo_path), "device": "cpu"})
     outcome = run_to_end(
         engine, *[make_request((20, 21, 22), adapter=each, max_tokens=20, ignore_eos=True) for each in (adapter, None)]
     )
     engine.close()
+    log = str(tmp_path / "log")
     adapted, plain = outcome.token_ids.values()
     assert adapted != plain
     for options in ((), ("--simulated",)):
-        assert main([str(tmp_path), *options]) == 0
+        assert main([log, *options]) == 0
         assert capsys.readouterr().out.startswith("the same: ")
 
     kept, weights = Path(adapter.path), Path(adapter.path) / "adapter_config.json"
     content = weights.read_text()
     weights.write_text(content.replace('"lora_alpha": 8', '"lora_alpha": 4'))
-    assert main([str(tmp_path)]) == 2
+    assert main([log]) == 2
     assert f"is {adapter_digest(kept)} here and {adapter.digest} in the log" in capsys.readouterr().err
     weights.write_text(content)
     kept.rename(kept.with_name("moved"))
-    assert main([str(tmp_path)]) == 2
+    assert main([log]) == 2
     assert "the log has requests with the adapter support: there is no adapter" in capsys.readouterr().err
-    assert main([str(tmp_path), "--simulated"]) == 0
+    assert main([log, "--simulated"]) == 0
 
 
 def test_a_log_without_prompts_is_replayed_without_a_model_only(

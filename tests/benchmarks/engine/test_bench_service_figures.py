@@ -1,16 +1,22 @@
-"""What a run comes to: waits, promises, fairness between tenants."""
+"""What a run comes to: the use of the slots, goodput, fairness between tenants."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.engine.carousel import Carousel
 from benchmarks.engine.run import Run, Timeline
-from benchmarks.engine.service_figures import Promise, Served, jain, jain_over_tenants, service_figures
-from benchmarks.engine.step_trace import Step
+from benchmarks.engine.service_figures import Served, Step, StepTrace, jain, jain_over_tenants, service_figures
+from benchmarks.harness.timeline import Slo
 from benchmarks.harness.workload import TimedRequest, Workload
-from tests.fakes import make_request
+from tests.engine.test_overlapped_engine import LateRunner
+from tests.fakes import FakeClock, TimedRunner, build_fake_engine, make_request
+
+STEP_S = 0.01  # of these runners
 
 
 def timeline(arrival_s: float, *delivered_s: float, has_failed: bool = False) -> Timeline:
@@ -42,13 +48,13 @@ SERVED = Served(
 @pytest.mark.parametrize(
     ("promise", "share"),
     [
-        (Promise(latency_s=9), 0.6667),
-        (Promise(latency_s=8.9), 0.3333),
-        (Promise(ttft_s=1), 0.3333),
-        (Promise(ttft_s=0.9, latency_s=100), 0),
+        (Slo(latency_s=9), 0.6667),
+        (Slo(latency_s=8.9), 0.3333),
+        (Slo(ttft_s=1), 0.3333),
+        (Slo(ttft_s=0.9, latency_s=100), 0),
     ],
 )
-def test_goodput_counts_every_request_and_a_failed_one_as_a_broken_promise(promise: Promise, share: float) -> None:
+def test_goodput_counts_every_request_and_a_failed_one_as_a_broken_promise(promise: Slo, share: float) -> None:
     found = service_figures(WORKLOAD, SERVED, promise)
     assert found["slo_share"] == share
     assert found["slo_requests_per_s"] == pytest.approx(share * 3 / 10, abs=1e-4)
@@ -76,3 +82,39 @@ def test_jains_index_lies_between_one_taker_and_equal_shares(shares: list[int]) 
     else:
         assert found is not None
         assert 1 / len(shares) - 1e-9 <= found <= 1 + 1e-9
+
+
+class ToldClock:
+    """A benchmark's clock on the time of a FakeClock."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self._clock = clock
+        self._start = clock.at
+
+    def now(self) -> float:
+        return self._clock.at - self._start
+
+    def wait_until(self, at_s: float) -> None:
+        self._clock.at = max(self._clock.at, self._start + at_s)
+
+
+def traced(*max_tokens: int, runner_class: type[TimedRunner] = TimedRunner, **scheduler: Any) -> StepTrace:
+    """Of requests that all come at once."""
+    clock, trace = FakeClock(), StepTrace()
+    engine = build_fake_engine(runner=runner_class(clock), clock=clock, recorder=trace, **scheduler)
+    work = Workload(tuple(TimedRequest(request=make_request(max_tokens=length)) for length in max_tokens))
+    Carousel(engine, trace=trace, start_clock=lambda: ToldClock(clock)).serve(work)
+    return trace
+
+
+def test_static_batches_leave_slots_empty_while_others_wait_and_continuous_does_not() -> None:
+    # Static: for three of five steps one of two slots is empty and two requests wait.
+    static = traced(1, 4, 1, 1, strategy={"name": "static", "batch_size": 2}, max_running=2)
+    assert static.bubble_share(2) == pytest.approx(3 / 10)
+    assert traced(1, 4, 1, 1, max_running=2).bubble_share(2) == 0
+
+
+def test_steps_that_are_launched_ahead_follow_each_other_without_overlap() -> None:
+    assert [(step.began_s, step.ended_s) for step in traced(3, runner_class=LateRunner).steps] == [
+        pytest.approx((number * STEP_S, (number + 1) * STEP_S)) for number in range(3)
+    ]

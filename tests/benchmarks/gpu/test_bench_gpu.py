@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import benchmarks.gpu.__main__ as driver
-from benchmarks.gpu.results import NO_CLAIM, Result, report
-from benchmarks.gpu.stages import STAGES, Stage
+from benchmarks.gpu.results import NO_CLAIM, STAGES, Result, Stage, report
 
 PROJECT = Path(driver.__file__).resolve().parent.parent.parent
 # Of these, nothing is where the stages run: Python packages that only other parts of the project need.

@@ -88,14 +88,14 @@ def test_a_body_may_end_with_a_length_or_with_its_connection() -> None:
 @pytest.mark.parametrize(
     ("pieces", "outcome"),
     [
-        ((), "no_connection"),
-        ((b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 2\r\nContent-Length: 2\r\n\r\n{}",), "429"),
-        ((b"HTTP/1.1 200 OK\r\n",), "no_connection"),
-        ((b"SSH-2.0-OpenSSH_9\r\n\r\n",), "no_connection"),
-        ((HEAD + b"Transfer-Encoding: chunked\r\n\r\n", chunked(*EVENTS[:3])[:-9]), "broken_stream"),
-        ((HEAD + b"Transfer-Encoding: chunked\r\n\r\n", chunked(*EVENTS[:3])), "broken_stream"),
-        ((HEAD + b"\r\n", *EVENTS[:4], b'data: {"error":{"message":"it broke"}}\n\n', EVENTS[-1]), "broken_stream"),
-        ((HEAD + b"\r\n", *EVENTS[-2:]), "no_text"),
+        ((), "no connection"),
+        ((b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 2\r\nContent-Length: 2\r\n\r\n{}",), "status 429"),
+        ((b"HTTP/1.1 200 OK\r\n",), "no connection"),
+        ((b"SSH-2.0-OpenSSH_9\r\n\r\n",), "no connection"),
+        ((HEAD + b"Transfer-Encoding: chunked\r\n\r\n", chunked(*EVENTS[:3])[:-9]), "cut off: CutOff"),
+        ((HEAD + b"Transfer-Encoding: chunked\r\n\r\n", chunked(*EVENTS[:3])), "malformed"),
+        ((HEAD + b"\r\n", *EVENTS[:4], b'data: {"error":{"message":"it broke"}}\n\n', EVENTS[-1]), "error event: None"),
+        ((HEAD + b"\r\n", *EVENTS[-2:]), "no text"),
     ],
 )
 def test_an_answer_that_is_not_whole_has_not_succeeded(pieces: tuple[bytes, ...], outcome: str) -> None:
@@ -104,15 +104,11 @@ def test_an_answer_that_is_not_whole_has_not_succeeded(pieces: tuple[bytes, ...]
     assert answer.outcome == outcome
 
 
-def test_a_request_times_out() -> None:
+def test_a_request_times_out_and_without_a_server_there_is_no_connection() -> None:
     answer = answer_to(HEAD + b"\r\n", EVENTS[2], keeps_open=True, timeout_s=0.1)
     assert answer.outcome == "timeout"
     assert answer.ended_s - answer.begun_s >= 0.1
-
-
-def test_a_server_that_is_not_there_is_no_connection() -> None:
-    answer = asyncio.run(ask(Target.parse("http://127.0.0.1:9"), b"", timeout_s=5))
-    assert answer.outcome == "no_connection"
+    assert asyncio.run(ask(Target.parse("http://127.0.0.1:9"), b"", timeout_s=5)).outcome == "no connection"
 
 
 @pytest.mark.parametrize(

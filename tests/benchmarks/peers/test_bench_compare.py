@@ -1,4 +1,4 @@
-"""Comparisons: entries, interleaving, ratios, failures."""
+"""Comparisons: entries, interleaving, ratios, failures; what stands in for llama.cpp prints what the real one does."""
 
 from __future__ import annotations
 
@@ -7,60 +7,65 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.peers import engines
 from benchmarks.peers.compare import main
+from tests.benchmarks.conftest import Figures, write_workload
+
+LINE = {"pp": 16, "tg": 4, "pl": 2, "t_pp": 0.5, "t_tg": 2.0}
 
 
 @pytest.fixture
-def workload_path(tmp_path: Path) -> str:
-    path = tmp_path / "work.jsonl"
-    path.write_text('{"id": "a", "prompt_token_ids": [1], "max_tokens": 1}\n')
-    return str(path)
-
-
-def compare(workload_path: str, *arguments: str) -> int:
-    return main(["--model", "none", "--workload", workload_path, "--threads", "1", *arguments])
+def common(tmp_path: Path) -> list[str]:
+    return ["--model", "none", "--workload", str(write_workload(tmp_path / "work.jsonl", {})), "--threads", "1"]
 
 
 def test_two_commands_are_run_in_turn_and_compared(
-    tmp_path: Path, workload_path: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, common: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "log"
     ours = f'cmd:echo a >> {log}; echo chatter; echo \'{{"output_tokens_per_s": 20, "peak_rss_mb": 9}}\''
     theirs = f'cmd:echo b >> {log}; echo \'{{"output_tokens_per_s": 30.0, "latency_p50_s": 1.5}}\''
-    assert compare(workload_path, "--rounds", "2", ours, theirs) == 0
+    assert main([*common, "--rounds", "2", ours, theirs]) == 0
     assert log.read_text().split() == ["a", "b", "a", "b"]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("| entry ")
     assert len(lines) == 5
-    first, second = json.loads(lines[-1])["entries"]
-    ours, theirs = first["workloads"]["work"], second["workloads"]["work"]
-    assert (ours["ratio"], theirs["ratio"], theirs["all_ratios"]) == (1.0, 1.5, [1.5, 1.5])
-    assert theirs["all_output_tokens_per_s"] == [30, 30]
-    assert (theirs["latency_p50_s"], theirs["peak_rss_mb"]) == (1.5, None)
+    first, second = (entry["workloads"]["work"] for entry in json.loads(lines[-1])["entries"])
+    assert (first["ratio"], second["ratio"], second["all_ratios"]) == (1.0, 1.5, [1.5, 1.5])
+    assert second["all_output_tokens_per_s"] == [30, 30]
+    assert (second["latency_p50_s"], second["peak_rss_mb"]) == (1.5, None)
 
 
 def test_further_workloads_are_compared_each_by_itself_and_entries_have_short_names(
-    tmp_path: Path, workload_path: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, common: list[str], figures: Figures
 ) -> None:
-    other = tmp_path / "other.jsonl"
-    other.write_text(Path(workload_path).read_text())
-    log = tmp_path / "log"
+    other, log = write_workload(tmp_path / "other.jsonl", {}), tmp_path / "log"
     also = '"also": {"other": {"output_tokens_per_s": 7, "decode_tokens_per_s": 8}}'
     entry = f"x int8 = cmd:echo {{common}} >> {log}; echo '{{\"output_tokens_per_s\": 2, {also}}}'"
-    assert compare(workload_path, entry, "--also", str(other), "--rounds", "1") == 0
-    out = capsys.readouterr().out.splitlines()
-    [found] = json.loads(out[-1])["entries"]
+    [found] = figures(main, *common, entry, "--also", other, "--rounds", "1")["entries"]
     assert found["name"] == "x int8"
     assert [found["workloads"][name]["output_tokens_per_s"] for name in ("work", "other")] == [2, 7]
     assert found["workloads"]["other"]["decode_tokens_per_s"] == 8
-    assert {"work", "other"} <= set(out)
-    assert f"--workload {workload_path} --threads 1 --also {other}" in log.read_text()
+    assert f"--threads 1 --also {other}" in log.read_text()
 
 
-def test_an_entry_that_fails_is_left_out_and_told(workload_path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare(workload_path, "--rounds", "2", "cmd:echo '{\"output_tokens_per_s\": 2}'", "cmd:exit 3") == 1
-    out, err = capsys.readouterr()
-    first, second = json.loads(out.splitlines()[-1])["entries"]
+def test_an_entry_that_fails_is_left_out_and_told(common: list[str], figures: Figures) -> None:
+    entries = ["cmd:echo '{\"output_tokens_per_s\": 2}'", "cmd:exit 3"]
+    first, second = figures(main, *common, "--rounds", "2", *entries, status=1)["entries"]
     assert (first["failure"], first["workloads"]["work"]["ratio"]) == (None, 1.0)
     assert (second["failure"], second["workloads"]["work"]["ratio"]) == ("it ended with status 3", None)
-    assert err.count("round 2") == 1
+
+
+def test_llama_cpp_is_asked_for_the_workloads_sizes_and_its_times_become_figures(
+    tmp_path: Path, figures: Figures
+) -> None:
+    program = tmp_path / "llama-batched-bench"
+    program.write_text(f"#!/bin/sh\necho \"$@\" >> {tmp_path}/log\necho chatter\necho '{json.dumps(LINE)}'\n")
+    program.chmod(0o755)
+    workload = write_workload(tmp_path / "decode_2.jsonl", *[{"prompt_token_ids": [7] * 16}] * 2)
+    options = ["--model", "m.gguf", "--workload", workload, "--program", program, "--threads", "2", "--repeat", "1"]
+    found = figures(engines.main, "llama-cpp", *options)
+    assert (tmp_path / "log").read_text().splitlines()[-1].endswith("-c 40 -npp 16 -ntg 4 -npl 2")
+    assert found["prompt_tokens_per_s"] == 2 * 16 / 0.5
+    assert found["decode_tokens_per_s"] == pytest.approx(2 * 4 / 2.0)
+    assert found["seconds"] == 0.5 + 3 * 0.5  # the first token comes with the prompts, three steps follow

@@ -14,24 +14,25 @@ from benchmarks.harness.answer import Answer
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.processes import cpu_between, family
 from benchmarks.harness.service import Service
-from benchmarks.service.fleet import Load, Round, drive, figures_of
+from benchmarks.service import fleet
+from benchmarks.service.fleet import Round, drive, figures_of
 from tests.benchmarks.servers import simulated_service
 
-LOAD = Load(streams=6, tokens=5, prompt_tokens=4, step_ms=10)
+OPTIONS = "--streams 6 --tokens 5 --prompt-tokens 4 --step-ms 10 --replicas 1 --rounds 2"
 
 
 def answered(begun_s: float, *delivered_s: float, replica: str | None = "a") -> Answer:
     headers = {} if replica is None else {"x-carousel-replica": replica}
     return Answer(
-        begun_s, 200, headers, delivered_s=[*delivered_s], num_pieces=len(delivered_s),
-        is_whole=True, ended_s=delivered_s[-1],
+        begun_s, [*delivered_s], begun_s=begun_s, status=200, headers=headers, num_pieces=len(delivered_s),
+        is_done=True, ended_s=delivered_s[-1],
     )  # fmt: skip
 
 
 def test_figures_are_what_is_added_to_the_step() -> None:
     done = Round([answered(1.0, 1.05, 1.06, 1.08), answered(1.0, 1.03, 1.04, 1.05)])
     figures = figures_of(
-        [done], LOAD, num_replicas=2, cpu_s={"x": 0.0004, "y": 0.0002, "z": 0.0}, client_cpu_s=0.00006,
+        [done], step_ms=10, num_replicas=2, cpu_s={"x": 0.0004, "y": 0.0002, "z": 0.0}, client_cpu_s=0.00006,
         idle_cpu_per_s=0.05, num_processes=3,
     )  # fmt: skip
     assert figures["tokens_per_s"] == pytest.approx(6 / 0.08)
@@ -46,7 +47,7 @@ def test_figures_are_what_is_added_to_the_step() -> None:
 def test_an_engine_behind_the_api_is_driven_to_the_last_token(demo_path: Path) -> None:
     with simulated_service(demo_path, step_ms=10) as url:
         running = Service(Target.parse(url), os.getpid())
-        figures = drive(running, LOAD, num_replicas=1, num_rounds=2, idle_s=0.1)
+        figures = drive(running, fleet._parser().parse_args(OPTIONS.split()), idle_s=0.1)
     assert len(figures["all_tokens_per_s"]) == 2
     assert 0 < figures["tokens_per_s"] < 6 * 5 / (5 * 0.01)
     assert figures["cpu_us_per_token"] > 0

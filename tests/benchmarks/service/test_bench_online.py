@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +14,22 @@ import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
 from benchmarks.service import online
+from benchmarks.service.arrivals import bursts, poisson
+from tests.benchmarks.conftest import Figures, write_workload
 from tests.benchmarks.servers import serving, simulated_service, stream, told_server
 from tests.waiting import until
 
 
 @pytest.fixture
-def workload_path(tmp_path: Path) -> Path:
-    lines = [
-        {"id": f"r{number}", "prompt_token_ids": [300 + number] * 8, "max_tokens": 6, "ignore_eos": True, "tenant": "t"}
-        for number in range(10)
-    ]
-    path = tmp_path / "workload.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+def common(tmp_path: Path) -> list[str]:
+    lines = [{"prompt_token_ids": [300 + number] * 8, "max_tokens": 6, "tenant": "t"} for number in range(10)]
+    return ["--model", "simulated", "--workload", str(write_workload(tmp_path / "workload.jsonl", *lines))]
 
 
-def run(url: str, workload: Path, *options: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    arguments = ["--base-url", url, "--model", "simulated", "--workload", str(workload), *options]
-    assert online.main(arguments) == 0, capsys.readouterr().err
-    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    return found
-
-
-def test_times_are_those_of_the_simulated_engine(
-    demo_path: Path, workload_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    out = tmp_path / "out.json"
+def test_times_are_those_of_the_simulated_engine(demo_path: Path, common: list[str], figures: Figures) -> None:
     with simulated_service(demo_path, step_ms=20) as url:
         options = ["--rate", "40", "--requests", "20", "--slo-ttft-ms", "60000", "--slo-itl-ms", "60000"]
-        found = run(url, workload_path, *options, "--json", str(out), capsys=capsys)
-    assert json.loads(out.read_text()) == found
+        found = figures(online.main, "--base-url", url, *common, *options)
     assert (found["num_requests"], found["num_answered"], found["errors"]) == (20, 20, {})
     assert found["num_output_tokens"] == 20 * 6
     assert found["ttft_p50_s"] > 0.02
@@ -53,7 +39,7 @@ def test_times_are_those_of_the_simulated_engine(
     assert found["lateness_max_ms"] > 0
 
 
-def test_slow_answers_delay_no_arrival(workload_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_answers_delay_no_arrival(common: list[str], figures: Figures) -> None:
     """None is answered before all have come: a client that waited for an answer would wait for ever."""
     num_arrived = 0
 
@@ -70,39 +56,40 @@ def test_slow_answers_delay_no_arrival(workload_path: Path, capsys: pytest.Captu
 
     with serving(told_server(answer)) as url:
         options = ["--rate", "100", "--warm-up", "0", "--slo-ttft-ms", "400"]
-        found = run(url, workload_path, *options, capsys=capsys)
+        found = figures(online.main, "--base-url", url, *common, *options)
     assert (found["num_answered"], found["seconds"] < 6) == (10, True), "one after the other they take 6 s"
     assert found["ttft_p50_s"] > 0.5
     assert found["goodput_share"] == 0.0
 
 
-def test_errors_are_counted_by_what_they_were(workload_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_counted_by_what_they_were(common: list[str], figures: Figures) -> None:
     def answer(number: int) -> Any:
         return (
             JSONResponse({"error": {}}, status_code=429) if number % 2 else stream(num_tokens=0 if number == 0 else 3)
         )
 
     with serving(told_server(answer)) as url:
-        found = run(url, workload_path, "--rate", "100", "--warm-up", "0", capsys=capsys)
-    assert found["errors"] == {"429": 5, "no_text": 1}
+        found = figures(online.main, "--base-url", url, *common, "--rate", "100", "--warm-up", "0")
+    assert found["errors"] == {"status 429": 5, "no text": 1}
     assert found["refused_share"] == 0.5
     assert found["refusal_p50_ms"] > 0
 
 
-def test_a_sweep_has_a_row_for_each_factor(
-    demo_path: Path, workload_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_has_a_row_for_each_factor(demo_path: Path, common: list[str], figures: Figures) -> None:
     with simulated_service(demo_path, step_ms=20, max_running=2, max_waiting=2) as url:
-        arguments = ["--base-url", url, "--model", "simulated", "--workload", str(workload_path)]
         sweep = ["--sweep", "0.5,8", "--capacity", "14", "--duration", "0.7"]
-        assert online.main([*arguments, *sweep]) == 0
-    out = capsys.readouterr().out
-    slow, fast = json.loads(out.splitlines()[-1])["rows"]
+        slow, fast = figures(online.main, "--base-url", url, *common, *sweep)["rows"]
     assert (slow["factor"], fast["factor"], slow["rate"], fast["rate"]) == (0.5, 8, 7, 112)
     assert slow["num_requests"] < 15 < fast["num_requests"]
     assert slow["refused_share"] < 0.3 < fast["refused_share"]
     assert fast["refusal_p50_ms"] > 0
-    assert len(out.splitlines()) == 2 + 2 + 1
+
+
+def test_poisson_arrivals_come_at_the_asked_rate_and_bursts_at_once_with_the_same_mean() -> None:
+    """Not at half of it, as when a fixed gap is added to the exponential one."""
+    *_, last = islice(poisson(8.0, seed=7), 20_000)
+    assert last / 20_000 == pytest.approx(1 / 8.0, rel=0.02)
+    assert list(islice(bursts(3, 6.0), 7)) == [0, 0, 0, 0.5, 0.5, 0.5, 1.0]
 
 
 def test_the_clients_load_no_torch() -> None:

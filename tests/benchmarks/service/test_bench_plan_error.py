@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,12 +14,13 @@ import pytest
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.service import Service
 from benchmarks.service import plan_error
+from tests.benchmarks.conftest import Figures
 from tests.benchmarks.servers import simulated_service
 from tests.deployments.plan.measured import measured_replica
 
 
 def test_a_row_is_predicted_and_served(
-    demo_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    demo_path: Path, tmp_path: Path, figures: Figures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
     def service(application: Mapping[str, Any]) -> Iterator[Service]:
@@ -34,11 +34,9 @@ def test_a_row_is_predicted_and_served(
     replica = measured_replica()
     known = replace(replica.facts, vocab_size=700)  # of the bundled model
     replace(replica, facts=known).write(tmp_path / "costs.simulated.json")
-    assert plan_error.main(["--costs", str(tmp_path / "costs.json"), "--rows", "11", "--seconds", "1"]) == 0
-    shown = capsys.readouterr().out
-    assert "11 simulated conv continuous x1 0.5" in shown
-    [row] = json.loads(shown.splitlines()[-1])["rows"]
-    assert row["num_requests"] >= 20
+    options = ["--costs", tmp_path / "costs.json", "--rows", "11", "--seconds", "1"]
+    [row] = figures(plan_error.main, *options)["rows"]
+    assert (row["name"], row["num_requests"] >= 20) == ("simulated conv continuous x1 0.5", True)
     predicted, measured = row["predicted"], row["measured"]
     assert 0.010 <= predicted["itl_p50"] < 0.020, "by the costs of a step, not by how fast this machine is"
     assert measured["itl_p50"] >= 0.01

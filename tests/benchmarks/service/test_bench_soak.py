@@ -17,21 +17,19 @@ from typing import Any
 
 import pytest
 
-from app.api import RequestHandler, ServedModel, build_app
 from app.build import build_engine
-from app.config import ApiConfig, ApplicationConfig, EngineConfig
+from app.config import ApiConfig, EngineConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.request import Generate, Pooling, Request, TokenDelta
 from app.text import Tokenizer
 from benchmarks.harness.answer import ask
 from benchmarks.harness.http_call import Target
-from benchmarks.service import soak
 from benchmarks.service.canaries import KINDS, Secrets, heard
 from benchmarks.service.hostile_requests import Tally, attack, hostile_requests
 from benchmarks.service.soak import Sample, attack_figures, figures_of, is_bad, process_figures
 from benchmarks.service.tenants import FINE, Found, Reply, Tenants
 from tests.api.keys import ring
-from tests.benchmarks.servers import serving, simulated_service
+from tests.benchmarks.servers import served, simulated_service
 
 KEYS = {"one": "sk-one", "two": "sk-two", "three": "sk-three"}
 # The others need a batch service, a place for tools, or processes that taste grammars.
@@ -59,17 +57,11 @@ def engine(demo_path: Path) -> Iterator[AsyncEngine]:
 
 @contextmanager
 def service(engine: AsyncEngine, tokenizer: Tokenizer, generate: Generate, *, share_prefixes: bool) -> Iterator[str]:
-    async def is_ready() -> bool:
-        return True
-
-    model = ServedModel(
-        name="demo", tokenizer=tokenizer, facts=engine.facts, generate=generate, created=0, pooling=Pooling.LAST
-    )
     run = uuid.uuid4().hex  # tenants of its own: the engine, and what it has cached, is that of other tests too
     hashes = [hashlib.sha256(key.encode()).hexdigest() for key in KEYS.values()]
-    keys = [{"name": f"{run}-{number}", "sha256": each} for number, each in enumerate(hashes)]
-    config = ApiConfig(share_prefixes=share_prefixes)
-    with serving(build_app(RequestHandler([model], config, authenticator=ring(keys)), is_ready)) as url:
+    keys = ring([{"name": f"{run}-{number}", "sha256": each} for number, each in enumerate(hashes)])
+    of_model = {"name": "demo", "generate": generate, "pooling": Pooling.LAST, "authenticator": keys}
+    with served(engine, tokenizer, ApiConfig(share_prefixes=share_prefixes), **of_model) as url:
         yield url
 
 
@@ -230,9 +222,3 @@ def test_memory_counts_by_quarters_and_new_processes_when_they_are_a_minute_old(
     assert not is_bad(fine)
     for changes in ({"growth": {title: 1.06}}, {"restarts": ["ingress"]}, {"left": {"running": 1}}, {"sang": 0.5}):
         assert is_bad(fine | changes)
-
-
-def test_the_application_is_one_that_the_service_takes() -> None:
-    adapters = {"adapter": "folder"}
-    args = soak.application("models/demo", Path("keys.yaml"), Path("folder"), adapters, num_blocks=200)
-    assert [model.name for model in ApplicationConfig.model_validate(args).models] == ["chaos"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
 from app.engine.engine import Engine
-from app.engine.policies import FairShare
+from app.engine.policies import GENERATED_WEIGHT, PROMPT_WEIGHT, FairShare
+from app.fair import FairShares
 from tests.fakes import CountingRunner, build_fake_engine, make_request, run_to_end
 
 POLITE = [f"polite-{n}" for n in range(9)]
@@ -91,9 +93,8 @@ def test_long_requests_are_charged_for_what_they_are() -> None:
                 waiting[tenant] += 1
         traffic.step()
         for tenant in sizes:
-            waiting[tenant] = traffic.engine._scheduler._policy._inner.shares.num_waiting(tenant)  # type: ignore[attr-defined]
-    shares = traffic.engine._scheduler._policy._inner.shares  # type: ignore[attr-defined]
-    assert jain(shares.served(tenant) for tenant in sizes) >= 0.995
+            waiting[tenant] = shares_of(traffic.engine).num_waiting(tenant)
+    assert jain(shares_of(traffic.engine).served(tenant) for tenant in sizes) >= 0.995
 
 
 @pytest.mark.parametrize("idle_steps", [50, 1000])
@@ -130,12 +131,48 @@ def test_a_new_tenant_does_not_wait_for_the_backlog_of_others() -> None:
     assert traffic.shares(slice(-30, None), ["polite"]) == [12 + 12 - 1]
 
 
-def test_idle_tenants_are_forgotten_in_the_end() -> None:
-    engine = build_fake_engine(policy="fair")
+def shares_of(engine: Engine) -> FairShares:
     policy = engine._scheduler._policy._inner  # type: ignore[attr-defined]
     assert isinstance(policy, FairShare)
-    policy.shares.max_idle = 50
+    return policy.shares
+
+
+def test_a_tenant_is_not_charged_again_for_what_a_preemption_makes_us_compute_again() -> None:
+    engine = build_fake_engine(policy="fair", num_blocks=8, prefix_caching=False)
+    requests = [make_request((5, 6, 7, 8, n), max_tokens=14, tenant="a") for n in range(2, 6)]
+    run_to_end(engine, *requests)
+    assert engine.stats().total_preemptions > 0
+    assert shares_of(engine).served("a") == 4 * (5 * PROMPT_WEIGHT + 14 * GENERATED_WEIGHT)
+
+
+def test_a_tenant_is_not_charged_for_background_requests() -> None:
+    engine = build_fake_engine(policy="fair")
+    run_to_end(engine, make_request((5, 6, 7), max_tokens=2, tenant="a"))
+    charged = shares_of(engine).served("a")
+    assert charged == 3 * PROMPT_WEIGHT + 2 * GENERATED_WEIGHT
+    run_to_end(engine, replace(make_request((7, 8, 9), max_tokens=6, tenant="a"), is_background=True))
+    assert shares_of(engine).served("a") == charged
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_new_tenant_begins_where_others_are(*, waits: bool) -> None:
+    """Also where nothing waits: then where the last began that joined."""
+    engine = build_fake_engine(policy="fair", max_running=1)
+    run_to_end(engine, make_request((5, 6, 7), max_tokens=30, tenant="old"))
+    served = shares_of(engine).served("old")
+    for _ in range(2 if waits else 1):
+        engine.add(make_request((5, 6, 8), max_tokens=30, tenant="old"))
+    engine.step()
+    assert shares_of(engine).num_waiting("old") == waits
+    engine.add(make_request((5, 6, 9), tenant="new"))
+    assert shares_of(engine).served("new") >= served > 60
+
+
+def test_idle_tenants_are_forgotten_in_the_end() -> None:
+    engine = build_fake_engine(policy="fair")
+    shares = shares_of(engine)
+    shares.max_idle = 50
     for number in range(300):
         run_to_end(engine, make_request(tenant=f"tenant-{number}", max_tokens=1))
-    assert len(policy.shares) <= 52
-    assert len(policy.shares._order) <= 52
+    assert len(shares) <= 52
+    assert len(shares._order) <= 52

@@ -70,6 +70,13 @@ def test_what_is_masked_is_never_drawn_and_ties_go_to_the_first(native: NativeDr
     assert set(native(logits, range(4), items(4, top_k=3)).tolist()) <= {37, 38, 39}
 
 
+@pytest.mark.parametrize("way", ["plain", "native"])
+def test_top_p_takes_no_token_more_once_it_is_reached(way: str, native: NativeDraw) -> None:
+    logits = torch.full((64, 4), -2.0)
+    drawn = (draw if way == "plain" else native)(logits, range(64), items(64, top_p=0.5))
+    assert set(drawn.tolist()) == {0, 1}
+
+
 def test_frequencies_follow_the_probabilities(native: NativeDraw) -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.15, 0.1])
     tokens = native(probabilities.log().expand(20_000, 4), range(20_000), items(20_000))

@@ -372,7 +372,7 @@ def as_markdown(results: list[Compiled]) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--markdown", action="store_true", help="a table for docs/results/gpu.md, of all shapes and architectures"
+        "--markdown", action="store_true", help="print a Markdown table of all shapes and architectures"
     )
     is_markdown = parser.parse_args().markdown
     found = compile_all(is_whole=is_markdown)

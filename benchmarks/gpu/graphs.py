@@ -1,0 +1,83 @@
+"""The graphs that steps replay: made by themselves, watched, and what takes their place where there is no GPU.
+
+A run that stands in has the code of a GPU around it: its kernels run in Triton's interpreter, graphs do their work
+again. Nothing of that says anything about speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import app.model.ways.gpu
+
+Work = Callable[[], torch.Tensor]
+
+
+def captured(function: Work, device: torch.device) -> Work:
+    """A graph of the work, as the engine captures it: the host would be slower than the device."""
+    replay: Work = vars(app.model.ways.gpu)["CudaCapture"](device)(function)
+    return replay
+
+
+@dataclass(slots=True)
+class Replays:
+    """The graphs that are captured while it watches."""
+
+    num_graphs: int = 0
+    last: Work | None = None  # of the step that was launched last; None: it had no graph
+
+    @contextmanager
+    def watched(self) -> Iterator[Replays]:
+        """In here runners are built of which the graphs are seen."""
+        real: Callable[[torch.device], Any] = vars(app.model.ways.gpu)["CudaCapture"]
+
+        def capture_on(device: torch.device) -> Callable[[Work], Work]:
+            capture = real(device)
+            return lambda function: self._noting(capture(function))
+
+        with patch("app.model.ways.gpu.CudaCapture", capture_on):
+            yield self
+
+    def _noting(self, replay: Work) -> Work:
+        self.num_graphs += 1
+
+        def noted() -> torch.Tensor:
+            self.last = replay
+            return replay()
+
+        return noted
+
+
+class WorkAgain:
+    """Stands for `CudaCapture`: like a graph it writes each result to where the first one was."""
+
+    def __init__(self, device: torch.device) -> None:
+        """device: is not used."""
+
+    def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        output = function()
+        return lambda: output.copy_(function())
+
+
+@contextmanager
+def standing_in(is_so: bool = True) -> Iterator[None]:
+    """The engine takes the CPU for a GPU: where it would choose Triton's kernels and graphs, it does."""
+    with ExitStack() as patches:
+        if not is_so:
+            yield
+            return
+        for name, replacement in {
+            "app.model.cuda.attention.TritonAttention.fits": staticmethod(lambda device: True),
+            "app.model.ways.gpu.CudaCapture": WorkAgain,
+            "app.model.ways.gpu.verify_steps": lambda *_, **__: None,  # many steps, and the interpreter is slow
+            "app.model.verification.NUM_TOKENS": 4,
+            "torch.cuda.synchronize": lambda device=None: None,
+        }.items():
+            patches.enter_context(patch(name, replacement))
+        yield
