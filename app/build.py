@@ -270,18 +270,22 @@ def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | No
     """None where the runner computes with no adapters."""
     if not runner.adapts:
         return None
-    from app.model.adapter_files import another_base, folder_of_adapter, names_in_config
+    from app.model.adapter_files import another_base, check_digest, folder_of_adapter, names_in_config
 
     model = config.model
     served = (model.path, *names_in_config(resolve_model_path(model.path)))
 
     def load(adapter: Adapter, make_room: Callable[[], None]) -> object:
         folder = folder_of_adapter(adapter)
-        weights = runner.load_adapter(folder, make_room)
-        difference = another_base(folder, served, model.revision)
-        if difference is not None:
-            logger.warning("the adapter %s fits by its sizes, but %s", adapter.name, difference)
-        return weights
+
+        def check_and_make_room() -> None:
+            check_digest(adapter, folder)  # after they were read: the files may be replaced at any moment
+            difference = another_base(folder, served, model.revision)
+            if difference is not None:
+                logger.warning("the adapter %s fits by its sizes, but %s", adapter.name, difference)
+            make_room()
+
+        return runner.load_adapter(folder, check_and_make_room)
 
     max_loaded = model.max_loaded_adapters or MAX_LOADED_ADAPTERS
     return AdapterStore(load, unload=runner.unload_adapter, max_loaded=max_loaded)

@@ -25,8 +25,12 @@ def may_pass(error: OSError | sqlite3.Error) -> bool:
     """Whether a storage that failed like this may work again without a change of its settings."""
     if isinstance(error, OSError):
         return error.errno in _PASSING
-    # The lowest byte is the primary code of SQLite, the others say where it happened.
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING_SQLITE
+    return primary_code(error) in _PASSING_SQLITE
+
+
+def primary_code(error: sqlite3.Error) -> int:
+    """What has gone wrong, as SQLite numbers it, without where that happened; 0: it was not in SQLite."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 def cache_folder() -> Path:

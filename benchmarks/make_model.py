@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,33 +27,22 @@ CHAT_TEMPLATE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The sizes of a Llama, by transformers' names."""
-
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    intermediate_size: int
-    vocab_size: int
-
-
-SHAPES = {
+Shape = Mapping[str, int]  # the sizes of a Llama, by transformers' names
+SHAPES: dict[str, Shape] = {
     # SmolLM2-135M
-    "135m": Shape(
-        hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
-        vocab_size=49152,
-    ),
+    "135m": {
+        "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "intermediate_size": 1536, "vocab_size": 49152,
+    },
     # Llama 3.2 1B; making it takes 8 GB of memory
-    "1b": Shape(
-        hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192,
-        vocab_size=128256,
-    ),
-    "25m": Shape(
-        hidden_size=384, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=2, intermediate_size=1024,
-        vocab_size=8192,
-    ),
+    "1b": {
+        "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 8192, "vocab_size": 128256,
+    },
+    "25m": {
+        "hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2,
+        "intermediate_size": 1024, "vocab_size": 8192,
+    },
 }  # fmt: skip
 
 
@@ -71,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_model(shape: Shape, folder: str, *, seed: int, init_range: float, texts: Sequence[Path]) -> None:
     """Write a model folder in bfloat16: weights, configuration, a tokenizer trained on the texts."""
-    tokenizer = train_tokenizer(texts, min(shape.vocab_size, MAX_TOKENIZER_SIZE))
+    tokenizer = train_tokenizer(texts, min(shape["vocab_size"], MAX_TOKENIZER_SIZE))
     model = random_llama(shape, seed=seed, init_range=init_range)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -81,7 +69,7 @@ def make_model(shape: Shape, folder: str, *, seed: int, init_range: float, texts
 
 def random_llama(shape: Shape, *, seed: int, init_range: float) -> LlamaForCausalLM:
     config = LlamaConfig(
-        **asdict(shape),
+        **shape,
         max_position_embeddings=CONTEXT_LENGTH,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},

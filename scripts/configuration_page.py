@@ -85,25 +85,34 @@ def _presets() -> Iterator[str]:
 
 def _choice(name: str, kinds: Iterable[type[BaseModel]]) -> Iterator[str]:
     """What may be chosen by name, with the parameters of each."""
-    yield f"| `{name}` | Parameter | Default | Values | What it does |\n|---|---|---|---|---|"
+    yield f"| `{name}` | Parameter | Default; values | What it does |\n|---|---|---|---|"
     seen: set[str] = set()  # what other choices have too stands once
     for kind in kinds:
         rows = {
-            parameter: f"`{parameter}` | {_default(field)} | {_values(field)} | {field.description}"
+            parameter: f"`{parameter}` | {_default_and_values(field)} | {field.description}"
             for parameter, field in parameters_of(kind).items()
         }
         again = ", ".join(f"`{parameter}`" for parameter, row in rows.items() if row in seen)
-        yield f"| `{choice_of(kind)}` | {again + ': as above ' if again else ''}| | | {kind.__doc__} |"
+        yield f"| `{choice_of(kind)}` | {again + ': as above ' if again else ''}| | {kind.__doc__} |"
         yield from (f"| | {row} |" for row in rows.values() if row not in seen)
         seen.update(rows.values())
     yield ""
 
 
 def _table(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[str]:
-    yield "| Setting | Default | Values | What it is |\n|---|---|---|---|"
+    yield "| Setting | Default; values | What it is |\n|---|---|---|"
     for name, field in fields:
-        yield f"| `{name}` | {_default(field)} | {_values(field)} | {field.description or ''} |"
+        yield f"| `{name}` | {_default_and_values(field)} | {field.description or ''} |"
     yield ""
+
+
+def _default_and_values(field: FieldInfo) -> str:
+    """Both in one cell. A default tells the kind of value: of it only the range is written."""
+    default, values = _default(field), _values(field)
+    if isinstance(field.default, (bool, int, float, str)):
+        kind = next((word for word in _WORDS.values() if values.startswith(word)), "")
+        values = values.removeprefix(kind).lstrip(", ")
+    return f"{default}; {values}" if values else default
 
 
 def _default(field: FieldInfo) -> str:

@@ -12,7 +12,7 @@ from app.build import build_sync_engine
 from app.config import EngineConfig, ModelConfig, SchedulerConfig
 from app.text import Tokenizer
 from tests.demo_tasks import EXACT_KINDS, FALLBACK, Question, mixed_questions
-from tests.fakes import make_request, run_to_end
+from tests.kit.engine import make_request, run_to_end
 
 
 @pytest.fixture(scope="module")

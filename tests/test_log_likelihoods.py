@@ -18,7 +18,7 @@ from app.api import RequestHandler, ServedModel, build_app
 from app.build import build_engine
 from app.config import ApiConfig, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.text import Tokenizer
-from tests.api.openai_clients import openai_client
+from tests.kit.service import openai_client
 
 TOLERANCE = 1e-4
 CONTEXTS = ("What is 12 + 30?", "2 4 6 8", "Sort: 9 3 7", "Hello", "Reverse: a b c d e f g", "é € 😀 x", "7")

@@ -10,7 +10,7 @@ from app.build import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig
 from app.engine.request import FinishReason
 from app.text import Tokenizer
-from tests.fakes import make_request, run_to_end
+from tests.kit.engine import make_request, run_to_end
 
 MAX_TOKENS = 64
 CHATS = (

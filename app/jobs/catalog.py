@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from app.batches import JobState, PageOf
+from app.disk import primary_code
 from app.errors import InvalidSetup, NotFound
 from app.jobs.job import ItemError, Job, StoredFile
 from app.jobs.space import MIN_CHARGED_BYTES
@@ -58,16 +59,18 @@ class Catalog:
     """The database of one folder. Every change raises Superseded once another process has opened it."""
 
     def __init__(self, folder: Path) -> None:
-        """Make it where there is none. Raises InvalidSetup for one that a version with other tables has made."""
+        """Make it where there is none.
+
+        Raises InvalidSetup for one that a version with other tables has made, and for one that is damaged or gone:
+        what it no longer names would be swept away.
+        """
         self._path = folder / "batches.sqlite3"
         self._connection = self._connect()
-        [version] = self._connection.execute("PRAGMA user_version").fetchone()
-        if version not in (0, _VERSION):  # none yet, or this one
+        try:
+            self._check()
+        except BaseException:
             self._connection.close()
-            raise InvalidSetup(
-                f"{self._path} has tables of version {version}; this Carousel reads {_VERSION}: set batches.path to "
-                f"another folder, or run the version that made it until its batches have ended"
-            )
+            raise
         self._connection.execute("PRAGMA journal_mode = TRUNCATE")
         self._connection.execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
         self._connection.execute("PRAGMA secure_delete = FAST")  # a secret that is forgotten is not in the file
@@ -235,6 +238,30 @@ class Catalog:
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
         connection.row_factory = sqlite3.Row
         return connection
+
+    def _check(self) -> None:
+        try:
+            [version] = self._connection.execute("PRAGMA user_version").fetchone()
+            [problem] = self._connection.execute("PRAGMA integrity_check(1)").fetchone()
+        except sqlite3.DatabaseError as error:
+            if primary_code(error) not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                raise
+            raise self._lost(f"it is damaged: {error}") from error
+        if problem != "ok":
+            raise self._lost(f"it is damaged: {problem}")
+        if version not in (0, _VERSION):  # none yet, or this one
+            raise InvalidSetup(
+                f"{self._path} has tables of version {version}; this Carousel reads {_VERSION}: set batches.path to "
+                f"another folder, or run the version that made it until its batches have ended"
+            )
+        if version == 0 and any(self._path.parent.glob("*/*")):
+            raise self._lost("it is empty, and the folder is not")
+
+    def _lost(self, problem: str) -> InvalidSetup:
+        return InvalidSetup(
+            f"{self._path} cannot be used: {problem}; nothing was changed: restore the whole folder from a backup, or "
+            f"set batches.path to another one (files and results of batches are below {self._path.parent})"
+        )
 
     def _take_generation(self) -> int:
         query = "UPDATE service SET generation = generation + 1 RETURNING generation"

@@ -23,15 +23,18 @@ def adapter_at(name: str, path: str) -> Adapter:
 
 
 def folder_of_adapter(adapter: Adapter) -> Path:
-    """Raises UnsupportedAdapter if the files here are others than those that were named."""
-    folder = adapter_folder(folder_seen_from_here(adapter.path))
+    """Where its files are here. Raises UnsupportedAdapter."""
+    return adapter_folder(folder_seen_from_here(adapter.path))
+
+
+def check_digest(adapter: Adapter, folder: Path) -> None:
+    """Raises UnsupportedAdapter if the files there are others than those that were named."""
     digest = adapter_digest(folder)
     if digest != adapter.digest:
         raise UnsupportedAdapter(
             f"the adapter {adapter.name} in {folder} is {digest} here and {adapter.digest} where it was named: copy "
             "the same files to every machine, and load it again under /admin/adapters"
         )
-    return folder
 
 
 def adapter_folder(path: str) -> Path:

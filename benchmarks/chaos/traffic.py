@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.harness.answer import Answer, follow
+from benchmarks.harness.answer import Answer, follow, random_prompt, streamed
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
 
@@ -89,7 +89,6 @@ async def moment(is_now: Callable[[], bool], *, look_s: float = 0.002) -> None:
 MODEL_NAME = "chaos"
 KINDS = ("greedy", "seeded", "penalties", "stop", "min_tokens", "n=3")
 _PROMPT_TOKENS = (5, 60)
-_FIRST_TOKEN = 300  # prompts are of ids from here on: text in most vocabularies
 _STOP_CHARACTERS = 7  # more than most tokens have, so that it spans two or three
 
 
@@ -111,10 +110,12 @@ def mixed(number: int, *, max_tokens: tuple[int, int], seed: int = 7) -> list[As
 def alike(number: int, *, num_tokens: int, num_prompt_tokens: int = 20) -> list[Asked]:
     """So many requests of one length, so that all are at the same point of it."""
     source = random.Random(11)
-    lengths = {"max_tokens": num_tokens, "ignore_eos": True}
+    usual = {"model": MODEL_NAME, "ignore_eos": True, "temperature": 1}
     return [
         Asked(
-            f"alike {place}", "seeded", _body(source, num_prompt_tokens) | {"seed": place, "temperature": 1} | lengths
+            f"alike {place}",
+            "seeded",
+            streamed(random_prompt(source, num_prompt_tokens), num_tokens, **usual, seed=place),
         )
         for place in range(number)
     ]
@@ -127,7 +128,8 @@ def with_stop(asked: Asked, text: str) -> Asked:
 
 
 def _asked(place: int, kind: str, source: random.Random, max_tokens: tuple[int, int]) -> Asked:
-    body = _body(source, source.randint(*_PROMPT_TOKENS)) | {"max_tokens": source.randint(*max_tokens)}
+    prompt = random_prompt(source, source.randint(*_PROMPT_TOKENS))
+    body = streamed(prompt, source.randint(*max_tokens), model=MODEL_NAME)
     if kind != "greedy":
         body |= {"temperature": 0.9, "seed": source.randrange(2**31)}
     if kind == "penalties":
@@ -137,13 +139,3 @@ def _asked(place: int, kind: str, source: random.Random, max_tokens: tuple[int, 
     if kind == "n=3":
         body |= {"n": 3, "max_tokens": -(-body["max_tokens"] // 2)}
     return Asked(f"{kind} {place}", kind, body)
-
-
-def _body(source: random.Random, num_prompt_tokens: int) -> dict[str, Any]:
-    return {
-        "model": MODEL_NAME,
-        "prompt": source.choices(range(_FIRST_TOKEN, 2 * _FIRST_TOKEN), k=num_prompt_tokens),
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }

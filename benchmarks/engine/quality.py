@@ -101,44 +101,36 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+_Scores = list[TokenLogprobs]  # of the tokens of one answer
+
+
 def compared(own: Sequence[list[_Scores]], other: Sequence[list[_Scores]]) -> dict[str, float]:
     """Both: the scores of the sampled texts, and of the greedy ones."""
+    sampled, greedy = (
+        [list(zip(*text, strict=True)) for text in zip(*both, strict=True)] for both in zip(own, other, strict=True)
+    )
+    losses = [[mine.logprob - theirs.logprob for mine, theirs in text] for text in sampled]
+    tokens = [loss for text in losses for loss in text]
+    # Of the mean difference of a token's log-likelihoods, with texts independent of each other.
+    error = math.hypot(*(sum(text) - fmean(tokens) * len(text) for text in losses)) / len(tokens)
     ratio = math.exp(_mean(own[0]) - _mean(other[0]))
     return {
         "mean_log_likelihood": _mean(other[0]),
         "perplexity_ratio": round(ratio, 6),
-        "divergence": round(_divergence(own[0], other[0]), 6),
-        "standard_error": round(ratio * _standard_error(own[0], other[0]), 6),
-        "same_top_token": _same(own[0], other[0]),
-        "same_greedy_token": _same(own[1], other[1]),
+        "divergence": round(fmean(loss**2 for loss in tokens) / 2, 6),
+        "standard_error": round(ratio * error, 6),
+        "same_top_token": _same(sampled),
+        "same_greedy_token": _same(greedy),
     }
-
-
-_Scores = list[TokenLogprobs]  # of the tokens of one answer
 
 
 def _mean(texts: list[_Scores]) -> float:
     return round(fmean(score.logprob for text in texts for score in text), 6)
 
 
-def _standard_error(own: list[_Scores], other: list[_Scores]) -> float:
-    """Of the mean difference of a token's log-likelihoods."""
-    losses = [
-        [mine.logprob - theirs.logprob for mine, theirs in zip(*pair, strict=True)]
-        for pair in zip(own, other, strict=True)
-    ]
-    mean = fmean(loss for text in losses for loss in text)
-    return math.hypot(*(sum(text) - mean * len(text) for text in losses)) / sum(map(len, losses))
-
-
-def _divergence(own: list[_Scores], other: list[_Scores]) -> float:
-    pairs = (pair for mine, theirs in zip(own, other, strict=True) for pair in zip(mine, theirs, strict=True))
-    return fmean((mine.logprob - theirs.logprob) ** 2 for mine, theirs in pairs) / 2
-
-
-def _same(own: list[_Scores], other: list[_Scores]) -> float:
-    pairs = [pair for mine, theirs in zip(own, other, strict=True) for pair in zip(mine, theirs, strict=True)]
-    return round(fmean(mine.top_token_ids[0] == theirs.top_token_ids[0] for mine, theirs in pairs), 6)
+def _same(texts: Sequence[Sequence[tuple[TokenLogprobs, ...]]]) -> float:
+    """How often both find the same token likeliest."""
+    return round(fmean(mine.top_token_ids[0] == theirs.top_token_ids[0] for text in texts for mine, theirs in text), 6)
 
 
 def _engine(model: ModelConfig, kv: KvType = "auto") -> Engine:

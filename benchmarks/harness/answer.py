@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -90,6 +91,17 @@ class Answer(Deliveries):
         moments = [self.begun_s, *self.events_s]
         pauses = [after - before for before, after in pairwise(moments) if after >= from_s and before <= to_s]
         return max(pauses, default=0.0)
+
+
+def streamed(prompt: Sequence[int], max_tokens: int, **more: Any) -> dict[str, Any]:
+    """The body of a completion of which the answer is streamed, with the count of its tokens; greedy by default."""
+    asked = {"prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
+    return asked | {"stream": True, "stream_options": {"include_usage": True}} | more
+
+
+def random_prompt(source: random.Random, num_tokens: int) -> list[int]:
+    """Ids that are text in most vocabularies."""
+    return source.choices(range(300, 600), k=num_tokens)
 
 
 async def ask(target: Target, request: bytes, *, timeout_s: float, arrival_s: float | None = None) -> Answer:

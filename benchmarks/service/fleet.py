@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness import machine
-from benchmarks.harness.answer import Answer, ask
+from benchmarks.harness.answer import Answer, ask, random_prompt, streamed
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
 from benchmarks.harness.figures import percentiles
 from benchmarks.harness.http_call import Target
@@ -43,7 +43,6 @@ REPLICA_HEADER = "x-carousel-replica"
 IDLE_S = 3.0
 WARM_UP_TOKENS = 16
 _PATIENCE_S = 60.0  # beyond what a round takes at least
-_FIRST_TOKEN = 300  # prompts are of ids from here on: text in most vocabularies
 _KV_BLOCK = 16
 
 
@@ -124,15 +123,11 @@ def drive(running: Service, given: argparse.Namespace, *, idle_s: float = IDLE_S
 def requests_of(target: Target, given: argparse.Namespace, source: random.Random, tokens: int) -> list[bytes]:
     """One for each stream: prompts of random tokens, new ones for each round, so that no prefix is known."""
 
-    def request() -> bytes:
-        prompt = source.choices(range(_FIRST_TOKEN, 2 * _FIRST_TOKEN), k=given.prompt_tokens)
-        asked = {
-            "model": MODEL_NAME, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0,
-            "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
-        return target.request("completions", asked)
-
-    return [request() for _ in range(given.streams)]
+    bodies = (
+        streamed(random_prompt(source, given.prompt_tokens), tokens, model=MODEL_NAME, ignore_eos=True)
+        for _ in range(given.streams)
+    )
+    return [target.request("completions", body) for body in bodies]
 
 
 async def play(target: Target, source: random.Random, given: argparse.Namespace, *, tokens: int) -> Round:

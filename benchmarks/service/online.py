@@ -24,7 +24,7 @@ from typing import Any
 
 from app.engine.request import Request
 from benchmarks.harness import machine
-from benchmarks.harness.answer import Answer, ask
+from benchmarks.harness.answer import Answer, ask, streamed
 from benchmarks.harness.command import (
     BenchmarkError,
     above_zero,
@@ -211,10 +211,8 @@ def completion_request(target: Target, model: str, request: Request) -> bytes:
     """A streaming call of /v1/completions with the request's own tokens. What other servers do not know is left out
     wherever it says nothing."""
     sampling = request.sampling
-    body: dict[str, Any] = {
-        "model": model, "prompt": list(request.prompt_token_ids), "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature, "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
+    more = {"model": model, "temperature": sampling.temperature}
+    body = streamed(request.prompt_token_ids, sampling.max_tokens, **more)
     if not sampling.is_greedy:
         body["seed"] = sampling.seed
     optional = {

@@ -10,7 +10,7 @@ from app.build import build_engine
 from app.config import EngineConfig
 from app.engine.async_engine import AsyncEngine
 from app.text import Tokenizer
-from tests.api.fakes import Service, say
+from tests.kit.service import Service, say
 from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 
 

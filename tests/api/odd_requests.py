@@ -7,7 +7,7 @@ import re
 import socket
 from urllib.parse import urlsplit
 
-from tests.api.keys import KEY
+from tests.kit.service import KEY
 
 REQUEST_LINES = [
     "GET /v1/models HTTP/1.1", "GET //v1/models HTTP/1.1", "GET /v1/../v1/models HTTP/1.1", "GET /V1/MODELS HTTP/1.1",

@@ -11,8 +11,7 @@ from app.api.endpoints.adapters import AdapterFindings, LoadedAdapters
 from app.engine.request import Adapter, Pooling
 from app.errors import InvalidSetup, UnsupportedAdapter
 from app.text import Tokenizer
-from tests.api.fakes import Answer, Script, Service, say, vector
-from tests.api.keys import ADMIN_KEY, KEY, OTHER_KEY, bearer, entry
+from tests.kit.service import ADMIN_KEY, KEY, OTHER_KEY, Answer, Script, Service, bearer, entry, say, vector
 
 
 class Replicas:

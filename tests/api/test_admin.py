@@ -12,8 +12,7 @@ from app.api.endpoints.admin import AdminRoutes, Findings, ProcessReport
 from app.config import KeyConfig
 from app.errors import LimitReached
 from app.text import Tokenizer
-from tests.api.fakes import Service, say
-from tests.api.keys import ADMIN_KEY, KEY, bearer, entry
+from tests.kit.service import ADMIN_KEY, KEY, Service, bearer, entry, say
 
 
 @pytest.fixture

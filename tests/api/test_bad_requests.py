@@ -19,7 +19,7 @@ from app.api.schemas.requests import ChatRequest, CompletionRequest, DetokenizeR
 from app.api.schemas.responses import ResponsesRequest
 from app.engine.request import Pooling
 from app.text import Tokenizer
-from tests.api.fakes import MAX_MODEL_LEN, Answer, Connection, Service, check_error, say
+from tests.kit.service import MAX_MODEL_LEN, Answer, Connection, Service, check_error, say
 
 USER = {"role": "user", "content": "Hi"}
 TOOL = {"type": "function", "function": {"name": "f"}}

@@ -25,9 +25,21 @@ from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
-from tests.api.batch_services import ENDED, begun_batch, http_client, job_ended, line_of, openai_batches, sent_batch
-from tests.api.fakes import CASCADE, Service, say, without_times
-from tests.api.keys import bearer, entry
+from tests.kit.service import (
+    CASCADE,
+    ENDED,
+    Service,
+    bearer,
+    begun_batch,
+    entry,
+    http_client,
+    job_ended,
+    line_of,
+    openai_batches,
+    say,
+    sent_batch,
+    without_times,
+)
 from tests.stalls import stalls_of_loop
 from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 from tests.waiting import until

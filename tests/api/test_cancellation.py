@@ -8,9 +8,8 @@ import pytest
 
 from app.api import build_app
 from app.text import Tokenizer
-from tests.api.fakes import Answer, Connection, Service
-from tests.api.keys import ADMIN_KEY, KEY, OTHER_KEY, bearer, entry
-from tests.fleet.replicas import LocalFleet
+from tests.kit.fleet import LocalFleet
+from tests.kit.service import ADMIN_KEY, KEY, OTHER_KEY, Answer, Connection, Service, bearer, entry
 from tests.waiting import until
 
 KEYS = [entry(), entry(OTHER_KEY, "bob"), entry(ADMIN_KEY, "root", admin=True)]

@@ -9,7 +9,7 @@ import pytest
 
 from app.engine.request import FinishReason
 from app.text import Tokenizer
-from tests.api.fakes import MAX_MODEL_LEN, Service, last, say
+from tests.kit.service import MAX_MODEL_LEN, Service, last, say
 
 USER = {"role": "user", "content": "Hi"}
 

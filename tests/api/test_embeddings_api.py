@@ -22,9 +22,17 @@ from app.engine.request import FinishReason, Pooling, Request, TokenDelta
 from app.errors import Overloaded
 from app.json_pieces import json_pieces
 from app.text import Tokenizer
-from tests.api.fakes import Answer, Connection, Service, Step, steps_of_vectors, vector
-from tests.api.keys import bearer, entry
-from tests.api.openai_clients import openai_client
+from tests.kit.service import (
+    Answer,
+    Connection,
+    Service,
+    Step,
+    bearer,
+    entry,
+    openai_client,
+    steps_of_vectors,
+    vector,
+)
 from tests.stalls import stalls_of_loop
 
 

@@ -15,8 +15,7 @@ from app.api.output.tool_grammars import moved
 from app.engine.async_engine import AsyncEngine
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
-from tests.api.fakes import Service
-from tests.api.openai_clients import openai_client
+from tests.kit.service import Service, openai_client
 from tests.text.tool_calls.templates import TEMPLATES
 
 WEATHER = {

@@ -14,11 +14,9 @@ import pytest
 
 from app.api.endpoints import live
 from app.text import Tokenizer
-from tests.api.batch_services import served
-from tests.api.fakes import Connection, Service, check_error, routes_of, say
-from tests.api.keys import ADMIN_KEY, KEY, bearer, entry
 from tests.api.odd_requests import answered, exchange
 from tests.benchmarks.servers import serving
+from tests.kit.service import ADMIN_KEY, KEY, Connection, Service, bearer, check_error, entry, routes_of, say, served
 
 OPEN = {"/health", "/ready", "/", "/page/page.css"}
 ADMIN = {"/admin/keys", "/admin/fleet", "/admin/live", "/admin/scheduler", "/admin/adapters"}
@@ -354,5 +352,5 @@ def test_the_log_of_a_failure_shows_no_text_that_it_was_about(
         answer = service.call("POST", "/v1/completions", {"prompt": "Hi", "stream": stream})
     assert answer.status == 500
     [line] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert "UnicodeEncodeError at fakes.py:" in line
+    assert "UnicodeEncodeError at service.py:" in line
     assert CANARY not in caplog.text

@@ -10,7 +10,7 @@ import pytest
 from app.api.auth.keys import KeyRing, NoAuthentication
 from app.config import KeyConfig
 from app.errors import Unauthenticated
-from tests.api.keys import KEY, OTHER_KEY, entry
+from tests.kit.service import KEY, OTHER_KEY, entry
 
 
 def ring(*entries: dict[str, Any]) -> KeyRing:

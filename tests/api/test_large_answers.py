@@ -19,8 +19,7 @@ from app.engine.request import FinishReason, Pooling, Request, TokenDelta, Token
 from app.errors import LimitReached
 from app.json_pieces import PIECE_BYTES
 from app.text import Tokenizer
-from tests.api.batch_services import served
-from tests.api.fakes import WAIT, Answer, Connection, Service, Step, last
+from tests.kit.service import WAIT, Answer, Connection, Service, Step, last, served
 from tests.waiting import until
 
 NUM_TOKENS = 2000

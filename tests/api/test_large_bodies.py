@@ -16,7 +16,7 @@ from app.api.generation import MAX_LONGER_TEXT, USUAL_CHARACTERS_PER_TOKEN
 from app.engine.request import Pooling
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
-from tests.api.fakes import MAX_MODEL_LEN, Connection, Service, say
+from tests.kit.service import MAX_MODEL_LEN, Connection, Service, say
 from tests.stalls import stalls_of_loop
 from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 

@@ -15,8 +15,7 @@ from app.config import KeyConfig
 from app.errors import InvalidRequest, LimitReached, NotPermitted, Overloaded
 from app.fair import SharedPool
 from app.text import Tokenizer
-from tests.api.fakes import WAIT, Answer, Connection, Service, say
-from tests.api.keys import KEY, OTHER_KEY, bearer, entry
+from tests.kit.service import KEY, OTHER_KEY, WAIT, Answer, Connection, Service, bearer, entry, say
 from tests.waiting import until
 
 

@@ -12,9 +12,7 @@ import pytest
 
 from app.engine.request import Request
 from app.text import Tokenizer
-from tests.api.batch_services import begun_batch, http_client, job_ended, line_of
-from tests.api.fakes import Service, say
-from tests.api.keys import KEY, OTHER_KEY, bearer, entry
+from tests.kit.service import KEY, OTHER_KEY, Service, bearer, begun_batch, entry, http_client, job_ended, line_of, say
 from tests.waiting import until
 
 

@@ -18,9 +18,9 @@ from app.api.endpoints import live
 from app.api.endpoints.live import MAX_VIEWERS, LiveFeed
 from app.engine.snapshot import EngineSnapshot
 from app.errors import Overloaded
-from tests.api.fakes import Connection, Service
 from tests.benchmarks.servers import serving
-from tests.fakes import build_fake_engine, make_request
+from tests.kit.engine import build_fake_engine, make_request
+from tests.kit.service import Connection, Service
 from tests.waiting import eventually, until
 
 

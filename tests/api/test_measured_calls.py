@@ -7,7 +7,7 @@ import asyncio
 from app.engine.request import FinishReason
 from app.errors import Overloaded, StepFailed
 from app.text import Tokenizer
-from tests.api.fakes import WAIT, Connection, Service, last, say
+from tests.kit.service import WAIT, Connection, Service, last, say
 from tests.metrics.test_exposition import parsed, value
 from tests.waiting import until
 

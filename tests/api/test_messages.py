@@ -18,8 +18,7 @@ from app.jobs.job import Item
 from app.jobs.outputs import BatchFormat
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
-from tests.api.fakes import CALL, Answer, Service, Step, calling, last, say
-from tests.api.keys import KEY, bearer, entry
+from tests.kit.service import CALL, KEY, Answer, Service, Step, bearer, calling, entry, last, say
 
 PATH = "/v1/messages"
 TOOL = {"name": "f", "description": "Does it.", "input_schema": {"type": "object"}}

@@ -7,8 +7,7 @@ import pytest
 
 from app.errors import Overloaded
 from app.text import Tokenizer
-from tests.api.fakes import Service
-from tests.api.openai_clients import openai_client
+from tests.kit.service import Service, openai_client
 
 URL = "http://carousel/v1"
 USER = {"role": "user", "content": "Hi"}

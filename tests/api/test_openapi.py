@@ -13,9 +13,7 @@ from app.api.schemas.parameters import MAX_NAME_LENGTH, MAX_REMEMBERED_NAMES, Un
 from app.api.schemas.requests import CompletionRequest
 from app.config import ApiConfig
 from app.text import Tokenizer
-from tests.api.batch_services import http_client, served
-from tests.api.fakes import Service, routes_of, say
-from tests.api.keys import bearer, entry
+from tests.kit.service import Service, bearer, entry, http_client, routes_of, say, served
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["alone", "with batches"])

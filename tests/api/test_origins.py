@@ -13,9 +13,7 @@ from app.api.http.origins import OriginPolicy
 from app.config import ApiConfig
 from app.errors import NotPermitted
 from app.text import Tokenizer
-from tests.api.batch_services import http_client
-from tests.api.fakes import Answer, Service, say
-from tests.api.keys import bearer, entry
+from tests.kit.service import Answer, Service, bearer, entry, http_client, say
 
 PAGE = "https://chat.example.com"
 FOREIGN = ("https://evil.example", "null", "http://localhost:3000", "http://127.0.0.1:8001", "file://", "")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.fakes import Service
+from tests.kit.service import Service
 
 FOLDER = Path(__file__).parents[2] / "app" / "api" / "page"
 FILES = sorted(FOLDER.iterdir())

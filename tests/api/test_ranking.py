@@ -20,8 +20,7 @@ from app.engine.request import Pooling, Request
 from app.errors import Overloaded
 from app.json_pieces import json_pieces
 from app.text import Tokenizer
-from tests.api.fakes import WAIT, Answer, Connection, Service, Step, hang_up, steps_of_vectors, vector
-from tests.api.keys import bearer, entry
+from tests.kit.service import WAIT, Answer, Connection, Service, Step, bearer, entry, hang_up, steps_of_vectors, vector
 from tests.stalls import stalls_of_loop
 from tests.tiny_encoders import VOCAB_SIZE, save_tiny_encoder, tiny_tokenizer
 

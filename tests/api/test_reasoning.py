@@ -18,8 +18,8 @@ from app.engine.request import FinishReason, Request, Thought, TokenDelta, Token
 from app.text import Tokenizer
 from app.text.reasoning import MARKS
 from app.text.tool_calls import FORMATS
-from tests.api.fakes import CALL, Answer, Service, Step, calling, last, say
 from tests.api.test_messages import events_of, together
+from tests.kit.service import CALL, Answer, Service, Step, calling, last, say
 from tests.text.tool_calls.templates import HERMES, tokenizer_with
 
 THINK = MARKS[0]

@@ -11,7 +11,7 @@ from app.batches import ItemOrigin
 from app.engine.request import EngineTimes, FinishReason, Queued, Request, TokenDelta
 from app.errors import Overloaded, StepFailed
 from app.text import Tokenizer
-from tests.api.fakes import Script, Service, last, say
+from tests.kit.service import Script, Service, last, say
 
 TIMES = EngineTimes(0.002, 0.003, "continuous-fcfs-00c0ffee")
 BODY = {"prompt": "Hi", "stream": True}

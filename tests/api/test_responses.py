@@ -15,8 +15,7 @@ from app.jobs.job import Item
 from app.jobs.outputs import BatchFormat
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
-from tests.api.fakes import CALL, Answer, Service, Step, calling, say
-from tests.api.openai_clients import openai_client
+from tests.kit.service import CALL, Answer, Service, Step, calling, openai_client, say
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 

@@ -6,7 +6,7 @@ import pytest
 
 from app.errors import EngineStopped, InvalidSetup, Unavailable
 from app.text import Tokenizer
-from tests.api.fakes import MAX_MODEL_LEN, Service, say
+from tests.kit.service import MAX_MODEL_LEN, Service, say
 
 
 def test_models_are_listed_and_retrieved_by_ids_with_slashes(tokenizer: Tokenizer) -> None:

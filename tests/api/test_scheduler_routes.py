@@ -10,8 +10,7 @@ from app.api import build_app
 from app.api.endpoints.scheduler import ReplicaScheduling, SchedulingFindings
 from app.config import PolicyConfig, SchedulerConfig, StaticConfig, StrategyConfig
 from app.text import Tokenizer
-from tests.api.fakes import Answer, Service
-from tests.api.keys import ADMIN_KEY, bearer, entry
+from tests.kit.service import ADMIN_KEY, Answer, Service, bearer, entry
 
 
 class Replicas:

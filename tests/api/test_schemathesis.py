@@ -23,8 +23,7 @@ from schemathesis.specs.openapi.checks import (
 
 from app.api.endpoints import live
 from app.text import Tokenizer
-from tests.api.batch_services import served
-from tests.api.fakes import Service, say
+from tests.kit.service import Service, say, served
 from tests.waiting import eventually
 
 PATIENCE_S = 10.0

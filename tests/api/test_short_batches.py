@@ -18,11 +18,25 @@ from app.batches import BatchLimits
 from app.config import WebhooksConfig
 from app.errors import Overloaded, StepFailed
 from app.text import Tokenizer
-from tests.api.batch_services import begun_batch, client_of, http_client, job_ended, line_of, sent_batch, served
-from tests.api.fakes import WAIT, Connection, Service, say
-from tests.api.keys import KEY, OTHER_KEY, bearer, entry
 from tests.api.test_bad_requests import FIELDS, JSON, LIKELY
 from tests.api.test_large_bodies import CountingTokenizer
+from tests.kit.service import (
+    KEY,
+    OTHER_KEY,
+    WAIT,
+    Connection,
+    Service,
+    bearer,
+    begun_batch,
+    client_of,
+    entry,
+    http_client,
+    job_ended,
+    line_of,
+    say,
+    sent_batch,
+    served,
+)
 from tests.stalls import stalls_of_loop
 from tests.waiting import until
 from tests.webhooks.receivers import LOCAL, SECRET, Receiver

@@ -18,8 +18,21 @@ from app.api.http.sse import HEARTBEAT, WhileConnected
 from app.engine.request import FinishReason, Queued, Request, TokenDelta
 from app.errors import DeadlineMissed, Overloaded, Quarantined, StepFailed, Unavailable
 from app.text import Tokenizer
-from tests.api.fakes import WAIT, Answer, Connection, Script, Service, Step, check_error, delta, last, say
-from tests.api.keys import ADMIN_KEY, bearer, entry
+from tests.kit.service import (
+    ADMIN_KEY,
+    WAIT,
+    Answer,
+    Connection,
+    Script,
+    Service,
+    Step,
+    bearer,
+    check_error,
+    delta,
+    entry,
+    last,
+    say,
+)
 from tests.waiting import until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}

@@ -17,8 +17,8 @@ from app.grammar.grammars import Grammars
 from app.grammar.vocabulary import Vocabulary
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS, CallPiece, ToolFormat, ToolParser
-from tests.api.fakes import Service, say
 from tests.grammar.documents import allowed_ids
+from tests.kit.service import Service, say
 from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 
 END, MAX_TOKENS = 267, 300

@@ -12,8 +12,7 @@ from pydantic import BaseModel
 
 from app.engine.async_engine import AsyncEngine
 from app.text import Tokenizer
-from tests.api.fakes import Service
-from tests.api.openai_clients import openai_client
+from tests.kit.service import Service, openai_client
 
 USER = {"role": "user", "content": "Tell me of a bird."}
 

@@ -11,7 +11,7 @@ from app.api.output.structured_output import schema_grammar
 from app.engine.request import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from app.errors import InvalidRequest
 from app.text import Tokenizer
-from tests.api.fakes import Service
+from tests.kit.service import Service
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ANY_OBJECT = {"type": "object"}

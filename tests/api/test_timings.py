@@ -17,8 +17,8 @@ from app.engine.request import EngineTimes, FinishReason, Pooling, Request, Toke
 from app.engine.trace.entries import Arrival, Entry
 from app.engine.trace.recorder import StepRecorder
 from app.text import Tokenizer
-from tests.api.fakes import Answer, Service, last
-from tests.fakes import build_fake_engine
+from tests.kit.engine import build_fake_engine
+from tests.kit.service import Answer, Service, last
 
 ASKING = {"x-carousel-timings": "1"}
 TIMES = EngineTimes(0.25, 0.5, "continuous-fcfs-00c0ffee")

@@ -10,7 +10,7 @@ import pytest
 from app.api.output.token_details import COMPLETION_LOGPROBS, TokenLogprob, TokenNames, write_logprobs
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.text import Tokenizer
-from tests.api.fakes import MAX_MODEL_LEN, Service, Step, last
+from tests.kit.service import MAX_MODEL_LEN, Service, Step, last
 from tests.text.small_tokenizers import build_byte_level
 
 END = 4  # the bundled model's end token

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from app.text import Tokenizer
-from tests.api.fakes import MAX_MODEL_LEN, Service, say
+from tests.kit.service import MAX_MODEL_LEN, Service, say
 
 
 def test_a_text_becomes_its_token_ids_and_comes_back(service: Service) -> None:

@@ -10,8 +10,7 @@ import pytest
 from app.engine.request import FinishReason
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
-from tests.api.fakes import CALL, WAIT, Service, calling, say
-from tests.api.openai_clients import openai_client
+from tests.kit.service import CALL, WAIT, Service, calling, openai_client, say
 from tests.metrics.test_exposition import value
 from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 

@@ -18,7 +18,7 @@ from app.metrics import EngineReport, RequestMetrics, Scrape, exposition
 from benchmarks import groups
 from benchmarks.groups import Limits, Parts, arm_of, compared, critical_value, difference_of, read
 from tests.benchmarks.servers import serving
-from tests.fakes import build_fake_engine
+from tests.kit.engine import build_fake_engine
 
 LIMITS = Limits(0.1, 0.02)
 NUM_PARTS = 12

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.make_model import Shape, make_model
+from benchmarks.make_model import SHAPES, make_model
 from benchmarks.make_workload import WORKLOADS, make_workload
 
 
@@ -25,10 +25,7 @@ def test_tokens_are_those_that_the_peers_were_measured_with() -> None:
 
 
 def test_the_same_seed_gives_the_same_model(tmp_path: Path) -> None:
-    shape = Shape(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32,
-        vocab_size=400,
-    )  # fmt: skip
+    shape = SHAPES["25m"] | {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 400}
     for name in ("one", "two"):
         torch.manual_seed(len(name))  # must not matter
         make_model(shape, str(tmp_path / name), seed=3, init_range=0.1, texts=[Path(__file__)])

@@ -13,7 +13,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.serve.settings import BATCHES_CPUS, INGRESS_CPUS, read_serve_file
-from tests.api.keys import entry
+from tests.kit.service import entry
 
 PROJECT = Path(__file__).parents[2]
 Json = dict[str, Any]

@@ -23,7 +23,7 @@ from app.fleet.dispatch import GroupChooser, make_policy
 from app.text import Tokenizer
 from deployments.serve import replica as replica_module
 from deployments.serve.transport import ServeTransport
-from tests.fleet.replicas import Counts
+from tests.kit.fleet import Counts
 
 PROJECT = Path(__file__).parents[2]
 PAGE = PROJECT / "docs" / "design" / "request-path.md"

@@ -17,14 +17,16 @@ from app.engine.batch import DeviceLost, StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.request import Adapter, Request
 from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, InvalidSetup, Overloaded, Quarantined, StepFailed
-from tests.fakes import (
+from tests.kit.engine import (
     CountingRunner,
     FakeClock,
     GatedRunner,
+    PoisonedRunner,
     async_engine,
     build_fake_engine,
     expected_tokens,
     make_request,
+    tokens_of,
 )
 from tests.waiting import until
 
@@ -57,20 +59,15 @@ class FailingRunner(CountingRunner):
         return super().run(batch)
 
 
-def test_concurrent_requests_each_get_their_own_tokens() -> None:
+async def test_concurrent_requests_each_get_their_own_tokens() -> None:
     requests = [make_request((5, 6, 7 + n), max_tokens=3 + n) for n in range(20)]
-
-    async def main(engine: AsyncEngine) -> list[list[int]]:
-        return await asyncio.gather(*(collect(engine, request) for request in requests))
-
     with async_engine() as engine:
-        heard = asyncio.run(main(engine))
-    assert heard == [expected_tokens(r.prompt_token_ids, r.sampling.max_tokens) for r in requests]
+        heard = await asyncio.gather(*(collect(engine, request) for request in requests))
+    assert heard == [tokens_of(request) for request in requests]
 
 
 async def test_closing_the_stream_aborts_the_request_and_frees_its_blocks() -> None:
     runner = GatedRunner()
-
     with async_engine(runner, num_blocks=256) as engine:
         deltas = engine.generate(make_request(max_tokens=900))
         runner.gate.release()
@@ -82,14 +79,13 @@ async def test_closing_the_stream_aborts_the_request_and_frees_its_blocks() -> N
     assert len(runner.batches) <= 2
 
 
-def test_what_cannot_be_served_raises_before_anything_is_queued() -> None:
+async def test_what_cannot_be_served_raises_before_anything_is_queued() -> None:
     with async_engine() as engine, pytest.raises(InvalidRequest, match="empty"):
-        asyncio.run(collect(engine, make_request(())))
+        await collect(engine, make_request(()))
 
 
 async def test_more_than_max_requests_are_refused_and_the_others_finish() -> None:
     runner = GatedRunner()
-
     with async_engine(runner, max_requests=2) as engine:
         requests = [make_request() for _ in range(2)]
         tasks = [asyncio.create_task(collect(engine, request)) for request in requests]
@@ -97,14 +93,12 @@ async def test_more_than_max_requests_are_refused_and_the_others_finish() -> Non
         with pytest.raises(Overloaded, match="2 requests"):
             await collect(engine, make_request())
         runner.gate.release(100)
-        for request, task in zip(requests, tasks, strict=True):
-            assert await task == expected_tokens(request.prompt_token_ids, 4)
+        assert await asyncio.gather(*tasks) == [tokens_of(request) for request in requests]
         assert len(await collect(engine, make_request())) == 4
 
 
 async def test_a_request_id_in_use_is_refused() -> None:
     runner = GatedRunner()
-
     with async_engine(runner) as engine:
         task = asyncio.create_task(collect(engine, make_request(request_id="same")))
         await asyncio.sleep(0)
@@ -119,7 +113,7 @@ async def test_a_failed_step_fails_its_requests_and_the_engine_lives_on() -> Non
         with pytest.raises(StepFailed):
             await collect(engine, make_request())
         request = make_request()
-        assert await collect(engine, request) == expected_tokens(request.prompt_token_ids, 4)
+        assert await collect(engine, request) == tokens_of(request)
         engine.check_health()
 
 
@@ -179,7 +173,6 @@ def test_an_engine_that_cannot_be_prepared_is_not_made() -> None:
 
 async def test_shutdown_fails_open_requests_and_refuses_new_ones() -> None:
     runner = GatedRunner()
-
     with async_engine(runner) as engine:
         task = asyncio.create_task(collect(engine, make_request(max_tokens=50)))
         await asyncio.sleep(0)
@@ -211,41 +204,25 @@ def test_an_engine_serves_several_event_loops() -> None:
 
 
 async def test_one_poisonous_request_fails_alone_and_the_others_go_on() -> None:
-    class Poisoned(CountingRunner):
-        def run(self, batch: StepBatch) -> StepResult:
-            if any(item.request_id == "bad" for item in batch.scheduled):
-                raise RuntimeError("poison")
-            return super().run(batch)
-
-    with async_engine(Poisoned()) as engine:
+    with async_engine(PoisonedRunner("bad")) as engine:
         requests = [make_request((5, 6, n)) for n in range(3)]
         good = [asyncio.create_task(collect(engine, request)) for request in requests]
         bad = asyncio.create_task(collect(engine, make_request((9, 9), request_id="bad")))
-        for request, task in zip(requests, good, strict=True):
-            assert await task == expected_tokens(request.prompt_token_ids, 4)
+        assert await asyncio.gather(*good) == [tokens_of(request) for request in requests]
         with pytest.raises(StepFailed):
             await bad
         engine.check_health()
 
 
 async def test_poison_that_comes_again_and_again_does_not_make_the_engine_unhealthy() -> None:
-    class Poisoned(CountingRunner):
-        def run(self, batch: StepBatch) -> StepResult:
-            if any(item.token_ids[:1] == (9,) for item in batch.scheduled):
-                raise RuntimeError("poison")
-            return super().run(batch)
-
-    with async_engine(Poisoned()) as engine:
-        for expected in (StepFailed, StepFailed, *[Quarantined] * 20):
+    with async_engine(PoisonedRunner("bad")) as engine:
+        for number, expected in enumerate((StepFailed, StepFailed, *[Quarantined] * 20)):
             with pytest.raises(expected):
-                await collect(engine, make_request((9, 9)))
+                await collect(engine, make_request((9, 9), request_id=f"bad-{number}"))
         engine.check_health()
 
 
-def test_a_partial_batch_starts_by_its_timer_without_polling() -> None:
-    async def main(engine: AsyncEngine) -> list[int]:
-        return await asyncio.wait_for(collect(engine, make_request()), timeout=10)
-
+async def test_a_partial_batch_starts_by_its_timer_without_polling() -> None:
     looks = 0
     with async_engine(strategy={"name": "static", "batch_size": 4, "max_wait_ms": 300}) as engine:
         inner = engine._engine
@@ -259,7 +236,7 @@ def test_a_partial_batch_starts_by_its_timer_without_polling() -> None:
                 return idle_s.fget(self)  # type: ignore[attr-defined,no-any-return]
 
         inner.__class__ = Watched
-        assert len(asyncio.run(main(engine))) == 4
+        assert len(await asyncio.wait_for(collect(engine, make_request()), timeout=10)) == 4
     assert looks < 40  # a few for each step and each wait; a loop that spins has thousands
 
 
@@ -269,21 +246,17 @@ async def test_an_expired_request_is_answered_while_the_engine_waits_for_a_batch
         await asyncio.wait_for(collect(engine, make_request(deadline_s=0.1)), timeout=10)
 
 
-def test_prompts_beyond_the_token_bound_are_refused_unless_no_other_waits() -> None:
+async def test_prompts_beyond_the_token_bound_are_refused_unless_no_other_waits() -> None:
     runner = GatedRunner()
-
-    async def main(engine: AsyncEngine) -> None:
-        tasks = [asyncio.create_task(collect(engine, make_request((5,) * 30, request_id="large")))]
+    with async_engine(runner, max_waiting_tokens=20) as engine:
+        large = asyncio.create_task(collect(engine, make_request((5,) * 30)))
         await asyncio.sleep(0)
         with pytest.raises(Overloaded, match="prompts of 30 tokens are waiting") as refused:
             await collect(engine, make_request())
         assert refused.value.retry_after_s == 1.0  # nothing is known of the pace
         runner.gate.release(100)
-        assert len(await tasks[0]) == 4
+        assert len(await large) == 4
         assert len(await collect(engine, make_request())) == 4
-
-    with async_engine(runner, max_waiting_tokens=20) as engine:
-        asyncio.run(main(engine))
 
 
 async def test_a_refused_client_gets_the_time_when_a_place_should_be_free() -> None:
@@ -332,7 +305,6 @@ async def test_a_request_that_is_not_to_wait_is_refused_where_it_would(strategy:
 
 async def test_a_request_that_is_not_to_wait_is_refused_where_its_prompt_has_no_memory() -> None:
     runner = GatedRunner()
-
     with async_engine(runner, num_blocks=4) as engine:
         task = asyncio.create_task(collect(engine, make_request(tuple(range(5, 14)))))
         await asyncio.sleep(0)
@@ -346,7 +318,6 @@ async def test_a_request_that_is_not_to_wait_is_refused_where_its_prompt_has_no_
 
 async def test_new_settings_hold_when_reconfigure_returns_and_no_request_is_lost() -> None:
     runner = GatedRunner()
-
     with async_engine(runner) as engine:
         requests = [make_request((5, 6, n), max_tokens=6) for n in range(5)]
         tasks = [asyncio.create_task(collect(engine, request)) for request in requests]
@@ -358,8 +329,7 @@ async def test_new_settings_hold_when_reconfigure_returns_and_no_request_is_lost
         runner.gate.release(100)
         await change
         assert (engine.stats().strategy, engine.stats().policy) == ("static", "sjf")
-        for request, task in zip(requests, tasks, strict=True):
-            assert await task == expected_tokens(request.prompt_token_ids, 6)
+        assert await asyncio.gather(*tasks) == [tokens_of(request) for request in requests]
         runner.shut()
         tasks = [asyncio.create_task(collect(engine, make_request())) for _ in range(4)]
         await asyncio.sleep(0)
@@ -371,7 +341,6 @@ async def test_new_settings_hold_when_reconfigure_returns_and_no_request_is_lost
 
 async def test_settings_that_a_stopped_engine_cannot_take_are_refused_and_no_caller_waits_for_ever() -> None:
     runner = GatedRunner()
-
     with async_engine(runner) as engine:
         task = asyncio.create_task(collect(engine, make_request()))
         await until(lambda: runner.is_waiting)

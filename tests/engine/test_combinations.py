@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.engine.request import FinishReason, Request
-from tests.fakes import FakeClock, Outcome, TimedRunner, build_fake_engine, expected_tokens, make_request, run_to_end
+from tests.kit.engine import TimedEngine, make_request
 
 pytestmark = pytest.mark.usefixtures("small_lengths")
 
@@ -51,23 +51,14 @@ def workload() -> list[Request]:
     "strategy", STRATEGIES + SELECTIVE, ids=lambda strategy: strategy["name"] + "-selective" * ("selective" in strategy)
 )
 def test_the_tokens_are_the_same_under_every_strategy_and_policy(strategy: Any, policy: str) -> None:
-    clock, requests = FakeClock(), workload()
-    engine = build_fake_engine(
-        runner=TimedRunner(clock), clock=clock, num_blocks=14, max_running=6, max_waiting=100,
-        strategy=strategy, policy=policy,
-    )  # fmt: skip
-    outcome = Outcome()
+    requests, limits = workload(), {"num_blocks": 14, "max_running": 6, "max_waiting": 100}
+    timed = TimedEngine(strategy=strategy, policy=policy, **limits)
     for start in range(0, NUM_REQUESTS, 16):  # they come in four waves, the later ones while others run
-        for request in requests[start : start + 16]:
-            engine.add(request)
+        timed.add(*requests[start : start + 16])
         for _ in range(10):
-            clock.advance(engine.idle_s or 0.0)
-            outcome.book(engine.step())
-    rest = run_to_end(engine, clock=clock)
-    for request in requests:
-        name = request.request_id
-        token_ids = outcome.token_ids.get(name, []) + rest.token_ids.get(name, [])
-        assert token_ids == expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
-        assert (outcome.reasons | rest.reasons)[name] is FinishReason.LENGTH
-    assert engine.stats().total_preemptions > 0
-    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+            timed.clock.advance(timed.engine.idle_s or 0.0)
+            timed.step()
+    timed.finish().check(*requests)
+    assert set(timed.outcome.reasons.values()) == {FinishReason.LENGTH}
+    assert timed.stats.total_preemptions > 0
+    assert timed.stats.num_free_blocks == timed.stats.num_blocks

@@ -16,7 +16,7 @@ import pytest
 from app.child_process import child_environment
 from app.engine.device_lease import SHORTEST_TURN_S, TURN_PER_SWITCH, DeviceLease
 from app.errors import InvalidSetup
-from tests.fakes import FakeClock
+from tests.kit.engine import FakeClock
 from tests.waiting import eventually
 
 ASKS = """

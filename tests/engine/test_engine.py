@@ -2,11 +2,18 @@ from dataclasses import replace
 
 import pytest
 
-from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import StepError
 from app.engine.request import FinishReason
 from app.errors import ContextTooLong, InvalidRequest
-from tests.fakes import VOCAB_SIZE, CountingRunner, build_fake_engine, expected_tokens, make_request, run_to_end
+from tests.kit.engine import (
+    VOCAB_SIZE,
+    CountingRunner,
+    PoisonedRunner,
+    build_fake_engine,
+    expected_tokens,
+    make_request,
+    run_to_end,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,32 +56,20 @@ def test_a_request_id_in_use_is_refused_and_can_be_used_again_later() -> None:
     engine.add(make_request(request_id="same"))
 
 
-class BreakableRunner(CountingRunner):
-    """Raises while it is broken."""
-
-    is_broken = False
-
-    def run(self, batch: StepBatch) -> StepResult:
-        if self.is_broken:
-            raise RuntimeError("a broken device")
-        return super().run(batch)
-
-
 def test_a_device_that_fails_on_every_request_ends_those_of_the_batch_and_no_others() -> None:
-    runner = BreakableRunner()
+    runner = PoisonedRunner()
     engine = build_fake_engine(runner=runner, max_running=2)
     first, second, waiting = (make_request((5, 6, n)) for n in (7, 8, 9))
     for request in (first, second, waiting):
         engine.add(request)
     engine.step()
-    runner.is_broken = True
+    runner.poison = ""
     with pytest.raises(StepError) as failed:
         engine.step()
-    runner.is_broken = False
+    runner.poison = "bad"
     assert set(failed.value.request_ids) == {first.request_id, second.request_id}
     assert isinstance(failed.value.__cause__, RuntimeError)
-    outcome = run_to_end(engine)
-    assert outcome.token_ids[waiting.request_id] == expected_tokens(waiting.prompt_token_ids, 4)
+    run_to_end(engine).check(waiting)
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
     assert engine.stats().total_failed == 2
 

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from app.engine.batch import StepBatch, StepResult
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs, merge_deltas
 from app.errors import StepFailed
 from tests.engine.test_overlapped_engine import LateRunner
-from tests.fakes import (
+from tests.kit.engine import (
     CountingRunner,
     Outcome,
+    PoisonedRunner,
     build_fake_engine,
-    expected_tokens,
     logprobs_after,
     make_request,
     run_to_end,
+    tokens_of,
 )
 
 RUNNERS: list[Callable[[], CountingRunner]] = [CountingRunner, LateRunner]
@@ -30,7 +30,7 @@ def prompt(length: int, first: int = 2) -> tuple[int, ...]:
 
 def check(outcome: Outcome, request: Request) -> None:
     """Every place has its value, once, in its order."""
-    tokens = [*request.prompt_token_ids, *expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)]
+    tokens = [*request.prompt_token_ids, *tokens_of(request)]
     assert outcome.token_ids[request.request_id] == tokens[len(request.prompt_token_ids) :]
     for given, num_top, places in (
         (outcome.logprobs, request.sampling.logprobs, range(len(request.prompt_token_ids), len(tokens))),
@@ -102,26 +102,16 @@ def test_preempted_prompts_are_scored_once(runner: Callable[[], CountingRunner])
         check(outcome, request)
 
 
-class Poisoned(CountingRunner):
-    """Fails whenever a certain request is in the step."""
-
-    poison = ""
-
-    def run(self, batch: StepBatch) -> StepResult:
-        if any(item.request_id == self.poison for item in batch.scheduled):
-            raise RuntimeError("poison")
-        return super().run(batch)
-
-
 def test_requests_in_a_step_with_a_failing_one_lose_nothing() -> None:
-    runner = Poisoned()
-    requests = [make_request(prompt(20, first=n), prompt_logprobs=1, logprobs=2) for n in range(5)]
-    runner.poison = requests[2].request_id
-    outcome = run_to_end(build_fake_engine(runner=runner, max_step_tokens=64), *requests)
-    assert isinstance(outcome.errors[runner.poison], StepFailed)
-    for request in requests:
-        if request.request_id != runner.poison:
-            check(outcome, request)
+    names = ["a", "b", "bad", "c", "d"]
+    requests = [
+        make_request(prompt(20, first=n), request_id=name, prompt_logprobs=1, logprobs=2)
+        for n, name in enumerate(names)
+    ]
+    outcome = run_to_end(build_fake_engine(runner=PoisonedRunner(), max_step_tokens=64), *requests)
+    assert isinstance(outcome.errors["bad"], StepFailed)
+    for request in (*requests[:2], *requests[3:]):
+        check(outcome, request)
 
 
 def test_joined_deltas_have_the_logprobs_of_all() -> None:

@@ -16,7 +16,7 @@ from app.engine.engine import StepError
 from app.engine.observer import StepObserver
 from app.engine.request import FinishReason, Request
 from app.errors import DeadlineMissed, Quarantined, StepFailed
-from tests.fakes import (
+from tests.kit.engine import (
     POOLINGS_OF_DECODERS,
     FakeClock,
     KnowingDrafter,
@@ -252,6 +252,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert waiting.num_tokens == sum(bucket.num_tokens for bucket in waiting.buckets) >= 0
         assert len(waiting) == sum(bucket.num_waiting for bucket in waiting.buckets)
         assert (len(waiting) == 0) == (waiting.num_tokens == 0) == (waiting.work == 0)
+        for sequence in self.engine._scheduler._sequences.values():
+            assert sequence.is_running or not (sequence.num_computed_tokens or sequence.blocks), "it holds nothing"
 
     @invariant()
     def no_step_exceeds_its_budget(self) -> None:

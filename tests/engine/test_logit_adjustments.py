@@ -5,7 +5,7 @@ from typing import Any
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.request import SamplingParams
 from app.engine.sequence import Sequence
-from tests.fakes import make_request
+from tests.kit.engine import make_request
 
 
 class Tokens(list[int]):

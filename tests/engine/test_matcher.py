@@ -14,7 +14,7 @@ from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import FinishReason, Grammar, GrammarKind, Request
 from app.errors import InvalidRequest
 from tests.engine.test_overlapped_engine import LateRunner
-from tests.fakes import (
+from tests.kit.engine import (
     EOS,
     VOCAB_SIZE,
     MadeMatchers,
@@ -25,7 +25,8 @@ from tests.fakes import (
     expected_tokens,
     first_allowed,
     make_request,
-)  # fmt: skip
+    run_to_end,
+)
 
 
 class LateMatchedRunner(LateRunner):
@@ -58,8 +59,7 @@ def served(engine: Engine, requests: Sequence[Request]) -> Outcome:
     outcome = Outcome()
     for request in requests:
         engine.add(request, matcher=MadeMatchers().matcher_of(request).result())
-    while engine.has_work:
-        outcome.book(engine.step())
+    run_to_end(engine, outcome=outcome)
     return outcome
 
 
@@ -68,7 +68,7 @@ def test_each_request_follows_its_own_matcher(engine: Engine) -> None:
     outcome = served(engine, [some, others, free])
     assert outcome.token_ids[some.request_id] == [3, 4, 3, 4, 3, 4]
     assert outcome.token_ids[others.request_id] == [7] * 6
-    assert outcome.token_ids[free.request_id] == expected_tokens(free.prompt_token_ids, 6)
+    outcome.check(free)
 
 
 def test_a_request_ends_where_only_its_end_is_allowed(engine: Engine) -> None:
@@ -86,7 +86,7 @@ def test_a_matcher_that_fails_ends_its_request_and_no_other(engine: Engine) -> N
     assert (error.code, error.param, str(error)) == ("grammar_too_complex", "structured_outputs", "it has failed")
     assert outcome.token_ids[failing.request_id] == [3, 4, 5]
     assert outcome.token_ids[fine.request_id] == [8, 9, 8, 9, 8, 9]
-    assert outcome.token_ids[free.request_id] == expected_tokens(free.prompt_token_ids, 6)
+    outcome.check(free)
     assert engine.stats().total_failed == 1
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 

@@ -17,7 +17,7 @@ from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import FinishReason, Pooling
 from app.errors import DeadlineMissed
 from tests.engine.test_invariants import EngineMachine, FailingOnDemand
-from tests.fakes import (
+from tests.kit.engine import (
     POOLINGS_OF_DECODERS,
     FakeClock,
     Outcome,
@@ -143,8 +143,7 @@ def test_a_runner_that_launches_gets_an_engine_that_is_ahead() -> None:
     request = make_request((5, 6, 7), max_tokens=6)
     engine.add(request)
     assert engine.step() == []  # launched, and nothing to wait for yet
-    outcome = run_to_end(engine)
-    assert outcome.token_ids[request.request_id] == expected_tokens((5, 6, 7), 6)
+    run_to_end(engine).check(request)
     assert runner.num_ahead == 5
     assert len(runner.batches) == 6  # the last token is known to be the last, so no step too many
 
@@ -199,8 +198,7 @@ def test_a_penalty_stops_no_launch_and_its_draws_know_all_tokens_before_them(*, 
     others = [make_request((5, 6, 8 + n), max_tokens=6) for n in range(3)]
     outcome = run_to_end(engine, penalised, *others)
     assert not outcome.errors
-    for request in (penalised, *others):
-        assert outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 6)
+    outcome.check(penalised, *others)
     assert runner.num_ahead == 5 - fails_drawing
     assert len(runner.deductions) >= 6
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
@@ -221,12 +219,10 @@ def test_a_step_that_fails_once_is_computed_again_with_the_same_tokens() -> None
         first, second = make_request((5, 6), max_tokens=8), make_request((7, 8), max_tokens=8)
         engine.add(first)
         engine.step()
-        engine.add(second)
         setattr(runner, fails, True)
-        outcome = run_to_end(engine)
+        outcome = run_to_end(engine, second)
         assert not outcome.errors
-        for request in (first, second):
-            assert outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 8)
+        outcome.check(first, second)
         assert engine.stats().num_free_blocks == engine.stats().num_blocks
         assert engine.stats().total_generated_tokens == 16
 
@@ -242,13 +238,10 @@ def test_a_poisonous_request_fails_alone_though_steps_were_launched_ahead() -> N
     for _ in range(4):
         outcome.book(engine.step())
     runner.poison = bad.request_id  # after some tokens
-    outcome.book([])
-    while engine.has_work:
-        outcome.book(engine.step())
+    run_to_end(engine, outcome=outcome)
     assert set(outcome.errors) == {bad.request_id}
     assert outcome.token_ids[bad.request_id] == expected_tokens((7, 8), 9)[: len(outcome.token_ids[bad.request_id])]
-    for request in good:
-        assert outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 9)
+    outcome.check(*good)
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
@@ -278,7 +271,7 @@ def test_a_missed_deadline_ends_a_request_while_steps_are_launched_ahead() -> No
     outcome = run_to_end(engine, slow, other, clock=clock)
     assert isinstance(outcome.errors[slow.request_id], DeadlineMissed)
     assert 0 < len(outcome.token_ids[slow.request_id]) <= 5
-    assert outcome.token_ids[other.request_id] == expected_tokens((7, 8), 9)
+    outcome.check(other)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS_OF_DECODERS)
@@ -312,7 +305,5 @@ def test_the_tokens_are_the_same_ahead_under_every_strategy_and_policy(strategy:
         make_request((5, 6, n), max_tokens=6 + n, priority=n % 3 - 1, tenant="ab"[n % 2], deadline_s=1e4)
         for n in range(14)
     ]
-    outcome = run_to_end(engine, *requests, clock=clock)
+    run_to_end(engine, *requests, clock=clock).check(*requests)
     assert engine.stats().total_preemptions > 0
-    for n, request in enumerate(requests):
-        assert outcome.token_ids[request.request_id] == expected_tokens((5, 6, n), 6 + n)

@@ -26,15 +26,7 @@ from app.engine.policies import SchedulingPolicy
 from app.engine.request import ModelInfo, Request
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
-from tests.fakes import (
-    VOCAB_SIZE,
-    CountingRunner,
-    FakeClock,
-    build_fake_engine,
-    expected_tokens,
-    make_request,
-    run_to_end,
-)
+from tests.kit.engine import VOCAB_SIZE, CountingRunner, FakeClock, build_fake_engine, make_request, run_to_end
 
 NUM_RUNNING = 128
 NUM_WAITING = 3_000
@@ -222,8 +214,5 @@ class EqualRank(SchedulingPolicy):
 def test_sequences_of_equal_rank_leave_in_any_order() -> None:
     engine = build_engine(EqualRank(), max_running=6, runner=CountingRunner(block_size=4))
     requests = [make_request((5, 6, 7 + n), max_tokens=tokens) for n, tokens in enumerate((4, 2, 5, 1, 3, 2, 6))]
-    outcome = run_to_end(engine, *requests)
-    for request in requests:
-        expected = expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
-        assert outcome.token_ids[request.request_id] == expected
+    run_to_end(engine, *requests).check(*requests)
     assert engine.stats().num_free_blocks == engine.stats().num_blocks

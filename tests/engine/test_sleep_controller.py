@@ -25,15 +25,7 @@ from app.engine.stats import SleepState
 from app.errors import DeadlineMissed, EngineStopped, InvalidSetup, Overloaded
 from tests.engine.test_device_lease import asking_process
 from tests.engine.test_overlapped_engine import LateRunner
-from tests.fakes import (
-    CountingRunner,
-    FakeClock,
-    Outcome,
-    build_fake_engine,
-    expected_tokens,
-    make_request,
-    run_to_end,
-)
+from tests.kit.engine import CountingRunner, FakeClock, Outcome, build_fake_engine, make_request, run_to_end, tokens_of
 from tests.waiting import until
 
 AFTER_S = 10.0
@@ -145,10 +137,7 @@ def test_requests_that_ran_go_on_with_the_same_tokens_after_sleep(num_steps: int
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
     assert engine.idle_s is None
     engine.wake()
-    while engine.has_work:
-        outcome.book(engine.step())
-    for request in requests:
-        assert outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 9)
+    run_to_end(engine, outcome=outcome).check(*requests)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 4])
@@ -160,9 +149,7 @@ def test_an_engine_a_step_ahead_sleeps_without_a_lost_token(num_steps: int) -> N
         outcome.book(engine.step())
     engine.sleep()
     engine.wake()
-    while engine.has_work:
-        outcome.book(engine.step())
-    assert outcome.token_ids[request.request_id] == expected_tokens((5, 6, 7), 6)
+    run_to_end(engine, outcome=outcome).check(request)
 
 
 def test_nothing_is_cached_after_sleep() -> None:
@@ -188,7 +175,7 @@ def test_an_engine_without_requests_sleeps_after_its_time_and_wakes_for_the_next
     request = make_request()
     dozing.engine.add(request)
     dozing.go_on()
-    assert dozing.outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 4)
+    dozing.outcome.check(request)
     stats = dozing.sleeper.stats
     assert (stats.state, stats.num_wakes, stats.last_wake_s) == (SleepState.AWAKE, 1, pytest.approx(WAKE_S))
 
@@ -278,7 +265,7 @@ def test_a_busy_engine_gives_way_after_its_turn_and_both_end_with_their_tokens(t
                 assert awake.runner.has_memory + asleep.runner.has_memory <= 1
             awake.clock.advance(0.001)
         for each, request in zip((awake, asleep), requests, strict=True):
-            assert each.outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 450)
+            each.outcome.check(request)
             assert each.sleeper.stats.num_turns_ended >= 1
 
 
@@ -357,8 +344,7 @@ def test_nothing_is_lost_and_none_waits_for_ever(tmp_path: Path, arrivals: list[
                     # All work there may be, and a few turns and switches.
                     assert clock() - began_at < 14 * 2 + 8 * (SHORTEST_TURN_S + 2 * WAKE_S * 11) + 20
         for _, engine, request in sent.values():
-            expected = expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
-            assert engine.outcome.token_ids[request.request_id] == expected
+            engine.outcome.check(request)
 
 
 # ---------------------------------------------------------------------- in its thread
@@ -380,34 +366,28 @@ async def heard(engine: AsyncEngine, request: Request) -> list[int]:
     return [token_id async for delta in engine.generate(request) for token_id in delta.token_ids]
 
 
-def test_a_service_sleeps_and_answers(tmp_path: Path) -> None:
-    async def main(engine: AsyncEngine, runner: DozingRunner) -> None:
+async def test_a_service_sleeps_and_answers(tmp_path: Path) -> None:
+    with dozing_service(tmp_path / "device.json") as (engine, runner):
         await until(lambda: engine.sleep.state is SleepState.ASLEEP)
         assert not runner.has_memory
         request = make_request()
-        assert await heard(engine, request) == expected_tokens(request.prompt_token_ids, 4)
+        assert await heard(engine, request) == tokens_of(request)
         measured = engine.measurements().sleep
         assert measured is not None
         assert measured.num_wakes == 1
         await until(lambda: engine.sleep.state is SleepState.ASLEEP)
         await engine.reconfigure(SchedulerConfig(max_running=2, max_waiting=2))
 
-    with dozing_service(tmp_path / "device.json") as (engine, runner):
-        asyncio.run(main(engine, runner))
 
-
-def test_a_request_that_is_not_to_wait_is_refused_in_sleep(tmp_path: Path) -> None:
-    async def main(engine: AsyncEngine) -> None:
+async def test_a_request_that_is_not_to_wait_is_refused_in_sleep(tmp_path: Path) -> None:
+    with dozing_service(tmp_path / "device.json") as (engine, _):
         await until(lambda: engine.sleep.state is SleepState.ASLEEP)
         with pytest.raises(Overloaded):
             await heard(engine, replace(make_request(), no_queue=True))
 
+
+async def test_requests_wait_for_the_memory_within_the_bounds_and_end_with_shutdown(tmp_path: Path) -> None:
     with dozing_service(tmp_path / "device.json") as (engine, _):
-        asyncio.run(main(engine))
-
-
-def test_requests_wait_for_the_memory_within_the_bounds_and_end_with_shutdown(tmp_path: Path) -> None:
-    async def main(engine: AsyncEngine) -> None:
         await until(lambda: engine.sleep.state is SleepState.ASLEEP)
         with_memory = turns_on(tmp_path / "device.json", clock=lambda: 1e9)  # its turn has no end
         waiting = [asyncio.ensure_future(heard(engine, make_request())) for _ in range(4)]
@@ -423,9 +403,6 @@ def test_requests_wait_for_the_memory_within_the_bounds_and_end_with_shutdown(tm
             assert len(await each) == 4
         with suppress(asyncio.CancelledError):
             await waiting[0]
-
-    with dozing_service(tmp_path / "device.json") as (engine, _):
-        asyncio.run(main(engine))
 
 
 @contextmanager
@@ -447,8 +424,8 @@ async def asked_in_sleep(engine: AsyncEngine, request: Request) -> asyncio.Futur
     return asked
 
 
-def test_a_request_cancelled_during_the_wake_is_never_computed_and_others_are(tmp_path: Path) -> None:
-    async def main(engine: AsyncEngine, runner: DozingRunner) -> None:
+async def test_a_request_cancelled_during_the_wake_is_never_computed_and_others_are(tmp_path: Path) -> None:
+    with waking(tmp_path / "device.json") as (engine, runner):
         cancelled = await asked_in_sleep(engine, make_request((5, 6, 7)))
         request = make_request((8, 9))
         kept = asyncio.ensure_future(heard(engine, request))
@@ -456,27 +433,21 @@ def test_a_request_cancelled_during_the_wake_is_never_computed_and_others_are(tm
         cancelled.cancel()
         await until(lambda: engine.num_requests == 1)  # its client need not wait for the wake
         runner.may_wake.set()
-        assert await kept == expected_tokens(request.prompt_token_ids, 4)
+        assert await kept == tokens_of(request)
         assert runner.computed == {request.request_id}
 
+
+async def test_an_engine_whose_only_request_is_cancelled_during_the_wake_sleeps_again(tmp_path: Path) -> None:
     with waking(tmp_path / "device.json") as (engine, runner):
-        asyncio.run(main(engine, runner))
-
-
-def test_an_engine_whose_only_request_is_cancelled_during_the_wake_sleeps_again(tmp_path: Path) -> None:
-    async def main(engine: AsyncEngine, runner: DozingRunner) -> None:
         (await asked_in_sleep(engine, make_request())).cancel()
         await until(lambda: engine.num_requests == 0)
         runner.may_wake.set()
         await until(lambda: engine.sleep.num_wakes == 1 and engine.sleep.state is SleepState.ASLEEP)
         assert runner.computed == set()
 
+
+async def test_a_deadline_that_passes_during_the_wake_is_missed_and_nothing_computed(tmp_path: Path) -> None:
     with waking(tmp_path / "device.json") as (engine, runner):
-        asyncio.run(main(engine, runner))
-
-
-def test_a_deadline_that_passes_during_the_wake_is_missed_and_nothing_computed(tmp_path: Path) -> None:
-    async def main(engine: AsyncEngine, runner: DozingRunner) -> None:
         request = make_request((8, 9))
         late = await asked_in_sleep(engine, make_request((5, 6, 7), deadline_s=0.03))
         kept = asyncio.ensure_future(heard(engine, request))
@@ -485,15 +456,12 @@ def test_a_deadline_that_passes_during_the_wake_is_missed_and_nothing_computed(t
         runner.may_wake.set()
         with pytest.raises(DeadlineMissed):
             await late
-        assert await kept == expected_tokens(request.prompt_token_ids, 4)
+        assert await kept == tokens_of(request)
         assert runner.computed == {request.request_id}
 
+
+async def test_shutdown_during_the_wake_ends_its_requests_and_gives_the_memory_back(tmp_path: Path) -> None:
     with waking(tmp_path / "device.json") as (engine, runner):
-        asyncio.run(main(engine, runner))
-
-
-def test_shutdown_during_the_wake_ends_its_requests_and_gives_the_memory_back(tmp_path: Path) -> None:
-    async def main(engine: AsyncEngine, runner: DozingRunner) -> None:
         asked = await asked_in_sleep(engine, make_request())
         stopping = asyncio.create_task(asyncio.to_thread(engine.shutdown))
         with suppress(EngineStopped):
@@ -503,28 +471,22 @@ def test_shutdown_during_the_wake_ends_its_requests_and_gives_the_memory_back(tm
         with pytest.raises(EngineStopped):
             await asked
         assert runner.computed == set()
-
-    with waking(tmp_path / "device.json") as (engine, runner):
-        asyncio.run(main(engine, runner))
         turns_on(tmp_path / "device.json", clock=lambda: 0.0).close()
 
 
-def test_a_wake_that_fails_ends_the_engine_and_gives_the_memory_back(tmp_path: Path) -> None:
-    async def main(engine: AsyncEngine, runner: DozingRunner) -> None:
+async def test_a_wake_that_fails_ends_the_engine_and_gives_the_memory_back(tmp_path: Path) -> None:
+    with dozing_service(tmp_path / "device.json") as (engine, runner):
         await until(lambda: engine.sleep.state is SleepState.ASLEEP)
         runner.wake_error = InvalidSetup("the file of the weights is gone")
         with pytest.raises(EngineStopped):
             await heard(engine, make_request())
         with pytest.raises(EngineStopped):
             engine.check_health()
-
-    with dozing_service(tmp_path / "device.json") as (engine, runner):
-        asyncio.run(main(engine, runner))
         turns_on(tmp_path / "device.json", clock=lambda: 0.0).close()
 
 
-def test_shutdown_in_sleep_ends_what_waits_for_memory_and_its_place_in_the_order(tmp_path: Path) -> None:
-    async def main(engine: AsyncEngine) -> None:
+async def test_shutdown_in_sleep_ends_what_waits_for_memory_and_its_place_in_the_order(tmp_path: Path) -> None:
+    with dozing_service(tmp_path / "device.json") as (engine, _):
         await until(lambda: engine.sleep.state is SleepState.ASLEEP)
         with_memory = turns_on(tmp_path / "device.json", clock=lambda: 1e9)  # its turn has no end
         asked = asyncio.ensure_future(heard(engine, make_request()))
@@ -536,16 +498,12 @@ def test_shutdown_in_sleep_ends_what_waits_for_memory_and_its_place_in_the_order
         assert with_memory.ends_at() is None
         with_memory.close()
 
-    with dozing_service(tmp_path / "device.json") as (engine, _):
-        asyncio.run(main(engine))
 
-
-def test_requests_go_on_when_the_process_that_has_the_memory_is_killed(
+async def test_requests_go_on_when_the_process_that_has_the_memory_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.engine.sleep_controller.RECHECK_S", 0.05)
-
-    async def main(engine: AsyncEngine) -> None:
+    with dozing_service(tmp_path / "device.json") as (engine, _):
         await until(lambda: engine.sleep.state is SleepState.ASLEEP)
         with asking_process(tmp_path / "device.json") as (process, answer):
             assert answer == "has it"
@@ -554,7 +512,4 @@ def test_requests_go_on_when_the_process_that_has_the_memory_is_killed(
             await until(lambda: engine.sleep.state is SleepState.QUEUED)
             os.kill(process.pid, signal.SIGKILL)
             answers = await asyncio.wait_for(asyncio.gather(*asked), 20)
-        assert answers == [expected_tokens(each.prompt_token_ids, 4) for each in requests]
-
-    with dozing_service(tmp_path / "device.json") as (engine, _):
-        asyncio.run(main(engine))
+        assert answers == [tokens_of(each) for each in requests]

@@ -8,7 +8,7 @@ from app.engine.observer import EndedStep, StepObserver
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.stats import EngineMeasurements
 from tests.engine.test_overlapped_engine import LateRunner
-from tests.fakes import FakeClock, TimedRunner, build_fake_engine, make_request, run_to_end
+from tests.kit.engine import FakeClock, TimedEngine, build_fake_engine, make_request, run_to_end
 
 
 def sizes(measurements: EngineMeasurements) -> list[int]:
@@ -17,11 +17,10 @@ def sizes(measurements: EngineMeasurements) -> list[int]:
 
 
 def test_the_times_of_queue_prefill_and_steps_are_those_of_the_clock() -> None:
-    clock = FakeClock()
-    engine = build_fake_engine(runner=TimedRunner(clock, step_s=0.5), clock=clock, max_running=1)
+    timed = TimedEngine(step_s=0.5, max_running=1)
     # 40 tokens are three chunks; the second request waits for these and for three more tokens.
-    run_to_end(engine, make_request(tuple(range(2, 42)), max_tokens=4), make_request((5, 6), max_tokens=1))
-    measured = engine.measurements()
+    timed.finish(make_request(tuple(range(2, 42)), max_tokens=4), make_request((5, 6), max_tokens=1))
+    measured = timed.engine.measurements()
     assert sizes(measured) == [2, 2, 7, 7]
     assert measured.queue_s.total == pytest.approx(0.0 + 6 * 0.5)
     assert measured.prefill_s.total == pytest.approx(3 * 0.5 + 0.5)
@@ -69,11 +68,10 @@ def test_the_outstanding_tokens_shrink_with_every_step_to_nothing() -> None:
 
 
 def test_a_first_token_comes_with_the_times_of_queue_and_prefill() -> None:
-    clock = FakeClock()
-    engine = build_fake_engine(runner=TimedRunner(clock, step_s=0.5), clock=clock, max_running=1)
+    timed = TimedEngine(step_s=0.5, max_running=1)
+    engine = timed.engine
     requests = [make_request(tuple(range(2, 42)), max_tokens=4), make_request((5, 6), max_tokens=2)]
-    for each in requests:
-        engine.add(each)
+    timed.add(*requests)
     deltas = [delta for _ in range(8) for delta in engine.step()]
     firsts = [delta for delta in deltas if delta.times is not None]
     assert [delta.request_id for delta in firsts] == [each.request_id for each in requests]
@@ -90,15 +88,14 @@ class Gaps(StepObserver):
 
 
 def test_a_gap_between_tokens_has_the_time_between_two_steps_in_it_but_no_idle_time() -> None:
-    clock, gaps = FakeClock(), Gaps()
-    engine = build_fake_engine(runner=TimedRunner(clock, step_s=0.5), clock=clock, recorder=gaps)
-    request = make_request()
-    engine.add(request)
+    gaps, request = Gaps(), make_request()
+    timed = TimedEngine(step_s=0.5, recorder=gaps)
+    timed.add(request)
     for _ in range(2):
-        engine.step()
-        clock.advance(0.25)
-    engine.abort(request.request_id)
-    clock.advance(100.0)
-    engine.add(make_request())
-    engine.step()
+        timed.step()
+        timed.clock.advance(0.25)
+    timed.engine.abort(request.request_id)
+    timed.clock.advance(100.0)
+    timed.add(make_request())
+    timed.step()
     assert gaps.seconds == pytest.approx([0.5, 0.75, 0.5])

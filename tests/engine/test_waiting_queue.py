@@ -7,7 +7,7 @@ import pytest
 from app.engine.policies import FirstComeFirstServed
 from app.engine.sequence import Sequence, SequenceStatus
 from app.engine.waiting_queue import WaitingQueue
-from tests.fakes import make_request
+from tests.kit.engine import make_request
 
 
 def queue_of(num_sequences: int) -> tuple[WaitingQueue, list[Sequence]]:

@@ -15,7 +15,7 @@ from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
 from app.engine.request import FinishReason, ModelInfo, Pooling, Request
 from tests.engine.test_combinations import STRATEGIES
-from tests.fakes import FakeClock, make_request, run_to_end
+from tests.kit.engine import FakeClock, make_request, run_to_end
 
 FACTS = ModelInfo(max_model_len=500, vocab_size=1000, eos_token_ids=(), embedding_size=1, generates=False)
 

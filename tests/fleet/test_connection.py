@@ -14,9 +14,8 @@ from app.fleet.connection import ReplicaConnection
 from app.fleet.dispatch import GroupChooser, make_policy
 from app.fleet.frames import encode
 from app.fleet.in_flight import InFlightRequest
-from tests.fakes import FakeClock, make_request
-from tests.fleet.replicas import Counts
-from tests.fleet.reports import make_report
+from tests.kit.engine import FakeClock, make_request
+from tests.kit.fleet import Counts, make_report
 from tests.waiting import until
 
 

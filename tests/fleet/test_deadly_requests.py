@@ -11,8 +11,8 @@ import pytest
 
 from app.engine.request import Request
 from app.errors import Overloaded, Unavailable
-from tests.fakes import FakeClock, expected_tokens, make_request
-from tests.fleet.replicas import LocalFleet, LocalReplica
+from tests.kit.engine import FakeClock, Outcome, make_request
+from tests.kit.fleet import LocalFleet, LocalReplica, check
 from tests.waiting import until
 
 DEADLY_TOKEN = 0
@@ -55,20 +55,16 @@ def harmless(number: int, num_tokens: int) -> Request:
     return make_request((5, 6, 7 + number), max_tokens=num_tokens)
 
 
-async def answer(local: LocalFleet, request: Request, after_s: float = 0.0) -> list[int]:
+async def later(local: LocalFleet, request: Request, after_s: float) -> Outcome:
     await asyncio.sleep(after_s)
-    return [token async for delta in local.fleet.generate(request) for token in delta.token_ids]
+    return await local.answer(request)
 
 
 async def assert_given_up(
     local: LocalFleet, request: Request, after_s: float = 0.0, max_resumes: int = MAX_RESUMES
 ) -> None:
     with pytest.raises(Unavailable, match=f"{max_resumes} replicas were lost"):
-        await answer(local, request, after_s)
-
-
-def expected(request: Request) -> list[int]:
-    return expected_tokens(request.prompt_token_ids, request.sampling.max_tokens, ())
+        await later(local, request, after_s)
 
 
 def num_killed(local: LocalFleet) -> int:
@@ -80,10 +76,10 @@ async def test_those_that_come_in_the_same_moment_as_a_culprit_are_not_given_up_
     """One replica at a time, so that every loss is everybody's, and nobody has a token before the first."""
     others = [harmless(number, 12) for number in range(7)]
     async with poisonous_fleet(1) as local:
-        answers = [asyncio.ensure_future(answer(local, request)) for request in others[:place]]
+        answers = local.start(others[:place])
         given_up = asyncio.ensure_future(assert_given_up(local, deadly()))
-        answers += [asyncio.ensure_future(answer(local, request)) for request in others[place:]]
-        assert await asyncio.gather(*answers) == [expected(request) for request in others]
+        answers += local.start(others[place:])
+        await check(others, answers)
         await given_up
         assert num_killed(local) == MAX_RESUMES
 
@@ -93,44 +89,40 @@ async def test_whenever_they_come_only_the_culprit_is_given_up(seed: int) -> Non
     source = random.Random(seed)
     others = [harmless(number, source.randrange(1, 60)) for number in range(24)]
     async with poisonous_fleet(3) as local:
-        answers = [answer(local, request, source.uniform(0.0, 1.0)) for request in others]
-        found, _ = await asyncio.gather(
-            asyncio.gather(*answers), assert_given_up(local, deadly(), source.uniform(0.0, 0.3))
-        )
-        assert found == [expected(request) for request in others]
+        answers = [later(local, request, source.uniform(0.0, 1.0)) for request in others]
+        await asyncio.gather(check(others, answers), assert_given_up(local, deadly(), source.uniform(0.0, 0.3)))
         assert num_killed(local) == MAX_RESUMES
 
 
 async def test_a_stream_outlives_any_number_of_culprits_that_come_one_after_another() -> None:
     long = harmless(0, 100)
     async with poisonous_fleet(1, max_resumes=2) as local:
-        streaming = asyncio.ensure_future(answer(local, long))
+        [streaming] = local.start([long])
         for number in range(2):
             await assert_given_up(local, deadly(number), after_s=0.1, max_resumes=2)
         assert not streaming.done(), "it was there at every loss"
-        assert await streaming == expected(long)
+        await check([long], [streaming])
         assert num_killed(local) == 4
 
 
 async def test_a_suspect_whose_client_leaves_does_not_keep_the_others_waiting() -> None:
     other = harmless(1, 12)
     async with poisonous_fleet(1) as local:
-        leaving = asyncio.ensure_future(answer(local, deadly()))
-        staying = asyncio.ensure_future(answer(local, other))
+        leaving, staying = local.start([deadly(), other])
         await until(lambda: num_killed(local) >= 2)
         leaving.cancel()
         with suppress(asyncio.CancelledError):
             await leaving
-        assert await asyncio.wait_for(staying, 1.5) == expected(other)
+        (await asyncio.wait_for(staying, 1.5)).check(other)
 
 
 async def test_one_that_is_refused_on_its_trial_lets_the_next_begin_at_once() -> None:
     clock = FakeClock()
     async with LocalFleet(2, max_requests=1, max_resumes=1, clock=clock) as local:
         local.hold(*local.replicas, before=0)
-        filling = asyncio.create_task(answer(local, harmless(0, 5)))
+        [filling] = local.start([harmless(0, 5)])
         await until(lambda: any(replica.served for replica in local.replicas))
-        suspect = asyncio.create_task(answer(local, harmless(1, 5)))
+        [suspect] = local.start([harmless(1, 5)])
         await until(lambda: all(replica.served for replica in local.replicas))
         [doomed] = [replica for replica in local.replicas if replica.served[0].prompt_token_ids[-1] == 8]
         doomed.kill()
@@ -140,4 +132,4 @@ async def test_one_that_is_refused_on_its_trial_lets_the_next_begin_at_once() ->
             await suspect
         await asyncio.wait_for(local.fleet._suspects.begin("the next"), 0.5)
         local.go()
-        assert len(await filling) == 5
+        assert (await filling).reasons

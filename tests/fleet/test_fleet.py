@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from app.engine.async_engine import AsyncEngine
 from app.engine.device_lease import DeviceLease
-from app.engine.request import Adapter, FinishReason, Request, TokenDelta
+from app.engine.request import Adapter, Request
 from app.engine.sleep_controller import SleepController
 from app.engine.stats import SleepState
 from app.errors import (
@@ -25,30 +24,9 @@ from app.errors import (
 )
 from app.fleet.dispatch import Group
 from tests.engine.test_engine_logprobs import check as check_logprobs
-from tests.fakes import FakeClock, Outcome, build_fake_engine, expected_tokens, make_request, next_token
-from tests.fleet.replicas import LocalFleet, LocalReplica, adapted_token
+from tests.kit.engine import FakeClock, build_fake_engine, make_request, next_token, tokens_of
+from tests.kit.fleet import LocalFleet, LocalReplica, adapted_token, check
 from tests.waiting import until
-
-
-async def collect(local: LocalFleet, request: Request) -> tuple[list[int], TokenDelta]:
-    tokens: list[int] = []
-    last = TokenDelta(request.request_id, ())
-    async with aclosing(local.fleet.generate(request)) as deltas:  # type: ignore[type-var]
-        async for delta in deltas:
-            assert delta.request_id == request.request_id
-            assert last.finish_reason is None, "nothing comes after the end"
-            tokens += delta.token_ids
-            last = delta
-    return tokens, last
-
-
-def expected(request: Request) -> list[int]:
-    sampling = request.sampling
-    return expected_tokens(request.prompt_token_ids, sampling.max_tokens, sampling.stop_token_ids)
-
-
-def start(local: LocalFleet, requests: Sequence[Request]) -> list[asyncio.Task[tuple[list[int], TokenDelta]]]:
-    return [asyncio.create_task(collect(local, request)) for request in requests]
 
 
 def alike(num_requests: int, *, max_tokens: int = 50) -> list[Request]:
@@ -70,9 +48,7 @@ def mixed(num_requests: int, seed: int) -> list[Request]:
 async def test_every_request_gets_its_tokens_and_its_end() -> None:
     requests = mixed(40, seed=1)
     async with LocalFleet(3) as local:
-        answers = await asyncio.gather(*(collect(local, request) for request in requests))
-        assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
-        assert all(last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for _, last in answers)
+        await check(requests, local.start(requests))
         assert all(replica.served for replica in local.replicas)
         assert local.fleet.num_in_flight == 0
 
@@ -85,13 +61,11 @@ async def test_killing_replicas_in_mid_stream_changes_no_token(seed: int) -> Non
         doomed = rng.sample(local.replicas, 2)
         for replica in doomed:
             local.hold(replica, before=rng.randrange(20))
-        answers = start(local, requests)
+        answers = local.start(requests)
         for replica in doomed:
             await local.held(replica)
             replica.kill()
-        for request, (tokens, last) in zip(requests, await asyncio.gather(*answers), strict=True):
-            assert tokens == expected(request)
-            assert last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        await check(requests, answers)
         assert local.counts.resumes.total() >= 2
 
 
@@ -117,15 +91,16 @@ async def test_a_request_goes_on_with_its_adapter_whether_or_not_the_other_repli
                 await replica.engine.load_adapter(ADAPTER)
         requests = [with_adapter(0), *alike(4), with_adapter(1)]
         local.hold(*local.replicas)
-        answers = start(local, requests)
+        answers = local.start(requests)
         first = await until(lambda: [each for each in local.replicas if any(r.adapter for r in each.served)])
         await local.held(first[0])
         other = next(replica for replica in local.replicas if replica is not first[0])
         other_has_it = ADAPTER.digest in other.engine.adapters.stats().loaded  # type: ignore[union-attr]
         first[0].kill()
         local.go()
-        for request, (tokens, _) in zip(requests, await asyncio.gather(*answers), strict=True):
-            assert tokens == (expected_with_adapter(request) if request.adapter else expected(request))
+        for request, outcome in zip(requests, await asyncio.gather(*answers), strict=True):
+            expected = expected_with_adapter(request) if request.adapter else tokens_of(request)
+            assert outcome.token_ids[request.request_id] == expected
         resumed = [each for each in other.served if each.generated_token_ids and each.adapter]
         assert resumed, "it died in the middle of their streams"
         assert other_has_it == is_loaded
@@ -134,7 +109,7 @@ async def test_a_request_goes_on_with_its_adapter_whether_or_not_the_other_repli
 async def test_a_request_goes_on_nowhere_where_its_adapter_has_other_files() -> None:
     async with LocalFleet(2) as local:
         local.hold(*local.replicas)
-        [answer] = start(local, [with_adapter(0)])
+        [answer] = local.start([with_adapter(0)])
         [serving] = await until(lambda: [replica for replica in local.replicas if replica.served])
         await local.held(serving)
         for replica in local.replicas:
@@ -153,14 +128,13 @@ async def test_a_request_goes_on_only_with_the_weights_that_made_its_tokens(capl
         assert "has other weights" in caplog.text
         requests = alike(24)
         local.hold(*local.replicas)
-        answers = start(local, requests)
+        answers = local.start(requests)
         first, second, *_ = local.replicas
         await local.held(first)
         served = {request.request_id for request in first.served}
         first.kill()
         local.go()
-        for request, (tokens, _) in zip(requests, await asyncio.gather(*answers), strict=True):
-            assert tokens == expected(request)
+        await check(requests, answers)
         resumed = [each for replica in local.replicas[1:] for each in replica.served if each.generated_token_ids]
         assert served
         assert len(resumed) == len(served)
@@ -173,25 +147,23 @@ async def test_a_request_is_not_continued_with_other_weights_where_there_are_no_
         replica.weights = weights
     async with local:
         local.hold(*local.replicas)
-        [answer] = start(local, alike(1))
+        [answer] = local.start(alike(1))
         [serving] = await until(lambda: [replica for replica in local.replicas if replica.served])
         await local.held(serving)
         serving.kill()
         local.go()
         with pytest.raises(Unavailable, match="the others have other weights; send it again"):
             await answer
-        [begun] = await asyncio.gather(*start(local, alike(1)))
-        assert len(begun[0]) == 50, "a new request takes any replica"
+        (await local.answer(another := alike(1)[0])).check(another)  # a new request takes any replica
 
 
 async def test_a_replica_whose_frames_have_another_version_breaks_no_stream_and_gets_no_request() -> None:
     requests = mixed(20, seed=3)
     async with LocalFleet(2) as local:
-        begun = start(local, requests[:10])
+        answers = local.start(requests[:10])
         newer = local.join_another()
         newer.frame_version += 1
-        answers = await asyncio.gather(*begun, *start(local, requests[10:]))
-        assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
+        await check(requests, answers + local.start(requests[10:]))
         assert not newer.served
 
 
@@ -208,7 +180,7 @@ async def test_a_request_goes_on_after_its_first_tokens_and_is_counted_once() ->
                 [serving] = [replica for replica in local.replicas if replica.served]
                 serving.kill()
                 local.go()
-        assert tokens == expected(request)
+        assert tokens == tokens_of(request)
         assert cached == {0}, "what the second replica found cached is no saving of the caller's"
         assert local.counts.resumes == {"broken": 1}
 
@@ -216,14 +188,6 @@ async def test_a_request_goes_on_after_its_first_tokens_and_is_counted_once() ->
 @pytest.mark.parametrize("seed", range(4))
 async def test_losing_replicas_loses_and_repeats_no_logprobs(seed: int) -> None:
     """While prompts are scored, and in mid-stream."""
-
-    async def collect_logprobs(local: LocalFleet, request: Request) -> Outcome:
-        outcome = Outcome()
-        async with aclosing(local.fleet.generate(request)) as deltas:  # type: ignore[type-var]
-            async for delta in deltas:
-                outcome.book([delta])
-        return outcome
-
     rng = random.Random(seed)
     requests = [
         make_request(
@@ -238,7 +202,7 @@ async def test_losing_replicas_loses_and_repeats_no_logprobs(seed: int) -> None:
         doomed = rng.sample(local.replicas, 2)
         for replica in doomed:
             local.hold(replica, before=rng.randrange(20))
-        answers = [asyncio.create_task(collect_logprobs(local, request)) for request in requests]
+        answers = local.start(requests)
         for replica in doomed:
             await local.held(replica)
             replica.kill()
@@ -252,17 +216,16 @@ async def test_a_silent_replica_is_given_up_and_what_it_says_later_is_not_heard(
     async with LocalFleet(2, silence_s=0.3) as local:
         silent = local.replicas[0]
         local.hold(silent)
-        answers = start(local, requests)
+        answers = local.start(requests)
         await local.held(silent)
         silent.is_heard.clear()
         local.go()
         await until(lambda: local.registry.is_suspect("r0"))
         silent.is_heard.set()
-        assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
+        await check(requests, answers)
         assert set(local.counts.resumes) == {"silent"}
         await until(lambda: not local.suspects())  # it speaks again, and is trusted again
-        tokens, _ = await collect(local, requests[0])
-        assert tokens == expected(requests[0])
+        (await local.answer(requests[0])).check(requests[0])
 
 
 async def test_a_request_that_is_sent_to_a_replica_that_has_just_fallen_silent_goes_on_elsewhere() -> None:
@@ -270,8 +233,7 @@ async def test_a_request_that_is_sent_to_a_replica_that_has_just_fallen_silent_g
     async with LocalFleet(2, dispatch="round_robin", silence_s=0.5) as local:
         silent, other = local.replicas
         silent.is_heard.clear()
-        answers = await asyncio.gather(*start(local, requests))
-        assert [tokens for tokens, _ in answers] == [expected(each) for each in requests]
+        await check(requests, local.start(requests))
         assert local.counts.resumes == {"silent": 2}
         assert len(other.served) == 4
         silent.is_heard.set()
@@ -283,12 +245,11 @@ async def test_a_replica_whose_step_does_not_end_is_given_up_though_it_sends_hea
     request = make_request((5, 6, 7), max_tokens=30)
     async with LocalFleet(2, silence_s=2.0, stuck_s=1.0) as local:
         local.hold(*local.replicas)
-        [answer] = start(local, [request])
+        [answer] = local.start([request])
         await until(lambda: any(replica.runner.is_held for replica in local.replicas))
         [free] = [replica for replica in local.replicas if not replica.runner.is_held]
         free.runner.go()
-        tokens, _ = await answer
-        assert tokens == expected(request)
+        (await answer).check(request)
         assert [len(replica.served) for replica in local.replicas] == [1, 1]
         assert local.counts.resumes == {"stuck": 1}
 
@@ -309,21 +270,20 @@ async def test_a_request_waits_for_a_sleeping_replica_and_goes_on_elsewhere_when
     await until(lambda: dozing.engine.sleep.state is SleepState.ASLEEP)
     assert others.ask()
     async with local:
-        [answer] = start(local, [request])
+        [answer] = local.start([request])
         await until(lambda: dozing.engine.sleep.state is SleepState.QUEUED)
         await asyncio.sleep(0.4)
         assert not local.counts.resumes
         local.join_another()
         dozing.kill()
-        tokens, _ = await answer
-        assert tokens == expected(request)
+        (await answer).check(request)
     others.close()
 
 
 async def test_when_every_replica_is_lost_the_caller_hears_of_it() -> None:
     async with LocalFleet(3, max_resumes=2) as local:
         local.hold(*local.replicas)
-        [answer] = start(local, alike(1))
+        [answer] = local.start(alike(1))
         for _ in local.replicas:
             await until(lambda: any(each.runner.is_held and not each.is_dead for each in local.replicas))
             for replica in local.replicas:
@@ -338,7 +298,7 @@ async def test_a_request_whose_last_replica_is_lost_waits_for_another_only_for_a
     async with LocalFleet(1, place_timeout_s=0.6) as local:
         [replica] = local.replicas
         local.hold(replica)
-        [answer] = start(local, alike(1))
+        [answer] = local.start(alike(1))
         await local.held(replica)
         replica.kill()
         with pytest.raises(Unavailable, match=r"no replica was there .* for 0.6 s"):
@@ -354,14 +314,14 @@ async def test_a_request_that_kills_replicas_is_given_up_before_those_that_were_
         for replica in local.replicas:
             replica.runner.deadly_token_id = 0
             replica.runner.on_deadly = lambda kill=replica.kill: loop.call_soon_threadsafe(kill)
-        answers = start(local, others)
+        answers = local.start(others)
         await until(lambda: sum(len(replica.runner.batches) > 1 for replica in local.replicas) == 4)
         with pytest.raises(Unavailable, match="3 replicas were lost"):
-            await collect(local, deadly)
+            await local.answer(deadly)
         assert not any(answer.done() for answer in answers), "they are there at every loss"
         for replica in local.replicas:
             replica.runner.step_s = 0.0
-        assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in others]
+        await check(others, answers)
         assert sum(replica.is_dead for replica in local.replicas) == 3
 
 
@@ -371,21 +331,21 @@ async def test_requests_outlive_the_loss_of_every_replica_when_another_comes_in_
         local.transport.leave("r3")
         *lost, _ = local.replicas
         local.hold(*lost)
-        answers = start(local, requests)
+        answers = local.start(requests)
         await local.held(*lost)
         for replica in lost:
             replica.kill()
         await asyncio.sleep(0.5)
         assert not any(answer.done() for answer in answers)
         local.transport.join("r3")
-        assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
+        await check(requests, answers)
 
 
 async def test_a_request_waits_for_a_replica_only_for_a_time() -> None:
     async with LocalFleet(1, place_timeout_s=0.1) as local:
         local.transport.leave("r0")
         with pytest.raises(Unavailable, match=r"for 0.1 s"):
-            await collect(local, make_request())
+            await local.answer(make_request())
         await until(lambda: local.transport.num_waking == 0)
 
 
@@ -393,10 +353,10 @@ async def test_a_model_without_replicas_is_woken_by_each_request_that_waits_for_
     requests = alike(3)
     async with LocalFleet(1) as local:
         local.transport.leave("r0")
-        answers = start(local, requests)
+        answers = local.start(requests)
         await until(lambda: local.transport.num_waking == 3)  # Serve starts as many replicas as that needs
         local.transport.join("r0")
-        assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
+        await check(requests, answers)
         assert not local.counts.resumes
 
 
@@ -404,25 +364,24 @@ async def test_a_replica_that_leaves_ends_what_it_has() -> None:
     requests = alike(6)
     async with LocalFleet(2) as local:
         local.hold(*local.replicas)
-        answers = start(local, requests)
+        answers = local.start(requests)
         await local.held(*local.replicas)
         local.transport.leave("r0")
         local.go()
-        assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
+        await check(requests, answers)
         assert not local.counts.resumes
 
 
 async def test_a_full_replica_sends_its_requests_to_one_that_has_room() -> None:
     requests = alike(8, max_tokens=30)
     async with LocalFleet(2, dispatch="round_robin", max_requests=4) as local:
-        answers = await asyncio.gather(*start(local, requests))
-        assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
+        await check(requests, local.start(requests))
 
 
 async def test_when_all_are_full_the_caller_is_told_when_to_come_back() -> None:
     async with LocalFleet(2, max_requests=4) as local:
         local.hold(*local.replicas)
-        answers = start(local, alike(12))
+        answers = local.start(alike(12))
         await until(lambda: sum(answer.done() for answer in answers) == 4)
         local.go()
         found = await asyncio.gather(*answers, return_exceptions=True)
@@ -437,19 +396,18 @@ async def test_background_work_on_every_slot_of_every_replica_refuses_no_other_r
     day = mixed(num_slots, seed=3)
     async with LocalFleet(2, max_requests=8) as local:
         local.hold(*local.replicas)
-        answers = start(local, night[:num_slots])
+        answers = local.start(night[:num_slots])
         await local.held(*local.replicas)
         await until(lambda: sum(report.num_background for report in local.registry.reports.values()) == num_slots)
         with pytest.raises(Overloaded, match="all 2 replicas are full"):  # and no replica had to say so
-            await collect(local, night[num_slots])
+            await local.answer(night[num_slots])
         assert sum(len(replica.served) for replica in local.replicas) == num_slots
-        answers += start(local, day)
+        answers += local.start(day)
         await until(lambda: sum(len(replica.served) for replica in local.replicas) == 2 * num_slots)
         with pytest.raises(Overloaded):
-            await collect(local, make_request())
+            await local.answer(make_request())
         local.go()
-        for request, (tokens, _) in zip([*night[:num_slots], *day], await asyncio.gather(*answers), strict=True):
-            assert tokens == expected(request)
+        await check([*night[:num_slots], *day], answers)
 
 
 async def test_closing_a_stream_aborts_the_request_where_it_runs() -> None:
@@ -472,22 +430,22 @@ async def test_the_place_of_a_request_that_was_given_up_is_free_at_once() -> Non
     async with LocalFleet(1, max_requests=1) as local:
         [replica] = local.replicas
         local.hold(replica)
-        [given_up] = start(local, [make_request(max_tokens=50)])
+        [given_up] = local.start([make_request(max_tokens=50)])
         await local.held(replica)
         given_up.cancel()
         await until(lambda: [each.num_requests for each in local.registry.reports.values()] == [0])
         request = make_request(request_id="next")
-        [answer] = start(local, [request])
+        [answer] = local.start([request])
         await until(lambda: len(replica.served) == 2)  # though the step with the first has not ended
         local.go()
-        assert (await answer)[0] == expected(request)
+        (await answer).check(request)
 
 
 async def test_a_deadline_goes_on_counting_while_replicas_are_lost() -> None:
     clock = FakeClock()
     async with LocalFleet(2, clock=clock) as local:
         local.hold(*local.replicas)
-        [answer] = start(local, [make_request(max_tokens=40, deadline_s=100.0)])
+        [answer] = local.start([make_request(max_tokens=40, deadline_s=100.0)])
 
         async def lose_after(seconds: float) -> LocalReplica:
             await until(lambda: any(each.runner.is_held and not each.is_dead for each in local.replicas))
@@ -505,7 +463,7 @@ async def test_a_deadline_goes_on_counting_while_replicas_are_lost() -> None:
 async def test_a_deadline_that_the_replica_misses_is_missed() -> None:
     async with LocalFleet(1, step_s=0.01) as local:
         with pytest.raises(DeadlineMissed):
-            await collect(local, make_request(max_tokens=400, deadline_s=0.1))
+            await local.answer(make_request(max_tokens=400, deadline_s=0.1))
         assert not local.counts.resumes
 
 
@@ -513,10 +471,9 @@ async def test_a_slow_reader_receives_everything_and_delays_no_other_reader() ->
     slow, quick = make_request((9, 8), max_tokens=80), make_request((5, 6, 7), max_tokens=80)
     async with LocalFleet(1) as local, aclosing(local.fleet.generate(slow)) as deltas:  # type: ignore[type-var]
         heard = [await anext(deltas)]
-        tokens, _ = await collect(local, quick)
-        assert tokens == expected(quick)
+        (await local.answer(quick)).check(quick)
         heard += [delta async for delta in deltas]
-        assert [token for delta in heard for token in delta.token_ids] == expected(slow)
+        assert [token for delta in heard for token in delta.token_ids] == tokens_of(slow)
         assert len(heard) == 2
 
 
@@ -524,14 +481,14 @@ async def test_requests_of_a_group_go_to_its_replicas() -> None:
     groups = (Group("a", 1.0), Group("b", 1.0))
     async with LocalFleet(2, groups=groups) as local:
         requests = [replace(make_request((5, n), max_tokens=3), group="b") for n in range(2, 12)]
-        await asyncio.gather(*start(local, requests))
+        await asyncio.gather(*local.start(requests))
         assert [len(replica.served) for replica in local.replicas] == [0, 10]
         async with aclosing(local.fleet.generate(requests[0])) as deltas:  # type: ignore[type-var]
             first = await anext(deltas)
         assert first.queued is not None
         assert first.queued.group == "b", "metrics tell the groups apart by it"
         with pytest.raises(InvalidRequest, match="there is no group 'c'"):
-            await collect(local, replace(make_request(), group="c"))
+            await local.answer(replace(make_request(), group="c"))
 
 
 async def test_an_engine_that_stops_under_its_requests_loses_none_of_them() -> None:
@@ -546,13 +503,13 @@ async def test_an_engine_that_stops_under_its_requests_loses_none_of_them() -> N
     async with LocalFleet(2) as local:
         stopped = local.replicas[0]
         local.hold(stopped)
-        answers = start(local, requests)
+        answers = local.start(requests)
         await local.held(stopped)
         stopping = asyncio.create_task(asyncio.to_thread(stopped.engine.shutdown))
         await until(lambda: is_stopping(stopped))
         local.go()
         await stopping
-        assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
+        await check(requests, answers)
         assert local.counts.resumes["engine_failed"] > 0
 
 
@@ -561,11 +518,11 @@ async def test_a_device_that_fails_on_everything_loses_none_of_its_requests() ->
     async with LocalFleet(2) as local:
         broken = local.replicas[0]
         local.hold(broken)
-        answers = start(local, requests)
+        answers = local.start(requests)
         await local.held(broken)
         broken.runner.is_broken = True
         local.go()
-        assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
+        await check(requests, answers)
         assert local.counts.resumes["engine_failed"] > 0
 
 
@@ -574,8 +531,8 @@ async def test_views_come_while_they_are_wanted_from_replicas_that_understand() 
     async with LocalFleet(2) as local:
         first, older = local.replicas
         older.sends_views = False
-        await collect(local, make_request())  # reports come with frames
-        await collect(local, make_request())
+        await local.answer(make_request())  # reports come with frames
+        await local.answer(make_request())
         await until(lambda: not local.registry.sends_views("r1"))
         local.fleet.watch(lambda replica_id, view: seen.append((replica_id, view.num_running)))
         await until(lambda: first.is_watched)
@@ -604,7 +561,7 @@ async def test_replicas_are_described_with_their_state() -> None:
     async with LocalFleet(2) as local:
         first, second = local.replicas
         local.hold(*local.replicas)
-        answers = start(local, alike(2))
+        answers = local.start(alike(2))
         await local.held(first, second)
         local.transport.leave("r1")
         assert {each["replica"]: each["state"] for each in local.fleet.describe()} == {"r0": "serving", "r1": "leaving"}
@@ -619,6 +576,6 @@ async def test_replicas_are_described_with_their_state() -> None:
 
 async def test_a_fleet_that_is_closed_is_still_described() -> None:
     async with LocalFleet(2) as local:
-        await collect(local, make_request())
+        await local.answer(make_request())
         local.fleet.close()  # with the service, while viewers of the page are connected
         assert [each["state"] for each in local.fleet.describe()] == ["lost", "lost"]

@@ -23,8 +23,8 @@ from app.fleet.frames import (
     frame_decoder,
     message_decoder,
 )
-from tests.fakes import make_request
-from tests.fleet.reports import make_report
+from tests.kit.engine import make_request
+from tests.kit.fleet import make_report
 
 REPORT = make_report(group="blue", num_requests=3)
 LOGPROBS = st.lists(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from app.engine.request import EngineTimes, FinishReason, Queued, Request, TokenDelta, TokenLogprobs
 from app.fleet.in_flight import InFlightRequest
-from tests.fakes import make_request
+from tests.kit.engine import make_request
 
 
 def begun(request: Request | None = None) -> InFlightRequest:

@@ -15,9 +15,8 @@ from app.errors import CarouselError, EngineStopped, Overloaded, ReplicasLost
 from app.fleet import FailoverLimits, Fleet, Frame, FrameReader, ReplicaRegistry
 from app.fleet.dispatch import GroupChooser, make_policy
 from app.fleet.frames import SubmitRequest, encode, message_decoder
-from tests.fakes import make_request
-from tests.fleet.replicas import Counts
-from tests.fleet.reports import make_report
+from tests.kit.engine import make_request
+from tests.kit.fleet import Counts, make_report
 from tests.waiting import TimelessLoop
 
 MANY = 50  # times that no fleet should ask

@@ -10,8 +10,8 @@ from app.engine.request import Adapter, Request
 from app.errors import InvalidRequest, Overloaded, Unavailable
 from app.fleet import ReplicaRegistry
 from app.fleet.dispatch import Group, GroupChooser, make_policy
-from tests.fakes import FakeClock, make_request
-from tests.fleet.reports import make_report
+from tests.kit.engine import FakeClock, make_request
+from tests.kit.fleet import make_report
 
 REPLICAS = ("a", "b")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from app.engine.stats import SleepState, SleepStats
 from app.fleet import report_of
-from tests.fakes import build_fake_engine, make_request
+from tests.kit.engine import build_fake_engine, make_request
 
 
 def test_a_report_says_what_the_engines_snapshot_says() -> None:

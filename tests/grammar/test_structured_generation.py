@@ -21,8 +21,8 @@ from app.engine.request import FinishReason, Grammar, GrammarKind, ModelInfo, Re
 from app.engine.speculation.drafter import Drafter, LookupDrafter
 from app.model.matcher_preparer import MatcherPreparer
 from app.text import Tokenizer
-from tests.fakes import EagerModelDrafter, Outcome
 from tests.grammar.random_schemas import random_schema
+from tests.kit.engine import EagerModelDrafter, Outcome
 
 CONFIG = EngineConfig(scheduler=SchedulerConfig(max_running=16))
 LISTS = {"type": "array", "items": {"enum": ["one", "two", 3, None]}, "minItems": 12, "maxItems": 40}

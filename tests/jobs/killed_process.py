@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from app.batches import Answered, ItemOrigin, PageOf
-from tests.jobs.lives import OWNER, begin, input_line, jsonl, ok, service_in, until
+from tests.kit.jobs import OWNER, begin, input_line, jsonl, ok, service_in, until
 
 MAX_IN_FLIGHT = 16
 

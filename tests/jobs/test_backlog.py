@@ -5,7 +5,7 @@ import random
 from app.jobs.backlog import MAX_DEATHS, Backlog
 from app.jobs.results import ItemSet
 from deployments.bulk.engine_worker import PreparedItem
-from tests.fakes import make_request
+from tests.kit.engine import make_request
 
 
 def rows(*numbers: int) -> list[PreparedItem]:

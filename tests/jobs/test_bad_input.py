@@ -15,7 +15,7 @@ import pytest
 from app.batches import BatchLimits, NewFile
 from app.errors import BodyTooLarge, Unavailable
 from tests import waiting
-from tests.jobs.lives import OWNER, Echo, all_files, begin, ends, input_line, jsonl, service_in, until, upload
+from tests.kit.jobs import OWNER, Echo, all_files, begin, ends, input_line, jsonl, service_in, until, upload
 
 MEBIBYTE = 1024 * 1024
 

@@ -27,8 +27,8 @@ from app.jobs.local_service import LocalBatchService
 from app.jobs.space import RESERVE_BYTES
 from app.json_pieces import Rows
 from tests import waiting
-from tests.fakes import FakeClock
-from tests.jobs.lives import (
+from tests.kit.engine import FakeClock
+from tests.kit.jobs import (
     CHAT,
     OWNER,
     Echo,

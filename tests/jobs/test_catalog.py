@@ -65,6 +65,66 @@ def test_tables_of_another_version_are_refused(tmp_path: Path, version: int) -> 
         Catalog(tmp_path)
 
 
+A_FILE = StoredFile(
+    id="file-1", owner="ann", bytes=1, created_at=5, expires_at=None, filename="f", purpose="batch_output"
+)
+
+
+def a_used_folder(folder: Path) -> Path:
+    """Make one with a catalog of some pages, and a file; the catalog's path."""
+    with closing(Catalog(folder)) as catalog:
+        for number in range(30):
+            catalog.add_file(replace(A_FILE, id=f"file-{number}", filename="f" * 500))
+    (folder / "files").mkdir()
+    (folder / "files" / "file-0").write_bytes(b"x")
+    return folder / "batches.sqlite3"
+
+
+def test_a_catalog_with_a_damaged_page_is_refused_or_names_everything(tmp_path: Path) -> None:
+    """What it does not name is swept away as soon as it is open."""
+    path = a_used_folder(tmp_path)
+    whole, page_bytes, num_refused = path.read_bytes(), 4096, 0
+    for place in range(0, len(whole), page_bytes):
+        for content in (
+            whole[:place] + bytes(page_bytes) + whole[place + page_bytes :],
+            whole[:place],
+            whole[: place + page_bytes // 2],
+        ):
+            path.write_bytes(content)
+            try:
+                with closing(Catalog(tmp_path)) as catalog:
+                    assert len(catalog.file_ids()) == 30
+            except InvalidSetup as refused:
+                assert path.read_bytes() == content
+                num_refused += "restore the whole folder from a backup, or set batches.path" in str(refused)
+    assert num_refused > len(whole) // page_bytes
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["empty", "gone"])
+def test_a_folder_whose_catalog_has_lost_everything_is_not_begun_anew(tmp_path: Path, is_there: bool) -> None:
+    path = a_used_folder(tmp_path)
+    if is_there:
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+    for _ in range(2):
+        with pytest.raises(
+            InvalidSetup, match=r"batches.sqlite3 cannot be used: it is empty, and the folder is not; .*"
+        ):
+            Catalog(tmp_path)
+    assert (tmp_path / "files" / "file-0").exists()
+
+
+def test_a_storage_that_fails_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried again."""
+    a_used_folder(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "batches.sqlite3")) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        monkeypatch.setattr(Catalog, "_connect", lambda self: sqlite3.connect(self._path, timeout=0))
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            Catalog(tmp_path)
+
+
 def test_it_needs_no_memory_that_processes_share(tmp_path: Path) -> None:
     """WAL does, which is not there between machines; a database of a version that used it is changed."""
     job = a_job(JobState.FAILED)

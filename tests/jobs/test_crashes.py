@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from app.batches import PageOf
 from app.errors import InvalidRequest
 from app.jobs.local_service import LocalBatchService
-from tests.jobs.lives import (
+from tests.kit.jobs import (
     ENDED,
     OWNER,
     Crash,

@@ -15,7 +15,7 @@ from app.batches import PageOf
 from app.webhooks.client import WebhookClient, WebhookMessage
 from app.webhooks.receiver import WebhookReceiver
 from tests import waiting
-from tests.jobs.lives import OWNER, Echo, all_files, ends, service_in, until
+from tests.kit.jobs import OWNER, Echo, all_files, ends, service_in, until
 
 LINES = {f"line-{n}" for n in range(10)}
 REFUSED = {"line-2", "line-8"}

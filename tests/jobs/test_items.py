@@ -23,7 +23,7 @@ from app.jobs.items import (
     row_from_line,
 )
 from app.jobs.job import InvalidItem, Item
-from tests.jobs.lives import CHAT, input_line, jsonl
+from tests.kit.jobs import CHAT, input_line, jsonl
 
 
 def checked(folder: Path, content: bytes, *, max_lines: int = 100, max_line_bytes: int = 2000) -> Checked:

@@ -13,7 +13,7 @@ from typing import Any
 
 from app.batches import PageOf
 from tests.jobs.killed_process import MAX_IN_FLIGHT
-from tests.jobs.lives import OWNER, Echo, ends, service_in
+from tests.kit.jobs import OWNER, Echo, ends, service_in
 
 PROJECT = Path(__file__).parents[2]
 NUM_LINES = 1000

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from app.batches import BatchLimits, NewBatch, NewFile, PageOf
-from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, StorageFull, Unavailable
+from app.errors import BodyTooLarge, InvalidRequest, InvalidSetup, NotFound, Overloaded, StorageFull, Unavailable
 from app.jobs.local_service import LocalBatchService
 from app.jobs.space import RESERVE_BYTES
 from tests import waiting
-from tests.jobs.lives import (
+from tests.kit.jobs import (
     CHAT,
     OWNER,
     Echo,
@@ -48,6 +48,28 @@ async def test_a_file_is_read_in_pieces_and_deleted_once(tmp_path: Path) -> None
             with pytest.raises(NotFound):
                 await call
         assert not list((tmp_path / "files").iterdir())
+
+
+@pytest.mark.parametrize("left", [0, 2000], ids=["empty", "cut"])
+async def test_a_folder_whose_catalog_is_damaged_is_left_as_it_is(tmp_path: Path, left: int) -> None:
+    """No file and no result is swept away because nothing names it any more."""
+
+    def there() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    echo = Echo()
+    async with service_in(tmp_path, echo) as service:
+        echo.hold = asyncio.Event()
+        await begin(service, ONE)
+        await echo.has_open(1)
+    (tmp_path / "batches.sqlite3").write_bytes((tmp_path / "batches.sqlite3").read_bytes()[:left])
+    (tmp_path / "batches.sqlite3-journal").unlink(missing_ok=True)
+    before = there()
+    for _ in range(2):
+        with pytest.raises(InvalidSetup, match=r"batches.sqlite3 cannot be used: .*; nothing was changed: restore"):
+            async with service_in(tmp_path, Echo()):
+                pass
+        assert there() == before
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.engine.histogram import SECONDS, Histogram
 from app.engine.stats import SleepState, SleepStats
 from app.metrics import BatchCounts, EngineReport, LoopSnapshot, RequestMetrics, Scrape, exposition
-from tests.fakes import FakeClock, TimedRunner, build_fake_engine, make_request
+from tests.kit.engine import FakeClock, TimedRunner, build_fake_engine, make_request
 
 # What tools outside look for, by family: the type, and the labels beside `model_name`.
 VLLM_NAMES: dict[str, tuple[str, set[str]]] = {

@@ -6,7 +6,7 @@ import pytest
 
 from app.metrics import EngineReport, KnownReports
 from app.metrics import reports as reports_module
-from tests.fakes import build_fake_engine, make_request
+from tests.kit.engine import build_fake_engine, make_request
 
 
 def report(replica_id: str, num_steps: int) -> EngineReport:

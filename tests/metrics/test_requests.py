@@ -13,7 +13,7 @@ from app.errors import DeadlineMissed, Overloaded, StepFailed
 from app.metrics import CallMetrics, RequestMetrics
 from app.metrics.requests import LOSSES, ModelSnapshot, merge, reason_of
 from tests.doc_pages import PROJECT
-from tests.fakes import FakeClock
+from tests.kit.engine import FakeClock
 
 
 class Ingress:

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from app.build import build_sync_engine
 from app.config import EngineConfig
+from app.errors import UnsupportedAdapter
 from app.model.adapter_files import another_base
 from tests.lora import save_adapter
 from tests.tiny_models import build_tiny_model
@@ -38,15 +40,37 @@ def test_the_name_of_another_base_is_seen(named: dict[str, object], difference: 
     assert another_base(tmp_path, SERVED, "a1") == difference
 
 
+def test_files_that_are_replaced_while_an_adapter_is_loaded_are_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_tiny_model("llama")
+    model.save_pretrained(tmp_path / "base")
+    engine = build_sync_engine(config_of(tmp_path / "base"))
+    adapter, other = (save_adapter(tmp_path / name, model, seed=seed) for name, seed in (("own", 1), ("other", 2)))
+    load_adapter = engine.runner.load_adapter
+
+    def replaced(folder: Path, make_room: Callable[[], None]) -> object:
+        (folder / "adapter_model.safetensors").unlink()
+        (tmp_path / "other" / "adapter_model.safetensors").rename(folder / "adapter_model.safetensors")
+        return load_adapter(folder, make_room)
+
+    monkeypatch.setattr(engine.runner, "load_adapter", replaced)
+    assert engine.adapters is not None
+    with pytest.raises(UnsupportedAdapter, match=rf"is {other.digest} here and {adapter.digest} where it was named"):
+        engine.adapters.hold(adapter)
+    assert engine.adapters.stats().loaded == ()
+
+
+def config_of(base: Path) -> EngineConfig:
+    return EngineConfig.model_validate({"model": {"path": str(base), "device": "cpu"}, "cache": {"num_blocks": 8}})
+
+
 def test_an_adapter_of_another_base_of_equal_sizes_is_loaded_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = build_tiny_model("llama")
     model.save_pretrained(tmp_path / "base")
-    config = EngineConfig.model_validate(
-        {"model": {"path": str(tmp_path / "base"), "device": "cpu"}, "cache": {"num_blocks": 8}}
-    )
-    store = build_sync_engine(config).adapters
+    store = build_sync_engine(config_of(tmp_path / "base")).adapters
     assert store is not None
     for name, base in (("own", str(tmp_path / "base")), ("other", "some-org/other")):
         store.hold(save_adapter(tmp_path / name, model, base_model_name_or_path=base)).release()

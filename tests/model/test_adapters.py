@@ -19,7 +19,7 @@ from app.engine.request import Request
 from app.errors import UnsupportedAdapter
 from app.model.adapter_files import adapter_digest
 from app.model.adapters import MAX_RANK, LinearUpdates, Sizes, read_adapter
-from tests.fakes import run_to_end
+from tests.kit.engine import run_to_end
 from tests.lora import merge, save_adapter
 from tests.model.test_equivalence import VOCAB_SIZE, build, generate_plainly, random_requests
 from tests.model.test_speculation import RecallingDrafter

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from app.engine.request import Pooling, Request
-from tests.fakes import Outcome, run_to_end
+from tests.kit.engine import Outcome, run_to_end
 from tests.model.test_equivalence import KNOWN_TO_THE_DECODER, build, generate_plainly, random_requests
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
 

@@ -18,7 +18,7 @@ from app.config import EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.request import Pooling, Request
 from app.errors import InvalidRequest, InvalidSetup, UnsupportedModel
-from tests.fakes import make_request, run_to_end
+from tests.kit.engine import make_request, run_to_end
 from tests.tiny_encoders import (
     CROSS_ENCODERS,
     ENCODERS,

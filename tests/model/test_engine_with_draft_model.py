@@ -20,7 +20,7 @@ from app.errors import InvalidSetup
 from app.grammar.vocabulary import Vocabulary
 from app.model.loader import load_runner
 from app.model.planned_memory import planned_cpu_memory
-from tests.fakes import make_request, run_to_end
+from tests.kit.engine import make_request, run_to_end
 from tests.model.test_reloading import KV_GIB, SLEEPS, resident_gib
 from tests.tiny_encoders import save_tiny_encoder
 

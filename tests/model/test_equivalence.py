@@ -22,7 +22,7 @@ from app.model.cpu.attention import NativeAttention
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.library import is_fast
 from app.model.forward import TransformersForward
-from tests.fakes import make_request, run_to_end
+from tests.kit.engine import make_request, run_to_end
 from tests.model.transformers_code import transformers_code
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
 

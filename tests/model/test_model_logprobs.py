@@ -16,7 +16,7 @@ from app.engine.request import Request, TokenLogprobs
 from app.model.cpu.library import ThreadPool, library
 from app.model.cpu.sampling import NativeLogprobs
 from app.model.logprobs import compute_logprobs
-from tests.fakes import Outcome, make_request, run_to_end
+from tests.kit.engine import Outcome, make_request, run_to_end
 from tests.model.test_equivalence import build, random_requests
 from tests.tiny_models import VOCAB_SIZE
 

@@ -12,7 +12,7 @@ from app.engine.engine import Engine
 from app.errors import UnsupportedModel
 from app.model.loader import load_model
 from app.model.ways.transformers_code import TransformersModel
-from tests.fakes import make_request, run_to_end
+from tests.kit.engine import make_request, run_to_end
 from tests.model.test_equivalence import generate_plainly
 from tests.tiny_models import build_tiny_model
 

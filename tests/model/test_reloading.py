@@ -9,7 +9,7 @@ import pytest
 from app.build import Devices, build_sync_engine
 from app.config import EngineConfig
 from app.errors import InvalidSetup
-from tests.fakes import make_request, run_to_end
+from tests.kit.engine import make_request, run_to_end
 from tests.lora import save_adapter
 from tests.tiny_models import build_tiny_model
 

@@ -15,7 +15,7 @@ from app.engine.matcher import Matcher, TokenSet
 from app.engine.model_runner import ModelRunner
 from app.engine.request import SamplingParams
 from app.model.sampler import adjust, draw, gumbel_noise, sample
-from tests.fakes import build_fake_engine, make_request, run_to_end
+from tests.kit.engine import build_fake_engine, make_request, run_to_end
 
 VOCAB_SIZE = 40
 

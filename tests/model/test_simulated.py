@@ -15,7 +15,7 @@ from app.engine.request import FinishReason
 from app.errors import InvalidSetup
 from app.model.simulated import SimulatedCosts, SimulatedModelRunner
 from app.text import Tokenizer
-from tests.fakes import EOS, FakeClock, build_fake_engine, make_request, run_to_end
+from tests.kit.engine import EOS, FakeClock, build_fake_engine, make_request, run_to_end
 
 TEXT = tuple(range(2, 50))
 
@@ -245,7 +245,7 @@ def test_a_simulated_replica_starts_without_torch(demo_path: Path) -> None:
 def test_a_crash_token_kills_the_process_that_computes_it_and_no_other() -> None:
     code = (
         "from app.model.simulated import SimulatedCosts, SimulatedModelRunner\n"
-        "from tests.fakes import build_fake_engine, make_request, run_to_end\n"
+        "from tests.kit.engine import build_fake_engine, make_request, run_to_end\n"
         "runner = SimulatedModelRunner(SimulatedCosts(step_ms=0, crash_token_id=7), text_token_ids=(2, 3),\n"
         "                              eos_token_ids=(), num_blocks=64, block_size=4)\n"
         "engine = build_fake_engine(runner=runner)\n"

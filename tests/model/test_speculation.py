@@ -16,7 +16,7 @@ from app.engine.engine import Engine
 from app.engine.request import Request
 from app.engine.sequence import Sequence
 from app.engine.speculation.drafter import Drafter, Take, one_by_one
-from tests.fakes import EagerModelDrafter, Outcome, make_request, run_to_end
+from tests.kit.engine import EagerModelDrafter, Outcome, make_request, run_to_end
 from tests.model.test_equivalence import build, random_requests
 from tests.tiny_models import VOCAB_SIZE
 

@@ -36,7 +36,7 @@ from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.metrics import ModelMetrics
 from app.text import Tokenizer
-from tests.api.keys import ring
+from tests.kit.service import ring
 from tests.waiting import eventually
 
 MODEL = "demo"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.keys import ADMIN_KEY, KEY, entry
+from tests.kit.service import ADMIN_KEY, KEY, entry
 from tests.page.conftest import Picture
 from tests.page.sight import colours, seen, stays
 from tests.page.stage import Stage

@@ -21,10 +21,10 @@ from app.webhooks.client import WebhookClient
 from app.webhooks.dispatcher import RetrySchedule
 from app.webhooks.receiver import WebhookReceiver
 from tests import waiting
-from tests.fakes import FakeClock
-from tests.jobs.lives import CHAT, OWNER, Crash, Echo, Writes, input_line, jsonl, until, upload
-from tests.jobs.lives import service_in as in_folder
 from tests.jobs.test_batch_runner import raising
+from tests.kit.engine import FakeClock
+from tests.kit.jobs import CHAT, OWNER, Crash, Echo, Writes, input_line, jsonl, until, upload
+from tests.kit.jobs import service_in as in_folder
 from tests.webhooks.receivers import LOCAL, OK, QUICKLY, SECRET, Received, Receiver, at, status
 
 ONE = jsonl(input_line("one"))

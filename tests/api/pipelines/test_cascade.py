@@ -13,9 +13,18 @@ from app.config import ApiConfig
 from app.errors import Overloaded
 from app.metrics import RequestMetrics, Scrape, exposition
 from app.text import Tokenizer
-from tests.api.batch_services import http_client
-from tests.api.fakes import CASCADE, WAIT, Service, hang_up, say_likely, without_times
-from tests.api.keys import bearer, entry, ring
+from tests.kit.service import (
+    CASCADE,
+    WAIT,
+    Service,
+    bearer,
+    entry,
+    hang_up,
+    http_client,
+    ring,
+    say_likely,
+    without_times,
+)
 from tests.metrics.test_exposition import value
 
 

@@ -12,8 +12,7 @@ from app.api.output.choices import MAX_TOKENS_AT_ONCE
 from app.engine.request import Request
 from app.errors import Overloaded
 from app.text import Tokenizer
-from tests.api.fakes import CASCADE, WAIT, Connection, Service, Step, hang_up, say_likely
-from tests.api.keys import bearer, entry
+from tests.kit.service import CASCADE, WAIT, Connection, Service, Step, bearer, entry, hang_up, say_likely
 
 NAMES = ("a", "b", "c")
 

@@ -19,7 +19,7 @@ from app.api.pipelines.index import IndexStep, read_index
 from app.engine.request import Pooling, Request
 from app.errors import InvalidSetup, Overloaded
 from app.text import Tokenizer
-from tests.api.fakes import WAIT, Answer, Connection, Script, Service, Step, by_angle, say_likely
+from tests.kit.service import WAIT, Answer, Connection, Script, Service, Step, by_angle, say_likely
 from tests.waiting import until
 
 LINES = [{"text": "Cats sleep.", "id": "cats"}, {"text": "Dogs bark.", "id": "dogs"}, {"text": "Fish swim."}]

@@ -15,8 +15,7 @@ from app.engine.request import Pooling
 from app.errors import InvalidSetup
 from app.text import Tokenizer
 from deployments.serve.settings import parse
-from tests.api.fakes import CASCADE, Service, say
-from tests.api.keys import bearer, entry
+from tests.kit.service import CASCADE, Service, bearer, entry, say
 
 GENERATE = {"kind": "generate", "model": "a"}
 RERANK = {"kind": "rerank", "model": "b"}

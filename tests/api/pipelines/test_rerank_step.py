@@ -12,9 +12,8 @@ import pytest
 from app.engine.request import FinishReason, Pooling, Request
 from app.errors import Overloaded
 from app.text import Tokenizer
-from tests.api.fakes import WAIT, Answer, Service, Step, by_angle, hang_up, without_times
-from tests.api.keys import bearer, entry
 from tests.api.test_request_trace import KeptTraces, named
+from tests.kit.service import WAIT, Answer, Service, Step, bearer, by_angle, entry, hang_up, without_times
 from tests.metrics.test_exposition import value
 
 RAG = {

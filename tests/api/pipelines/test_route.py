@@ -17,8 +17,7 @@ from app.engine.request import FinishReason, Pooling, Request, TokenDelta
 from app.errors import InvalidSetup
 from app.metrics import RequestMetrics
 from app.text import Tokenizer
-from tests.api.fakes import Answer, Connection, Service, Step, by_angle, delta, last, say, vector
-from tests.api.keys import bearer, entry
+from tests.kit.service import Answer, Connection, Service, Step, bearer, by_angle, delta, entry, last, say, vector
 from tests.stalls import stalls_of_loop
 
 ANGLES = {"code": 0.0, "Write a function": 10.0, "poem": 90.0, "Sing": 80.0}

@@ -33,7 +33,7 @@ from tests.engine.test_combinations import POLICIES, SELECTIVE, STRATEGIES, work
 from tests.engine.test_invariants import EngineMachine
 from tests.engine.test_matcher import LateMatchedRunner
 from tests.engine.test_overlapped_engine import LateRunner, OverlappedMachine
-from tests.fakes import (
+from tests.kit.engine import (
     EOS,
     VOCAB_SIZE,
     CountingRunner,

@@ -14,7 +14,7 @@ from benchmarks.engine.service_figures import Served, Step, StepTrace, jain, jai
 from benchmarks.harness.timeline import Slo
 from benchmarks.harness.workload import TimedRequest, Workload
 from tests.engine.test_overlapped_engine import LateRunner
-from tests.fakes import FakeClock, TimedRunner, build_fake_engine, make_request
+from tests.kit.engine import FakeClock, TimedRunner, build_fake_engine, make_request
 
 STEP_S = 0.01  # of these runners
 

@@ -13,7 +13,7 @@ from benchmarks.engine import throughput
 from benchmarks.harness.workload import read_workload
 from benchmarks.peers import engines, hf
 from tests.benchmarks.conftest import Figures, Refusal, write_workload
-from tests.fakes import run_to_end
+from tests.kit.engine import run_to_end
 
 
 @pytest.fixture(scope="module")

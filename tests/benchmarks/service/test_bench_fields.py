@@ -24,8 +24,7 @@ from benchmarks.harness.http_call import Target
 from benchmarks.service.field_bodies import FieldBody, field_bodies
 from benchmarks.service.fields import Cost, HonestStream, figures_of
 from deployments.serve.process import freeze_loaded
-from tests.api.batch_services import client_of, served
-from tests.api.fakes import MAX_MODEL_LEN, Service, Step, say
+from tests.kit.service import MAX_MODEL_LEN, Service, Step, client_of, say, served
 from tests.stalls import stalls_of_loop
 
 SIZE = RequestLimits().max_body_bytes // 16

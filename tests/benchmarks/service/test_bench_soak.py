@@ -28,8 +28,8 @@ from benchmarks.service.canaries import KINDS, Secrets, heard
 from benchmarks.service.hostile_requests import Tally, attack, hostile_requests
 from benchmarks.service.soak import Sample, attack_figures, figures_of, is_bad, process_figures
 from benchmarks.service.tenants import FINE, Found, Reply, Tenants
-from tests.api.keys import ring
 from tests.benchmarks.servers import served, simulated_service
+from tests.kit.service import ring
 
 KEYS = {"one": "sk-one", "two": "sk-two", "three": "sk-three"}
 # The others need a batch service, a place for tools, or processes that taste grammars.

@@ -15,15 +15,16 @@ from app.errors import EngineStopped, InvalidSetup
 from app.jobs.job import ItemOutput
 from app.text import Detokenizer, Tokenizer
 from deployments.bulk.engine_worker import EngineWorker, PreparedItem
-from tests.fakes import (
+from tests.kit.engine import (
     BAD_GRAMMAR,
     CountingRunner,
     MadeMatchers,
     MatchedRunner,
+    PoisonedRunner,
     build_fake_engine,
     expected_tokens,
     make_request,
-)  # fmt: skip
+)
 
 ENOUGH_S = 20.0
 
@@ -159,19 +160,6 @@ def test_a_row_that_the_engine_refuses_is_a_record_with_the_reason(room: Room) -
     assert answered.error is None
 
 
-class PoisonedRunner(CountingRunner):
-    """Fails on every batch with the row of this number in it; without one, on all."""
-
-    def __init__(self, number: int | None) -> None:
-        super().__init__()
-        self._poison = None if number is None else f"row-{number}"
-
-    def run(self, batch: StepBatch) -> StepResult:
-        if self._poison is None or any(item.request_id == self._poison for item in batch.scheduled):
-            raise RuntimeError("no")
-        return super().run(batch)
-
-
 class SlowRunner(CountingRunner):
     """Steps of a millisecond."""
 
@@ -181,14 +169,14 @@ class SlowRunner(CountingRunner):
 
 
 def test_a_row_that_makes_its_step_fail_fails_alone(room: Room) -> None:
-    generator = room.generator(build_fake_engine(runner=PoisonedRunner(1)))
+    generator = room.generator(build_fake_engine(runner=PoisonedRunner("row-1")))
     generator.add([row(number) for number in range(4)])
     records = outputed(generator, 4)
     assert [record.number for record in records if record.error] == [1]
 
 
 def test_a_device_that_fails_on_everything_is_told_and_no_row_is_blamed(room: Room) -> None:
-    generator = room.generator(build_fake_engine(runner=PoisonedRunner(None)))
+    generator = room.generator(build_fake_engine(runner=PoisonedRunner("")))
     generator.add([row(0), row(1)])
     with pytest.raises(EngineStopped, match="the engine failed with 2 items"):
         generator.collect(at_least=1, within_s=ENOUGH_S)

@@ -20,7 +20,7 @@ from deployments.plan.simulation import FleetSimulation, SimulatedClock, Simulat
 from deployments.plan.step_cost import MeasuredReplica, StepCost, StepShape
 from deployments.plan.traces import Trace, TracedRequest, read_trace
 from tests.deployments.plan.measured import measured_replica, step_cost, trace_of
-from tests.fakes import make_request
+from tests.kit.engine import make_request
 
 CACHE = CacheConfig()
 

@@ -21,7 +21,7 @@ from deployments.serve.batches import Batches
 from deployments.serve.ingress import Ingress
 from deployments.serve.keys_file import Keys
 from deployments.serve.settings import read_keys, read_serve_file
-from tests.api.keys import KEY, OTHER_KEY, entry
+from tests.kit.service import KEY, OTHER_KEY, entry
 from tests.waiting import until
 
 SERVE_FILE = Path(__file__).parents[3] / "deployments" / "serve.yaml"

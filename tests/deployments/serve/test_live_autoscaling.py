@@ -19,7 +19,7 @@ from deployments.serve.autoscaling import number_of_replicas, use_of
 from tests.deployments.conftest import Deployed, steps_of
 from tests.deployments.scraping import complete_scrape
 from tests.deployments.strikes import replica_states
-from tests.fakes import build_fake_engine, make_request
+from tests.kit.engine import build_fake_engine, make_request
 from tests.waiting import eventually
 
 # Serve says it whenever it reads the config back; deployments/serve/autoscaling.py says why the field is set.

@@ -17,8 +17,8 @@ import pytest
 from app.batches import ItemOrigin
 from app.text import Tokenizer
 from deployments.serve.tracing import OtlpTracer, tracer_of_environment
-from tests.api.fakes import Service
 from tests.api.test_request_trace import BODY, resumed
+from tests.kit.service import Service
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

@@ -19,7 +19,7 @@ from deployments.serve.ray_metrics import (
     families_of_requests,
     representatives,
 )
-from tests.fakes import FakeClock
+from tests.kit.engine import FakeClock
 from tests.metrics.test_exposition import report
 
 Received = dict[str, list[tuple[float, Mapping[str, str]]]]

@@ -10,20 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.engine.async_engine import AsyncEngine
-from app.engine.engine import Engine
 from app.engine.request import FinishReason, Request, TokenDelta
 from app.errors import Overloaded
-from tests.fakes import (
-    FakeClock,
-    GatedRunner,
-    Outcome,
-    TimedRunner,
-    async_engine,
-    build_fake_engine,
-    expected_tokens,
-    make_request,
-    run_to_end,
-)
+from tests.kit.engine import GatedRunner, TimedEngine, async_engine, make_request, tokens_of
 from tests.waiting import until
 
 POLICIES = ("fcfs", "sjf", "priority", "fair", "deadline")
@@ -33,58 +22,40 @@ def background(prompt: tuple[int, ...] = (5, 6, 7), **fields: Any) -> Request:
     return replace(make_request(prompt, **fields), is_background=True)
 
 
-def engine_of(policy: str, **settings: Any) -> tuple[Engine, FakeClock]:
-    clock = FakeClock()
-    return build_fake_engine(runner=TimedRunner(clock), clock=clock, policy=policy, **settings), clock
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_background_work_gives_its_slots_back_at_the_next_step(policy: str) -> None:
-    engine, clock = engine_of(policy, max_running=2, max_step_tokens=8)
+    timed = TimedEngine(policy=policy, max_running=2, max_step_tokens=8)
     night = [background((5, n), max_tokens=20) for n in range(2, 5)]
-    for request in night:
-        engine.add(request)
-    outcome = Outcome()
-    for _ in range(4):
-        outcome.book(engine.step())
+    timed.add(*night)
+    timed.step(4)
     day = [make_request((9, n), max_tokens=6, tenant="day") for n in range(2, 4)]
-    for request in day:
-        engine.add(request)
-    for _ in range(6):  # what they need when no other request runs
-        outcome.book(engine.step())
-    assert {request.request_id for request in day} <= outcome.reasons.keys()
-    rest = run_to_end(engine, clock=clock)
-    for request in (*day, *night):
-        name = request.request_id
-        tokens = outcome.token_ids.get(name, []) + rest.token_ids.get(name, [])
-        assert tokens == expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
-    assert engine.stats().total_preemptions == 2
-    assert engine.stats().total_memory_preemptions == 0
+    timed.add(*day)
+    timed.step(6)  # what they need when no other request runs
+    assert {request.request_id for request in day} <= timed.outcome.reasons.keys()
+    timed.finish().check(*day, *night)
+    assert timed.stats.total_preemptions == 2
+    assert timed.stats.total_memory_preemptions == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_background_work_joins_only_when_no_other_request_waits(policy: str) -> None:
-    engine, clock = engine_of(policy, max_running=1, max_step_tokens=8)
+    timed = TimedEngine(policy=policy, max_running=1, max_step_tokens=8)
     night = background(max_tokens=3)
     day = [make_request((9, n), max_tokens=3) for n in range(2, 6)]
-    for request in (night, *day):
-        engine.add(request)
-    reasons = run_to_end(engine, clock=clock).reasons
+    reasons = timed.finish(night, *day).reasons
     assert list(reasons)[-1] == night.request_id
     assert set(reasons.values()) == {FinishReason.LENGTH}
-    assert engine.stats().total_preemptions == 0
+    assert timed.stats.total_preemptions == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_background_work_is_what_goes_when_memory_runs_short(policy: str) -> None:
-    engine, clock = engine_of(policy, num_blocks=8, max_running=4, max_step_tokens=16)
+    timed = TimedEngine(policy=policy, num_blocks=8, max_running=4, max_step_tokens=16)
     day, night = make_request((5,) * 6, max_tokens=20), background((6,) * 6, max_tokens=20)
-    engine.add(night)
-    engine.step()
-    engine.add(day)
-    reasons = run_to_end(engine, clock=clock).reasons
-    assert list(reasons) == [day.request_id, night.request_id]
-    assert engine.stats().total_preemptions >= 1
+    timed.add(night)
+    timed.step()
+    assert list(timed.finish(day).reasons) == [day.request_id, night.request_id]
+    assert timed.stats.total_preemptions >= 1
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -92,17 +63,12 @@ def test_prompts_of_background_work_take_little_of_a_step_while_others_are_serve
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.engine.scheduler.BACKGROUND_PREFILL_TOKENS", 5)
-    clock = FakeClock()
-    runner = TimedRunner(clock)
-    settings = {"max_running": 4, "max_step_tokens": 64, "prefill_chunk_tokens": 64}
-    engine = build_fake_engine(runner=runner, clock=clock, policy=policy, **settings)
+    timed = TimedEngine(policy=policy, max_running=4, max_step_tokens=64, prefill_chunk_tokens=64)
     night = [background((5, n, *range(6, 26)), max_tokens=3) for n in range(2, 4)]
-    engine.add(night[0])
-    engine.step()
-    for request in (night[1], make_request((9, 8, 7), max_tokens=8)):
-        engine.add(request)
-    outcome = run_to_end(engine, clock=clock)
-    alone, first, *others = [batch.num_scheduled_tokens for batch in runner.batches]
+    timed.add(night[0])
+    timed.step()
+    outcome = timed.finish(night[1], make_request((9, 8, 7), max_tokens=8))
+    alone, first, *others = [batch.num_scheduled_tokens for batch in timed.runner.batches]
     assert alone == 22
     assert first == 1 + 3 + 5  # the decoding sequence, the foreground prompt, a part of the other
     assert max(others) <= 1 + 1 + 5
@@ -110,20 +76,16 @@ def test_prompts_of_background_work_take_little_of_a_step_while_others_are_serve
 
 
 def test_background_work_costs_its_tenant_no_share() -> None:
-    engine, clock = engine_of("fair", max_running=2, max_step_tokens=8)
-    for n in range(2, 6):
-        engine.add(background((8, n), max_tokens=40, tenant="a"))
-    for _ in range(30):
-        engine.step()
-    ends: list[str] = []
+    timed = TimedEngine(policy="fair", max_running=2, max_step_tokens=8)
+    timed.add(*(background((8, n), max_tokens=40, tenant="a") for n in range(2, 6)))
+    timed.step(30)
+    num_before = len(timed.outcome.reasons)
     for n in range(2, 10):
-        for tenant in "ab":
-            engine.add(make_request((9, n), request_id=f"{tenant}{n}", max_tokens=4, tenant=tenant))
-    for _ in range(40):
-        ends += [delta.request_id for delta in engine.step() if delta.finish_reason is not None]
-    first = [name[0] for name in ends[:8] if name[0] in "ab"]
+        timed.add(*(make_request((9, n), request_id=f"{each}{n}", max_tokens=4, tenant=each) for each in "ab"))
+    timed.step(40)
+    first = [name[0] for name in list(timed.outcome.reasons)[num_before:][:8] if name[0] in "ab"]
     assert abs(first.count("a") - first.count("b")) <= 2
-    run_to_end(engine, clock=clock)
+    timed.finish()
 
 
 async def test_background_requests_come_when_there_is_a_slot_and_never_queue() -> None:
@@ -199,8 +161,7 @@ async def test_background_requests_in_all_slots_refuse_no_other_request_and_lose
             with pytest.raises(Overloaded, match="requests are being served"):
                 engine.submit(another, NoReader())
         runner.gate.release(1000)
-        for request, tokens in zip([*night, *day], await asyncio.gather(*answers), strict=True):
-            assert tokens == expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
+        assert await asyncio.gather(*answers) == [tokens_of(request) for request in (*night, *day)]
 
 
 async def test_background_work_in_a_whole_batch_stays_and_takes_places() -> None:

@@ -11,7 +11,7 @@ import pytest
 from app.engine.engine import Engine
 from app.engine.policies import GENERATED_WEIGHT, PROMPT_WEIGHT, FairShare
 from app.fair import FairShares
-from tests.fakes import CountingRunner, build_fake_engine, make_request, run_to_end
+from tests.kit.engine import CountingRunner, build_fake_engine, make_request, run_to_end
 
 POLITE = [f"polite-{n}" for n in range(9)]
 WINDOW = 200

@@ -9,87 +9,62 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.engine import Engine
 from app.engine.request import Request
-from tests.fakes import (
-    CountingRunner,
-    FakeClock,
-    Outcome,
-    TimedRunner,
-    build_fake_engine,
-    expected_tokens,
-    make_request,
-    run_to_end,
-)
+from tests.kit.engine import TimedEngine, make_request
 
 pytestmark = pytest.mark.usefixtures("small_lengths")
 
 
-def first_steps(runner: CountingRunner) -> list[str]:
-    """Request ids in the order in which something was first computed for them."""
-    return list(dict.fromkeys(item.request_id for batch in runner.batches for item in batch.scheduled))
-
-
-def one_by_one(policy: Any, **settings: Any) -> tuple[Engine, TimedRunner, FakeClock]:
-    """An engine that runs one request at a time, in steps of 10 ms."""
-    clock = FakeClock()
-    runner = TimedRunner(clock, step_s=0.01)
-    engine = build_fake_engine(
-        runner=runner, clock=clock, policy=policy, **({"max_running": 1, "num_blocks": 256} | settings)
-    )
-    return engine, runner, clock
+def one_by_one(policy: Any, **settings: Any) -> TimedEngine:
+    """An engine that runs one request at a time."""
+    return TimedEngine(policy=policy, **{"max_running": 1} | settings)
 
 
 def wait_under_a_stream(
     policy: Any, long_waiting: Request, rival: Any, *, every_s: float, max_steps: int = 3_000, **fields: Any
 ) -> float:
     """Seconds until `long_waiting` starts, with rivals arriving faster than they can be served, for ever."""
-    engine, runner, clock = one_by_one(policy, **fields)
-    engine.add(rival(0))
-    engine.step()
-    engine.add(long_waiting)
-    arrived_at, next_at, number = clock.at, clock.at, 1
+    timed = one_by_one(policy, **fields)
+    timed.add(rival(0))
+    timed.step()
+    timed.add(long_waiting)
+    arrived_at, next_at, number = timed.clock.at, timed.clock.at, 1
     for _ in range(max_steps):
-        while next_at <= clock.at:
-            engine.add(rival(number))
+        while next_at <= timed.clock.at:
+            timed.add(rival(number))
             number, next_at = number + 1, next_at + every_s
-        engine.step()
-        if any(item.request_id == long_waiting.request_id for item in runner.batches[-1].scheduled):
-            return clock.at - arrived_at
+        if long_waiting.request_id in timed.step():
+            return timed.clock.at - arrived_at
     raise AssertionError("it starved")
 
 
 def test_fcfs_is_the_order_of_arrival() -> None:
-    engine, runner, clock = one_by_one("fcfs")
-    run_to_end(engine, *(make_request((5,) * (9 - n), request_id=str(n), priority=-n) for n in range(4)), clock=clock)
-    assert first_steps(runner) == ["0", "1", "2", "3"]
+    timed = one_by_one("fcfs")
+    timed.finish(*(make_request((5,) * (9 - n), request_id=str(n), priority=-n) for n in range(4)))
+    assert timed.begun == ["0", "1", "2", "3"]
 
 
 def test_sjf_takes_the_least_work_first() -> None:
-    engine, runner, clock = one_by_one("sjf")
+    timed = one_by_one("sjf")
     sizes = {"long prompt": (60, 2), "short": (2, 2), "long output": (2, 80), "middle": (10, 10)}
-    run_to_end(
-        engine,
+    timed.finish(
         *(make_request((5,) * prompt, request_id=name, max_tokens=output) for name, (prompt, output) in sizes.items()),
-        clock=clock,
     )
-    assert first_steps(runner) == ["short", "middle", "long prompt", "long output"]
+    assert timed.begun == ["short", "middle", "long prompt", "long output"]
 
 
 def test_sjf_learns_which_tenants_outputs_are_short() -> None:
-    engine, runner, clock = one_by_one("sjf")
+    timed = one_by_one("sjf")
     for _ in range(5):  # its requests may be long but never are: any token ends them
-        run_to_end(engine, make_request(tenant="terse", max_tokens=90, stop_token_ids=tuple(range(2, 50))), clock=clock)
-        run_to_end(engine, make_request(tenant="wordy", max_tokens=60), clock=clock)
-    assert engine.stats().mean_length_error_tokens > 0
-    runner.batches.clear()
-    run_to_end(
-        engine,
+        timed.finish(make_request(tenant="terse", max_tokens=90, stop_token_ids=tuple(range(2, 50))))
+        timed.finish(make_request(tenant="wordy", max_tokens=60))
+    assert timed.stats.mean_length_error_tokens > 0
+    timed.runner.batches.clear()
+    timed.finish(
         make_request(request_id="wordy", tenant="wordy", max_tokens=80),
         make_request(request_id="terse", tenant="terse", max_tokens=90),
-        clock=clock,
     )
-    assert first_steps(runner) == ["terse", "wordy"]
+    assert timed.begun == ["terse", "wordy"]
 
 
 @pytest.mark.parametrize("max_overtaking_s", [0.2, 1.0])
@@ -135,22 +110,20 @@ def test_under_an_endless_stream_of_better_classes_a_low_one_waits_no_longer_tha
 )
 def test_no_request_is_overtaken_by_one_that_arrives_later_than_the_bound(policy: str, seed: int) -> None:
     draw = random.Random(seed)
-    engine, runner, clock = one_by_one(policy)
+    timed = one_by_one(policy)
     arrivals: dict[str, tuple[float, int]] = {}
-    outcome = Outcome()
     for number in range(40):
         request = make_request(
             (5,) * draw.randint(1, 30), request_id=str(number), max_tokens=draw.randint(1, 6),
             priority=draw.randint(-3, 3), cache_salt=str(number),
         )  # fmt: skip
-        engine.add(request)
-        arrivals[request.request_id] = (clock.at, request.priority)
+        timed.add(request)
+        arrivals[request.request_id] = (timed.clock.at, request.priority)
         for _ in range(draw.randint(0, 6)):
-            if engine.has_work:
-                outcome.book(engine.step())
-    while engine.has_work:
-        outcome.book(engine.step())
-    started = first_steps(runner)
+            if timed.engine.has_work:
+                timed.step()
+    timed.finish()
+    started = timed.begun
     for place, name in enumerate(started):
         at, priority = arrivals[name]
         for earlier in started[:place]:
@@ -160,64 +133,57 @@ def test_no_request_is_overtaken_by_one_that_arrives_later_than_the_bound(policy
 
 
 def test_a_better_class_takes_the_slot_of_a_running_lower_one_which_goes_on_later_with_the_same_tokens() -> None:
-    engine, runner, _ = one_by_one("priority")
+    timed = one_by_one("priority")
     low = make_request((5, 6, 7), request_id="low", max_tokens=9, priority=1)
-    engine.add(low)
-    outcome = Outcome()
-    outcome.book(engine.step())
-    engine.add(make_request((8, 9), request_id="high", max_tokens=2, priority=0))
-    while engine.has_work:
-        outcome.book(engine.step())
-    scheduled = [item.request_id for batch in runner.batches for item in batch.scheduled]
-    assert scheduled[:4] == ["low", "high", "high", "low"]
-    assert outcome.token_ids["low"] == expected_tokens(low.prompt_token_ids, 9)
-    assert engine.stats().total_preemptions == 1
+    timed.add(low)
+    timed.step()
+    timed.finish(make_request((8, 9), request_id="high", max_tokens=2, priority=0))
+    assert timed.computed[:4] == ["low", "high", "high", "low"]
+    timed.outcome.check(low)
+    assert timed.stats.total_preemptions == 1
 
 
 def test_a_better_class_takes_the_blocks_of_lower_ones_only_if_that_is_enough() -> None:
-    engine, runner, _ = one_by_one("priority", max_running=4, num_blocks=8)  # 32 slots
-    engine.add(make_request((5,) * 8, request_id="same class", max_tokens=16, priority=0))
-    engine.add(make_request((6,) * 4, request_id="low", max_tokens=8, priority=5))
-    engine.step()
-    engine.add(make_request((7,) * 26, request_id="too large", max_tokens=2, priority=0))
-    engine.step()
-    assert {item.request_id for item in runner.batches[-1].scheduled} == {"same class", "low"}
-    engine.abort("too large")
-    engine.add(make_request((7,) * 17, request_id="fits", max_tokens=2, priority=0))
-    engine.step()
-    assert {item.request_id for item in runner.batches[-1].scheduled} == {"same class", "fits"}
+    timed = one_by_one("priority", max_running=4, num_blocks=8)  # 32 slots
+    timed.add(make_request((5,) * 8, request_id="same class", max_tokens=16, priority=0))
+    timed.add(make_request((6,) * 4, request_id="low", max_tokens=8, priority=5))
+    timed.step()
+    timed.add(make_request((7,) * 26, request_id="too large", max_tokens=2, priority=0))
+    assert set(timed.step()) == {"same class", "low"}
+    timed.engine.abort("too large")
+    timed.add(make_request((7,) * 17, request_id="fits", max_tokens=2, priority=0))
+    assert set(timed.step()) == {"same class", "fits"}
 
 
 def test_neither_an_equal_class_nor_one_that_has_aged_is_preempted() -> None:
-    engine, runner, clock = one_by_one("priority")
-    engine.add(make_request(request_id="low", max_tokens=60, priority=1))
-    engine.step()
-    engine.add(make_request(request_id="equal", priority=1))
-    engine.step()
-    clock.advance(0.2)
-    engine.add(make_request(request_id="high, but late", priority=0))
-    engine.step()
-    assert {item.request_id for batch in runner.batches for item in batch.scheduled} == {"low"}
+    timed = one_by_one("priority")
+    timed.add(make_request(request_id="low", max_tokens=60, priority=1))
+    timed.step()
+    timed.add(make_request(request_id="equal", priority=1))
+    timed.step()
+    timed.clock.advance(0.2)
+    timed.add(make_request(request_id="high, but late", priority=0))
+    timed.step()
+    assert timed.begun == ["low"]
 
 
 def test_whole_batches_are_not_broken_up_for_a_better_class() -> None:
-    engine, _, clock = one_by_one("priority", strategy={"name": "static", "batch_size": 1})
-    engine.add(make_request(request_id="low", priority=1))
-    engine.step()
-    run_to_end(engine, make_request(request_id="high", priority=0), clock=clock)
-    assert engine.stats().total_preemptions == 0
+    timed = one_by_one("priority", strategy={"name": "static", "batch_size": 1})
+    timed.add(make_request(request_id="low", priority=1))
+    timed.step()
+    timed.finish(make_request(request_id="high", priority=0))
+    assert timed.stats.total_preemptions == 0
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "deadline"])
 def test_a_sequence_that_does_not_fit_keeps_its_place_at_the_head(policy: str) -> None:
     """It is not put back at the tail, and no other overtakes it."""
-    engine, runner, clock = one_by_one(policy, max_running=8, num_blocks=6)  # 24 slots
-    engine.add(make_request((5,) * 13, request_id="runs", max_tokens=3, priority=-1))
-    engine.step()
+    timed = one_by_one(policy, max_running=8, num_blocks=6)  # 24 slots
+    timed.add(make_request((5,) * 13, request_id="runs", max_tokens=3, priority=-1))
+    timed.step()
     # First in every order: the least work, the best class, the earliest deadline.
-    engine.add(make_request((6,) * 16, request_id="too large", max_tokens=1, priority=-1, deadline_s=1000))
-    engine.add(make_request((7,) * 20, request_id="after it", max_tokens=2, deadline_s=2000))
-    engine.step()
-    assert {item.request_id for item in runner.batches[-1].scheduled} == {"runs"}
-    run_to_end(engine, clock=clock)
-    assert first_steps(runner) == ["runs", "too large", "after it"]
+    timed.add(make_request((6,) * 16, request_id="too large", max_tokens=1, priority=-1, deadline_s=1000))
+    timed.add(make_request((7,) * 20, request_id="after it", max_tokens=2, deadline_s=2000))
+    assert timed.step() == ["runs"]
+    timed.finish()
+    assert timed.begun == ["runs", "too large", "after it"]

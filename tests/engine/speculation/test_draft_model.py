@@ -11,16 +11,17 @@ from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
 from app.engine.request import ModelInfo
 from app.engine.speculation.draft_model import MAX_CATCH_UP_TOKENS, ModelDrafter
-from tests.fakes import (
+from tests.kit.engine import (
     EOS,
     VOCAB_SIZE,
     CountingRunner,
     EagerModelDrafter,
     FakeClock,
     MatchedRunner,
+    Outcome,
+    TimedEngine,
     TimedRunner,
     build_fake_engine,
-    expected_tokens,
     make_request,
     run_to_end,
 )
@@ -67,17 +68,11 @@ def timed(*, step_s: float, draft_s: float, wrong_every: int = 0, **scheduler: i
 
 
 def test_all_drafts_of_a_model_that_draws_the_same_are_kept_with_shared_prefixes_and_preemptions() -> None:
-    clock = FakeClock()
-    engine = build_fake_engine(
-        num_blocks=14, runner=TimedRunner(clock), clock=clock, drafter=model_drafter(), max_running=4
-    )
+    timed = TimedEngine(num_blocks=14, drafter=model_drafter(), max_running=4)
     shared = tuple(range(5, 17))
     requests = [make_request((*shared, 20 + number), max_tokens=12 + number) for number in range(10)]
-    outcome = run_to_end(engine, *requests)
-    for request in requests:
-        expected = expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
-        assert outcome.token_ids[request.request_id] == expected
-    stats = engine.stats()
+    timed.finish(*requests).check(*requests)
+    stats = timed.stats
     assert stats.total_preemptions > 0
     assert stats.total_cached_tokens > 0
     assert stats.total_drafted_tokens == stats.total_accepted_tokens > 50
@@ -118,8 +113,8 @@ def test_where_the_draft_model_is_fast_it_drafts_in_nearly_all_steps() -> None:
 
 def test_a_draft_model_that_draws_others_is_hardly_asked() -> None:
     engine, runner = timed(step_s=0.01, draft_s=0.002, wrong_every=1, max_running=1)
-    outcome = run_to_end(engine, make_request((9,), max_tokens=600, request_id="one"))
-    assert outcome.token_ids["one"] == expected_tokens((9,), 600)
+    request = make_request((9,), max_tokens=600)
+    run_to_end(engine, request).check(request)
     stats = engine.stats()
     assert stats.total_accepted_tokens < 0.1 * stats.total_drafted_tokens
     assert sum(batch.has_drafts for batch in runner.batches[100:]) <= 4
@@ -127,13 +122,8 @@ def test_a_draft_model_that_draws_others_is_hardly_asked() -> None:
 
 def test_long_prompts_are_caught_up_with_in_chunks_those_that_lack_the_fewest_first() -> None:
     drafting = DraftRunner()
-    engine = build_fake_engine(
-        num_blocks=600,
-        drafter=model_drafter(drafting),
-        clock=FakeClock(),
-        max_step_tokens=600,
-        prefill_chunk_tokens=600,
-    )
+    limits = {"num_blocks": 600, "max_step_tokens": 600, "prefill_chunk_tokens": 600}
+    engine = build_fake_engine(drafter=model_drafter(drafting), clock=FakeClock(), **limits)
     short = make_request(tuple(range(5, 25)), max_tokens=100, request_id="short")
     long = make_request(tuple(range(2, 45)) * 13, max_tokens=100, request_id="long")
     run_to_end(engine, long, short)
@@ -157,8 +147,8 @@ def test_a_sequence_beyond_what_the_draft_model_can_compute_is_not_drafted_for()
     facts = ModelInfo(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
     drafter = EagerModelDrafter(drafting, max_drafts=4, max_model_len=20, facts=facts)
     engine = build_fake_engine(drafter=drafter)
-    outcome = run_to_end(engine, make_request((5, 6, 7), max_tokens=40, request_id="one"))
-    assert outcome.token_ids["one"] == expected_tokens((5, 6, 7), 40)
+    request = make_request(max_tokens=40)
+    run_to_end(engine, request).check(request)
     assert max(item.end for batch in drafting.batches for item in batch.scheduled) == 20
 
 
@@ -170,9 +160,9 @@ def test_a_draft_model_that_fails_ends_speculation_and_no_request(caplog: pytest
             return super().run(batch)
 
     engine = build_fake_engine(drafter=model_drafter(FailingRunner()), clock=FakeClock())
+    request = make_request(max_tokens=40)
     with caplog.at_level(logging.ERROR):
-        outcome = run_to_end(engine, make_request((5, 6, 7), max_tokens=40, request_id="one"))
-    assert outcome.token_ids["one"] == expected_tokens((5, 6, 7), 40)
+        run_to_end(engine, request).check(request)
     (record,) = caplog.records
     assert record.getMessage().startswith("the draft model failed; nothing is drafted any more: RuntimeError")
 
@@ -208,13 +198,14 @@ def test_where_the_draft_model_does_not_wake_the_model_gives_its_memory_up_again
 def test_the_draft_model_sleeps_and_wakes_with_the_engine() -> None:
     drafting = SleepyRunner()
     engine = build_fake_engine(drafter=model_drafter(drafting), clock=FakeClock())
-    engine.add(make_request((5, 6, 7), max_tokens=40, request_id="one"))
-    first = [token for _ in range(5) for delta in engine.step() for token in delta.token_ids]
+    request, outcome = make_request(max_tokens=40), Outcome()
+    engine.add(request)
+    for _ in range(5):
+        outcome.book(engine.step())
     engine.sleep()
     assert drafting.told == ["sleep"]
     engine.wake()
-    outcome = run_to_end(engine)
+    run_to_end(engine, outcome=outcome).check(request)
     assert drafting.told == ["sleep", "wake"]
-    assert first + outcome.token_ids["one"] == expected_tokens((5, 6, 7), 40)
     stats = engine.stats()
     assert stats.total_drafted_tokens == stats.total_accepted_tokens > 10

@@ -15,15 +15,14 @@ from app.engine.speculation.prompt_lookup import PromptLookup, SequenceDrafts
 from tests.engine.speculation.test_draft_model import MatchedDraftRunner, model_drafter
 from tests.engine.test_combinations import POLICIES, STRATEGIES, workload
 from tests.engine.test_overlapped_engine import LateRunner
-from tests.fakes import (
+from tests.kit.engine import (
     CountingRunner,
     FakeClock,
     KnowingDrafter,
     MadeMatchers,
     MatchedRunner,
-    TimedRunner,
+    TimedEngine,
     build_fake_engine,
-    expected_tokens,
     make_request,
     run_to_end,
 )
@@ -117,9 +116,7 @@ def test_no_draft_goes_beyond_max_tokens_and_none_shares_a_step_with_a_prompt() 
 def test_an_end_token_among_drafts_ends_the_request_there() -> None:
     engine, _, _ = cycling(base_s=0.01, row_s=0.0)
     prompt = (5, 6, 7, 8, 9, 10, 5, 6, 7)
-    request = make_request(prompt, max_tokens=50, request_id="one", stop_token_ids=(8,))
-    engine.add(request)
-    outcome = run_to_end(engine)
+    outcome = run_to_end(engine, make_request(prompt, max_tokens=50, request_id="one", stop_token_ids=(8,)))
     assert outcome.token_ids["one"][-1] == 8
     assert outcome.token_ids["one"].count(8) == 1
     assert outcome.reasons["one"] is FinishReason.STOP
@@ -137,9 +134,8 @@ def test_a_draw_that_depends_on_the_tokens_before_it_sees_the_drafts_among_them(
     sampling: dict[str, object], make_drafter: Callable[[], Drafter]
 ) -> None:
     engine = build_fake_engine(drafter=make_drafter(), clock=FakeClock())
-    request = make_request(max_tokens=60, request_id="one", **sampling)
-    outcome = run_to_end(engine, request)
-    assert outcome.token_ids["one"] == expected_tokens(request.prompt_token_ids, 60)
+    request = make_request(max_tokens=60, **sampling)
+    run_to_end(engine, request).check(request)
     assert engine.stats().total_accepted_tokens > 30
 
 
@@ -150,16 +146,10 @@ def test_a_draw_that_depends_on_the_tokens_before_it_sees_the_drafts_among_them(
 def test_the_tokens_are_the_same_under_every_strategy_and_policy(
     make_drafter: Callable[[], Drafter], strategy: object, policy: str
 ) -> None:
-    clock, requests = FakeClock(), workload()[:32]
-    engine = build_fake_engine(
-        runner=TimedRunner(clock), clock=clock, num_blocks=14, max_running=6, max_waiting=100,
-        strategy=strategy, policy=policy, drafter=make_drafter(),
-    )  # fmt: skip
-    outcome = run_to_end(engine, *requests, clock=clock)
-    for request in requests:
-        expected = expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
-        assert outcome.token_ids[request.request_id] == expected
-    stats = engine.stats()
+    requests, limits = workload()[:32], {"num_blocks": 14, "max_running": 6, "max_waiting": 100}
+    timed = TimedEngine(strategy=strategy, policy=policy, drafter=make_drafter(), **limits)
+    timed.finish(*requests).check(*requests)
+    stats = timed.stats
     assert stats.total_preemptions > 0
     assert stats.total_drafted_tokens > stats.total_accepted_tokens > 0
     assert stats.num_free_blocks == stats.num_blocks
@@ -205,8 +195,8 @@ def test_a_preempted_sequence_gives_its_index_up() -> None:
 def test_an_engine_that_launches_ahead_drafts_nothing() -> None:
     clock = FakeClock()
     engine = build_fake_engine(runner=LateRunner(clock), clock=clock, drafter=KnowingDrafter(3))
-    outcome = run_to_end(engine, make_request(max_tokens=20, request_id="one"))
-    assert outcome.token_ids["one"] == expected_tokens((5, 6, 7), 20)
+    request = make_request(max_tokens=20)
+    run_to_end(engine, request).check(request)
     assert engine.stats().total_drafted_tokens == 0
 
 

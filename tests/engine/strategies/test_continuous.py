@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import CountingRunner, build_fake_engine, expected_tokens, make_request, run_to_end
+from tests.kit.engine import CountingRunner, build_fake_engine, make_request, run_to_end
 
 pytestmark = pytest.mark.usefixtures("small_lengths")
 
@@ -65,8 +65,7 @@ def test_hybrid_never_stops_prefill_altogether() -> None:
     engine = build_fake_engine(strategy=hybrid(0.001))
     requests = [make_request(prompt(6, first=n), max_tokens=30) for n in range(3)]
     outcome = run_to_end(engine, *requests)
-    for request in requests:
-        assert outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 30)
+    outcome.check(*requests)
 
 
 SELECTIVE = {"name": "continuous", "selective": True}

@@ -25,7 +25,7 @@ from app.engine.trace.entries import (
 from app.engine.trace.recorder import StepRecorder
 from tests.engine.test_invariants import FailingOnDemand
 from tests.engine.test_overlapped_engine import LateRunner
-from tests.fakes import FakeClock, build_fake_engine, expected_tokens, make_request, run_to_end
+from tests.kit.engine import FakeClock, build_fake_engine, expected_tokens, make_request, run_to_end
 
 
 class Kept:

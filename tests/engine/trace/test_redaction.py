@@ -15,7 +15,7 @@ from app.engine.trace.entries import (
     to_line,
 )  # fmt: skip
 from app.engine.trace.redaction import Redactor
-from tests.fakes import make_request
+from tests.kit.engine import make_request
 
 PROMPT = (41, 42, 43, 44, 45, 46)
 

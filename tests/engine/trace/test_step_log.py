@@ -18,7 +18,7 @@ from app.engine.request import Adapter, Grammar, GrammarKind, ModelInfo, Thought
 from app.engine.trace.entries import Abort, Arrival, DroppedEntries, Header, parse, to_line
 from app.engine.trace.step_log import LogFiles, StepLog
 from app.errors import InvalidSetup
-from tests.fakes import CountingRunner, build_fake_engine, make_request, run_to_end
+from tests.kit.engine import CountingRunner, build_fake_engine, make_request, run_to_end
 
 FACTS = ModelInfo(max_model_len=100, vocab_size=50, eos_token_ids=(1,))
 

@@ -14,7 +14,7 @@ from app.engine.trace import viewer
 from app.errors import EngineStopped
 from tests.engine.test_invariants import FailingOnDemand
 from tests.engine.test_overlapped_engine import LateRunner
-from tests.fakes import FakeClock, TimedRunner, async_engine, build_fake_engine, make_request, run_to_end
+from tests.kit.engine import FakeClock, TimedRunner, async_engine, build_fake_engine, make_request, run_to_end
 
 
 def watched(**settings: Any) -> Engine:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from app.fleet.dispatch import Candidate, Ledger, ReplicaReport
 from app.fleet.dispatch.ledger import REPORT_LIFE_S, SPEED_LIFE_S
-from tests.fleet.reports import make_report
+from tests.kit.fleet import make_report
 
 NOTHING = (0, 0, 0)
 

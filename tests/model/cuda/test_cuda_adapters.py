@@ -22,7 +22,7 @@ from app.model.adapter_files import adapter_at
 from app.model.adapters import MAX_RANK, read_adapter
 from app.model.verification import MAX_DIFFERENCES
 from app.model.ways.loaded_model import LoadedModel
-from tests.fakes import make_request, run_to_end
+from tests.kit.engine import make_request, run_to_end
 from tests.lora import merge, save_adapter
 from tests.tiny_models import build_tiny_model
 

@@ -24,7 +24,7 @@ from app.model.loader import load_model
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.transformers_code import TransformersModel
-from tests.fakes import make_request, run_to_end
+from tests.kit.engine import make_request, run_to_end
 from tests.model.transformers_code import transformers_code
 from tests.tiny_models import build_tiny_model
 

@@ -25,7 +25,7 @@ from app.model.ways import transformers_code as own_code
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.transformers_code import TransformersModel
-from tests.fakes import make_request, run_to_end
+from tests.kit.engine import make_request, run_to_end
 from tests.model.cpu_allocator import peak_of_cpu
 from tests.model.test_quantised_checkpoint import FORMS, save_quantised
 from tests.model.transformers_code import transformers_code

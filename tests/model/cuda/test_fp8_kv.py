@@ -17,7 +17,7 @@ from app.model.attention import AttentionRules
 from app.model.loader import load_model
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.gpu import with_one_block
-from tests.fakes import make_request, run_to_end
+from tests.kit.engine import make_request, run_to_end
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 

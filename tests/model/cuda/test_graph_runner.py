@@ -31,7 +31,7 @@ from app.model.loader import load_model
 from app.model.sampler import sample
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.transformers_code import TransformersModel
-from tests.fakes import POOLINGS_OF_DECODERS, make_request, run_to_end
+from tests.kit.engine import POOLINGS_OF_DECODERS, make_request, run_to_end
 from tests.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")

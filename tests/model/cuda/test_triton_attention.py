@@ -16,7 +16,7 @@ from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules, PagedAttention, TorchAttention
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerShape
-from tests.fakes import make_request, run_to_end
+from tests.kit.engine import make_request, run_to_end
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 

@@ -21,7 +21,7 @@ from app.errors import InvalidSetup, UnsupportedModel
 from app.model.gguf.checkpoint import checkpoint_of
 from app.model.location import resolve_model_path
 from app.text import Tokenizer
-from tests.fakes import make_request, run_to_end
+from tests.kit.engine import make_request, run_to_end
 from tests.model.gguf.files import END, START, TOKENS, tiny_model, write_gguf
 
 KINDS = [GGMLQuantizationType[name] for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q4_K Q6_K".split()]

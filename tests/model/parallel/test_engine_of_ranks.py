@@ -21,7 +21,7 @@ from app.model.forward import TransformersForward
 from app.model.parallel.ranks import Ranks
 from app.model.runner import TorchModelRunner
 from tests.engine.test_combinations import STRATEGIES
-from tests.fakes import make_request, run_to_end
+from tests.kit.engine import make_request, run_to_end
 from tests.model.parallel.fake_rank import start_child
 from tests.model.test_equivalence import random_requests
 from tests.tiny_models import VOCAB_SIZE, build_tiny_model

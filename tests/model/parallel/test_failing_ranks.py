@@ -21,7 +21,7 @@ from app.engine.async_engine import AsyncEngine
 from app.engine.batch import DeviceLost, StepBatch, StepResult
 from app.errors import EngineStopped, Failure, InvalidSetup
 from app.model.parallel.ranks import Ranks, VisibleCard, check_cards, check_heads
-from tests.fakes import CountingRunner, build_fake_engine, make_request
+from tests.kit.engine import CountingRunner, build_fake_engine, make_request
 from tests.model.parallel.fake_rank import start_child
 from tests.waiting import eventually, stop_child
 

@@ -7,7 +7,8 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import aclosing
 from typing import Any, cast
 
 from msgspec import structs
@@ -15,13 +16,13 @@ from msgspec import structs
 from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import StepBatch, StepResult
-from app.engine.request import Adapter, Queued, Request
+from app.engine.request import Adapter, FinishReason, Queued, Request
 from app.engine.snapshot import EngineSnapshot
 from app.errors import UnsupportedAdapter
 from app.fleet import FailoverLimits, Fleet, Frame, FrameReader, IngressSession, ReplicaRegistry, report_of_engine
 from app.fleet.dispatch import Group, GroupChooser, ReplicaReport, make_policy
 from app.fleet.frames import FRAME_VERSION, AbortRequest, SubmitRequest, WatchEngine, encode, message_decoder
-from tests.fakes import VOCAB_SIZE, CountingRunner, build_fake_engine
+from tests.kit.engine import VOCAB_SIZE, CountingRunner, Outcome, build_fake_engine
 from tests.waiting import until
 
 
@@ -290,6 +291,19 @@ class LocalFleet:
         self.transport.join(replica.replica_id)
         return replica
 
+    async def answer(self, request: Request) -> Outcome:
+        """What the caller of a request hears."""
+        outcome = Outcome()
+        async with aclosing(self.fleet.generate(request)) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                assert delta.request_id == request.request_id
+                outcome.book([delta])
+        return outcome
+
+    def start(self, requests: Iterable[Request]) -> list[asyncio.Task[Outcome]]:
+        """The answers to these requests, which begin now."""
+        return [asyncio.create_task(self.answer(request)) for request in requests]
+
     def suspects(self) -> list[str]:
         return [each for each in self.registry.replica_ids if self.registry.is_suspect(each)]
 
@@ -313,3 +327,20 @@ class LocalFleet:
         self.fleet.close()
         for replica in self.replicas:
             await asyncio.to_thread(replica.stop)
+
+
+async def check(requests: Iterable[Request], answers: Iterable[Awaitable[Outcome]]) -> None:
+    """Every request has its tokens and its end."""
+    for request, outcome in zip(requests, await asyncio.gather(*answers), strict=True):
+        outcome.check(request)
+        assert outcome.reasons[request.request_id] in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+def make_report(**fields: Any) -> ReplicaReport:
+    """The report of an idle replica, with these fields changed."""
+    usual: dict[str, Any] = {
+        "group": "", "num_requests": 0, "num_background": 0, "num_staying_background": 0, "max_requests": 10,
+        "max_running": 8, "num_waiting_tokens": 0, "num_kv_tokens": 4096, "tokens_per_s": 100.0, "ended_per_s": 4.0,
+        "step_age_s": 0.0,
+    }  # fmt: skip
+    return ReplicaReport(**{**usual, **fields})

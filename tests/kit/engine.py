@@ -36,6 +36,7 @@ from app.engine.request import (
 from app.engine.sequence import Sequence
 from app.engine.speculation.draft_model import ModelDrafter
 from app.engine.speculation.drafter import Drafter, Take, one_by_one
+from app.engine.stats import EngineStats
 from app.errors import CarouselError, InvalidRequest
 
 VOCAB_SIZE = 50
@@ -201,6 +202,13 @@ def expected_tokens(prompt: tuple[int, ...], max_tokens: int, stop_token_ids: tu
         if token_ids[-1] in stop_token_ids:
             break
     return token_ids[len(prompt) :]
+
+
+def tokens_of(request: Request) -> list[int]:
+    """What the fake model still generates for a request, computed the plain way."""
+    sampling = request.sampling
+    whole = expected_tokens(request.prompt_token_ids, sampling.max_tokens, sampling.stop_token_ids)
+    return whole[len(request.generated_token_ids) :]
 
 
 def build_fake_engine(
@@ -380,6 +388,23 @@ class TimedRunner(CountingRunner):
         return super().run(batch)
 
 
+class PoisonedRunner(CountingRunner):
+    """Fails, after some of it was written, on every batch with a request that is called so; `""`: on every batch."""
+
+    def __init__(self, poison: str = "bad") -> None:
+        super().__init__()
+        self.poison = poison
+        self.num_runs = 0
+
+    def run(self, batch: StepBatch) -> StepResult:
+        self.num_runs += 1
+        for end, item in enumerate(batch.scheduled):
+            if item.request_id.startswith(self.poison):
+                super().run(StepBatch(batch.scheduled[:end], batch.sequences[:end]))
+                raise RuntimeError("poison")
+        return super().run(batch)
+
+
 def make_request(
     prompt: tuple[int, ...] = (5, 6, 7),
     *,
@@ -431,10 +456,24 @@ class Outcome:
             if delta.error is not None:
                 self.errors[delta.request_id] = delta.error
 
+    def check(self, *requests: Request) -> None:
+        """They have the tokens of plain generation, in whatever steps they came."""
+        for request in requests:
+            assert self.token_ids[request.request_id] == tokens_of(request), request.request_id
 
-def run_to_end(engine: Engine, *requests: Request, max_steps: int = 10_000, clock: FakeClock | None = None) -> Outcome:
-    """Add the requests and step until nothing is left, letting time pass where the engine waits for it."""
-    outcome = Outcome()
+
+def run_to_end(
+    engine: Engine,
+    *requests: Request,
+    max_steps: int = 10_000,
+    clock: FakeClock | None = None,
+    outcome: Outcome | None = None,
+) -> Outcome:
+    """Add the requests and step until nothing is left, letting time pass where the engine waits for it.
+
+    outcome: what was heard before; it grows.
+    """
+    outcome = outcome or Outcome()
     for request in requests:
         engine.add(request)
     for _ in range(max_steps):
@@ -445,3 +484,44 @@ def run_to_end(engine: Engine, *requests: Request, max_steps: int = 10_000, cloc
             clock.advance(engine.idle_s)
         outcome.book(engine.step())
     raise AssertionError(f"the engine still has work after {max_steps} steps")
+
+
+class TimedEngine:
+    """An engine on a FakeClock, with steps of 10 ms; what it has computed, and what its callers have heard."""
+
+    def __init__(self, *, step_s: float = 0.01, **settings: Any) -> None:
+        self.clock = FakeClock()
+        self.runner = TimedRunner(self.clock, step_s=step_s)
+        given = {"runner": self.runner, "clock": self.clock, "num_blocks": 256} | settings
+        self.engine: Engine = build_fake_engine(**given)
+        self.outcome = Outcome()
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.engine.add(request)
+
+    def step(self, times: int = 1) -> list[str]:
+        """Step so often; returns the requests that the last step has computed."""
+        num_before = 0
+        for _ in range(times):
+            num_before = len(self.runner.batches)
+            self.outcome.book(self.engine.step())
+        return [item.request_id for batch in self.runner.batches[num_before:] for item in batch.scheduled]
+
+    def finish(self, *requests: Request) -> Outcome:
+        """Add these and step until nothing is left; returns all that was heard."""
+        return run_to_end(self.engine, *requests, clock=self.clock, outcome=self.outcome)
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    @property
+    def computed(self) -> list[str]:
+        """The requests of each step, one step after the other."""
+        return [item.request_id for batch in self.runner.batches for item in batch.scheduled]
+
+    @property
+    def begun(self) -> list[str]:
+        """The requests in the order in which something was first computed for them."""
+        return list(dict.fromkeys(self.computed))
