@@ -172,7 +172,6 @@ class SimulatedModelRunner(ModelRunner):
 
 
 def _among(allowed: bytes, key: int) -> int:
-    """One of the tokens with a set bit."""
     numbers = [8 * index + bit for index, byte in enumerate(allowed) if byte for bit in range(8) if byte >> bit & 1]
     return numbers[key % len(numbers)]
 
