@@ -84,7 +84,12 @@ def service_at(demo_path: Path, embedding_size: int = 4) -> Service:
 @pytest.mark.parametrize("path", [path for path in PATHS if path != "/v1/messages/count_tokens"])
 def test_no_field_holds_the_event_loop(path: str, demo_path: Path, tmp_path: Path) -> None:
     document = DOCUMENT | {"paths": {path: DOCUMENT["paths"][path]}}
-    sent = field_bodies(document, size=SIZE, max_model_len=MAX_MODEL_LEN, with_pairs=False)
+    # With as many values as are parsed a body is none of a sixteenth: these are for the sweep itself.
+    sent = [
+        body
+        for body in field_bodies(document, size=SIZE, max_model_len=MAX_MODEL_LEN, with_pairs=False)
+        if "within" not in body.name.split()
+    ]
     assert over_the_bound(service_at(demo_path), sent, tmp_path) == {}
 
 
