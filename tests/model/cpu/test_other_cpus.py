@@ -13,7 +13,7 @@ import torch
 
 from app.model.cpu import library as native
 from tests.kit.models import DTYPES, PROMPT, check_same_bits_in_any_step, chunk, decoder_of, load, own_model, step
-from tests.model.cpu.builds import built_with
+from tests.model.cpu.builds import QUICK, built_with
 
 AVX2 = ("-march=x86-64-v3",)
 BLOCKS = [3, 8, 1, 0, 9, 13, 14]
@@ -23,7 +23,7 @@ BLOCKS = [3, 8, 1, 0, 9, 13, 14]
 def avx2() -> Iterator[None]:
     if platform.machine() != "x86_64" or not {"avx2", "fma"} <= set(native._cpu().split()):
         pytest.skip("this CPU has no AVX2")
-    with built_with(*AVX2):
+    with built_with(*AVX2, *QUICK):
         yield
 
 
