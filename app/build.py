@@ -361,8 +361,9 @@ def _build_simulated(config: EngineConfig) -> Engine:
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
     )
+    facts = replace(model.facts, embedding_size=costs.embedding_size or None)
     return assemble_recorded(
-        config, num_blocks=num_blocks, runner=runner, facts=model.facts, drafter=drafter_of(config.speculation)
+        config, num_blocks=num_blocks, runner=runner, facts=facts, drafter=drafter_of(config.speculation)
     )
 
 

@@ -18,3 +18,9 @@ def child_environment() -> dict[str, str]:
     """The environment of that process: it finds our code in every working directory."""
     paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def step_back() -> None:
+    """Have this process leave the cores to those that serve requests."""
+    niceness = 10
+    os.nice(niceness)

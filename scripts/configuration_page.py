@@ -85,7 +85,7 @@ def _presets() -> Iterator[str]:
 
 def _choice(name: str, kinds: Iterable[type[BaseModel]]) -> Iterator[str]:
     """What may be chosen by name, with the parameters of each."""
-    yield f"| `{name}` | Parameter | Default; values | What it does |\n|---|---|---|---|"
+    yield f"| `{name}` | Parameter | Default; other values | What it does |\n|---|---|---|---|"
     seen: set[str] = set()  # what other choices have too stands once
     for kind in kinds:
         rows = {
@@ -100,18 +100,19 @@ def _choice(name: str, kinds: Iterable[type[BaseModel]]) -> Iterator[str]:
 
 
 def _table(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[str]:
-    yield "| Setting | Default; values | What it is |\n|---|---|---|"
+    yield "| Setting | Default; other values | What it is |\n|---|---|---|"
     for name, field in fields:
         yield f"| `{name}` | {_default_and_values(field)} | {field.description or ''} |"
     yield ""
 
 
 def _default_and_values(field: FieldInfo) -> str:
-    """Both in one cell. A default tells the kind of value: of it only the range is written."""
+    """Both in one cell. A default tells the kind of value, and is one of the choices."""
     default, values = _default(field), _values(field)
     if isinstance(field.default, (bool, int, float, str)):
         kind = next((word for word in _WORDS.values() if values.startswith(word)), "")
         values = values.removeprefix(kind).lstrip(", ")
+    values = ", ".join(each for each in values.split(", ") if each != default)
     return f"{default}; {values}" if values else default
 
 

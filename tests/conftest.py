@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import inspect
 import os
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,21 +30,41 @@ if not Path("/dev/nvidiactl").exists():
 
 PROJECT = Path(__file__).resolve().parent.parent
 
+# Every client of HTTP reads the certificates of this machine anew, which takes longer than most tests.
+ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
+
 gc.disable()  # while modules are imported, of which nothing is garbage
 
 
-def _work_unit(nodeid: str) -> str:
-    """What one of several processes takes: all files with live tests, which share a cluster, or a file."""
-    file = nodeid.partition("::")[0]
-    has_live = file.startswith("tests/deployments/") and not file.startswith("tests/deployments/plan/")
-    return "live" if has_live or file == "tests/test_wheel.py" else file
+# Pieces of work that one of several processes takes whole; any other file is a piece by itself. The live tests are two
+# pieces, each with a cluster: they mostly wait. The first prefix that fits counts.
+PIECES = {
+    "tests/deployments/plan/": "",
+    "tests/deployments/bulk/": "",
+    "tests/deployments/test_bulk.py": "live commands",
+    "tests/deployments/test_hosts.py": "live commands",
+    "tests/deployments/launcher/": "live commands",
+    "tests/test_wheel.py": "live commands",
+    "tests/deployments/": "live service",
+}
+
+
+def _piece_of_work(nodeid: str) -> str:
+    piece = next((piece for prefix, piece in PIECES.items() if nodeid.startswith(prefix)), "")
+    return piece or nodeid.partition("::")[0]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest piece of work comes first, and in it what needs no cluster: then no process of Ray is there yet."""
+    """The longest pieces come first, and in each what needs no cluster: then no process of Ray is there yet."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: item.get_closest_marker("serve") is not None)
-        items.sort(key=lambda item: _work_unit(item.nodeid) != "live")
+        order = ["live service", "live commands"]
+
+        def place(item: pytest.Item) -> tuple[int, bool]:
+            piece = _piece_of_work(item.nodeid)
+            is_live = item.get_closest_marker("serve") is not None
+            return (order.index(piece) if piece in order else len(order), is_live)
+
+        items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -52,7 +74,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _work_unit(nodeid)
+            return _piece_of_work(nodeid)
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 

@@ -10,7 +10,6 @@ each: the grammar in Lark (one for each tag where it has tags), or why it cannot
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
+from app.child_process import step_back
 from app.engine.request import GrammarKind
 from app.grammar.compiling import Unusable, larks_of, new_matcher, walk
 from app.grammar.vocabulary import Vocabulary
@@ -33,7 +33,7 @@ MAX_WALL_S = 60.0
 def main() -> None:
     """Answer until the input ends."""
     signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)  # its signal has no handler: it ends the process
-    os.nice(10)
+    step_back()
     _die_first()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     settings = json.loads(sys.stdin.buffer.readline())

@@ -16,7 +16,7 @@ from typing import IO
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from app.child_process import child_command, child_environment
+from app.child_process import child_command, child_environment, step_back
 from app.errors import InvalidSetup
 
 
@@ -104,6 +104,7 @@ def read_vocabulary(
 
 def main() -> None:
     """Read a tokenizer and write its vocabulary."""
+    step_back()  # a replica that computes has started it for its first grammar
     from transformers import PreTrainedTokenizerFast  # here alone: it takes a second, and other processes import this
 
     location, revision, vocab_size, eos_token_ids = json.loads(sys.argv[1])

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, ValidationError
@@ -56,18 +56,35 @@ class LowRankUpdate:
 AdapterWeights = Mapping[str, LowRankUpdate]  # by the linear layer's name in the model
 
 
-def linear_sizes(settings: DecoderSettings, *, has_experts: Sequence[bool]) -> dict[str, Sizes]:
-    """The linear layers that adapters may change, by name; of layers with experts those of attention.
+class LlamaLayer(Protocol):
+    """What of a layer of a decoder of ours matters here."""
 
-    has_experts: by layer.
-    """
+    @property
+    def router(self) -> torch.Tensor | None:
+        """None where there are no experts."""
+        ...
+
+
+def linear_sizes(settings: DecoderSettings, layers: Sequence[LlamaLayer]) -> dict[str, Sizes]:
+    """The linear layers that adapters may change, by name; of layers with experts those of attention."""
     sizes = _sizes_of_layer(settings)
     return {
-        f"model.layers.{index}.{linear}": size
-        for index, is_mixture in enumerate(has_experts)
+        linear_name(index, linear): size
+        for index, layer in enumerate(layers)
         for linear, size in sizes.items()
-        if not is_mixture or linear.startswith("self_attn.")
+        if layer.router is None or linear.startswith("self_attn.")
     }
+
+
+def linear_name(layer: int, linear: str) -> str:
+    return f"model.layers.{layer}.{linear}"
+
+
+def products(num_layers: int) -> Iterator[tuple[int, str, list[str]]]:
+    """Of each layer each product, and the names of the linear layers that are joined in it."""
+    for layer in range(num_layers):
+        for product, linears in PRODUCTS.items():
+            yield layer, product, [linear_name(layer, linear) for linear in linears]
 
 
 def _sizes_of_layer(settings: DecoderSettings) -> dict[str, Sizes]:
@@ -95,16 +112,6 @@ class PeftConfig(BaseModel):
     rank_pattern: dict[str, PositiveInt] = {}
     alpha_pattern: dict[str, FiniteFloat] = {}
     bias: str = "none"
-    # What is refused, and so must not be set.
-    use_dora: bool | None = None
-    lora_bias: bool | None = None
-    fan_in_fan_out: bool | None = None
-    modules_to_save: list[str] | None = None
-    layer_replication: list[Any] | None = None
-    target_parameters: list[str] | None = None
-    trainable_token_indices: list[int] | dict[str, Any] | None = None
-    alora_invocation_tokens: list[int] | None = None
-    use_qalora: bool | None = None
 
     def why_not(self) -> str | None:
         """What of it is not computed here; None when all is."""
@@ -116,7 +123,7 @@ class PeftConfig(BaseModel):
             "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication", "target_parameters",
             "trainable_token_indices", "alora_invocation_tokens", "use_qalora",
         )  # fmt: skip
-        wrong = [name for name in refused if getattr(self, name)]
+        wrong = [name for name in refused if (self.model_extra or {}).get(name)]
         return f"it has {', '.join(wrong)}, which is not computed" if wrong else None
 
 

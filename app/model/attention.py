@@ -8,6 +8,7 @@ faster ones (`cpu/attention.py`, `cuda/attention.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -44,23 +45,14 @@ class AttentionStep(Protocol):
         ...
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class AttentionRules:
     """How a layer computes its scores: fixed by the model, the same in every step."""
 
-    __slots__ = ("scaling", "sinks", "sliding_window", "softcap")
-
-    def __init__(
-        self,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        self.scaling = scaling
-        self.sliding_window = sliding_window  # a token sees itself and this many minus one before it
-        self.softcap = softcap
-        self.sinks = sinks  # [num_heads], a score per head that takes part in the softmax and carries no value
+    scaling: float
+    sliding_window: int | None = None  # a token sees itself and this many minus one before it
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # [num_heads], a score per head that takes part in the softmax, without a value
 
 
 def paged_attention(
@@ -78,13 +70,10 @@ def paged_attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of transformers' interface; returns [1, num_tokens, num_heads, value_dim]."""
-    if paged is None:
-        raise UnknownAttention("the model does not hand forward keyword arguments to its attention layers")
-    if attention_mask is not None:
-        raise UnknownAttention("the model puts an attention mask of its own on top of the causal one")
+    check_call(paged, attention_mask, others)
+    assert paged is not None, "checked"
     if not getattr(module, "is_causal", True):
         raise UnknownAttention("an attention layer is not causal")
-    check_arguments(others)
     layer = getattr(module, "layer_idx", None)
     if layer is None:
         raise UnknownAttention("attention layers are not numbered (no layer_idx)")
@@ -98,8 +87,15 @@ def paged_attention(
     return output[None], None
 
 
-def check_arguments(others: Mapping[str, Any]) -> None:
-    """Raise UnknownAttention for what a model asks of its attention beside what is computed."""
+def check_call(step: object, attention_mask: torch.Tensor | None, others: Mapping[str, Any]) -> None:
+    """Raise UnknownAttention for what a model asks of its attention beside what is computed.
+
+    step: the forward keyword argument with the data of the step.
+    """
+    if step is None:
+        raise UnknownAttention("the model does not hand forward keyword arguments to its attention layers")
+    if attention_mask is not None:
+        raise UnknownAttention("the model puts an attention mask of its own on top")
     unknown = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
     if unknown:
         raise UnknownAttention(f"attention asks for {', '.join(sorted(unknown))}, which is not implemented")
@@ -182,6 +178,11 @@ class ProbeStep:
         self.layers[layer] = LayerShape(num_kv_heads=key.shape[1], key_dim=key.shape[-1], value_dim=value.shape[-1])
         self.rules[layer] = rules
         return _causal(query, key, value, start=0, rules=rules)
+
+
+def with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Itself or a copy: numbers of the last dimension stand side by side, as kernels read them."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _causal(

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 from app.engine.model_runner import ModelRunner
-from app.model.attention import UnknownAttention, check_arguments
+from app.model.attention import check_call
 from app.model.inputs import pooled_places, to_device
 from app.model.pooling import PooledStates
 
@@ -67,7 +67,7 @@ class Encoder:
             input_ids=token_ids[None],
             position_ids=self._positions(token_ids, lengths)[None],
             use_cache=False,
-            packed=PackedSequences(list(accumulate(lengths))),
+            packed=list(pairwise(accumulate(lengths, initial=0))),
             **types,
         )
         states: torch.Tensor = output.last_hidden_state[0]
@@ -119,13 +119,6 @@ def token_types(item: ScheduledSequence) -> list[int]:
     return [0] * num_tokens if at == 0 else [0] * at + [1] * (num_tokens - at)
 
 
-class PackedSequences:
-    """Where the sequences of a row begin and end."""
-
-    def __init__(self, ends: Sequence[int]) -> None:
-        self.bounds = list(pairwise([0, *ends]))  # first token, and the one behind the last
-
-
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, num_heads, num_tokens, key_dim]
@@ -134,7 +127,7 @@ def packed_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
-    packed: PackedSequences | None = None,
+    packed: Sequence[tuple[int, int]] | None = None,  # of each sequence the first token, and the one behind the last
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend over several whole sequences in one row, each with itself only; there is no padding and no KV memory.
@@ -142,13 +135,10 @@ def packed_attention(
     A layer attends in both directions, or backwards where the model is causal. It is the attention function of
     transformers' interface; returns [1, num_tokens, num_heads, value_dim].
     """
-    if packed is None:
-        raise UnknownAttention("the model does not hand forward keyword arguments to its attention layers")
-    if attention_mask is not None:
-        raise UnknownAttention("the model puts an attention mask of its own on top")
-    check_arguments(others)
+    check_call(packed, attention_mask, others)
+    assert packed is not None, "checked"
     output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
-    for first, end in packed.bounds:
+    for first, end in packed:
         attended = functional.scaled_dot_product_attention(
             query[:, :, first:end],
             key[:, :, first:end],

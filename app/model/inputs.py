@@ -113,7 +113,6 @@ def packed_columns(batch: StepBatch, *, block_size: int) -> PackedColumns:
 
 
 def _tensors(columns: Sequence[list[int]], device: torch.device) -> Sequence[torch.Tensor]:
-    """Each column as an int64 tensor."""
     if device.type != "cpu":  # kernels are compiled for aligned tensors
         return [to_device(column, device) for column in columns]
     # Views of one tensor: the time to make a small tensor is mostly overhead.

@@ -134,7 +134,6 @@ def load_model(
 
 
 def _decoder_for(config: ModelConfig, device: torch.device) -> type[CudaModel | NativeModel]:
-    """The fast way on a device, for the models that it knows."""
     if config.quantization != "none":
         return CudaModel if config.quantization == "fp8" else NativeModel
     return CudaModel if TritonAttention.fits(device) else NativeModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -24,16 +24,8 @@ class Logprobs(NamedTuple):
     top_logprobs: torch.Tensor  # [num_rows, num_top]
 
 
-class ComputeLogprobs(Protocol):
-    """The log-softmax of the wanted rows of raw logits."""
-
-    def __call__(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
-        """logits: [_, vocab_size]; token_ids: [len(rows)] int64, one for each of the `rows`."""
-        ...
-
-
 def compute_logprobs(logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
-    """Plain torch, on any device."""
+    """Plain torch, on any device. See `Sampler.logprobs`."""
     where = to_device(rows, logits.device)
     pieces = [slice(at, at + _ROWS_AT_ONCE) for at in range(0, len(rows), _ROWS_AT_ONCE)]
     found = [_compute(logits[where[piece]], token_ids[piece], num_top) for piece in pieces]
@@ -73,8 +65,8 @@ class WantedLogprobs:
         """Of a tensor with all rows of the logits: the rows of `batch.sampled`."""
         return of_rows[to_device(self._sampled_rows, of_rows.device)] if self._scored else of_rows
 
-    def compute(self, logits: torch.Tensor, token_ids: torch.Tensor, compute: ComputeLogprobs) -> Logprobs:
-        """logits: all rows; token_ids: [num_sampled] int64, the drawn tokens."""
+    def compute(self, logits: torch.Tensor, token_ids: torch.Tensor, compute: Callable[..., Logprobs]) -> Logprobs:
+        """logits: all rows; token_ids: [num_sampled] int64, the drawn tokens. compute: `Sampler.logprobs`."""
         device = logits.device
         rows: Sequence[int] = self._sampled_rows
         if len(self._wanting) < len(rows):

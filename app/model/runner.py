@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,11 +15,11 @@ from app.engine.model_runner import ModelRunner
 from app.model.adapters import read_adapter
 from app.model.forward import ForwardPass, Prediction
 from app.model.inputs import build_inputs
-from app.model.logprobs import ComputeLogprobs, Logprobs, WantedLogprobs, compute_logprobs
+from app.model.logprobs import Logprobs, WantedLogprobs
 from app.model.parallel.group import RankGroup
 from app.model.parallel.ranks import Ranks
 from app.model.pooling import PooledStates
-from app.model.sampler import Adjust, Draw, Sample, adjust, draw, sample
+from app.model.sampler import Sampler
 
 
 class NoRanks:
@@ -75,20 +74,11 @@ class TorchModelRunner(LeadingRunner):
 
     adapts = True
 
-    def __init__(
-        self,
-        forward: ForwardPass,
-        device: torch.device,
-        *,
-        draw: Draw = draw,
-        adjust: Adjust = adjust,
-        compute_logprobs: ComputeLogprobs = compute_logprobs,
-    ) -> None:
+    def __init__(self, forward: ForwardPass, device: torch.device, sampler: Sampler | None = None) -> None:
         super().__init__()
         self.forward = forward
         self._device = device
-        self._sample: Sample = partial(sample, draw=draw, adjust=adjust)
-        self._compute_logprobs = compute_logprobs
+        self._sampler = sampler or Sampler()
 
     @torch.inference_mode()
     def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> object:
@@ -109,7 +99,7 @@ class TorchModelRunner(LeadingRunner):
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepResult:
         prediction = self._predict(batch)
-        result = draw_tokens(batch, prediction, self._sample, self._compute_logprobs).result()
+        result = draw_tokens(batch, prediction, self._sampler).result()
         if prediction.hidden is None:
             return result
         pooled = PooledStates(batch, prediction.hidden)
@@ -131,14 +121,12 @@ class DrawnTokens(NamedTuple):
         return self.wanted.result(token_ids, self.logprobs)
 
 
-def draw_tokens(
-    batch: StepBatch, prediction: Prediction, sample: Sample, compute_logprobs: ComputeLogprobs
-) -> DrawnTokens:
+def draw_tokens(batch: StepBatch, prediction: Prediction, sampler: Sampler) -> DrawnTokens:
     """Queue the draws of a batch after its forward pass, then the log-probabilities of what is drawn."""
     logits, likeliest = prediction.logits, prediction.likeliest
     if not batch.has_logprobs:
-        return DrawnTokens(sample(logits, batch.sampled, likeliest=likeliest))
+        return DrawnTokens(sampler.sample(logits, batch.sampled, likeliest=likeliest))
     wanted = WantedLogprobs(batch)
     likeliest = None if likeliest is None else wanted.of_sampled(likeliest)
-    token_ids = sample(wanted.of_sampled(logits), batch.sampled, likeliest=likeliest)
-    return DrawnTokens(token_ids, wanted, wanted.compute(logits, token_ids, compute_logprobs))
+    token_ids = sampler.sample(wanted.of_sampled(logits), batch.sampled, likeliest=likeliest)
+    return DrawnTokens(token_ids, wanted, wanted.compute(logits, token_ids, sampler.logprobs))

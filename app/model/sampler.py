@@ -10,12 +10,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
 
 import torch
 
 from app.engine.batch import ScheduledSequence
 from app.model.inputs import bytes_to_device, to_device
+from app.model.logprobs import Logprobs, compute_logprobs
 
 # splitmix64 (Steele, Lea & Flood, 2014), its constants as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -23,50 +23,93 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
-class Draw(Protocol):
-    """Draws a token for some rows by temperature, filters and noise."""
+class Sampler:
+    """Takes or draws a token for each row of a step, in plain torch on any device. Others replace parts of it.
 
-    def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """logits: [_, vocab_size]; one token for each of its `rows` → [len(rows)] int64."""
-        ...
+    logits: [_, vocab_size], never changed; `rows` are those that are looked at, with an item each.
+    """
 
-
-class Sample(Protocol):
-    """Takes or draws a token for each row of a step: `sample`, or what replaces it on some device."""
-
-    def __call__(
+    def sample(
         self, logits: torch.Tensor, items: Sequence[ScheduledSequence], *, likeliest: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """logits: [num_rows, vocab_size], unchanged → [num_rows] int64.
+        """One token for each row. logits: [num_rows, vocab_size] → [num_rows] int64.
 
+        A row's result depends on that row alone. Rows that ask for no change of their logits are not copied.
         likeliest: [num_rows] int64, each row's argmax, if it is known already.
         """
-        ...
+        if not items:
+            return torch.empty(0, dtype=torch.long, device=logits.device)
+        changed = [row for row, item in enumerate(items) if not item.takes_all_logits]
+        if not changed:
+            return self._taken(logits, range(len(items)), items, likeliest)
+        of_changed = [items[row] for row in changed]
+        adjusted = self.adjust(logits, changed, of_changed)
+        parts: list[tuple[Sequence[int], torch.Tensor]] = [
+            (changed, self._taken(adjusted, range(len(changed)), of_changed, None))
+        ]
+        if len(changed) < len(items):
+            plain = sorted(set(range(len(items))).difference(changed))
+            parts.append((plain, self._taken(logits, plain, [items[row] for row in plain], likeliest)))
+        return _in_order(parts)
 
+    def draw(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
+        """A token by temperature, filters and noise for each of the rows → [len(rows)] int64."""
+        logits = logits[to_device(rows, logits.device)].float()
 
-class Adjust(Protocol):
-    """Applies the penalties, biases, bans and matchers of some items, in this order."""
+        def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
+            return to_device(values, logits.device, dtype)[:, None]
 
-    def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """logits: [_, vocab_size], unchanged → a changed copy of its `rows`, [len(rows), vocab_size] float32."""
-        ...
+        params = [item.sampling for item in items]
+        logits = logits / column([p.temperature for p in params], torch.float32)
+        if any(p.top_k or p.top_p < 1.0 or p.min_p for p in params):
+            logits = _filtered(
+                logits,
+                top_k=column([p.top_k or logits.shape[-1] for p in params], torch.long),
+                top_p=column([p.top_p for p in params], torch.float32),
+                min_p=column([p.min_p for p in params], torch.float32),
+            )
+        seeds = column([p.seed for p in params], torch.long)
+        positions = column([item.end for item in items], torch.long)
+        return (logits + gumbel_noise(seeds, positions, vocab_size=logits.shape[-1])).argmax(dim=-1)
 
+    def adjust(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
+        """A copy of the rows with penalties, biases, bans and matchers applied, in this order.
 
-def draw(logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
-    """Plain torch, on any device."""
-    return _draw(logits[to_device(rows, logits.device)].float(), items)
+        → [len(rows), vocab_size] float32.
+        """
+        adjusted = logits[to_device(rows, logits.device)].float()
+        numbered = [(row, item.adjustments) for row, item in enumerate(items) if item.adjustments is not None]
+        _penalise_repetition(adjusted, [(row, each.seen, each.repetition_penalty) for row, each in numbered])
+        _add(adjusted, [(row, each.deducted, each.deductions) for row, each in numbered])
+        _add(adjusted, [(row, each.biased, each.biases) for row, each in numbered])
+        _ban(adjusted, [(row, array("q", item.banned_token_ids)) for row, item in enumerate(items) if not item.matcher])
+        matched = [row for row, item in enumerate(items) if item.matcher is not None]
+        return _masked(adjusted, matched, joined_masks(items)) if matched else adjusted
 
+    def logprobs(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
+        """The log-softmax of the rows. token_ids: [len(rows)] int64, one for each of them."""
+        return compute_logprobs(logits, rows, token_ids, num_top=num_top)
 
-def adjust(logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
-    """Plain torch, on any device."""
-    adjusted = logits[to_device(rows, logits.device)].float()
-    numbered = [(row, item.adjustments) for row, item in enumerate(items) if item.adjustments is not None]
-    _penalise_repetition(adjusted, [(row, each.seen, each.repetition_penalty) for row, each in numbered])
-    _add(adjusted, [(row, each.deducted, each.deductions) for row, each in numbered])
-    _add(adjusted, [(row, each.biased, each.biases) for row, each in numbered])
-    _ban(adjusted, [(row, array("q", item.banned_token_ids)) for row, item in enumerate(items) if not item.matcher])
-    matched = [row for row, item in enumerate(items) if item.matcher is not None]
-    return _masked(adjusted, matched, joined_masks(items)) if matched else adjusted
+    def _taken(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int],
+        items: Sequence[ScheduledSequence],
+        likeliest: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The likeliest token or a drawn one for each of the rows, which have no adjustments left."""
+        greedy = [at for at, item in enumerate(items) if item.sampling.is_greedy]
+        if not greedy:
+            return self.draw(logits, rows, items)
+        if len(greedy) == len(items):
+            return _likeliest(logits, rows, likeliest)
+        drawn = sorted(set(range(len(items))).difference(greedy))
+        return _in_order(
+            [
+                (greedy, _likeliest(logits, [rows[at] for at in greedy], likeliest)),
+                (drawn, self.draw(logits, [rows[at] for at in drawn], [items[at] for at in drawn])),
+            ]
+        )
 
 
 def joined_masks(items: Sequence[ScheduledSequence]) -> bytearray:
@@ -127,56 +170,6 @@ def _penalties_of_bytes(device: torch.device) -> torch.Tensor:
     return torch.zeros(256, 8, device=device).masked_fill(bits == 0, float("-inf"))
 
 
-def sample(
-    logits: torch.Tensor,
-    items: Sequence[ScheduledSequence],
-    *,
-    likeliest: torch.Tensor | None = None,
-    draw: Draw = draw,
-    adjust: Adjust = adjust,
-) -> torch.Tensor:
-    """One token for each row. logits: [num_rows, vocab_size] → [num_rows] int64.
-
-    A row's result depends on that row alone. Rows that ask for no change of their logits are not copied. likeliest:
-    [num_rows] int64, each row's argmax, if it is known already.
-    """
-    if not items:
-        return torch.empty(0, dtype=torch.long, device=logits.device)
-    changed = [row for row, item in enumerate(items) if not item.takes_all_logits]
-    if not changed:
-        return _taken(logits, range(len(items)), items, likeliest, draw)
-    of_changed = [items[row] for row in changed]
-    parts: list[tuple[Sequence[int], torch.Tensor]] = [
-        (changed, _taken(adjust(logits, changed, of_changed), range(len(changed)), of_changed, None, draw))
-    ]
-    if len(changed) < len(items):
-        plain = sorted(set(range(len(items))).difference(changed))
-        parts.append((plain, _taken(logits, plain, [items[row] for row in plain], likeliest, draw)))
-    return _in_order(parts)
-
-
-def _taken(
-    logits: torch.Tensor,
-    rows: Sequence[int],
-    items: Sequence[ScheduledSequence],
-    likeliest: torch.Tensor | None,
-    draw: Draw,
-) -> torch.Tensor:
-    """The likeliest token or a drawn one for each of some rows, which have no adjustments left. [len(rows)] int64."""
-    greedy = [at for at, item in enumerate(items) if item.sampling.is_greedy]
-    if not greedy:
-        return draw(logits, rows, items)
-    if len(greedy) == len(items):
-        return _likeliest(logits, rows, likeliest)
-    drawn = sorted(set(range(len(items))).difference(greedy))
-    return _in_order(
-        [
-            (greedy, _likeliest(logits, [rows[at] for at in greedy], likeliest)),
-            (drawn, draw(logits, [rows[at] for at in drawn], [items[at] for at in drawn])),
-        ]
-    )
-
-
 def _likeliest(logits: torch.Tensor, rows: Sequence[int], known: torch.Tensor | None) -> torch.Tensor:
     """rows: a list of them, or a range, which is all from the first on."""
     of_all = logits if known is None else known
@@ -191,24 +184,6 @@ def _in_order(parts: Sequence[tuple[Sequence[int], torch.Tensor]]) -> torch.Tens
     tokens = torch.cat([tokens for _, tokens in parts])
     places = [place for places, _ in parts for place in places]
     return torch.empty_like(tokens).index_copy_(0, to_device(places, tokens.device), tokens)
-
-
-def _draw(logits: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch.Tensor:
-    def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        return to_device(values, logits.device, dtype)[:, None]
-
-    params = [item.sampling for item in items]
-    logits = logits / column([p.temperature for p in params], torch.float32)
-    if any(p.top_k or p.top_p < 1.0 or p.min_p for p in params):
-        logits = _filtered(
-            logits,
-            top_k=column([p.top_k or logits.shape[-1] for p in params], torch.long),
-            top_p=column([p.top_p for p in params], torch.float32),
-            min_p=column([p.min_p for p in params], torch.float32),
-        )
-    seeds = column([p.seed for p in params], torch.long)
-    positions = column([item.end for item in items], torch.long)
-    return (logits + gumbel_noise(seeds, positions, vocab_size=logits.shape[-1])).argmax(dim=-1)
 
 
 def _filtered(logits: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:

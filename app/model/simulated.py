@@ -36,6 +36,7 @@ class SimulatedCosts(Settings):
     per_token_ms: float = Field(0.0, ge=0, le=60_000)  # more for each token of a step
     end_probability: float = Field(0.0, ge=0, le=1)  # of an end token in place of text, at each token
     wake_ms: float = Field(0.0, ge=0, le=600_000)  # how long its weights take to come back after sleep
+    embedding_size: int = Field(0, ge=0, le=65_536)  # of the vectors of texts; 0: it makes none
     memory_gib: float = Field(0.0, ge=0)  # that it needs of its device when awake
     crash_token_id: int | None = Field(None, ge=0)  # a replica that computes it kills itself: for tests of failover
 
@@ -75,6 +76,8 @@ class SimulatedModelRunner(ModelRunner):
             self._write(item)
         token_ids = [self._draw(item) for item in batch.sampled]
         result = self._with_logprobs(batch, token_ids) if batch.has_logprobs else StepResult(token_ids)
+        if batch.has_pooling:
+            result = result._replace(pooled=self._pooled(batch))
         left_s = ends_at - self._clock()
         if left_s > 0:
             self._sleep(left_s)
@@ -137,6 +140,19 @@ class SimulatedModelRunner(ModelRunner):
             return self._another(key, item.banned_token_ids)
         return token
 
+    def _pooled(self, batch: StepBatch) -> dict[str, list[float]]:
+        """Vectors that depend on all tokens of their sequences."""
+        size = self._costs.embedding_size
+        keys = {
+            item.request_id: self._key(item, item.end - 1).to_bytes(8, "little")
+            for item in batch.scheduled
+            if item.pooling is not None
+        }
+        return {
+            request_id: [byte - 127.5 for byte in (key * (-(-size // len(key))))[:size]]
+            for request_id, key in keys.items()
+        }
+
     def _with_logprobs(self, batch: StepBatch, token_ids: list[int]) -> StepResult:
         logprobs = by_request(
             (item.request_id, self._logprobs(item, item.end - 1, token_id, item.sampling.logprobs))
@@ -172,7 +188,6 @@ class SimulatedModelRunner(ModelRunner):
 
 
 def _among(allowed: bytes, key: int) -> int:
-    """One of the tokens with a set bit."""
     numbers = [8 * index + bit for index, byte in enumerate(allowed) if byte for bit in range(8) if byte >> bit & 1]
     return numbers[key % len(numbers)]
 

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,7 @@ from app.model.cpu.weights import why_not_native
 from app.model.description import read_config
 from app.model.llama import why_not_llama_like
 from app.model.memory import is_out_of_memory
-from app.model.parallel.split_plan import SplitPlan, check_divisible
+from app.model.parallel.split_plan import SplitPlan, check_divisible, shared_numbers
 from app.model.positions import fix_positions
 from app.model.quantised_checkpoint import Quantised, loading_options
 from app.model.verification import Reference
@@ -53,20 +53,11 @@ class ModelSource:
             InvalidSetup: there is no such model.
             UnsupportedModel: by this alone it cannot be served.
         """
-        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+        from transformers import AttentionInterface, AutoModelForCausalLM
 
         AttentionInterface.register(ATTENTION_NAME, paged_attention)
-        path = self.config.path
-        try:
-            found = AutoConfig.from_pretrained(self.location, revision=self.config.revision, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise InvalidSetup(
-                f"model.path {path!r} is neither a folder with a model nor a model that can be loaded "
-                f"(looked at {self.location!r}): {first_line(error)}"
-            ) from error
+        path, found = self.config.path, config_of_transformers(self.config, self.location)
         name = found.model_type
-        if getattr(found, "is_encoder_decoder", False):
-            raise UnsupportedModel(f"{path} is an encoder-decoder model ({name}); only decoder-only models are served")
         if type(found) not in AutoModelForCausalLM._model_mapping:
             raise UnsupportedModel(f"{path} ({name}) is not a model that generates text")
         kinds = set(getattr(found.get_text_config(), "layer_types", None) or ()) - _SERVABLE_LAYERS
@@ -104,7 +95,51 @@ class ModelSource:
                 f"replicas.tensor_parallel: got {size}; quantised weights are not divided among ranks. Serve weights "
                 f"that are not quantised, or set replicas.tensor_parallel to 1"
             )
-        check_divisible(self.found, size, path=self.config.path)
+        check_divisible(shared_numbers(self.found), size, of=self.config.path)
+
+
+def config_of_transformers(config: ModelConfig, location: str) -> PreTrainedConfig:
+    """Raises InvalidSetup if there is no such model, UnsupportedModel if it has an encoder and a decoder."""
+    from transformers import AutoConfig
+
+    try:
+        found: PreTrainedConfig = AutoConfig.from_pretrained(
+            location, revision=config.revision, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise InvalidSetup(
+            f"model.path {config.path!r} is neither a folder with a model nor a model that can be loaded "
+            f"(looked at {location!r}): {first_line(error)}"
+        ) from error
+    if getattr(found, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{config.path} is an encoder-decoder model ({found.model_type}); none is served")
+    return found
+
+
+def pretrained(
+    kind: Any,
+    settings: ModelConfig,
+    location: str,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    unused: tuple[str, ...] = (),
+    **options: Any,
+) -> PreTrainedModel:
+    """As transformers loads it, by one of its Auto classes, from safetensors alone. No code of a repository runs.
+
+    unused: how the names of weights begin that its files may lack.
+
+    Raises ValueError if they lack others, which transformers would leave random, and what transformers raises.
+    """
+    module: PreTrainedModel
+    module, report = kind.from_pretrained(
+        location, revision=settings.revision, dtype=dtype, attn_implementation=attention, use_safetensors=True,
+        trust_remote_code=False, output_loading_info=True, **options,
+    )  # fmt: skip
+    if missing := sorted(key for key in report["missing_keys"] if not key.startswith(unused)):
+        raise ValueError(f"its files lack {len(missing)} weights, such as {missing[0]}")
+    return module.eval()
 
 
 def module_without_weights(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
@@ -157,10 +192,14 @@ def read_module(source: ModelSource) -> PreTrainedModel:
         module = module_on_device(source)
     if module is None:
         module = module_of_transformers(source)
-    # A model that cannot be served at all is refused for that reason later.
+    fix_positions_of(source, module)
+    return module
+
+
+def fix_positions_of(source: ModelSource, module: PreTrainedModel) -> None:
+    """For the longest sequence that is served. A model that cannot be served is refused for that reason later."""
     if known := source.config.max_model_len or length_limit(module):
         fix_positions(module, known)
-    return module
 
 
 def module_on_device(source: ModelSource) -> PreTrainedModel | None:
@@ -183,21 +222,11 @@ def module_of_transformers(source: ModelSource) -> PreTrainedModel:
     path, quantised, found = source.config.path, source.quantised, source.found
     try:
         options = {} if quantised is None else loading_options(quantised, source.device)
-        module: PreTrainedModel
-        module, report = AutoModelForCausalLM.from_pretrained(
-            source.location,
-            config=found,
-            revision=source.config.revision,
-            dtype=source.dtype,
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **options,
-        )
-        if missing := sorted(report["missing_keys"]):  # transformers would leave them random
-            raise ValueError(f"its files lack {len(missing)} weights, such as {missing[0]}")
-        return module.eval() if "device_map" in options else module.eval().to(source.device)
+        module = pretrained(
+            AutoModelForCausalLM, source.config, source.location, dtype=source.dtype, attention=ATTENTION_NAME,
+            config=found, **options,
+        )  # fmt: skip
+        return module if "device_map" in options else module.to(source.device)
     except Exception as error:  # each package of quantised weights has its own
         if is_out_of_memory(error):
             raise

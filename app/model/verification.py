@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from app.engine.batch import ScheduledSequence, StepBatch
+from app.engine.request import SamplingParams
 from app.errors import UnsupportedModel
 from app.model.attention import ATTENTION_NAME, AttentionStep
 
@@ -38,14 +40,15 @@ class Output:
     @classmethod
     def joined(cls, parts: Sequence[Output]) -> Output:
         """The outputs for the tokens of all parts, one after the other."""
-        first, logits = (
-            torch.cat(each, dim=1) for each in zip(*((part.first_layer, part.logits) for part in parts), strict=True)
-        )
-        return cls(first, logits, parts[0].is_mixture)
+        first = torch.cat([part.first_layer for part in parts], dim=1)
+        return cls(first, torch.cat([part.logits for part in parts], dim=1), parts[0].is_mixture)
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Output:
+        return replace(self, first_layer=change(self.first_layer), logits=change(self.logits))
 
     def part(self, first: int, end: int) -> Output:
         """The outputs for some of the tokens."""
-        return Output(self.first_layer[:, first:end], self.logits[:, first:end], self.is_mixture)
+        return self.changed(lambda each: each[:, first:end])
 
 
 def run_module(
@@ -88,14 +91,20 @@ class Reference:
         return cls(path, token_ids, positions, own)
 
     def to(self, device: torch.device) -> Reference:
-        own = replace(self.own, first_layer=self.own.first_layer.to(device), logits=self.own.logits.to(device))
+        own = self.own.changed(lambda each: each.to(device))
         return replace(self, token_ids=self.token_ids.to(device), positions=self.positions.to(device), own=own)
 
     def part(self, first: int, end: int) -> Reference:
         """The same for some of the tokens."""
-        return Reference(
-            self.path, self.token_ids[:, first:end], self.positions[:, first:end], self.own.part(first, end)
-        )
+        token_ids, positions = self.token_ids[:, first:end], self.positions[:, first:end]
+        return Reference(self.path, token_ids, positions, self.own.part(first, end))
+
+    def batch_of(self, first: int, end: int, *, block_size: int) -> StepBatch:
+        """A step with some of the tokens, in blocks 0, 1, …; logits of all of them are wanted."""
+        token_ids, block_ids = tuple(self.token_ids[0, first:end].tolist()), list(range(-(-end // block_size)))
+        greedy = SamplingParams(max_tokens=1, temperature=0.0)
+        item = ScheduledSequence("verify", token_ids, first, block_ids, True, greedy)
+        return StepBatch((item,), (), has_drafts=True)
 
     def behind_head(self, module: PreTrainedModel, *, num_layers: int) -> Reference:
         """Logits in place of the first layer's output, by norm and head: a decoder of ours gives no layer's output."""
@@ -123,18 +132,22 @@ class Reference:
             MAX_DIFFERENCES.get(kind, MAX_DIFFERENCES[torch.bfloat16]),
             strict=True,
         ):
-            difference = _relative_difference(mine, theirs, by_token=self.own.is_mixture)
-            if not difference <= limit:
-                return f"{what} differs by {difference:.2%}, {limit:.2%} is allowed"
+            difference = difference_above(limit, mine, theirs, by_token=self.own.is_mixture)
+            if difference is not None:
+                return f"{what} differs by {difference}"
         return None
 
 
-def _relative_difference(mine: torch.Tensor, theirs: torch.Tensor, *, by_token: bool) -> float:
-    """by_token: the difference that three quarters of the tokens keep to, instead of that of all together.
+def difference_above(
+    limit: float, mine: torch.Tensor, theirs: torch.Tensor, *, by_token: bool = False, least_size: float = 1e-9
+) -> str | None:
+    """How much two outputs differ, relative to their size, in words; None within the limit.
 
-    In bfloat16 two experts are often all but equally good, and rounding takes another one for some tokens.
+    by_token: the difference that three quarters of the tokens keep to, instead of that of all together. In bfloat16 two
+    experts are often all but equally good, and rounding takes another one for some tokens.
     """
     dims = (-1,) if by_token else None
     difference = torch.linalg.vector_norm(mine.float() - theirs.float(), dim=dims)
-    relative = difference / torch.linalg.vector_norm(theirs.float(), dim=dims).clamp_min(1e-9)
-    return float(relative.quantile(0.75))
+    relative = difference / torch.linalg.vector_norm(theirs.float(), dim=dims).clamp_min(least_size)
+    found = float(relative.quantile(0.75))
+    return None if found <= limit else f"{found:.2%}, {limit:.2%} is allowed"

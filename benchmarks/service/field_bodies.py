@@ -1,6 +1,7 @@
 """A body for every field of every endpoint that takes JSON, each filled to what the service's own description permits.
 
-Where the description gives no limit, a field is as large as the body may be. No network here.
+Where the description gives no limit, a field is as large as the body may be. What has more values than the service
+parses is there once more, with so many that it does ("within"). No network here.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from app.api.json_structure import MAX_STRINGS, MAX_STRUCTURE, MAX_VALUES
+
 Json = dict[str, Any]
 
+LARGEST_ANSWER = "the largest answer"
 DEPTH = 180  # the service's parser of JSON accepts some 200
 _LENGTH_FIELDS = {
     "/v1/chat/completions": "max_tokens", "/v1/completions": "max_tokens", "/v1/batch": "max_tokens",
     "/v1/responses": "max_output_tokens", "/v1/messages": "max_tokens",
 }  # fmt: skip
+_INPUTS, MAX_INPUTS = ("input", "documents", "text_2"), 2048  # lists of which the service takes fewer than it describes
 _NUM_PROMPTS = 128  # of a list where another field is filled
 _REPEATED = 128  # items that are all filled
 _ASKED_TOKENS = 16  # of a body in which another field is filled
@@ -50,6 +55,7 @@ class FieldBody:
     path: str  # of the endpoint
     name: str  # with the filled field, or two with a `+`, and with what it is filled
     value: Json
+    is_full: bool = False  # with a list or texts
 
     def data(self) -> bytes:
         return json.dumps(self.value, ensure_ascii=False).encode()
@@ -65,26 +71,36 @@ class _Filled:
 
     @property
     def is_list(self) -> bool:
-        return self.filling == "most"
+        return self.filling in ("most", "within")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether numbers beside it may change how much work it is: a list, or texts."""
+        return self.is_list or self.filling.startswith("words")
 
 
 def field_bodies(
     document: Mapping[str, Any], *, size: int, max_model_len: int, with_pairs: bool = True
 ) -> Iterator[FieldBody]:
-    """For each endpoint of an OpenAPI document: its fields one by one, its lists two by two, and the largest answer.
+    """For each endpoint of an OpenAPI document: its fields one by one, and the largest answer.
 
-    size: bytes of a body, about. Bodies are the same each time.
+    with_pairs: and its lists two by two, and each list and text beside the endpoint's least numbers. size: bytes of a
+    body, about. Bodies are the same each time.
     """
-    filler = _Filler(document["components"]["schemas"], max_model_len)
+    filler = _Filler(document["components"]["schemas"], max_model_len, size)
     for path, schema in _endpoints(document):
+        least = _least_numbers(schema) if with_pairs else {}
         for filled in filler.fields(schema, size):
             if filled.place:  # not the body as a whole
-                yield _body(path, f"{filled.place} {filled.filling}", filled.value)
+                name, is_full = f"{filled.place} {filled.filling}", filled.is_full
+                yield _body(path, name, filled.value, is_full=is_full)
+                if least and is_full:
+                    yield _body(path, f"{name} + least numbers", least | filled.value, is_full=True)
         lists = _lists(filler.fields(schema, size // 2)) if with_pairs else []
         for first, second in combinations(lists, 2):
             yield _body(path, f"{first.place} + {second.place}", merged(first.value, second.value))
         if "temperature" in schema["properties"]:
-            yield _body(path, "the largest answer", filler.minimal(schema) | _large_answer(schema, max_model_len // 2))
+            yield _body(path, LARGEST_ANSWER, filler.minimal(schema) | _large_answer(schema, max_model_len // 2))
 
 
 def _endpoints(document: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
@@ -103,11 +119,11 @@ def _endpoints(document: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
             yield path, schema
 
 
-def _body(path: str, name: str, value: Json) -> FieldBody:
+def _body(path: str, name: str, value: Json, *, is_full: bool = False) -> FieldBody:
     if value.get("prompts") == ["w0"]:
         value = value | {"prompts": [f"w{number}" for number in range(_NUM_PROMPTS)]}
     limit = _LENGTH_FIELDS.get(path)
-    return FieldBody(path, f"{path} {name}", ({limit: _ASKED_TOKENS} if limit else {}) | value)
+    return FieldBody(path, f"{path} {name}", ({limit: _ASKED_TOKENS} if limit else {}) | value, is_full)
 
 
 def _large_answer(schema: Json, num_tokens: int) -> Json:
@@ -124,6 +140,16 @@ def _large_answer(schema: Json, num_tokens: int) -> Json:
 _TYPE_NAMES: dict[type, tuple[str, ...]] = {
     int: ("integer", "number"), float: ("number",), bool: ("boolean",), list: ("array",),
 }  # fmt: skip
+
+
+def _least_numbers(schema: Json) -> Json:
+    """1 for each field of a body that takes it: lengths and counts. Log-probabilities would bound everything else."""
+    return {
+        name: 1
+        for name, field in schema["properties"].items()
+        for option in _options(field)
+        if option.get("type") == "integer" and "logprobs" not in name and option.get("minimum", 1) <= 1
+    }
 
 
 def _options(schema: Json) -> list[Json]:
@@ -154,9 +180,11 @@ def merged(first: Any, second: Any) -> Any:
 class _Filler:
     """Makes values of JSON schemas."""
 
-    def __init__(self, schemas: Mapping[str, Json], max_model_len: int) -> None:
+    def __init__(self, schemas: Mapping[str, Json], max_model_len: int, size: int) -> None:
+        """size: bytes of a whole body."""
         self._schemas = schemas
         self._max_model_len = max_model_len
+        self._size = size
 
     def minimal(self, schema: Json, number: int = 0) -> Any:
         """The least value of a schema; texts and integers with another number are others."""
@@ -206,6 +234,13 @@ class _Filler:
                 needed = {key: each for key, each in _NEEDED.get(name, {}).items() if key in schema["properties"]}
                 value = minimal | needed | {name: filled.value}
                 yield _Filled(place.replace(".[", "["), filled.filling, value)
+                if (
+                    name in _INPUTS
+                    and isinstance(filled.value, list)
+                    and filled.is_list
+                    and len(filled.value) > MAX_INPUTS
+                ):
+                    yield _Filled(name, "within", minimal | needed | {name: filled.value[:MAX_INPUTS]})
         if schema.get("additionalProperties") and "properties" not in schema:
             yield from self._free_objects(schema, size)
 
@@ -214,15 +249,23 @@ class _Filler:
         of_numbers = "pattern" in schema.get("propertyNames", {})
         if isinstance(schema["additionalProperties"], dict):
             value = self.minimal(schema["additionalProperties"], 1)
-            yield _Filled("", "most", {str(key) if of_numbers else f"k{key}": value for key in range(most)})
+            yield from self._several(
+                "most",
+                lambda number: {str(key) if of_numbers else f"k{key}": value for key in range(number)},
+                most,
+                size,
+            )
             return
-        yield _Filled("", "most", {f"k{key}": 1 for key in range(most)})
+        yield from self._several("most", lambda number: {f"k{key}": 1 for key in range(number)}, most, size)
         yield _Filled("", "text", {"k": _text("words", size)})
-        yield _Filled("", "list", {"k": [1] * (size // 3)})
-        yield _Filled("", "deep", {"k": [_nested(DEPTH)] * (size // (2 * DEPTH + 2))})
+        yield from self._several("list", lambda number: {"k": [1] * number}, size // 3, size)
+        nested = _nested(DEPTH)
+        yield from self._several("deep", lambda number: {"k": [nested] * number}, size // (2 * DEPTH + 2), size)
         if "maxProperties" not in schema:
-            yield _Filled("", "schema", _object_schema(size // 30))
-            yield _Filled("", "enum", {"enum": [f"w{number}" for number in range(size // 11)]})
+            yield from self._several("schema", _object_schema, size // 30, size)
+            yield from self._several(
+                "enum", lambda number: {"enum": [f"w{at}" for at in range(number)]}, size // 11, size
+            )
             yield _Filled("", "pattern", {"type": "string", "pattern": "(a|b)" * (size // 6)})
             yield _Filled("", "counted", {"type": "string", "minLength": size, "maxLength": 2 * size})
 
@@ -231,7 +274,7 @@ class _Filler:
         most = schema.get("maxItems", size)
         make = self._maker(item)
         length = len(json.dumps(make(10**5))) + 2
-        yield _Filled("", "most", [make(number) for number in range(min(most, size // length))])
+        yield from self._several("most", lambda number: [*map(make, range(number))], min(most, size // length), size)
         wrong: Any = -1 if item.get("type") == "integer" else None
         yield _Filled("", "wrong", [wrong] * (size // (len(json.dumps(wrong)) + 2)))
         if item.get("type") not in ("integer", "number"):
@@ -240,6 +283,23 @@ class _Filler:
                     times = f" x{several}" if several > 1 else ""
                     place = f"[].{filled.place}".rstrip(".")
                     yield _Filled(place, filled.filling + times, [filled.value] * several)
+
+    def _several(self, filling: str, make: Callable[[int], Any], most: int, size: int) -> Iterator[_Filled]:
+        """A value with so many items; and one with as many as are parsed in this part of a body, where that is less."""
+        yield _Filled("", filling, make(most))
+        few = 64
+        text = json.dumps(make(few))
+        share = 0.9 * size / self._size  # of the body's limits; the rest is for what is around the value
+        permitted = most
+        for num, limit in (
+            (sum(map(text.count, "[{:")), MAX_STRUCTURE),
+            (text.count('"') // 2, MAX_STRINGS),
+            (text.count(",") + 1, MAX_VALUES),
+        ):
+            if num > 4:  # not what is around the items
+                permitted = min(permitted, int(share * limit * few / num))
+        if permitted < most:
+            yield _Filled("", "within" if filling == "most" else f"{filling} within", make(permitted))
 
     def _strings(self, schema: Json, size: int) -> Iterator[_Filled]:
         if "enum" in schema:

@@ -2,10 +2,12 @@
 
     python -m benchmarks.service.fields --only /v1/chat
 
-Starts the service as `make serve` does and takes the fields from its own description (`field_bodies.py`). A body that
-is over a target is sent again twice unless it took long, and its least figures count: other processes of the machine
-make pauses too. Progress goes to stderr, and so does a table of all bodies over a target; the last line of stdout is
-one JSON object:
+Starts the service as `make serve` does and takes the fields from its own description (`field_bodies.py`). Beside the
+model there is a simulated one with vectors of 4,096 numbers, which lists and texts of embeddings and rankings go to as
+well, and pipelines in one another, which those of prompts go to. A stream of the largest answer is not read by its
+client for some seconds. A body that is over a target is sent again twice unless it took long, and its least figures
+count: other processes of the machine make pauses too. Progress goes to stderr, and so does a table of all bodies over a
+target; the last line of stdout is one JSON object:
 
     calm          the longest pause of the honest stream and the longest step without these bodies, beside a long prompt
     statuses      of all answers
@@ -28,6 +30,7 @@ import asyncio
 import http.client
 import json
 import re
+import socket
 import sys
 import tempfile
 import time
@@ -45,9 +48,16 @@ from benchmarks.harness.figures import table
 from benchmarks.harness.http_call import Target, call
 from benchmarks.harness.processes import Process, cpu_between, resident_mib
 from benchmarks.harness.service import Service, got, scraped, service, with_tools
-from benchmarks.service.field_bodies import field_bodies
+from benchmarks.service.field_bodies import LARGEST_ANSWER, FieldBody, field_bodies
+from benchmarks.service.hostile_requests import post
 
-MODEL_NAME = "swept"
+MODEL_NAME, VECTORS_NAME = "swept", "vectors"
+EMBEDDING_SIZE = 4096
+# Two answers are compared; a route by length before that; and, for bodies with documents, a ranking before that.
+_NESTED_NAME, _RANKED_NAME = "nested", "ranked"
+_OF_VECTORS = ("/v1/embeddings", "/v1/rerank", "/v1/score")
+_OF_PROMPTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/batch")
+_UNREAD_S = 5.0
 MAX_PAUSE_MS, MAX_STEP_RATIO, MAX_GROWN_MIB = 100.0, 1.5, 100.0
 _TITLE = "ray::ServeReplica:carousel:"
 _TIMEOUT_S = 60.0
@@ -79,7 +89,17 @@ class Cost:
             "step_ms": MAX_STEP_RATIO * calm.step_ms,
         }  # fmt: skip
         found = [name for name, limit in limits.items() if getattr(self, name) > limit]
-        return [*found, *(["status"] if self.status >= "500" else [])]
+        return [*found, *(["status"] if self.status >= "500" and self.status != "unread" else [])]
+
+
+@dataclass(frozen=True, slots=True)
+class SentBody:
+    """One body as it is sent."""
+
+    name: str
+    path: str
+    data: bytes
+    is_read: bool = True  # its answer
 
 
 @dataclass(slots=True)
@@ -93,8 +113,8 @@ class HonestStream:
 
     async def keep_streaming(self) -> None:
         """Until it is cancelled."""
-        body = {"prompt": [300, 301, 302], "max_tokens": self.max_tokens, "ignore_eos": True, "stream": True}
-        request = self.target.request("completions", body)
+        body: dict[str, Any] = {"model": MODEL_NAME, "prompt": [300, 301, 302], "max_tokens": self.max_tokens}
+        request = self.target.request("completions", body | {"ignore_eos": True, "stream": True})
         while True:
             with suppress(OSError):
                 await call(self.target, request, self)
@@ -122,13 +142,14 @@ class Sweep:
         self._honest = honest
         self.statuses: Counter[str] = Counter()
 
-    async def cost(self, path: str, data: bytes) -> Cost:
+    async def cost(self, sent: SentBody) -> Cost:
         """Send one body and wait for its answer."""
         before, metrics = self._running.processes(), await asyncio.to_thread(scraped, self._running.target)
         memory = resident(before)
         await asyncio.sleep(_SETTLE_S / 2)
         began_s = time.perf_counter()
-        status = await asyncio.to_thread(_post, self._running.target, path, data)
+        send = _post if sent.is_read else _post_and_read_nothing
+        status = await asyncio.to_thread(send, self._running.target, sent.path, sent.data)
         seconds = time.perf_counter() - began_s
         await asyncio.sleep(_SETTLE_S)
         pause_s = self._honest.longest_pause_s(began_s)
@@ -150,20 +171,20 @@ class Sweep:
 
     async def calm(self, max_model_len: int) -> Cost:
         """The most of times with an ordinary long prompt."""
-        long = {"prompt": [300] * (max_model_len // 2), "max_tokens": 8, "ignore_eos": True}
+        long: dict[str, Any] = {"model": MODEL_NAME, "prompt": [300] * (max_model_len // 2), "max_tokens": 8}
         costs, ends_s = list[Cost](), time.perf_counter() + _CALM_S
         while time.perf_counter() < ends_s:
             long["cache_salt"] = str(len(costs))
-            costs.append(await self.cost("/v1/completions", json.dumps(long).encode()))
+            costs.append(await self.cost(SentBody("calm", "/v1/completions", json.dumps(long).encode())))
         return _of_all(costs, max)
 
-    async def least_cost(self, path: str, data: bytes, calm: Cost) -> Cost:
+    async def least_cost(self, sent: SentBody, calm: Cost) -> Cost:
         """Of several tries if the first is over a target. Memory is what the first one took."""
-        costs = [await self.cost(path, data)]
+        costs = [await self.cost(sent)]
         while (
             costs[-1].over(calm) not in ([], ["grown_mib"]) and len(costs) < _NUM_TRIES and costs[0].seconds < _LONG_S
         ):
-            costs.append(await self.cost(path, data))
+            costs.append(await self.cost(sent))
         return costs[0] if len(costs) == 1 else _of_all(costs, min, grown_mib=costs[0].grown_mib)
 
 
@@ -183,6 +204,9 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
 def application(given: argparse.Namespace, model: str, folder: str) -> dict[str, Any]:
     """The application's `args`."""
     simulated = {"simulated": {"step_ms": given.step_ms}} if given.step_ms else {}
+    of_vectors = {"simulated": {"step_ms": 1, "embedding_size": EMBEDDING_SIZE}}
+    together = {"kind": "ensemble", "models": [MODEL_NAME, MODEL_NAME]}
+    short, long = {"model": "together", "max_prompt_tokens": 1}, {"model": "together"}
     return {
         "models": [
             {
@@ -192,7 +216,24 @@ def application(given: argparse.Namespace, model: str, folder: str) -> dict[str,
                 "replicas": {"num_replicas": 1, "num_cpus": 0.1, "drain_timeout_s": 5},
                 "tool_parser": "hermes",
                 "pooling": "mean",
-            }
+            },
+            {
+                "name": VECTORS_NAME,
+                "engine": {"model": {"path": model, **of_vectors}, "scheduler": {"max_running": 128}},
+                "replicas": {"num_replicas": 1, "num_cpus": 0.1, "drain_timeout_s": 5},
+                "pooling": "last",
+            },
+        ],
+        "pipelines": [
+            {"name": "together", "steps": [together]},
+            {"name": _NESTED_NAME, "steps": [{"kind": "route", "by": "length", "cases": [short, long]}]},
+            {
+                "name": _RANKED_NAME,
+                "steps": [
+                    {"kind": "rerank", "model": VECTORS_NAME, "top_n": 1000},
+                    {"kind": "generate", "model": _NESTED_NAME},
+                ],
+            },
         ],
         "batches": {"path": folder},
     }
@@ -201,7 +242,7 @@ def application(given: argparse.Namespace, model: str, folder: str) -> dict[str,
 async def sweep(running: Service, given: argparse.Namespace) -> dict[str, Any]:
     """All bodies, one after another; the figures of the page's docstring."""
     document, models = (json.loads(got(running.target, path)) for path in ("/openapi.json", "/v1/models"))
-    max_model_len = models["data"][0]["max_model_len"]
+    [max_model_len] = [each["max_model_len"] for each in models["data"] if each["id"] == MODEL_NAME]
     honest = HonestStream(running.target, max_model_len // 2)
     streaming = asyncio.create_task(honest.keep_streaming())
     sends = Sweep(running, honest)
@@ -209,11 +250,11 @@ async def sweep(running: Service, given: argparse.Namespace) -> dict[str, Any]:
     memory = resident(running.processes())
     costs: dict[str, Cost] = {}
     ends_s = time.monotonic() + given.minutes * 60
-    for name, path, data in _chosen(document, given, max_model_len):
+    for sent in _chosen(document, given, max_model_len):
         if time.monotonic() > ends_s:
-            tell(f"the time is over before {name}")
+            tell(f"the time is over before {sent.name}")
             break
-        costs[name] = await sends.least_cost(path, data, calm)
+        costs[sent.name] = await sends.least_cost(sent, calm)
         if len(costs) % _TELL_EVERY == 0:
             tell(f"{len(costs):,} bodies, {sum(bool(cost.over(calm)) for cost in costs.values())} over a target")
     grown = {title: round(mib - memory.get(title, mib), 1) for title, mib in resident(running.processes()).items()}
@@ -249,17 +290,36 @@ def resident(processes: Mapping[int, Process]) -> dict[str, float]:
     }
 
 
-def _chosen(document: Mapping[str, Any], given: argparse.Namespace, length: int) -> Iterator[tuple[str, str, bytes]]:
-    """Name, path and bytes of the bodies of all sizes; one that is the same at two sizes once."""
+def _chosen(document: Mapping[str, Any], given: argparse.Namespace, length: int) -> Iterator[SentBody]:
+    """The bodies of all sizes; one that is the same at two sizes once."""
     seen: set[bytes] = set()
     for size in given.sizes:
         for body in field_bodies(document, size=size, max_model_len=length):
-            if re.search(given.only, body.name):
-                data = body.data()
-                if data not in seen:
-                    yield f"{body.name}, {len(data):,} bytes", body.path, data
-                if len(data) < min(given.sizes):
-                    seen.add(data)
+            for sent in sent_bodies(body):
+                if re.search(given.only, sent.name) and sent.data not in seen:
+                    yield sent
+                if len(sent.data) < min(given.sizes):
+                    seen.add(sent.data)
+
+
+def sent_bodies(body: FieldBody) -> Iterator[SentBody]:
+    """A body to the model, and to what else it may go to; a large answer also to a client that does not read it."""
+
+    def sent(value: dict[str, Any], suffix: str = "", *, is_read: bool = True) -> SentBody:
+        data = json.dumps({"model": MODEL_NAME} | value, ensure_ascii=False).encode()
+        return SentBody(f"{body.name}{suffix}, {len(data):,} bytes", body.path, data, is_read)
+
+    yield sent(body.value)
+    if "model" in body.value:
+        return
+    if body.path in _OF_VECTORS and body.is_full:
+        yield sent(body.value | {"model": VECTORS_NAME}, " of long vectors")
+    if body.path in _OF_PROMPTS and body.is_full:
+        name = _RANKED_NAME if body.value.get("documents") else _NESTED_NAME
+        yield sent(body.value | {"model": name}, " to pipelines")
+    if body.name.endswith(LARGEST_ANSWER) and "max_tokens" in body.value:
+        plain = {name: value for name, value in body.value.items() if "logprobs" not in name and name != "echo"}
+        yield sent(plain | {"stream": True}, " unread", is_read=False)
 
 
 def _of_all(costs: Sequence[Cost], choose: Callable[[Any], Any], **given: Any) -> Cost:
@@ -291,6 +351,15 @@ def _post(target: Target, path: str, data: bytes) -> str:
         return "closed"
     finally:
         connection.close()
+
+
+def _post_and_read_nothing(target: Target, path: str, data: bytes) -> str:
+    """What came of a client that waits without reading, then goes. In a thread too."""
+    with suppress(OSError), socket.create_connection((target.host, target.port), timeout=_TIMEOUT_S) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(post(path, data))
+        time.sleep(_UNREAD_S)
+    return "unread"
 
 
 Samples = Sequence[tuple[str, str, float]]

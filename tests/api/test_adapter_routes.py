@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from app.api import build_app
 from app.api.endpoints.adapters import AdapterFindings, LoadedAdapters
 from app.engine.request import Adapter, Pooling
 from app.errors import InvalidSetup, UnsupportedAdapter
@@ -50,10 +49,7 @@ class Adapted:
     def __init__(self, tokenizer: Tokenizer, **settings: Any) -> None:
         self.service = Service(tokenizer, answering(tokenizer), names=("demo", "other"), **settings)
         self.replicas = Replicas(self.service)
-        self.service.app = build_app(self.service.handler, self._is_ready, adapters={"demo": self.replicas})
-
-    async def _is_ready(self) -> bool:
-        return True
+        self.service.app = self.service.built(adapters={"demo": self.replicas})
 
     def post(self, body: Any, **headers: str) -> Answer:
         return self.service.call("POST", "/admin/adapters", body, headers)

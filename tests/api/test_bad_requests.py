@@ -371,14 +371,10 @@ def test_what_takes_long_to_look_through_is_refused_at_once(
     assert re.search(words, answer.error["message"])
 
 
-def test_a_body_that_comes_too_slowly_is_a_408(tokenizer: Tokenizer) -> None:
+async def test_a_body_that_comes_too_slowly_is_a_408(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, body_timeout_s=0.05)
-
-    async def run() -> Answer:
-        async with Connection(service.app, "POST", "/v1/completions", [], {}) as connection:  # it never comes
-            return await connection.finished()
-
-    answer = asyncio.run(run())
+    async with Connection(service.app, "POST", "/v1/completions", [], {}) as connection:  # it never comes
+        answer = await connection.finished()
     assert (answer.status, answer.error["type"], answer.error["code"]) == (408, "timeout_error", "body_timeout")
     assert "within 0.05 s (0 bytes of it did)" in answer.error["message"]
     assert answer.headers["connection"] == "close"

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from app.api import build_app
 from app.text import Tokenizer
 from tests.kit.fleet import LocalFleet
 from tests.kit.service import ADMIN_KEY, KEY, OTHER_KEY, Answer, Connection, Service, bearer, entry
@@ -28,7 +27,7 @@ async def test_a_request_is_cancelled_by_its_own_key_or_an_admin(
 ) -> None:
     async with LocalFleet(1) as local:
         service = Service(tokenizer, generate=local.fleet.generate, keys=KEYS)
-        app = build_app(service.handler, service._is_ready, fleets={"demo": local.fleet})
+        app = service.built(fleets={"demo": local.fleet})
         [replica] = local.replicas
         local.hold(replica, before=3)
         headers = bearer() | {"x-request-id": "mine"}
@@ -59,7 +58,7 @@ async def test_the_ids_of_the_response_and_of_the_engine_name_the_request_too(
 ) -> None:
     async with LocalFleet(1) as local:
         service = Service(tokenizer, generate=local.fleet.generate)
-        app = build_app(service.handler, service._is_ready, fleets={"demo": local.fleet})
+        app = service.built(fleets={"demo": local.fleet})
         [replica] = local.replicas
         local.hold(replica, before=3)
         async with Connection(app, "POST", "/v1/completions", BODY, {}) as connection:
@@ -76,7 +75,7 @@ async def test_a_pipeline_is_cancelled_while_its_models_answer(tokenizer: Tokeni
     async with LocalFleet(1) as local:
         pipelines = [{"name": "p", "steps": [step]}]
         service = Service(tokenizer, generate=local.fleet.generate, names=("a", "b"), pipelines=pipelines)
-        app = build_app(service.handler, service._is_ready, fleets=dict.fromkeys(("a", "b"), local.fleet))
+        app = service.built(fleets=dict.fromkeys(("a", "b"), local.fleet))
         [replica] = local.replicas
         local.hold(replica, before=3)
         headers = {"x-request-id": "mine"}

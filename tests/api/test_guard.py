@@ -138,26 +138,23 @@ def encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.encode(), value.encode()) for name, value in headers.items()]
 
 
-def test_nothing_but_the_open_routes_answers_without_a_key(guarded_service: Service) -> None:
+async def test_nothing_but_the_open_routes_answers_without_a_key(guarded_service: Service) -> None:
     open_paths, other_paths = all_paths(guarded_service)
     assert open_paths == OPEN
     assert len(other_paths) >= 10
     headers = [encoded(each) for each in NO_KEYS]
     headers += [encoded({"authorization": "Bearer sk-wrong"}) + encoded(bearer()), encoded(bearer()) * 2]
 
-    async def run() -> list[str]:
-        forms = {form for path in open_paths | other_paths for form in odd_forms(path)}
-        asked = list(itertools.product(sorted(forms), METHODS, headers))
-        assert len(asked) > 40_000
-        successes = []
-        for form, method, sent in asked:
-            status = await status_of(guarded_service.app, method, form, sent)
-            if status < 400 and not (form in OPEN and method in ("GET", "HEAD")):
-                successes.append(f"{method} {form!r} with {sent}: {status}")
-            assert status < 500, f"{method} {form!r} with {sent}: {status}"
-        return successes
-
-    assert asyncio.run(run()) == []
+    forms = {form for path in open_paths | other_paths for form in odd_forms(path)}
+    asked = list(itertools.product(sorted(forms), METHODS, headers))
+    assert len(asked) > 40_000
+    successes = []
+    for form, method, sent in asked:
+        status = await status_of(guarded_service.app, method, form, sent)
+        if status < 400 and not (form in OPEN and method in ("GET", "HEAD")):
+            successes.append(f"{method} {form!r} with {sent}: {status}")
+        assert status < 500, f"{method} {form!r} with {sent}: {status}"
+    assert successes == []
     assert guarded_service.generate.requests == []
 
 
@@ -175,7 +172,7 @@ async def test_with_a_key_every_route_answers_and_odd_forms_are_still_no_routes(
     assert await statuses("/health/../v1/models") == {404}
 
 
-def test_every_route_lets_in_the_keys_that_it_should_and_no_others(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_every_route_lets_in_the_keys_that_it_should_and_no_others(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, say(tokenizer, "3 4 5."))
     keys = [entry(), entry(ADMIN_KEY, "root", admin=True)]
     visitors = [("no key", {}), ("a stranger", bearer("sk-wrong")), ("key", bearer()), ("admin", bearer(ADMIN_KEY))]
@@ -184,11 +181,8 @@ def test_every_route_lets_in_the_keys_that_it_should_and_no_others(tokenizer: To
         method, _, path = route.partition(" ")
         return {name: await status_of(app, method, in_use(path), encoded(headers)) for name, headers in visitors}
 
-    async def run() -> tuple[set[str], dict[str, dict[str, int]]]:
-        async with served(service, tmp_path, keys=keys) as app:
-            return all_routes(app), {route: await statuses(app, route) for route in set().union(*WHO_MAY.values())}
-
-    routes, found = asyncio.run(run())
+    async with served(service, tmp_path, keys=keys) as app:
+        routes, found = all_routes(app), {route: await statuses(app, route) for route in set().union(*WHO_MAY.values())}
     assert routes == set(found), "a route that is not listed with the callers that may use it"
     for callers, theirs in WHO_MAY.items():
         for route in theirs:
@@ -202,16 +196,13 @@ def test_every_route_lets_in_the_keys_that_it_should_and_no_others(tokenizer: To
     assert {found[route]["admin"] for route in WHO_MAY["admins"] if route.startswith("GET")} == {200}
 
 
-def test_no_form_of_an_admin_route_answers_an_ordinary_key(guarded_service: Service) -> None:
-    async def run() -> list[str]:
-        asked = itertools.product((form for path in ADMIN for form in odd_forms(path)), METHODS)
-        statuses = {(form, method): await status_of(guarded_service.app, method, form, encoded(bearer()))
-                    for form, method in asked}  # fmt: skip
-        assert len(statuses) > 400
-        return [f"{method} {form!r}" for (form, method), status in statuses.items() if status < 400]
-
+async def test_no_form_of_an_admin_route_answers_an_ordinary_key(guarded_service: Service) -> None:
     # Some forms of these paths are /health in its own right, which needs no key.
-    assert asyncio.run(run()) == []
+    asked = itertools.product((form for path in ADMIN for form in odd_forms(path)), METHODS)
+    statuses = {(form, method): await status_of(guarded_service.app, method, form, encoded(bearer()))
+                for form, method in asked}  # fmt: skip
+    assert len(statuses) > 400
+    assert [f"{method} {form!r}" for (form, method), status in statuses.items() if status < 400] == []
 
 
 def test_an_ordinary_key_is_told_that_a_route_is_for_admins(guarded_service: Service) -> None:
@@ -263,21 +254,18 @@ def test_metrics_are_for_whom_the_settings_say(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/health", "/"])
-def test_a_websocket_is_closed_before_it_is_accepted(guarded_service: Service, path: str) -> None:
-    async def run() -> list[Any]:
-        sent: list[Any] = []
+async def test_a_websocket_is_closed_before_it_is_accepted(guarded_service: Service, path: str) -> None:
+    sent: list[Any] = []
 
-        async def send(message: Any) -> None:
-            sent.append(message)
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        async def receive() -> dict[str, Any]:
-            return {"type": "websocket.connect"}
+    async def receive() -> dict[str, Any]:
+        return {"type": "websocket.connect"}
 
-        scope = {"type": "websocket", "path": path, "headers": encoded(bearer()), "query_string": b"", "scheme": "ws"}
-        await guarded_service.app(scope, receive, send)
-        return sent
-
-    assert [message["type"] for message in asyncio.run(run())] == ["websocket.close"]
+    scope = {"type": "websocket", "path": path, "headers": encoded(bearer()), "query_string": b"", "scheme": "ws"}
+    await guarded_service.app(scope, receive, send)
+    assert [message["type"] for message in sent] == ["websocket.close"]
 
 
 def test_nothing_answers_without_a_key_over_a_socket_either(guarded_service: Service) -> None:

@@ -179,16 +179,13 @@ def test_two_thousand_embeddings_are_sent_in_pieces(tokenizer: Tokenizer) -> Non
     assert [each["index"] for each in answer.json["data"]] == list(range(2048))
 
 
-def test_the_answers_to_a_list_of_prompts_are_sent_in_pieces(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    async def main() -> Answer:
-        body = {"prompts": ["a"] * 4, "max_tokens": NUM_TOKENS, "logprobs": NUM_TOP}
-        async with (
-            served(large(tokenizer), tmp_path) as app,
-            Connection(app, "POST", "/v1/batch", body, {}) as connection,
-        ):
-            return await connection.finished()
-
-    answer = asyncio.run(main())
+async def test_the_answers_to_a_list_of_prompts_are_sent_in_pieces(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    body = {"prompts": ["a"] * 4, "max_tokens": NUM_TOKENS, "logprobs": NUM_TOP}
+    async with (
+        served(large(tokenizer), tmp_path) as app,
+        Connection(app, "POST", "/v1/batch", body, {}) as connection,
+    ):
+        answer = await connection.finished()
     found = [each["response"]["choices"][0]["logprobs"]["tokens"] for each in answer.json["results"]]
     assert [len(tokens) for tokens in found] == [NUM_TOKENS] * 4
     assert max(map(len, answer.parts)) < MOST_BYTES < len(answer.body)

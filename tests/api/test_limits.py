@@ -265,22 +265,18 @@ def test_a_call_is_charged_what_it_used_in_the_end(tokenizer: Tokenizer) -> None
         assert 6_000_000 - 2 * used <= int(left) <= 6_000_000
 
 
-def test_tokens_in_use_are_not_there_for_others(tokenizer: Tokenizer) -> None:
+async def test_tokens_in_use_are_not_there_for_others(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, lambda request: [WAIT], keys=[entry(tokens_per_minute=150)])
 
-    async def run() -> Answer:
-        body = {"prompt": "Hi", "max_tokens": 100}
-        async with Connection(service.app, "POST", "/v1/completions", body, bearer()) as first:
-            await until(lambda: bool(service.generate.open))
-            async with Connection(service.app, "POST", "/v1/completions", body, bearer()) as second:
-                refused = await second.finished()
-            first.hang_up()
-            await first.finished()
-        async with Connection(service.app, "GET", "/v1/models", None, bearer()) as third:
-            assert (await third.finished()).headers["x-ratelimit-remaining-tokens"] == "150"
-        return refused
-
-    answer = asyncio.run(run())
+    body = {"prompt": "Hi", "max_tokens": 100}
+    async with Connection(service.app, "POST", "/v1/completions", body, bearer()) as first:
+        await until(lambda: bool(service.generate.open))
+        async with Connection(service.app, "POST", "/v1/completions", body, bearer()) as second:
+            answer = await second.finished()
+        first.hang_up()
+        await first.finished()
+    async with Connection(service.app, "GET", "/v1/models", None, bearer()) as third:
+        assert (await third.finished()).headers["x-ratelimit-remaining-tokens"] == "150"
     assert (answer.status, answer.error["code"]) == (429, "rate_limit_exceeded")
     assert "150 tokens a minute" in answer.error["message"]
 
@@ -363,7 +359,7 @@ def test_requests_without_keys_share_half_of_the_places() -> None:
         pass
 
 
-def test_bodies_in_arrival_share_what_a_process_reads_at_once(
+async def test_bodies_in_arrival_share_what_a_process_reads_at_once(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One key sends bodies that never end; another is served, and after the first has gone it may send again."""
@@ -371,32 +367,29 @@ def test_bodies_in_arrival_share_what_a_process_reads_at_once(
     keys = [entry(), entry(OTHER_KEY, "bob")]
     service = Service(tokenizer, say(tokenizer, "3 4 5."), keys=keys)
 
-    async def run() -> None:
-        async with AsyncExitStack() as stack:
-            hogs = [
-                await stack.enter_async_context(Connection(service.app, "POST", "/v1/completions", [], bearer()))
-                for _ in range(8)
-            ]
-            for hog in hogs:
-                hog.send_body(b" " * 100_000)
-            await until(lambda: sum(bool(hog.messages) for hog in hogs) == 3)
-            await asyncio.sleep(0.05)
-            answers = [hog.answer() for hog in hogs if hog.messages]
-            assert [answer.status for answer in answers] == [429] * 3, "five of 100,000 bytes are half of all"
-            assert answers[0].headers["retry-after"] == "1"
-            assert "500,000 bytes of other bodies of this API key are being read" in answers[0].error["message"]
-            assert await status_of(b'{"prompt": "Hi"}', bearer(OTHER_KEY)) == 200
-            assert await status_of(b'{"prompt": "Hi"}' + b" " * 200_000, bearer(OTHER_KEY)) == 200
-            for hog in hogs:
-                hog.hang_up()
-                await hog.finished()
-        assert await status_of(b'{"prompt": "Hi"}' + b" " * 400_000, bearer()) == 200
-
     async def status_of(body: bytes, headers: dict[str, str]) -> int:
         async with Connection(service.app, "POST", "/v1/completions", [body], headers) as connection:
             return (await connection.finished()).status
 
-    asyncio.run(run())
+    async with AsyncExitStack() as stack:
+        hogs = [
+            await stack.enter_async_context(Connection(service.app, "POST", "/v1/completions", [], bearer()))
+            for _ in range(8)
+        ]
+        for hog in hogs:
+            hog.send_body(b" " * 100_000)
+        await until(lambda: sum(bool(hog.messages) for hog in hogs) == 3)
+        await asyncio.sleep(0.05)
+        answers = [hog.answer() for hog in hogs if hog.messages]
+        assert [answer.status for answer in answers] == [429] * 3, "five of 100,000 bytes are half of all"
+        assert answers[0].headers["retry-after"] == "1"
+        assert "500,000 bytes of other bodies of this API key are being read" in answers[0].error["message"]
+        assert await status_of(b'{"prompt": "Hi"}', bearer(OTHER_KEY)) == 200
+        assert await status_of(b'{"prompt": "Hi"}' + b" " * 200_000, bearer(OTHER_KEY)) == 200
+        for hog in hogs:
+            hog.hang_up()
+            await hog.finished()
+    assert await status_of(b'{"prompt": "Hi"}' + b" " * 400_000, bearer()) == 200
 
 
 async def test_a_request_that_generates_holds_no_body(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from app.api import build_app
 from app.api.endpoints import live
 from app.api.endpoints.live import MAX_VIEWERS, LiveFeed
 from app.engine.snapshot import EngineSnapshot
@@ -142,7 +141,7 @@ def test_viewers_that_never_read_hold_little_and_make_room_after_a_while(
     monkeypatch.setattr(live, "STREAM_S", 2.0)
     monkeypatch.setattr(live, "_SLOWNESS_S", 0.0)
     fleet = Fleet(facts="x" * event_bytes)
-    app = build_app(service.handler, service._is_ready, fleets={"demo": fleet})
+    app = service.built(fleets={"demo": fleet})
     tracemalloc.start()
     with ExitStack() as stack:
         stack.callback(tracemalloc.stop)
@@ -168,7 +167,7 @@ def test_a_stream_ends_by_itself_so_that_an_ingress_can_stop(service: Service, m
 
 async def test_a_viewer_that_hangs_up_is_one_less(service: Service) -> None:
     fleet = Fleet()
-    app = build_app(service.handler, service._is_ready, fleets={"demo": fleet})
+    app = service.built(fleets={"demo": fleet})
     async with Connection(app, "GET", "/admin/live", b"", {}) as connection:
         await until(lambda: fleet.on_view is not None)
         connection.hang_up()

@@ -29,17 +29,6 @@ def ask(service: Service, headers: dict[str, str] | None = None, path: str = PAT
     return service.call("POST", path, given | fields, headers)
 
 
-def events_of(answer: Answer) -> list[dict[str, Any]]:
-    """The events, after checking that each has its type as its name."""
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    events = []
-    for block in answer.body.decode().removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    return events
-
-
 def together(events: list[dict[str, Any]]) -> dict[str, Any]:
     """The message that events build up, as clients put it together."""
     message: dict[str, Any] = {}
@@ -126,7 +115,7 @@ def test_the_last_message_of_the_assistant_goes_on(service: Service) -> None:
 
 
 def test_events_build_the_message_up(service: Service) -> None:
-    events = events_of(ask(service, stream=True))
+    events = ask(service, stream=True).events
     assert [event["type"] for event in events] == [
         "message_start", "ping", "content_block_start", *["content_block_delta"] * 4, "content_block_stop",
         "message_delta", "message_stop",
@@ -150,14 +139,14 @@ def test_stop_reasons(
     tokenizer: Tokenizer, fields: dict[str, Any], reason: FinishReason, expected: tuple[str, str | None, str]
 ) -> None:
     service = Service(tokenizer, say(tokenizer, "3 4 5.", reason=reason))
-    for message in (ask(service, **fields).json, together(events_of(ask(service, stream=True, **fields)))):
+    for message in (ask(service, **fields).json, together(ask(service, stream=True, **fields).events)):
         found = message["stop_reason"], message["stop_sequence"], message["content"][0]["text"]
         assert found == expected
 
 
 def test_a_message_without_text_has_no_block(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, say(tokenizer, ""))
-    assert ask(service).json["content"] == together(events_of(ask(service, stream=True)))["content"] == []
+    assert ask(service).json["content"] == together(ask(service, stream=True).events)["content"] == []
 
 
 def test_text_and_calls_are_blocks_one_after_the_other(tools_tokenizer: Tokenizer) -> None:
@@ -169,7 +158,7 @@ def test_text_and_calls_are_blocks_one_after_the_other(tools_tokenizer: Tokenize
         ("tool_use", "f", {"a": 1}), ("tool_use", "f", {"a": 2}),
     ]  # fmt: skip
     assert message["stop_reason"] == "tool_use"
-    streamed = together(events_of(ask(service, tools=[TOOL], stream=True)))
+    streamed = together(ask(service, tools=[TOOL], stream=True).events)
     for each in (streamed, message):
         for block in [each, *each["content"]]:
             block.pop("id", None)
@@ -313,7 +302,7 @@ def test_an_error_within_a_stream_is_its_last_event(tokenizer: Tokenizer) -> Non
         yield tokenizer.encode("3 4", add_special_tokens=False)
         yield StepFailed("broken")
 
-    events = events_of(ask(Service(tokenizer, script), stream=True))
+    events = ask(Service(tokenizer, script), stream=True).events
     assert [event["type"] for event in events][-2:] == ["content_block_delta", "error"]
     assert events[-1]["error"]["type"] == "api_error"
 
@@ -350,6 +339,6 @@ def test_however_the_text_is_cut_the_message_is_the_same(tools_tokenizer: Tokeni
 
     service = Service(tools_tokenizer, script, tool_format=FORMATS["hermes"], max_model_len=2000)
     whole = ask(calling(tools_tokenizer, text), tools=[TOOL]).json
-    streamed = together(events_of(ask(service, tools=[TOOL], stream=True)))
+    streamed = together(ask(service, tools=[TOOL], stream=True).events)
     assert comparable(streamed) == comparable(whole)
     assert streamed["stop_reason"] == whole["stop_reason"]

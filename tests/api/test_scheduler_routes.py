@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from app.api import build_app
 from app.api.endpoints.scheduler import ReplicaScheduling, SchedulingFindings
 from app.config import PolicyConfig, SchedulerConfig, StaticConfig, StrategyConfig
 from app.text import Tokenizer
@@ -38,10 +37,7 @@ class Switched:
     def __init__(self, tokenizer: Tokenizer, **settings: Any) -> None:
         self.service = Service(tokenizer, names=("demo", "other"), **settings)
         self.replicas = Replicas()
-        self.service.app = build_app(self.service.handler, self._is_ready, switches={"demo": self.replicas})
-
-    async def _is_ready(self) -> bool:
-        return True
+        self.service.app = self.service.built(switches={"demo": self.replicas})
 
     def post(self, body: Any, **headers: str) -> Answer:
         return self.service.call("POST", "/admin/scheduler", body, headers)

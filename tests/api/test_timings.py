@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -137,14 +136,10 @@ def test_equal_settings_have_equal_versions() -> None:
     assert SchedulerConfig.model_validate({"policy": "sjf"}).version.startswith("mixed-continuous-sjf-")
 
 
-def test_the_version_changes_with_the_settings_of_a_running_engine() -> None:
-    async def main() -> list[str]:
-        engine = AsyncEngine(build_fake_engine(), max_requests=10)
-        before = engine.stats().settings
-        await engine.reconfigure(SchedulerConfig(max_running=3))
-        view = await engine.snapshot()
-        engine.shutdown()
-        return [before, engine.stats().settings, view.settings]
-
-    before, after, shown = asyncio.run(main())
-    assert before != after == shown == SchedulerConfig(max_running=3).version
+async def test_the_version_changes_with_the_settings_of_a_running_engine() -> None:
+    engine = AsyncEngine(build_fake_engine(), max_requests=10)
+    before = engine.stats().settings
+    await engine.reconfigure(SchedulerConfig(max_running=3))
+    view = await engine.snapshot()
+    engine.shutdown()
+    assert before != engine.stats().settings == view.settings == SchedulerConfig(max_running=3).version

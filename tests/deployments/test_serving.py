@@ -321,22 +321,6 @@ def test_a_full_service_is_still_ready(service: Service) -> None:
     assert (is_full_before, ready, is_full_after) == (True, 200, True)
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "param"),
-    [
-        ({"model": "unknown"}, 404, "model"),
-        ({"max_tokens": 10_000_000}, 400, "max_tokens"),
-        ({"temperature": -1}, 400, "temperature"),
-    ],
-)
-def test_bad_requests_are_answered_as_openai_does(
-    service: Service, fields: dict[str, Any], status: int, param: str
-) -> None:
-    response = ask(service, **({"model": "turns"} | fields))
-    assert response.status_code == status
-    assert response.json()["error"]["param"] == param
-
-
 def test_the_ingress_has_no_torch_and_replicas_with_weights_do(service: Service) -> None:
     # Found by the title that Ray gives each process, among those of this session: other clusters have their own.
     loads_torch = {}

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from app.child_process import child_command, child_environment
 from app.engine.request import Grammar, GrammarKind
 from app.errors import InvalidRequest, InvalidSetup
 from app.grammar.grammars import Grammars
@@ -45,6 +49,15 @@ def test_tokens_of_bytes_are_their_bytes(byte_level: Vocabulary) -> None:
 def test_tokens_of_sentencepiece_have_spaces_and_bytes(byte_fallback: Vocabulary) -> None:
     assert byte_fallback.tokens[:7] == (b" ", b" hello", b" a", b"a", b"b", b"lo", "é".encode())
     assert byte_fallback.tokens[7:262] == tuple(bytes([byte]) for byte in range(255))
+
+
+def test_the_process_that_reads_a_vocabulary_steps_back(demo_path: Path) -> None:
+    """It takes seconds of CPU, with the first grammar of a replica that computes."""
+    command = child_command("app.grammar.vocabulary", json.dumps([str(demo_path), None, 763, [4]]))
+    with subprocess.Popen(command, env=child_environment(), stdout=subprocess.DEVNULL) as reading:
+        os.waitid(os.P_PID, reading.pid, os.WEXITED | os.WNOWAIT)
+        assert os.getpriority(os.PRIO_PROCESS, reading.pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+    assert reading.returncode == 0
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])

@@ -22,7 +22,7 @@ from app.jobs.items import (
     row_from_fields,
     row_from_line,
 )
-from app.jobs.job import InvalidItem, Item
+from app.jobs.job import Item
 from tests.kit.jobs import CHAT, input_line, jsonl
 
 
@@ -134,13 +134,6 @@ def test_a_row_asks_something_when_it_has_the_column_of_the_run() -> None:
 TURNS = [{"role": "user", "content": "Count from 3 to 9."}]
 
 
-def invalid(fields: dict[str, Any]) -> str:
-    found = item_of(row_from_fields(fields, number=3, place="in.jsonl:4"), RowSettings())
-    assert isinstance(found, InvalidItem)
-    assert (found.number, found.id) == (3, own_id(fields) or "in.jsonl:4")
-    return found.reason
-
-
 def item(fields: dict[str, Any], **settings: Any) -> Item:
     found = item_of(row_from_fields(fields, number=3, place="in.jsonl:4"), RowSettings(**settings))
     assert isinstance(found, Item), found
@@ -162,20 +155,3 @@ def test_a_plain_row_has_the_defaults_of_the_run_and_a_seed_of_its_id() -> None:
     }  # fmt: skip
     assert first.body["seed"] == item({"id": 1, "prompt": "Twice"}).body["seed"]
     assert first.body["seed"] != item({"id": 2, "prompt": "Once"}).body["seed"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "stream": True}}, "is not streamed"),
-        (
-            {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "n": 2}},
-            "n is 2; an item has one answer",
-        ),
-        ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, "url should be one of"),
-        ({"custom_id": "a", "url": ["x"], "body": {}}, "url should be one of"),
-        ({"text": "x"}, "no column 'prompt'"),
-    ],
-)
-def test_what_an_output_cannot_hold_is_not_asked(fields: dict[str, Any], words: str) -> None:
-    assert words in invalid(fields)

@@ -143,7 +143,11 @@ class Service:
             pipelines=self.pipelines,
             limits=RequestLimits(**limits),
         )
-        self.app: ASGIApp = build_app(self.handler, self._is_ready)
+        self.app: ASGIApp = self.built()
+
+    def built(self, **options: Any) -> ASGIApp:
+        """Another app over the same models: with fleets, adapters, switches or routes of batches."""
+        return build_app(self.handler, self._is_ready, **options)
 
     def _scripted(self, name: str, request: Request) -> AsyncIterator[TokenDelta]:
         return self.generate.following(self.script_of[name], request)
@@ -219,6 +223,17 @@ class Answer:
         events = text.removesuffix("\n\n").split("\n\n")
         assert all(event.startswith("data: ") and "\n" not in event for event in events)
         return [event.removeprefix("data: ") for event in events]
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Server-sent events that are named, after checking that each has its type as its name."""
+        assert self.headers["content-type"].startswith("text/event-stream")
+        events = []
+        for block in self.body.decode().removesuffix("\n\n").split("\n\n"):
+            name, data = block.split("\n")
+            events.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {events[-1]['type']}"
+        return events
 
     @property
     def chunks(self) -> list[Any]:

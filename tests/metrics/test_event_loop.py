@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -48,12 +48,9 @@ async def after_stall(monitor: LoopMonitor, seconds: float) -> LoopSnapshot:
     return await until(monitor.snapshot, lambda snapshot: snapshot.num_stalls > num_stalls)
 
 
-def test_a_stall_is_counted_with_its_length() -> None:
-    async def stalled() -> tuple[LoopSnapshot, LoopSnapshot]:
-        async with monitored() as monitor:
-            return monitor.snapshot(), await after_stall(monitor, 0.3)
-
-    before, after = asyncio.run(stalled())
+async def test_a_stall_is_counted_with_its_length() -> None:
+    async with monitored() as monitor:
+        before, after = monitor.snapshot(), await after_stall(monitor, 0.3)
     assert after.num_stalls > before.num_stalls
     assert after.stalled_s - before.stalled_s >= 0.27  # all but one interval of the timer
     assert sum(after.delay_s.counts[bisect_right(after.delay_s.bounds, 0.2) :]) >= 1
@@ -91,16 +88,13 @@ def test_many_stalls_make_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 1
 
 
-def test_calls_that_wait_for_a_thread_are_counted() -> None:
-    async def queued() -> Mapping[str, int]:
-        free = threading.Event()
-        async with monitored() as monitor:
-            executor = asyncio.get_running_loop()._default_executor  # type: ignore[attr-defined]
-            tasks = [asyncio.create_task(asyncio.to_thread(free.wait)) for _ in range(executor._max_workers + 3)]
-            monitor.add_queue("bodies", lambda: 5)
-            await until(lambda: monitor.snapshot().queued == {"default": 3, "bodies": 5})
-            free.set()
-            await asyncio.wait(tasks)
-            return monitor.snapshot().queued
-
-    assert asyncio.run(queued()) == {"default": 0, "bodies": 5}
+async def test_calls_that_wait_for_a_thread_are_counted() -> None:
+    free = threading.Event()
+    async with monitored() as monitor:
+        executor = asyncio.get_running_loop()._default_executor  # type: ignore[attr-defined]
+        tasks = [asyncio.create_task(asyncio.to_thread(free.wait)) for _ in range(executor._max_workers + 3)]
+        monitor.add_queue("bodies", lambda: 5)
+        await until(lambda: monitor.snapshot().queued == {"default": 3, "bodies": 5})
+        free.set()
+        await asyncio.wait(tasks)
+        assert monitor.snapshot().queued == {"default": 0, "bodies": 5}

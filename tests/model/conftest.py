@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,12 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
         return folder if folder.exists() else save_tiny_model(architecture, folder)
 
     return path
+
+
+@pytest.fixture
+def model_path(tiny_model_path: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A Llama's folder that a test may change."""
+    return Path(shutil.copytree(tiny_model_path("llama"), tmp_path / "model"))
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from app.build import build_sync_engine
-from app.config import EngineConfig
 from app.errors import UnsupportedAdapter
 from app.model.adapter_files import another_base
+from tests.kit.models import config_of
 from tests.lora import save_adapter
 from tests.tiny_models import build_tiny_model
 
@@ -45,7 +45,7 @@ def test_files_that_are_replaced_while_an_adapter_is_loaded_are_not_taken_for_it
 ) -> None:
     model = build_tiny_model("llama")
     model.save_pretrained(tmp_path / "base")
-    engine = build_sync_engine(config_of(tmp_path / "base"))
+    engine = build_sync_engine(config_of(tmp_path / "base", cache={"num_blocks": 8}))
     adapter, other = (save_adapter(tmp_path / name, model, seed=seed) for name, seed in (("own", 1), ("other", 2)))
     load_adapter = engine.runner.load_adapter
 
@@ -61,16 +61,12 @@ def test_files_that_are_replaced_while_an_adapter_is_loaded_are_not_taken_for_it
     assert engine.adapters.stats().loaded == ()
 
 
-def config_of(base: Path) -> EngineConfig:
-    return EngineConfig.model_validate({"model": {"path": str(base), "device": "cpu"}, "cache": {"num_blocks": 8}})
-
-
 def test_an_adapter_of_another_base_of_equal_sizes_is_loaded_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = build_tiny_model("llama")
     model.save_pretrained(tmp_path / "base")
-    store = build_sync_engine(config_of(tmp_path / "base")).adapters
+    store = build_sync_engine(config_of(tmp_path / "base", cache={"num_blocks": 8})).adapters
     assert store is not None
     for name, base in (("own", str(tmp_path / "base")), ("other", "some-org/other")):
         store.hold(save_adapter(tmp_path / name, model, base_model_name_or_path=base)).release()

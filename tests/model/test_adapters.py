@@ -20,8 +20,9 @@ from app.errors import UnsupportedAdapter
 from app.model.adapter_files import adapter_digest
 from app.model.adapters import MAX_RANK, LinearUpdates, Sizes, read_adapter
 from tests.kit.engine import run_to_end
+from tests.kit.models import generate_plainly
 from tests.lora import merge, save_adapter
-from tests.model.test_equivalence import VOCAB_SIZE, build, generate_plainly, random_requests
+from tests.model.test_equivalence import VOCAB_SIZE, build, random_requests
 from tests.model.test_speculation import RecallingDrafter
 from tests.tiny_models import build_tiny_model
 
@@ -51,8 +52,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
                 merged.save_pretrained(folder / f"merged-{name}")
                 own = slice(number, None, len(ADAPTERS) + 1)
                 requests[own] = [dataclasses.replace(each, adapter=adapter) for each in requests[own]]
-                token_ids |= generate_plainly(folder / f"merged-{name}", tuple(requests[own]))
-            token_ids |= generate_plainly(folder / "base", tuple(requests[:: len(ADAPTERS) + 1]))
+                token_ids |= generate_plainly(folder / f"merged-{name}", requests[own])
+            token_ids |= generate_plainly(folder / "base", requests[:: len(ADAPTERS) + 1])
             known[architecture] = folder / "base", (tuple(requests), token_ids)
         return known[architecture]
 

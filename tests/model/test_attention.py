@@ -8,18 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.batch import ScheduledSequence, StepBatch
-from app.engine.request import SamplingParams
+from app.engine.batch import ScheduledSequence
 from app.model.attention import AttentionRules, PagedAttention, TorchAttention
 from app.model.cpu.attention import NativeAttention
 from app.model.cpu.kv_cache import NativeKVCache
-from app.model.cpu.library import ThreadPool
-from app.model.inputs import build_inputs
+from app.model.cpu.library import ThreadPool, library
 from app.model.kv_cache import KVCache, LayerShape
+from tests.kit.models import CPU, attend, poison, scheduled
 from tests.model.cpu.builds import PLAIN_AMX, QUICK, built_with
 
 NUM_BLOCKS, NUM_HEADS, NUM_KV_HEADS, DIM = 24, 4, 2, 16
-CPU = torch.device("cpu")
 LAYERS = {0: LayerShape(num_kv_heads=NUM_KV_HEADS, key_dim=DIM, value_dim=DIM)}
 # Type of numbers, whether they go through tiles of the matrix unit, and whether KV memory is in int8.
 NATIVE = [
@@ -47,7 +45,7 @@ def native_attention(
     in_int8: bool = False,
 ) -> NativeAttention:
     """Its memory has no numbers in it (NaN)."""
-    if not NativeKVCache.fits(layers, block_size=16, dtype=dtype, device=CPU):
+    if library() is None:
         pytest.skip("no C++ compiler here")
     pages = NativeKVCache(layers, num_blocks=num_blocks, block_size=16, dtype=dtype, in_int8=in_int8)
     poison(pages)
@@ -55,29 +53,7 @@ def native_attention(
         return NativeAttention(pages, ThreadPool(num_threads))
 
 
-def poison(pages: NativeKVCache) -> None:
-    """What another sequence may have left."""
-    for memory in (*pages.keys.values(), *pages.values.values(), *pages.scales.values()):
-        memory.fill_(float("nan") if memory.is_floating_point() else -1)  # -1: NaN in both types
-
-
 BACKENDS = [torch_attention, with_native_attention]
-
-
-def scheduled(start: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequence:
-    return ScheduledSequence(
-        request_id="r", token_ids=(0,) * num_tokens, start=start, block_ids=block_ids, samples=True,
-        sampling=SamplingParams(max_tokens=1),
-    )  # fmt: skip
-
-
-def attend(
-    attention: PagedAttention, items: list[ScheduledSequence], qkv: list[torch.Tensor], rules: AttentionRules
-) -> torch.Tensor:
-    batch = StepBatch(tuple(items), ())
-    inputs = build_inputs(batch, block_size=attention.block_size, device=CPU)
-    query, key, value = qkv
-    return attention.begin_step(batch, inputs).attend(0, query, key, value, rules)
 
 
 def by_definition(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
@@ -129,7 +105,7 @@ def test_any_way_of_computing_sequences_gives_what_the_definition_says(
         for n in unfinished:
             chunks[n] = data.draw(st.integers(n == leader, min(9, lengths[n] - done[n])))
         live = [n for n in range(3) if chunks[n]]
-        items = [scheduled(done[n], chunks[n], tables[n]) for n in live]
+        items = [scheduled(chunks[n], done[n], tables[n]) for n in live]
         qkv = [torch.cat([whole[n][part][done[n] : done[n] + chunks[n]] for n in live]) for part in range(3)]
         for n, output in zip(live, attend(attention, items, qkv, rules).split([chunks[n] for n in live]), strict=True):
             outputs[n].append(output)
@@ -146,9 +122,9 @@ def test_what_is_not_a_number_in_one_sequence_never_reaches_another(backend: Cal
     poisoned, clean = backend(), backend()
     size = poisoned.block_size
     poison = [torch.full((NUM_BLOCKS * size, heads, DIM), float("nan")) for heads in (NUM_HEADS, *(NUM_KV_HEADS,) * 2)]
-    attend(poisoned, [scheduled(0, NUM_BLOCKS * size, list(range(NUM_BLOCKS)))], poison, rules)
+    attend(poisoned, [scheduled(NUM_BLOCKS * size, 0, list(range(NUM_BLOCKS)))], poison, rules)
     for start, num_tokens in ((0, 6), (6, 1), (7, 3)):
-        items = [scheduled(start, num_tokens, [5, 9, 2]), scheduled(start + 6, 1, [7, 3, 1, 11])]
+        items = [scheduled(num_tokens, start, [5, 9, 2]), scheduled(1, start + 6, [7, 3, 1, 11])]
         qkv = [torch.randn(num_tokens + 1, heads, DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
         results = [attend(attention, items[:1], [t[:-1] for t in qkv], rules) for attention in (clean, poisoned)]
         assert torch.equal(results[0], results[1])
@@ -173,9 +149,9 @@ def test_the_native_rows_do_not_depend_on_what_shares_their_step(
         attention = native_attention(layers, num_blocks=12, dtype=dtype, in_tiles=in_tiles, in_int8=in_int8)
         outputs, at = [], 0
         for size in chunks:
-            items, tensors = [scheduled(at, size, [3, 8, 1, 0, 9])], [t[at : at + size] for t in qkv]
+            items, tensors = [scheduled(size, at, [3, 8, 1, 0, 9])], [t[at : at + size] for t in qkv]
             if beside:
-                items, tensors = [scheduled(at, size, [2, 7, 4, 5, 6]), *items], [torch.cat([t, t]) for t in tensors]
+                items, tensors = [scheduled(size, at, [2, 7, 4, 5, 6]), *items], [torch.cat([t, t]) for t in tensors]
             outputs.append(attend(attention, items, tensors, rules)[-size:])
             at += size
         return torch.cat(outputs)
@@ -206,7 +182,7 @@ def test_in_int8_the_output_is_that_of_the_rounded_keys_and_values(
     key[:, :, 3] *= 20  # a great one, which makes the steps of all others wide
     key[7] = 0
     outputs = [
-        attend(attention, [scheduled(start, end - start, [3, 1, 0, 4, 2])],
+        attend(attention, [scheduled(end - start, start, [3, 1, 0, 4, 2])],
                [part[start:end] for part in (query, key, value)], rules)
         for start, end in ((0, 50), (50, 69), (69, 70))
     ]  # fmt: skip
@@ -225,7 +201,7 @@ def rounded_to_int8(rows: torch.Tensor) -> torch.Tensor:
 def test_in_int8_a_token_without_a_number_shows_in_its_sequence_alone() -> None:
     torch.manual_seed(0)
     attention = native_attention(LAYERS, num_blocks=4, dtype=torch.float32, in_int8=True)
-    items = [scheduled(0, 20, [0, 1]), scheduled(0, 20, [2, 3])]
+    items = [scheduled(20, 0, [0, 1]), scheduled(20, 0, [2, 3])]
     qkv = [torch.randn(40, heads, DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
     expected = attend(attention, items, qkv, AttentionRules(scaling=0.3))
     for part, bad in ((1, float("nan")), (2, float("inf"))):
@@ -270,9 +246,9 @@ def test_native_rows_that_read_shared_blocks_together_have_the_bits_of_each_alon
         own = [free.pop() for _ in range((start + num_tokens - 1) // 16 + 1 - shared)]
         tables.append([*(tables[parent][:shared] if number else ()), *own])
         if start > 16 * shared:
-            filled = scheduled(16 * shared, start - 16 * shared, tables[-1])
+            filled = scheduled(start - 16 * shared, 16 * shared, tables[-1])
             attend(attention, [filled], random_qkv(start - 16 * shared), rules)
-        items.append(scheduled(start, num_tokens, tables[-1]))
+        items.append(scheduled(num_tokens, start, tables[-1]))
         if len(free) < 40:
             break
     sizes = [len(item.token_ids) for item in items]

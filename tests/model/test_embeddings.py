@@ -9,21 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from app.engine.request import Pooling, Request
 from tests.kit.engine import Outcome, run_to_end
-from tests.model.test_equivalence import KNOWN_TO_THE_DECODER, build, generate_plainly, random_requests
+from tests.kit.models import generate_plainly, own_model, relative_error
+from tests.model.test_equivalence import KNOWN_TO_THE_DECODER, build, random_requests
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
 
 TOLERANCE = 1e-4
 WAYS = [(architecture, "torch") for architecture in ARCHITECTURES]
 WAYS += [("llama", "attention"), *((architecture, "decoder") for architecture in KNOWN_TO_THE_DECODER)]
-
-
-def load(path: Path) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    return model.eval()  # type: ignore[no-any-return]
 
 
 def some_requests(vocab_size: int, num_requests: int = 9) -> list[Request]:
@@ -44,20 +40,20 @@ def check(model: PreTrainedModel, requests: list[Request], outcome: Outcome) -> 
             states = model.base_model(torch.tensor([request.prompt_token_ids])).last_hidden_state[0]
         expected = states[-1] if request.pooling is Pooling.LAST else states.mean(dim=0)
         given = torch.tensor(array("f", outcome.embeddings[request.request_id]))
-        assert (given - expected).norm() <= TOLERANCE * expected.norm(), request
+        assert relative_error(given, expected) <= TOLERANCE, request
 
 
 @pytest.mark.parametrize(("architecture", "way"), WAYS)
 def test_hidden_states_are_the_models_own(architecture: str, way: str, tiny_model_path: Callable[[str], Path]) -> None:
     path = tiny_model_path(architecture)
-    model, requests = load(path), some_requests(VOCAB_SIZE)
+    model, requests = own_model(path), some_requests(VOCAB_SIZE)
     engine = build(path, way=way)
     assert engine.facts.embedding_size == 64
     first = run_to_end(engine, *requests)
     check(model, requests, first)
     again = [replace(request, request_id=f"{request.request_id}-again") for request in requests]
     check(model, again, run_to_end(engine, *again))
-    generating = tuple(request for request in requests if request.pooling is None)
+    generating = [request for request in requests if request.pooling is None]
     for request_id, token_ids in generate_plainly(path, generating).items():
         assert first.token_ids[request_id] == token_ids
 
@@ -69,10 +65,10 @@ def test_in_chunks_and_after_preemption(architecture: str, way: str, tiny_model_
     engine = build(path, way=way, num_slots=192, max_running=12, prefill_chunk_tokens=7, max_step_tokens=40)
     outcome = run_to_end(engine, *requests)
     assert engine.stats().total_preemptions
-    check(load(path), requests, outcome)
+    check(own_model(path), requests, outcome)
 
 
 @pytest.mark.parametrize("way", ["decoder", "torch"])
 def test_of_the_bundled_model(demo_path: Path, way: str) -> None:
     requests = some_requests(763, 6)
-    check(load(demo_path), requests, run_to_end(build(demo_path, way=way, prefill_chunk_tokens=16), *requests))
+    check(own_model(demo_path), requests, run_to_end(build(demo_path, way=way, prefill_chunk_tokens=16), *requests))

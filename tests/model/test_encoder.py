@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedModel
 
 from app.build import Devices, build_sync_engine
-from app.config import EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.request import Pooling, Request
 from app.errors import InvalidRequest, InvalidSetup, UnsupportedModel
-from tests.kit.engine import make_request, run_to_end
+from tests.kit.engine import Outcome, make_request, run_to_end
+from tests.kit.models import config_of, relative_error
 from tests.tiny_encoders import (
     CROSS_ENCODERS,
     ENCODERS,
@@ -33,13 +33,8 @@ TOLERANCE = 1e-4
 
 
 def build(folder: Path, *, max_step_tokens: int = 100, **model: Any) -> Engine:
-    settings = {"dtype": "float32", "device": "cpu", "num_threads": 1} | model
-    return build_sync_engine(
-        EngineConfig(
-            model=ModelConfig(path=str(folder), **settings),
-            scheduler=SchedulerConfig(max_running=33, max_step_tokens=max_step_tokens, prefill_chunk_tokens=8),
-        )
-    )
+    scheduler = {"max_running": 33, "max_step_tokens": max_step_tokens, "prefill_chunk_tokens": 8}
+    return build_sync_engine(config_of(folder, scheduler=scheduler, **{"dtype": "float32", "num_threads": 1} | model))
 
 
 def some_requests(pooling: Pooling | None, *, are_pairs: bool = False, number: int = 24) -> list[Request]:
@@ -63,6 +58,10 @@ def alone(model: PreTrainedModel, request: Request, *, has_types: bool) -> Any:
         return model(**given)
 
 
+def vector_of(outcome: Outcome, request: Request) -> torch.Tensor:
+    return torch.tensor(array("f", outcome.embeddings[request.request_id]))
+
+
 def pooled(states: torch.Tensor, pooling: Pooling | None) -> torch.Tensor:
     return {Pooling.CLS: states[0], Pooling.LAST: states[-1], Pooling.MEAN: states.mean(dim=0)}[pooling or Pooling.MEAN]
 
@@ -76,8 +75,7 @@ def test_states_are_the_models_own_in_packed_steps(kind: str, tmp_path: Path) ->
     for request in requests:
         output = alone(model, request, has_types=kind == "bert")
         expected = pooled(output.last_hidden_state[0], request.pooling)
-        given = torch.tensor(array("f", outcome.embeddings[request.request_id]))
-        assert (given - expected).norm() <= TOLERANCE * expected.norm(), request
+        assert relative_error(vector_of(outcome, request), expected) <= TOLERANCE, request
     assert engine.stats().total_steps < len(requests) / 1.5
 
 
@@ -89,7 +87,7 @@ def test_scores_are_the_sigmoid_of_the_models_own_logits(kind: str, tmp_path: Pa
     scores = []
     for request in requests:
         [expected] = alone(model, request, has_types=kind in ("bert", "electra")).logits[0].sigmoid().tolist()
-        [score] = array("f", outcome.embeddings[request.request_id])
+        [score] = vector_of(outcome, request).tolist()
         assert abs(score - expected) <= TOLERANCE
         scores.append(score)
     assert max(scores) - min(scores) > 0.05, "equal scores would show nothing"
@@ -109,7 +107,7 @@ def test_each_label_of_a_classifier_has_its_probability(kind: str, problem_type:
     for request in requests:
         logits = alone(model, request, has_types=kind == "bert").logits[0]
         expected = logits.softmax(dim=0) if problem_type is None else logits.sigmoid()
-        scores = torch.tensor(array("f", outcome.embeddings[request.request_id]))
+        scores = vector_of(outcome, request)
         assert (scores - expected).abs().max() <= TOLERANCE
         found.append(scores)
     assert (torch.stack(found).amax(dim=0) - torch.stack(found).amin(dim=0)).min() > 0.02, "equal ones show nothing"
@@ -119,7 +117,7 @@ def test_a_model_may_leave_its_logits_as_they_are(tmp_path: Path) -> None:
     names = {"activation_fn": "torch.nn.modules.linear.Identity", "version": "5.1.0"}
     model = save_tiny_encoder("bert", tmp_path, num_labels=1, sentence_transformers=names)
     request = some_requests(Pooling.SCORE, are_pairs=True, number=1)[0]
-    [score] = array("f", run_to_end(build(tmp_path), request).embeddings[request.request_id])
+    [score] = vector_of(run_to_end(build(tmp_path), request), request).tolist()
     assert score == pytest.approx(alone(model, request, has_types=True).logits.item(), abs=TOLERANCE)
 
 
@@ -134,8 +132,7 @@ def test_batches_with_padding_in_transformers_give_the_same(tmp_path: Path) -> N
     outcome = run_to_end(build(tmp_path, max_step_tokens=1000), *requests)
     for request, row in zip(requests, states, strict=True):
         expected = row[: len(request.prompt_token_ids)].mean(dim=0)
-        given = torch.tensor(array("f", outcome.embeddings[request.request_id]))
-        assert (given - expected).norm() <= TOLERANCE * expected.norm()
+        assert relative_error(vector_of(outcome, request), expected) <= TOLERANCE
 
 
 def test_a_prompt_above_the_budget_has_a_step_of_its_own_and_no_block_is_ever_used(tmp_path: Path) -> None:
@@ -156,9 +153,8 @@ def test_the_longest_text_fits_and_one_token_more_is_refused(kind: str, tmp_path
     longest = NUM_POSITIONS - (PADDING + 1 if kind == "roberta" else 0)
     assert engine.facts.max_model_len == longest
     request = make_request((9,) * longest, pooling=Pooling.LAST, max_tokens=0)
-    given = torch.tensor(array("f", run_to_end(engine, request).embeddings[request.request_id]))
     expected = alone(model, request, has_types=False).last_hidden_state[0, -1]
-    assert (given - expected).norm() <= TOLERANCE * expected.norm()
+    assert relative_error(vector_of(run_to_end(engine, request), request), expected) <= TOLERANCE
     with pytest.raises(InvalidRequest, match=f"{longest + 1} tokens"):
         engine.add(make_request((9,) * (longest + 1), pooling=Pooling.LAST, max_tokens=0))
 
@@ -220,9 +216,8 @@ def test_settings_for_models_that_generate_are_refused(tmp_path: Path) -> None:
     save_tiny_encoder("bert", tmp_path)
     with pytest.raises(InvalidSetup, match=r"model\.quantization is int8, which no encoder has"):
         build(tmp_path, quantization="int8")
-    config = EngineConfig(model=ModelConfig(path=str(tmp_path), device="cpu"))
     with pytest.raises(InvalidSetup, match="tensor_parallel is 2"):
-        build_sync_engine(config, Devices(tensor_parallel=2))
+        build_sync_engine(config_of(tmp_path), Devices(tensor_parallel=2))
 
 
 def test_missing_weights_are_refused(tmp_path: Path) -> None:

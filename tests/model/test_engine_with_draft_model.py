@@ -21,19 +21,14 @@ from app.grammar.vocabulary import Vocabulary
 from app.model.loader import load_runner
 from app.model.planned_memory import planned_cpu_memory
 from tests.kit.engine import make_request, run_to_end
+from tests.kit.models import config_of
 from tests.model.test_reloading import KV_GIB, SLEEPS, resident_gib
 from tests.tiny_encoders import save_tiny_encoder
 
 
-def config_of(path: Path, draft: Path | None, **model: Any) -> EngineConfig:
+def drafting(path: Path, draft: Path | None, **model: Any) -> EngineConfig:
     speculation = {"method": "draft_model", "model": str(draft)} if draft else {}
-    return EngineConfig.model_validate(
-        {
-            "model": {"path": str(path), "device": "cpu", **model},
-            "cache": {"memory_gib": KV_GIB},
-            "speculation": speculation,
-        }
-    )
+    return config_of(path, cache={"memory_gib": KV_GIB}, speculation=speculation, **model)
 
 
 def tokens_of(engine: Engine) -> list[list[int]]:
@@ -53,7 +48,7 @@ def vocabulary_of(
 
 
 def test_the_same_model_as_draft_model_has_half_of_the_blocks_and_nearly_all_drafts_kept(demo_path: Path) -> None:
-    plain, engine = build_sync_engine(config_of(demo_path, None)), build_sync_engine(config_of(demo_path, demo_path))
+    plain, engine = build_sync_engine(drafting(demo_path, None)), build_sync_engine(drafting(demo_path, demo_path))
     assert tokens_of(engine) == tokens_of(plain)
     stats = engine.stats()
     assert stats.num_blocks == plain.stats().num_blocks // 2
@@ -62,8 +57,8 @@ def test_the_same_model_as_draft_model_has_half_of_the_blocks_and_nearly_all_dra
 
 
 def test_the_memory_plan_counts_weights_step_and_kv_of_both(demo_path: Path) -> None:
-    config = config_of(demo_path, demo_path)
-    alone, both = planned_cpu_memory(config_of(demo_path, None)), planned_cpu_memory(config)
+    config = drafting(demo_path, demo_path)
+    alone, both = planned_cpu_memory(drafting(demo_path, None)), planned_cpu_memory(config)
     assert both.needs.weights == 2 * alone.needs.weights
     assert both.needs.step == 2 * alone.needs.step
     assert both.needs.context == alone.needs.context
@@ -72,7 +67,7 @@ def test_the_memory_plan_counts_weights_step_and_kv_of_both(demo_path: Path) -> 
 
 
 def test_both_models_give_their_memory_up_and_have_the_same_tokens_again(demo_path: Path) -> None:
-    engine = build_sync_engine(config_of(demo_path, demo_path), SLEEPS)
+    engine = build_sync_engine(drafting(demo_path, demo_path), SLEEPS)
     before, awake = tokens_of(engine), resident_gib()
     engine.sleep()
     assert awake - resident_gib() > KV_GIB
@@ -88,7 +83,7 @@ def test_a_draft_model_with_another_number_of_tokens_is_refused(
     demo_path: Path, tiny_model_path: Callable[[str], Path]
 ) -> None:
     with pytest.raises(InvalidSetup, match=r"has 211 tokens and .*demo 763; a draft model needs the same"):
-        build_sync_engine(config_of(demo_path, tiny_model_path("llama")))
+        build_sync_engine(drafting(demo_path, tiny_model_path("llama")))
 
 
 def test_a_draft_model_with_other_tokens_is_refused_with_their_number_and_the_first(
@@ -103,22 +98,22 @@ def test_a_draft_model_with_other_tokens_is_refused_with_their_number_and_the_fi
     vocabulary[last], vocabulary[before] = vocabulary[before], vocabulary[last]
     file.write_text(json.dumps(tokenizer))
     with pytest.raises(InvalidSetup, match=r"2 of 763 tokens of .*other are others than those of .*, the first with"):
-        build_sync_engine(config_of(demo_path, folder))
+        build_sync_engine(drafting(demo_path, folder))
 
 
 def test_it_is_refused_where_it_cannot_be_used(
     demo_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InvalidSetup, match=r"draft_model, and replicas.tensor_parallel is 2: a draft model needs"):
-        build_sync_engine(config_of(demo_path, demo_path), Devices(tensor_parallel=2))
+        build_sync_engine(drafting(demo_path, demo_path), Devices(tensor_parallel=2))
     with pytest.raises(InvalidSetup, match="is simulated: a draft model needs a decoder on a CPU"):
-        build_sync_engine(config_of(demo_path, demo_path, simulated={}))
+        build_sync_engine(drafting(demo_path, demo_path, simulated={}))
     save_tiny_encoder("bert", tmp_path / "encoder")
     with pytest.raises(InvalidSetup, match="is an encoder: a draft model needs"):
-        build_sync_engine(config_of(tmp_path / "encoder", demo_path))
+        build_sync_engine(drafting(tmp_path / "encoder", demo_path))
     monkeypatch.setattr("app.model.device.device_of", lambda model: torch.device("cuda"))
     with pytest.raises(InvalidSetup, match=r"runs on cuda: a draft model needs .* set speculation.method to off"):
-        build_sync_engine(config_of(demo_path, demo_path))
+        build_sync_engine(drafting(demo_path, demo_path))
 
 
 @pytest.mark.parametrize("speculation", [{"method": "draft_model"}, {"method": "lookup", "model": "some/model"}])

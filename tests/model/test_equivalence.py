@@ -11,10 +11,8 @@ from typing import Literal
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from app.build import build_sync_engine
-from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.request import Request
 from app.model.attention import TorchAttention
@@ -23,6 +21,7 @@ from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.library import is_fast
 from app.model.forward import TransformersForward
 from tests.kit.engine import make_request, run_to_end
+from tests.kit.models import config_of, generate_plainly
 from tests.model.transformers_code import transformers_code
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
 
@@ -53,20 +52,6 @@ def reference_of_the_bundled_model(demo_path: Path) -> Reference:
     return Reference(requests, generate_plainly(demo_path, requests))
 
 
-def generate_plainly(path: Path, requests: tuple[Request, ...]) -> dict[str, list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    model.generation_config.eos_token_id = None
-    token_ids = {}
-    for request in requests:
-        prompt = torch.tensor([request.prompt_token_ids])
-        output = model.generate(
-            input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0,
-            max_new_tokens=request.sampling.max_tokens,
-        )  # fmt: skip
-        token_ids[request.request_id] = output[0, prompt.shape[1] :].tolist()
-    return token_ids
-
-
 def build(
     path: Path,
     *,
@@ -81,16 +66,11 @@ def build(
     block_size = 4 if way == "torch" else 16
     if way != "torch" and not is_fast(torch.float32):
         pytest.skip("no C++ compiler here, or a CPU without wide vectors")
-    config = EngineConfig(
-        model=ModelConfig(
-            path=str(path), dtype="float32", device="cpu", num_threads=2 if way == "decoder" else 1,
-            backend="torch" if way == "torch" else "auto",
-        ),
-        cache=CacheConfig(
-            block_size=block_size, num_blocks=num_slots // block_size, prefix_caching=prefix_caching,
-            dtype=kv_dtype,
-        ),
-        scheduler=SchedulerConfig(**settings),
+    config = config_of(
+        path, cache={"block_size": block_size, "num_blocks": num_slots // block_size, "prefix_caching": prefix_caching,
+                     "dtype": kv_dtype},
+        scheduler=settings, dtype="float32", num_threads=2 if way == "decoder" else 1,
+        backend="torch" if way == "torch" else "auto",
     )  # fmt: skip
     with transformers_code() if way == "attention" else nullcontext():
         engine = build_sync_engine(config)

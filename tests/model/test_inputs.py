@@ -1,15 +1,8 @@
 import torch
 
-from app.engine.batch import ScheduledSequence, StepBatch
-from app.engine.request import SamplingParams
+from app.engine.batch import StepBatch
 from app.model.inputs import build_attention_rows, build_inputs, build_segments
-
-
-def scheduled(token_ids: tuple[int, ...], start: int, block_ids: list[int], samples: bool = True) -> ScheduledSequence:
-    return ScheduledSequence(
-        request_id="r", token_ids=token_ids, start=start, block_ids=block_ids, samples=samples,
-        sampling=SamplingParams(max_tokens=1),
-    )  # fmt: skip
+from tests.kit.models import scheduled
 
 
 def test_tokens_of_all_sequences_are_packed_into_one_row() -> None:

@@ -8,12 +8,6 @@ from app.model.kv_cache import KVCache, LayerShape, block_bytes, num_blocks_that
 CPU = torch.device("cpu")
 
 
-def test_kv_bytes_of_a_7b_llama_are_half_a_megabyte_per_token() -> None:
-    """32 layers × 32 heads × 128 × 2 bytes × (key and value)."""
-    layer = LayerShape(num_kv_heads=32, key_dim=128, value_dim=128)
-    assert 32 * layer.bytes_per_token(torch.float16) == 524_288
-
-
 def test_fp8_takes_the_bytes_that_are_counted() -> None:
     layer = LayerShape(num_kv_heads=2, key_dim=16, value_dim=8)
     kind = stored_dtype(CacheConfig(dtype="fp8"), torch.bfloat16)
@@ -33,7 +27,7 @@ def test_int8_counts_its_scales() -> None:
 
 def test_memory_becomes_blocks() -> None:
     layers = dict.fromkeys(range(32), LayerShape(num_kv_heads=32, key_dim=128, value_dim=128))
-    config = CacheConfig(memory_gib=1, block_size=16)
+    config = CacheConfig(memory_gib=1, block_size=16)  # of a Llama of 7 billion weights half a megabyte for a token
     assert num_blocks_that_fit(config, layers, dtype=torch.float16) == 128
     assert num_blocks_that_fit(config, layers, dtype=torch.float16, gpu_bytes=2**31) == 256
     assert num_blocks_that_fit(CacheConfig(num_blocks=7), layers, dtype=torch.float16) == 7

@@ -25,12 +25,8 @@ from app.model.source import ModelSource, module_of_transformers, module_on_devi
 from app.model.verification import Reference
 from app.model.ways.gpu import verify_steps
 from app.model.ways.transformers_code import TransformersModel
+from tests.kit.models import config_of, load
 from tests.tiny_models import VOCAB_SIZE, build_tiny_model
-
-
-def load(path: Path, **settings: object):  # type: ignore[no-untyped-def]
-    config = ModelConfig(path=str(path), device="cpu", **settings)  # type: ignore[arg-type]
-    return load_model(config, str(path))
 
 
 def source_of(path: Path | str, **settings: str) -> ModelSource:
@@ -49,10 +45,6 @@ def test_facts_come_from_the_model(tiny_model_path) -> None:  # type: ignore[no-
     assert model.facts.eos_token_ids == (1,)
     assert {shape.key_dim for shape in model.layers.values()} == {16}
     assert len(model.layers) == 2
-
-
-def test_bfloat16_is_loaded_as_asked(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    assert load(tiny_model_path("llama"), dtype="bfloat16").dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -82,7 +74,7 @@ def test_the_type_follows_from_checkpoint_and_machine(  # type: ignore[no-untype
 
 def test_the_log_says_which_type_and_why(tiny_model_path, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
     caplog.set_level("INFO")
-    load(tiny_model_path("llama"))
+    load(tiny_model_path("llama"), dtype="auto")
     assert "the type is float32: the checkpoint's own" in caplog.text
 
 
@@ -217,8 +209,8 @@ class Poorly(TorchAttention):
 def test_attention_is_compared_with_the_models_own_in_all_forms_of_a_step(  # type: ignore[no-untyped-def]
     tiny_model_path, architecture: str, wrong_at: int | None
 ) -> None:
-    config = ModelConfig(path=str(tiny_model_path(architecture)), device="cpu", dtype="float32", backend="torch")
-    model = load_model(config, config.path)
+    config = config_of(tiny_model_path(architecture), dtype="float32", backend="torch").model
+    model = load(config.path, backend="torch")
     assert isinstance(model, TransformersModel)
     with torch.inference_mode():
         model = replace(model, reference=Reference.of(config.path, model.module, model.device))

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from app.engine.engine import Engine
 from app.engine.request import Request, TokenLogprobs
 from app.model.cpu.library import ThreadPool, library
-from app.model.cpu.sampling import NativeLogprobs
+from app.model.cpu.sampling import NativeSampler
 from app.model.logprobs import compute_logprobs
 from tests.kit.engine import Outcome, make_request, run_to_end
+from tests.kit.models import own_model
 from tests.model.test_equivalence import build, random_requests
 from tests.tiny_models import VOCAB_SIZE
 
@@ -40,11 +41,6 @@ def asking(request: Request, number: int) -> Request:
 
 def some_requests(vocab_size: int) -> list[Request]:
     return [asking(request, number) for number, request in enumerate(random_requests(33, vocab_size, seed=5))]
-
-
-def load(path: Path) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    return model.eval()  # type: ignore[no-any-return]
 
 
 def check(model: PreTrainedModel, request: Request, outcome: Outcome) -> None:
@@ -83,7 +79,7 @@ def test_values_are_the_models_own(
     architecture: str, way: str, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, requests = tiny_model_path(architecture), some_requests(VOCAB_SIZE)
-    model = load(path)
+    model = own_model(path)
     roomy = build(path, way=way, num_slots=3200)
     cramped = build(path, way=way, num_slots=240, max_step_tokens=40, prefill_chunk_tokens=7)
     for engine in (roomy, cramped):
@@ -104,7 +100,7 @@ def test_log_likelihoods_of_the_bundled_model(demo_path: Path, way: str, monkeyp
     ]
     engine = build(demo_path, way=way, num_slots=3200)
     continuations = run_to_end(engine, *contexts).token_ids
-    model = load(demo_path)
+    model = own_model(demo_path)
     requests = {
         context.request_id: make_request(
             (*context.prompt_token_ids, *continuations[context.request_id]), max_tokens=0, prompt_logprobs=1
@@ -146,7 +142,7 @@ def test_native_values_are_those_of_torch(vocab_size: int, num_top: int, spread:
     torch.manual_seed(0)
     logits = torch.randn(70, vocab_size) * spread
     rows, tokens = list(range(69, -1, -1)), torch.randint(vocab_size, (70,))
-    native = NativeLogprobs(ThreadPool(2))(logits, rows, tokens, num_top=num_top)
+    native = NativeSampler(ThreadPool(2)).logprobs(logits, rows, tokens, num_top=num_top)
     plain = compute_logprobs(logits, rows, tokens, num_top=num_top)
     torch.testing.assert_close(native.logprobs, plain.logprobs, atol=1e-5, rtol=1e-6)
     torch.testing.assert_close(native.top_logprobs, plain.top_logprobs, atol=1e-5, rtol=1e-6)
@@ -159,7 +155,7 @@ def test_masked_and_equal_logits() -> None:
         pytest.skip("no C++ compiler here")
     logits = torch.full((1, 37), -math.inf)
     logits[0, [3, 9, 36]] = 2.0
-    found = NativeLogprobs(ThreadPool(1))(logits, [0], torch.tensor([9]), num_top=4)
+    found = NativeSampler(ThreadPool(1)).logprobs(logits, [0], torch.tensor([9]), num_top=4)
     assert found.logprobs.tolist() == pytest.approx([-math.log(3)])
     assert found.ranks.tolist() == [1]
     assert found.top_token_ids[0, :3].tolist() == [3, 9, 36]

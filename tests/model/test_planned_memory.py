@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from msgspec import structs
 
-from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.config import EngineConfig, SchedulerConfig
 from app.engine.batch import StepBatch
 from app.engine.largest_batch import largest_batch
 from app.engine.request import ModelInfo
@@ -22,14 +23,15 @@ from app.model.cuda.captured_inputs import decode_size, mixed_sizes
 from app.model.cuda.launching import NoKernels
 from app.model.cuda.sampler import TritonSampler
 from app.model.cuda.weights import fuse_weights
-from app.model.loader import load_model, load_runner
+from app.model.loader import load_runner
 from app.model.planned_memory import planned_cpu_memory, planned_gpu_model, planned_native_model
-from app.model.sampler import sample
+from app.model.sampler import Sampler
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.gpu import with_one_block
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.native_decoder import NativeModel
 from app.model.ways.transformers_code import TransformersModel
+from tests.kit.models import config_of, load
 from tests.model.cpu_allocator import peak_of_cpu
 from tests.tiny_models import ARCHITECTURES, build_tiny_model
 
@@ -51,8 +53,8 @@ class FirstTokens(NoKernels):
         return draw
 
 
-def config_of(path: Path) -> EngineConfig:
-    return EngineConfig(model=ModelConfig(path=str(path), device="cpu", dtype="float32"), scheduler=LIMITS)
+def limited(path: Path, **settings: Any) -> EngineConfig:
+    return config_of(path, scheduler=LIMITS.model_dump(), dtype="float32", **settings)
 
 
 def batch_for(model: LoadedModel, limits: SchedulerConfig = LIMITS) -> StepBatch:
@@ -64,9 +66,8 @@ def test_weights_and_kv_of_a_configuration_are_those_of_the_loaded_model(
     tiny_model_path: Callable[[str], Path], architecture: str
 ) -> None:
     path = tiny_model_path(architecture)
-    config = EngineConfig(model=ModelConfig(path=str(path), backend="torch"))
-    planned = planned_gpu_model(config, dtype=torch.float32)
-    loaded = load_model(ModelConfig(path=str(path), device="cpu", dtype="float32", backend="torch"), str(path))
+    planned = planned_gpu_model(config_of(path, device="auto", backend="torch"), dtype=torch.float32)
+    loaded = load(path, backend="torch")
     assert planned.layers == loaded.layers
     assert planned.facts == loaded.facts
     assert isinstance(loaded, TransformersModel)
@@ -82,10 +83,8 @@ def test_packed_weights_of_a_configuration_are_those_of_the_loaded_model(
     architecture: str, quantization: str, tmp_path: Path, *, is_tied: bool
 ) -> None:
     build_tiny_model(architecture, tie_word_embeddings=is_tied).save_pretrained(tmp_path)
-    settings = {"path": str(tmp_path), "device": "cpu", "dtype": "float32", "quantization": quantization}
-    config = ModelConfig.model_validate(settings)
-    planned = planned_native_model(EngineConfig(model=config))
-    loaded = load_model(config, config.path)
+    planned = planned_native_model(config_of(tmp_path, dtype="float32", quantization=quantization))
+    loaded = load(tmp_path, quantization=quantization)
     assert isinstance(planned, NativeModel)
     assert isinstance(loaded, NativeModel)
     assert (planned.layers, planned.facts) == (loaded.layers, loaded.facts)
@@ -96,7 +95,7 @@ def test_packed_weights_of_a_configuration_are_those_of_the_loaded_model(
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 def test_the_largest_step_of_the_native_decoder_is_the_one_that_a_cpu_computes(tmp_path: Path) -> None:
     build_tiny_model("llama", vocab_size=20_000).save_pretrained(tmp_path)
-    config = config_of(tmp_path).model_copy(update={"cache": CacheConfig(num_blocks=64)})
+    config = limited(tmp_path, cache={"num_blocks": 64})
     loaded = load_runner(config)
     assert isinstance(loaded.model, NativeModel)
     assert planned_cpu_memory(config).needs == loaded.model.needs(config, batch_for(loaded.model))
@@ -115,26 +114,31 @@ def test_the_largest_step_of_a_configuration_is_the_one_that_a_cpu_computes(
 ) -> None:
     monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: backend == "auto"))
     build_tiny_model(architecture, vocab_size=5000).save_pretrained(tmp_path)
-    model = ModelConfig.model_validate({"path": str(tmp_path), "device": "cpu", "dtype": "float32", "backend": backend})
-    planned = planned_gpu_model(EngineConfig(model=model), dtype=torch.float32)
-    loaded = load_model(model, str(tmp_path))
+    planned = planned_gpu_model(config_of(tmp_path, dtype="float32", backend=backend), dtype=torch.float32)
+    loaded = load(tmp_path, backend=backend)
     assert [isinstance(each, CudaModel) for each in (planned, loaded)] == [backend == "auto"] * 2
     for name, kernels in (("attention", NoKernels), ("decoder", NoKernels), ("sampler", FirstTokens)):
         monkeypatch.setattr(
             f"app.model.cuda.{name}.kernels_of", lambda *_, own=kernels: own()
         )  # the interpreter allocates for itself
-    config = config_of(tmp_path)
+    config = limited(tmp_path)
     on_meta, on_cpu = (each.needs(config, batch_for(each)) for each in (planned, loaded))
     assert on_meta.step == pytest.approx(on_cpu.step, rel=0.05)
     assert on_meta.weights == on_cpu.weights
     runner = with_one_block(config, loaded)
     runner.launch(batch_for(loaded))  # what is kept is there
     assert on_meta.step == pytest.approx(peak_of_cpu(lambda: runner.launch(batch_for(loaded))), rel=0.05)
+    compare_captured(config, loaded, planned)
+
+
+def compare_captured(config: EngineConfig, real: LoadedModel, planned: LoadedModel) -> int:
+    """The memory of captured steps, which must be as planned. Returns that of the largest."""
     for size in (decode_size(6), *mixed_sizes(max_rows=6, max_tokens=40)):
-        of_graph = peak_of_cpu(lambda size=size: with_one_block(config, loaded).compute_padding(size))
+        of_graph = peak_of_cpu(lambda size=size: with_one_block(config, real).compute_padding(size))
         with AllocatedBytes(META) as counted:
             with_one_block(config, planned).compute_padding(size)
         assert counted.peak == pytest.approx(of_graph, rel=0.05)
+    return counted.peak
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe"])
@@ -144,23 +148,18 @@ def test_the_workspaces_of_experts_are_those_that_a_cpu_takes(
     for kernels in ("attention", "decoder", "experts"):  # the interpreter allocates for itself
         monkeypatch.setattr(f"app.model.cuda.{kernels}.kernels_of", lambda *_: NoKernels())
     build_tiny_model(architecture).save_pretrained(tmp_path)
-    model = ModelConfig(path=str(tmp_path), device="cpu", dtype="float32")
-    planned = planned_gpu_model(EngineConfig(model=model), dtype=torch.float32)
-    loaded = load_model(model.model_copy(update={"backend": "torch"}), str(tmp_path))
+    planned = planned_gpu_model(config_of(tmp_path, dtype="float32"), dtype=torch.float32)
+    loaded = load(tmp_path, backend="torch")
     assert isinstance(planned, CudaModel)
     assert isinstance(loaded, TransformersModel)
     settings = planned.weights.settings
     real = replace(planned, weights=fuse_weights(loaded.module, settings, num_positions=256), device=loaded.device)
-    config = config_of(tmp_path)
+    config = limited(tmp_path)
     assert num_bytes_of(planned.tensors()) == num_bytes_of(real.tensors())
-    for size in (decode_size(6), *mixed_sizes(max_rows=6, max_tokens=40)):
-        of_graph = peak_of_cpu(lambda size=size: with_one_block(config, real).compute_padding(size))
-        with AllocatedBytes(META) as counted:
-            with_one_block(config, planned).compute_padding(size)
-        assert counted.peak == pytest.approx(of_graph, rel=0.05)
+    largest = compare_captured(config, real, planned)
     down = planned.weights.layers[0].down
     num_chosen = settings.experts.per_token + len(down) - settings.experts.num_experts
-    assert counted.peak > 40 * num_chosen * (down.shape[1] + down.shape[2]) * 4
+    assert largest > 40 * num_chosen * (down.shape[1] + down.shape[2]) * 4
 
 
 def test_rows_with_penalties_take_a_copy_of_their_logits_in_float32() -> None:
@@ -170,7 +169,7 @@ def test_rows_with_penalties_take_a_copy_of_their_logits_in_float32() -> None:
     logits, peaks = torch.zeros(num_rows, vocab_size, dtype=torch.bfloat16, device=META), []
     for each in (items, [structs.replace(item, adjustments=None) for item in items]):
         with torch.inference_mode(), AllocatedBytes(META) as counted:
-            TritonSampler(META)(logits, each)
+            TritonSampler(META).sample(logits, each)
         peaks.append(counted.peak)
     copied = num_rows * vocab_size * 4
     assert copied < peaks[0] - peaks[1] < 1.1 * copied
@@ -183,10 +182,10 @@ def test_sampling_takes_on_a_cpu_what_is_counted_on_meta(num_rows: int) -> None:
     facts = ModelInfo(max_model_len=4096, vocab_size=20_000, eos_token_ids=())
     items = largest_batch(limits, facts, block_size=16).sampled
     with torch.inference_mode(), AllocatedBytes(META) as counted:
-        sample(torch.zeros(num_rows, facts.vocab_size, device=META), items)
+        Sampler().sample(torch.zeros(num_rows, facts.vocab_size, device=META), items)
     logits = torch.randn(num_rows, facts.vocab_size)
     with torch.inference_mode():
-        sample(logits, items)  # tables that are kept
-        real = peak_of_cpu(lambda: sample(logits, items))
+        Sampler().sample(logits, items)  # tables that are kept
+        real = peak_of_cpu(lambda: Sampler().sample(logits, items))
     own_logits = logits.nbytes
     assert counted.peak - own_logits == pytest.approx(real, rel=0.05)

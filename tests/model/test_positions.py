@@ -7,13 +7,11 @@ import pytest
 import torch
 
 from app.build import build_sync_engine
-from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.errors import UnsupportedModel
-from app.model.loader import load_model
 from app.model.ways.transformers_code import TransformersModel
 from tests.kit.engine import make_request, run_to_end
-from tests.model.test_equivalence import generate_plainly
+from tests.kit.models import config_of, generate_plainly, load
 from tests.tiny_models import build_tiny_model
 
 TRAINED = 64
@@ -35,14 +33,10 @@ def save(folder: Path, kind: str) -> Path:
 
 
 def build(path: Path, max_model_len: int | None = None) -> Engine:
+    scheduler = {"max_running": 8, "max_step_tokens": 400}
+    cache = {"block_size": 4, "num_blocks": 200}
     return build_sync_engine(
-        EngineConfig(
-            model=ModelConfig(
-                path=str(path), dtype="float32", device="cpu", backend="torch", max_model_len=max_model_len
-            ),
-            cache=CacheConfig(block_size=4, num_blocks=200),
-            scheduler=SchedulerConfig(max_running=8, max_step_tokens=400),
-        )
+        config_of(path, cache=cache, scheduler=scheduler, backend="torch", max_model_len=max_model_len)
     )
 
 
@@ -68,23 +62,25 @@ def test_a_request_has_the_same_positions_beside_a_long_one_as_alone(
         engine = build(path)
     assert "all sequences have the longrope positions of one of 256 tokens" in caplog.text
     beside = run_to_end(engine, SHORT, long).token_ids
-    alone = run_to_end(build(path), SHORT).token_ids | run_to_end(build(path), long).token_ids
+    alone = {}
+    for request in (SHORT, long):
+        engine.clear_prefix_cache()
+        alone |= run_to_end(engine, request).token_ids
     assert beside == alone
     assert beside[long.request_id] == generate_plainly(path, (long,))[long.request_id]
 
 
 def test_a_model_whose_positions_follow_the_batch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ModelConfig(path=str(save(tmp_path, "longrope")), dtype="float32", device="cpu", backend="torch")
+    path = save(tmp_path, "longrope")
     monkeypatch.setattr("app.model.source.fix_positions", lambda module, max_model_len: None)
     with pytest.raises(UnsupportedModel, match="beside a long sequence"):
-        load_model(config, str(tmp_path))
-    assert load_model(config.model_copy(update={"max_model_len": TRAINED}), str(tmp_path)).dtype is torch.float32
+        load(path, backend="torch")
+    assert load(path, backend="torch", max_model_len=TRAINED).dtype is torch.float32
 
 
 def test_no_forward_pass_depends_on_a_value_of_the_device_afterwards(tmp_path: Path) -> None:
     """On the meta device no value can be read."""
-    config = ModelConfig(path=str(save(tmp_path, "dynamic")), dtype="float32", device="cpu", backend="torch")
-    model = load_model(config, str(tmp_path))
+    model = load(save(tmp_path, "dynamic"), backend="torch")
     assert isinstance(model, TransformersModel)
     module = model.module
     rotary = module.model.rotary_emb.to("meta")

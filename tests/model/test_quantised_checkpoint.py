@@ -11,24 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
-from app.config import EngineConfig, ModelConfig
 from app.errors import UnsupportedModel
 from app.model.cpu.library import library
-from app.model.loader import load_model
 from app.model.planned_memory import planned_gpu_model
 from app.model.quantised_checkpoint import Quantised, can_be_multiplied, multiplied_out
-from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.native_decoder import NativeModel
-from tests.model.cpu.test_decoder import PROMPT, chunk, decoder_of, step
+from tests.kit.models import PROMPT, config_of, load, logits_of
 from tests.tiny_models import build_tiny_model
 
 FP8 = torch.float8_e4m3fn
 BLOCK = (32, 48)
-
-
-def load(path: Path, checks: Path | None = None, **settings: object) -> LoadedModel:
-    config = ModelConfig.model_validate({"path": str(path), "device": "cpu", "dtype": "float32", **settings})
-    return load_model(config, str(path), checks=checks)
 
 
 def described(folder: Path, quantization: dict[str, Any]) -> Path:
@@ -134,7 +126,7 @@ def test_the_native_decoder_computes_with_what_the_numbers_stand_for(  # type: i
     for path in (quantised, multiplied, quantised):  # the last from a check that was kept
         loaded = load(path, checks=tmp_path / "checks")
         assert isinstance(loaded, NativeModel)
-        logits.append(step(decoder_of(loaded), chunk(PROMPT, 0, 70, [3, 8, 1, 0, 9])))
+        logits.append(logits_of(loaded))
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
     assert f"quantised by {quantization['quant_method']}, are multiplied out to torch.float32" in caplog.text
@@ -228,8 +220,7 @@ def test_what_a_config_says_of_weights_is_read_wherever_it_stands() -> None:
 @pytest.mark.parametrize(("method", "is_planned"), [("fp8", True), ("gptq", False)])
 def test_what_is_multiplied_out_is_planned_as_that(tiny_model_path, tmp_path: Path, method, is_planned: bool) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "config.json").write_text((tiny_model_path("llama") / "config.json").read_text())
-    path = str(described(tmp_path, {"quant_method": method}))
-    config = EngineConfig(model=ModelConfig(path=path))
+    config = config_of(described(tmp_path, {"quant_method": method}), device="auto")
     if is_planned:
         assert planned_gpu_model(config, dtype=torch.bfloat16).dtype is torch.bfloat16
     else:

@@ -7,18 +7,15 @@ from pathlib import Path
 import pytest
 
 from app.build import Devices, build_sync_engine
-from app.config import EngineConfig
 from app.errors import InvalidSetup
 from tests.kit.engine import make_request, run_to_end
+from tests.kit.models import config_of
 from tests.lora import save_adapter
 from tests.tiny_models import build_tiny_model
 
 SLEEPS = Devices(sleep_after_s=1.0)
 KV_GIB = 0.25
-
-
-def config_of(path: Path, **model: str) -> EngineConfig:
-    return EngineConfig.model_validate({"model": {"path": str(path), **model}, "cache": {"memory_gib": KV_GIB}})
+KV = {"memory_gib": KV_GIB}
 
 
 def resident_gib() -> float:
@@ -26,7 +23,7 @@ def resident_gib() -> float:
 
 
 def test_a_native_model_gives_its_memory_up_and_has_the_same_tokens_again(demo_path: Path) -> None:
-    engine = build_sync_engine(config_of(demo_path), SLEEPS)
+    engine = build_sync_engine(config_of(demo_path, cache=KV), SLEEPS)
     request, again = (make_request(tuple(range(5, 40)), max_tokens=12) for _ in range(2))
     before = run_to_end(engine, request).token_ids[request.request_id]
     awake = resident_gib()
@@ -39,7 +36,7 @@ def test_a_native_model_gives_its_memory_up_and_has_the_same_tokens_again(demo_p
 def test_adapters_are_unloaded_in_sleep_and_may_be_loaded_while_it_lasts(tmp_path: Path) -> None:
     build_tiny_model("llama").save_pretrained(tmp_path / "base")
     adapter = save_adapter(tmp_path / "adapter", build_tiny_model("llama"))
-    engine = build_sync_engine(config_of(tmp_path / "base"), SLEEPS)
+    engine = build_sync_engine(config_of(tmp_path / "base", cache=KV), SLEEPS)
     assert engine.adapters is not None
     requests = [replace(make_request((5, 6, 7), max_tokens=6), adapter=adapter) for _ in range(2)]
     before = run_to_end(engine, requests[0]).token_ids[requests[0].request_id]
@@ -53,4 +50,4 @@ def test_adapters_are_unloaded_in_sleep_and_may_be_loaded_while_it_lasts(tmp_pat
 
 def test_what_cannot_give_its_weights_up_is_refused_with_the_reason(demo_path: Path) -> None:
     with pytest.raises(InvalidSetup, match="runs on transformers' code, which keeps its weights"):
-        build_sync_engine(config_of(demo_path, backend="torch"), SLEEPS)
+        build_sync_engine(config_of(demo_path, cache=KV, backend="torch"), SLEEPS)

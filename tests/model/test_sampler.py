@@ -10,29 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.engine.batch import ScheduledSequence, StepBatch, StepResult
-from app.engine.logit_adjustments import LogitAdjustments
-from app.engine.matcher import Matcher, TokenSet
 from app.engine.model_runner import ModelRunner
-from app.engine.request import SamplingParams
-from app.model.sampler import adjust, draw, gumbel_noise, sample
+from app.model.sampler import Sampler, gumbel_noise
 from tests.kit.engine import build_fake_engine, make_request, run_to_end
+from tests.kit.models import scheduled
 
 VOCAB_SIZE = 40
+sample = Sampler().sample
 
 
-def item(
-    *, position: int = 3, prompt: tuple[int, ...] = (), generated: tuple[int, ...] = (), banned: tuple[int, ...] = (),
-    matcher: Matcher | None = None, **sampling: object,
-) -> ScheduledSequence:  # fmt: skip
-    params = SamplingParams(max_tokens=9, **sampling)  # type: ignore[arg-type]
-    adjustments = LogitAdjustments(params, prompt)
-    adjustments.follow(generated)
-    return ScheduledSequence(
-        request_id="r", token_ids=(1,), start=position - 1, block_ids=[0], samples=True, sampling=params,
-        banned_token_ids=banned,
-        adjustments=adjustments if params.adjusts_logits else None,
-        matcher=matcher,
-    )  # fmt: skip
+def item(*, position: int = 3, banned: tuple[int, ...] = (), **given: Any) -> ScheduledSequence:
+    facts = {"banned_token_ids": banned}
+    return scheduled(1, position - 1, facts=facts, **{"vocab_size": VOCAB_SIZE} | given)
 
 
 def random_logits(num_rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -48,9 +37,9 @@ def draws(logits: list[float], num_draws: int = 4000, **sampling: object) -> lis
 
 def test_only_what_a_matcher_allows_is_taken_and_others_are_left_alone() -> None:
     logits = random_logits(4)
-    some = TokenSet((3, 17, 39), vocab_size=VOCAB_SIZE)
-    free, tied = item(temperature=0.0), item(temperature=0.0, matcher=some)
-    drawn = [item(position=n, matcher=some, seed=5) for n in range(60)]
+    some = (3, 17, 39)
+    free, tied = item(temperature=0.0), item(temperature=0.0, allowed=some)
+    drawn = [item(position=n, allowed=some, seed=5) for n in range(60)]
     taken = sample(logits, [free, tied, tied, free], likeliest=logits.argmax(-1)).tolist()
     assert taken[0::3] == logits.argmax(-1)[0::3].tolist()
     assert taken[1:3] == [max((3, 17, 39), key=lambda token: row[token].item()) for row in logits[1:3]]
@@ -59,8 +48,7 @@ def test_only_what_a_matcher_allows_is_taken_and_others_are_left_alone() -> None
 
 def test_a_ban_holds_unless_it_would_leave_a_matcher_nothing() -> None:
     logits = random_logits(2)
-    some = TokenSet((3, 17), vocab_size=VOCAB_SIZE)
-    banned = [item(temperature=0.0, matcher=some, banned=ban) for ban in ((3, 5), (3, 5, 17))]
+    banned = [item(temperature=0.0, allowed=(3, 17), banned=ban) for ban in ((3, 5), (3, 5, 17))]
     assert sample(logits, banned).tolist() == [17, max((3, 17), key=lambda token: logits[1, token].item())]
 
 
@@ -184,18 +172,17 @@ def test_rows_that_ask_for_no_change_are_neither_copied_nor_searched() -> None:
     biased = item(temperature=0.0, logit_bias=((3, 50.0),))
     drawn_of, adjusted_rows = [], []
 
-    def noting_draw(*given: Any) -> torch.Tensor:
-        drawn_of.append((given[0].data_ptr(), list(given[1])))
-        return draw(*given)
+    class Noting(Sampler):
+        def draw(self, *given: Any) -> torch.Tensor:
+            drawn_of.append((given[0].data_ptr(), list(given[1])))
+            return super().draw(*given)
 
-    def noting_adjust(*given: Any) -> torch.Tensor:
-        adjusted_rows.extend(given[1])
-        return adjust(*given)
+        def adjust(self, *given: Any) -> torch.Tensor:
+            adjusted_rows.extend(given[1])
+            return super().adjust(*given)
 
     before, known = logits.clone(), torch.tensor([9, 9, 9, 17, 9])
-    tokens = sample(
-        logits, [plain, biased, plain, greedy, plain], likeliest=known, draw=noting_draw, adjust=noting_adjust
-    )
+    tokens = Noting().sample(logits, [plain, biased, plain, greedy, plain], likeliest=known)
     assert tokens[3].item() == 17, "the argmax that is known is not computed again"
     assert (adjusted_rows, drawn_of) == ([1], [(logits.data_ptr(), [0, 2, 4])])
     assert tokens[1].item() == 3

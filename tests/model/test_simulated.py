@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from app.build import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, StepLogConfig
 from app.engine.engine import Engine
-from app.engine.request import FinishReason
+from app.engine.request import FinishReason, Pooling
 from app.errors import InvalidSetup
 from app.model.simulated import SimulatedCosts, SimulatedModelRunner
 from app.text import Tokenizer
@@ -287,3 +288,16 @@ def test_only_what_a_matcher_allows_is_drawn() -> None:
     request = make_request(prompt(0, 9), max_tokens=30, allowed_token_ids=(7, 8, 9), temperature=1.0)
     drawn = run_to_end(engine, request).token_ids[request.request_id]
     assert set(drawn) == {7, 8, 9}
+
+
+@pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
+def test_a_text_becomes_a_vector_of_the_size_that_is_asked_for(pooling: Pooling) -> None:
+    def pooled(size: int, token_ids: tuple[int, ...]) -> list[float]:
+        engine = simulated_engine(costs=SimulatedCosts(step_ms=0, embedding_size=size))
+        [embedding] = run_to_end(engine, make_request(token_ids, max_tokens=0, pooling=pooling)).embeddings.values()
+        return array("f", embedding).tolist()
+
+    one, other = pooled(20, prompt(0, 30)), pooled(20, prompt(1, 30))
+    assert len(one) == len(other) == 20
+    assert one != other
+    assert pooled(20, prompt(0, 30)) == one

@@ -39,9 +39,7 @@ def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
     if given.type == "json_object":
         return schema_grammar(_ANY_OBJECT, param=param)
     if given.type == "structural_tag":
-        return structural_tag_grammar(
-            StructuralTag.checked(given.model_dump(by_alias=True, exclude_none=True), within=param), param
-        )
+        return structural_tag_grammar(StructuralTag.checked(given.uncopied(), within=param), param)
     if given.json_schema is None:
         raise InvalidRequest(f"{param}.json_schema is required with the type json_schema", param=f"{param}.json_schema")
     schema = given.json_schema.schema_ or {}

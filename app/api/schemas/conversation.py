@@ -53,7 +53,8 @@ class Tool(Schema):
 
     def for_template(self) -> dict[str, Any]:
         """The form that chat templates expect."""
-        function = self.function.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        function = self.function.uncopied()
+        function.pop("strict", None)
         return {"type": "function", "function": function}
 
 

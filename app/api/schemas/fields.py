@@ -202,6 +202,14 @@ class Schema(BaseModel):
             return {name: item for name, item in value.items() if item is not None}
         return value
 
+    def uncopied(self) -> dict[str, Any]:
+        """Its fields, by their names in JSON, without those that are None. What they hold is not copied.
+
+        Pydantic's copy of a large schema holds the interpreter lock until it is done.
+        """
+        fields = type(self).model_fields.items()
+        return {field.alias or name: value for name, field in fields if (value := getattr(self, name)) is not None}
+
     @classmethod
     def checked(cls, value: Any, *, within: str | None = None) -> Self:
         """The typed value. Raises InvalidRequest for its first mistake; `within` is the field around it."""

@@ -118,7 +118,8 @@ class FunctionTool(FunctionDefinition, _TypedFunction):
     """A function that the model may call. There are no tools that the server runs itself."""
 
     def for_chat(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+        function = self.uncopied()
+        return {"type": function.pop("type"), "function": function}
 
 
 class NamedFunctionTool(ChosenFunction, _TypedFunction):
@@ -136,7 +137,8 @@ class TextFormat(OutputSchema):
     def for_chat(self) -> dict[str, Any]:
         if self.type != "json_schema":
             return {"type": self.type}
-        return {"type": self.type, "json_schema": self.model_dump(by_alias=True, exclude={"type"})}
+        schema = self.uncopied()
+        return {"type": schema.pop("type"), "json_schema": schema}
 
 
 class TextOptions(Schema):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from app.engine.batch import StepBatch
-from app.model.adapters import PRODUCTS, AdapterWeights, LowRankUpdate, Sizes, linear_sizes
+from app.model.adapters import AdapterWeights, LowRankUpdate, Sizes, linear_sizes, products
 from app.model.cpu.library import LANES, AdapterLayer, LowRank, in_large_pages
 from app.model.cpu.weights import NativeWeights
 
@@ -23,22 +23,21 @@ class AdaptedModel(NamedTuple):
 
     @classmethod
     def of(cls, weights: NativeWeights) -> AdaptedModel:
-        has_experts = [layer.router is not None for layer in weights.layers]
-        sizes = linear_sizes(weights.settings, has_experts=has_experts)
-        return cls(sizes, len(weights.layers), weights.dtype)
+        return cls(linear_sizes(weights.settings, weights.layers), len(weights.layers), weights.dtype)
 
     def prepare(self, weights: AdapterWeights) -> NativeAdapter:
         return NativeAdapter(weights, num_layers=self.num_layers, dtype=self.dtype)
 
     def adapter_bytes(self, rank: int) -> int:
         """What a NativeAdapter of all linear layers keeps."""
-        linears = (
-            [self.sizes.get(f"model.layers.{index}.{linear}") for linear in product]
-            for index in range(self.num_layers)
-            for product in PRODUCTS.values()
-        )
-        shapes = ([None if each is None else _Shape(rank + rank % 2, each) for each in product] for product in linears)
-        return sum(map(_packed_numbers, shapes)) * self.dtype.itemsize
+        updates = {
+            name: LowRankUpdate(
+                down=torch.empty(rank, size.num_inputs, device="meta"),
+                up=torch.empty(size.num_outputs, rank, device="meta"),
+            )
+            for name, size in self.sizes.items()
+        }
+        return sum(_packed_bytes(each, self.dtype) for _, _, each in _by_product(updates, self.num_layers))
 
 
 class NativeAdapter:
@@ -47,16 +46,12 @@ class NativeAdapter:
     def __init__(self, weights: AdapterWeights, *, num_layers: int, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._layers = (AdapterLayer * num_layers)()
-        by_product = [
-            (layer, product, [_with_even_rank(weights.get(f"model.layers.{index}.{linear}")) for linear in linears])
-            for index, layer in enumerate(self._layers)
-            for product, linears in PRODUCTS.items()
-        ]
+        by_product = list(_by_product(weights, num_layers))
         # What `_layers` points to, in the order in which a step reads it.
-        num_bytes = sum(_packed_numbers(map(_shape_of, updates)) for _, _, updates in by_product) * self._dtype.itemsize
+        num_bytes = sum(_packed_bytes(updates, dtype) for _, _, updates in by_product)
         self._memory, self._num_used = in_large_pages(num_bytes, dtype=torch.uint8), 0
-        for layer, product, updates in by_product:
-            setattr(layer, product, self._low_rank(updates))
+        for index, product, updates in by_product:
+            setattr(self._layers[index], product, self._low_rank(updates))
 
     @property
     def address(self) -> int:
@@ -105,25 +100,17 @@ def adapter_columns(batch: StepBatch) -> AdapterColumns:
     return AdapterColumns((ctypes.c_void_p * len(numbers))(*numbers), torch.tensor(of_token))
 
 
-class _Shape(NamedTuple):
-    """Of a LowRankUpdate."""
-
-    rank: int  # even
-    sizes: Sizes
+def _by_product(weights: AdapterWeights, num_layers: int) -> Iterator[tuple[int, str, list[LowRankUpdate | None]]]:
+    for index, product, linears in products(num_layers):
+        yield index, product, [_with_even_rank(weights.get(linear)) for linear in linears]
 
 
-def _shape_of(update: LowRankUpdate | None) -> _Shape | None:
-    return None if update is None else _Shape(update.rank, Sizes(update.down.shape[1], update.up.shape[0]))
-
-
-def _packed_numbers(updates: Iterable[_Shape | None]) -> int:
+def _packed_bytes(updates: Sequence[LowRankUpdate | None], dtype: torch.dtype) -> int:
     """Of the updates of one product."""
-    shapes = [each for each in updates if each is not None]
-    if not shapes:
-        return 0
-    columns = sum(each.rank for each in shapes)
-    ups = sum(each.rank * each.sizes.num_outputs for each in shapes)
-    return (columns + -columns % LANES) * shapes[0].sizes.num_inputs + ups
+    found = [each for each in updates if each is not None]
+    columns = sum(each.rank for each in found)
+    down = (columns + -columns % LANES) * found[0].down.shape[1] if found else 0
+    return (down + sum(each.up.numel() for each in found)) * dtype.itemsize
 
 
 def _with_even_rank(update: LowRankUpdate | None) -> LowRankUpdate | None:

@@ -10,7 +10,7 @@ import ctypes
 import torch
 
 from app.engine.batch import StepBatch
-from app.model.attention import AttentionRules, AttentionStep
+from app.model.attention import AttentionRules, AttentionStep, with_contiguous_rows
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import DTYPES, AttentionShape, Strides, ThreadPool, log_use_of_amx
 from app.model.inputs import ModelInputs, Segments, build_segments
@@ -44,7 +44,7 @@ class _NativeStep:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
         attention, pages, segments = self._attention, self._attention.pages, self._segments
-        query, key, value = _rows(query), _rows(key), _rows(value)
+        query, key, value = map(with_contiguous_rows, (query, key, value))
         num_tokens, num_heads, key_dim = query.shape
         output = query.new_empty(num_tokens, num_heads, value.shape[-1])
         scales = pages.scales.get(layer)
@@ -61,7 +61,3 @@ class _NativeStep:
             segments.segments.data_ptr(), segments.segments.shape[0], segments.tables.data_ptr(), output.data_ptr(),
         )  # fmt: skip
         return output
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

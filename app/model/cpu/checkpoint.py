@@ -206,7 +206,6 @@ class MappedModel:
         self.checkpoint.release()
 
     def _of_experts(self, name: str) -> torch.Tensor:
-        """One copy."""
         joined = torch.empty_like(self._shapes[name], device="cpu")
         for own, matrix in by_expert({name: joined}).items():
             matrix.copy_(given(self.checkpoint, own))

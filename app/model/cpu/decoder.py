@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import weakref
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,8 +28,8 @@ from app.model.cpu.library import (
 )
 from app.model.cpu.weights import GROUPS, PANEL, NativeLayer, NativeWeights
 from app.model.forward import Prediction
-from app.model.inputs import ModelInputs, Segments, build_segments
-from app.model.matcher_preparer import MatcherPreparer, Preparable
+from app.model.inputs import ModelInputs, build_segments
+from app.model.matcher_preparer import MatcherPreparer
 
 
 class NativeDecoder:
@@ -74,15 +73,6 @@ class NativeDecoder:
         """Logits in float32, rounded to the model's type where weights are in it. Matchers are prepared meanwhile."""
         segments = build_segments(batch, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS)
         adapters = adapter_columns(batch) if batch.has_adapters else None
-        return self.compute(inputs, segments, batch.matchers, adapters)
-
-    def compute(
-        self,
-        inputs: ModelInputs,
-        segments: Segments,
-        matchers: Sequence[Preparable] = (),
-        adapters: AdapterColumns | None = None,
-    ) -> Prediction:
         self._provide_rotary(segments.num_positions)
         num_logits = inputs.logits_indices.shape[0]
         logits = torch.empty(num_logits, self._weights.settings.vocab_size)
@@ -97,7 +87,7 @@ class NativeDecoder:
             None if hidden is None else hidden.data_ptr(), *_pointers_of(adapters),
         )  # fmt: skip
         # Not earlier: up to here this thread runs Python, and only one thread can.
-        with self._preparer.preparing(matchers):
+        with self._preparer.preparing(batch.matchers):
             self._run(self._decoder, ctypes.byref(step))
         return Prediction(logits, likeliest, None if hidden is None else hidden[wanted.hidden])
 
@@ -114,16 +104,9 @@ class NativeDecoder:
         return {field[0]: getattr(times, field[0]) for field in DecoderTimes._fields_}
 
     def _pointers(self, layer: NativeLayer, index: int) -> LayerWeights:
+        names = [each.name for each in dataclasses.fields(layer) if each.name not in ("mlps", "sliding_window")]
         return LayerWeights(
-            input_norm=_pointer(layer.input_norm),
-            query_key_value=_pointer(layer.query_key_value),
-            query_key_value_bias=_pointer(layer.query_key_value_bias),
-            query_norm=_pointer(layer.query_norm),
-            key_norm=_pointer(layer.key_norm),
-            output=_pointer(layer.output),
-            output_bias=_pointer(layer.output_bias),
-            post_attention_norm=_pointer(layer.post_attention_norm),
-            router=_pointer(layer.router),
+            **{name: _pointer(getattr(layer, name)) for name in names},
             mlps=ctypes.addressof(self._mlps[index]),
             keys=self._pages.keys[index].data_ptr(),
             values=self._pages.values[index].data_ptr(),

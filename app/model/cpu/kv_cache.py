@@ -30,7 +30,7 @@ class NativeKVCache:
         dtype: torch.dtype,
         in_int8: bool = False,
     ) -> None:
-        """`fits` must hold. dtype: of the model."""
+        """`why_not` must be None. dtype: of the model."""
         self.block_size = block_size
         self.dtype = dtype
         self.keys: dict[int, torch.Tensor] = {}  # by layer: [num_blocks, num_kv_heads, key_units, block_size] units
@@ -81,11 +81,6 @@ class NativeKVCache:
             return
         for tensor in self.tensors:
             threads.code.carousel_touch(threads.handle, tensor.data_ptr(), tensor.nbytes)
-
-    @staticmethod
-    def fits(layers: dict[int, LayerShape], *, block_size: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether this machine and these shapes can use it."""
-        return NativeKVCache.why_not(layers, block_size=block_size, dtype=dtype, device=device) is None
 
     @staticmethod
     def why_not(

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,86 +77,73 @@ LEVELS = (  # the best first
 )
 
 
+_POINTER, _INT32, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+
+
+def _fields(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, kind) for name in names)
+
+
 class AttentionShape(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "block_size")),
-        ("scaling", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("sliding_window", ctypes.c_int64),
-        ("sinks", ctypes.c_void_p),
-    )
+        *_fields(_INT64, "num_heads", "num_kv_heads", "key_dim", "value_dim", "block_size"),
+        *_fields(_FLOAT, "scaling", "softcap"), ("sliding_window", _INT64), ("sinks", _POINTER),
+    )  # fmt: skip
 
 
 class Strides(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_int64)
-        for name in ("query_token", "query_head", "key_token", "key_head", "value_token", "value_head")
-    )
+    _fields_ = _fields(_INT64, "query_token", "query_head", "key_token", "key_head", "value_token", "value_head")
 
 
 class ExpertsShape(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_int64)
-        for name in ("num_experts", "per_token", "intermediate_size", "weights_sum_to_one", "rounds_weights")
-    )
+    _fields_ = _fields(_INT64, "num_experts", "per_token", "intermediate_size", "weights_sum_to_one", "rounds_weights")
 
 
 class DecoderShape(ctypes.Structure):
     _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "hidden_size", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "intermediate_size",
-                "vocab_size", "block_size", "num_layers", "weight_bits",
-            )
+        *_fields(
+            _INT64, "hidden_size", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "intermediate_size",
+            "vocab_size", "block_size", "num_layers", "weight_bits",
         ),
-        ("epsilon", ctypes.c_float),
-        ("scaling", ctypes.c_float),
-        ("experts", ExpertsShape),
+        *_fields(_FLOAT, "epsilon", "scaling"), ("experts", ExpertsShape),
     )  # fmt: skip
 
 
 class MlpWeights(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("gate_up", "down"))
+    _fields_ = _fields(_POINTER, "gate_up", "down")
 
 
 class LayerWeights(ctypes.Structure):
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "input_norm", "query_key_value", "query_key_value_bias", "query_norm", "key_norm", "output",
-                "output_bias", "post_attention_norm", "router", "mlps", "keys", "values", "scales",
-            )
+        *_fields(
+            _POINTER, "input_norm", "query_key_value", "query_key_value_bias", "query_norm", "key_norm", "output",
+            "output_bias", "post_attention_norm", "router", "mlps", "keys", "values", "scales",
         ),
-        ("sliding_window", ctypes.c_int64),
+        ("sliding_window", _INT64),
     )  # fmt: skip
 
 
 class LowRank(ctypes.Structure):
-    _fields_ = (("down", ctypes.c_void_p), ("up", ctypes.c_void_p * MOST_PARTS), ("rank", ctypes.c_int64 * MOST_PARTS))
+    _fields_ = (("down", _POINTER), ("up", _POINTER * MOST_PARTS), ("rank", _INT64 * MOST_PARTS))
 
 
 class AdapterLayer(ctypes.Structure):
-    _fields_ = tuple((name, LowRank) for name in ("query_key_value", "output", "gate_up", "down"))
+    _fields_ = _fields(LowRank, "query_key_value", "output", "gate_up", "down")
 
 
 class DecoderStep(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("num_tokens", "num_segments", "num_rows", "num_logits")),
-        *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "slots", "segments", "tables", "rows")),
-        *((name, ctypes.c_void_p) for name in ("logits_rows", "cosine", "sine", "logits", "likeliest", "hidden")),
-        ("num_adapters", ctypes.c_int64),
-        ("adapters", ctypes.c_void_p),
-        ("adapter_of", ctypes.c_void_p),
-    )
+        *_fields(_INT64, "num_tokens", "num_segments", "num_rows", "num_logits"),
+        *_fields(_POINTER, "token_ids", "positions", "slots", "segments", "tables", "rows"),
+        *_fields(_POINTER, "logits_rows", "cosine", "sine", "logits", "likeliest", "hidden"),
+        ("num_adapters", _INT64), *_fields(_POINTER, "adapters", "adapter_of"),
+    )  # fmt: skip
 
 
 class DecoderTimes(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_double) for name in ("linear", "head", "attention", "rest"))
+    _fields_ = _fields(ctypes.c_double, "linear", "head", "attention", "rest")
 
 
-_POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 # Name → argument types and result type; a name that ends in {} stands for one function of each dtype.
 _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "thread_pool_new": ((_INT32,), _POINTER),
@@ -166,10 +154,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "logprobs": ((_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64) + (_POINTER,) * 4, None),
     "is_fast_in_{}": ((), _INT32),
     "amx_refusal": ((), _INT32),
-    "attention_step_{}": (
-        (_POINTER,) * 7 + (_INT64,) + (_POINTER,) * 4 + (_INT64,) + (_POINTER,) * 2,
-        None,
-    ),
+    "attention_step_{}": ((_POINTER,) * 7 + (_INT64,) + (_POINTER,) * 4 + (_INT64,) + (_POINTER,) * 2, None),
     "decoder_new_{}": ((_POINTER,) * 6, _POINTER),
     "decoder_run_{}": ((_POINTER,) * 2, None),
     "decoder_times_{}": ((_POINTER,) * 2, None),

@@ -1,4 +1,4 @@
-"""Adjustments, draws and log-probabilities in C++: the same functions as `sampler` and `logprobs`, without a full sort.
+"""Adjustments, draws and log-probabilities in C++: the same functions as `Sampler` has, without a full sort.
 
 One thread computes a row, in an order of its own, so its bits do not depend on the other rows.
 """
@@ -13,32 +13,19 @@ import torch
 
 from app.engine.batch import ScheduledSequence
 from app.model.cpu.library import ThreadPool
-from app.model.forward import ForwardPass
 from app.model.logprobs import Logprobs
-from app.model.runner import TorchModelRunner
-from app.model.sampler import joined_masks
+from app.model.sampler import Sampler, joined_masks
 
 _DRAW = "Qqqfff4x"  # a Draw of sampling.h: seed, position, top-k, temperature, top-p, min-p
 
 
-def native_runner(forward: ForwardPass, threads: ThreadPool) -> TorchModelRunner:
-    """A runner that draws in C++."""
-    return TorchModelRunner(
-        forward,
-        torch.device("cpu"),
-        draw=NativeDraw(threads),
-        adjust=NativeAdjust(threads),
-        compute_logprobs=NativeLogprobs(threads),
-    )
-
-
-class NativeDraw:
-    """Replaces `sampler.draw` for logits in host memory."""
+class NativeSampler(Sampler):
+    """For logits in host memory."""
 
     def __init__(self, threads: ThreadPool) -> None:
-        self._threads, self._draw = threads, threads.code.carousel_draw
+        self._threads = threads
 
-    def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
+    def draw(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
         logits = logits.float().contiguous()
         numbers: list[float] = []
         all_bits = 2**64 - 1
@@ -49,20 +36,13 @@ class NativeDraw:
         draws = struct.pack(_DRAW * len(items), *numbers)
         where = _rows_at(rows)
         tokens = torch.empty(len(items), dtype=torch.long)
-        self._draw(
+        self._threads.code.carousel_draw(
             self._threads.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where), draws, len(items),
             tokens.data_ptr(),
         )  # fmt: skip
         return tokens
 
-
-class NativeAdjust:
-    """Replaces `sampler.adjust` for logits in host memory."""
-
-    def __init__(self, threads: ThreadPool) -> None:
-        self._threads, self._adjust = threads, threads.code.carousel_adjust
-
-    def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
+    def adjust(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
         logits = logits.float().contiguous()
         where = _rows_at(rows)
         masks = joined_masks(items)
@@ -76,13 +56,29 @@ class NativeAdjust:
             num_masks += item.matcher is not None
         adjusted = torch.empty(len(items), logits.shape[1])
         adjustments = "f4xQqQqQQqQQqq"  # an Adjustments of sampling.h
-        self._adjust(
+        self._threads.code.carousel_adjust(
             self._threads.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where),
             struct.pack(adjustments * len(items), *numbers), len(items),
             torch.frombuffer(masks, dtype=torch.uint8).data_ptr() if masks else None,
             len(masks) // max(1, num_masks), adjusted.data_ptr(),
         )  # fmt: skip
         return adjusted
+
+    def logprobs(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
+        logits, token_ids = logits.float().contiguous(), token_ids.contiguous()
+        where = _rows_at(rows)
+        num_rows = len(rows)
+        found = Logprobs(
+            torch.empty(num_rows),
+            torch.empty(num_rows, dtype=torch.long),
+            torch.empty(num_rows, num_top, dtype=torch.long),
+            torch.empty(num_rows, num_top),
+        )
+        self._threads.code.carousel_logprobs(
+            self._threads.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where), token_ids.data_ptr(),
+            num_rows, num_top, *(column.data_ptr() for column in found),
+        )  # fmt: skip
+        return found
 
 
 def _numbers_of(item: ScheduledSequence) -> tuple[float, ...]:
@@ -93,30 +89,6 @@ def _numbers_of(item: ScheduledSequence) -> tuple[float, ...]:
     deductions, biases = own.deductions.buffer_info()[0], own.biases.buffer_info()[0]
     tokens = (*own.seen.buffer_info(), *own.deducted.buffer_info(), deductions, *own.biased.buffer_info(), biases)
     return (own.repetition_penalty, *tokens)
-
-
-class NativeLogprobs:
-    """Replaces `logprobs.compute_logprobs` for logits in host memory."""
-
-    def __init__(self, threads: ThreadPool) -> None:
-        self._threads, self._compute = threads, threads.code.carousel_logprobs
-
-    def __call__(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
-        """logits: [_, vocab_size]; token_ids: [len(rows)] int64, one for each of the `rows`."""
-        logits, token_ids = logits.float().contiguous(), token_ids.contiguous()
-        where = _rows_at(rows)
-        num_rows = len(rows)
-        found = Logprobs(
-            torch.empty(num_rows),
-            torch.empty(num_rows, dtype=torch.long),
-            torch.empty(num_rows, num_top, dtype=torch.long),
-            torch.empty(num_rows, num_top),
-        )
-        self._compute(
-            self._threads.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where), token_ids.data_ptr(),
-            num_rows, num_top, *(column.data_ptr() for column in found),
-        )  # fmt: skip
-        return found
 
 
 def _rows_at(rows: Sequence[int]) -> torch.Tensor | None:

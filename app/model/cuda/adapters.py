@@ -18,7 +18,17 @@ import torch
 from torch.nn import functional
 
 from app.engine.batch import StepBatch
-from app.model.adapters import MAX_RANK, PRODUCTS, AdapterWeights, LowRankUpdate, Sizes, linear_sizes, tokens_by_adapter
+from app.model.adapters import (
+    MAX_RANK,
+    PRODUCTS,
+    AdapterWeights,
+    LowRankUpdate,
+    Sizes,
+    linear_name,
+    linear_sizes,
+    products,
+    tokens_by_adapter,
+)
 from app.model.cuda.attention import padded
 from app.model.cuda.fp8 import Fp8Rows, Rows
 from app.model.cuda.launching import kernels_of
@@ -96,19 +106,16 @@ class AdapterSlots:
     """The memory of the adapters of a model, and the products with them. Any thread may load and free."""
 
     def __init__(self, weights: CudaWeights, num_slots: int) -> None:
-        has_experts = [layer.router is not None for layer in weights.layers]
-        self.sizes = linear_sizes(weights.settings, has_experts=has_experts)  # by name
+        self.sizes = linear_sizes(weights.settings, weights.layers)  # by name
         self.num_slots = num_slots
         like = weights.embedding
         self._device = like.device
         self._kernels = kernels_of("adapter_kernels", self._device)
         self._stacked: dict[tuple[int, str], _StackedUpdates] = {}  # by layer and product
-        for index in range(len(weights.layers)):
-            for product, linears in PRODUCTS.items():
-                parts = [self.sizes.get(_name(index, linear)) for linear in linears]
-                known = [each for each in parts if each is not None]
-                if known:
-                    self._stacked[index, product] = _StackedUpdates.of(known, num_slots, like)
+        for index, product, linears in products(len(weights.layers)):
+            known = [self.sizes[linear] for linear in linears if linear in self.sizes]
+            if known:
+                self._stacked[index, product] = _StackedUpdates.of(known, num_slots, like)
         self._free = list(reversed(range(num_slots)))
         # One for all writes: torch hands out the same 32 again and again, and one of them captures graphs.
         self._stream = torch.cuda.Stream(like.device) if like.is_cuda else None  # type: ignore[no-untyped-call]
@@ -214,7 +221,7 @@ class AdapterSlots:
     def _write(self, slot: int, weights: AdapterWeights) -> None:
         with _beside_steps(self._stream):
             for (index, product), stacked in self._stacked.items():
-                stacked.write(slot, [weights.get(_name(index, linear)) for linear in PRODUCTS[product]])
+                stacked.write(slot, [weights.get(linear_name(index, linear)) for linear in PRODUCTS[product]])
 
 
 def _low_size(stacked: _StackedUpdates, num_places: int) -> torch.Size:
@@ -234,7 +241,3 @@ def _beside_steps(stream: torch.cuda.Stream | None) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
-
-
-def _name(layer: int, linear: str) -> str:
-    return f"model.layers.{layer}.{linear}"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from app.engine.batch import ScheduledSequence, StepBatch
-from app.model.attention import AttentionRules
+from app.model.attention import AttentionRules, with_contiguous_rows
 from app.model.cuda.block_tables import BlockTables
 from app.model.cuda.launching import kernels_of
 from app.model.cuda.tuning import tuning_for
@@ -182,8 +182,8 @@ class TritonStep:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
-        launch = _Launch(self._attention, layer, _rows(query), rules)
-        launch.write(_rows(key), _rows(value), self.slots)
+        launch = _Launch(self._attention, layer, with_contiguous_rows(query), rules)
+        launch.write(with_contiguous_rows(key), with_contiguous_rows(value), self.slots)
         return self._attended(launch)
 
     def attend_written(self, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
@@ -222,12 +222,6 @@ class _Launch:
         self.group = self.num_heads // self.num_kv_heads
         self.output = query.new_empty(query.shape[0], self.num_heads, value_dim)
         key_padded, value_padded = padded(key_dim, _MIN_DOT), padded(value_dim, _MIN_DOT)
-        # tanh(x / softcap) * softcap, and all scores times log2(e), because the kernels count in powers of two.
-        self._numbers = {
-            "scale": rules.scaling * _LOG2_E if rules.softcap is None else rules.scaling / rules.softcap,
-            "cap": (rules.softcap or 0.0) * _LOG2_E,
-            "window": self._window,
-        }
         self._shape = {
             "num_kv_heads": self.num_kv_heads,
             "key_dim": key_dim,
@@ -241,8 +235,11 @@ class _Launch:
             at_most=attention.split_tokens,
         )
         self._attend: dict[str, Any] = {
-            **self._numbers,
             **self._shape,
+            # tanh(x / softcap) * softcap, and all scores times log2(e), because the kernels count in powers of two.
+            "scale": rules.scaling * _LOG2_E if rules.softcap is None else rules.scaling / rules.softcap,
+            "cap": (rules.softcap or 0.0) * _LOG2_E,
+            "window": self._window,
             "table_stride": attention.tables.tensor.stride(0),
             "group": self.group,
             "block_size": attention.block_size,
@@ -310,10 +307,6 @@ class _Launch:
 def _columns(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
     """Segments as the kernels read them: [4, num_segments] int64."""
     return to_device(list(zip(*segments, strict=True)), device)
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def padded(size: int, smallest: int) -> int:

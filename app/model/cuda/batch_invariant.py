@@ -47,7 +47,7 @@ class BatchInvariantMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def invariant_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """[num_rows, depth] times [depth, num_columns]."""
-    return _product(left[None], right[None], None)[0]
+    return _product(left[None], right[None])[0]
 
 
 def invariant_addmm(
@@ -57,11 +57,6 @@ def invariant_addmm(
     if beta != 1 or alpha != 1 or bias.dim() != 1:
         raise UnsupportedModel("batch_invariant: the model adds something other than a bias to a matrix product")
     return _product(left[None], right[None], bias)[0]
-
-
-def invariant_bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[num_batches, num_rows, depth] times [num_batches, depth, num_columns]."""
-    return _product(left, right, None)
 
 
 def invariant_scaled_mm(
@@ -97,12 +92,15 @@ def invariant_mean(
 def _product(
     left: torch.Tensor,
     right: torch.Tensor,
-    bias: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
     *,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """dtype: of the output, where it is not that of the operands."""
+    """[num_batches, num_rows, depth] times [num_batches, depth, num_columns].
+
+    dtype: of the output, where it is not that of the operands.
+    """
     num_batches, num_rows, depth = left.shape
     num_columns = right.shape[2]
     output = left.new_empty(num_batches, num_rows, num_columns, dtype=dtype)
@@ -121,7 +119,7 @@ _aten = torch.ops.aten
 _OURS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.mm.default: invariant_mm,
     _aten.addmm.default: invariant_addmm,
-    _aten.bmm.default: invariant_bmm,
+    _aten.bmm.default: _product,
     _aten.mean.dim: invariant_mean,
     _aten._scaled_mm.default: invariant_scaled_mm,
 }

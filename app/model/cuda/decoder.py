@@ -207,7 +207,6 @@ def _gate_warps(tile: int) -> int:
 
 
 def _or_any(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-    """Any pointer where there is no tensor."""
     return other if tensor is None else tensor
 
 

@@ -39,12 +39,12 @@ from app.model.cuda.captured_inputs import (
 from app.model.cuda.offload import OffDevice
 from app.model.forward import Prediction
 from app.model.inputs import build_inputs
-from app.model.logprobs import ComputeLogprobs, Logprobs, compute_logprobs
+from app.model.logprobs import Logprobs
 from app.model.memory import is_out_of_memory
 from app.model.parallel.ranks import Ranks
 from app.model.pooling import PooledStates
 from app.model.runner import DrawnTokens, LeadingRunner, NoRanks, draw_tokens
-from app.model.sampler import Sample, sample
+from app.model.sampler import Sampler
 
 if TYPE_CHECKING:
     from app.model.ways.loaded_model import LoadedModel
@@ -72,8 +72,7 @@ class GraphModelRunner(LeadingRunner):
         max_tokens: int = 0,
         capture: Capture | None,
         synchronize: Callable[[], None] | None = None,
-        sample: Sample = sample,
-        compute_logprobs: ComputeLogprobs = compute_logprobs,
+        sampler: Sampler | None = None,
     ) -> None:
         """Capture every size up to `max_rows` sequences before the first step. Without a capture steps run eagerly.
 
@@ -83,7 +82,7 @@ class GraphModelRunner(LeadingRunner):
         super().__init__()
         self._model = model
         self.adapts = model.adapters is not None
-        self._sample, self._compute_logprobs = sample, compute_logprobs
+        self._sampler = sampler or Sampler()
         self._forward = model.device_forward(attention)
         self._attention = attention
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
@@ -196,7 +195,7 @@ class GraphModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def _draw(self, prediction: Prediction, batch: StepBatch) -> _Drawn:
-        drawn = draw_tokens(batch, prediction, self._sample, self._compute_logprobs)
+        drawn = draw_tokens(batch, prediction, self._sampler)
         self._drawn = drawn.token_ids
         return _Drawn(drawn)
 

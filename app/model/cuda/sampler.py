@@ -1,11 +1,10 @@
-"""Draws and log-probabilities on CUDA: the functions of `app/model/sampler.py` and `logprobs.py`, each in one launch
-for all rows of a step.
+"""Draws and log-probabilities on CUDA: each in one launch for all rows of a step.
 
 A token is the one that the plain sampler draws, except where
 - two tokens' scores with noise differ by less than some 1e-5: its noise has float64 inside, that of the kernel float32;
 - a token lies within some 1e-6 of the edge of top-p or min-p: sums of weights are rounded in another order;
 - two logits become one score when they are divided by the temperature: here the greater logit still goes first.
-Penalties, biases, bans and masks change logits as `sampler.adjust` does, bit for bit, while they are read. The tokens
+Penalties, biases, bans and masks change logits as `Sampler.adjust` does, bit for bit, while they are read. The tokens
 that penalties and biases change stay on the device; a step brings those of the last token.
 Of equal logits the lower token goes first. Logits that are not numbers are never drawn.
 """
@@ -22,9 +21,11 @@ import torch
 
 from app.engine.batch import ScheduledSequence
 from app.engine.logit_adjustments import LogitAdjustments
+from app.model.attention import with_contiguous_rows
 from app.model.cuda.launching import kernels_of
 from app.model.inputs import bytes_to_device, to_device
 from app.model.logprobs import Logprobs
+from app.model.sampler import Sampler
 
 _FACTS = struct.Struct("3q4f8q")  # of a row, see `draw_kernel`
 _CHANGE_BYTES = 5 * 4
@@ -36,8 +37,8 @@ _MOST_TOP = 32  # likeliest tokens for which the kernel is compiled at start; th
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low ones of a float32, zero in this type
 
 
-class TritonSampler:
-    """Replaces `sampler.sample` for logits in a device's memory."""
+class TritonSampler(Sampler):
+    """For logits in a device's memory."""
 
     def __init__(self, device: torch.device, *, tile: int = _TILE) -> None:
         """tile: tokens of 16 bits that a program looks at together, a power of two."""
@@ -45,21 +46,36 @@ class TritonSampler:
         self._tile = tile
         self._entries: WeakKeyDictionary[LogitAdjustments, DeviceEntries] = WeakKeyDictionary()
 
-    def __call__(
+    def sample(
         self, logits: torch.Tensor, items: Sequence[ScheduledSequence], *, likeliest: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `sampler.Sample`. A launch; none where all rows take the likeliest, which are known."""
+        """A launch; none where all rows take the likeliest, which are known."""
         if likeliest is not None and all(item.sampling.is_greedy and item.takes_all_logits for item in items):
             return likeliest
         tokens = torch.empty(len(items), dtype=torch.long, device=logits.device)
         if not items:
             return tokens
         try:
-            self._draw(logits if logits.stride(-1) == 1 else logits.contiguous(), items, tokens)
+            self._draw(with_contiguous_rows(logits), items, tokens)
         except Exception:
             self._entries.clear()  # the device may lack what was on its way
             raise
         return tokens
+
+    def logprobs(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
+        """One launch, and nothing as large as logits. Those that are not numbers count as -inf."""
+        logits = with_contiguous_rows(logits)
+        found = Logprobs(
+            token_ids.new_empty(len(rows), dtype=torch.float32),
+            token_ids.new_empty(len(rows)),
+            token_ids.new_empty(len(rows), num_top),
+            token_ids.new_empty(len(rows), num_top, dtype=torch.float32),
+        )
+        self._kernels.logprobs_kernel[(len(rows),)](
+            logits, logits.stride(0), logits.shape[-1], to_device(rows, logits.device), token_ids, num_top, *found,
+            **_sizes(logits, self._tile), most_top=max(_MOST_TOP, 1 << (num_top - 1).bit_length()),
+        )  # fmt: skip
+        return found
 
     def _draw(self, logits: torch.Tensor, items: Sequence[ScheduledSequence], tokens: torch.Tensor) -> None:
         vocab_size = logits.shape[-1]
@@ -107,32 +123,6 @@ class TritonSampler:
         values += changes
         values += bans.tobytes()
         return (at_change, len(changes) // _CHANGE_BYTES, at_ban, len(bans), entries, num_entries)
-
-
-class TritonLogprobs:
-    """Replaces `logprobs.compute_logprobs` for logits in a device's memory: one launch, and nothing as large as logits.
-
-    Logits that are not numbers count as -inf.
-    """
-
-    def __init__(self, device: torch.device, *, tile: int = _TILE) -> None:
-        """tile: as of `TritonSampler`."""
-        self._kernels = kernels_of("sampler_kernels", device)
-        self._tile = tile
-
-    def __call__(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
-        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-        found = Logprobs(
-            token_ids.new_empty(len(rows), dtype=torch.float32),
-            token_ids.new_empty(len(rows)),
-            token_ids.new_empty(len(rows), num_top),
-            token_ids.new_empty(len(rows), num_top, dtype=torch.float32),
-        )
-        self._kernels.logprobs_kernel[(len(rows),)](
-            logits, logits.stride(0), logits.shape[-1], to_device(rows, logits.device), token_ids, num_top, *found,
-            **_sizes(logits, self._tile), most_top=max(_MOST_TOP, 1 << (num_top - 1).bit_length()),
-        )  # fmt: skip
-        return found
 
 
 class DeviceEntries:
@@ -183,7 +173,6 @@ class DeviceEntries:
 
 
 def _sizes(logits: torch.Tensor, tile: int) -> dict[str, int]:
-    """What the kernels are compiled for."""
     of_row = 1 << (logits.shape[-1] - 1).bit_length()
     tile = min(tile * 2 // logits.itemsize, of_row)
     return {"unused": _UNUSED_BITS[logits.dtype], "tile": tile, "num_warps": _NUM_WARPS}

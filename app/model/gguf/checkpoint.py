@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from math import prod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from app.disk import hidden_name, sync_folder
+from app.disk import hidden_name, sync_folder, take_lock
 from app.errors import InvalidSetup
 from app.model.gguf.description import Description, describe
-from app.model.gguf.reader import GgufFile, GgufTensor
+from app.model.gguf.reader import GgufFile
 from app.model.gguf.tokenizer import save_tokenizer
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1  # of the folders; a change of what is written into them gets another number
-_VALUE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logger.info) -> Path:
@@ -47,7 +43,9 @@ def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logge
     description = describe(file)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f".{target.name}.lock"):
+        lock = take_lock(cache / f".{target.name}.lock", waits=True)
+        assert lock is not None, "it has waited"
+        with open(lock):
             if not target.is_dir():
                 _make(target, file, description, report)
     except OSError as error:
@@ -62,7 +60,7 @@ def _make(target: Path, file: GgufFile, description: Description, report: Callab
     """Make the folder under another name, then rename it."""
     temporary = target.with_name(hidden_name(target.name))
     shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
-    num_bytes = sum(_num_bytes(tensor) for tensor in description.tensors.values())
+    num_bytes = sum(tensor.num_value_bytes for tensor in description.tensors.values())
     free = shutil.disk_usage(target.parent).free
     reserve_bytes = 64 * 2**20  # that stay free beside the weights: tokenizer and configuration are smaller
     if free < num_bytes + reserve_bytes:
@@ -92,8 +90,8 @@ def _write_weights(path: Path, file: GgufFile, description: Description, report:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in description.tensors.items():
-        start, end = end, end + _num_bytes(tensor)
-        header[name] = {"dtype": tensor.value_type, "shape": tensor.shape, "data_offsets": [start, end]}
+        start, end = end, end + tensor.num_value_bytes
+        header[name] = {"dtype": tensor.value_type.safetensors, "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     said_at = time.monotonic()
@@ -118,14 +116,3 @@ def _in_halves(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, 
     """
     pairs = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, values.shape[-1])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
-
-
-def _num_bytes(tensor: GgufTensor) -> int:
-    return prod(tensor.shape) * _VALUE_BYTES[tensor.value_type]
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from app.errors import UnsupportedModel
-from app.model.gguf.reader import GgufFile, GgufTensor
+from app.model.gguf.reader import READ_INSTEAD, GgufFile, GgufTensor
 
 # transformers' type of a model and its class.
 _ARCHITECTURES = {
@@ -24,6 +24,11 @@ _ARCHITECTURES = {
 }
 _LLAMA_WITH_EXPERTS = ("mixtral", "MixtralForCausalLM")
 _EXPERT = "{expert}"  # in the name of a weight: each expert has its own, while a file has one tensor for all
+# By transformers' type: the part of a layer that has them, names of their weights, of their number in config.json.
+_EXPERTS = {
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts"),
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts"),
+}
 _BIASED = {"qwen2": ("attn_q", "attn_k", "attn_v")}
 _FACTORS = "rope_freqs.weight"
 # Of `rope_type: llama3`; all models of the families 3.1 to 3.3 have these, with a factor of 8 or 32.
@@ -56,7 +61,7 @@ def describe(file: GgufFile) -> Description:
     if architecture not in _ARCHITECTURES:
         raise UnsupportedModel(
             f"{file.path} is of architecture {architecture[:60]!r}; GGUF files of {', '.join(_ARCHITECTURES)} can be "
-            f"read: set model.path to the model's folder or hub id with safetensors instead"
+            f"read: {READ_INSTEAD}"
         )
     if (parts := file.metadata.get("split.count", 1)) not in (0, 1):
         raise UnsupportedModel(f"{file.path} is one of {parts!r} parts; join them with `llama-gguf-split --merge`")
@@ -76,7 +81,6 @@ def describe(file: GgufFile) -> Description:
 
 
 def _eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """The tokens that end an answer."""
     found = (metadata.get(f"tokenizer.ggml.{key}") for key in _EOS_KEYS)
     return list(dict.fromkeys(token for token in found if token is not None))
 
@@ -117,11 +121,8 @@ class _Settings:
         return str(self._found.get(key, default))
 
     def refusal(self, key: str, value: object) -> UnsupportedModel:
-        shown = repr(value)[:60]
-        return UnsupportedModel(
-            f"{self._file.path}: {self.architecture}.{key} is {shown}, which cannot be read; set model.path to the "
-            f"model's folder or hub id with safetensors instead"
-        )
+        shown = f"{self.architecture}.{key} is {repr(value)[:60]}"
+        return UnsupportedModel(f"{self._file.path}: {shown}, which cannot be read; {READ_INSTEAD}")
 
 
 def _config(file: GgufFile, settings: _Settings) -> dict[str, Any]:
@@ -144,7 +145,7 @@ def _config(file: GgufFile, settings: _Settings) -> dict[str, Any]:
     return {
         "architectures": [class_name],
         "model_type": kind,
-        "dtype": "float32" if embedding is None else _DTYPES[embedding.value_type],
+        "dtype": "float32" if embedding is None else embedding.value_type.torch,
         "vocab_size": settings.count("vocab_size", 1) if embedding is None else embedding.shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": settings.count("feed_forward_length"),
@@ -166,24 +167,20 @@ def _config(file: GgufFile, settings: _Settings) -> dict[str, Any]:
 
 def _experts(settings: _Settings, kind: str) -> dict[str, Any]:
     """What config.json says of a mixture of experts. llama.cpp has the weights of a token's experts sum up to one."""
-    if kind not in ("mixtral", "qwen3_moe"):
+    if kind not in _EXPERTS:
         if settings.has_experts:
             raise settings.refusal("expert_count", settings.count("expert_count"))
         return {}
     num_experts, per_token = settings.count("expert_count"), settings.count("expert_used_count")
     if per_token > num_experts:
         raise settings.refusal("expert_used_count", per_token)
+    counts: dict[str, Any] = {_EXPERTS[kind][2]: num_experts, "num_experts_per_tok": per_token}
     if kind == "mixtral":
-        return {"num_local_experts": num_experts, "num_experts_per_tok": per_token}
-    return {
-        "num_experts": num_experts,
-        "num_experts_per_tok": per_token,
+        return counts
+    return counts | {
         "moe_intermediate_size": settings.count("expert_feed_forward_length"),
         "norm_topk_prob": True,
     }
-
-
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def _rope(file: GgufFile, settings: _Settings, head_dim: int) -> dict[str, Any]:
@@ -195,10 +192,7 @@ def _rope(file: GgufFile, settings: _Settings, head_dim: int) -> dict[str, Any]:
         factor = float(found.max(initial=1.0))
         is_known = found.shape == (head_dim // 2,)
         if not is_known or not np.allclose(found, _llama3_factors(theta, head_dim, factor), rtol=1e-3):
-            raise UnsupportedModel(
-                f"{file.path}: tensor {_FACTORS} scales positions in an unknown way; set model.path to the model's "
-                f"folder or hub id with safetensors instead"
-            )
+            raise UnsupportedModel(f"{file.path}: tensor {_FACTORS} scales positions in an unknown way; {READ_INSTEAD}")
         return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **_LLAMA3}
     if kind == "linear":
         return {"rope_type": "linear", "rope_theta": theta, "factor": settings.number("rope.scaling.factor")}
@@ -210,11 +204,7 @@ def _rope(file: GgufFile, settings: _Settings, head_dim: int) -> dict[str, Any]:
 def _llama3_factors(theta: float, head_dim: int, factor: float) -> np.ndarray[Any, Any]:
     """By how much llama.cpp divides each frequency for `rope_type: llama3`."""
     wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    low, high, length = (
-        _LLAMA3["low_freq_factor"],
-        _LLAMA3["high_freq_factor"],
-        _LLAMA3["original_max_position_embeddings"],
-    )
+    low, high, length = _LLAMA3.values()
     smooth = (length / wavelengths - low) / (high - low)
     between = 1 / ((1 - smooth) / factor + smooth)
     return np.where(wavelengths < length / high, 1.0, np.where(wavelengths > length / low, factor, between))
@@ -254,26 +244,17 @@ def _names(config: dict[str, Any], *, has_head: bool) -> dict[str, tuple[str, tu
 def _mlp_names(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The part of a layer's `_names` that an MLP or a mixture of experts has."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    if config["model_type"] == "qwen3_moe":
-        router, experts, gate, up, down = "mlp.gate", f"mlp.experts.{_EXPERT}", "gate_proj", "up_proj", "down_proj"
-        num_experts, inner = config["num_experts"], config["moe_intermediate_size"]
-    elif config["model_type"] == "mixtral":
-        router, experts, gate, up, down = (
-            "block_sparse_moe.gate",
-            f"block_sparse_moe.experts.{_EXPERT}",
-            "w1",
-            "w3",
-            "w2",
-        )
-        num_experts = config["num_local_experts"]
-    else:
+    if config["model_type"] not in _EXPERTS:
         return {
             "ffn_gate": ("mlp.gate_proj", (inner, hidden)),
             "ffn_up": ("mlp.up_proj", (inner, hidden)),
             "ffn_down": ("mlp.down_proj", (hidden, inner)),
         }
+    part, (gate, up, down), count = _EXPERTS[config["model_type"]]
+    experts, num_experts = f"{part}.experts.{_EXPERT}", config[count]
+    inner = config.get("moe_intermediate_size", inner)
     return {
-        "ffn_gate_inp": (router, (num_experts, hidden)),
+        "ffn_gate_inp": (f"{part}.gate", (num_experts, hidden)),
         "ffn_gate_exps": (f"{experts}.{gate}", (num_experts, inner, hidden)),
         "ffn_up_exps": (f"{experts}.{up}", (num_experts, inner, hidden)),
         "ffn_down_exps": (f"{experts}.{down}", (num_experts, hidden, inner)),
@@ -288,7 +269,7 @@ def _check_tensors(file: GgufFile, names: Mapping[str, tuple[str, tuple[int, ...
     if unknown:
         raise UnsupportedModel(
             f"{file.path}: tensor {unknown[0]} is not part of a {file.metadata['general.architecture']} model that can "
-            f"be read; set model.path to the model's folder or hub id with safetensors instead"
+            f"be read; {READ_INSTEAD}"
         )
     for name, (_, shape) in names.items():
         found = file.tensors[name].shape

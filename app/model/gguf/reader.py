@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -21,13 +21,25 @@ from gguf.quants import dequantize
 
 from app.errors import InvalidSetup, UnsupportedModel
 
+READ_INSTEAD = "set model.path to the model's folder or hub id with safetensors instead"
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+
+
+class ValueType(NamedTuple):
+    """A type of a tensor's values."""
+
+    safetensors: str
+    torch: str
+    numpy: type[np.generic]
+
+
+_FLOAT32 = ValueType("F32", "float32", np.float32)
 # Kept as they are; what other types hold is computed, in float32.
 _PLAIN = {
-    GGMLQuantizationType.F32: ("F32", np.float32),
-    GGMLQuantizationType.F16: ("F16", np.float16),
-    GGMLQuantizationType.BF16: ("BF16", np.uint16),
+    GGMLQuantizationType.F32: _FLOAT32,
+    GGMLQuantizationType.F16: ValueType("F16", "float16", np.float16),
+    GGMLQuantizationType.BF16: ValueType("BF16", "bfloat16", np.uint16),
 }
 
 
@@ -46,9 +58,14 @@ class GgufTensor:
         return int(prod(self.shape) // block * block_bytes)
 
     @property
-    def value_type(self) -> str:
-        """The type of `GgufFile.values`, by safetensors' name for it."""
-        return _PLAIN[self.kind][0] if self.kind in _PLAIN else "F32"
+    def value_type(self) -> ValueType:
+        """Of `GgufFile.values`."""
+        return _PLAIN.get(self.kind, _FLOAT32)
+
+    @property
+    def num_value_bytes(self) -> int:
+        """Of `GgufFile.values`."""
+        return prod(self.shape) * np.dtype(self.value_type.numpy).itemsize
 
     def parts(self) -> Iterator[GgufTensor]:
         """Its pieces along the first dimension, each a tensor without it."""
@@ -94,7 +111,7 @@ class GgufFile:
         rows = (*tensor.shape[:-1], tensor.shape[-1] // block * block_bytes)
         data = np.frombuffer(self._bytes, np.uint8, tensor.num_bytes, tensor.start).reshape(rows)
         if tensor.kind in _PLAIN:
-            return data.view(_PLAIN[tensor.kind][1])
+            return data.view(tensor.value_type.numpy)
         return np.ascontiguousarray(dequantize(data, tensor.kind), np.float32)
 
     def _header(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:

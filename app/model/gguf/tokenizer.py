@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import InvalidSetup, UnsupportedModel
-from app.model.gguf.reader import GgufFile
+from app.model.gguf.reader import READ_INSTEAD, GgufFile
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def save_tokenizer(file: GgufFile, folder: Path) -> None:
     except Exception as error:  # tokenizers raises Exception itself, for merges of tokens that there are not
         raise UnsupportedModel(
             f"{file.path}: its tokenizer ({described.get('tokenizer_type')}, {described.get('pre_tokenizer_type')}) "
-            f"cannot be read: {error}; set model.path to the model's folder or hub id with safetensors instead"
+            f"cannot be read: {error}; {READ_INSTEAD}"
         ) from error
     PreTrainedTokenizerFast(
         tokenizer_object=backend,

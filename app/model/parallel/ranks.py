@@ -30,6 +30,7 @@ from app.engine.batch import DeviceLost, StepBatch
 from app.errors import CarouselError, Failure, InvalidSetup, described
 from app.model.parallel.channel import Channel, Kind
 from app.model.parallel.group import ExchangeCounts, RankGroup
+from app.model.parallel.split_plan import check_divisible
 from app.model.parallel.steps import StepWriter
 
 logger = logging.getLogger(__name__)
@@ -75,12 +76,7 @@ def check_heads(described: Mapping[str, Any], size: int) -> None:
     Before any process is started; what else a rank cannot have a part of is found when it loads the model.
     """
     heads = (described.get("text_config") or described).get("num_attention_heads")
-    if isinstance(heads, int) and heads % size:
-        fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
-        raise InvalidSetup(
-            f"replicas.tensor_parallel: got {size}, which does not divide the {heads} attention heads of the model; it "
-            f"can be {fitting}"
-        )
+    check_divisible({"num_attention_heads": heads}, size, of="the model")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ version to version, and cannot end an exchange that hangs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -37,16 +37,20 @@ _DIVIDED = (
 )  # fmt: skip
 
 
-def check_divisible(config: PreTrainedConfig, size: int, *, path: str) -> None:
-    """Raises InvalidSetup, with the numbers, if `size` ranks cannot share what the configuration has."""
+def shared_numbers(config: PreTrainedConfig) -> dict[str, Any]:
+    """What of a model its ranks share, by name; None: it has none."""
     text = config.get_text_config()
-    found = {name: getattr(text, name, None) for name in _DIVIDED}
-    odd = [f"{name} {number}" for name, number in found.items() if isinstance(number, int) and number % size]
+    return {name: getattr(text, name, None) for name in _DIVIDED}
+
+
+def check_divisible(numbers: Mapping[str, Any], size: int, *, of: str) -> None:
+    """Raises InvalidSetup, with the numbers, if `size` ranks cannot share them."""
+    counts = {name: number for name, number in numbers.items() if isinstance(number, int)}
+    odd = [f"{name} {number}" for name, number in counts.items() if number % size]
     if odd:
-        counts = [number for number in found.values() if isinstance(number, int)]
-        fitting = [str(n) for n in range(1, min(counts) + 1) if not any(count % n for count in counts)]
+        fitting = [str(n) for n in range(1, min(counts.values()) + 1) if not any(c % n for c in counts.values())]
         raise InvalidSetup(
-            f"replicas.tensor_parallel: got {size}, which does not divide {' and '.join(odd)} of {path}; "
+            f"replicas.tensor_parallel: got {size}, which does not divide {' and '.join(odd)} of {of}; "
             f"it can be {', '.join(fitting)}"
         )
 

@@ -60,17 +60,9 @@ class CudaModel(LoadedModel):
             quantised=source.config.quantization == "fp8",
             mapped=own.mapped,
         )
-        return cls(
-            weights=weights,
-            facts=own.facts,
-            layers=own.layers,
-            dtype=own.dtype,
-            device=own.device,
-            reference=expected,
-            group=group,
-            # Only where their number is set: their memory is taken whether or not any is loaded.
-            adapters=None if max_adapters is None or group is not None else AdapterSlots(weights, max_adapters),
-        )
+        # Only where their number is set: their memory is taken whether or not any is loaded.
+        adapters = None if max_adapters is None or group is not None else AdapterSlots(weights, max_adapters)
+        return cls.in_place_of(own, weights=weights, reference=expected, group=group, adapters=adapters)
 
     @classmethod
     def planned(cls, source: ModelSource, own: TransformersModel) -> CudaModel:
@@ -84,14 +76,9 @@ class CudaModel(LoadedModel):
         num_tokens = self.reference.token_ids.shape[1]
         num_blocks = -(-num_tokens // source.block_size)
         attention = TritonAttention(
-            self.layers,
-            num_blocks=num_blocks,
-            block_size=source.block_size,
-            max_rows=1,
-            max_blocks=num_blocks,
-            dtype=self.dtype,
-            device=self.device,
-        )
+            self.layers, num_blocks=num_blocks, block_size=source.block_size, max_rows=1, max_blocks=num_blocks,
+            dtype=self.dtype, device=self.device,
+        )  # fmt: skip
         return output_of_piece(self, attention, 0, num_tokens)
 
     def when_verified(self, source: ModelSource, own: TransformersModel) -> CudaModel:

@@ -29,6 +29,8 @@ from app.model.encoder import (
     token_types,
 )
 from app.model.positions import fix_positions
+from app.model.source import config_of_transformers, pretrained
+from app.model.verification import difference_above
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -45,7 +47,6 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {_SIGMOID: torch.sigmoid, "torch.nn.modules.linear.Identity": _unchanged}
 )
 _MAX_DIFFERENCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative, of all states
-_NOTHING = SamplingParams(max_tokens=0)
 
 
 def is_encoder(config: ModelConfig, location: str) -> bool:
@@ -113,36 +114,19 @@ def load_encoder(config: ModelConfig, location: str) -> LoadedEncoder:
 
 def _loaded(config: ModelConfig, location: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """As transformers loads it, with our attention."""
-    from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForSequenceClassification
+    from transformers import AttentionInterface, AutoModel, AutoModelForSequenceClassification
 
     AttentionInterface.register(PACKED_ATTENTION_NAME, packed_attention)
-    try:
-        found: PreTrainedConfig = AutoConfig.from_pretrained(
-            location, revision=config.revision, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise InvalidSetup(f"model.path {config.path!r} cannot be loaded: {first_line(error)}") from error
-    if getattr(found, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{config.path} is an encoder-decoder model ({found.model_type})")
+    found = config_of_transformers(config, location)
     is_classifier = str((found.architectures or [""])[0]).endswith(CLASSIFIER)
     kind = AutoModelForSequenceClassification if is_classifier else AutoModel
     try:
-        module: PreTrainedModel
-        module, report = kind.from_pretrained(
-            location,
-            revision=config.revision,
-            dtype=dtype,
-            attn_implementation=PACKED_ATTENTION_NAME,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        return pretrained(
+            kind, config, location, dtype=dtype, attention=PACKED_ATTENTION_NAME,
+            unused=() if is_classifier else ("pooler.",),
+        ).to(device)  # fmt: skip
     except (OSError, ValueError, RuntimeError) as error:
         raise UnsupportedModel(f"{config.path} cannot be loaded: {first_line(error)}") from error
-    missing = sorted(key for key in report["missing_keys"] if is_classifier or not key.startswith("pooler."))
-    if missing:  # transformers would leave them random
-        raise UnsupportedModel(f"the files of {config.path} lack {len(missing)} weights, such as {missing[0]}")
-    return module.eval().to(device)
 
 
 class _InPlaceOfEncoder(nn.Module):
@@ -217,16 +201,11 @@ def _tried_sequences(vocab_size: int) -> tuple[ScheduledSequence, ...]:
     step = max(1, vocab_size // (max(tried_lengths) + 1))
     return tuple(
         ScheduledSequence(
-            f"tried-{length}",
-            tuple((at + length) * step % vocab_size for at in range(length)),
-            0,
-            [],
-            False,
-            _NOTHING,
-            second_text_at=length // 3 if length == max(tried_lengths) else 0,
+            f"tried-{length}", tuple((at + length) * step % vocab_size for at in range(length)), 0, [], False,
+            SamplingParams(max_tokens=0), second_text_at=length // 3 if length == max(tried_lengths) else 0,
         )
         for length in tried_lengths
-    )
+    )  # fmt: skip
 
 
 def _own_outputs(module: PreTrainedModel) -> list[torch.Tensor]:
@@ -254,11 +233,8 @@ def _compare(config: ModelConfig, encoder: Encoder, score: ScoreHead | None, own
     theirs = torch.cat(own)
     if score is not None:
         ours = scores_of(ours, sequences, replace(score, activation=_unchanged)).flatten()
-    difference = torch.linalg.vector_norm(ours.float() - theirs.float())
-    relative = float(difference / torch.linalg.vector_norm(theirs.float()).clamp_min(1e-3))
-    limit = _MAX_DIFFERENCES[ours.dtype]
-    if not relative <= limit:
+    difference = difference_above(_MAX_DIFFERENCES[ours.dtype], ours, theirs, least_size=1e-3)
+    if difference is not None:
         raise UnsupportedModel(
-            f"{config.path} computes other results without padding than with its own code: they differ by "
-            f"{relative:.2%}, {limit:.2%} is allowed"
+            f"{config.path} computes other results without padding than with its own code: they differ by {difference}"
         )

@@ -15,16 +15,15 @@ from functools import partial
 import torch
 
 from app.config import GIB, EngineConfig, ModelConfig
-from app.engine.batch import ScheduledSequence, StepBatch
+from app.engine.batch import StepBatch
 from app.engine.largest_batch import largest_batch
-from app.engine.request import SamplingParams
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
 from app.model.attention import PagedAttention
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.captured_inputs import StepSize, decode_size, graph_sizes, mixed_sizes
 from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
-from app.model.cuda.sampler import TritonLogprobs, TritonSampler
+from app.model.cuda.sampler import TritonSampler
 from app.model.inputs import build_inputs
 from app.model.kv_cache import block_bytes, stored_dtype
 from app.model.memory import WORKSPACE_BYTES, MemoryNeeds, gpu_memory, graph_bytes, refusing_to_run_short
@@ -51,8 +50,7 @@ def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: 
         max_tokens=config.scheduler.max_step_tokens,
         capture=CudaCapture(model.device) if config.model.backend != "torch" else None,
         synchronize=partial(torch.cuda.synchronize, model.device),
-        sample=TritonSampler(model.device),
-        compute_logprobs=TritonLogprobs(model.device),
+        sampler=TritonSampler(model.device),
     )
 
 
@@ -86,9 +84,7 @@ def verify_steps(config: ModelConfig, model: LoadedModel, attention: PagedAttent
 def output_of_piece(model: LoadedModel, attention: PagedAttention, start: int, end: int) -> Output:
     """A piece of the reference's tokens; of a decoder of ours with logits for the first layer's output."""
     assert model.reference is not None, "it is verified"
-    token_ids = tuple(model.reference.token_ids[0, start:end].tolist())
-    block_ids, greedy = list(range(-(-end // attention.block_size))), SamplingParams(max_tokens=1, temperature=0.0)
-    batch = StepBatch((ScheduledSequence("verify", token_ids, start, block_ids, True, greedy),), ())
+    batch = model.reference.batch_of(start, end, block_size=attention.block_size)
     inputs = build_inputs(batch, block_size=attention.block_size, device=model.device)
     step = attention.begin_step(batch, inputs)
     module = getattr(model, "module", None)
@@ -176,9 +172,8 @@ def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner
     max_blocks = -(-model.facts.max_model_len // config.cache.block_size)
     attention = _attention(config, model, num_blocks=1, max_blocks=max_blocks)
     return GraphModelRunner(
-        model, attention, max_rows=config.scheduler.max_running, capture=None, sample=TritonSampler(model.device),
-        compute_logprobs=TritonLogprobs(model.device),
-    )  # fmt: skip
+        model, attention, max_rows=config.scheduler.max_running, capture=None, sampler=TritonSampler(model.device)
+    )
 
 
 def _attention(config: EngineConfig, model: LoadedModel, *, num_blocks: int, max_blocks: int) -> TritonAttention:

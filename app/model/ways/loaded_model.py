@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -36,6 +36,11 @@ class LoadedModel(ABC):
     reference: Reference | None = None  # where its steps on a GPU are verified: that needs the whole KV memory
     group: Exchange | None = None  # where it is one rank's part
     adapters: AdapterSlots | None = None  # on a GPU, where adapters may be loaded
+
+    @classmethod
+    def in_place_of(cls, own: LoadedModel, **more: Any) -> Self:
+        """The same model as another way has it. more: fields that the other does not have, or has otherwise."""
+        return cls(facts=own.facts, layers=own.layers, dtype=own.dtype, device=own.device, **more)
 
     @abstractmethod
     def tensors(self) -> Iterator[torch.Tensor]:

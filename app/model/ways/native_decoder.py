@@ -17,13 +17,13 @@ from app.model.cpu.checkpoint import add_positions
 from app.model.cpu.decoder import NativeDecoder, buffer_bytes
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import ThreadPool, in_large_pages, is_fast, library
-from app.model.cpu.sampling import native_runner
+from app.model.cpu.sampling import NativeSampler
 from app.model.cpu.shared_weights import Sharing, shared_weights
 from app.model.cpu.verification_cache import VerifiedModel, digest_of_files, read_verified, write_verified
 from app.model.cpu.weights import BITS, Allocate, NativeWeights, pack_weights, why_not_native
 from app.model.description import max_model_len
 from app.model.device import NOT_AMONG_RANKS, check_kv_dtype
-from app.model.inputs import ModelInputs, Segments
+from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerShape
 from app.model.llama import DecoderSettings, by_expert, settings_of, why_attention_is_not_llama_like
 from app.model.memory import PROCESS_BYTES, MemoryNeeds
@@ -79,14 +79,7 @@ class NativeModel(LoadedModel):
             files = own.mapped.checkpoint
             return pack_weights(files, settings, bits=bits, release=files.release, allocate=allocate)
 
-        return cls(
-            weights=shared_weights(pack, _sharing(source, settings)),
-            facts=own.facts,
-            layers=own.layers,
-            dtype=own.dtype,
-            device=own.device,
-            reference=expected,
-        )
+        return cls.in_place_of(own, weights=shared_weights(pack, _sharing(source, settings)), reference=expected)
 
     @classmethod
     def verified_before(cls, source: ModelSource) -> NativeModel | None:
@@ -128,25 +121,18 @@ class NativeModel(LoadedModel):
             )
         add_positions(own.module)
         settings, bits = settings_of(own.module, own.rules), BITS[source.config.quantization]
-        weights = pack_weights(by_expert(own.module.state_dict()).get, settings, bits=bits)
-        return cls(weights=weights, facts=own.facts, layers=own.layers, dtype=own.dtype, device=own.device)
+        return cls.in_place_of(own, weights=pack_weights(by_expert(own.module.state_dict()).get, settings, bits=bits))
 
     def output(self, source: ModelSource) -> Output:
         """The reference's tokens in one piece, with KV memory of their own; logits in place of the first layer."""
         assert self.reference is not None, "it is to be verified"
-        token_ids = self.reference.token_ids
-        num_tokens = token_ids.shape[1]
+        num_tokens = self.reference.token_ids.shape[1]
         num_blocks = -(-num_tokens // source.block_size)
         pages = NativeKVCache(self.layers, num_blocks=num_blocks, block_size=source.block_size, dtype=self.dtype)
-        places = torch.arange(num_tokens)
-        inputs = ModelInputs(token_ids=token_ids, positions=places[None], slots=places, logits_indices=places)
-        segments = Segments(
-            torch.tensor([[0, num_tokens, 0, 0]], dtype=torch.int32),
-            torch.arange(num_blocks, dtype=torch.int32),
-            num_tokens,
-        )
+        batch = self.reference.batch_of(0, num_tokens, block_size=source.block_size)
+        inputs = build_inputs(batch, block_size=source.block_size, device=self.device)
         first, whole = (
-            NativeDecoder(self.weights, pages, ThreadPool(1), num_layers=num_layers).compute(inputs, segments)
+            NativeDecoder(self.weights, pages, ThreadPool(1), num_layers=num_layers).predict(batch, inputs)
             for num_layers in (1, 0)
         )
         return Output(first.logits[None], whole.logits[None])
@@ -178,7 +164,7 @@ class NativeModel(LoadedModel):
         threads = ThreadPool(num_threads)
         pages = NativeKVCache.provided(config.cache, self.layers, threads, num_blocks=num_blocks, dtype=self.dtype)
         torch.set_num_threads(1)  # torch has almost nothing to compute, and its waiting threads would slow these
-        return native_runner(NativeDecoder(self.weights, pages, threads), threads)
+        return TorchModelRunner(NativeDecoder(self.weights, pages, threads), self.device, NativeSampler(threads))
 
 
 def _file_of_result(source: ModelSource) -> Path | None:
@@ -193,7 +179,6 @@ def _file_of_result(source: ModelSource) -> Path | None:
 
 
 def _sharing(source: ModelSource, settings: DecoderSettings) -> Sharing | None:
-    """With which processes its packed weights are shared."""
     if source.cache is None or source.folder is None:
         return None
     digest = digest_of_files(source.folder, source.dtype, source.config.quantization, settings)

@@ -18,7 +18,7 @@ from app.model.cpu.attention import NativeAttention
 from app.model.cpu.checkpoint import MappedModel
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import ThreadPool
-from app.model.cpu.sampling import native_runner
+from app.model.cpu.sampling import NativeSampler
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.description import as_token_ids, max_model_len
@@ -33,6 +33,7 @@ from app.model.positions import fix_positions
 from app.model.runner import TorchModelRunner
 from app.model.source import (
     ModelSource,
+    fix_positions_of,
     length_limit,
     mapped_model,
     module_without_weights,
@@ -73,8 +74,7 @@ class TransformersModel(LoadedModel):
             module = read_module(source) if mapped is None else mapped.module
         if mapped is not None:
             mapped.compute_from_files()
-            if known := config.max_model_len or length_limit(module):
-                fix_positions(module, known)
+            fix_positions_of(source, module)
         step = ProbeStep()
         reference = _verified_reference(source, module, step)
         if whole is not None:
@@ -193,7 +193,8 @@ class TransformersModel(LoadedModel):
         if self._why_no_native_attention(config) is None:
             threads = ThreadPool(num_threads)
             pages = NativeKVCache.provided(cache, self.layers, threads, num_blocks=num_blocks, dtype=self.dtype)
-            return native_runner(TransformersForward(self.module, NativeAttention(pages, threads)), threads)
+            forward = TransformersForward(self.module, NativeAttention(pages, threads))
+            return TorchModelRunner(forward, self.device, NativeSampler(threads))
         plain = KVCache(
             self.layers, num_blocks=num_blocks, block_size=cache.block_size, dtype=self.dtype, device=self.device
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
+import json
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,15 +17,17 @@ import httpx
 import pytest
 
 from app.api.http.openapi import BATCH_BODIES, BODIES, openapi_document
+from app.api.json_structure import MAX_VALUES, check_structure
 from app.api.prepared_request import RequestLimits
 from app.config import ApiConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
 from benchmarks.harness.http_call import Target
-from benchmarks.service.field_bodies import FieldBody, field_bodies
-from benchmarks.service.fields import Cost, HonestStream, figures_of
+from benchmarks.service.field_bodies import MAX_INPUTS, FieldBody, field_bodies
+from benchmarks.service.fields import EMBEDDING_SIZE, Cost, HonestStream, application, figures_of, sent_bodies
 from deployments.serve.process import freeze_loaded
+from deployments.serve.settings import parse
 from tests.kit.service import MAX_MODEL_LEN, Service, Step, client_of, say, served
 from tests.stalls import stalls_of_loop
 
@@ -60,7 +64,7 @@ async def held_s(client: httpx.AsyncClient, path: str, data: bytes) -> float:
     return stalls.longest_process_s
 
 
-def service_at(demo_path: Path) -> Service:
+def service_at(demo_path: Path, embedding_size: int = 4) -> Service:
     """It answers everything with `3 4 5.`, or with a vector."""
     tokenizer = Tokenizer.load(str(demo_path))
     says = say(tokenizer, "3 4 5.")
@@ -69,31 +73,84 @@ def service_at(demo_path: Path) -> Service:
         if request.pooling is None:
             yield from says(request)
         else:
-            yield TokenDelta(
-                request.request_id, (), FinishReason.STOP, embedding=array("f", [3.0, 4.0, 0.0, 1.0]).tobytes()
-            )
+            yield TokenDelta(request.request_id, (), FinishReason.STOP, embedding=numbers)
 
-    return Service(tokenizer, script, tool_format=FORMATS["hermes"], pooling=Pooling.MEAN)
+    numbers = array("f", [3.0, 4.0, 0.0, 1.0] * (embedding_size // 4)).tobytes()
+    facts = {"embedding_size": embedding_size}
+    return Service(tokenizer, script, tool_format=FORMATS["hermes"], pooling=Pooling.MEAN, facts=facts)
 
 
 # The fields of the latter are those of messages, and it takes seconds to count the tokens of each such body.
 @pytest.mark.parametrize("path", [path for path in PATHS if path != "/v1/messages/count_tokens"])
 def test_no_field_holds_the_event_loop(path: str, demo_path: Path, tmp_path: Path) -> None:
-    service, over = service_at(demo_path), dict[str, list[float]]()
     document = DOCUMENT | {"paths": {path: DOCUMENT["paths"][path]}}
+    sent = field_bodies(document, size=SIZE, max_model_len=MAX_MODEL_LEN, with_pairs=False)
+    assert over_the_bound(service_at(demo_path), sent, tmp_path) == {}
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/score"])
+def test_no_list_beside_the_least_numbers_holds_the_event_loop_with_long_vectors(
+    path: str, demo_path: Path, tmp_path: Path
+) -> None:
+    document = DOCUMENT | {"paths": {path: DOCUMENT["paths"][path]}}
+    sent = [
+        body
+        for body in field_bodies(document, size=SIZE, max_model_len=MAX_MODEL_LEN)
+        if body.is_full and body.name.endswith("+ least numbers")
+    ]
+    assert any(len(value) == MAX_INPUTS for body in sent for value in body.value.values() if isinstance(value, list))
+    assert over_the_bound(service_at(demo_path, EMBEDDING_SIZE), sent, tmp_path) == {}
+
+
+def over_the_bound(service: Service, sent: Iterable[FieldBody], folder: Path) -> dict[str, list[float]]:
+    """The bodies that held the event loop for too long each time, with those times."""
+    over: dict[str, list[float]] = {}
 
     async def send_all() -> None:
-        async with served(service, tmp_path) as app, client_of(app) as client:
-            for body in field_bodies(document, size=SIZE, max_model_len=MAX_MODEL_LEN, with_pairs=False):
+        async with served(service, folder) as app, client_of(app) as client:
+            for body in sent:
                 data, tries = body.data(), list[float]()
                 while len(tries) < NUM_TRIES and min(tries, default=1.0) > MAX_HELD_S:
-                    tries.append(await held_s(client, path, data))
+                    tries.append(await held_s(client, body.path, data))
                 if min(tries) > MAX_HELD_S:
                     over[body.name] = [round(each, 3) for each in tries]
 
     with collecting_garbage_as_served():
         asyncio.run(send_all())
-    assert over == {}
+    return over
+
+
+def test_what_has_more_values_than_are_parsed_is_there_with_so_many_too() -> None:
+    document = DOCUMENT | {"paths": {"/detokenize": DOCUMENT["paths"]["/detokenize"]}}
+    [within] = [
+        body
+        for body in field_bodies(document, size=8 * 2**20 - 2**18, max_model_len=MAX_MODEL_LEN, with_pairs=False)
+        if body.name == "/detokenize tokens within"
+    ]
+    check_structure([within.data()], "the body")
+    assert len(within.value["tokens"]) > 0.8 * MAX_VALUES
+
+
+def test_lists_go_to_long_vectors_and_prompts_to_pipelines_and_one_answer_is_not_read() -> None:
+    sent = [each for body in bodies(2000) for each in sent_bodies(body)]
+
+    def models(of: str) -> dict[str, Any]:
+        [found] = [json.loads(each.data) for each in sent if each.name.startswith(f"{of}, ")]
+        return dict(found)
+
+    assert models("/v1/rerank documents most + least numbers of long vectors")["model"] == "vectors"
+    assert models("/v1/rerank documents most + least numbers")["max_tokens_per_doc"] == 1
+    assert models("/v1/chat/completions messages most to pipelines")["model"] == "nested"
+    assert models("/v1/chat/completions documents most to pipelines")["model"] == "ranked"
+    unread = [each for each in sent if not each.is_read]
+    assert {each.path for each in unread} == {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/batch"}
+    assert all(json.loads(each.data)["stream"] for each in unread)
+
+
+def test_the_swept_service_may_be_started(demo_path: Path, tmp_path: Path) -> None:
+    given = argparse.Namespace(step_ms=20.0)
+    config = parse(application(given, str(demo_path), str(tmp_path)))
+    assert [each.name for each in config.pipelines] == ["together", "nested", "ranked"]
 
 
 def test_there_is_a_body_for_every_field_of_every_schema() -> None:

@@ -72,12 +72,6 @@ def test_what_a_row_says_goes_before_what_the_run_says(prepared: Prepare) -> Non
     assert length(batch_line({"messages": TURNS, "max_completion_tokens": 3})) == 3
 
 
-def test_a_row_without_a_seed_draws_the_same_whenever_it_is_computed(prepared: Prepare) -> None:
-    first, again = (request_of(prepared({"id": "a", "prompt": "Once"})) for _ in range(2))
-    other = request_of(prepared({"id": "b", "prompt": "Once"}))
-    assert first.request.sampling.seed == again.request.sampling.seed != other.request.sampling.seed
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -99,6 +93,7 @@ def test_a_row_without_a_seed_draws_the_same_whenever_it_is_computed(prepared: P
         (batch_line({"messages": TURNS, "tools": [TOOL]}), "an item of a bulk run has no tools"),
         (batch_line({"messages": TURNS, "model": "other"}), "there is no model 'other'; this server has demo"),
         (batch_line({"messages": TURNS}, url="/v1/embeddings"), "url should be one of"),
+        (batch_line({}, url=["x"]), "url should be one of"),
         (batch_line({"messages": TURNS}, method="GET"), "method should be 'POST'"),
         (batch_line("text"), "body should be an object"),
         (batch_line({"messages": TURNS}, custom_id=None), "custom_id is required"),

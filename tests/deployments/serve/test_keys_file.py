@@ -61,7 +61,7 @@ def test_a_made_key_opens_the_door_that_its_entry_describes(tmp_path: Path) -> N
         ("- name: 2024-13-45", "is not YAML: ValueError"),
         ("- name: !!int ''", "is not YAML: IndexError"),
         ("- name: !!bool sk-plain", "is not YAML: KeyError"),
-        ("[" * 5000, "is not YAML: RecursionError"),
+        ("[" * 1000, "is not YAML: RecursionError"),
         ("- {name: alice}", "[0].sha256: got"),
         ("- {name: alice, sha256: sk-plain}", "[0].sha256: sha256 has 8 characters"),
         (f"- {{name: alice, sha256: '{'0' * 64}', max_request: 1}}", "[0].max_request: no such setting"),
@@ -100,7 +100,7 @@ def test_a_change_of_the_file_holds_and_a_mistake_changes_nothing(
         assert [is_known(keys, key) for key in (KEY, OTHER_KEY, "third")] == [False, True, True]
 
 
-@pytest.mark.parametrize("mistake", ["- name: 2024-13-45", "- name: !!int ''", "[" * 5000, "- {name: alice}", "- ]"])
+@pytest.mark.parametrize("mistake", ["- name: 2024-13-45", "- name: !!int ''", "[" * 1000, "- {name: alice}", "- ]"])
 def test_the_follower_survives_any_file_and_a_key_that_is_revoked_later_is_unknown(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mistake: str
 ) -> None:
@@ -153,7 +153,7 @@ def failing(*_: Any, **__: Any) -> str:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_a_follower_that_cannot_look_is_unhealthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_follower_that_cannot_look_is_unhealthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that does not answer holds the look for ever; an error of any kind is no look either."""
     monkeypatch.setattr(keys_file, "LOOK_EVERY_S", 0.001)
     monkeypatch.setattr(keys_file, "MAX_SILENCE_S", 0.1)
@@ -162,18 +162,15 @@ def test_a_follower_that_cannot_look_is_unhealthy(tmp_path: Path, monkeypatch: p
     keys.check_health()  # it does not follow yet
     monkeypatch.setattr(keys, "refresh", failing)
 
-    async def run() -> None:
-        following = asyncio.create_task(keys.follow())
-        await asyncio.sleep(0.2)
-        with pytest.raises(Failure, match="the file of API keys has not been read for 0 s"):
-            keys.check_health()
-        monkeypatch.undo()
-        monkeypatch.setattr(keys_file, "LOOK_EVERY_S", 0.001)
-        await until(lambda: is_healthy(keys))
-        assert not following.done()
-        following.cancel()
-
-    asyncio.run(run())
+    following = asyncio.create_task(keys.follow())
+    await asyncio.sleep(0.2)
+    with pytest.raises(Failure, match="the file of API keys has not been read for 0 s"):
+        keys.check_health()
+    monkeypatch.undo()
+    monkeypatch.setattr(keys_file, "LOOK_EVERY_S", 0.001)
+    await until(lambda: is_healthy(keys))
+    assert not following.done()
+    following.cancel()
 
 
 def is_healthy(keys: Keys) -> bool:

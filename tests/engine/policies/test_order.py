@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -9,33 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.request import Request
 from tests.kit.engine import TimedEngine, make_request
 
 pytestmark = pytest.mark.usefixtures("small_lengths")
 
 
+LONG: dict[str, Any] = {"prompt": (5,) * 100, "max_tokens": 200}
+
+
 def one_by_one(policy: Any, **settings: Any) -> TimedEngine:
     """An engine that runs one request at a time."""
     return TimedEngine(policy=policy, **{"max_running": 1} | settings)
-
-
-def wait_under_a_stream(
-    policy: Any, long_waiting: Request, rival: Any, *, every_s: float, max_steps: int = 3_000, **fields: Any
-) -> float:
-    """Seconds until `long_waiting` starts, with rivals arriving faster than they can be served, for ever."""
-    timed = one_by_one(policy, **fields)
-    timed.add(rival(0))
-    timed.step()
-    timed.add(long_waiting)
-    arrived_at, next_at, number = timed.clock.at, timed.clock.at, 1
-    for _ in range(max_steps):
-        while next_at <= timed.clock.at:
-            timed.add(rival(number))
-            number, next_at = number + 1, next_at + every_s
-        if long_waiting.request_id in timed.step():
-            return timed.clock.at - arrived_at
-    raise AssertionError("it starved")
 
 
 def test_fcfs_is_the_order_of_arrival() -> None:
@@ -67,40 +52,41 @@ def test_sjf_learns_which_tenants_outputs_are_short() -> None:
     assert timed.begun == ["terse", "wordy"]
 
 
-@pytest.mark.parametrize("max_overtaking_s", [0.2, 1.0])
-def test_under_an_endless_stream_of_shorter_jobs_a_long_one_waits_no_longer_than_the_bound(
-    max_overtaking_s: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("policy", "waiting", "every_s", "max_overtaking_s", "waited_s"),
+    [
+        # Requests that arrive within the bound go first; to serve them takes 20 ms for every 15 ms of arrivals.
+        pytest.param("sjf", LONG, 0.015, 0.2, (0.15, 0.2 * 20 / 15 + 0.05), id="a-long-job-a-short-bound"),
+        pytest.param("sjf", LONG, 0.015, 1.0, (0.95, 1.0 * 20 / 15 + 0.05), id="a-long-job-a-long-bound"),
+        # 200 tokens more than a rival: 2 s. Waiting buys priority at a constant rate.
+        pytest.param("sjf", LONG | {"max_tokens": 104}, 0.02, 1000.0, (1.9, 2.1), id="a-longer-job-without-a-bound"),
+        pytest.param("priority", {"priority": 10}, 0.02, None, (0.45, 0.6), id="ten-classes"),
+    ],
+)
+def test_under_an_endless_stream_of_better_requests_none_waits_longer_than_the_bound(
+    policy: str,
+    waiting: dict[str, Any],
+    every_s: float,
+    max_overtaking_s: float | None,
+    waited_s: tuple[float, float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("app.engine.policies.MAX_OVERTAKING_S", max_overtaking_s)
-    waited_s = wait_under_a_stream(
-        "sjf",
-        make_request((5,) * 100, max_tokens=200),
-        lambda number: make_request((5, 6), request_id=f"rival-{number}", max_tokens=2),
-        every_s=0.015,
-    )
-    # Requests that arrive within the bound go first; to serve them takes 20 ms for every 15 ms of arrivals.
-    assert max_overtaking_s - 0.05 <= waited_s <= max_overtaking_s * 20 / 15 + 0.05
-
-
-def test_waiting_buys_priority_at_a_constant_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.engine.policies.MAX_OVERTAKING_S", 1000.0)
-    waited_s = wait_under_a_stream(
-        "sjf",
-        make_request((5,) * 100, max_tokens=104),  # 200 tokens more than a rival: 2 s
-        lambda number: make_request((5, 6), request_id=f"rival-{number}", max_tokens=2),
-        every_s=0.02,
-    )
-    assert 1.9 <= waited_s <= 2.1
-
-
-def test_under_an_endless_stream_of_better_classes_a_low_one_waits_no_longer_than_the_bound() -> None:
-    waited_s = wait_under_a_stream(
-        "priority",
-        make_request(priority=10),
-        lambda number: make_request((5, 6), request_id=f"rival-{number}", max_tokens=2, priority=0),
-        every_s=0.02,
-    )
-    assert 0.45 <= waited_s <= 0.6  # ten classes
+    """Rivals arrive faster than they can be served, for ever."""
+    if max_overtaking_s is not None:
+        monkeypatch.setattr("app.engine.policies.MAX_OVERTAKING_S", max_overtaking_s)
+    rivals = (make_request((5, 6), request_id=f"rival-{number}", max_tokens=2) for number in itertools.count())
+    timed = one_by_one(policy)
+    timed.add(next(rivals))
+    timed.step()
+    timed.add(make_request(request_id="waiting", **waiting))
+    arrived_at = next_at = timed.clock.at
+    for _ in range(3_000):
+        while next_at <= timed.clock.at:
+            timed.add(next(rivals))
+            next_at += every_s
+        if "waiting" in timed.step():
+            break
+    assert waited_s[0] <= timed.clock.at - arrived_at <= waited_s[1]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -47,20 +47,14 @@ def test_a_placed_request_weighs_with_its_prompt_and_its_expected_tokens_until_i
     assert work(ledger, "a") == NOTHING
 
 
-def test_the_first_tokens_show_that_the_prompt_is_computed() -> None:
+def test_the_first_tokens_show_that_the_prompt_is_computed_and_more_than_expected_weigh_one() -> None:
     ledger = ledger_with("one")
     ledger.progress("one", 1)
     assert work(ledger, "a") == (1, 0, 39)
     ledger.progress("one", 10)
     assert work(ledger, "a") == (1, 0, 29)
-
-
-def test_a_request_that_generates_more_than_expected_weighs_one_token() -> None:
-    ledger = ledger_with("one")
     ledger.progress("one", 1000)
     assert work(ledger, "a") == (1, 0, 1)
-    ledger.end("one")
-    assert work(ledger, "a") == NOTHING
 
 
 def test_a_request_that_is_placed_again_leaves_the_replica_it_was_on() -> None:
@@ -95,18 +89,18 @@ def test_a_report_from_before_our_last_placements_takes_nothing_of_ours_away() -
     assert work(ledger, "a") == (2, 200, 80)
 
 
-def test_ours_that_have_ended_since_a_report_are_not_taken_for_those_of_others() -> None:
+@pytest.mark.parametrize(
+    ("num_own", "num_reported", "ended", "num_requests"),
+    [pytest.param(2, 3, ("one", "two"), 1, id="ended-since"), pytest.param(0, 2, (), 4, id="on-their-way-there")],
+)
+def test_ours_are_not_taken_for_those_of_others(
+    num_own: int, num_reported: int, ended: tuple[str, ...], num_requests: int
+) -> None:
     ledger = ledger_with("one", "two")
-    ledger.end("one")
-    ledger.end("two")
-    ledger.note("a", report(num_requests=3, num_own=2), now=0.0)
-    assert load_of(ledger, "a").num_requests == 1
-
-
-def test_ours_that_are_on_their_way_there_are_not_taken_for_those_of_others() -> None:
-    ledger = ledger_with("one", "two")
-    ledger.note("a", report(num_requests=2, num_own=0), now=0.0)
-    assert load_of(ledger, "a").num_requests == 4
+    for request_id in ended:
+        ledger.end(request_id)
+    ledger.note("a", report(num_requests=num_reported, num_own=num_own), now=0.0)
+    assert load_of(ledger, "a").num_requests == num_requests
 
 
 def test_what_others_still_generate_is_estimated_from_our_own() -> None:

@@ -30,22 +30,6 @@ def prompt(length: int, start: int = 0) -> list[int]:
     return list(range(start, start + length))
 
 
-def test_each_replica_matches_as_far_as_it_was_sent_the_same_tokens() -> None:
-    sent = index()
-    sent.add("a", prompt(40))
-    sent.add("b", [*prompt(12), 99, 99, 99, 99])
-    sent.add("c", prompt(40, start=7))
-    assert sent.match(prompt(40)) == {"a": 40, "b": 12}
-
-
-def test_only_whole_blocks_match() -> None:
-    sent = index()
-    sent.add("a", prompt(10))
-    assert sent.match(prompt(20)) == {"a": 8}
-    assert sent.match(prompt(7)) == {"a": 4}
-    assert sent.match(prompt(3)) == {}
-
-
 def test_equal_blocks_after_different_beginnings_do_not_match() -> None:
     sent = index()
     sent.add("a", [1, 2, 3, 4, 5, 6, 7, 8])
@@ -76,12 +60,6 @@ def test_a_prompt_is_forgotten_from_its_end() -> None:
     sent.add("a", prompt(16))
     sent.add("a", prompt(12, start=100))
     assert sent.match(prompt(16)) == {"a": 12}
-
-
-def test_of_a_prompt_larger_than_the_memory_the_beginning_stays() -> None:
-    sent = index(max_tokens=16)
-    sent.add("a", prompt(100))
-    assert sent.match(prompt(100)) == {"a": 16}
 
 
 def test_each_replica_has_a_memory_of_its_own_and_those_that_are_gone_have_none() -> None:

@@ -12,46 +12,37 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
 
-from app.config import ModelConfig
 from app.model.cpu import library as native
-from app.model.loader import load_model
 from app.model.ways.loaded_model import LoadedModel
+from tests.kit.models import (
+    BLOCKS,
+    PROMPT,
+    check_same_bits_in_any_step,
+    chunk,
+    decoder_of,
+    load,
+    logits_of,
+    relative_error,
+    step,
+)
 from tests.model.cpu.builds import PLAIN_AMX, QUICK, built_with
-from tests.model.cpu.test_decoder import BLOCKS, PROMPT, check_same_bits_in_any_step, chunk, decoder_of, step
-from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_models import build_tiny_model
 
 SHAPE = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256,
-    "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+    "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 6, "head_dim": 64,
+    "initializer_range": 0.2,
 }  # fmt: skip
-MODELS = {
-    "llama": lambda **other: LlamaForCausalLM(LlamaConfig(**(SHAPE | other))),
-    "mistral": lambda **other: MistralForCausalLM(MistralConfig(**(SHAPE | {"sliding_window": 21} | other))),
-    "mixtral": lambda **other: MixtralForCausalLM(MixtralConfig(**(SHAPE | {"num_local_experts": 4} | other))),
-}
+MODELS = {"llama": {}, "mistral": {"sliding_window": 21}, "mixtral": {"sliding_window": None}}
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
 
 
-def load(
+def save_and_load(
     folder: Path, kind: str = "llama", *, dtype: str = "bfloat16", quantization: str = "none", **shape: int
 ) -> LoadedModel:
-    torch.manual_seed(0)
-    MODELS[kind](**shape).save_pretrained(folder)
-    config = ModelConfig.model_validate(
-        {"path": str(folder), "device": "cpu", "dtype": dtype, "quantization": quantization}
-    )
-    return load_model(config, str(folder))
+    build_tiny_model(kind, **SHAPE | MODELS[kind] | shape).save_pretrained(folder)
+    return load(folder, dtype=dtype, quantization=quantization)
 
 
 def test_products_have_the_units_order_of_sums_for_any_number_of_rows(tmp_path: Path) -> None:
@@ -72,7 +63,7 @@ def test_products_have_the_units_order_of_sums_for_any_number_of_rows(tmp_path: 
 @torch.inference_mode()
 def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(kind: str, in_int8: bool, tmp_path: Path) -> None:
     """Bit for bit: in one step alone, token by token, in chunks beside others, on other threads, with shared blocks."""
-    model = load(tmp_path, kind)
+    model = save_and_load(tmp_path, kind)
     with built_with(PLAIN_AMX, *QUICK):
         crowded, whole = check_same_bits_in_any_step(model, in_int8=in_int8)
 
@@ -85,14 +76,16 @@ def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(kind: str, in
 @pytest.mark.parametrize("kind", ["llama", "mistral"])  # in a mixture, rounding may choose another expert
 @torch.inference_mode()
 def test_logits_are_those_of_vector_instructions_but_for_rounding(kind: str, tmp_path: Path) -> None:
-    model = load(tmp_path, kind)
+    model = save_and_load(tmp_path, kind)
     with built_with(PLAIN_AMX, *QUICK):
         in_tiles = decoder_of(model)
     by_vectors = decoder_of(model)
+    num_equal = 0
     for start, size in ((0, 40), *((at, 1) for at in range(40, 70))):
         rows = [step(decoder, chunk(PROMPT, start, size, BLOCKS))[0] for decoder in (in_tiles, by_vectors)]
-        assert not torch.equal(*rows), "tiles have another order of sums"
-        assert float((rows[0] - rows[1]).norm() / rows[1].norm()) < 0.03
+        num_equal += torch.equal(*rows)
+        assert relative_error(*rows) < 0.03
+    assert num_equal < 31, "tiles have another order of sums, which rounding does not always hide"
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
@@ -100,7 +93,7 @@ def test_logits_are_those_of_vector_instructions_but_for_rounding(kind: str, tmp
 @torch.inference_mode()
 def test_quantised_weights_give_the_bits_of_vector_instructions(quantization: str, kind: str, tmp_path: Path) -> None:
     """Sums of whole numbers are exact, whatever their order."""
-    model = load(tmp_path, kind, dtype="float32", quantization=quantization)
+    model = save_and_load(tmp_path, kind, dtype="float32", quantization=quantization)
     with built_with(PLAIN_AMX, *QUICK):
         in_tiles = decoder_of(model)
     by_vectors = decoder_of(model)
@@ -116,8 +109,8 @@ def test_sizes_that_do_not_fit_are_left_to_vector_instructions(
 ) -> None:
     caplog.set_level("INFO")
     with built_with(PLAIN_AMX, *QUICK):
-        model = load(tmp_path, **shape)
-        whole = step(decoder_of(model), chunk(PROMPT, 0, 70, BLOCKS))[0]
+        model = save_and_load(tmp_path, **shape)
+        whole = logits_of(model)
         pieces = decoder_of(model)
         for start, size in ((0, 33), (33, 5), (38, 31), (69, 1)):
             rows = step(pieces, chunk(PROMPT, start, size, BLOCKS))
@@ -125,16 +118,17 @@ def test_sizes_that_do_not_fit_are_left_to_vector_instructions(
     assert f"not AMX: inputs of {next(iter(shape.values()))} are no multiples of 32" in caplog.text
 
 
+@pytest.mark.skipif("amx_bf16" not in native._cpu(), reason="on a CPU without AMX the next test is refused in earnest")
 @torch.inference_mode()
 def test_without_the_kernels_permission_vector_instructions_serve(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     with built_with("-DCAROUSEL_PLAIN_AMX=95", *QUICK):
-        refused = step(decoder_of(load(tmp_path)), chunk(PROMPT, 0, 70, BLOCKS))
+        refused = logits_of(save_and_load(tmp_path))
     assert "not AMX: the kernel refuses it (Operation not supported)" in caplog.text
-    if "amx_bf16" not in native._cpu():
-        assert torch.equal(refused, step(decoder_of(load(tmp_path)), chunk(PROMPT, 0, 70, BLOCKS)))
+    with built_with(PLAIN_AMX, *QUICK):
+        assert not torch.equal(refused, logits_of(save_and_load(tmp_path)))
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="AMX is a part of x86-64")
@@ -143,9 +137,9 @@ def test_a_build_for_amx_has_its_instructions_and_asks_for_permission(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    with built_with("-mamx-tile", "-mamx-bf16", "-mamx-int8") as code:
+    with built_with("-mamx-tile", "-mamx-bf16", "-mamx-int8", *QUICK) as code:
         assert code.carousel_amx_refusal() != -1
-        logits = step(decoder_of(load(tmp_path)), chunk(PROMPT, 0, 70, BLOCKS))
+        logits = logits_of(save_and_load(tmp_path))
     if objdump := shutil.which("objdump"):
         listing = subprocess.run([objdump, "-d", code._name], capture_output=True, text=True, check=True).stdout
         assert all(
@@ -153,4 +147,4 @@ def test_a_build_for_amx_has_its_instructions_and_asks_for_permission(
         )
     if "amx_bf16" not in native._cpu():
         assert "not AMX: the kernel refuses it" in caplog.text
-        assert torch.equal(logits, step(decoder_of(load(tmp_path)), chunk(PROMPT, 0, 70, BLOCKS)))
+        assert torch.equal(logits, logits_of(save_and_load(tmp_path)))

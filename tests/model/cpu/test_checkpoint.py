@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,56 +10,42 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from app.config import ModelConfig
 from app.model import source
 from app.model.cpu.checkpoint import Checkpoint
-from app.model.cpu.library import is_fast, library
-from app.model.loader import load_model
-from app.model.ways import native_decoder
-from app.model.ways.loaded_model import LoadedModel
+from app.model.cpu.library import library
 from app.model.ways.native_decoder import NativeModel
 from app.model.ways.transformers_code import TransformersModel
-from tests.model.cpu.test_decoder import PROMPT, chunk, decoder_of, step
+from tests.kit.models import computing_otherwise, load, load_native, logits_of
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
-LLAMA_LIKE = ("llama", "qwen2", "qwen3", "mistral")
+ALL = [("llama", dtype, quantization) for dtype in ("float32", "bfloat16") for quantization in ("none", "int8")]
+ALL += [
+    (architecture, dtype, quantization)
+    for architecture in ("qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
+    for dtype, quantization in (("float32", "none"), ("bfloat16", "int8"))
+]
 
 
-@pytest.fixture
-def model_path(tiny_model_path, tmp_path: Path) -> Path:  # type: ignore[no-untyped-def]
-    return Path(shutil.copytree(tiny_model_path("llama"), tmp_path / "model"))
-
-
-def load(path: Path, dtype: str = "float32", quantization: str = "none") -> LoadedModel:
-    if not is_fast(getattr(torch, dtype)):
-        pytest.skip(f"this CPU has no vector instructions for {dtype}")
-    settings = {"path": str(path), "device": "cpu", "dtype": dtype, "quantization": quantization}
-    return load_model(ModelConfig.model_validate(settings), str(path))
-
-
-def from_whole_model(path: Path, monkeypatch: pytest.MonkeyPatch, **settings: str) -> LoadedModel:
+def from_whole_model(path: Path, monkeypatch: pytest.MonkeyPatch, **settings: str) -> NativeModel:
     with monkeypatch.context() as patch:
         patch.setattr("app.model.ways.transformers_code.mapped_model", lambda *_: None)
-        return load(path, **settings)
+        return load_native(path, **settings)
 
 
-@torch.inference_mode()
-def logits_of(model: LoadedModel) -> torch.Tensor:
-    return step(decoder_of(model), chunk(PROMPT, 0, 70, [3, 8, 1, 0, 9]))
-
-
-@pytest.mark.parametrize("architecture", LLAMA_LIKE)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_it_is_the_same_model_without_transformers_reading_its_weights(
-    architecture: str, dtype: str, quantization: str, tiny_model_path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("architecture", "dtype", "quantization"), ALL)
+def test_it_is_the_same_model_without_transformers_reading_its_weights_and_when_it_was_verified_before(
+    architecture: str, dtype: str, quantization: str, tiny_model_path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # type: ignore[no-untyped-def]
     path, settings = tiny_model_path(architecture), {"dtype": dtype, "quantization": quantization}
     whole = from_whole_model(path, monkeypatch, **settings)
     monkeypatch.setattr(source, "module_of_transformers", None)
-    model = load(path, **settings)
-    assert (model.facts, model.layers, model.dtype) == (whole.facts, whole.layers, whole.dtype)
-    assert torch.equal(logits_of(model), logits_of(whole))
+    model = load_native(path, checks=tmp_path, **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(TransformersModel, "load", None)
+        again = load_native(path, checks=tmp_path, **settings)
+    for each in (model, again):
+        assert (each.facts, each.layers, each.dtype) == (whole.facts, whole.layers, whole.dtype)
+        assert torch.equal(logits_of(each), logits_of(whole))
 
 
 @pytest.mark.parametrize("file_type", [torch.bfloat16, torch.float16])
@@ -150,10 +134,7 @@ def test_a_head_that_is_neither_in_the_files_nor_tied_is_not_taken_from_the_embe
 def test_a_model_that_native_code_computes_otherwise_is_read_by_transformers(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = native_decoder.settings_of
-    monkeypatch.setattr(
-        native_decoder, "settings_of", lambda *given: dataclasses.replace(right(*given), epsilon=0.5)
-    )  # fmt: skip
+    computing_otherwise(monkeypatch, epsilon=0.5)
     model = load(model_path)
     assert not isinstance(model, NativeModel)
     assert isinstance(model, TransformersModel)

@@ -5,15 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec import structs
-from transformers import AutoModelForCausalLM
 
 from app.engine.batch import ScheduledSequence
 from app.model.adapters import read_adapter
 from app.model.cpu.adapters import AdaptedModel, NativeAdapter
 from app.model.cpu.decoder import NativeDecoder
-from app.model.ways.native_decoder import NativeModel
+from tests.kit.models import BLOCKS, DTYPES, PROMPT, chunk, decoder_of, load_native, own_model, step
 from tests.lora import merge, save_adapter
-from tests.model.cpu.test_decoder import BLOCKS, DTYPES, PROMPT, chunk, decoder_of, load, step
 from tests.tiny_models import build_tiny_model
 
 RANKS = {"first": 5, "second": 64}  # one that is odd, and the largest
@@ -41,10 +39,9 @@ def under(adapter: NativeAdapter, item: ScheduledSequence) -> ScheduledSequence:
 @pytest.mark.parametrize("name", RANKS)
 @torch.inference_mode()
 def test_logits_are_those_of_merged_weights(name: str, dtype: str, folder: Path) -> None:
-    own = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32, attn_implementation="eager")
-    merged = merge(own.eval(), folder / name, 8 / RANKS[name]).to(DTYPES[dtype])
+    merged = merge(own_model(folder / "base"), folder / name, 8 / RANKS[name]).to(DTYPES[dtype])
     expected = merged(torch.tensor([PROMPT])).logits[0, -1].float()
-    decoder = decoder_of(load(folder / "base", dtype))
+    decoder = decoder_of(load_native(folder / "base", dtype=dtype))
     got = step(decoder, under(prepared(decoder, folder / name), chunk(PROMPT, 0, 70, BLOCKS)))[0]
     assert torch.allclose(got, expected, atol=1e-4 if dtype == "float32" else 0.06 * float(expected.abs().max()))
     assert not torch.allclose(step(decoder, chunk(PROMPT, 0, 70, BLOCKS))[0], expected, atol=0.5)
@@ -53,8 +50,7 @@ def test_logits_are_those_of_merged_weights(name: str, dtype: str, folder: Path)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RANKS)
 def test_what_an_adapter_takes_follows_from_its_rank(name: str, dtype: str, folder: Path) -> None:
-    model = load(folder / "base", dtype)
-    assert isinstance(model, NativeModel)
+    model = load_native(folder / "base", dtype=dtype)
     measured = prepared(decoder_of(model), folder / name).num_bytes
     assert AdaptedModel.of(model.weights).adapter_bytes(RANKS[name]) == measured
 
@@ -65,7 +61,7 @@ def test_a_sequences_logits_do_not_depend_on_the_adapters_beside_it(
     dtype: str, quantization: str, folder: Path
 ) -> None:
     """Bit for bit: alone, in chunks, beside rows of another adapter and of none, on other threads."""
-    model = load(folder / "base", dtype, quantization=quantization)
+    model = load_native(folder / "base", dtype=dtype, quantization=quantization)
     alone = decoder_of(model)
     first = prepared(alone, folder / "first")
     plain = step(alone, chunk(PROMPT, 0, 70, BLOCKS))[0]

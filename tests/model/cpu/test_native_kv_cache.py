@@ -25,7 +25,7 @@ def cache() -> NativeKVCache:
     layers = dict.fromkeys(range(2), LayerShape(num_kv_heads=2, key_dim=64, value_dim=64))
     num_blocks = NUM_BYTES // (2 * 16 * 2 * 128 * 2)
     empty = NativeKVCache(layers, num_blocks=num_blocks, block_size=16, dtype=torch.bfloat16)
-    for tensor in tensors(empty):
+    for tensor in empty.tensors:
         advise(tensor, mmap.MADV_DONTNEED)
     assert share_in_memory(empty) < 0.05
     return empty
@@ -37,18 +37,14 @@ def test_its_bytes_are_those_that_the_pool_is_sized_by(dtype: torch.dtype, kv_dt
     layers = dict.fromkeys(range(2), LayerShape(num_kv_heads=3, key_dim=24, value_dim=48))
     own = NativeKVCache(layers, num_blocks=5, block_size=32, dtype=dtype, in_int8=kv_dtype is torch.int8)
     expected = 5 * 32 * sum(layer.bytes_per_token(kv_dtype or dtype) for layer in layers.values())
-    assert sum(tensor.nbytes for tensor in tensors(own)) == expected
-
-
-def tensors(cache: NativeKVCache) -> list[torch.Tensor]:
-    return [*cache.keys.values(), *cache.values.values(), *cache.scales.values()]
+    assert sum(tensor.nbytes for tensor in own.tensors) == expected
 
 
 def share_in_memory(cache: NativeKVCache) -> float:
     """Of its whole pages, as Linux tells it: the greatest bit of each entry."""
     num_pages = num_present = 0
     with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
-        for tensor in tensors(cache):
+        for tensor in cache.tensors:
             first, end = -(-tensor.data_ptr() // PAGE), (tensor.data_ptr() + tensor.nbytes) // PAGE
             pages.seek(first * 8)
             entries = torch.frombuffer(bytearray(pages.read((end - first) * 8)), dtype=torch.int64)

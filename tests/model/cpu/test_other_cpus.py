@@ -10,13 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from app.config import ModelConfig
 from app.model.cpu import library as native
-from app.model.loader import load_model
-from tests.model.cpu.builds import built_with
-from tests.model.cpu.test_decoder import DTYPES, PROMPT, check_same_bits_in_any_step, chunk, decoder_of, step
+from tests.kit.models import DTYPES, PROMPT, check_same_bits_in_any_step, chunk, decoder_of, load, own_model, step
+from tests.model.cpu.builds import QUICK, built_with
 
 AVX2 = ("-march=x86-64-v3",)
 BLOCKS = [3, 8, 1, 0, 9, 13, 14]
@@ -26,7 +23,7 @@ BLOCKS = [3, 8, 1, 0, 9, 13, 14]
 def avx2() -> Iterator[None]:
     if platform.machine() != "x86_64" or not {"avx2", "fma"} <= set(native._cpu().split()):
         pytest.skip("this CPU has no AVX2")
-    with built_with(*AVX2):
+    with built_with(*AVX2, *QUICK):
         yield
 
 
@@ -35,9 +32,7 @@ def avx2() -> Iterator[None]:
 @torch.inference_mode()
 def test_with_avx2_greedy_tokens_are_transformers_own(architecture: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
     path = tiny_model_path(architecture)
-    own = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    model = load_model(ModelConfig(path=str(path), device="cpu", dtype="float32"), str(path))
-    decoder, tokens = decoder_of(model), list(PROMPT)
+    own, decoder, tokens = own_model(path), decoder_of(load(path)), list(PROMPT)
     logits = step(decoder, chunk(tokens, 0, len(tokens), BLOCKS))[0]
     for _ in range(32):
         expected = own(torch.tensor([tokens])).logits[0, -1]
@@ -51,8 +46,7 @@ def test_with_avx2_greedy_tokens_are_transformers_own(architecture: str, tiny_mo
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.inference_mode()
 def test_with_avx2_a_sequences_bits_do_not_depend_on_what_shares_its_steps(dtype: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    path = tiny_model_path("llama")
-    model = load_model(ModelConfig(path=str(path), device="cpu", dtype=dtype), str(path))  # type: ignore[arg-type]
+    model = load(tiny_model_path("llama"), dtype=dtype)
     for in_int8 in (False, True):
         check_same_bits_in_any_step(model, in_int8=in_int8)
 

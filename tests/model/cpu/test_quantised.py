@@ -9,39 +9,43 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import AutoModelForCausalLM
 
-from app.config import EngineConfig, ModelConfig
-from app.engine.batch import ScheduledSequence, StepBatch
+from app.config import ModelConfig
 from app.errors import InvalidSetup
 from app.model.cpu import library as native
 from app.model.cpu import weights
-from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.library import ThreadPool, in_large_pages
-from app.model.inputs import build_inputs
-from app.model.loader import load_model
 from app.model.ways import native_decoder
-from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.native_decoder import NativeModel
 from app.model.weights_digest import digest_of_weights
+from tests.kit.models import (
+    BLOCKS,
+    DTYPES,
+    PROMPT,
+    check_same_bits_in_any_step,
+    chunk,
+    computing_otherwise,
+    config_of,
+    decoder_of,
+    load,
+    logits_of,
+    own_model,
+    relative_error,
+    step,
+)
 from tests.model.cpu.builds import QUICK, built_with
-from tests.model.cpu.test_decoder import BLOCKS, PROMPT, check_same_bits_in_any_step, chunk, decoder_of, step
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
 
-DTYPES = ("float32", "bfloat16")
 QUANTISED = {"int8": 8, "int4": 4}
 
 
-def load(path: Path, dtype: str = "float32", quantization: str = "int8", checks: Path | None = None) -> LoadedModel:
-    config = ModelConfig.model_validate(
-        {"path": str(path), "device": "cpu", "dtype": dtype, "quantization": quantization}
-    )
-    return load_model(config, str(path), checks=checks)
-
-
-def logits_of(model: LoadedModel) -> torch.Tensor:
-    return step(decoder_of(model), chunk(PROMPT, 0, 70, BLOCKS))[0]
+def quantised(
+    path: Path, dtype: str = "float32", quantization: str = "int8", checks: Path | None = None
+) -> NativeModel:
+    loaded = load(path, dtype=dtype, quantization=quantization, checks=checks)
+    assert isinstance(loaded, NativeModel)
+    return loaded
 
 
 def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
@@ -87,12 +91,10 @@ def test_logits_are_those_of_rounded_weights_and_inputs(
     architecture: str, quantization: str, tiny_model_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # type: ignore[no-untyped-def]
     path = tiny_model_path(architecture)
-    own = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    own = own_model(path, experts_implementation="eager")
     sizes = [20, 35, 50, 60, 70]  # a token's logits show no later tokens
     exact = own(torch.tensor([PROMPT])).logits[0]
-    decoder = decoder_of(load(path, quantization=quantization))
+    decoder = decoder_of(quantised(path, quantization=quantization))
     got = [step(decoder, chunk(PROMPT, 0, size, BLOCKS))[0] for size in sizes]
     routers = [module.weight for name, module in own.named_modules() if name.endswith("mlp.gate")]
     linear = torch.nn.functional.linear
@@ -111,54 +113,32 @@ def test_logits_are_those_of_rounded_weights_and_inputs(
     assert statistics.median(errors) < relative_error(got[-1], exact[-1])
 
 
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((got - expected).norm() / expected.norm())
-
-
 @pytest.mark.parametrize("quantization", QUANTISED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.inference_mode()
 def test_logits_have_the_same_bits_in_any_step(dtype: str, quantization: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
     """In one step alone, token by token, in chunks beside others, on other threads."""
-    check_same_bits_in_any_step(load(tiny_model_path("llama"), dtype, quantization))
+    check_same_bits_in_any_step(quantised(tiny_model_path("llama"), dtype, quantization))
 
 
 @torch.inference_mode()
 def test_plain_vectors_give_the_same_bits_as_the_cpus_instruction(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    models = [load(tiny_model_path("llama"), quantization=quantization) for quantization in QUANTISED]
+    models = [quantised(tiny_model_path("llama"), quantization=quantization) for quantization in QUANTISED]
     expected = [logits_of(model) for model in models]
     with built_with("-DCAROUSEL_PLAIN_INT8", *QUICK):
         plain = [logits_of(model) for model in models]
     assert all(map(torch.equal, plain, expected))
 
 
-def test_a_row_with_a_nan_shows_it_and_other_rows_do_not(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    model = load(tiny_model_path("llama"))
-    assert isinstance(model, NativeModel)
-    expected = step(decoder_of(model), chunk(PROMPT, 0, 20, [0, 1]))
-    poisoned = model.weights.embedding.clone()
-    poisoned[205] = float("nan")
-    object.__setattr__(model.weights, "embedding", poisoned)
-    rows = step_unchecked(decoder_of(model), chunk([205] * 5, 0, 5, [4]), chunk(PROMPT, 0, 20, [0, 1]))
-    assert rows[0].isnan().all()
-    assert torch.equal(rows[1:], expected)
-
-
-def step_unchecked(decoder: NativeDecoder, *items: ScheduledSequence) -> torch.Tensor:
-    batch = StepBatch(items, ())
-    return decoder.predict(batch, build_inputs(batch, block_size=16, device=torch.device("cpu"))).logits
-
-
 @torch.inference_mode()
 def test_a_kept_result_for_other_weights_does_not_count(tiny_model_path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = tiny_model_path("llama")
     for quantization in ("none", "int8"):
-        load(path, quantization=quantization, checks=tmp_path)
+        quantised(path, quantization=quantization, checks=tmp_path)
     assert len(list(tmp_path.glob("verified-*"))) == 2
-    again = load(path, checks=tmp_path)
-    assert isinstance(again, NativeModel)
+    again = quantised(path, checks=tmp_path)
     assert again.weights.weight_bits == 8
-    assert torch.equal(logits_of(again), logits_of(load(path)))
+    assert torch.equal(logits_of(again), logits_of(quantised(path)))
 
 
 @pytest.mark.parametrize("num_inputs", [576, 1536, 208, 48])
@@ -181,8 +161,7 @@ def test_weights_of_a_4_bit_file_stay_what_they_are() -> None:
 
 @torch.inference_mode()
 def test_rows_of_a_tied_embedding_are_read_from_the_head(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    model = load(tiny_model_path("llama"))
-    assert isinstance(model, NativeModel)
+    model = quantised(tiny_model_path("llama"))
     head = rounded(model.weights.embedding, 8)  # type: ignore[arg-type]
     packed = weights._Packing(ThreadPool(2), 8, in_large_pages)([model.weights.embedding])  # type: ignore[list-item]
     given, tied = (
@@ -193,8 +172,7 @@ def test_rows_of_a_tied_embedding_are_read_from_the_head(tiny_model_path) -> Non
 
 
 def test_an_embedding_that_is_tied_to_a_quantised_head_is_not_kept(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    model = load(tiny_model_path("llama"))
-    assert isinstance(model, NativeModel)
+    model = quantised(tiny_model_path("llama"))
     native = model.weights
     names = {weights.EMBEDDING: native.embedding, weights.HEAD: native.embedding}
     packed = weights.pack_weights(
@@ -218,30 +196,24 @@ def test_a_matrix_takes_little_more_than_its_bits() -> None:
 def test_a_model_of_another_architecture_is_refused(quantization: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
     message = f"quantization is {quantization}, .*gemma2 cannot run there: Gemma2ForCausalLM is none"
     with pytest.raises(InvalidSetup, match=message):
-        load(tiny_model_path("gemma2"), quantization=quantization)
+        quantised(tiny_model_path("gemma2"), quantization=quantization)
 
 
 def test_it_is_refused_without_native_code(tiny_model_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(native_decoder, "library", lambda: None)
     with pytest.raises(InvalidSetup, match=r"quantization is int8, .*install a C\+\+ compiler"):
-        load(tiny_model_path("llama"))
+        quantised(tiny_model_path("llama"))
 
 
 def test_a_block_size_that_native_code_cannot_use_is_refused(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    config = ModelConfig(path=str(tiny_model_path("llama")), device="cpu", quantization="int8")
     with pytest.raises(InvalidSetup, match="block_size is 8, no multiple of 16"):
-        load_model(config, config.path, block_size=8)
+        load(tiny_model_path("llama"), quantization="int8", block_size=8)
 
 
 def test_a_decoder_that_computes_something_else_is_refused(tiny_model_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    right = native_decoder.settings_of
-    monkeypatch.setattr(
-        native_decoder,
-        "settings_of",
-        lambda *given: dataclasses.replace(right(*given), scaling=1.5 * right(*given).scaling),
-    )
+    computing_otherwise(monkeypatch, scaling=0.4)
     with pytest.raises(InvalidSetup, match="the first layer's output differs by"):
-        load(tiny_model_path("llama"))
+        quantised(tiny_model_path("llama"))
 
 
 @pytest.mark.parametrize("other", [{"device": "cuda"}, {"backend": "torch"}, {"simulated": {}}])
@@ -251,10 +223,9 @@ def test_settings_that_exclude_the_native_decoder_are_refused(other: dict[str, o
 
 
 def test_its_weights_have_a_digest_of_their_own(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    path = str(tiny_model_path("llama"))
+    path = tiny_model_path("llama")
     digests = {
-        digest_of_weights(EngineConfig(model=ModelConfig.model_validate({"path": path, "quantization": quantization})))
-        for quantization in ("none", "int8", "int4")
+        digest_of_weights(config_of(path, quantization=quantization)) for quantization in ("none", "int8", "int4")
     }
     assert len(digests) == 3
     assert 0 not in digests

@@ -3,7 +3,6 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from app.model.cpu.library import is_fast
 from app.model.cpu.shared_weights import LARGE_PAGE, _find, _GrowingFile
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.native_decoder import NativeModel
-from tests.model.cpu.test_verification_cache import load, logits_of
+from tests.kit.models import load, logits_of
 
 pytestmark = pytest.mark.skipif(not is_fast(torch.float32), reason="this CPU cannot compute the native decoder")
 
@@ -43,7 +42,7 @@ wait()
 @contextmanager
 def other_process(path: Path, cache: Path, state: str) -> Iterator[subprocess.Popen[str]]:
     """state: holds or packs."""
-    load(path, cache)  # with the check that spares the process transformers
+    load(path, checks=cache)  # with the check that spares the process transformers
     command = [sys.executable, "-c", _HOLDER, str(path), str(cache), state]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -54,11 +53,6 @@ def other_process(path: Path, cache: Path, state: str) -> Iterator[subprocess.Po
     finally:
         process.kill()
         process.communicate()
-
-
-@pytest.fixture
-def model_path(tiny_model_path, tmp_path: Path) -> Path:  # type: ignore[no-untyped-def]
-    return Path(shutil.copytree(tiny_model_path("llama"), tmp_path / "model"))
 
 
 def never_packed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,10 +78,10 @@ def test_shared_weights_give_the_bits_of_private_ones(
     path = tiny_model_path(architecture)
     with monkeypatch.context() as patch:
         patch.setattr(os, "memfd_create", _refused)
-        private = load(path, tmp_path, quantization=quantization)
-    first = load(path, tmp_path, quantization=quantization)
+        private = load(path, checks=tmp_path, quantization=quantization)
+    first = load(path, checks=tmp_path, quantization=quantization)
     never_packed(monkeypatch)
-    second = load(path, tmp_path, quantization=quantization)
+    second = load(path, checks=tmp_path, quantization=quantization)
     assert inode_of(first) == inode_of(second)
     assert torch.equal(logits_of(first), logits_of(private))
     assert torch.equal(logits_of(second), logits_of(private))
@@ -100,19 +94,19 @@ def _refused(*_given: object) -> None:
 def test_another_process_shares_them_and_they_outlive_it(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = logits_of(load(model_path, tmp_path))
+    expected = logits_of(load(model_path, checks=tmp_path))
     with other_process(model_path, tmp_path, "holds"):
         never_packed(monkeypatch)
-        model = load(model_path, tmp_path)
+        model = load(model_path, checks=tmp_path)
         assert torch.equal(logits_of(model), expected)
     assert torch.equal(logits_of(model), expected)
-    assert torch.equal(logits_of(load(model_path, tmp_path)), expected)
+    assert torch.equal(logits_of(load(model_path, checks=tmp_path)), expected)
 
 
 def test_a_process_waits_for_one_that_packs_and_takes_over_where_that_is_killed(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = logits_of(load(model_path, tmp_path))
+    expected = logits_of(load(model_path, checks=tmp_path))
     with other_process(model_path, tmp_path, "packs") as process:
         assert _find(next(tmp_path.glob("carousel-weights-*.lock")).stem) is None
         take_lock = shared_weights.take_lock
@@ -124,26 +118,26 @@ def test_a_process_waits_for_one_that_packs_and_takes_over_where_that_is_killed(
 
         monkeypatch.setattr(shared_weights, "take_lock", kill_it_and_wait)
         with caplog.at_level("INFO"):
-            model = load(model_path, tmp_path)
+            model = load(model_path, checks=tmp_path)
     assert "another process packs them; waiting for it" in caplog.text
     assert torch.equal(logits_of(model), expected)
 
 
 def test_other_files_of_the_model_have_other_weights(model_path: Path, tmp_path: Path) -> None:
-    first = load(model_path, tmp_path)
+    first = load(model_path, checks=tmp_path)
     changed = model_path / "model.safetensors"
     changed.write_bytes(changed.read_bytes()[:-8] + b"\0" * 8)
     os.utime(changed, ns=(1, 1))
-    assert inode_of(load(model_path, tmp_path)) != inode_of(first)
+    assert inode_of(load(model_path, checks=tmp_path)) != inode_of(first)
 
 
 def test_a_cache_that_cannot_be_written_is_said_in_the_log(
     model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = logits_of(load(model_path, tmp_path))
+    expected = logits_of(load(model_path, checks=tmp_path))
     file = tmp_path / "file"
     file.touch()
-    assert torch.equal(logits_of(load(model_path, file)), expected)
+    assert torch.equal(logits_of(load(model_path, checks=file)), expected)
     assert "replicas that start at the same time do not share their weights" in caplog.text
     assert f"{file}/carousel-weights-" in caplog.text
 
@@ -152,7 +146,7 @@ def test_a_cache_that_cannot_be_written_is_said_in_the_log(
 def test_weights_that_are_let_go_of_come_back_with_the_same_bits(
     quantization: str, model_path: Path, tmp_path: Path
 ) -> None:
-    model = load(model_path, tmp_path, quantization=quantization)
+    model = load(model_path, checks=tmp_path, quantization=quantization)
     expected = logits_of(model)
     name = next(tmp_path.glob("carousel-weights-*.lock")).stem
     found = _find(name)
@@ -161,7 +155,7 @@ def test_weights_that_are_let_go_of_come_back_with_the_same_bits(
     del model
     gc.collect()
     assert _find(name) is None
-    assert torch.equal(logits_of(load(model_path, tmp_path, quantization=quantization)), expected)
+    assert torch.equal(logits_of(load(model_path, checks=tmp_path, quantization=quantization)), expected)
 
 
 def test_a_whole_file_cannot_be_written_and_is_the_owners_alone() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,25 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.config import ModelConfig
 from app.errors import InvalidSetup
 from app.model.cpu.library import is_fast
-from app.model.loader import load_model
 from app.model.ways import transformers_code
-from app.model.ways.loaded_model import LoadedModel
-from tests.model.cpu.test_decoder import PROMPT, chunk, decoder_of, step
+from tests.kit.models import load
 
 pytestmark = pytest.mark.skipif(not is_fast(torch.float32), reason="this CPU cannot compute the native decoder")
-
-
-@pytest.fixture
-def model_path(tiny_model_path, tmp_path: Path) -> Path:  # type: ignore[no-untyped-def]
-    return Path(shutil.copytree(tiny_model_path("llama"), tmp_path / "model"))
-
-
-def load(path: Path, checks: Path, **settings: object) -> LoadedModel:
-    config = ModelConfig.model_validate({"path": str(path), "device": "cpu", "dtype": "float32"} | settings)
-    return load_model(config, str(path), checks=checks)
 
 
 def is_checked_again(path: Path, checks: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -36,32 +22,12 @@ def is_checked_again(path: Path, checks: Path, monkeypatch: pytest.MonkeyPatch) 
     right = transformers_code._verified_reference
     with monkeypatch.context() as patch:
         patch.setattr(transformers_code, "_verified_reference", lambda *given: probed.append(given) or right(*given))  # type: ignore[func-returns-value]
-        load(path, checks)
+        load(path, checks=checks)
     return bool(probed)
 
 
-def logits_of(model: LoadedModel) -> torch.Tensor:
-    with torch.inference_mode():
-        return step(decoder_of(model), chunk(PROMPT, 0, 70, [3, 8, 1, 0, 9]))
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_that_has_passed_is_the_same_without_the_check(
-    architecture: str, dtype: str, tiny_model_path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # type: ignore[no-untyped-def]
-    if not is_fast(getattr(torch, dtype)):
-        pytest.skip(f"this CPU has no vector instructions for {dtype}")
-    path = tiny_model_path(architecture)
-    checked = load(path, tmp_path, dtype=dtype)
-    monkeypatch.setattr("app.model.source.module_of_transformers", None)
-    again = load(path, tmp_path, dtype=dtype)
-    assert (again.facts, again.layers, again.dtype) == (checked.facts, checked.layers, checked.dtype)
-    assert torch.equal(logits_of(again), logits_of(checked))
-
-
 def test_it_is_loaded_without_the_model_code_of_transformers(model_path: Path, tmp_path: Path) -> None:
-    load(model_path, tmp_path)
+    load(model_path, checks=tmp_path)
     code = f"""
 import sys
 from pathlib import Path
@@ -92,7 +58,7 @@ def test_other_files_of_the_model_are_checked_again(
 def test_a_file_that_cannot_be_read_is_no_check(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load(model_path, tmp_path)
+    load(model_path, checks=tmp_path)
     [kept] = tmp_path.glob("verified-*.json")
     kept.write_text(kept.read_text()[:40])
     assert is_checked_again(model_path, tmp_path, monkeypatch)
@@ -103,19 +69,19 @@ def test_weights_that_transformers_reads_otherwise_are_checked_at_every_load(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.model.cpu.checkpoint.Checkpoint.has_weights_of", lambda *_: False)
-    load(model_path, tmp_path)
+    load(model_path, checks=tmp_path)
     assert not list(tmp_path.glob("verified-*"))
 
 
 def test_a_model_on_the_code_of_transformers_is_checked_at_every_load(tiny_model_path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    load(tiny_model_path("gemma2"), tmp_path)
-    load(tiny_model_path("llama"), tmp_path, backend="torch")
+    load(tiny_model_path("gemma2"), checks=tmp_path)
+    load(tiny_model_path("llama"), checks=tmp_path, backend="torch")
     assert not list(tmp_path.iterdir())
 
 
 def test_the_length_that_is_asked_for_is_compared_with_the_models_own(model_path: Path, tmp_path: Path) -> None:
-    longest = load(model_path, tmp_path, max_model_len=16).facts.max_model_len
+    longest = load(model_path, checks=tmp_path, max_model_len=16).facts.max_model_len
     assert longest == 16
-    assert load(model_path, tmp_path).facts.max_model_len > 16
+    assert load(model_path, checks=tmp_path).facts.max_model_len > 16
     with pytest.raises(InvalidSetup, match="accepts at most"):
-        load(model_path, tmp_path, max_model_len=1_000_000)
+        load(model_path, checks=tmp_path, max_model_len=1_000_000)

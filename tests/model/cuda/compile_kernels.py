@@ -23,8 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from app.engine.batch import ScheduledSequence, StepBatch
-from app.engine.request import SamplingParams
+from app.engine.batch import StepBatch
 from app.model.adapters import PRODUCTS
 from app.model.attention import AttentionRules
 from app.model.cuda import (
@@ -46,10 +45,10 @@ from app.model.cuda.tuning import tuning_of
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerShape
 from app.model.llama import ExpertSettings
+from tests.kit.models import CPU, scheduled
 
 ARCHITECTURES = (80, 89, 90, 100)  # A100; L4, L40, RTX 4090; H100 and H200; B200
 FP8_ARCHITECTURES = (89, 90, 100)
-CPU = torch.device("cpu")
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32",
     torch.uint8: "*u8", fp8.FP8: "*fp8e4nv",
@@ -160,7 +159,7 @@ def launch_attention(
     )  # fmt: skip
     attention.tuning = tuning_of(divmod(architecture, 10))
     attention.device = torch.device("meta")  # so that nothing is widened for the interpreter
-    items = [piece(0, 40, [1, 2, 3]), piece(20, 1, [4, 5])]
+    items = [scheduled(40, 0, [1, 2, 3]), scheduled(1, 20, [4, 5])]
     batch = StepBatch(tuple(items), ())
     inputs = build_inputs(batch, block_size=block_size, device=CPU)
     qkv = [
@@ -253,13 +252,8 @@ def launch_adapters(
 
 
 def launch_sampler(dtype: torch.dtype) -> None:
-    items = [ScheduledSequence("r", (0,), 0, [0], True, SamplingParams(max_tokens=1))] * 2
-    logits = torch.zeros(2, 128_256, dtype=dtype)
-    sampler.TritonLogprobs(CPU)(logits, [0, 1], sampler.TritonSampler(CPU)(logits, items), num_top=20)
-
-
-def piece(start: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequence:
-    return ScheduledSequence("r", (0,) * num_tokens, start, block_ids, True, SamplingParams(max_tokens=1))
+    logits, ours = torch.zeros(2, 128_256, dtype=dtype), sampler.TritonSampler(CPU)
+    ours.logprobs(logits, [0, 1], ours.sample(logits, [scheduled(1)] * 2), num_top=20)
 
 
 def shape(num_kv_heads: int, key_dim: int, value_dim: int | None = None) -> LayerShape:
@@ -286,6 +280,13 @@ IN_FP8 = {  # keys and values
     "gemma9b-fp8": CASES["wide"] | {"dtype": torch.bfloat16, "kv_dtype": fp8.FP8},
     "odd-fp8": CASES["odd"] | {"kv_dtype": fp8.FP8},
 }
+
+# Each generation and each tuning once for a usual shape; of others, each where it asks for most of what there is. A
+# launch of attention takes the compiler 5 s of CPU time.
+TELLING = {
+    "llama8b": ARCHITECTURES, "wide": (89,), "odd": (90,), "llama8b-fp8": (100,), "gemma9b-fp8": (90,),
+    "odd-fp8": (89,),
+}  # fmt: skip
 
 DECODERS = {
     "llama8b": {
@@ -342,12 +343,12 @@ def compile_all(*, is_whole: bool) -> list[Compiled]:
     for dtype in (torch.bfloat16, torch.float32):
         with compiling(batch_invariant, invariant_kernels, str(dtype).removeprefix("torch."), results, generations):
             launch_invariant(dtype)
+    for dtype in (torch.bfloat16, torch.float32) if is_whole else (torch.bfloat16,):
         with compiling(sampler, sampler_kernels, str(dtype).removeprefix("torch."), results, plain):
             launch_sampler(dtype)
     for shape_name, case in (CASES | IN_FP8).items():
-        # `llama8b` is tuned for each; of the others the most room is asked of the least, and of the newest tuning.
         every = FP8_ARCHITECTURES if "kv_dtype" in case else ARCHITECTURES
-        for architecture in every if is_whole or shape_name.startswith("llama") else (89, 90):
+        for architecture in every if is_whole else TELLING[shape_name]:
             with compiling(triton_attention, attention_kernels, shape_name, results, (architecture,)):
                 launch_attention(architecture, **case)  # type: ignore[arg-type]
     return results

@@ -6,6 +6,7 @@ replayed from a graph launches the same kernels, but in one call.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,10 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
 from app.model.allocated_bytes import launches_kernel
+from app.model.cuda.captured_inputs import StepSize
+from app.model.cuda.decoder import CudaDecoder
+from app.model.cuda.graph_runner import GraphModelRunner
+from app.model.ways.cuda_decoder import CudaModel
 
 # Operators whose result has a size, or is a number, that the host has to ask the device for.
 _WAITING = frozenset({
@@ -68,6 +73,21 @@ def counting(*, computes: bool = True) -> Iterator[Counts]:
     with pytest.MonkeyPatch.context() as patch, _Operators(counts), _Methods(counts):
         _count_launches(patch, counts, computes=computes)
         yield counts
+
+
+def launches_of_a_layer(runner: GraphModelRunner, model: CudaModel, size: StepSize) -> Counter[str]:
+    """By name: of kernels of ours and of operators of torch, in a step of two layers beyond one of the first alone.
+
+    Nothing may wait for the device.
+    """
+    layers = []
+    for num_layers in (1, 2):
+        runner._forward = CudaDecoder(model.weights, runner._attention, num_layers=num_layers)
+        with counting(computes=False) as counts:
+            runner.compute_padding(size)
+        assert not counts.waits
+        layers.append(Counter([*counts.operators, *(each.kernel for each in counts.kernels)]))
+    return layers[1] - layers[0]
 
 
 class _Operators(TorchDispatchMode):

@@ -5,15 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from app.errors import UnsupportedModel
+from tests.kit.models import DEVICE, own_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
 from app.model.cuda.batch_invariant import BatchInvariantMode
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -62,7 +60,7 @@ def test_what_has_no_invariant_kernel_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
 def test_models_run_in_it_unmodified(architecture: str, tiny_model_path: Callable[[str], Path]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path(architecture), dtype=torch.float32).to(DEVICE).eval()
+    model = own_model(tiny_model_path(architecture)).to(DEVICE)  # type: ignore[arg-type]
     token_ids = torch.arange(3, 9, device=DEVICE)[None]
     with torch.inference_mode():
         expected = model(input_ids=token_ids, use_cache=False).logits

@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from app.engine.batch import ScheduledSequence
-from app.engine.request import SamplingParams
 from app.model.cuda.block_tables import BlockTables
-
-CPU = torch.device("cpu")
+from tests.kit.models import CPU, scheduled
 
 
 def share(block_ids: list[int]) -> ScheduledSequence:
-    return ScheduledSequence("r", (5,), 0, block_ids, True, SamplingParams(max_tokens=1))
+    return scheduled(1, 0, block_ids)
 
 
 def build(max_rows: int = 3, max_blocks: int = 6) -> BlockTables:

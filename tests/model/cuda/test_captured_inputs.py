@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine.batch import ScheduledSequence, StepBatch
-from app.engine.request import Pooling, SamplingParams
+from app.engine.request import Pooling
 from app.model.cuda.captured_inputs import (
     StepSize,
     coarse_sizes,
@@ -20,16 +20,15 @@ from app.model.cuda.captured_inputs import (
     smallest_fitting,
 )
 from app.model.inputs import packed_columns
+from tests.kit.models import scheduled
 
 DECODE = tuple(map(decode_size, graph_sizes(256)))
 MIXED = mixed_sizes(max_rows=256, max_tokens=8192)
 
 
 def item(num_tokens: int, *, start: int = 0, samples: bool = True, **facts: object) -> ScheduledSequence:
-    num_blocks = -(-(start + num_tokens) // 4)
-    block_ids = list(range(10, 10 + num_blocks))
-    params = SamplingParams(max_tokens=1)
-    return ScheduledSequence("r", tuple(range(1, num_tokens + 1)), start, block_ids, samples, params, **facts)  # type: ignore[arg-type]
+    block_ids = list(range(10, 10 - (-(start + num_tokens) // 4)))
+    return scheduled(range(1, num_tokens + 1), start, block_ids, samples=samples, facts=facts)
 
 
 def chosen(*items: ScheduledSequence, **facts: bool) -> StepSize | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -11,17 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from app.config import ModelConfig
 from app.engine.batch import ScheduledSequence, StepBatch
-from app.engine.logit_adjustments import LogitAdjustments
-from app.engine.matcher import TokenSet
-from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerShape
-from app.model.loader import load_model
+from app.model.sampler import Sampler
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.loaded_model import LoadedModel
+from tests.kit.models import CPU, load, scheduled
 from tests.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
@@ -32,10 +29,9 @@ from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import StepSize, decode_size
 from app.model.cuda.decoder import num_kernels_of
 from app.model.cuda.graph_runner import GraphModelRunner
-from app.model.cuda.sampler import TritonLogprobs, TritonSampler
+from app.model.cuda.sampler import TritonSampler
 from tests.model.cuda.counting import Counts, counting
 
-CPU = torch.device("cpu")
 BYTES = torch.bfloat16.itemsize
 DECODE = decode_size(4)
 VOCAB_SIZE = 4096
@@ -46,9 +42,7 @@ def loaded(path: Path, backend: str = "torch") -> LoadedModel:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta" and backend == "auto"))
         patch.setattr(CudaModel, "output", lambda model, source: model.reference.own)
-        return load_model(
-            ModelConfig.model_validate({"path": str(path), "dtype": "bfloat16", "backend": backend}), str(path)
-        )
+        return load(path, device="auto", dtype="bfloat16", backend=backend)
 
 
 def runner_of(model: LoadedModel, *, split_tokens: int = 16) -> GraphModelRunner:
@@ -57,9 +51,7 @@ def runner_of(model: LoadedModel, *, split_tokens: int = 16) -> GraphModelRunner
         model.layers, num_blocks=8, block_size=4, max_rows=6, max_blocks=8, dtype=model.dtype, device=model.device,
         split_tokens=split_tokens,
     )  # fmt: skip
-    return GraphModelRunner(
-        model, attention, max_rows=6, capture=None, sample=TritonSampler(CPU), compute_logprobs=TritonLogprobs(CPU)
-    )
+    return GraphModelRunner(model, attention, max_rows=6, capture=None, sampler=TritonSampler(CPU))
 
 
 def saved(architecture: str, folder: Path, num_layers: int) -> Path:
@@ -94,14 +86,14 @@ def test_nothing_is_reduced_where_the_longest_sequence_is_one_split(tiny_model_p
     assert [each.kernel for each in counts.kernels] == 2 * ["write_kernel", "decode_kernel"]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen2_moe"])  # others launch the same kernels
 def test_a_layer_takes_ten_launches_in_our_decoder_and_one_more_each_for_prompts_and_experts(
     architecture: str, tmp_path: Path
 ) -> None:
     model = loaded(saved(architecture, tmp_path, 2), "auto")
     assert isinstance(model, CudaModel)
     first = replace(model, weights=replace(model.weights, layers=model.weights.layers[:1]))
-    has_experts = architecture in ("mixtral", "qwen3_moe", "qwen2_moe")
+    has_experts = architecture != "llama"
     of_mlp = ["route_kernel", "expert_gate_kernel", "expert_down_kernel"] if has_experts else ["gate_kernel"]
     for size in (DECODE, StepSize(8, 4, 2)):
         one, two = counted(first, size), counted(model, size)
@@ -114,28 +106,18 @@ def test_a_layer_takes_ten_launches_in_our_decoder_and_one_more_each_for_prompts
         assert not two.waits
 
 
-def scheduled(
-    token_ids: list[int],
-    start: int,
-    block_ids: list[int],
-    *,
-    banned: tuple[int, ...] = (),
-    allowed: range | None = None,
-    **sampling: Any,
-) -> ScheduledSequence:
-    params = SamplingParams(**{"max_tokens": 4, "temperature": 0.0} | sampling)
-    adjustments = LogitAdjustments(params, token_ids) if params.adjusts_logits else None
-    if adjustments is not None:
-        adjustments.follow([7, 8, 7])
-    return ScheduledSequence(
-        "r", tuple(token_ids), start, block_ids, True, params, banned_token_ids=banned, adjustments=adjustments,
-        matcher=None if allowed is None else TokenSet(allowed, vocab_size=VOCAB_SIZE),
-    )  # fmt: skip
+def item(token_ids: Sequence[int], start: int, block_ids: list[int], **given: Any) -> ScheduledSequence:
+    facts = {"banned_token_ids": given.pop("banned", ())}
+    sampling = {"temperature": 0.0, "prompt": tuple(token_ids), "generated": (7, 8, 7)} | given
+    return scheduled(token_ids, start, block_ids, facts=facts, vocab_size=VOCAB_SIZE, **sampling)
 
 
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {},
     "drawn": {"temperature": 0.8, "seed": 3},
+    "top-k": {"temperature": 0.8, "seed": 3, "top_k": 5},
+    "top-p": {"temperature": 0.8, "seed": 3, "top_p": 0.9},
+    "min-p": {"temperature": 0.8, "seed": 3, "min_p": 0.1},
     "filtered": {"temperature": 0.8, "seed": 3, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
     "penalised": {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": ((3, 1.0),)},
     "banned": {"banned": (2, 3)},
@@ -152,9 +134,9 @@ SAMPLED: dict[str, dict[str, Any]] = {
 def test_the_host_never_waits_between_a_batch_and_its_tokens(
     how: str, tiny_model_path: Callable[[str], Path], *, has_prompt: bool
 ) -> None:
-    items = [scheduled([5], 9, [1, 2, 3], **SAMPLED[how]), scheduled([6], 4, [4, 5])]
+    items = [item([5], 9, [1, 2, 3], **SAMPLED[how]), item([6], 4, [4, 5])]
     if has_prompt:
-        items.append(scheduled(list(range(7)), 0, [6, 7]))
+        items.append(item(range(7), 0, [6, 7]))
     runner = runner_of(loaded(tiny_model_path("llama")))
     has_logprobs = "logprobs" in SAMPLED[how]
     with counting(computes=False) as counts:
@@ -171,27 +153,30 @@ def test_the_host_never_waits_between_a_batch_and_its_tokens(
 def sampled(*items: ScheduledSequence) -> tuple[Counts, torch.Tensor]:
     """Draws from bfloat16 logits of 4,096 tokens, with log-probabilities where they are wanted."""
     logits = torch.randn(len(items), VOCAB_SIZE).bfloat16()
-    sample, compute = TritonSampler(CPU), TritonLogprobs(CPU)
+    sampler = TritonSampler(CPU)
     num_top = items[0].sampling.logprobs
     with counting() as counts:
-        tokens = sample(logits, items)
+        tokens = sampler.sample(logits, items)
         if num_top is not None:
-            compute(logits, range(len(items)), tokens, num_top=num_top)
+            sampler.logprobs(logits, range(len(items)), tokens, num_top=num_top)
     return counts, logits
 
 
 @pytest.mark.parametrize(
     ("how", "passes", "of_token", "beside"),
+    # passes: one to draw, one for the greatest logit, 4 digits of a bfloat16 for each of top-k and top-p.
     # of_token: bytes beside the logit. beside: bytes of a row's entries, bans and their logits.
     [
-        ("greedy", 1, 0, 0), ("drawn", 1, 0, 0), ("filtered", 10, 0, 0), ("penalised", 1, 1 / 8, 4 * 42),
+        ("greedy", 1, 0, 0), ("drawn", 1, 0, 0), ("top-k", 5, 0, 0), ("top-p", 6, 0, 0), ("min-p", 2, 0, 0),
+        ("filtered", 10, 0, 0), ("penalised", 1, 1 / 8, 4 * 42),
         ("banned", 1, 1 / 8, 16), ("grammar", 6, 1 / 8, 0),
     ],
 )  # fmt: skip
 def test_draws_read_logits_and_a_bit_for_each_token(how: str, passes: int, of_token: float, beside: int) -> None:
-    counts, logits = sampled(*[scheduled([5], 9, [1], **SAMPLED[how])] * 2)
+    counts, logits = sampled(*[item([5], 9, [1], **SAMPLED[how])] * 2)
     assert [each.kernel for each in counts.kernels] == ["draw_kernel"]
-    assert not set(counts.operators) & {"index", "_to_copy", "copy_", "sort", "index_put_"}
+    assert not set(counts.operators) & {"index", "_to_copy", "copy_", "sort", "index_put_", "clone", "argmax"}
+    assert not counts.waits
     moved = counts.traffic("draw_kernel")
     facts = len(logits) * 13 * 8
     least = logits.nbytes + logits.numel() * of_token
@@ -201,8 +186,16 @@ def test_draws_read_logits_and_a_bit_for_each_token(how: str, passes: int, of_to
     assert moved.loaded <= most + 2 * (facts + len(logits) * beside)
 
 
+def test_the_plain_sampler_does_not_wait_for_the_device_either() -> None:
+    items = [item([5], 9, [1], **each) for each in SAMPLED.values()]
+    logits = torch.randn(len(items), VOCAB_SIZE)
+    with counting() as counts:
+        Sampler().sample(logits, items)
+    assert not counts.waits
+
+
 def test_log_probabilities_read_logits_for_the_greatest_the_sum_and_the_likeliest() -> None:
-    counts, logits = sampled(*[scheduled([5], 9, [1], logprobs=2)] * 2)
+    counts, logits = sampled(*[item([5], 9, [1], logprobs=2)] * 2)
     assert [each.kernel for each in counts.kernels] == ["draw_kernel", "logprobs_kernel"]
     moved = counts.traffic("logprobs_kernel")
     assert moved.read <= logits.nbytes * 1.02
@@ -219,7 +212,7 @@ def attended(sizes: list[tuple[int, int]], *, num_heads: int = 8, num_kv_heads: 
     )  # fmt: skip
     firsts = accumulate((-(-(start + size) // block_size) for start, size in sizes), initial=0)
     items = tuple(
-        scheduled([1] * size, start, list(range(first, first - (-(start + size) // block_size))))
+        scheduled(size, start, list(range(first, first - (-(start + size) // block_size))))
         for (start, size), first in zip(sizes, firsts, strict=False)
     )
     batch = StepBatch(items, ())

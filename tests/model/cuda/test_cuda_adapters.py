@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from app.build import build_sync_engine
-from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.engine import Engine
 from app.engine.request import Request
@@ -23,28 +22,24 @@ from app.model.adapters import MAX_RANK, read_adapter
 from app.model.verification import MAX_DIFFERENCES
 from app.model.ways.loaded_model import LoadedModel
 from tests.kit.engine import make_request, run_to_end
+from tests.kit.models import DEVICE, config_of, generate_plainly, own_model, relative_error
 from tests.lora import merge, save_adapter
 from tests.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
 from app.model.cuda.adapters import AdapterSlots
-from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import CapturedInputs, StepSize, decode_size
 from app.model.cuda.fp8 import in_fp8
 from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
 from tests.model.cuda.counting import counting
-from tests.model.cuda.test_cuda_decoder import DEVICE, attention_for, generate_plainly, load, piece
+from tests.model.cuda.test_cuda_decoder import attention_for, load, piece
 from tests.model.cuda.test_graph_runner import RunAgain, RunsOutAt
 
 RANKS = {"first": 5, "second": 64, "third": 16}  # one that is odd, the largest, and a whole tile
 NUM_SLOTS = 2
+pytestmark = pytest.mark.usefixtures("triton_here")
 TOKENS = tuple(range(3, 25))  # more than a tile of rows
-
-
-@pytest.fixture(autouse=True)
-def _triton_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta"))
 
 
 def small_model(architecture: str = "llama") -> PreTrainedModel:
@@ -82,10 +77,13 @@ def under(adapter: object, item: ScheduledSequence) -> ScheduledSequence:
 
 def merged_logits(path: Path, tokens: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Of the last token, by transformers."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
     with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0, -1]
+        logits: torch.Tensor = own_model(path, dtype)(torch.tensor([tokens])).logits[0, -1]
     return logits.float()
+
+
+def close(found: torch.Tensor, path: Path, tokens: tuple[int, ...]) -> None:
+    torch.testing.assert_close(found, merged_logits(path, tokens), atol=1e-3, rtol=1e-4)
 
 
 @torch.inference_mode()
@@ -110,8 +108,7 @@ def test_logits_are_those_of_merged_weights_for_adapters_of_any_rank_and_the_bas
     )
     whole = ("merged-first", TOKENS), ("merged-second", shorter), ("base", shorter)
     for logits, (name, tokens) in zip(found, whole, strict=True):
-        expected = merged_logits(folder / name, tokens, model.dtype)
-        error = torch.linalg.vector_norm(logits - expected) / torch.linalg.vector_norm(expected)
+        error = relative_error(logits, merged_logits(folder / name, tokens, model.dtype))
         assert error < (1e-5 if dtype == "float32" else 0.06)
     assert not torch.allclose(found[1], found[2], atol=0.5)
 
@@ -124,7 +121,7 @@ def test_biases_stay_and_of_layers_with_experts_attention_is_adapted(tmp_path: P
     runner = runner_of(load_adapting(tmp_path / "base")[0])
     adapter = runner.load_adapter(tmp_path / "own")
     found = compute(runner, under(adapter, piece(TOKENS[:6], 0, [0, 1])))[0]
-    torch.testing.assert_close(found, merged_logits(tmp_path / "merged", TOKENS[:6]), atol=1e-3, rtol=1e-4)
+    close(found, tmp_path / "merged", TOKENS[:6])
 
 
 @pytest.mark.usefixtures("equal_rows")
@@ -167,7 +164,7 @@ def test_replayed_steps_are_eager_ones_whatever_is_in_the_slots(folder: Path) ->
     third = replaying.load_adapter(folder / "third")
     assert third == first, "its slot is taken again"
     found = compute(replaying, under(third, piece(TOKENS[:7], 0, [0, 1])))[0]
-    torch.testing.assert_close(found, merged_logits(folder / "merged-third", TOKENS[:7]), atol=1e-3, rtol=1e-4)
+    close(found, folder / "merged-third", TOKENS[:7])
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
@@ -179,12 +176,10 @@ def test_a_graph_finds_what_is_written_to_a_slot_after_its_capture_and_no_launch
     runner.prepare()
     for name in ("first", "third"):
         adapter = runner.load_adapter(folder / name)
-        with torch.inference_mode():
-            logits = runner._predict(StepBatch((under(adapter, piece(TOKENS[:7], 0, [0, 1])),), ())).logits.clone()
+        [logits] = compute(runner, under(adapter, piece(TOKENS[:7], 0, [0, 1])))
         runner.unload_adapter(adapter)
         runner.unload_adapter(runner.load_adapter(folder / "second"))
-        expected = merged_logits(folder / f"merged-{name}", TOKENS[:7])
-        torch.testing.assert_close(logits[0].float().cpu(), expected, atol=1e-3, rtol=1e-4)
+        close(logits, folder / f"merged-{name}", TOKENS[:7])
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="counted in Triton's interpreter")
@@ -244,7 +239,7 @@ def test_where_memory_ends_during_capture_steps_with_adapters_run_eagerly(
     assert "steps of 2 tokens and fewer with adapters run without CUDA graphs" in caplog.text
     first = runner.load_adapter(folder / "first")
     found = compute(runner, under(first, piece(TOKENS[:1], 0, [0])))[0]
-    torch.testing.assert_close(found, merged_logits(folder / "merged-first", TOKENS[:1]), atol=1e-3, rtol=1e-4)
+    close(found, folder / "merged-first", TOKENS[:1])
 
 
 def test_a_lower_rank_in_a_slot_leaves_nothing_of_a_higher_one(folder: Path) -> None:
@@ -256,7 +251,7 @@ def test_a_lower_rank_in_a_slot_leaves_nothing_of_a_higher_one(folder: Path) -> 
     runner.unload_adapter(runner.load_adapter(folder / "second"))
     first = runner.load_adapter(folder / "first")
     found = compute(runner, under(first, piece(TOKENS[:7], 0, [0, 1])))[0]
-    torch.testing.assert_close(found, merged_logits(folder / "merged-first", TOKENS[:7]), atol=1e-3, rtol=1e-4)
+    close(found, folder / "merged-first", TOKENS[:7])
 
 
 def test_an_adapter_that_is_refused_keeps_no_slot(folder: Path, tmp_path: Path) -> None:
@@ -278,17 +273,14 @@ def test_an_adapter_that_is_loaded_in_sleep_is_there_afterwards(folder: Path) ->
     runner.wake()
     for adapter, name in ((first, "first"), (second, "second")):
         found = compute(runner, under(adapter, piece(TOKENS[:5], 0, [0, 1])))[0]
-        torch.testing.assert_close(found, merged_logits(folder / f"merged-{name}", TOKENS[:5]), atol=1e-3, rtol=1e-4)
+        close(found, folder / f"merged-{name}", TOKENS[:5])
 
 
 def build(folder: Path, **model: Any) -> Engine:
-    return build_sync_engine(
-        EngineConfig(
-            model=ModelConfig(path=str(folder / "base"), dtype="float32", **model),
-            cache=CacheConfig(block_size=4, num_blocks=14),
-            scheduler=SchedulerConfig(max_running=3, max_step_tokens=12, prefill_chunk_tokens=7),
-        )
-    )
+    settings = {"device": "auto", "dtype": "float32"} | model
+    scheduler = {"max_running": 3, "max_step_tokens": 12, "prefill_chunk_tokens": 7}
+    cache = {"block_size": 4, "num_blocks": 14}
+    return build_sync_engine(config_of(folder / "base", cache=cache, scheduler=scheduler, **settings))
 
 
 def some_requests(folder: Path) -> dict[str, Request]:
@@ -300,7 +292,6 @@ def some_requests(folder: Path) -> dict[str, Request]:
     }
 
 
-@pytest.mark.usefixtures("triton_here")
 def test_an_engines_tokens_are_those_of_merged_weights_and_slots_are_used_again(folder: Path) -> None:
     engine = build(folder, max_loaded_adapters=NUM_SLOTS)
     requests = some_requests(folder)
@@ -308,14 +299,13 @@ def test_an_engines_tokens_are_those_of_merged_weights_and_slots_are_used_again(
         wave = {name: replace(requests[name], request_id=f"{names}-{name}") for name in names}
         outcome = run_to_end(engine, *wave.values())
         for name, request in wave.items():
-            tokens = outcome.token_ids[request.request_id]
-            assert tokens == generate_plainly(folder / name, request.prompt_token_ids, 3), name
+            [expected] = generate_plainly(folder / name, [request]).values()
+            assert outcome.token_ids[request.request_id] == expected, name
     assert engine.adapters is not None
     assert engine.adapters.stats().num_loads == 4
     assert len(engine.adapters.stats().loaded) == NUM_SLOTS
 
 
-@pytest.mark.usefixtures("triton_here")
 @pytest.mark.parametrize("model", [{}, {"max_loaded_adapters": 2, "backend": "torch"}])
 def test_without_memory_for_adapters_or_in_transformers_code_there_are_none(
     model: dict[str, Any], folder: Path
@@ -332,9 +322,7 @@ def test_weights_in_fp8_are_adapted(folder: Path, tmp_path: Path) -> None:
     strong = runner.load_adapter(tmp_path / "strong")
     found, plain = compute(runner, under(strong, piece(TOKENS[:6], 0, [0, 1])), piece(TOKENS[:6], 0, [2, 3]))
     expected = merged_logits(tmp_path / "merged", TOKENS[:6], torch.bfloat16)
-    size, most = torch.linalg.vector_norm(expected), MAX_DIFFERENCES["fp8"][1]
-    assert torch.linalg.vector_norm(found - expected) / size < most
-    assert torch.linalg.vector_norm(plain - expected) / size > most
+    assert relative_error(found, expected) < MAX_DIFFERENCES["fp8"][1] < relative_error(plain, expected)
 
 
 @torch.inference_mode()

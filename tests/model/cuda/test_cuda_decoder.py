@@ -10,21 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from app.build import build_sync_engine
-from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import ScheduledSequence, StepBatch
-from app.engine.engine import Engine
-from app.engine.request import Pooling, SamplingParams
+from app.engine.request import Pooling
 from app.model.allocated_bytes import num_bytes_of
 from app.model.cuda import weights
 from app.model.forward import Prediction, TransformersForward
-from app.model.loader import load_model
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.transformers_code import TransformersModel
+from tests.kit import models as kit
 from tests.kit.engine import make_request, run_to_end
+from tests.kit.models import DEVICE, config_of, generate_plainly, relative_error, scheduled
 from tests.model.transformers_code import transformers_code
 from tests.tiny_models import build_tiny_model
 
@@ -32,49 +31,13 @@ pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA t
 
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
+from app.model.cuda.fp8 import LEAST_CAPABILITY
 from app.model.cuda.graph_runner import GraphModelRunner
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.usefixtures("triton_here")
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "qwen2_moe")
 NUM_BLOCKS = 8
 PROMPTS = (tuple(range(3, 15)), (5, 6, 7), tuple(range(3, 9)))
-
-
-@pytest.fixture(autouse=True)
-def _triton_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta"))
-
-
-def build(path: Path, *, backend: str = "auto", num_blocks: int = 40, **scheduler: int) -> Engine:
-    settings = {"max_running": 3, "max_step_tokens": 24, "prefill_chunk_tokens": 9} | scheduler
-    return build_sync_engine(
-        EngineConfig(
-            model=ModelConfig(path=str(path), dtype="float32", backend=backend),
-            cache=CacheConfig(block_size=4, num_blocks=num_blocks),
-            scheduler=SchedulerConfig(**settings),
-        )
-    )
-
-
-@pytest.fixture(autouse=True)
-def _no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type != "cuda":
-        monkeypatch.setattr("app.model.ways.gpu.CudaCapture", lambda device: lambda function: function)
-
-
-def forward_of(engine: Engine) -> object:
-    return engine.runner._forward  # type: ignore[attr-defined]
-
-
-def generate_plainly(path: Path, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    model.generation_config.eos_token_id = None
-    tokens = torch.tensor([prompt])
-    output = model.generate(
-        input_ids=tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0,
-        max_new_tokens=max_tokens,
-    )  # fmt: skip
-    return output[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "qwen2_moe"])
@@ -82,12 +45,12 @@ def test_tokens_are_those_of_generate_beside_others_in_pieces_and_after_preempti
     architecture: str, tiny_model_path: Callable[[str], Path]
 ) -> None:
     path = tiny_model_path(architecture)
-    engine = build(path, num_blocks=7)
-    assert isinstance(forward_of(engine), CudaDecoder)
+    scheduler = {"max_running": 3, "max_step_tokens": 24, "prefill_chunk_tokens": 9}
+    cache = {"block_size": 4, "num_blocks": 7}
+    engine = build_sync_engine(config_of(path, device="auto", dtype="float32", cache=cache, scheduler=scheduler))
+    assert isinstance(engine.runner._forward, CudaDecoder)  # type: ignore[attr-defined]
     requests = [make_request(prompt, max_tokens=4, ignore_eos=True) for prompt in PROMPTS]
-    outcome = run_to_end(engine, *requests)
-    for request, prompt in zip(requests, PROMPTS, strict=True):
-        assert outcome.token_ids[request.request_id] == generate_plainly(path, prompt, 4)
+    assert run_to_end(engine, *requests).token_ids == generate_plainly(path, requests)
     assert engine.stats().total_preemptions > 0
 
 
@@ -96,8 +59,8 @@ def load_transformers(path: Path, **changes: Any) -> LoadedModel:
         return load(path, **changes)
 
 
-def load(path: Path, *, backend: str = "auto", dtype: str = "float32", **changes: Any) -> LoadedModel:
-    return load_model(ModelConfig(path=str(path), dtype=dtype, backend=backend, **changes), str(path))
+def load(path: Path, **changes: Any) -> LoadedModel:
+    return kit.load(path, device="auto", **changes)
 
 
 def attention_for(model: LoadedModel, *, batch_invariant: bool = False) -> TritonAttention:
@@ -114,8 +77,7 @@ def runner_of(model: LoadedModel, *, batch_invariant: bool = False) -> GraphMode
 def piece(
     token_ids: tuple[int, ...], start: int, block_ids: list[int], pooling: Pooling | None = None
 ) -> ScheduledSequence:
-    params = SamplingParams(max_tokens=1, temperature=0.0)
-    return ScheduledSequence("r", token_ids, start, block_ids, True, params, pooling=pooling)
+    return scheduled(token_ids, start, block_ids, temperature=0.0, facts={"pooling": pooling})
 
 
 def predict(model: LoadedModel, *items: ScheduledSequence, before: tuple[ScheduledSequence, ...] = ()) -> Prediction:
@@ -148,8 +110,7 @@ def test_logits_and_hidden_states_are_those_of_transformers_code(
         assert mine is not None
         assert mine.dtype is theirs.dtype
         assert mine.shape == theirs.shape
-        error = torch.linalg.vector_norm((mine - theirs).float()) / torch.linalg.vector_norm(theirs.float())
-        assert error < (1e-5 if dtype == "float32" else 0.06)
+        assert relative_error(mine, theirs) < (1e-5 if dtype == "float32" else 0.06)
 
 
 def test_the_torch_backend_keeps_transformers_code(tiny_model_path: Callable[[str], Path]) -> None:
@@ -253,20 +214,25 @@ def test_weights_are_there_once_and_no_more_than_a_layers_twice(
     assert num_bytes_of(model.tensors()) == parameters + model.weights.rotary.nbytes
 
 
-@pytest.mark.usefixtures("equal_rows")
+@pytest.mark.usefixtures("equal_rows", "rounded_fp8")
+@pytest.mark.parametrize(("architecture", "quantization"), [("qwen3", "none"), ("llama", "fp8")])
 def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_step(
-    tiny_model_path: Callable[[str], Path],
+    architecture: str, quantization: str, tiny_model_path: Callable[[str], Path]
 ) -> None:
-    model = load(tiny_model_path("qwen3"))
+    if quantization == "fp8" and DEVICE.type == "cuda" and torch.cuda.get_device_capability() < LEAST_CAPABILITY:
+        pytest.skip("this GPU has no products in FP8")
+    dtype = "float32" if quantization == "none" else "bfloat16"
+    model = load(tiny_model_path(architecture), dtype=dtype, quantization=quantization)
     tokens, beside = (5, 6, 7, 8, 9, 10), (11, 12, 13)
-    with torch.inference_mode():
-        alone = runner_of(model, batch_invariant=True)
-        first = alone._eagerly(StepBatch((piece(tokens, 0, [3, 1]),), ())).logits
-        second = alone._eagerly(StepBatch((piece((14,), 6, [3, 1]),), ())).logits
-        among = runner_of(model, batch_invariant=True)
-        among._eagerly(StepBatch((piece(beside, 0, [0]), piece(tokens[:2], 0, [3, 1])), ()))
-        among._eagerly(StepBatch((piece(tokens[2:3], 2, [3, 1]), piece(beside, 0, [4])), ()))
-        items = (piece((9,), 0, [5]), piece(tokens[3:], 3, [3, 1]))
-        assert torch.equal(among._eagerly(StepBatch(items, ())).logits[1], first[0])
-        items = (piece((9,), 1, [5]), piece((9,), 0, [6]), piece((14,), 6, [3, 1]))
-        assert torch.equal(among._eagerly(StepBatch(items, ())).logits[2], second[0])
+    alone, among = (runner_of(model, batch_invariant=True) for _ in range(2))
+
+    @torch.inference_mode()
+    def compute(runner: GraphModelRunner, *items: ScheduledSequence) -> torch.Tensor:
+        return runner._eagerly(StepBatch(items, ())).logits
+
+    first, second = compute(alone, piece(tokens, 0, [3, 1])), compute(alone, piece((14,), 6, [3, 1]))
+    compute(among, piece(beside, 0, [0]), piece(tokens[:2], 0, [3, 1]))
+    compute(among, piece(tokens[2:3], 2, [3, 1]), piece(beside, 0, [4]))
+    assert torch.equal(compute(among, piece((9,), 0, [5]), piece(tokens[3:], 3, [3, 1]))[1], first[0])
+    last = compute(among, piece((9,), 1, [5]), piece((9,), 0, [6]), piece((14,), 6, [3, 1]))
+    assert torch.equal(last[2], second[0])

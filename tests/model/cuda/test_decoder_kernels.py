@@ -12,6 +12,7 @@ from torch.nn import functional
 from app.model.attention import AttentionRules
 from app.model.kv_cache import LayerShape
 from app.model.llama import DecoderSettings, ExpertSettings
+from tests.kit.models import DEVICE
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
@@ -19,7 +20,6 @@ from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
 from app.model.cuda.weights import CudaLayer, CudaWeights
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK_SIZE, NUM_BLOCKS = 4, 6
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,29 +17,19 @@ from app.model.loader import load_model
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.gpu import with_one_block
 from tests.kit.engine import make_request, run_to_end
+from tests.kit.models import DEVICE, attend, config_of, relative_error, scheduled
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
 from app.build import build_sync_engine
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import StepSize, decode_size
-from app.model.cuda.decoder import CudaDecoder
 from app.model.cuda.fp8 import FP8, Fp8Rows, in_fp8
 from app.model.loader import load_runner
-from tests.model.cuda.counting import counting
+from tests.model.cuda.counting import launches_of_a_layer
 from tests.model.cuda.test_decoder_kernels import BLOCK_SIZE, SHAPES, decoder_of
 from tests.model.cuda.test_decoder_kernels import Shape as HeadShape
-from tests.model.cuda.test_triton_attention import (
-    DEVICE,
-    STEPS,
-    TABLES,
-    TOLERANCE,
-    Shape,
-    attend,
-    piece,
-    plain_torch,
-    triton,
-)
+from tests.model.cuda.test_triton_attention import TABLES, Shape, assert_all_steps_agree, check_pieces, triton
 
 pytestmark = pytest.mark.skipif(
     DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no FP8"
@@ -86,7 +75,7 @@ def test_each_key_and_value_is_rounded_with_its_own_scale(shape: Shape) -> None:
     query, key, value = shape.tensors(5)
     key[2] *= 1e4
     value[1, 0] = 0
-    attend(attention, [piece(14, 5, TABLES[0])], [query, key, value], PLAIN)
+    attend(attention, [scheduled(5, 14, TABLES[0])], [query, key, value], PLAIN)
     slots = torch.tensor([TABLES[0][at // 16] * 16 + at % 16 for at in range(14, 19)], device=DEVICE)
     for ours, right in zip(stored(attention, slots), (key, value), strict=True):
         assert same_rows(ours, in_fp8(right.reshape(-1, right.shape[-1])))
@@ -122,14 +111,7 @@ def test_the_decoder_stores_what_the_attention_would(shape: HeadShape) -> None:
 def test_prompts_and_single_tokens_in_splits_attend_to_the_rounded_keys_and_values(
     shape: Shape, rules: AttentionRules
 ) -> None:
-    torch.manual_seed(0)
-    ours, reference = triton(shape, kv_dtype=FP8), plain_torch(shape)
-    for step in STEPS:
-        items = [piece(*place, table) for place, table in zip(step, TABLES, strict=True) if place is not None]
-        query, key, value = shape.tensors(sum(len(item.token_ids) for item in items))
-        mine = attend(ours, items, [query, key, value], rules)
-        right = attend(reference, items, [query, rounded(key), rounded(value)], rules)
-        torch.testing.assert_close(mine.float(), right.float(), atol=TOLERANCE[shape.dtype], rtol=1e-3)
+    assert_all_steps_agree(shape, rules, rounded, kv_dtype=FP8)
 
 
 def test_outputs_are_as_close_to_those_of_the_models_type_as_numbers_of_four_bits_allow() -> None:
@@ -137,33 +119,18 @@ def test_outputs_are_as_close_to_those_of_the_models_type_as_numbers_of_four_bit
     torch.manual_seed(0)
     shape = Shape()
     query, key, value = shape.tensors(40)
-    whole = [piece(0, 40, TABLES[0])]
+    whole = [scheduled(40, 0, TABLES[0])]
     outputs = [attend(triton(shape, kv_dtype=kind), whole, [query, key, value], PLAIN) for kind in (FP8, None)]
     of_scores = PLAIN.scaling * shape.key_dim * query.abs().max() * key.abs().amax(-1).max() / 16
     of_values = value.abs().max() / 16
     assert 0 < (outputs[0] - outputs[1]).abs().max() < of_values + (torch.exp(2 * of_scores) - 1) * value.abs().max()
-    relative = torch.linalg.vector_norm(outputs[0] - outputs[1]) / torch.linalg.vector_norm(outputs[1])
-    assert relative < 1 / 16
+    assert relative_error(*outputs) < 1 / 16
 
 
 @pytest.mark.usefixtures("equal_rows")
 def test_batch_invariant_rows_do_not_depend_on_pieces_or_neighbours() -> None:
     torch.manual_seed(0)
-    shape = Shape(num_heads=3, num_kv_heads=1, key_dim=24, dtype=torch.bfloat16)
-    qkv = shape.tensors(40)
-
-    def computed(sizes: list[int], *, has_neighbour: bool) -> torch.Tensor:
-        attention, outputs, at = triton(shape, batch_invariant=True, kv_dtype=FP8), [], 0
-        for size in sizes:
-            tensors = [torch.cat([torch.ones_like(t[:size]), t[at : at + size]]) for t in qkv]
-            items = [piece(at, size, TABLES[1]), piece(at, size, TABLES[0])]
-            if not has_neighbour:
-                tensors, items = [t[size:] for t in tensors], items[1:]
-            outputs.append(attend(attention, items, tensors, PLAIN)[-size:])
-            at += size
-        return torch.cat(outputs)
-
-    assert torch.equal(computed([40], has_neighbour=False), computed([23, 1, 16], has_neighbour=True))
+    check_pieces(Shape(num_heads=3, num_kv_heads=1, key_dim=24, dtype=torch.bfloat16), kv_dtype=FP8)
 
 
 def test_what_is_not_a_number_shows_in_its_sequence_alone() -> None:
@@ -173,10 +140,10 @@ def test_what_is_not_a_number_shows_in_its_sequence_alone() -> None:
     for tensor in (*poisoned.cache.layer(0), poisoned.cache.scales[0]):
         tensor.fill_(float("nan"))
     for start, size in ((0, 6), (6, 1), (7, 20)):
-        item, qkv = piece(start, size, TABLES[0]), shape.tensors(size)
+        item, qkv = scheduled(size, start, TABLES[0]), shape.tensors(size)
         assert torch.equal(attend(poisoned, [item], qkv, PLAIN), attend(clean, [item], qkv, PLAIN))
     for broken in (1, 2):  # a key, a value
-        items, qkv = [piece(27, 1, TABLES[0]), piece(broken - 1, 1, TABLES[1])], shape.tensors(2)
+        items, qkv = [scheduled(1, 27, TABLES[0]), scheduled(1, broken - 1, TABLES[1])], shape.tensors(2)
         qkv[broken][1, 0, 3] = float("nan")
         output = attend(clean, items, qkv, PLAIN)
         assert output[0].isfinite().all()
@@ -189,22 +156,22 @@ def test_a_rank_with_some_heads_computes_what_the_whole_computes_of_them() -> No
     part = replace(shape, num_heads=2, num_kv_heads=1)
     whole, of_rank = triton(shape, kv_dtype=FP8), triton(part, kv_dtype=FP8)
     for start, size in ((0, 9), (9, 1)):
-        item, qkv = piece(start, size, TABLES[0]), shape.tensors(size)
+        item, qkv = scheduled(size, start, TABLES[0]), shape.tensors(size)
         ours = attend(of_rank, [item], [t[:, len(t[0]) // 2 :] for t in qkv], PLAIN)
         torch.testing.assert_close(ours, attend(whole, [item], qkv, PLAIN)[:, 2:])
 
 
-def config_of(path: Path, *, num_blocks: int | None = 40, **model: Any) -> EngineConfig:
-    return EngineConfig.model_validate({
-        "model": {"path": str(path), "dtype": "bfloat16"} | model,
-        "cache": {"block_size": 4, "num_blocks": num_blocks, "dtype": "fp8"},
-        "scheduler": {"max_running": 3, "max_step_tokens": 24, "prefill_chunk_tokens": 9},
-    })  # fmt: skip
+def in_fp8_config(path: Path, *, num_blocks: int = 40, **model: Any) -> EngineConfig:
+    return config_of(
+        path, cache={"block_size": 4, "num_blocks": num_blocks, "dtype": "fp8"},
+        scheduler={"max_running": 3, "max_step_tokens": 24, "prefill_chunk_tokens": 9},
+        **{"device": "auto", "dtype": "bfloat16"} | model,
+    )  # fmt: skip
 
 
 @pytest.mark.usefixtures("triton_here")
 def test_tokens_are_the_same_alone_among_others_and_after_preemption(tiny_model_path: Callable[[str], Path]) -> None:
-    engine = build_sync_engine(config_of(tiny_model_path("llama"), num_blocks=4, dtype="float32", backend="torch"))
+    engine = build_sync_engine(in_fp8_config(tiny_model_path("llama"), num_blocks=4, dtype="float32", backend="torch"))
     requests = [make_request(prompt, max_tokens=4, ignore_eos=True) for prompt in ((5, 6, 7), tuple(range(3, 12)))]
     alone: dict[str, tuple[int, ...]] = {}
     for request in requests:
@@ -219,22 +186,17 @@ def test_tokens_are_the_same_alone_among_others_and_after_preemption(tiny_model_
 @pytest.mark.usefixtures("triton_here")
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="counted in Triton's interpreter")
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
-def test_a_layer_takes_as_many_launches_as_in_the_models_type(
+def test_a_layer_takes_as_many_launches_as_in_the_models_type_and_one_more_with_weights_in_fp8(
     quantization: str, tiny_model_path: Callable[[str], Path]
 ) -> None:
-    config = config_of(tiny_model_path("llama"), quantization=quantization)
+    config = in_fp8_config(tiny_model_path("llama"), quantization=quantization)
     model = load_model(config.model, config.model.path, block_size=4)
     assert isinstance(model, CudaModel)
     runner = with_one_block(config, model)
     for size, most in ((decode_size(2), 10), (StepSize(8, 2, 2), 11)):
-        layers = []
-        for num_layers in (1, 2):
-            runner._forward = CudaDecoder(model.weights, runner._attention, num_layers=num_layers)
-            with counting(computes=False) as counts:
-                runner.compute_padding(size)
-            assert not counts.waits
-            layers.append(Counter([*counts.operators, *(each.kernel for each in counts.kernels)]))
-        assert (layers[1] - layers[0]).total() <= most + (quantization == "fp8") <= 12
+        launches, has_fp8 = launches_of_a_layer(runner, model, size), quantization == "fp8"
+        assert launches.total() <= most + has_fp8 <= 12
+        assert (launches["_scaled_mm"], launches["quantise_kernel"]) == ((4, 1) if has_fp8 else (0, 0))
 
 
 class TestRefused:
@@ -245,7 +207,7 @@ class TestRefused:
         monkeypatch.setattr("app.model.loader.load_model", None)  # before any weight is read
         reason = r"only Triton's attention on a GPU has; .*: it runs on cpu; a CPU has cache\.dtype: int8\. .* to auto"
         with pytest.raises(InvalidSetup, match=f"cache.dtype is fp8, which {reason}"):
-            load_runner(config_of(tiny_model_path("llama"), device="cpu"))
+            load_runner(in_fp8_config(tiny_model_path("llama"), device="cpu"))
 
     @pytest.mark.usefixtures("triton_here")
     def test_a_gpu_without_it(self, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +216,7 @@ class TestRefused:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
         with pytest.raises(InvalidSetup, match=r"NVIDIA A100 has compute capability 8\.0, and FP8 needs 8\.9 or more"):
-            load_runner(config_of(tiny_model_path("llama")))
-        in_int8 = config_of(tiny_model_path("llama")).model_copy(update={"cache": CacheConfig(dtype="int8")})
+            load_runner(in_fp8_config(tiny_model_path("llama")))
+        in_int8 = in_fp8_config(tiny_model_path("llama")).model_copy(update={"cache": CacheConfig(dtype="int8")})
         with pytest.raises(InvalidSetup, match=r"only native attention on a CPU has; .* it runs on cuda"):
             load_runner(in_int8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,29 +19,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.build import assemble, build_sync_engine
-from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.config import CacheConfig, SchedulerConfig
 from app.engine.batch import DeviceLost, ScheduledSequence, StepBatch
 from app.engine.engine import Engine
 from app.engine.overlapped_engine import OverlappedEngine
-from app.engine.request import Request, SamplingParams
+from app.engine.request import Request
 from app.errors import InvalidSetup
 from app.model.cuda.captured_inputs import graph_sizes
 from app.model.cuda.graph_runner import GraphModelRunner, LaunchedStep
-from app.model.loader import load_model
-from app.model.sampler import sample
+from app.model.sampler import Sampler
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.transformers_code import TransformersModel
+from tests.kit import models as kit
 from tests.kit.engine import POOLINGS_OF_DECODERS, make_request, run_to_end
+from tests.kit.models import DEVICE, config_of, scheduled
 from tests.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.graph_runner import CudaCapture
-from app.model.cuda.sampler import TritonLogprobs, TritonSampler
+from app.model.cuda.sampler import TritonSampler
 
 HAS_CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if HAS_CUDA else "cpu"
 NUM_BLOCKS = 8
 LIMITS = SchedulerConfig(max_running=6, max_step_tokens=16, prefill_chunk_tokens=7)
 
@@ -71,8 +71,7 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(path: Path) -> LoadedModel:
-    config = ModelConfig(path=str(path), dtype="float32", device=DEVICE, backend="torch")
-    return load_model(config, str(path))
+    return kit.load(path, device=DEVICE.type, backend="torch")
 
 
 def attention_for(
@@ -84,27 +83,25 @@ def attention_for(
     )  # fmt: skip
 
 
+def share(start: int, block_ids: list[int], *token_ids: int, **facts: Any) -> ScheduledSequence:
+    return scheduled(token_ids, start, block_ids, temperature=0.0, **facts)
+
+
 def engine_with(
     model: LoadedModel, capture: Callable[..., Callable[[], torch.Tensor]], *, has_kernels: bool = False
 ) -> Engine:
     """has_kernels: draws and log-probabilities are those that serve; slow in Triton's interpreter."""
-    of_kernels: dict[str, Any] = (
-        {"sample": TritonSampler(model.device), "compute_logprobs": TritonLogprobs(model.device)} if has_kernels else {}
-    )
     runner = GraphModelRunner(
-        model, attention_for(model), max_rows=6, max_tokens=LIMITS.max_step_tokens, capture=capture, **of_kernels
-    )
+        model, attention_for(model), max_rows=6, max_tokens=LIMITS.max_step_tokens, capture=capture,
+        sampler=TritonSampler(model.device) if has_kernels else None,
+    )  # fmt: skip
     return assemble(LIMITS, CacheConfig(block_size=4), num_blocks=NUM_BLOCKS, runner=runner, facts=model.facts)
 
 
 def plain_engine(path: Path) -> Engine:
-    return build_sync_engine(
-        EngineConfig(
-            model=ModelConfig(path=str(path), dtype="float32", device=DEVICE, backend="torch"),
-            cache=CacheConfig(block_size=4, num_blocks=200),
-            scheduler=LIMITS,
-        )
-    )
+    cache, settings = {"block_size": 4, "num_blocks": 200}, {"device": DEVICE.type, "dtype": "float32"}
+    config = config_of(path, cache=cache, scheduler=LIMITS.model_dump(), backend="torch", **settings)
+    return build_sync_engine(config)
 
 
 def some_requests() -> list[Request]:
@@ -113,6 +110,11 @@ def some_requests() -> list[Request]:
         make_request((5, 6, 7, n), max_tokens=tokens, ignore_eos=True, seed=n, temperature=0.8 * (n == 11))
         for n, tokens in ((10, 6), (11, 9), (12, 3), (13, 6))
     ]
+
+
+def has_tokens_of_eager_steps(engine: Engine, path: Path, num_requests: int | None = None) -> None:
+    requests = some_requests()[:num_requests]
+    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(path), *requests).token_ids
 
 
 def test_a_model_that_was_off_the_device_has_the_same_tokens_again(small_path: Path) -> None:
@@ -142,8 +144,7 @@ def test_a_gpus_memory_is_free_in_sleep(small_path: Path) -> None:
     engine.sleep()
     assert torch.cuda.memory_reserved() < awake
     engine.wake()
-    requests = some_requests()
-    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(small_path), *requests).token_ids
+    has_tokens_of_eager_steps(engine, small_path)
 
 
 def test_replayed_steps_give_the_tokens_of_eager_ones(tiny_model_path: Callable[[str], Path]) -> None:
@@ -166,15 +167,14 @@ def test_padded_steps_of_any_mix_give_the_tokens_of_eager_ones_and_write_to_the_
     capture, padded, eager = mixed_pair
     num_before = len(capture.replayed)
     computed = [0, 0, 0]
-    params = SamplingParams(max_tokens=1, temperature=0.0)
     for _ in range(3):
         shares = data.draw(st.tuples(*[st.integers(0, 5)] * 3), label="tokens of each sequence")
         items = [
-            ScheduledSequence(
-                str(which), data.draw(st.tuples(*[st.integers(3, 90)] * share)), computed[which], TABLES[which],
-                data.draw(st.booleans()), params,
+            share(
+                computed[which], TABLES[which], *data.draw(st.tuples(*[st.integers(3, 90)] * size)),
+                request_id=str(which), samples=data.draw(st.booleans()),
             )
-            for which, share in enumerate(shares) if share
+            for which, size in enumerate(shares) if size
         ]  # fmt: skip
         if not items:
             continue
@@ -186,7 +186,7 @@ def test_padded_steps_of_any_mix_give_the_tokens_of_eager_ones_and_write_to_the_
             new[written] = old[written]
             assert torch.equal(new, old), "a slot changed that is of no token in this step"
             new[written] = right[written]
-        computed = [start + share for start, share in zip(computed, shares, strict=True)]
+        computed = [start + size for start, size in zip(computed, shares, strict=True)]
     assert len(capture.replayed) > num_before or not any(computed)
 
 
@@ -300,12 +300,11 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_why(
     def fails(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    requests = some_requests()[:1]
     engine = engine_with(load(small_path), fails)
     with caplog.at_level(logging.WARNING):
         engine.prepare()
     assert "(operation not permitted when stream is capturing)" in caplog.text
-    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(small_path), *requests).token_ids
+    has_tokens_of_eager_steps(engine, small_path, 1)
 
 
 class RunsOutAt:
@@ -332,8 +331,7 @@ def test_where_memory_ends_during_capture_fewer_sizes_are_used(
     assert "6 of 7 CUDA graphs of decode steps fit into the GPU's memory" in caplog.text
     assert "padded to the next of 1, 2, 4, 8, 16, 30 sequences, and steps with prompts have none" in caplog.text
     engine = assemble(LIMITS, CacheConfig(block_size=4), num_blocks=NUM_BLOCKS, runner=runner, facts=model.facts)
-    requests = some_requests()[:2]
-    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(small_path), *requests).token_ids
+    has_tokens_of_eager_steps(engine, small_path, 2)
 
 
 def test_where_memory_ends_after_decode_steps_those_with_prompts_run_eagerly(
@@ -345,8 +343,7 @@ def test_where_memory_ends_after_decode_steps_those_with_prompts_run_eagerly(
         engine.prepare()
     assert "steps of 16 tokens with prompts run without a CUDA graph, slower (CUDA out of memory" in caplog.text
     assert "Lower cache.gpu_memory_fraction for it" in caplog.text
-    requests = some_requests()[:2]
-    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(small_path), *requests).token_ids
+    has_tokens_of_eager_steps(engine, small_path, 2)
 
 
 def test_a_replica_without_memory_for_the_sizes_that_it_needs_stops_with_the_numbers(
@@ -361,9 +358,6 @@ def test_a_replica_without_memory_for_the_sizes_that_it_needs_stops_with_the_num
 def test_a_step_launched_before_the_last_is_known_computes_its_tokens(small_path: Path) -> None:
     """In an order of its own, eagerly and by replay, beside a sequence with a known token."""
     model = load(small_path)
-
-    def share(start: int, block_ids: list[int], *token_ids: int) -> ScheduledSequence:
-        return ScheduledSequence("r", token_ids, start, block_ids, True, SamplingParams(max_tokens=1, temperature=0.0))
 
     def batch(*items: ScheduledSequence) -> StepBatch:
         return StepBatch(items, ())
@@ -381,23 +375,21 @@ def test_the_likeliest_tokens_of_a_replayed_step_are_found_inside_of_it(
 ) -> None:
     """Greedy sequences then need no launch after it."""
     model, launched, known = load(small_path), [], []
-    ours = TritonSampler(model.device)
 
-    def spy(logits: torch.Tensor, items: Sequence[ScheduledSequence], **known_already: Any) -> torch.Tensor:
-        likeliest = known_already["likeliest"]
-        assert likeliest is None or torch.equal(likeliest, logits.argmax(-1))
-        known.append(likeliest is not None)
-        return ours(logits, items, **known_already)
+    class Spy(TritonSampler):
+        def sample(self, logits: torch.Tensor, items: Any, *, likeliest: torch.Tensor | None = None) -> torch.Tensor:
+            assert likeliest is None or torch.equal(likeliest, logits.argmax(-1))
+            known.append(likeliest is not None)
+            return super().sample(logits, items, likeliest=likeliest)
+
+        def _draw(self, *_given: Any) -> None:
+            launched.append(1)
 
     capture = RunAgain()
-    runner = GraphModelRunner(model, attention_for(model), max_rows=4, capture=capture, sample=spy)
-    ours._draw = lambda *_given: launched.append(1)  # type: ignore[method-assign, assignment]
-    greedy = SamplingParams(max_tokens=1, temperature=0.0)
+    runner = GraphModelRunner(model, attention_for(model), max_rows=4, capture=capture, sampler=Spy(model.device))
 
     def step(*token_ids: int) -> StepBatch:
-        return StepBatch(
-            tuple(ScheduledSequence("r", (each,), 0, [at], True, greedy) for at, each in enumerate(token_ids)), ()
-        )
+        return StepBatch(tuple(share(0, [at], each) for at, each in enumerate(token_ids)), ())
 
     first = runner.launch(step(5, 6, 7))
     second = runner.launch(step(-1, -3, 9))  # the tokens of the first are read before they are overwritten
@@ -414,26 +406,24 @@ def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_st
     model = load(small_path)
     seen: list[torch.Tensor] = []
 
-    def spy(logits: torch.Tensor, items: Sequence[ScheduledSequence], **known: Any) -> torch.Tensor:
-        seen.extend(row.clone() for row, item in zip(logits, items, strict=True) if item.request_id == "watched")
-        return sample(logits, items, **known)
+    class Spy(Sampler):
+        def sample(self, logits: torch.Tensor, items: Any, *, likeliest: torch.Tensor | None = None) -> torch.Tensor:
+            seen.extend(row.clone() for row, item in zip(logits, items, strict=True) if item.request_id == "watched")
+            return super().sample(logits, items, likeliest=likeliest)
 
-    params, tokens, block_ids, others = (
-        SamplingParams(max_tokens=1, temperature=0.0),
-        (5, 6, 7, 8, 9, 10),
-        [3, 1],
-        [4, 0],
-    )
+    tokens = (5, 6, 7, 8, 9, 10)
 
     def run(sizes: tuple[int, ...], *, beside: int, max_tokens: int = 0) -> list[torch.Tensor]:
         attention = attention_for(model, batch_invariant=True)
-        runner = GraphModelRunner(model, attention, max_rows=2, max_tokens=max_tokens, capture=RunAgain(), sample=spy)
+        runner = GraphModelRunner(
+            model, attention, max_rows=2, max_tokens=max_tokens, capture=RunAgain(), sampler=Spy()
+        )
         seen.clear()
         at = 0
         for size in sizes:
             is_last = at + size >= 5
-            watched = ScheduledSequence("watched", tokens[at : at + size], at, block_ids, is_last, params)
-            other = ScheduledSequence("other", (12,) * beside, at, others, is_last, params)
+            watched = share(at, [3, 1], *tokens[at : at + size], request_id="watched", samples=is_last)
+            other = share(at, [4, 0], *(12,) * beside, samples=is_last)
             runner.run(StepBatch((other, watched) if beside else (watched,), ()))
             at += size
         return list(seen)
@@ -534,10 +524,10 @@ def test_only_an_error_after_which_the_device_is_silent_is_its_loss(
 
     model = load(small_path)
     runner = GraphModelRunner(model, attention_for(model), max_rows=6, capture=None, synchronize=synchronize)
-    item = ScheduledSequence("r", (5, 6), 0, [0], True, SamplingParams(max_tokens=1, temperature=0.0))
+    item = share(0, [0], 5, 6)
     assert len(runner.run(StepBatch((item,), ())).token_ids) == 1
     if fails_at == "launch":
-        monkeypatch.setattr(runner, "_sample", fails)
+        monkeypatch.setattr(runner._sampler, "sample", fails)
         launched = partial(runner.launch, StepBatch((item,), ()))
     else:
         step = runner.launch(StepBatch((item,), ()))
@@ -554,12 +544,12 @@ def test_only_an_error_after_which_the_device_is_silent_is_its_loss(
 def test_captured_steps_give_the_tokens_of_eager_ones(
     architecture: str, tiny_model_path: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, requests = tiny_model_path(architecture), some_requests()
+    path = tiny_model_path(architecture)
     with caplog.at_level(logging.INFO):
         engine = engine_with(load(path), CudaCapture(torch.device("cuda")))
         engine.prepare()
     assert "steps run from 5 CUDA graphs" in caplog.text
-    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(path), *requests).token_ids
+    has_tokens_of_eager_steps(engine, path)
 
 
 @pytest.mark.gpu

@@ -11,46 +11,30 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.engine.batch import ScheduledSequence
 from app.engine.logit_adjustments import LogitAdjustments
-from app.engine.matcher import TokenSet
-from app.engine.request import SamplingParams
 from app.model.logprobs import compute_logprobs
-from app.model.sampler import adjust, gumbel_noise, sample
+from app.model.sampler import Sampler, gumbel_noise
+from tests.kit.models import DEVICE, scheduled
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
-from app.model.cuda.sampler import DeviceEntries, TritonLogprobs, TritonSampler
+from app.model.cuda.sampler import DeviceEntries, TritonSampler
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+sample = Sampler().sample
 VOCAB_SIZE = 45
 TILE = 32  # so that a row has two
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def item(
-    *,
-    position: int = 3,
-    banned: tuple[int, ...] = (),
-    allowed: tuple[int, ...] = (),
-    prompt: tuple[int, ...] = (1, 2, 2),
-    generated: tuple[int, ...] = (),
-    **sampling: Any,
-) -> ScheduledSequence:
-    params = SamplingParams(max_tokens=9, **sampling)
-    adjustments = LogitAdjustments(params, prompt)
-    adjustments.follow(generated)
-    return ScheduledSequence(
-        request_id="r", token_ids=(1,), start=position - 1, block_ids=[0], samples=True, sampling=params,
-        banned_token_ids=banned, adjustments=adjustments if params.adjusts_logits else None,
-        matcher=TokenSet(allowed, vocab_size=VOCAB_SIZE) if allowed else None,
-    )  # fmt: skip
+def item(*, position: int = 3, banned: tuple[int, ...] = (), **given: Any) -> ScheduledSequence:
+    facts = {"banned_token_ids": banned}
+    return scheduled(1, position - 1, facts=facts, **{"vocab_size": VOCAB_SIZE, "prompt": (1, 2, 2)} | given)
 
 
-def triton(device: torch.device = DEVICE) -> TritonSampler:
-    return TritonSampler(device, tile=TILE)
+def triton() -> TritonSampler:
+    return TritonSampler(DEVICE, tile=TILE)
 
 
 any_filters = st.fixed_dictionaries(
@@ -87,9 +71,9 @@ def test_the_same_tokens_as_the_plain_sampler_alone_and_in_any_batch(
 ) -> None:
     logits = torch.tensor([row for row, _ in rows], dtype=dtype, device=DEVICE)
     items = [item(position=n + 1, **filters) for n, (_, filters) in enumerate(rows)]
-    together = triton()(logits, items).tolist()
-    alone = [triton()(logits[n : n + 1], items[n : n + 1]).item() for n in range(len(rows))]
-    assert together == alone
+    together = triton().sample(logits, items).tolist()
+    if len(rows) > 1:
+        assert together == [triton().sample(logits[n : n + 1], [each]).item() for n, each in enumerate(items)]
     # Where sums of weights reach top-p exactly, rounding decides.
     plain = [
         sample(logits, [_with_shares(each, factor) for each in items]).tolist() for factor in (1, 1.00001, 0.99999)
@@ -120,7 +104,7 @@ def test_the_same_tokens_of_other_numbers(filters: dict[str, float], dtype: torc
     torch.manual_seed(0)
     logits = (torch.randn(3, 203, device=DEVICE) * torch.tensor([[0.3], [3.0], [30.0]], device=DEVICE)).to(dtype)
     items = [item(position=n, temperature=0.7, seed=n * 7919, **filters) for n in range(1, 4)]
-    assert TritonSampler(DEVICE, tile=128)(logits, items).tolist() == sample(logits, items).tolist()
+    assert TritonSampler(DEVICE, tile=128).sample(logits, items).tolist() == sample(logits, items).tolist()
 
 
 def test_the_noise_is_the_same_function() -> None:
@@ -132,7 +116,7 @@ def test_the_noise_is_the_same_function() -> None:
         items = [
             item(seed=seed, position=at) for (seed,), (at,) in zip(seeds.tolist(), positions.tolist(), strict=True)
         ]
-        assert triton()(logits, items).tolist() == [expected] * 6
+        assert triton().sample(logits, items).tolist() == [expected] * 6
 
 
 def test_logits_that_are_not_numbers_still_give_a_token_and_harm_no_other_row() -> None:
@@ -140,7 +124,7 @@ def test_logits_that_are_not_numbers_still_give_a_token_and_harm_no_other_row() 
     logits[0], logits[1], logits[2, :5] = float("nan"), float("-inf"), float("nan")
     for filters in ({"top_p": 0.5}, {"top_k": 3}, {}, {"temperature": 0.0}):
         items = [item(seed=1, **filters)] * 4
-        drawn = triton()(logits, items).tolist()
+        drawn = triton().sample(logits, items).tolist()
         assert all(0 <= token < VOCAB_SIZE for token in drawn)
         assert drawn[3] == sample(logits[3:], items[:1]).item()
 
@@ -149,13 +133,13 @@ def test_equal_negative_logits_at_the_edge_of_top_p_are_counted_by_their_weight(
     logits = torch.full((8, 4), -2.0, dtype=torch.bfloat16, device=DEVICE)
     for top_p in (0.499, 0.5):
         items = [item(top_p=top_p, position=n) for n in range(1, 9)]
-        assert set(triton()(logits, items).tolist()) == {0, 1}
+        assert set(triton().sample(logits, items).tolist()) == {0, 1}
 
 
 def test_minus_zero_is_zero() -> None:
     logits = torch.full((1, VOCAB_SIZE), -1.0, device=DEVICE)
     logits[0, 7], logits[0, 9] = -0.0, 0.0
-    assert triton()(logits, [item(top_k=1)]).item() == 7
+    assert triton().sample(logits, [item(top_k=1)]).item() == 7
 
 
 some_tokens = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=12).map(tuple)
@@ -197,7 +181,7 @@ def test_changed_logits_are_those_of_a_cpu_bit_for_bit_while_tokens_are_added(
             for each, (_, _, generated) in zip(items, rows, strict=True):
                 if each.adjustments is not None:
                     each.adjustments.follow(generated[:end])
-            ours(logits, items)
+            ours.sample(logits, items)
     places = [
         at
         for at, each in enumerate(items)
@@ -210,7 +194,7 @@ def test_changed_logits_are_those_of_a_cpu_bit_for_bit_while_tokens_are_added(
         of_row = structs.replace(items[at], matcher=None, banned_token_ids=banned)
         bits = np.unpackbits(scratch[:num_words].numpy().view(np.uint8), bitorder="little")[:VOCAB_SIZE]
         found = torch.where(torch.from_numpy(bits) != 0, scratch[num_words:].view(torch.float32), logits[at].float())
-        assert torch.equal(found, adjust(logits[at : at + 1], [0], [of_row])[0])
+        assert torch.equal(found, Sampler().adjust(logits[at : at + 1], [0], [of_row])[0])
 
 
 def test_a_step_brings_only_new_tokens_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,20 +211,20 @@ def test_a_step_brings_only_new_tokens_to_the_device(monkeypatch: pytest.MonkeyP
     assert each.adjustments is not None
     for generated in ((), (), (5,), (5, 41), (5, 41, 41, 2)):
         each.adjustments.follow(generated)
-        ours(logits, [each])
+        ours.sample(logits, [each])
     assert [len(part) // 20 for part in sent] == [31, 0, 1, 1, 2]
 
 
 def test_entries_go_with_their_sequence_and_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, logits = triton(), torch.randn(2, VOCAB_SIZE, device=DEVICE)
     items = [item(repetition_penalty=1.5, prompt=(n, 7), temperature=0.0) for n in range(2)]
-    expected = ours(logits, items).tolist()
+    expected = ours.sample(logits, items).tolist()
     assert len(ours._entries) == 2
     with monkeypatch.context() as patch:
         patch.setattr(ours, "_kernels", None)
         with pytest.raises(AttributeError):
-            ours(logits, items)
-    assert ours(logits, items).tolist() == expected
+            ours.sample(logits, items)
+    assert ours.sample(logits, items).tolist() == expected
     del items[0]
     gc.collect()
     assert len(ours._entries) == 1
@@ -254,7 +238,7 @@ def test_log_probabilities_are_those_of_torch(spread: float, num_top: int, dtype
     logits = (torch.randn(5, 203, device=DEVICE) * spread).to(dtype)
     logits[1, 7:] = float("-inf")
     rows, tokens = [4, 1, 0], torch.tensor([3, 5, 202], device=DEVICE)
-    found = TritonLogprobs(DEVICE, tile=128)(logits, rows, tokens, num_top=num_top)
+    found = TritonSampler(DEVICE, tile=128).logprobs(logits, rows, tokens, num_top=num_top)
     plain = compute_logprobs(logits, rows, tokens, num_top=num_top)
     torch.testing.assert_close(found.logprobs, plain.logprobs, atol=1e-5, rtol=1e-6)
     torch.testing.assert_close(found.top_logprobs, plain.top_logprobs, atol=1e-5, rtol=1e-6)
@@ -268,108 +252,7 @@ def test_log_probabilities_without_numbers_harm_no_other_row() -> None:
     logits = torch.zeros(3, VOCAB_SIZE, device=DEVICE)
     logits[0], logits[1, 4] = float("nan"), float("nan")
     tokens = torch.tensor([2, 2, 2], device=DEVICE)
-    found = TritonLogprobs(DEVICE, tile=TILE)(logits, range(3), tokens, num_top=2)
+    found = triton().logprobs(logits, range(3), tokens, num_top=2)
     assert found.logprobs.tolist() == [-math.inf, pytest.approx(-math.log(44)), pytest.approx(-math.log(45))]
     assert found.top_token_ids.tolist() == [[0, 1]] * 3
     assert found.logprobs[1:].tolist() == found.top_logprobs[1:, 0].tolist()
-
-
-class Launches:
-    """Stands for the kernels' module: counts launches and computes nothing."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        def launch(*_given: Any, **_named: Any) -> None:
-            self.names.append(name)
-
-        return dict.fromkeys([(n,) for n in range(1, 9)], launch)
-
-
-class Operators(TorchDispatchMode):
-    """Notes the operators of torch that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.waiting: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        self.names.append(name)
-        is_unsized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
-        if is_unsized or name in ("_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal", "masked_select"):
-            self.waiting.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-CHANGED: list[dict[str, Any]] = [
-    {"presence_penalty": 1.0, "generated": (3, 3, 5)}, {"repetition_penalty": 1.3, "generated": (3, 5)},
-    {"logit_bias": ((3, 2.0),)}, {"banned": (4,)}, {"allowed": (3, 17)}, {"top_p": 0.9}, {"temperature": 0.0}, {},
-]  # fmt: skip
-
-
-def test_a_sampled_step_is_one_launch_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = Launches()
-    monkeypatch.setattr("app.model.cuda.sampler.kernels_of", lambda *_: launches)
-    logits = torch.randn(len(CHANGED), VOCAB_SIZE, dtype=torch.bfloat16)
-    ours = TritonSampler(torch.device("cpu"))
-    with Operators() as operators:
-        ours(logits, [item(**{"temperature": 0.6, **row}) for row in CHANGED])
-    assert launches.names == ["draw_kernel"]
-    assert operators.waiting == []
-    assert not {"clone", "copy_", "sort", "_to_copy", "argmax"} & set(operators.names), "nothing as large as logits"
-
-
-def test_a_greedy_step_is_no_launch_where_the_likeliest_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = Launches()
-    monkeypatch.setattr("app.model.cuda.sampler.kernels_of", lambda *_: launches)
-    ours, logits, likeliest = triton(), torch.randn(2, VOCAB_SIZE), torch.tensor([4, 9])
-    with Operators() as operators:
-        taken = ours(logits, [item(temperature=0.0)] * 2, likeliest=likeliest)
-    assert (launches.names, operators.names, taken.tolist()) == ([], [], [4, 9])
-
-
-def test_the_plain_sampler_does_not_wait_for_the_device_either() -> None:
-    logits = torch.randn(len(CHANGED), VOCAB_SIZE)
-    with Operators() as operators:
-        sample(logits, [item(**row) for row in CHANGED])
-    assert operators.waiting == []
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts in Triton's interpreter")
-@pytest.mark.parametrize(
-    ("filters", "passes"),
-    # One to draw; one for the greatest logit; 4 digits of a bfloat16 for each of top-k and top-p.
-    [({}, 1), ({"temperature": 0.0}, 1), ({"top_k": 5}, 5), ({"top_p": 0.9}, 6), ({"top_k": 5, "top_p": 0.9}, 10),
-     ({"min_p": 0.1}, 2)],
-)  # fmt: skip
-def test_logits_are_read_as_often_as_a_filter_needs(
-    filters: dict[str, Any], passes: int, bytes_read: list[int]
-) -> None:
-    logits = torch.randn(3, 1000).bfloat16()
-    TritonSampler(DEVICE, tile=512)(logits, [item(**filters)] * 3)
-    assert sum(bytes_read) == pytest.approx(logits.nbytes * passes, rel=0.05)
-    bytes_read.clear()
-    mask = bytes([255] * 125)
-    TritonSampler(DEVICE, tile=512)(logits, [structs.replace(item(**filters), banned_token_ids=(1,))] * 3)
-    # Eight tokens load the same byte of a mask.
-    assert sum(bytes_read) == pytest.approx((logits.nbytes + 3 * 8 * len(mask)) * passes, rel=0.05)
-
-
-@pytest.fixture
-def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of every load in Triton's interpreter."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    read: list[int] = []
-    load = InterpreterBuilder.create_masked_load
-
-    def counting(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
-        loaded = load(self, pointers, mask, *others)
-        read.append(int(np.broadcast_to(mask.data, pointers.data.shape).sum()) * loaded.data.itemsize)
-        return loaded
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counting)
-    return read

@@ -12,16 +12,9 @@ from gguf import GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from tokenizers import pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MixtralConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from tests.tiny_models import build_tiny_model
 
 TEMPLATE = "{% for message in messages %}<|start|>{{ message['content'] }}<|end|>{% endfor %}"
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -48,33 +41,26 @@ _NAMES = {
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
 }
-_KINDS: dict[str, type[PreTrainedConfig]] = {
-    "llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mixtral": MixtralConfig,
-    "qwen3_moe": Qwen3MoeConfig,
+_SHAPE = {
+    "vocab_size": len(TOKENS), "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64,
+    "initializer_range": 0.1, "eos_token_id": END, "bos_token_id": START, "pad_token_id": None, "sliding_window": None,
 }  # fmt: skip
+_OF_EXPERTS = {
+    "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 256, "num_experts_per_tok": 3, "mlp_only_layers": []},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3},
+}
 _ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}  # others have their own name
 F32 = GGMLQuantizationType.F32
 
 
 def tiny_model(architecture: str = "llama", **changes: Any) -> PreTrainedModel:
     """Wide enough for every type's blocks."""
-    shape = {
-        "vocab_size": len(TOKENS), "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256,
-        "initializer_range": 0.1, "eos_token_id": END, "bos_token_id": START, "pad_token_id": None,
-    } | changes  # fmt: skip
-    if architecture == "qwen3_moe":
-        shape |= {"num_experts": 6, "moe_intermediate_size": 256, "num_experts_per_tok": 3, "norm_topk_prob": True}
-    elif architecture == "mixtral":
-        shape |= {"num_local_experts": 6, "num_experts_per_tok": 3}
-    torch.manual_seed(0)
-    config = _KINDS[architecture](**shape)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = build_tiny_model(architecture, **_SHAPE | _OF_EXPERTS.get(architecture, {}) | changes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):
                 parameter.normal_(std=0.1)
-    return model.eval()
+    return model
 
 
 def write_gguf(

@@ -13,15 +13,14 @@ import numpy as np
 import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from app.build import build_sync_engine
-from app.config import CacheConfig, EngineConfig, ModelConfig
 from app.errors import InvalidSetup, UnsupportedModel
 from app.model.gguf.checkpoint import checkpoint_of
 from app.model.location import resolve_model_path
 from app.text import Tokenizer
 from tests.kit.engine import make_request, run_to_end
+from tests.kit.models import config_of, generate_plainly, own_model
 from tests.model.gguf.files import END, START, TOKENS, tiny_model, write_gguf
 
 KINDS = [GGMLQuantizationType[name] for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q4_K Q6_K".split()]
@@ -34,21 +33,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "carousel" / "models"
 
 
-def loaded(folder: str | Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval()
-
-
-def generated(model: PreTrainedModel, num_tokens: int = 12) -> list[int]:
-    prompt = torch.tensor([PROMPT])
-    output = model.generate(
-        input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=num_tokens,
-        eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    tokens: list[int] = output[0, len(PROMPT) :].tolist()
-    return tokens
-
-
 @pytest.mark.parametrize(
     ("architecture", "kind"),
     [*(("llama", kind) for kind in KINDS), *((name, KINDS[3]) for name in ("mixtral", "qwen3_moe"))],
@@ -59,7 +43,7 @@ def test_its_weights_are_what_its_blocks_stand_for(
 ) -> None:
     model = tiny_model(architecture)
     path = write_gguf(tmp_path / "tiny.gguf", model, kind)
-    made = loaded(checkpoint_of(path, cache))
+    made = own_model(checkpoint_of(path, cache))
     expected = model.state_dict()
     assert expected.keys() == made.state_dict().keys()
     for name, weight in made.state_dict().items():
@@ -70,7 +54,7 @@ def test_its_weights_are_what_its_blocks_stand_for(
 @pytest.mark.parametrize("tied", [True, False])
 def test_each_architecture_computes_what_it_did(architecture: str, tied: bool, tmp_path: Path, cache: Path) -> None:
     model = tiny_model(architecture, tie_word_embeddings=tied)
-    made = loaded(checkpoint_of(write_gguf(tmp_path / "tiny.gguf", model), cache))
+    made = own_model(checkpoint_of(write_gguf(tmp_path / "tiny.gguf", model), cache))
     token_ids = torch.tensor([PROMPT])
     with torch.inference_mode():
         assert torch.allclose(made(token_ids).logits, model(token_ids).logits, atol=1e-4)
@@ -80,12 +64,10 @@ def test_each_architecture_computes_what_it_did(architecture: str, tied: bool, t
 def test_an_engine_gives_the_models_greedy_tokens(architecture: str, tmp_path: Path, cache: Path) -> None:
     model = tiny_model(architecture)
     path = write_gguf(tmp_path / "tiny.gguf", model, GGMLQuantizationType.Q8_0)
-    engine = build_sync_engine(
-        EngineConfig(model=ModelConfig(path=str(path), device="cpu", dtype="float32"), cache=CacheConfig(num_blocks=16))
-    )
+    engine = build_sync_engine(config_of(path, cache={"num_blocks": 16}, dtype="float32"))
     assert engine.facts.eos_token_ids == (END,)
     request = make_request(PROMPT, max_tokens=12, ignore_eos=True)
-    assert run_to_end(engine, request).token_ids[request.request_id] == generated(model)
+    assert run_to_end(engine, request).token_ids == generate_plainly(model, [request])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +89,7 @@ def test_scaled_positions_stay_scaled(
         plain = tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 5e5}).model.rotary_emb.inv_freq
         tensors["rope_freqs.weight"] = (plain / model.model.rotary_emb.inv_freq).numpy().astype(np.float32)
     path = write_gguf(tmp_path / "tiny.gguf", model, settings=settings, tensors=tensors)
-    made = loaded(checkpoint_of(path, cache))
+    made = own_model(checkpoint_of(path, cache))
     assert torch.allclose(made.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq, rtol=1e-5)
 
 

@@ -11,22 +11,19 @@ from typing import Any
 
 import torch
 
-from app.config import ModelConfig
-from app.engine.batch import ScheduledSequence, StepBatch
-from app.engine.request import SamplingParams
+from app.engine.batch import StepBatch
 from app.model import verification
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
 from app.model.inputs import build_inputs
-from app.model.loader import load_model
 from app.model.parallel.group import RankGroup
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.loaded_model import LoadedModel
+from tests.kit.models import load, scheduled
 
 BLOCK_SIZE = 4
 right = CudaModel.output
 NUM_PROBE_TOKENS = 6  # of the comparison at load: less work for the interpreter
-GREEDY = SamplingParams(max_tokens=1)
 
 
 def group_of(rank: int, size: int, store: str) -> RankGroup:
@@ -40,27 +37,17 @@ def logits_of_tokens(model: LoadedModel, token_ids: Sequence[int]) -> torch.Tens
     assert isinstance(model, CudaModel), "its weights are joined"
     blocks = list(range(-(-len(token_ids) // BLOCK_SIZE)))
     attention = TritonAttention(
-        model.layers,
-        num_blocks=len(blocks),
-        block_size=BLOCK_SIZE,
-        max_rows=1,
-        max_blocks=len(blocks),
-        dtype=model.dtype,
-        device=model.device,
-    )
+        model.layers, num_blocks=len(blocks), block_size=BLOCK_SIZE, max_rows=1, max_blocks=len(blocks),
+        dtype=model.dtype, device=model.device,
+    )  # fmt: skip
     decoder = CudaDecoder(model.weights, attention, group=model.group)
     last, found = len(token_ids), []
     for start, end in ((0, last - 2), (last - 2, last - 1), (last - 1, last)):
-        piece = ScheduledSequence("r", tuple(token_ids[start:end]), start, blocks, True, GREEDY)
-        batch = StepBatch((piece,), ())
+        batch = StepBatch((scheduled(token_ids[start:end], start, blocks),), ())
         inputs = build_inputs(batch, block_size=BLOCK_SIZE, device=model.device)
         step = attention.begin_step(batch, inputs)
         found.append(decoder.compute(inputs.token_ids, inputs.positions, step).logits)
     return torch.cat(found)
-
-
-def load(path: str, group: RankGroup | None) -> LoadedModel:
-    return load_model(ModelConfig(path=path, device="cpu", dtype="float32"), path, block_size=BLOCK_SIZE, group=group)
 
 
 def wrong(*given: Any) -> Any:
@@ -76,7 +63,7 @@ def main() -> None:
     group = group_of(asked["rank"], asked["size"], asked["store"])
     if asked.get("is_wrong", False):
         CudaModel.output = wrong  # type: ignore[method-assign]
-    model = load(asked["path"], group)
+    model = load(asked["path"], block_size=BLOCK_SIZE, group=group)
     print("null" if not isinstance(model, CudaModel) else logits_of_tokens(model, asked["token_ids"]).tolist())
 
 

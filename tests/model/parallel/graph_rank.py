@@ -8,20 +8,18 @@ from pathlib import Path
 
 import torch
 
-from app.config import ModelConfig
 from app.model.cuda.graph_runner import GraphModelRunner
-from app.model.loader import load_model
 from app.model.parallel.group import RankGroup
 from app.model.ways.loaded_model import LoadedModel
 from app.rank import follow
+from tests.kit.models import load
 from tests.model.cuda.test_graph_runner import RunAgain, attention_for
 from tests.model.parallel.fake_rank import joined
 
 
 def model_and_runner(path: Path, group: RankGroup) -> tuple[LoadedModel, GraphModelRunner]:
     """All ranks call it together."""
-    config = ModelConfig(path=str(path), dtype="float32", device="cpu", backend="torch")
-    model = load_model(config, str(path), group=group)
+    model = load(path, backend="torch", group=group)
     return model, GraphModelRunner(model, attention_for(model), max_rows=2, capture=RunAgain())
 
 

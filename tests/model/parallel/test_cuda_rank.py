@@ -18,7 +18,8 @@ pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA t
 from app.model.cuda.attention import TritonAttention
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.transformers_code import TransformersModel
-from tests.model.parallel.cuda_rank import NUM_PROBE_TOKENS, group_of, load, logits_of_tokens
+from tests.kit.models import load
+from tests.model.parallel.cuda_rank import BLOCK_SIZE, NUM_PROBE_TOKENS, group_of, logits_of_tokens
 from tests.tiny_models import build_tiny_model
 
 TOKEN_IDS = list(range(3, 10))
@@ -70,11 +71,11 @@ def test_two_ranks_have_the_logits_of_one_decoder(
     """An output layer of 212 tokens is divided, one of 211 is whole on both."""
     path = saved_model(architecture, vocab_size=vocab_size, num_hidden_layers=2, **changes)
     store = str(tmp_path / "store")
-    expected_model = load(path, None)
+    expected_model = load(path, block_size=BLOCK_SIZE)
     assert isinstance(expected_model, CudaModel)
     expected = logits_of_tokens(expected_model, TOKEN_IDS)
     with other_rank(store, path) as said:
-        model = load(path, group_of(0, 2, store))
+        model = load(path, block_size=BLOCK_SIZE, group=group_of(0, 2, store))
         got = logits_of_tokens(model, TOKEN_IDS)
         theirs = torch.tensor(said())
     assert isinstance(model, CudaModel)
@@ -90,7 +91,7 @@ def test_all_ranks_run_transformers_code_where_one_computes_something_else(
 ) -> None:
     path, store = saved_model("llama", num_hidden_layers=1), str(tmp_path / "store")
     with other_rank(store, path, is_wrong=True) as said:
-        model = load(path, group_of(0, 2, store))
+        model = load(path, block_size=BLOCK_SIZE, group=group_of(0, 2, store))
         assert said() is None
     assert not isinstance(model, CudaModel)
     assert isinstance(model, TransformersModel)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from app.build import ONE_DEVICE, Devices, assemble, build_sync_engine
-from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.config import CacheConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Pooling, Request
@@ -22,19 +22,17 @@ from app.model.parallel.ranks import Ranks
 from app.model.runner import TorchModelRunner
 from tests.engine.test_combinations import STRATEGIES
 from tests.kit.engine import make_request, run_to_end
+from tests.kit.models import config_of
 from tests.model.parallel.fake_rank import start_child
 from tests.model.test_equivalence import random_requests
 from tests.tiny_models import VOCAB_SIZE, build_tiny_model
 
 
-def config_of(path: Path, backend: str = "auto", **scheduler: Any) -> EngineConfig:
+def cramped(path: Path, **scheduler: Any) -> EngineConfig:
     """Few blocks, so that sequences are preempted."""
-    settings: dict[str, Any] = {"max_running": 33, "max_step_tokens": 40, "prefill_chunk_tokens": 7} | scheduler
-    return EngineConfig(
-        model=ModelConfig(path=str(path), dtype="float32", device="cpu", num_threads=1, backend=backend),  # type: ignore[arg-type]
-        cache=CacheConfig(block_size=16, num_blocks=15),
-        scheduler=SchedulerConfig(**settings),
-    )
+    settings = {"max_running": 33, "max_step_tokens": 40, "prefill_chunk_tokens": 7} | scheduler
+    cache = {"block_size": 16, "num_blocks": 15}
+    return config_of(path, cache=cache, scheduler=settings, dtype="float32", num_threads=1)
 
 
 def engine_on(size: int, config: EngineConfig) -> Engine:
@@ -58,7 +56,7 @@ def model_of_four_kv_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pair(tiny_model_path: Callable[[str], Path]) -> Iterator[tuple[Engine, Engine]]:
     """One process, and two ranks."""
-    config = config_of(tiny_model_path("llama"))
+    config = cramped(tiny_model_path("llama"))
     with closing(engine_on(1, config)) as alone, closing(engine_on(2, config)) as ranks:
         assert isinstance(ranks.runner, TorchModelRunner)
         assert isinstance(ranks.runner.forward, TransformersForward)
@@ -80,8 +78,8 @@ def test_two_ranks_give_the_same_tokens_under_every_strategy(pair: tuple[Engine,
     settings = strategy | {"max_wait_ms": 1} if "max_wait_ms" in strategy else strategy
     for engine in pair:
         engine.clear_prefix_cache()
-    config = config_of(Path("unused"), strategy=settings).scheduler
-    before = config_of(Path("unused")).scheduler
+    config = cramped(Path("unused"), strategy=settings).scheduler
+    before = cramped(Path("unused")).scheduler
     ranks.reconfigure(config)
     found: dict[str, list[int]] = {}
     for each in asked:
@@ -107,7 +105,7 @@ def test_two_ranks_score_and_embed_prompts_as_one_process_does(pair: tuple[Engin
 
 
 def test_four_ranks_give_the_tokens_of_one_process(model_of_four_kv_heads: Path) -> None:
-    config = config_of(model_of_four_kv_heads)
+    config = cramped(model_of_four_kv_heads)
     with closing(engine_on(1, config)) as alone, closing(engine_on(4, config)) as ranks:
         asked = requests()[::3]
         assert run_to_end(ranks, *asked).token_ids == run_to_end(alone, *asked).token_ids
@@ -136,7 +134,7 @@ def test_overlapped_steps_of_two_ranks_give_the_tokens_of_one_process(tiny_model
 
 
 def test_what_the_ranks_cannot_share_is_refused_at_the_start(tiny_model_path: Callable[[str], Path]) -> None:
-    with pytest.raises(InvalidSetup, match="tensor_parallel: got 3, which does not divide the 4 attention heads"):
-        engine_on(3, config_of(tiny_model_path("llama")))
+    with pytest.raises(InvalidSetup, match="tensor_parallel: got 3, which does not divide num_attention_heads 4 of"):
+        engine_on(3, cramped(tiny_model_path("llama")))
     with pytest.raises(UnsupportedModel, match="gpt2"):
-        engine_on(2, config_of(tiny_model_path("gpt2")))
+        engine_on(2, cramped(tiny_model_path("gpt2")))

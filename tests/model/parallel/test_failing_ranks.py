@@ -187,5 +187,5 @@ def test_cards_that_cannot_share_a_model_are_refused_with_the_numbers() -> None:
 
 def test_heads_that_ranks_cannot_share_are_refused_with_the_numbers() -> None:
     check_heads({"num_attention_heads": 12}, 4)
-    with pytest.raises(InvalidSetup, match=r"got 5, which does not divide the 12 attention heads .* 1, 2, 3, 4, 6, 12"):
+    with pytest.raises(InvalidSetup, match=r"got 5, which does not divide num_attention_heads 12 .* 1, 2, 3, 4, 6, 12"):
         check_heads({"text_config": {"num_attention_heads": 12}}, 5)

@@ -4,22 +4,24 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
 
 from app.errors import InvalidSetup, UnsupportedModel
 from app.model.parallel.group import RankGroup
-from app.model.parallel.split_plan import SplitPlan, check_divisible
+from app.model.parallel.split_plan import SplitPlan, check_divisible, shared_numbers
 from tests.tiny_models import VOCAB_SIZE, build_tiny_model
 
+T = TypeVar("T")
 TOKEN_IDS = torch.arange(3, 15)[None]
 
 
-def on_ranks(size: int, folder: Path, compute: Callable[[RankGroup], torch.Tensor]) -> list[torch.Tensor]:
+def on_ranks(size: int, folder: Path, compute: Callable[[RankGroup], T]) -> list[T]:
     """What each rank computes, each in a thread."""
 
-    def one(rank: int) -> torch.Tensor:
+    def one(rank: int) -> T:
         group = RankGroup(rank, size, store=folder / "store", device=torch.device("cpu"), timeout_s=30)
         return compute(group)
 
@@ -68,12 +70,12 @@ def test_an_even_output_layer_is_divided_too(tmp_path: Path) -> None:
 
 
 def test_what_the_ranks_cannot_share_is_refused_with_the_numbers() -> None:
-    config = build_tiny_model("llama").config
-    check_divisible(config, 2, path="tiny")
+    numbers = shared_numbers(build_tiny_model("llama").config)
+    check_divisible(numbers, 2, of="tiny")
     with pytest.raises(
         InvalidSetup, match=r"got 4, which does not divide num_key_value_heads 2 of tiny; it can be 1, 2"
     ):
-        check_divisible(config, 4, path="tiny")
+        check_divisible(numbers, 4, of="tiny")
 
 
 def test_a_model_without_a_plan_is_refused(tmp_path: Path) -> None:

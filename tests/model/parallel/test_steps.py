@@ -3,19 +3,15 @@ from __future__ import annotations
 import random
 
 from app.engine.batch import ScheduledSequence, StepBatch
-from app.engine.request import SamplingParams
 from app.model.parallel.steps import StepReader, StepWriter
-
-SAMPLING = SamplingParams(max_tokens=1, temperature=0.7, logprobs=2)
+from tests.kit.models import scheduled
 
 
 def item(
     block_ids: list[int], *token_ids: int, start: int = 0, samples: bool = True, targets: tuple[int, ...] = ()
 ) -> ScheduledSequence:
-    first_target = start + 1 if targets else 0
-    return ScheduledSequence(
-        "some-request", token_ids, start, block_ids, samples, SAMPLING, targets=targets, first_target=first_target
-    )
+    facts = {"targets": targets, "first_target": start + 1 if targets else 0}
+    return scheduled(token_ids, start, block_ids, samples=samples, facts=facts, temperature=0.7, logprobs=2)
 
 
 def facts_of(batch: StepBatch) -> list[tuple[object, ...]]:
