@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import inspect
 import os
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,9 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 PROJECT = Path(__file__).resolve().parent.parent
+
+# Every client of HTTP reads the certificates of this machine anew, which takes longer than most tests.
+ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
 
 gc.disable()  # while modules are imported, of which nothing is garbage
 

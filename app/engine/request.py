@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -256,13 +256,14 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
 class MergedDelta:
     """Consecutive deltas of one request that become one. Until then a token takes four bytes here."""
 
-    def __init__(self, first: TokenDelta) -> None:
+    def __init__(self, first: TokenDelta, *others: TokenDelta) -> None:
         self._queued = first.queued
         self._times: EngineTimes | None = None
         self._token_ids = array("I")
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
-        self.add(first)
+        for delta in (first, *others):
+            self.add(delta)
 
     def add(self, delta: TokenDelta) -> None:
         """Take the next one."""
@@ -282,17 +283,6 @@ class MergedDelta:
             prompt_logprobs=tuple(self._prompt_logprobs),
             times=self._times,
         )
-
-
-def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    """Consecutive deltas of one request, as one delta."""
-    first, *others = deltas
-    if not others:
-        return first
-    merged = MergedDelta(first)
-    for delta in others:
-        merged.add(delta)
-    return merged.delta()
 
 
 # The interface between the API and the generator: a fleet in production, one engine on a laptop, a list in tests.

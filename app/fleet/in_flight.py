@@ -98,8 +98,7 @@ class InFlightRequest:
         self.is_accepted = False  # the replica has queued it
         self.has_ended = False  # the attempt takes nothing more
         self.is_done = False  # it ended by a stop or its limit, and its reader has seen that
-        self._unread: TokenDelta | None = None  # the first that its reader has not taken
-        self._merged: MergedDelta | None = None  # that one and those after it, where there are any
+        self._unread: TokenDelta | MergedDelta | None = None  # that its reader has not taken
         self._error: CarouselError | ReplicaLost | None = None
         self._waiting: asyncio.Future[None] | None = None  # the reader's, while it waits
         return sent
@@ -126,18 +125,15 @@ class InFlightRequest:
         if delta.error is not None:
             delta = self._take_error(delta, delta.error)
         if self._error is None or delta.token_ids:
-            self._keep_unread(delta)
+            # A client may not read for long, and a delta for each token would take fifty times the token's number.
+            if self._unread is None:
+                self._unread = delta
+            elif isinstance(self._unread, TokenDelta):
+                self._unread = MergedDelta(self._unread, delta)
+            else:
+                self._unread.add(delta)
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
-
-    def _keep_unread(self, delta: TokenDelta) -> None:
-        if self._unread is None:
-            self._unread = delta
-            return
-        # A client may not read for long, and a delta for each token would take fifty times the token's number.
-        if self._merged is None:
-            self._merged = MergedDelta(self._unread)
-        self._merged.add(delta)
 
     def _take_error(self, delta: TokenDelta, error: CarouselError) -> TokenDelta:
         # An engine that stops, or a device that fails on every request, says nothing about this request.
@@ -165,9 +161,8 @@ class InFlightRequest:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
         if self._unread is not None:
-            delta = self._unread if self._merged is None else self._merged.delta()
-            self._unread = self._merged = None
-            return self._kept(delta)
+            unread, self._unread = self._unread, None
+            return self._kept(unread if isinstance(unread, TokenDelta) else unread.delta())
         assert self._error is not None, "the reader is woken by a delta or an error"
         raise self._error
 

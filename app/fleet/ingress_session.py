@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from app.engine.async_engine import AsyncEngine
-from app.engine.request import FinishReason, Request, TokenDelta, merge_deltas
+from app.engine.request import FinishReason, MergedDelta, Request, TokenDelta
 from app.engine.snapshot import EngineSnapshot
 from app.errors import CarouselError, Failure, traceback_of
 from app.fleet.dispatch import ReplicaReport
@@ -55,7 +55,8 @@ class IngressSession:
         self._engine = engine
         self._report = report
         self._on_idle = on_idle
-        self._deltas: dict[str, list[TokenDelta]] = {}  # not sent yet, by request id, in the order of their first
+        # Not sent yet, by request id, in the order of their first.
+        self._deltas: dict[str, TokenDelta | MergedDelta] = {}
         self._open: set[str] = set()  # the ids of the requests that the engine has
         self._preparing: dict[str, asyncio.Task[None]] = {}  # by request id, until grammar and adapter are ready
         self._view: EngineSnapshot | None = None  # not sent yet
@@ -95,7 +96,7 @@ class IngressSession:
             return
         request_id = request.request_id
         self._open.add(request_id)
-        self._deltas[request_id] = [TokenDelta(request_id, (), queued=queued)]
+        self._deltas[request_id] = TokenDelta(request_id, (), queued=queued)
         # The delta that says that a request is queued waits so long for the request's first token, to save a frame.
         queued_delay_s = 0.05
         if self._queued_timer is None:
@@ -138,11 +139,13 @@ class IngressSession:
         """Send these deltas of the ingress's requests, or keep them while the ingress is slow."""
         kept = self._deltas
         for delta in deltas:
-            of_request = kept.get(delta.request_id)
-            if of_request is None:
-                kept[delta.request_id] = [delta]
+            earlier = kept.get(delta.request_id)
+            if earlier is None:
+                kept[delta.request_id] = delta
+            elif isinstance(earlier, TokenDelta):
+                kept[delta.request_id] = MergedDelta(earlier, delta)
             else:
-                of_request.append(delta)
+                earlier.add(delta)
             if delta.finish_reason is not None:
                 self._open.discard(delta.request_id)
         self.flush()
@@ -189,7 +192,7 @@ class IngressSession:
 
     def _send_frame(self) -> None:
         deltas, self._deltas = self._deltas, {}
-        merged = tuple([merge_deltas(of_request) for of_request in deltas.values()])
+        merged = tuple([each if isinstance(each, TokenDelta) else each.delta() for each in deltas.values()])
         report = structs.replace(self._report(), num_own=len(self._open))
         frame = Frame(self._next_number, report, merged, self._view)
         self._view = None

@@ -30,7 +30,7 @@ from torch import nn
 from app.build import assemble, build_sync_engine
 from app.config import CacheConfig, EngineConfig, KvType, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
-from app.engine.request import Request, SamplingParams, TokenDelta, TokenLogprobs, merge_deltas
+from app.engine.request import MergedDelta, Request, SamplingParams, TokenDelta, TokenLogprobs
 from app.model.attention import TorchAttention
 from app.model.cpu.weights import BITS
 from app.model.cuda.fp8 import in_fp8
@@ -222,7 +222,7 @@ def _run(engine: Engine, prompts: Sequence[tuple[int, ...]], samplings: Sequence
     while engine.has_work:
         for delta in engine.step():
             deltas[delta.request_id].append(delta)
-    return [merge_deltas(of_one) for of_one in deltas.values()]
+    return [MergedDelta(*of_one).delta() for of_one in deltas.values()]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs, merge_deltas
+from app.engine.request import FinishReason, MergedDelta, Request, TokenDelta, TokenLogprobs
 from app.errors import StepFailed
 from tests.engine.test_overlapped_engine import LateRunner
 from tests.kit.engine import (
@@ -121,5 +121,5 @@ def test_joined_deltas_have_the_logprobs_of_all() -> None:
         TokenDelta("r", (7,), prompt_logprobs=(two,), logprobs=(one,)),
         TokenDelta("r", (8,), logprobs=(two,)),
     ]
-    whole = merge_deltas(deltas)
+    whole = MergedDelta(*deltas).delta()
     assert (whole.token_ids, whole.logprobs, whole.prompt_logprobs) == ((7, 8), (one, two), (one, two))
