@@ -87,7 +87,7 @@ class StepReport:
 
 
 @dataclass(slots=True, kw_only=True)
-class ModelReport(StepReport):
+class ModelStepReport(StepReport):
     """The same with the model that ran, and its tokens."""
 
     state: ResponseState
@@ -203,7 +203,7 @@ class PipelineRun:
         self.reports.append(StepReport(step=step, began_at=now, ended_at=now, decided=dict(decided)))
         return self.reports[-1]
 
-    def begin(self, prepared: PreparedRequest, step: Step) -> ModelReport:
+    def begin(self, prepared: PreparedRequest, step: Step) -> ModelStepReport:
         """A step begins now, with the time that the steps before have left; the report has its response.
 
         What it uses counts for the key, whether its output is shown or not. Raises DeadlineMissed.
@@ -214,7 +214,7 @@ class PipelineRun:
         state = ResponseState.begin(prepared, self.context, self.metrics)
         state.trace = None  # of all that is computed, the trace has the attempts at the answer
         times = None if trace is None else trace.step(f"{step.kind} {step.name}", prepared.model.name)
-        report = ModelReport(step=step, began_at=now, state=state, times=times)
+        report = ModelStepReport(step=step, began_at=now, state=state, times=times)
         self.reports.append(report)
         return report
 
