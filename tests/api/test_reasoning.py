@@ -18,7 +18,7 @@ from app.engine.request import FinishReason, Request, Thought, TokenDelta, Token
 from app.text import Tokenizer
 from app.text.reasoning import MARKS
 from app.text.tool_calls import FORMATS
-from tests.api.test_messages import events_of, together
+from tests.api.test_messages import together
 from tests.kit.service import CALL, Answer, Service, Step, calling, last, say
 from tests.text.tool_calls.templates import HERMES, tokenizer_with
 
@@ -149,7 +149,7 @@ def test_it_is_a_block_of_a_message(tokenizer: Tokenizer) -> None:
     assert message["content"] == [
         {"type": "thinking", "thinking": "Hm, 3.", "signature": ""}, {"type": "text", "text": "It is 3."},
     ]  # fmt: skip
-    assert together(events_of(service.call("POST", "/v1/messages", body | {"stream": True}))) | {"id": ""} == (
+    assert together(service.call("POST", "/v1/messages", body | {"stream": True}).events) | {"id": ""} == (
         message | {"id": ""}
     )
 
