@@ -13,7 +13,7 @@ DEFAULT := deployments/serve.yaml
 CONFIG ?= $(DEFAULT)
 INPUT ?= deployments/bulk/example.jsonl
 OUTPUT ?= bulk_results
-TEST_PROCESSES ?= 4
+TEST_PROCESSES ?= 3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
@@ -32,8 +32,8 @@ bulk: .venv/runtime.done
 native: .venv/runtime.done
 	@$(BIN)/python -m app.model.cpu.library
 
-# Two processes take the live tests, which mostly wait; two more, for two cores, take files, in the order of folders: by
-# their number of tests, slow files would come last. See tests/conftest.py.
+# One process takes the live tests, one after the other; two for two cores take files, in the order of folders: by their
+# number of tests, slow files would come last. See tests/conftest.py.
 test: .venv/dev.done
 	$(BIN)/python -m pytest -m "not browser" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 

@@ -36,35 +36,21 @@ ssl.create_default_context = functools.cache(ssl.create_default_context)  # type
 gc.disable()  # while modules are imported, of which nothing is garbage
 
 
-# Pieces of work that one of several processes takes whole; any other file is a piece by itself. The live tests are two
-# pieces, each with a cluster: they mostly wait. The first prefix that fits counts.
-PIECES = {
-    "tests/deployments/plan/": "",
-    "tests/deployments/bulk/": "",
-    "tests/deployments/test_bulk.py": "live commands",
-    "tests/deployments/test_hosts.py": "live commands",
-    "tests/deployments/launcher/": "live commands",
-    "tests/test_wheel.py": "live commands",
-    "tests/deployments/": "live service",
-}
-
-
 def _piece_of_work(nodeid: str) -> str:
-    piece = next((piece for prefix, piece in PIECES.items() if nodeid.startswith(prefix)), "")
-    return piece or nodeid.partition("::")[0]
+    """What one of several processes takes: all files with live tests, which share a cluster, or a file."""
+    file = nodeid.partition("::")[0]
+    has_live = file.startswith("tests/deployments/") and not file.startswith(NOT_LIVE)
+    return "live" if has_live or file == "tests/test_wheel.py" else file
+
+
+NOT_LIVE = tuple(f"tests/deployments/{folder}/" for folder in ("plan", "bulk", "dashboards"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest pieces come first, and in each what needs no cluster: then no process of Ray is there yet."""
+    """The longest piece of work comes first, and in it what needs no cluster: then no process of Ray is there yet."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        order = ["live service", "live commands"]
-
-        def place(item: pytest.Item) -> tuple[int, bool]:
-            piece = _piece_of_work(item.nodeid)
-            is_live = item.get_closest_marker("serve") is not None
-            return (order.index(piece) if piece in order else len(order), is_live)
-
-        items.sort(key=place)
+        items.sort(key=lambda item: item.get_closest_marker("serve") is not None)
+        items.sort(key=lambda item: _piece_of_work(item.nodeid) != "live")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -16,7 +16,7 @@ from app.engine.request import Pooling
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
 from tests.kit.service import MAX_MODEL_LEN, Connection, Service, say
-from tests.stalls import stalls_of_loop
+from tests.stalls import slowness, stalls_of_loop
 from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 
 USER = {"role": "user", "content": "Hi"}
@@ -123,7 +123,7 @@ async def test_no_body_within_the_limits_stops_the_loop(name: str) -> None:
         await connection.finished()
     status, longest_s, longest_process_s = connection.answer().status, stalls.longest_s, stalls.longest_process_s
     assert status in (200, 400)
-    assert longest_s < 0.05, "what the loop itself computes"
+    assert longest_s < 0.05 * slowness(), "what the loop itself computes"
     assert longest_process_s < 0.3, "what other threads compute with the interpreter lock"
 
 

@@ -21,7 +21,7 @@ from app.errors import Overloaded
 from app.json_pieces import json_pieces
 from app.text import Tokenizer
 from tests.kit.service import WAIT, Answer, Connection, Service, Step, bearer, entry, hang_up, steps_of_vectors, vector
-from tests.stalls import stalls_of_loop
+from tests.stalls import slowness, stalls_of_loop
 from tests.tiny_encoders import VOCAB_SIZE, save_tiny_encoder, tiny_tokenizer
 
 CROSS_ENCODER = {"generates": False, "scores_pairs": True, "embedding_size": None, "vocab_size": VOCAB_SIZE}
@@ -213,7 +213,7 @@ async def test_many_scores_do_not_hold_the_event_loop(words: Tokenizer, path: st
         async with stalls_of_loop() as stalls:
             await connection.ended()
         assert connection.answer().status == 200
-    assert stalls.longest_s < 0.05
+    assert stalls.longest_s < 0.05 * slowness()
 
 
 def test_models_that_give_no_scores_or_no_text_say_so(words: Tokenizer, crossing: Service) -> None:

@@ -60,18 +60,18 @@ def test_every_command_prints_its_options(name: str, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("name", "application"),
+    ("names", "application"),
     [
         ("demo", clients.served("models/demo")),
-        ("swept", fields.application(fields._parser().parse_args([]), "models/demo", "folder")),
+        ("swept vectors", fields.application(fields._parser().parse_args([]), "models/demo", "folder")),
         ("simulated", fleet.served(fleet._parser().parse_args([]))),
         ("chaos", stage.application(crash_token_id=0, silence_timeout_s=0.8, place_timeout_s=1.0)),
         ("chaos", stage.application(weights=True)),
         ("chaos", soak.served("models/demo", Path("keys.yaml"), Path("folder"), {"adapter": "at"}, num_blocks=200)),
     ],
 )
-def test_an_application_is_one_that_the_service_takes(name: str, application: dict[str, Any]) -> None:
-    assert [model.name for model in ApplicationConfig.model_validate(application).models] == [name]
+def test_an_application_is_one_that_the_service_takes(names: str, application: dict[str, Any]) -> None:
+    assert [model.name for model in ApplicationConfig.model_validate(application).models] == names.split()
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.stem)

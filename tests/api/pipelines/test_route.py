@@ -18,7 +18,7 @@ from app.errors import InvalidSetup
 from app.metrics import RequestMetrics
 from app.text import Tokenizer
 from tests.kit.service import Answer, Connection, Service, Step, bearer, by_angle, delta, entry, last, say, vector
-from tests.stalls import stalls_of_loop
+from tests.stalls import slowness, stalls_of_loop
 
 ANGLES = {"code": 0.0, "Write a function": 10.0, "poem": 90.0, "Sing": 80.0}
 
@@ -133,7 +133,7 @@ async def test_many_examples_of_many_numbers_do_not_hold_the_event_loop(tokenize
             async with stalls_of_loop() as stalls:
                 await connection.ended()
             assert connection.answer().status == 200
-        assert stalls.longest_s < 0.05
+        assert stalls.longest_s < 0.05 * slowness()
 
 
 LABELLED = [{"model": "b", "values": ["code", "sql"]}, {"model": "b", "values": ["poem"]}, {"model": "b"}]

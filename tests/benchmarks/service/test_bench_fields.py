@@ -29,10 +29,11 @@ from benchmarks.service.fields import EMBEDDING_SIZE, Cost, HonestStream, applic
 from deployments.serve.process import freeze_loaded
 from deployments.serve.settings import parse
 from tests.kit.service import MAX_MODEL_LEN, Service, Step, client_of, say, served
-from tests.stalls import stalls_of_loop
+from tests.stalls import slowness, stalls_of_loop
 
 SIZE = RequestLimits().max_body_bytes // 16
-# A body of the full size may hold the loop for 50 ms, so these for 3. On a slow machine it is several times as long.
+# A body of the full size may hold the loop for 50 ms; these are a sixteenth, but their answers may be whole. On a slow
+# machine it is as much longer as Python is slower there.
 MAX_HELD_S = 0.05
 NUM_TRIES = 3
 DOCUMENT = openapi_document(ApiConfig(), RequestLimits(), has_batches=True)
@@ -57,11 +58,12 @@ def collecting_garbage_as_served() -> Iterator[None]:
 
 
 async def held_s(client: httpx.AsyncClient, path: str, data: bytes) -> float:
-    """How long the event loop was held at most while this body was answered."""
+    """How long the event loop was held at most while this body was answered, on a machine that is not slow."""
     async with stalls_of_loop() as stalls:
         answer = await client.post(path, content=data, headers={"Content-Type": "application/json"})
     assert answer.status_code < 500, (data[:300], answer.text)
-    return stalls.longest_process_s
+    longest_s = stalls.longest_process_s
+    return longest_s if longest_s <= MAX_HELD_S else longest_s / slowness()
 
 
 def service_at(demo_path: Path, embedding_size: int = 4) -> Service:
