@@ -112,8 +112,6 @@ def environment(config: ServeFile, run_folder: Path, inherited: Mapping[str, str
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(next(free)),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(next(free)),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # By default 15: beside another process of its session or container a replica would get a thirtieth of a core.
-        "RAY_worker_niceness": "0",
         # What each worker imports while it waits for work.
         "RAY_preload_python_modules": "deployments.preload",
         # HAProxy's log of requests, to no reader: the ingress logs what matters. By default it opens a UDP port for it.
