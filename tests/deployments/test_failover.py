@@ -29,6 +29,7 @@ from deployments.serve.settings import parse
 from tests.deployments.strikes import (
     PATIENCE_S,
     assert_nothing_is_wrong,
+    has_begun,
     replica_pids,
     replica_states,
     struck,
@@ -142,10 +143,8 @@ def test_a_replica_that_stops_for_a_while_costs_its_streams_a_pause_and_says_not
 
     async def main() -> None:
         async with fresh.flowing():
-            # Not until all have begun: on a slow machine the first have ended by then.
-            await moment(lambda: len(fresh.answers) == len(fresh.requests))
-            await moment(lambda: any(each.events_s for each in fresh.answers))
-            running = [each for each in fresh.answers if each.ended_s is None]
+            await has_begun(fresh)
+            running = [each for each in fresh.answers if not each.ended_s]
             stopped_s = time.perf_counter()
             os.kill(victim, signal.SIGSTOP)
             try:
