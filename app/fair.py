@@ -305,7 +305,7 @@ class RetryTimes:
         """Seconds until a place should be free for this client; 1 while no request has ended.
 
         `takes_place`: the tenant's next refused client comes back after this one. A request that never waits for a
-        place may be tried at any rate, and delays nobody.
+        place may be tried at any rate, and delays no other request.
         """
         if ended_per_s <= 0:
             return 1.0

@@ -36,14 +36,14 @@ ssl.create_default_context = functools.cache(ssl.create_default_context)  # type
 gc.disable()  # while modules are imported, of which nothing is garbage
 
 
+NOT_LIVE = tuple(f"tests/deployments/{folder}/" for folder in ("plan", "bulk", "dashboards"))
+
+
 def _piece_of_work(nodeid: str) -> str:
     """What one of several processes takes: all files with live tests, which share a cluster, or a file."""
     file = nodeid.partition("::")[0]
     has_live = file.startswith("tests/deployments/") and not file.startswith(NOT_LIVE)
     return "live" if has_live or file == "tests/test_wheel.py" else file
-
-
-NOT_LIVE = tuple(f"tests/deployments/{folder}/" for folder in ("plan", "bulk", "dashboards"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -285,6 +285,24 @@ class MergedDelta:
         )
 
 
+UnreadDelta = TokenDelta | MergedDelta  # what has come of a request and was not read
+
+
+def with_next(unread: UnreadDelta | None, delta: TokenDelta) -> UnreadDelta:
+    """What is unread once `delta` has come, too. Only a second delta makes it a MergedDelta, which grows."""
+    if unread is None:
+        return delta
+    if isinstance(unread, TokenDelta):
+        return MergedDelta(unread, delta)
+    unread.add(delta)
+    return unread
+
+
+def as_delta(unread: UnreadDelta) -> TokenDelta:
+    """All that is unread, as one delta."""
+    return unread if isinstance(unread, TokenDelta) else unread.delta()
+
+
 # The interface between the API and the generator: a fleet in production, one engine on a laptop, a list in tests.
 # Closing the iterator aborts the request. Raises a CarouselError before the first delta when not accepted.
 Generate = Callable[[Request], AsyncIterator[TokenDelta]]

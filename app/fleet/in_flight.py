@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from app.engine.request import MergedDelta, Request, TokenDelta
+from app.engine.request import Request, TokenDelta, UnreadDelta, as_delta, with_next
 from app.errors import CarouselError, DeadlineMissed, DeviceFault, EngineStopped
 from app.fleet.dispatch import Decision
 
@@ -98,7 +98,7 @@ class InFlightRequest:
         self.is_accepted = False  # the replica has queued it
         self.has_ended = False  # the attempt takes nothing more
         self.is_done = False  # it ended by a stop or its limit, and its reader has seen that
-        self._unread: TokenDelta | MergedDelta | None = None  # that its reader has not taken
+        self._unread: UnreadDelta | None = None  # that its reader has not taken
         self._error: CarouselError | ReplicaLost | None = None
         self._waiting: asyncio.Future[None] | None = None  # the reader's, while it waits
         return sent
@@ -126,12 +126,7 @@ class InFlightRequest:
             delta = self._take_error(delta, delta.error)
         if self._error is None or delta.token_ids:
             # A client may not read for long, and a delta for each token would take fifty times the token's number.
-            if self._unread is None:
-                self._unread = delta
-            elif isinstance(self._unread, TokenDelta):
-                self._unread = MergedDelta(self._unread, delta)
-            else:
-                self._unread.add(delta)
+            self._unread = with_next(self._unread, delta)
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
@@ -162,7 +157,7 @@ class InFlightRequest:
             await self._waiting
         if self._unread is not None:
             unread, self._unread = self._unread, None
-            return self._kept(unread if isinstance(unread, TokenDelta) else unread.delta())
+            return self._kept(as_delta(unread))
         assert self._error is not None, "the reader is woken by a delta or an error"
         raise self._error
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from app.engine.async_engine import AsyncEngine
-from app.engine.request import FinishReason, MergedDelta, Request, TokenDelta
+from app.engine.request import FinishReason, Request, TokenDelta, UnreadDelta, as_delta, with_next
 from app.engine.snapshot import EngineSnapshot
 from app.errors import CarouselError, Failure, traceback_of
 from app.fleet.dispatch import ReplicaReport
@@ -56,7 +56,7 @@ class IngressSession:
         self._report = report
         self._on_idle = on_idle
         # Not sent yet, by request id, in the order of their first.
-        self._deltas: dict[str, TokenDelta | MergedDelta] = {}
+        self._deltas: dict[str, UnreadDelta] = {}
         self._open: set[str] = set()  # the ids of the requests that the engine has
         self._preparing: dict[str, asyncio.Task[None]] = {}  # by request id, until grammar and adapter are ready
         self._view: EngineSnapshot | None = None  # not sent yet
@@ -139,13 +139,7 @@ class IngressSession:
         """Send these deltas of the ingress's requests, or keep them while the ingress is slow."""
         kept = self._deltas
         for delta in deltas:
-            earlier = kept.get(delta.request_id)
-            if earlier is None:
-                kept[delta.request_id] = delta
-            elif isinstance(earlier, TokenDelta):
-                kept[delta.request_id] = MergedDelta(earlier, delta)
-            else:
-                earlier.add(delta)
+            kept[delta.request_id] = with_next(kept.get(delta.request_id), delta)
             if delta.finish_reason is not None:
                 self._open.discard(delta.request_id)
         self.flush()
@@ -192,7 +186,7 @@ class IngressSession:
 
     def _send_frame(self) -> None:
         deltas, self._deltas = self._deltas, {}
-        merged = tuple([each if isinstance(each, TokenDelta) else each.delta() for each in deltas.values()])
+        merged = tuple(map(as_delta, deltas.values()))
         report = structs.replace(self._report(), num_own=len(self._open))
         frame = Frame(self._next_number, report, merged, self._view)
         self._view = None

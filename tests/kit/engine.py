@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -136,11 +137,12 @@ def next_token(token_ids: list[int]) -> int:
     return 2 + total % (VOCAB_SIZE - 2)
 
 
-class KnowingDrafter(Drafter):
-    """Drafts what a CountingRunner will draw, at most `num_drafts` tokens; some drafts are wrong, by their place."""
+class SteadyDrafter(Drafter):
+    """Drafts for one sequence after the other, in every step."""
 
-    def __init__(self, num_drafts: int) -> None:
-        self._num_drafts = num_drafts
+    @abstractmethod
+    def draft_of(self, sequence: Sequence) -> list[int]:
+        """The tokens that may follow those of a sequence."""
 
     def begin(self, num_sequences: int) -> bool:
         return True
@@ -148,17 +150,24 @@ class KnowingDrafter(Drafter):
     def draft(
         self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
     ) -> Iterator[tuple[int, Several[int]]]:
-        return one_by_one(sequences, take, self._draft_of)
+        return one_by_one(sequences, take, self.draft_of)
 
-    def _draft_of(self, sequence: Sequence) -> list[int]:
+    def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:
+        """Nothing to learn."""
+
+
+class KnowingDrafter(SteadyDrafter):
+    """Drafts what a CountingRunner will draw, at most `num_drafts` tokens; some drafts are wrong, by their place."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
+
+    def draft_of(self, sequence: Sequence) -> list[int]:
         known = list(sequence.token_ids(0, sequence.num_tokens))
         drafts: list[int] = []
         for place in range(self._num_drafts):
             drafts.append(next_token(known + drafts) if (sequence.num_tokens + place) % 5 else 3)
         return drafts[: sequence.num_tokens % (self._num_drafts + 1)]
-
-    def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:
-        """Nothing to learn."""
 
 
 class EagerModelDrafter(ModelDrafter):

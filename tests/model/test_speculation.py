@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ import pytest
 
 from app.build import assemble, drafter_of
 from app.config import CacheConfig, SchedulerConfig, SpeculationConfig
-from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.request import Request
 from app.engine.sequence import Sequence
-from app.engine.speculation.drafter import Drafter, Take, one_by_one
-from tests.kit.engine import EagerModelDrafter, Outcome, make_request, run_to_end
+from app.engine.speculation.drafter import Drafter
+from tests.kit.engine import EagerModelDrafter, Outcome, SteadyDrafter, make_request, run_to_end
 from tests.model.test_equivalence import build, random_requests
 from tests.tiny_models import VOCAB_SIZE
 
@@ -32,27 +30,16 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-class RecallingDrafter:
+class RecallingDrafter(SteadyDrafter):
     """Drafts what a run without speculation gave, and every seventh token wrong."""
 
     def __init__(self, token_ids: Mapping[str, list[int]]) -> None:
         self._token_ids = token_ids
 
-    def begin(self, num_sequences: int) -> bool:
-        return True
-
-    def draft(
-        self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
-    ) -> Iterator[tuple[int, Several[int]]]:
-        return one_by_one(sequences, take, self._draft_of)
-
-    def _draft_of(self, sequence: Sequence) -> list[int]:
+    def draft_of(self, sequence: Sequence) -> list[int]:
         at = sequence.num_generated_tokens
         drafts = list(self._token_ids[sequence.request.request_id][at : at + 5])
         return [token if (at + place) % 7 else (token + 1) % VOCAB_SIZE for place, token in enumerate(drafts)]
-
-    def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:
-        """Nothing to learn."""
 
 
 def requests_of_all_kinds() -> tuple[Request, ...]:
