@@ -21,6 +21,9 @@ def child_environment() -> dict[str, str]:
 
 
 def step_back() -> None:
-    """Have this process leave the cores to those that serve requests."""
+    """Have the calling thread leave the cores to those that serve requests; where threads share one, the process.
+
+    By so much from where it is: Ray's workers have been stepped back by 15, and only root may come nearer.
+    """
     niceness = 10
     os.nice(niceness)

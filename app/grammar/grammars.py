@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 from collections import OrderedDict, deque
@@ -15,6 +14,7 @@ from functools import cached_property, partial
 
 from llguidance import LLMatcher
 
+from app.child_process import step_back
 from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind, Request
 from app.errors import EngineStopped, InvalidRequest, InvalidSetup, Overloaded, Unavailable
@@ -141,8 +141,9 @@ class Grammars:
         self._queue = CompileQueue(limits.max_waiting)  # guarded by _lock too
         self._lock = threading.Lock()
         self._is_closed = False
-        self._compiling = ThreadPoolExecutor(_NUM_THREADS, "grammars", initializer=_step_back)
-        self._resuming = ThreadPoolExecutor(1, "resumed-grammars", initializer=_step_back)
+        begin = step_back if sys.platform == "linux" else None  # only there does a thread have a priority of its own
+        self._compiling = ThreadPoolExecutor(_NUM_THREADS, "grammars", initializer=begin)
+        self._resuming = ThreadPoolExecutor(1, "resumed-grammars", initializer=begin)
 
     def matcher_of(self, request: Request) -> Future[Matcher | None]:
         """See `Matchers`. Does not block."""
@@ -364,13 +365,6 @@ def _refusal(grammar: Grammar, reason: str) -> InvalidRequest:
         param=grammar.param,
         code="invalid_grammar",
     )
-
-
-def _step_back() -> None:
-    """Lower the priority of the calling thread. Only on Linux does a thread have one of its own."""
-    niceness = 10
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def _done(matcher: Matcher | None) -> Future[Matcher | None]:
