@@ -17,6 +17,7 @@ import yaml
 
 from tests.deployments.conftest import PLAIN_ENVIRONMENT, free_port
 from tests.deployments.launcher.test_launcher import assert_leaves_nothing_behind, output_until, start, stop
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.serve
 PROJECT = Path(__file__).resolve().parent.parent
@@ -47,7 +48,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def run(command: list[str], folder: Path) -> str:
     plain = {name: value for name, value in PLAIN_ENVIRONMENT.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=folder, env=plain, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=folder, env=plain, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -74,7 +75,7 @@ def test_the_wheel_serves_the_bundled_model(environment: Path, tmp_path: Path) -
         address = f"http://127.0.0.1:{config['http_options']['port']}"
         assert f"curl {address}/v1/chat/completions" in output
         chat = {"model": "demo", "messages": [{"role": "user", "content": "Count from 3 to 9."}], "temperature": 0}
-        answer = httpx.post(f"{address}/v1/chat/completions", json=chat, timeout=60).json()
+        answer = httpx.post(f"{address}/v1/chat/completions", json=chat, timeout=PATIENCE_S).json()
         assert answer["choices"][0]["message"]["content"] == "3 4 5 6 7 8 9."
         assert_leaves_nothing_behind(process, output, lambda: os.killpg(process.pid, signal.SIGTERM))
     finally:

@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 
 Found = TypeVar("Found")
 
+PATIENCE_S = 200.0  # what a test waits for comes long before on the busiest machine, or never
+
 
 async def until(
     look: Callable[[], Found | Awaitable[Found]],
     is_reached: Callable[[Found], Any] = bool,
-    timeout_s: float = 20.0,
+    timeout_s: float = PATIENCE_S,
     every_s: float = 0.002,
 ) -> Found:
     """What `look` returns once that is reached."""
@@ -35,7 +37,7 @@ async def until(
 def eventually(
     look: Callable[[], Found],
     is_reached: Callable[[Found], Any] = bool,
-    timeout_s: float = 30.0,
+    timeout_s: float = PATIENCE_S,
     every_s: float = 0.02,
 ) -> Found:
     """As `until`, for tests without an event loop."""

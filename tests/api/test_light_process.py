@@ -19,4 +19,4 @@ assert not heavy, heavy
 
 def test_the_api_and_its_tokenizer_load_neither_torch_nor_ray(demo_path: Path) -> None:
     project = Path(__file__).resolve().parents[2]
-    subprocess.run([sys.executable, "-c", PROGRAM, str(demo_path)], check=True, cwd=project, timeout=120)
+    subprocess.run([sys.executable, "-c", PROGRAM, str(demo_path)], check=True, cwd=project)

@@ -24,9 +24,8 @@ from schemathesis.specs.openapi.checks import (
 from app.api.endpoints import live
 from app.text import Tokenizer
 from tests.kit.service import Service, say, served
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
-PATIENCE_S = 10.0
 EXAMPLES = 12  # of each mode, for each of the operations
 # Not among them: that everything which fits the description is answered with a 2xx. What a model or a compiler has to
 # look at (token ids, grammars, dimensions, a context length) no description can say.

@@ -70,7 +70,7 @@ def grammar_for(tokenizer: Tokenizer, form: ToolFormat, **fields: Any) -> Gramma
 
 def matcher(grammars: Grammars, grammar: Grammar) -> Matcher:
     request = Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1, grammar=grammar))
-    found = grammars.matcher_of(request).result(30)
+    found = grammars.matcher_of(request).result()
     assert found is not None
     return found
 

@@ -21,9 +21,7 @@ from app.build import build_engine
 from app.config import ApiConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.async_engine import AsyncEngine
 from app.text import Tokenizer
-from tests.waiting import eventually
-
-PATIENCE_S = 10.0
+from tests.waiting import PATIENCE_S, eventually
 
 
 @contextmanager

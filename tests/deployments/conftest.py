@@ -23,7 +23,7 @@ import pytest
 from deployments.launcher.supervisor import environment, free_ports
 from deployments.serve.settings import ServeFile, parse
 from tests.tiny_encoders import save_tiny_encoder
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 HERE = Path(__file__).parent
 STARTS_RAY = {"cluster", "hosts", "guarded", "launch"}  # fixtures
@@ -83,20 +83,20 @@ class Service:
 
     def stats(self, model: str) -> list[Any]:
         """EngineStats of each replica of a model, always in the same order while the replicas are the same."""
-        return list(_handle(model).broadcast("stats").results(timeout_s=60))
+        return list(_handle(model).broadcast("stats").results(timeout_s=PATIENCE_S))
 
-    def eventually(self, model: str, condition: Callable[[list[Any]], bool], timeout_s: float = 60.0) -> list[Any]:
+    def eventually(self, model: str, condition: Callable[[list[Any]], bool]) -> list[Any]:
         """The stats once they meet the condition."""
-        return eventually(lambda: self.stats(model), condition, timeout_s)
+        return eventually(lambda: self.stats(model), condition)
 
     def until_free(self, model: str) -> None:
         """Until the ingress too knows of no request at the model's replicas: their reports come a moment later."""
 
         def requests() -> int:
-            entries = httpx.get(f"{self.url}/admin/fleet", timeout=60).json()["data"]
+            entries = httpx.get(f"{self.url}/admin/fleet", timeout=PATIENCE_S).json()["data"]
             return sum(each["requests"] for entry in entries if entry["model"] == model for each in entry["replicas"])
 
-        eventually(requests, lambda number: number == 0, timeout_s=60.0)
+        eventually(requests, lambda number: number == 0)
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,6 @@ from benchmarks.chaos.traffic import Traffic, moment
 from benchmarks.chaos.verdict import judged
 from deployments.launcher.supervisor import session_members
 
-PATIENCE_S = 120.0
-
 
 def replica_pids(application: str, deployment: str) -> list[int]:
     """The pids of a deployment's replicas, among the processes of this session: other clusters have their own."""

@@ -18,12 +18,11 @@ import ray
 import yaml
 from pyarrow import parquet
 
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 PROJECT = Path(__file__).parents[2]
 EXAMPLE = PROJECT / "deployments" / "bulk" / "example.jsonl"
 NUM_ROWS = 200
-PATIENCE_S = 200.0
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -83,7 +82,7 @@ def wait_for_rows(out: Path, at_least: int, process: subprocess.Popen[str]) -> i
         assert process.poll() is None, process.communicate()[0]
         return journal.read_bytes().count(b"\n") if journal.exists() else 0
 
-    return eventually(num_rows, lambda number: number >= at_least, PATIENCE_S, every_s=0.01)
+    return eventually(num_rows, lambda number: number >= at_least, every_s=0.01)
 
 
 def results(out: Path) -> list[dict[str, Any]]:

@@ -27,14 +27,13 @@ from benchmarks.harness.http_call import Target
 from deployments.serve.application import build
 from deployments.serve.settings import parse
 from tests.deployments.strikes import (
-    PATIENCE_S,
     assert_nothing_is_wrong,
     has_begun,
     replica_pids,
     replica_states,
     struck,
 )
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 APPLICATION = "failover"
 NUM_REPLICAS = 3

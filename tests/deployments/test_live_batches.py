@@ -15,12 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.deployments.conftest import SHARED
 from tests.deployments.strikes import kill_batches
 from tests.metrics.test_exposition import value
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 MODEL = "night"
 CHAT = "/v1/chat/completions"
 NUM_LINES = 200
-PATIENCE_S = 200.0
 SECRET = "whsec_" + "QUJD" * 8
 
 
@@ -76,11 +75,11 @@ def test_every_line_ends_once_though_the_process_is_killed(client: openai.OpenAI
         assert counts is not None
         return counts.completed
 
-    done = eventually(completed, lambda done: done >= NUM_LINES // 10, PATIENCE_S)
+    done = eventually(completed, lambda done: done >= NUM_LINES // 10)
     assert done < NUM_LINES
     kill_batches(SHARED)
     assert completed() >= done  # asked again and again until the next process answers
-    batch = eventually(lambda: client.batches.retrieve(batch.id), lambda batch: batch.status == "completed", PATIENCE_S)
+    batch = eventually(lambda: client.batches.retrieve(batch.id), lambda batch: batch.status == "completed")
     assert batch.output_file_id is not None
     assert batch.error_file_id is None
     lines = [json.loads(each) for each in client.files.content(batch.output_file_id).content.splitlines()]

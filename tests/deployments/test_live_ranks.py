@@ -17,8 +17,8 @@ from benchmarks.chaos.traffic import MODEL_NAME, mixed, with_reference
 from benchmarks.harness.http_call import Target
 from deployments.serve.application import build
 from deployments.serve.settings import parse
-from tests.deployments.strikes import PATIENCE_S, assert_nothing_is_wrong, has_begun, replica_pids
-from tests.waiting import eventually
+from tests.deployments.strikes import assert_nothing_is_wrong, has_begun, replica_pids
+from tests.waiting import PATIENCE_S, eventually
 
 APPLICATION = "ranks"
 NUM_REPLICAS = 3
@@ -54,7 +54,7 @@ def test_a_rank_that_is_killed_or_stopped_costs_its_streams_a_pause(cluster: str
             await has_begun(traffic)
             os.kill(killed, signal.SIGKILL)
             os.kill(stopped, signal.SIGSTOP)
-            await asyncio.to_thread(eventually, lambda: is_gone(stopped), timeout_s=PATIENCE_S)
+            await asyncio.to_thread(eventually, lambda: is_gone(stopped))
 
     asyncio.run(main())
     assert not is_gone(untouched)

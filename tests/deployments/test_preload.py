@@ -29,7 +29,7 @@ assert http_util.jsonable_encoder({1}) == [1]
 
 
 def test_the_processes_of_a_service_import_serve_without_pandas_and_fastapi() -> None:
-    subprocess.run([sys.executable, "-c", CODE], check=True, timeout=60, env=os.environ | {"PYTHONPATH": str(PROJECT)})
+    subprocess.run([sys.executable, "-c", CODE], check=True, env=os.environ | {"PYTHONPATH": str(PROJECT)})
 
 
 def test_workers_import_it_before_they_have_work(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_haproxy_shows_its_pages_where_the_service_listens() -> None:
     """Every address of HAProxy is that of the service, whatever the port."""
     code = "import deployments.preload, ray.serve._private.haproxy as it; print(it.HAPROXY_CONFIG_TEMPLATE)"
     done = subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True,
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": str(PROJECT)},
     )  # fmt: skip
     addresses = [line.split()[1:] for line in done.stdout.splitlines() if line.split()[:1] == ["bind"]]

@@ -35,14 +35,14 @@ from deployments.serve.settings import parse
 from deployments.serve.transport import FramesFrom
 from tests.demo_tasks import Question, mixed_questions
 from tests.deployments.conftest import Service, steps_of
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 LONG = 2000  # tokens: nearly all of the context, and ten seconds of steps at least
 
 
 def ask(service: Service, model: str, prompt: str = "Count from 3 to 9.", **fields: Any) -> httpx.Response:
     body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 8} | fields
-    return httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=60)
+    return httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
 
 
 def test_web_pages_are_refused_through_the_proxy_and_names_of_this_machine_are_not(service: Service) -> None:
@@ -50,8 +50,9 @@ def test_web_pages_are_refused_through_the_proxy_and_names_of_this_machine_are_n
     body = {"model": "least", "prompt": "3", "max_tokens": 1}
 
     def statuses(**headers: str) -> tuple[int, int]:
-        asked = httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, timeout=60)
-        return httpx.get(f"{service.url}/admin/keys", headers=headers, timeout=60).status_code, asked.status_code
+        asked = httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S)
+        listed = httpx.get(f"{service.url}/admin/keys", headers=headers, timeout=PATIENCE_S)
+        return listed.status_code, asked.status_code
 
     port = service.url.rpartition(":")[2]
     for host in (f"127.0.0.1:{port}", "localhost", "localhost:18000", "[::1]:8000", "chat.localhost"):
@@ -61,7 +62,7 @@ def test_web_pages_are_refused_through_the_proxy_and_names_of_this_machine_are_n
     assert statuses(host="evil.example", **{"x-forwarded-host": "localhost"}) == (403, 403)
     assert statuses(origin="https://evil.example") == (403, 403)
     form = {"content-type": "application/x-www-form-urlencoded"}
-    sent = httpx.post(f"{service.url}/v1/completions", content=json.dumps(body), headers=form, timeout=60)
+    sent = httpx.post(f"{service.url}/v1/completions", content=json.dumps(body), headers=form, timeout=PATIENCE_S)
     assert (sent.status_code, sent.json()["error"]["code"]) == (415, "unsupported_media_type")
 
 
@@ -69,7 +70,7 @@ def test_web_pages_are_refused_through_the_proxy_and_names_of_this_machine_are_n
 def long_stream(service: Service, model: str) -> Iterator[httpx.Response]:
     """A stream that has begun and is not read on."""
     body = {"model": model, "prompt": "Once", "max_tokens": LONG, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as response:
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
         assert response.status_code == 200, response.read()
         lines = response.iter_lines()  # kept: httpx closes the connection with its iterator
         next(lines)
@@ -106,7 +107,7 @@ def received_tokens(addresses: Sequence[Address], requests: Sequence[Request]) -
             yield tokens
         finally:
             loop.call_soon_threadsafe(is_over.set)
-            receiving.result(timeout=10)
+            receiving.result()
             loop.close()
 
 
@@ -193,14 +194,17 @@ def test_a_cascade_asks_the_large_model_where_the_small_one_is_not_certain(servi
 
 def test_documents_are_ranked_by_an_encoder_and_the_best_one_is_read_by_the_model(service: Service) -> None:
     documents = ["w6 w7", "w4 w5 w9", "w8"]
-    body = {"model": "ranker", "query": "w4 w5", "documents": documents}
-    ranked = httpx.post(f"{service.url}/v1/rerank", json=body, timeout=60).json()["results"]
+    body = {"model": "ranker", "query": "w4 w5"}
+
+    def results(documents: list[str]) -> list[dict[str, Any]]:
+        asked = body | {"documents": documents}
+        answer = httpx.post(f"{service.url}/v1/rerank", json=asked, timeout=PATIENCE_S)
+        return answer.json()["results"]  # type: ignore[no-any-return]
+
+    ranked = results(documents)
     assert sorted(each["index"] for each in ranked) == [0, 1, 2]
     assert ranked == sorted(ranked, key=lambda each: -each["relevance_score"])
-    alone = [
-        httpx.post(f"{service.url}/v1/rerank", json=body | {"documents": [document]}, timeout=60).json()["results"][0]
-        for document in documents
-    ]
+    alone = [results([document])[0] for document in documents]
     for each in ranked:
         assert each["relevance_score"] == pytest.approx(alone[each["index"]]["relevance_score"], abs=1e-5)
     answer = ask(service, "found", prompt="w4 w5", documents=documents)
@@ -287,7 +291,7 @@ def test_more_than_the_replicas_hold_gets_429_at_once(service: Service) -> None:
     async def flood() -> list[httpx.Response]:
         # So long that the two that are taken still run when the last of the eight comes, on a busy machine too.
         body = {"model": "narrow", "prompt": "Once", "max_tokens": 400, "ignore_eos": True}
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
             return await asyncio.gather(*(client.post(f"{service.url}/v1/completions", json=body) for _ in range(8)))
 
     service.until_free("narrow")
@@ -306,7 +310,7 @@ def test_a_full_service_is_still_ready(service: Service) -> None:
 
     def take_the_second_place() -> None:
         with long_stream(service, "narrow"):
-            has_been_seen.wait(timeout=30)
+            has_been_seen.wait(timeout=PATIENCE_S)
 
     service.until_free("narrow")
     with ThreadPoolExecutor() as threads, long_stream(service, "narrow"):
@@ -374,7 +378,7 @@ def test_new_settings_reach_every_replica_without_losing_a_request_or_restarting
         before = stats(handle)
         handle = deploy({"strategy": {"name": "static", "batch_size": 2}, "policy": "fair"})
         after = stats(handle)  # `serve.run` returned: every replica has said that they hold
-        eventually(lambda: all(len(each) == 300 for each in tokens.values()), timeout_s=60)
+        eventually(lambda: all(len(each) == 300 for each in tokens.values()))
     assert {(each.strategy, each.policy) for each in after} == {("static", "fair")}
     assert sum(each.total_steps for each in after) >= sum(each.total_steps for each in before) > 0  # the same processes
     assert tokens["a"] == tokens["b"] == tokens["c"]

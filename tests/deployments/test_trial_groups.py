@@ -12,13 +12,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import groups
 from tests.deployments.conftest import Service
+from tests.waiting import PATIENCE_S
 
 MODEL = "trial"
 
 
 def ask(service: Service, **headers: str) -> httpx.Response:
     body = {"model": MODEL, "prompt": "Once", "max_tokens": 4, "ignore_eos": True, "seed": 5}
-    return httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, timeout=60)
+    return httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S)
 
 
 def test_a_header_chooses_the_group_and_shares_do_for_the_rest(service: Service) -> None:
@@ -81,7 +82,7 @@ def test_the_report_says_which_arm_is_better(service: Service, capsys: pytest.Ca
 
 def requests_by_group(service: Service) -> dict[str, float]:
     """Requests that each group's engines have ended by themselves."""
-    families = text_string_to_metric_families(httpx.get(f"{service.url}/metrics", timeout=10).text)
+    families = text_string_to_metric_families(httpx.get(f"{service.url}/metrics", timeout=PATIENCE_S).text)
     [family] = [family for family in families if family.name == "carousel_engine_finished"]
     return {
         sample.labels["group"]: sample.value

@@ -8,7 +8,7 @@ import pytest
 from app.engine.adapter_store import AdapterStore
 from app.engine.request import Adapter
 from app.errors import Overloaded, UnsupportedAdapter
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 
 def adapter(name: str) -> Adapter:
@@ -132,7 +132,7 @@ def test_all_that_wait_for_one_that_cannot_be_read_hear_it_at_once() -> None:
 
     store = AdapterStore(load, unload=lambda weights: None, max_loaded=1)
     waiting = [store.hold_soon(adapter("broken"), tenant=f"tenant-{n % 2}") for n in range(6)]
-    assert reading.wait(20)
+    assert reading.wait(PATIENCE_S)
     gate.set()
     assert all(isinstance(each.exception(20), UnsupportedAdapter) for each in waiting)
     assert num_tries == 1
@@ -145,7 +145,7 @@ def test_tenants_take_turns_to_load() -> None:
     others = [store.hold_soon(adapter(name), tenant=name) for name in ("first", "second")]
     gate.release(20)
     for each in (*flood, *others):
-        each.result(20)
+        each.result()
     assert read[:5] == ["flood-0", "flood-1", "first", "second", "flood-2"]
 
 
@@ -166,7 +166,7 @@ def test_one_that_is_cancelled_before_its_turn_is_not_read() -> None:
     assert not first.cancel()  # it is being read
     assert cancelled.cancel()
     gate.release(3)
-    last.result(20)
+    last.result()
     assert read == ["a", "c"]
 
 

@@ -17,7 +17,7 @@ from app.child_process import child_environment
 from app.engine.device_lease import SHORTEST_TURN_S, TURN_PER_SWITCH, DeviceLease
 from app.errors import InvalidSetup
 from tests.kit.engine import FakeClock
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 ASKS = """
 import sys, time
@@ -148,7 +148,7 @@ def test_others_are_told_of_a_change(device: Device) -> None:
     assert holder.ask()
     holder.listen(told.set)
     assert not other.ask()
-    assert told.wait(5)
+    assert told.wait(PATIENCE_S)
 
 
 def test_a_killed_process_holds_nothing(device: Device, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_order_as_it_was(dev
         asked = thread.submit(other.ask)
         assert not asked.done()
         os.kill(process.pid, signal.SIGKILL)
-        assert asked.result(timeout=20) is False
+        assert asked.result() is False
     holder.leave()
     assert other.ask()
 
@@ -184,7 +184,7 @@ def test_one_that_starts_and_waits_goes_on_when_the_process_with_the_memory_is_k
         assert not third.ask()  # it would fit beside the one with the memory, but comes behind the one that waits
         assert not started.done()
         os.kill(process.pid, signal.SIGKILL)
-        started.result(timeout=20)
+        started.result()
     assert third.ask()
 
 

@@ -73,8 +73,7 @@ class Replica:
 async def a_server(server: FrameServer) -> AsyncIterator[tuple[FrameServer, Address]]:
     address = await server.open()
     try:
-        async with asyncio.timeout(20):
-            yield server, address
+        yield server, address
     finally:
         await server.close()
 

@@ -16,7 +16,7 @@ def request_for(grammar: Grammar, **fields: object) -> Request:
 
 
 def matcher_for(grammars: Grammars, kind: GrammarKind, text: str, **fields: object) -> Matcher:
-    matcher = grammars.matcher_of(request_for(Grammar(kind, text), **fields)).result(30)
+    matcher = grammars.matcher_of(request_for(Grammar(kind, text), **fields)).result()
     assert matcher is not None
     return matcher
 

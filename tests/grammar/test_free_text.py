@@ -57,7 +57,7 @@ CALL = {"trigger": "<tool_call>", "content": [{"schema": 0}, "</tool_call>"]}
 
 
 def matcher(grammars: Grammars, grammar: Grammar, **fields: Any) -> Matcher:
-    found = grammars.matcher_of(request_for(grammar, **fields)).result(30)
+    found = grammars.matcher_of(request_for(grammar, **fields)).result()
     assert found is not None
     return found
 

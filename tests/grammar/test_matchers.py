@@ -34,7 +34,7 @@ GRAMMARS = {
 
 
 def begun(grammars: Grammars, grammar: Grammar) -> Matcher:
-    matcher = grammars.matcher_of(request_for(grammar)).result(30)
+    matcher = grammars.matcher_of(request_for(grammar)).result()
     assert matcher is not None
     return matcher
 

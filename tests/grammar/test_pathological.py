@@ -23,7 +23,7 @@ from app.grammar.grammars import CompileLimits, Grammars
 from app.grammar.vocabulary import Vocabulary
 from tests.grammar.documents import allowed_ids, request_for
 from tests.grammar.hostile_grammars import Case, cases
-from tests.waiting import eventually, stop_child
+from tests.waiting import PATIENCE_S, eventually, stop_child
 
 TIMEOUT_S = 1.0
 
@@ -32,7 +32,7 @@ TIMEOUT_S = 1.0
 def grammars(vocabulary: Vocabulary) -> Iterator[Grammars]:
     limits = CompileLimits(timeout_s=TIMEOUT_S, memory_bytes=256_000_000)
     made = Grammars(lambda: vocabulary, limits=limits)
-    made.matcher_of(request_for(Grammar(GrammarKind.REGEX, "a"))).result(30)
+    made.matcher_of(request_for(Grammar(GrammarKind.REGEX, "a"))).result()
     yield made
     made.close()
 
@@ -110,7 +110,7 @@ def test_time_and_memory_are_limited(vocabulary: Vocabulary, limits: CompileLimi
     [(_, kind, text)] = [case for case in cases() if case[0] == name]
     grammars = Grammars(lambda: vocabulary, limits=limits)
     with pytest.raises(InvalidRequest, match=words):
-        grammars.matcher_of(request_for(Grammar(kind, text))).result(30)
+        grammars.matcher_of(request_for(Grammar(kind, text))).result()
     # A busy machine may refuse a small one too within so short a time; others then, because refusals are remembered.
     small = (grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "a" * number))) for number in range(1, 100))
     assert any(each.exception(30) is None for each in small)
@@ -149,7 +149,7 @@ def test_a_grammar_is_tried_again_where_its_process_was_killed(vocabulary: Vocab
         eventually(tried.running)
         time.sleep(0.05)
         process.kill()
-        assert tried.result(30) is not None
+        assert tried.result() is not None
 
 
 def test_where_the_process_is_killed_each_time_the_grammar_is_not_refused_for_ever(vocabulary: Vocabulary) -> None:
@@ -176,7 +176,7 @@ def test_waiting_for_the_processor_is_no_fault_of_a_grammar(vocabulary: Vocabula
         stop_child(process.pid)
         time.sleep(1.2)
         process.send_signal(signal.SIGCONT)
-        assert tried.result(30) is not None
+        assert tried.result() is not None
         assert newest_process(grammars) is process
 
 
@@ -191,7 +191,7 @@ def test_one_tenants_expensive_grammars_delay_no_other_tenant(vocabulary: Vocabu
         one, other = ({"tenant": name} for name in ("one", "other"))
         expensive = [grammars.matcher_of(request_for(Grammar(GrammarKind.JSON_SCHEMA, text), **one)) for text in large]
         cheap = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "yes|no"), **other))
-        assert cheap.result(30) is not None
+        assert cheap.result() is not None
         assert not expensive[-1].done()  # all of them take seconds
 
 
@@ -199,7 +199,7 @@ def test_one_tenant_does_not_take_all_places(vocabulary: Vocabulary) -> None:
     let_go = threading.Event()
 
     def read_late() -> Vocabulary:
-        let_go.wait(30)
+        let_go.wait(PATIENCE_S)
         return vocabulary
 
     def asked(text: str, tenant: str) -> Future[Matcher | None]:
@@ -210,7 +210,7 @@ def test_one_tenant_does_not_take_all_places(vocabulary: Vocabulary) -> None:
         few = [asked(f"b{number}", "other") for number in range(2)]
         assert [isinstance(each.exception(1), Overloaded) for each in many[2:]] == [True] * 4
         let_go.set()
-        assert all(each.result(30) is not None for each in [*many[:2], *few])
+        assert all(each.result() is not None for each in [*many[:2], *few])
 
 
 def test_at_the_end_those_that_wait_hear_of_it(vocabulary: Vocabulary) -> None:
@@ -241,19 +241,19 @@ def newest_process(grammars: Grammars) -> subprocess.Popen[bytes] | None:
 def is_cached(grammars: Grammars, text: str) -> bool:
     future = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text)))
     was_done = future.done()
-    assert future.result(30) is not None
+    assert future.result() is not None
     return was_done
 
 
 def compiled(grammars: Grammars, text: str) -> Matcher | None:
-    return grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text))).result(30)
+    return grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text))).result()
 
 
 def test_a_cancelled_request_takes_no_place_in_the_queue(vocabulary: Vocabulary) -> None:
     let_go = threading.Event()
 
     def read_late() -> Vocabulary:
-        let_go.wait(30)
+        let_go.wait(PATIENCE_S)
         return vocabulary
 
     grammars = Grammars(read_late, limits=CompileLimits(max_waiting=2))
@@ -261,7 +261,7 @@ def test_a_cancelled_request_takes_no_place_in_the_queue(vocabulary: Vocabulary)
     for number in range(5):
         assert grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, f"{number}"))).cancel()
     let_go.set()
-    assert first.result(30) is not None
+    assert first.result() is not None
     grammars.close()
 
 
@@ -307,7 +307,7 @@ def test_when_too_many_wait_others_are_told_to_come_back(vocabulary: Vocabulary)
     let_go = threading.Event()
 
     def read_late() -> Vocabulary:
-        let_go.wait(30)
+        let_go.wait(PATIENCE_S)
         return vocabulary
 
     grammars = Grammars(read_late, limits=CompileLimits(max_waiting=2))
@@ -315,6 +315,6 @@ def test_when_too_many_wait_others_are_told_to_come_back(vocabulary: Vocabulary)
     with pytest.raises(Overloaded, match="2 requests wait for their grammars"):
         grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "c"))).result(1)
     let_go.set()
-    assert all(future.result(30) is not None for future in waiting)
-    assert grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "c"))).result(30) is not None
+    assert all(future.result() is not None for future in waiting)
+    assert grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "c"))).result() is not None
     grammars.close()

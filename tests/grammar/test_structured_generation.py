@@ -53,7 +53,7 @@ def for_schema(name: str, schema: dict[str, Any], **sampling: Any) -> Request:
 def answers(engine: Engine, matchers: Matchers, requests: Sequence[Request], *, max_steps: int = 100_000) -> Outcome:
     outcome = Outcome()
     for request in requests:
-        engine.add(request, matcher=matchers.matcher_of(request).result(30))
+        engine.add(request, matcher=matchers.matcher_of(request).result())
     for _ in range(max_steps):
         if not engine.has_work:
             break

@@ -39,7 +39,7 @@ def matcher(
     generated: Sequence[int] = (),
 ) -> Matcher:
     asked = Grammar(grammar.kind, grammar.text, thought=Thought(*marks, is_open=is_open, max_tokens=budget))
-    found = grammars.matcher_of(request_for(asked, generated_token_ids=tuple(generated))).result(30)
+    found = grammars.matcher_of(request_for(asked, generated_token_ids=tuple(generated))).result()
     assert found is not None
     return found
 
@@ -117,7 +117,7 @@ def test_without_a_form_all_but_the_budget_is_free(grammars: Grammars) -> None:
 
 
 def test_requests_that_share_a_form_have_each_their_own_marks_and_budget(grammars: Grammars) -> None:
-    none = grammars.matcher_of(request_for(TAG)).result(30)
+    none = grammars.matcher_of(request_for(TAG)).result()
     assert none is not None
     assert allowed_ids(none) == [*b"<"]
     one, two = (matcher(grammars, TAG, is_open=True, budget=budget) for budget in (1, 2))

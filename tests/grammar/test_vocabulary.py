@@ -102,7 +102,7 @@ def test_without_a_tokenizer_structured_outputs_are_refused_and_no_path_is_told(
     grammars = Grammars(read)
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="no grammar can be matched") as refused:
-            grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "a"))).result(60)
+            grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "a"))).result()
         assert str(tmp_path) not in str(refused.value)
     assert num_reads == 2
     grammars.close()

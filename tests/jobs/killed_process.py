@@ -35,7 +35,7 @@ async def main(folder: Path, log: int, num_lines: int, most: int) -> None:
             batch_id = batches[0]["id"]
         else:
             batch_id = await begin(service, jsonl(*(input_line(f"line-{n}") for n in range(num_lines))))
-        await until(service, batch_id, timeout_s=60)
+        await until(service, batch_id)
 
 
 if __name__ == "__main__":

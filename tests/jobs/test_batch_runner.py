@@ -44,6 +44,7 @@ from tests.kit.jobs import (
     until,
     upload,
 )
+from tests.waiting import PATIENCE_S
 
 ONE = jsonl(input_line("one"))
 TEN = jsonl(*(input_line(f"line-{n}") for n in range(10)))
@@ -141,14 +142,14 @@ async def test_the_files_of_an_owner_that_are_read_for_long_hold_up_no_other(
             is_large = b"line-9" in file.read()
         if is_large:
             num_read.append(1)
-            may_go_on.wait(30)
+            may_go_on.wait(PATIENCE_S)
         return check(open_file, rules)
 
     monkeypatch.setattr("app.jobs.batch_runner.check", slow_check)
     async with service_in(tmp_path, Echo()) as service:
         try:
             many = [await begin(service, TEN) for _ in range(32)]  # as many as there are threads at most
-            one = await asyncio.wait_for(begin(service, ONE, owner="bob"), 10)
+            one = await begin(service, ONE, owner="bob")
             assert (await until(service, one, owner="bob"))["status"] == "completed"
             assert len(num_read) == 1
         finally:
@@ -475,8 +476,7 @@ async def test_a_service_opens_though_the_results_of_a_batch_cannot_be_read_now(
     service = service_in(tmp_path, echo)
     service.start()
     try:
-        async with asyncio.timeout(20):
-            await service.opened()
+        await service.opened()
         assert (await is_paused(service, batch_id))["paused"]["code"] == "storage_failed"
         writes.left = None
         output, _ = await ends(service, await until(service, batch_id))

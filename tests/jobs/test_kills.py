@@ -14,6 +14,7 @@ from typing import Any
 from app.batches import PageOf
 from tests.jobs.killed_process import MAX_IN_FLIGHT
 from tests.kit.jobs import OWNER, Echo, ends, service_in
+from tests.waiting import PATIENCE_S
 
 PROJECT = Path(__file__).parents[2]
 NUM_LINES = 1000
@@ -55,7 +56,7 @@ def test_every_line_ends_once_though_the_process_is_killed_again_and_again(tmp_p
     log.touch()
     for _ in range(NUM_KILLS):
         kill_after(folder, log, choose.randrange(NUM_LINES // NUM_KILLS - 50), choose.random() * 0.01)
-    assert go_on(folder, log).wait(timeout=60) == 0
+    assert go_on(folder, log).wait(timeout=PATIENCE_S) == 0
     output, errors = asyncio.run(outcome(folder))
     assert (output.keys(), errors) == ({f"line-{n}" for n in range(NUM_LINES)}, {})
     num_answers = log.stat().st_size
@@ -78,7 +79,7 @@ def test_a_process_that_was_stopped_past_its_lock_and_goes_on_changes_nothing(tm
             assert next_one.poll() is None, "it ended before the first went on"
             time.sleep(0.002)
         stopped.send_signal(signal.SIGCONT)
-        assert next_one.wait(timeout=60) == 0
+        assert next_one.wait(timeout=PATIENCE_S) == 0
     finally:
         stopped.kill()
         stopped.wait()

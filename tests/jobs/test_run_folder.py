@@ -144,7 +144,7 @@ def test_a_full_disk_fails_cleanly_and_keeps_what_was_written(tmp_path: Path) ->
     """A limit on file sizes stands for the disk: for the writing process it is the same."""
     project = Path(__file__).parents[2]
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "out")]
-    printed = subprocess.run(command, check=True, cwd=project, timeout=60, capture_output=True, text=True).stdout
+    printed = subprocess.run(command, check=True, cwd=project, capture_output=True, text=True).stdout
     num_settled, _, message = printed.partition(" ")
     assert 5 < int(num_settled) < 30
     assert f"{num_settled} of 100 rows are safe there" in message

@@ -309,8 +309,7 @@ class Connection:
 
     async def ended(self) -> None:
         """Wait until the answer is complete, and put nothing together."""
-        async with asyncio.timeout(20):
-            await self._task
+        await self._task
 
     def answer(self) -> Answer:
         """The answer by now."""

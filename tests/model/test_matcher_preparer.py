@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from app.model.matcher_preparer import MatcherPreparer
+from tests.waiting import PATIENCE_S
 
 
 class GatedMatcher:
@@ -26,7 +27,7 @@ class GatedMatcher:
     def prepare(self) -> None:
         self.begun.set()
         if self._gate is not None:
-            assert self._gate.wait(20), "the gate was not opened"
+            assert self._gate.wait(PATIENCE_S), "the gate was not opened"
         self.prepared_by.append(threading.current_thread().name)
         if self._error is not None:
             raise self._error
@@ -40,7 +41,7 @@ def test_all_are_prepared_once_while_something_is_computed() -> None:
     for _ in range(50):
         matchers = [GatedMatcher() for _ in range(9)]
         with preparer.preparing(matchers):
-            assert matchers[0].begun.wait(20)  # a computation, in which the other thread gets on
+            assert matchers[0].begun.wait(PATIENCE_S)  # a computation, in which the other thread gets on
         assert [len(matcher.prepared_by) for matcher in matchers] == [1] * 9
         assert matchers[0].prepared_by == ["masks"]
 
@@ -48,10 +49,10 @@ def test_all_are_prepared_once_while_something_is_computed() -> None:
 def test_matchers_that_the_thread_has_not_begun_are_prepared_by_the_caller() -> None:
     gate = threading.Event()
     matchers = [GatedMatcher(gate), *(GatedMatcher() for _ in range(5))]
-    opener = threading.Thread(target=lambda: (matchers[-1].begun.wait(20), gate.set()))
+    opener = threading.Thread(target=lambda: (matchers[-1].begun.wait(PATIENCE_S), gate.set()))
     opener.start()
     with MatcherPreparer().preparing(matchers):
-        assert matchers[0].begun.wait(20)
+        assert matchers[0].begun.wait(PATIENCE_S)
     # The thread was held at the first: it opened only when the last had been done by this one.
     opener.join()
     assert matchers[0].prepared_by == ["masks"]
@@ -63,7 +64,7 @@ def test_an_error_of_one_matcher_does_not_end_the_thread() -> None:
     for _ in range(3):
         matchers = [GatedMatcher(error=ValueError("no")), GatedMatcher()]
         with preparer.preparing(matchers):
-            assert matchers[1].begun.wait(20)
+            assert matchers[1].begun.wait(PATIENCE_S)
         assert [matcher.prepared_by for matcher in matchers] == [["masks"]] * 2
 
 
@@ -83,5 +84,5 @@ def test_without_matchers_there_is_no_thread_and_with_its_owner_it_ends() -> Non
         [thread] = set(threading.enumerate()) - before
     del preparer
     gc.collect()
-    thread.join(20)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()

@@ -240,7 +240,7 @@ assert "torch" not in sys.modules
 
 def test_a_simulated_replica_starts_without_torch(demo_path: Path) -> None:
     project = Path(__file__).resolve().parents[2]
-    subprocess.run([sys.executable, "-c", PROGRAM, str(demo_path)], check=True, cwd=project, timeout=120)
+    subprocess.run([sys.executable, "-c", PROGRAM, str(demo_path)], check=True, cwd=project)
 
 
 def test_a_crash_token_kills_the_process_that_computes_it_and_no_other() -> None:

@@ -110,7 +110,7 @@ class Stage:
 
     def _call(self, what: Coroutine[Any, Any, None]) -> None:
         future: Future[None] = asyncio.run_coroutine_threadsafe(what, self._loop)
-        future.result(20)
+        future.result()
 
     async def _begin(self) -> None:
         self.registry = ReplicaRegistry(

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from app.errors import InvalidRequest
 from app.webhooks.client import DeliveryFailed, WebhookClient
 from tests.unclosed import nothing_unclosed
+from tests.waiting import PATIENCE_S
 from tests.webhooks.receivers import LOCAL, OK, Connects, Receiver, at, message, names, status
 
 LOOPBACK = "http://127.0.0.1"
@@ -263,7 +264,7 @@ async def test_a_name_server_that_is_slow_costs_the_time_of_one_attempt() -> Non
     gate, has_ended = threading.Event(), threading.Event()
 
     def slow(host: str, port: int) -> Sequence[tuple[Any, ...]]:
-        gate.wait(20)
+        gate.wait(PATIENCE_S)
         has_ended.set()
         raise OSError("no such name")
 

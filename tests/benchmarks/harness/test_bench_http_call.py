@@ -52,7 +52,7 @@ def answer_to(*pieces: bytes, keeps_open: bool = False, timeout_s: float = 5.0) 
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             target = Target.parse(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
             answer = await ask(target, target.request("completions", b"{}"), timeout_s=timeout_s)
-            await asyncio.wait_for(served.wait(), 5)
+            await served.wait()
             return answer
 
     served = asyncio.Event()

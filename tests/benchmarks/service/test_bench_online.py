@@ -49,7 +49,7 @@ def test_slow_answers_delay_no_arrival(common: list[str], figures: Figures) -> N
         return StreamingResponse(once_all_have_come(), media_type="text/event-stream")
 
     async def once_all_have_come() -> AsyncIterator[Any]:
-        await until(lambda: num_arrived == 10, timeout_s=60)
+        await until(lambda: num_arrived == 10)
         await asyncio.sleep(0.5)
         async for event in stream(num_tokens=2, gap_s=0.1).body_iterator:
             yield event
@@ -94,4 +94,4 @@ def test_poisson_arrivals_come_at_the_asked_rate_and_bursts_at_once_with_the_sam
 
 def test_the_clients_load_no_torch() -> None:
     program = "import sys, benchmarks.service.online, benchmarks.service.fleet; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).resolve().parents[3], timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).resolve().parents[3])

@@ -28,10 +28,9 @@ from deployments.launcher.supervisor import check_folders, num_proxy_threads, se
 from deployments.serve.settings import ServeFile, parse, read_serve_file
 from tests.api.odd_requests import answered
 from tests.deployments.conftest import PLAIN_ENVIRONMENT, free_port, steps_of
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 PROJECT = Path(__file__).parents[3]
-PATIENCE_S = 120.0  # a test that waits so long has failed
 Launch = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -235,7 +234,7 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(
     (model / "config.json").write_text(json.dumps({"model_type": "none-such"}))
     config["applications"][0]["args"]["models"][0]["engine"]["model"]["path"] = str(model)
     process = launch(config)
-    output, _ = process.communicate(timeout=2 * PATIENCE_S)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     shutil.rmtree(output.split("The logs are kept in ")[1].split("/session_latest")[0])
     assert "The service did not start.\n" in output
     assert "replica-demo: " in output
@@ -264,7 +263,7 @@ def test_keys_hold_on_a_running_service_and_no_file_of_it_shows_them(guarded: Gu
     assert (complete(key), complete(other_key), complete(key, {"a": "the canary sings at dawn"})) == (200, 401, 400)
 
     guarded.keys_file.write_text(other_entry + "\n")
-    eventually(lambda: complete(other_key) != 401, timeout_s=PATIENCE_S, every_s=0.2)
+    eventually(lambda: complete(other_key) != 401, every_s=0.2)
     assert complete(key) == 401
     assert [status_of(path, other_key) for path in ("/admin/keys", "/admin/fleet")] == [200, 200]
 
@@ -296,7 +295,7 @@ def assert_leaves_nothing_behind(process: subprocess.Popen[str], output: str, te
     session = child_of(process)
     assert len(session_members(session)) > 5
     tell()
-    said, _ = process.communicate(timeout=2 * PATIENCE_S)
+    said, _ = process.communicate(timeout=PATIENCE_S)
     assert "Stopping." in said
     assert "killing it" not in said
     assert process.returncode == 0

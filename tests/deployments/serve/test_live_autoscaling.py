@@ -20,12 +20,10 @@ from tests.deployments.conftest import Deployed, steps_of
 from tests.deployments.scraping import complete_scrape
 from tests.deployments.strikes import replica_states
 from tests.kit.engine import build_fake_engine, make_request
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 # Serve says it whenever it reads the config back; deployments/serve/autoscaling.py says why the field is set.
 pytestmark = pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
-
-PATIENCE_S = 180.0  # a process took 108 s to start beside a busy one, under the load that it is started for
 
 
 def model(**autoscaling: float) -> ServedModelConfig:
@@ -143,7 +141,7 @@ def steady_load(url: str, num_clients: int) -> Iterator[list[int]]:
 
 def seconds_until(condition: Callable[[], bool]) -> float:
     begin = time.monotonic()
-    eventually(condition, timeout_s=PATIENCE_S)
+    eventually(condition)
     return time.monotonic() - begin
 
 

@@ -11,7 +11,7 @@ import httpx
 
 from tests.deployments.conftest import SHARED
 from tests.deployments.strikes import replica_pids
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 MODEL = "switched"
 NUM_TOKENS = 160  # three seconds
@@ -36,7 +36,7 @@ def test_a_switch_holds_on_every_replica_also_on_one_that_is_started_later_and_l
     static = {"name": "static", "batch_size": 4, "max_wait_ms": 50.0}
 
     async def main() -> None:
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
             [expected] = await asyncio.gather(tokens_of(client, url))
             streams = [asyncio.create_task(tokens_of(client, url)) for _ in range(8)]
             await asyncio.sleep(0.3)
@@ -53,10 +53,10 @@ def test_a_switch_holds_on_every_replica_also_on_one_that_is_started_later_and_l
     os.kill(before[0], signal.SIGKILL)
 
     def now() -> list[tuple[Any, Any]]:
-        return in_force(httpx.get(f"{url}/admin/scheduler", timeout=60))
+        return in_force(httpx.get(f"{url}/admin/scheduler", timeout=PATIENCE_S))
 
-    eventually(lambda: set(replica_pids(SHARED, f"replica-{MODEL}")) - set(before), timeout_s=200)
-    eventually(now, lambda found: found == [(static, "fair")] * 2, timeout_s=200)
-    back = httpx.post(f"{url}/admin/scheduler", json={"model": MODEL}, timeout=60)
+    eventually(lambda: set(replica_pids(SHARED, f"replica-{MODEL}")) - set(before))
+    eventually(now, lambda found: found == [(static, "fair")] * 2)
+    back = httpx.post(f"{url}/admin/scheduler", json={"model": MODEL}, timeout=PATIENCE_S)
     assert [each["switched_at"] for each in back.json()["replicas"]] == [None, None]
     assert [strategy["name"] for strategy, _ in in_force(back)] == ["continuous"] * 2

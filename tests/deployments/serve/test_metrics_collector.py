@@ -13,6 +13,7 @@ from ray import serve
 from deployments.serve.metrics import answers_of
 from tests.deployments.scraping import complete_scrape
 from tests.metrics.test_exposition import parsed, value
+from tests.waiting import PATIENCE_S
 
 MAX_TOKENS = 6
 QUESTIONS = {"switched": 5, "demo": 3}
@@ -20,7 +21,7 @@ QUESTIONS = {"switched": 5, "demo": 3}
 
 def ask(url: str, model: str, **fields: object) -> httpx.Response:
     body = {"model": model, "prompt": "Once upon", "max_tokens": MAX_TOKENS, "ignore_eos": True} | fields
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
 
 
 COUNTED = (
@@ -73,7 +74,7 @@ def test_values_add_up_over_ingresses_replicas_and_models(shared: str) -> None:
 
 def test_an_admin_is_told_what_every_ingress_knows(shared: str) -> None:
     for _ in range(3):  # either ingress may be asked
-        keys, fleet = (httpx.get(f"{shared}/admin/{what}", timeout=60).json() for what in ("keys", "fleet"))
+        keys, fleet = (httpx.get(f"{shared}/admin/{what}", timeout=PATIENCE_S).json() for what in ("keys", "fleet"))
         # The process of the batches has a view of its own.
         assert fleet["processes"] == keys["processes"] == {"answered": 3, "missing": 0}
         [anonymous] = keys["data"]

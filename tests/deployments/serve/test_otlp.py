@@ -19,6 +19,7 @@ from app.text import Tokenizer
 from deployments.serve.tracing import OtlpTracer, tracer_of_environment
 from tests.api.test_request_trace import BODY, resumed
 from tests.kit.service import Service
+from tests.waiting import PATIENCE_S
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -36,7 +37,7 @@ class Collector:
     def spans(self) -> list[dict[str, Any]]:
         """All that came; it ends."""
         self.process.terminate()
-        return [json.loads(line) for line in self.process.communicate(timeout=30)[0].splitlines()]
+        return [json.loads(line) for line in self.process.communicate(timeout=PATIENCE_S)[0].splitlines()]
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from app.model.ways.transformers_code import TransformersModel
 from tests.kit.models import load
 from tests.model.parallel.cuda_rank import BLOCK_SIZE, NUM_PROBE_TOKENS, group_of, logits_of_tokens
 from tests.tiny_models import build_tiny_model
+from tests.waiting import PATIENCE_S
 
 TOKEN_IDS = list(range(3, 10))
 
@@ -51,7 +52,7 @@ def other_rank(store: str, path: str, **more: object) -> Iterator[Callable[[], A
     )  # fmt: skip
 
     def said() -> Any:
-        output, error = other.communicate(timeout=240)
+        output, error = other.communicate(timeout=PATIENCE_S)
         assert other.returncode == 0, error
         return json.loads(output)
 
