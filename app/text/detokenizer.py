@@ -5,7 +5,7 @@ The window with a settled front is how TGI and vLLM do it; the bound on what may
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from app.text.tokenizer import Tokenizer
 
@@ -44,8 +44,10 @@ class Detokenizer:
         self._num_settled = 0
         self._num_shown = 0
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """Take the next ids and return the text that is certain by now."""
+        if len(token_ids) == 1:  # nearly always
+            return "" if token_ids[0] in self._hidden else self._push_one(token_ids[0])
         return "".join([self._push_one(token_id) for token_id in token_ids if token_id not in self._hidden])
 
     def flush(self) -> str:
@@ -56,6 +58,12 @@ class Detokenizer:
         return piece
 
     def _push_one(self, token_id: int) -> str:
+        if self._tokenizer.is_byte_level and self._num_settled == len(self._window):
+            piece = self._tokenizer.token_text(token_id)
+            if piece and REPLACEMENT not in piece:  # whole characters, whatever comes before or after
+                self._window[:] = (token_id,)
+                self._num_settled, self._num_shown = 1, len(piece)
+                return piece
         self._window.append(token_id)
         text = self._decode()
         if not text.endswith(REPLACEMENT):
