@@ -46,9 +46,18 @@ def _piece_of_work(nodeid: str) -> str:
     return "live" if has_live or file == "tests/test_wheel.py" else file
 
 
+STAYING = ("cluster", "shared", "service")  # fixtures, whose processes compute all the time, a hundredth of a core each
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest piece of work comes first, and in it what needs no cluster: then no process of Ray is there yet."""
+    """The longest piece of work comes first. In it the files that leave no processes come before those that do."""
     if "PYTEST_XDIST_WORKER" in os.environ:
+        left: dict[Path, int] = {}
+        for item in items:
+            names = getattr(item, "fixturenames", ())
+            number = max((at for at, name in enumerate(STAYING, start=1) if name in names), default=0)
+            left[item.path] = max(left.get(item.path, 0), number)
+        items.sort(key=lambda item: left[item.path])
         items.sort(key=lambda item: item.get_closest_marker("serve") is not None)
         items.sort(key=lambda item: _piece_of_work(item.nodeid) != "live")
 

@@ -14,7 +14,7 @@ from app.text.stop_strings import StopStrings
 from app.text.tokenizer import Tokenizer
 
 
-class TextDelta(Struct, frozen=True):
+class TextDelta(Struct, frozen=True, gc=False):
     """What one token delta added. `num_tokens` counts hidden ones (end of text, special) too."""
 
     text: str

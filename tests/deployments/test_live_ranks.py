@@ -44,7 +44,7 @@ def test_a_rank_that_is_killed_or_stopped_costs_its_streams_a_pause(cluster: str
         num_replicas=NUM_REPLICAS, weights=True, model=str(demo_path), tensor_parallel=2, step_timeout_s=STEP_TIMEOUT_S
     )
     serve.run(build(parse(args)), name=APPLICATION, route_prefix=f"/{APPLICATION}")
-    asked = mixed(NUM_STREAMS, max_tokens=(100, 200))
+    asked = mixed(NUM_STREAMS, max_tokens=(40, 80))
     traffic = asyncio.run(with_reference(Target.parse(f"{cluster}/{APPLICATION}"), asked))
     traffic.answers, traffic.timeout_s = [], PATIENCE_S
     killed, stopped, untouched = ranks()
