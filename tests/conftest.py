@@ -74,6 +74,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Files without Ray step back behind its workers, which are 15 steps back: they would get a fiftieth of a core."""
+    if "PYTEST_XDIST_WORKER" in os.environ and _piece_of_work(item.nodeid) != "live":
+        os.nice(19)
+
+
 def pytest_collection_finish() -> None:
     """What is loaded stays, and no later collection looks at it: torch and transformers are 700,000 objects."""
     gc.collect()

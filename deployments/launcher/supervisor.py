@@ -121,8 +121,8 @@ def environment(config: ServeFile, run_folder: Path, inherited: Mapping[str, str
         # Streams do not wait for it when a replica dies: the ingress sees that its line broke.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
-        # Half of what an idle service computes is Ray's timers. It measures each of their calls, for a report in its logs,
-        # and every process of the node each five seconds, for the dashboard.
+        # By default Ray measures each call of its timers, for a report in its logs, and all processes of
+        # the node every five seconds, for its dashboard. Both are a tenth of what an idle service computes.
         "RAY_event_stats": "0",
         "REPORTER_UPDATE_INTERVAL_MS": "20000",
         # Three of these and Serve kills a proxy that has not started. With its 5 s it gave up on a busy machine what it

@@ -10,7 +10,7 @@ import torch
 class OffDevice:
     """Weights that wait in the host's memory, and scratch memory that nothing keeps.
 
-    Storages are emptied in place (as FSDP does with those of its parameters): who holds a tensor need not know. Their
+    Storages are emptied in place (as FSDP does with those of its parameters): what holds a tensor need not know. Their
     addresses are others afterwards, so what was captured with them is of no use.
     """
 
