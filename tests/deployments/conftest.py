@@ -111,12 +111,24 @@ def cluster() -> Iterator[str]:
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": HTTP_PORT})
         yield f"http://127.0.0.1:{HTTP_PORT}"
-        serve.shutdown()
     finally:
-        ray.shutdown()
-        deadline = time.monotonic() + 5
-        while RUN_FOLDER.exists() and time.monotonic() < deadline:  # processes that are ending still write there
-            shutil.rmtree(RUN_FOLDER, ignore_errors=True)
+        _end_cluster()
+
+
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """The cluster ends with the tests of this folder: its processes compute half a core's worth of nothing."""
+    if nextitem is None or HERE not in nextitem.path.parents:
+        _end_cluster()
+
+
+def _end_cluster() -> None:
+    if not ray.is_initialized():
+        return
+    serve.shutdown()
+    ray.shutdown()
+    deadline = time.monotonic() + 5
+    while RUN_FOLDER.exists() and time.monotonic() < deadline:  # processes that are ending still write there
+        shutil.rmtree(RUN_FOLDER, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
@@ -128,8 +140,9 @@ def deployed(cluster: str) -> Deployed:
     def for_a_block(name: str, args: Mapping[str, Any]) -> Iterator[str]:
         serve.run(build(parse(args)), name=name, route_prefix=f"/{name}")
         yield f"{cluster}/{name}"
-        # Not waited for: it has its own name, and the next tests have other applications.
-        serve.delete(name, _blocking=False)
+        if ray.is_initialized():
+            # Not waited for: it has its own name, and the next tests have other applications.
+            serve.delete(name, _blocking=False)
 
     return for_a_block
 

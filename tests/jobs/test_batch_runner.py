@@ -96,8 +96,7 @@ async def test_a_small_batch_takes_turns_with_a_large_one_that_began_before(tmp_
         first = await begin(service, large)
         await echo.has_open(2)
         second = await begin(service, small)
-        await until(service, second, "in_progress")
-        await asyncio.sleep(0.05)
+        await waiting.until(lambda: len(service._execution.slots._queue) == 1)  # a line of it waits for a slot
         echo.hold.set()
         await until(service, second)
         await until(service, first)
@@ -123,8 +122,7 @@ async def test_an_owner_with_many_batches_leaves_another_its_share_of_the_places
         many = [await begin(service, jsonl(*(input_line(f"{n}-{m}") for m in range(40)))) for n in range(10)]
         await echo.has_open(4)
         one = await begin(service, jsonl(*(input_line(f"bob-{n}") for n in range(40))), owner="bob")
-        await until(service, one, "in_progress", owner="bob")
-        await asyncio.sleep(0.05)
+        await waiting.until(lambda: "bob" in service._execution.slots._queue._lines)  # it waits for a slot
         echo.hold.set()
         await until(service, one, owner="bob")
         for batch_id in many:

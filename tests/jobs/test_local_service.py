@@ -261,10 +261,10 @@ async def test_what_a_client_has_begun_is_done_though_it_goes(tmp_path: Path) ->
                     await asyncio.sleep(0)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        await asyncio.sleep(0.2)
         for batch in (await service.batches(PageOf(owner=OWNER, limit=100)))["data"]:
             assert (await until(service, batch["id"]))["status"] == "completed"
-        assert {path.name for path in (tmp_path / "drafts").iterdir()} == set(service._uploads)
+        drafts = tmp_path / "drafts"  # a file is made in a thread, and is known or gone soon after
+        await waiting.until(lambda: {path.name for path in drafts.iterdir()} == set(service._uploads))
 
 
 async def test_the_input_of_a_batch_stays_until_it_has_ended(tmp_path: Path) -> None:
