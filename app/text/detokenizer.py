@@ -37,6 +37,7 @@ class Detokenizer:
     ) -> None:
         """`shown_token_ids`: shown even if they are special and those are skipped."""
         self._tokenizer = tokenizer
+        self._are_independent = tokenizer.token_bytes.are_independent
         self._hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
         if shown_token_ids:
             self._hidden -= shown_token_ids
@@ -58,7 +59,7 @@ class Detokenizer:
         return piece
 
     def _push_one(self, token_id: int) -> str:
-        if self._tokenizer.is_byte_level and self._num_settled == len(self._window):
+        if self._are_independent and self._num_settled == len(self._window):
             piece = self._tokenizer.token_text(token_id)
             if piece and REPLACEMENT not in piece:  # whole characters, whatever comes before or after
                 self._window[:] = (token_id,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -21,7 +21,10 @@ class TokenBytes:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
-        self._decode = _way_of(backend)
+        steps = list(_steps(backend))
+        # Whether the bytes of some tokens are those of each, one after the other: no token depends on its neighbours.
+        self.are_independent = [step["type"] for step in steps] == ["ByteLevel"]
+        self._decode = _way_of(steps)
         self._known: dict[int, bytes] = {}  # at most one entry for each token there is
 
     def __call__(self, token_id: int) -> bytes:
@@ -42,9 +45,8 @@ class TokenBytes:
         return self._decode(token)
 
 
-def _way_of(backend: Backend) -> Callable[[str], bytes] | None:
+def _way_of(steps: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes] | None:
     """How the vocabulary writes bytes; None where only the decoder itself knows."""
-    steps = list(_steps(backend))
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
         return _of_byte_level
@@ -73,7 +75,7 @@ def _steps(backend: Backend) -> Iterator[dict[str, Any]]:
     yield from described["decoders"] if described["type"] == "Sequence" else [described]
 
 
-def _space_sign(step: dict[str, Any]) -> str:
+def _space_sign(step: Mapping[str, Any]) -> str:
     """What stands for a space, if this step says so."""
     if step["type"] == "Metaspace":
         return str(step["replacement"])

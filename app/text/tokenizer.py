@@ -14,8 +14,6 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from tokenizers.decoders import ByteLevel
-
 from app.errors import ContextTooLong, InvalidRequest, InvalidSetup
 from app.text.text_pairs import CHARACTERS_AT_ONCE, EncodedTexts, Forms
 from app.text.token_bytes import TokenBytes
@@ -35,8 +33,6 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._token_texts: dict[int, str] = {}
-        # Whether the bytes of some tokens are those of each, one after the other: no token depends on its neighbours.
-        self.is_byte_level = isinstance(self._backend.decoder, ByteLevel)
         self.token_bytes = TokenBytes(self._backend)
         # The class of a model's own tokenizer may have other names by default; it is not loaded here.
         names = pretrained.init_kwargs.get("model_input_names") or ["token_type_ids"]
