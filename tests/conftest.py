@@ -57,9 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             names = getattr(item, "fixturenames", ())
             number = max((at for at, name in enumerate(STAYING, start=1) if name in names), default=0)
             left[item.path] = max(left.get(item.path, 0), number)
-        items.sort(key=lambda item: left[item.path])
-        items.sort(key=lambda item: item.get_closest_marker("serve") is not None)
-        items.sort(key=lambda item: _piece_of_work(item.nodeid) != "live")
+
+        def place(item: pytest.Item) -> tuple[bool, bool, int]:
+            is_live = _piece_of_work(item.nodeid) == "live"
+            return not is_live, item.get_closest_marker("serve") is not None, left[item.path] if is_live else 0
+
+        items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -281,9 +281,10 @@ async def test_a_cancelled_job_says_which_prompts_were_not_done(tokenizer: Token
     service = Service(tokenizer, lambda request: [WAIT] if request.prompt_token_ids == waits else three(request))
     async with http_client(service, tmp_path) as client:
         job = (await post(client, ["1", "2", "4"], **JOB)).json()
-        while job["request_counts"]["completed"] < 2:
-            job = (await client.get(f"/v1/batch/{job['id']}")).json()
-            await asyncio.sleep(0.005)
+        shown = await until(
+            lambda: client.get(f"/v1/batch/{job['id']}"), lambda shown: shown.json()["request_counts"]["completed"] >= 2
+        )
+        job = shown.json()
         assert (job["status"], job["results"], round(job["progress"], 2)) == ("in_progress", None, 0.67)
         await client.post(f"/v1/batches/{job['id']}/cancel")
         results = (await job_ended(client, job["id"]))["results"]

@@ -115,6 +115,7 @@ def cluster() -> Iterator[str]:
         _end_cluster()
 
 
+@pytest.hookimpl(trylast=True)  # once what the last file began has ended
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
     """The cluster ends with the tests of this folder: its processes compute half a core's worth of nothing."""
     if nextitem is None or HERE not in nextitem.path.parents:

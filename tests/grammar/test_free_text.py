@@ -169,7 +169,7 @@ def test_what_stands_in_a_piece_is_compiled_before_anything_is_written(small: Gr
         tags(CALL, schemas=[{"type": "string", "minLength": 9, "maxLength": 3}]),
         tags({"trigger": "<a", "content": [{"pattern": "(("}]}),
     ):
-        refused = small.matcher_of(request_for(grammar)).exception(30)
+        refused = small.matcher_of(request_for(grammar)).exception()
         assert isinstance(refused, InvalidRequest)
         assert refused.code == "invalid_grammar"
 

@@ -46,7 +46,7 @@ def test_it_is_refused_or_compiled_within_the_limit(grammars: Grammars, case: Ca
     _, kind, text = case
     before_s = cpu_s(grammars)
     compiled = grammars.matcher_of(request_for(Grammar(kind, text)))
-    error = compiled.exception(120)
+    error = compiled.exception()
     if error is None:
         matcher = compiled.result()
         assert matcher is not None
@@ -113,13 +113,13 @@ def test_time_and_memory_are_limited(vocabulary: Vocabulary, limits: CompileLimi
         grammars.matcher_of(request_for(Grammar(kind, text))).result()
     # A busy machine may refuse a small one too within so short a time; others then, because refusals are remembered.
     small = (grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "a" * number))) for number in range(1, 100))
-    assert any(each.exception(30) is None for each in small)
+    assert any(each.exception() is None for each in small)
     grammars.close()
 
 
 def test_a_refusal_is_remembered(grammars: Grammars) -> None:
     request = request_for(Grammar(GrammarKind.REGEX, "(((((("))
-    first = grammars.matcher_of(request).exception(30)
+    first = grammars.matcher_of(request).exception()
     again = grammars.matcher_of(request)
     assert again.done()
     assert str(again.exception()) == str(first)
@@ -127,7 +127,7 @@ def test_a_refusal_is_remembered(grammars: Grammars) -> None:
 
 def test_a_remembered_refusal_names_the_field_that_it_came_in_now(grammars: Grammars) -> None:
     for param in ("structured_outputs.regex", "tools"):
-        refusal = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "[", param=param))).exception(30)
+        refusal = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "[", param=param))).exception()
         assert isinstance(refusal, InvalidRequest)
         assert refusal.param == param
         assert str(refusal).startswith(f"{param}: this regular expression cannot be used")
@@ -221,7 +221,7 @@ def test_at_the_end_those_that_wait_hear_of_it(vocabulary: Vocabulary) -> None:
     eventually(asked[0].running)
     time.sleep(0.05)
     grammars.close()
-    assert all(isinstance(each.exception(10), EngineStopped) for each in asked)
+    assert all(isinstance(each.exception(), EngineStopped) for each in asked)
     assert isinstance(grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "x"))).exception(1), EngineStopped)
 
 

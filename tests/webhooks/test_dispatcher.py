@@ -7,6 +7,7 @@ import json
 import logging
 import random
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ async def begin(service: LocalBatchService, url: str | None, content: bytes = ON
     webhook = None if url is None else at(url)
     new = NewBatch(owner=owner, endpoint=CHAT, input_file_id=file_id, webhook=webhook)
     return str((await service.create_batch(new))["id"])
+
+
+def has_failed(batch: dict[str, Any], *, num_attempts: int) -> bool:
+    """Whether its webhook has failed in so many attempts at least."""
+    webhook = batch["webhook"]
+    return webhook["attempts"] >= num_attempts and webhook["last_error"] is not None
 
 
 async def webhook_of(service: LocalBatchService, batch_id: str, status: str) -> dict[str, Any]:
@@ -115,11 +122,10 @@ async def test_a_receiver_that_is_down_hears_of_it_after_restarts(tmp_path: Path
     for life in range(3):
         async with service_in(tmp_path, retries=retries, clock=clock) as service:
             batch_id = batch_id or await begin(service, receiver.url)
-            while True:
-                shown = (await service.batch(OWNER, batch_id))["webhook"]
-                if shown["attempts"] > life and shown["last_error"] is not None:
-                    break
-                await asyncio.sleep(0.005)
+            batch = await waiting.until(
+                partial(service.batch, OWNER, batch_id), partial(has_failed, num_attempts=life + 1), every_s=0.005
+            )
+            shown = batch["webhook"]
             assert shown["status"] == "pending"
             assert shown["last_error"].startswith("the connection failed")
         clock.at += 1200
