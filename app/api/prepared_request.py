@@ -23,7 +23,7 @@ class RequestLimits:
     They are constants: no deployment needs others.
     """
 
-    max_body_bytes: int = 8 * 1024 * 1024  # some two million tokens of text: more than a context holds
+    max_body_bytes: int = 4 * 1024 * 1024  # some million tokens of text, which is what one call may have
     body_timeout_s: float = 60.0  # for the whole body; a slower one is no honest client
     max_choices: int = 16  # highest `n` and `best_of`
     max_prompts: int = 128  # prompts × n in one call that waits for its response

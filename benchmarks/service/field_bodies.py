@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -54,8 +55,13 @@ class FieldBody:
 
     path: str  # of the endpoint
     name: str  # with the filled field, or two with a `+`, and with what it is filled
-    value: Json
+    make: Callable[[], Json]
     is_full: bool = False  # with a list or texts
+
+    @property
+    def value(self) -> Json:
+        """Made anew each time: the bodies of a sweep together are gigabytes."""
+        return self.make()
 
     def data(self) -> bytes:
         return json.dumps(self.value, ensure_ascii=False).encode()
@@ -67,7 +73,7 @@ class _Filled:
 
     place: str
     filling: str
-    value: Any
+    make: Callable[[], Any]
 
     @property
     def is_list(self) -> bool:
@@ -93,14 +99,15 @@ def field_bodies(
         for filled in filler.fields(schema, size):
             if filled.place:  # not the body as a whole
                 name, is_full = f"{filled.place} {filled.filling}", filled.is_full
-                yield _body(path, name, filled.value, is_full=is_full)
+                yield _body(path, name, filled.make, is_full=is_full)
                 if least and is_full:
-                    yield _body(path, f"{name} + least numbers", least | filled.value, is_full=True)
+                    yield _body(path, f"{name} + least numbers", partial(_beside, least, filled.make), is_full=True)
         lists = _lists(filler.fields(schema, size // 2)) if with_pairs else []
         for first, second in combinations(lists, 2):
-            yield _body(path, f"{first.place} + {second.place}", merged(first.value, second.value))
+            yield _body(path, f"{first.place} + {second.place}", partial(_both, first.make, second.make))
         if "temperature" in schema["properties"]:
-            yield _body(path, LARGEST_ANSWER, filler.minimal(schema) | _large_answer(schema, max_model_len // 2))
+            largest = filler.minimal(schema) | _large_answer(schema, max_model_len // 2)
+            yield _body(path, LARGEST_ANSWER, partial(dict, largest))
 
 
 def _endpoints(document: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
@@ -119,11 +126,23 @@ def _endpoints(document: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
             yield path, schema
 
 
-def _body(path: str, name: str, value: Json, *, is_full: bool = False) -> FieldBody:
-    if value.get("prompts") == ["w0"]:
-        value = value | {"prompts": [f"w{number}" for number in range(_NUM_PROMPTS)]}
-    limit = _LENGTH_FIELDS.get(path)
-    return FieldBody(path, f"{path} {name}", ({limit: _ASKED_TOKENS} if limit else {}) | value, is_full)
+def _body(path: str, name: str, make: Callable[[], Json], *, is_full: bool = False) -> FieldBody:
+    def body() -> Json:
+        value, limit = make(), _LENGTH_FIELDS.get(path)
+        if value.get("prompts") == ["w0"]:
+            value = value | {"prompts": [f"w{number}" for number in range(_NUM_PROMPTS)]}
+        return {limit: _ASKED_TOKENS} | value if limit else value
+
+    return FieldBody(path, f"{path} {name}", body, is_full)
+
+
+def _beside(value: Json, make: Callable[[], Json]) -> Json:
+    return value | make()
+
+
+def _both(first: Callable[[], Json], second: Callable[[], Json]) -> Json:
+    both: Json = merged(first(), second())
+    return both
 
 
 def _large_answer(schema: Json, num_tokens: int) -> Json:
@@ -232,15 +251,13 @@ class _Filler:
             for filled in self.fields(field, size):
                 place = f"{name}.{filled.place}" if filled.place else name
                 needed = {key: each for key, each in _NEEDED.get(name, {}).items() if key in schema["properties"]}
-                value = minimal | needed | {name: filled.value}
-                yield _Filled(place.replace(".[", "["), filled.filling, value)
-                if (
-                    name in _INPUTS
-                    and isinstance(filled.value, list)
-                    and filled.is_list
-                    and len(filled.value) > MAX_INPUTS
-                ):
-                    yield _Filled(name, "within", minimal | needed | {name: filled.value[:MAX_INPUTS]})
+                make = partial(_with, minimal | needed, name, filled.make)
+                yield _Filled(place.replace(".[", "["), filled.filling, make)
+                if name in _INPUTS and filled.is_list:
+                    made = filled.make()
+                    if isinstance(made, list) and len(made) > MAX_INPUTS:
+                        few = partial(_same, made[:MAX_INPUTS])
+                        yield _Filled(name, "within", partial(_with, minimal | needed, name, few))
         if schema.get("additionalProperties") and "properties" not in schema:
             yield from self._free_objects(schema, size)
 
@@ -257,7 +274,7 @@ class _Filler:
             )
             return
         yield from self._several("most", lambda number: {f"k{key}": 1 for key in range(number)}, most, size)
-        yield _Filled("", "text", {"k": _text("words", size)})
+        yield _Filled("", "text", lambda: {"k": _text("words", size)})
         yield from self._several("list", lambda number: {"k": [1] * number}, size // 3, size)
         nested = _nested(DEPTH)
         yield from self._several("deep", lambda number: {"k": [nested] * number}, size // (2 * DEPTH + 2), size)
@@ -266,8 +283,8 @@ class _Filler:
             yield from self._several(
                 "enum", lambda number: {"enum": [f"w{at}" for at in range(number)]}, size // 11, size
             )
-            yield _Filled("", "pattern", {"type": "string", "pattern": "(a|b)" * (size // 6)})
-            yield _Filled("", "counted", {"type": "string", "minLength": size, "maxLength": 2 * size})
+            yield _Filled("", "pattern", lambda: {"type": "string", "pattern": "(a|b)" * (size // 6)})
+            yield _Filled("", "counted", lambda: {"type": "string", "minLength": size, "maxLength": 2 * size})
 
     def _arrays(self, schema: Json, size: int) -> Iterator[_Filled]:
         item = self._resolved(schema.get("items", {}))
@@ -276,17 +293,17 @@ class _Filler:
         length = len(json.dumps(make(10**5))) + 2
         yield from self._several("most", lambda number: [*map(make, range(number))], min(most, size // length), size)
         wrong: Any = -1 if item.get("type") == "integer" else None
-        yield _Filled("", "wrong", [wrong] * (size // (len(json.dumps(wrong)) + 2)))
+        yield _Filled("", "wrong", lambda: [wrong] * (size // (len(json.dumps(wrong)) + 2)))
         if item.get("type") not in ("integer", "number"):
             for several in sorted({1, max(1, min(most, _REPEATED, size // 64))}):
                 for filled in self.fields(item, size // several):
                     times = f" x{several}" if several > 1 else ""
                     place = f"[].{filled.place}".rstrip(".")
-                    yield _Filled(place, filled.filling + times, [filled.value] * several)
+                    yield _Filled(place, filled.filling + times, partial(_repeated, filled.make, several))
 
     def _several(self, filling: str, make: Callable[[int], Any], most: int, size: int) -> Iterator[_Filled]:
         """A value with so many items; and one with as many as are parsed in this part of a body, where that is less."""
-        yield _Filled("", filling, make(most))
+        yield _Filled("", filling, partial(make, most))
         few = 64
         text = json.dumps(make(few))
         share = 0.9 * size / self._size  # of the body's limits; the rest is for what is around the value
@@ -299,26 +316,27 @@ class _Filler:
             if num > 4:  # not what is around the items
                 permitted = min(permitted, int(share * limit * few / num))
         if permitted < most:
-            yield _Filled("", "within" if filling == "most" else f"{filling} within", make(permitted))
+            yield _Filled("", "within" if filling == "most" else f"{filling} within", partial(make, permitted))
 
     def _strings(self, schema: Json, size: int) -> Iterator[_Filled]:
         if "enum" in schema:
-            yield from (_Filled("", str(value), value) for value in schema["enum"])
+            yield from (_Filled("", str(value), partial(_same, value)) for value in schema["enum"])
         elif "pattern" in schema:
-            yield _Filled("", "longest", "1" * min(size, schema.get("maxLength", 128)))
+            yield _Filled("", "longest", lambda: "1" * min(size, schema.get("maxLength", 128)))
         else:
             kinds = _TEXTS if schema.get("maxLength", size) > 4096 else ("words",)
-            yield from (_Filled("", kind, _text(kind, min(size, schema.get("maxLength", size)))) for kind in kinds)
+            most = min(size, schema.get("maxLength", size))
+            yield from (_Filled("", kind, partial(_text, kind, most)) for kind in kinds)
 
     def _numbers(self, schema: Json, size: int) -> Iterator[_Filled]:
         least, most = schema.get("minimum", 0), schema.get("maximum", 2**31)
         half = self._max_model_len // 2
-        yield _Filled("", "highest", most)
+        yield _Filled("", "highest", partial(_same, most))
         if least < half < most:
-            yield _Filled("", "half a context", half)
+            yield _Filled("", "half a context", partial(_same, half))
 
     def _booleans(self, schema: Json, size: int) -> Iterator[_Filled]:
-        yield _Filled("", "true", True)
+        yield _Filled("", "true", partial(_same, True))
 
     def _resolved(self, schema: Json) -> Json:
         while True:
@@ -339,6 +357,18 @@ _FILLS: dict[str, Callable[[_Filler, Json, int], Iterator[_Filled]]] = {
     "number": _Filler._numbers,
     "boolean": _Filler._booleans,
 }
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _with(value: Json, name: str, make: Callable[[], Any]) -> Json:
+    return value | {name: make()}
+
+
+def _repeated(make: Callable[[], Any], times: int) -> list[Any]:
+    return [make()] * times
 
 
 def _text(kind: str, size: int) -> str:

@@ -43,6 +43,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from app.api.prepared_request import RequestLimits
 from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.figures import table
 from benchmarks.harness.http_call import Target, call
@@ -295,8 +296,10 @@ def _chosen(document: Mapping[str, Any], given: argparse.Namespace, length: int)
     seen: set[bytes] = set()
     for size in given.sizes:
         for body in field_bodies(document, size=size, max_model_len=length):
+            if not re.search(given.only, body.name):
+                continue
             for sent in sent_bodies(body):
-                if re.search(given.only, sent.name) and sent.data not in seen:
+                if sent.data not in seen:
                     yield sent
                 if len(sent.data) < min(given.sizes):
                     seen.add(sent.data)
@@ -304,21 +307,22 @@ def _chosen(document: Mapping[str, Any], given: argparse.Namespace, length: int)
 
 def sent_bodies(body: FieldBody) -> Iterator[SentBody]:
     """A body to the model, and to what else it may go to; a large answer also to a client that does not read it."""
+    filled = body.value
 
     def sent(value: dict[str, Any], suffix: str = "", *, is_read: bool = True) -> SentBody:
         data = json.dumps({"model": MODEL_NAME} | value, ensure_ascii=False).encode()
         return SentBody(f"{body.name}{suffix}, {len(data):,} bytes", body.path, data, is_read)
 
-    yield sent(body.value)
-    if "model" in body.value:
+    yield sent(filled)
+    if "model" in filled:
         return
     if body.path in _OF_VECTORS and body.is_full:
-        yield sent(body.value | {"model": VECTORS_NAME}, " of long vectors")
+        yield sent(filled | {"model": VECTORS_NAME}, " of long vectors")
     if body.path in _OF_PROMPTS and body.is_full:
-        name = _RANKED_NAME if body.value.get("documents") else _NESTED_NAME
-        yield sent(body.value | {"model": name}, " to pipelines")
-    if body.name.endswith(LARGEST_ANSWER) and "max_tokens" in body.value:
-        plain = {name: value for name, value in body.value.items() if "logprobs" not in name and name != "echo"}
+        name = _RANKED_NAME if filled.get("documents") else _NESTED_NAME
+        yield sent(filled | {"model": name}, " to pipelines")
+    if body.name.endswith(LARGEST_ANSWER) and "max_tokens" in filled:
+        plain = {name: value for name, value in filled.items() if "logprobs" not in name and name != "echo"}
         yield sent(plain | {"stream": True}, " unread", is_read=False)
 
 
@@ -387,7 +391,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--step-ms", type=float, default=0.0, metavar="MS", help="steps that only sleep; 0: computed")
     parser.add_argument("--only", default="", metavar="REGEX", help="bodies whose name (path, field, filling) has this")
     parser.add_argument(
-        "--sizes", type=positive, nargs="+", default=[8 * _MIB - 2**18, 8192], metavar="BYTES", help="of a whole body"
+        "--sizes",
+        type=positive,
+        nargs="+",
+        default=[RequestLimits().max_body_bytes - 2**18, 8192],
+        metavar="BYTES",
+        help="of a whole body",
     )
     parser.add_argument("--minutes", type=float, default=60.0, metavar="N", help="send no body after this")
     return parser

@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from app.api.generation import MAX_LONGER_TEXT, USUAL_CHARACTERS_PER_TOKEN
+from app.api.prepared_request import RequestLimits
 from app.engine.request import Pooling
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
@@ -62,47 +63,47 @@ def nested(depth: int, times: int) -> list[Any]:
 
 
 HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
-    "one text": ("/v1/completions", {"prompt": LONG * 4}),
-    "white space": ("/v1/completions", {"prompt": " " * 8_000_000}),
-    "one letter": ("/v1/completions", {"prompt": "a" * 8_000_000}),
+    "one text": ("/v1/completions", {"prompt": LONG * 2}),
+    "white space": ("/v1/completions", {"prompt": " " * 4_000_000}),
+    "one letter": ("/v1/completions", {"prompt": "a" * 4_000_000}),
     "token ids": ("/v1/completions", {"prompt": [3] * 1_000_000}),
     "lists of ids": ("/v1/completions", {"prompt": [[3] * 90] * 10_000}),
-    "texts": ("/v1/completions", {"prompt": ["a" * 700] * 10_000}),
-    "lists": ("/v1/completions", {"prompt": "Hi", "x": [[]] * 2_600_000}),
-    "nested lists": ("/v1/completions", {"prompt": "Hi", "x": nested(150, 700)}),
-    "unknown fields": ("/v1/completions", {"prompt": "Hi", **{f"k{n}": 1 for n in range(100_000)}}),
-    "logit_bias": ("/v1/completions", {"prompt": "Hi", "logit_bias": {str(n): 1 for n in range(100_000)}}),
+    "texts": ("/v1/completions", {"prompt": ["a" * 350] * 10_000}),
+    "lists": ("/v1/completions", {"prompt": "Hi", "x": [[]] * 1_300_000}),
+    "nested lists": ("/v1/completions", {"prompt": "Hi", "x": nested(150, 350)}),
+    "unknown fields": ("/v1/completions", {"prompt": "Hi", **{f"k{n}": 1 for n in range(50_000)}}),
+    "logit_bias": ("/v1/completions", {"prompt": "Hi", "logit_bias": {str(n): 1 for n in range(50_000)}}),
     "bad_words": ("/v1/completions", {"prompt": "Hi", "bad_words": ["a"] * 1_000_000}),
     "a schema": (
         "/v1/completions",
-        {"prompt": "Hi", "structured_outputs": {"json": {f"k{n}": 1 for n in range(100_000)}}},
+        {"prompt": "Hi", "structured_outputs": {"json": {f"k{n}": 1 for n in range(50_000)}}},
     ),
-    "a schema as text": ("/v1/completions", {"prompt": "Hi", "structured_outputs": {"json": "[" + "[]," * 2_500_000}}),
+    "a schema as text": ("/v1/completions", {"prompt": "Hi", "structured_outputs": {"json": "[" + "[]," * 1_250_000}}),
     "messages": ("/v1/chat/completions", {"messages": [USER] * 4096}),
     "parts": (
         "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 30}] * 1000},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 30}] * 500},
     ),
-    "calls": ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL] * 100}] * 140}),
+    "calls": ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL] * 100}] * 70}),
     "arguments": (
         "/v1/chat/completions",
         {"messages": [USER, {"role": "assistant", "tool_calls": [
-            {**CALL, "function": {"name": "f", "arguments": '{"a": [' + "[]," * 2_500_000 + "[]]}"}}]}]},
+            {**CALL, "function": {"name": "f", "arguments": '{"a": [' + "[]," * 1_250_000 + "[]]}"}}]}]},
     ),
     "tools": (
         "/v1/chat/completions",
         {"messages": [USER], "tool_choice": "required", "tools": [
-            {"type": "function", "function": {"name": "f", "parameters": {f"k{n}": 1 for n in range(100_000)}}}]},
+            {"type": "function", "function": {"name": "f", "parameters": {f"k{n}": 1 for n in range(50_000)}}}]},
     ),
-    "template variables": ("/v1/chat/completions", {"messages": [USER], "chat_template_kwargs": {"a": [[]] * 100_000}}),
+    "template variables": ("/v1/chat/completions", {"messages": [USER], "chat_template_kwargs": {"a": [[]] * 50_000}}),
     "items": ("/v1/responses", {"input": [{"role": "user", "content": "x"}] * 4096}),
     "metadata": ("/v1/responses", {"input": "Hi", "metadata": {"a": [1] * 1_000_000}}),
     "echoed tools": (
         "/v1/responses",
         {"input": "Hi", "stream": True, "tool_choice": "none", "tools": [
-            {"type": "function", "name": "f", "description": "é" * 30_000}] * 128},
+            {"type": "function", "name": "f", "description": "é" * 15_000}] * 128},
     ),
-    "inputs": ("/v1/embeddings", {"input": ["a" * 3000] * 2048}),
+    "inputs": ("/v1/embeddings", {"input": ["a" * 1900] * 2048}),
     "a text to count": ("/tokenize", {"prompt": "ab cd " * 160_000, "return_token_strs": True}),
     "ids to decode": ("/detokenize", {"tokens": [300] * 1_000_000}),
 }  # fmt: skip
@@ -113,7 +114,7 @@ HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
 async def test_no_body_within_the_limits_stops_the_loop(name: str) -> None:
     path, body = HOSTILE[name]
     content = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
-    assert len(content) <= 8 * 1024 * 1024
+    assert len(content) <= RequestLimits().max_body_bytes
     tokenizer = tokenizer_with(TEMPLATES["hermes"])
     service = Service(tokenizer, say(tokenizer, "3 4 5."), tool_format=FORMATS["hermes"], pooling=Pooling.LAST)
     chunks = [content[start : start + 65_536] for start in range(0, len(content), 65_536)]

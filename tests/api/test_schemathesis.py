@@ -69,7 +69,7 @@ def url(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def test_the_service_does_what_its_description_says(url: str, mode: GenerationMode) -> None:
     description = openapi.from_url(f"{url}/openapi.json")
     rejected = description.config.checks.negative_data_rejection
-    rejected.expected_statuses = [*rejected.expected_statuses, "413"]  # some wrong bodies are over 8 MiB
+    rejected.expected_statuses = [*rejected.expected_statuses, "413"]  # some wrong bodies are over 4 MiB
     num_operations = num_cases = 0
     for found in description.get_all_operations():
         operation = found.ok()

@@ -128,14 +128,14 @@ def over_the_bound(service: Service, sent: Iterable[FieldBody], folder: Path) ->
 
 
 def test_what_has_more_values_than_are_parsed_is_there_with_so_many_too() -> None:
-    document = DOCUMENT | {"paths": {"/detokenize": DOCUMENT["paths"]["/detokenize"]}}
+    document = DOCUMENT | {"paths": {"/v1/completions": DOCUMENT["paths"]["/v1/completions"]}}
     [within] = [
         body
-        for body in field_bodies(document, size=8 * 2**20 - 2**18, max_model_len=MAX_MODEL_LEN, with_pairs=False)
-        if body.name == "/detokenize tokens within"
+        for body in field_bodies(document, size=15 * SIZE, max_model_len=MAX_MODEL_LEN, with_pairs=False)
+        if body.name == "/v1/completions structured_outputs.json list within"
     ]
     check_structure([within.data()], "the body")
-    assert len(within.value["tokens"]) > 0.8 * MAX_VALUES
+    assert len(within.value["structured_outputs"]["json"]["k"]) > 0.8 * MAX_VALUES
 
 
 def test_lists_go_to_long_vectors_and_prompts_to_pipelines_and_one_answer_is_not_read() -> None:
