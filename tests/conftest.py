@@ -78,7 +78,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Files without Ray step back behind its workers, which are 15 steps back: they would get a fiftieth of a core."""
+    """Files without Ray step back: what the live tests wait for computes first, and they are not the last to end."""
     if "PYTEST_XDIST_WORKER" in os.environ and _piece_of_work(item.nodeid) != "live":
         os.nice(19)
 

@@ -253,6 +253,22 @@ async def test_an_upload_that_is_slow_gives_its_place_back(
         assert not list((tmp_path / "drafts").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/v1/files", "multipart/form-data; boundary=edge"), ("/v1/completions", "application/json")]
+)
+async def test_a_body_that_cannot_be_read_to_its_end_is_a_client_that_has_gone(
+    service: Service, tmp_path: Path, caplog: pytest.LogCaptureFixture, path: str, kind: str
+) -> None:
+    async def broken() -> AsyncIterator[bytes]:
+        yield b"--edge\r\n" + FILE_PART
+        raise RuntimeError("Serve's own proxy gives the error of the call that it cancelled")
+
+    async with http_client(service, tmp_path) as client:
+        response = await client.post(path, content=broken(), headers={"content-type": kind})
+    assert response.status_code == 499
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_an_upload_that_is_fast_enough_may_take_longer_than_a_silence(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,7 +128,7 @@ def test_every_pod_starts_ray_as_the_cluster_launcher_does(cluster_config: Json)
     launcher = yaml.safe_load((PROJECT / "cluster.yaml").read_text())
     for commands in ("head_start_ray_commands", "worker_start_ray_commands"):
         start = next(command for command in launcher[commands] if "ray start" in command)
-        modes = dict(re.findall(r"(RAY_[A-Z_]+)=(\S+)", start.partition("ray start")[0]))
+        modes = dict(re.findall(r"(RAY_\w+)=(\S+)", start.partition("ray start")[0]))
         assert "RAY_SERVE_ENABLE_HA_PROXY" in modes
         assert modes.pop("RAY_AUTH_MODE") == cluster_config["authOptions"]["mode"], "which KubeRay sets in every pod"
         for container in containers(cluster_config):

@@ -35,6 +35,7 @@ from deployments.serve.settings import parse
 from deployments.serve.transport import FramesFrom
 from tests.demo_tasks import Question, mixed_questions
 from tests.deployments.conftest import Service, steps_of
+from tests.deployments.strikes import replica_pids
 from tests.waiting import PATIENCE_S, eventually
 
 LONG = 2000  # tokens: nearly all of the context, and ten seconds of steps at least
@@ -335,6 +336,12 @@ def test_the_ingress_has_no_torch_and_replicas_with_weights_do(service: Service)
     with_weights = {"replica-turns", "replica-least", "replica-ranker"}
     others = {"ingress", "replica-held", "replica-narrow", "replica-trial"}
     assert loads_torch == dict.fromkeys(with_weights, True) | dict.fromkeys(others, False)
+
+
+@pytest.mark.parametrize("deployment", ["ingress", "replica-turns"])
+def test_processes_that_serve_have_the_priority_of_what_started_ray(service: Service, deployment: str) -> None:
+    [pid, *_] = replica_pids("carousel", deployment)
+    assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_new_settings_reach_every_replica_without_losing_a_request_or_restarting_one(
