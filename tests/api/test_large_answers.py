@@ -22,7 +22,7 @@ from app.text import Tokenizer
 from tests.kit.service import WAIT, Answer, Connection, Service, Step, last, served
 from tests.waiting import until
 
-NUM_TOKENS = 2000
+NUM_TOKENS = 1000
 NUM_TOP = 20
 MOST_BYTES = 2 * PIECE_BYTES  # of one piece
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": NUM_TOKENS}

@@ -48,7 +48,7 @@ def random_requests(num_requests: int, vocab_size: int, *, seed: int = 1) -> tup
 
 @pytest.fixture(scope="module")
 def reference_of_the_bundled_model(demo_path: Path) -> Reference:
-    requests = random_requests(17, 763, seed=2)
+    requests = random_requests(11, 763, seed=2)
     return Reference(requests, generate_plainly(demo_path, requests))
 
 
@@ -100,16 +100,13 @@ WAYS += [(architecture, "decoder") for architecture in KNOWN_TO_THE_DECODER]
 
 @pytest.mark.parametrize(("architecture", "way"), WAYS)
 class TestArchitecture:
-    def test_alone(self, architecture, way, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
+    def test_alone_and_among_32_others(self, architecture, way, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
         expected = reference(architecture)
-        engine = build(tiny_model_path(architecture), way=way, prefix_caching=False)
+        engine = build(tiny_model_path(architecture), way=way, num_slots=3200)
         for request in expected.requests[:6]:
             outcome = run_to_end(engine, request)
             assert outcome.token_ids[request.request_id] == expected.token_ids[request.request_id]
-
-    def test_among_32_others(self, architecture, way, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
-        expected = reference(architecture)
-        engine = build(tiny_model_path(architecture), way=way, num_slots=3200)
+            engine.clear_prefix_cache()
         assert run_to_end(engine, *expected.requests).token_ids == expected.token_ids
         assert engine.stats().total_preemptions == 0
 

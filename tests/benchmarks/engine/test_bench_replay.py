@@ -158,7 +158,7 @@ class RecordedOverlappedMachine(RecordedMachine, OverlappedMachine):
 
 
 _SETTINGS = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, derandomize=True,
+    max_examples=20, stateful_step_count=40, deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip
 TestRecordedMachine = RecordedMachine.TestCase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -13,12 +14,15 @@ import torch
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
-from benchmarks.gpu import attention, kernels, profiled, sampler
+from benchmarks.gpu import attention, engine, faults, kernels, profiled, sampler
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.engine import VARIANTS
 from benchmarks.gpu.graphs import standing_in
 from benchmarks.gpu.models import LAYERS, engine_config, made_model
 from benchmarks.gpu.results import STAGES
+
+# Of those that are measured in the same way.
+DRAWS = ("greedy", sampler.GRAMMAR, sampler.PENALTIES, "20 log-probabilities")
+VARIANTS = ("graphs, overlap", "no graphs")
 
 # What a stage leaves. Figures: those that are known; None: any. Then by table: the cells by which a row is
 # known, those of all rows, and the cells that are above 0.
@@ -76,20 +80,12 @@ LEFT: dict[str, tuple[dict[str, Any], Tables]] = {
             {(*step, number) for step in (("decode", 2), ("prompt", 3)) for number in ("none", "2")}, "step_ms",
         )},
     ),
-    "sampler": ({}, {"draws": ("draw", set(product(sampler.DRAWS)), "replay_us")}),
+    "sampler": ({}, {"draws": ("draw", set(product(DRAWS)), "replay_us")}),
     "engine": (
         {"output_tokens_per_s": None},
         {"engine": ("variant failed", set(product(VARIANTS, (0,))), "output_tokens_per_s")},
     ),
     "transformers": ({"ours_over_theirs": None}, {"transformers": ("failed", {(0,)}, "output_tokens_per_s")}),
-    "faults": (
-        {},
-        {"faults": (
-            "streams next_request process",
-            {("2 EngineStopped", "EngineStopped", "ended with 0"), ("2 answered", "answered", "ended with 0")},
-            "",
-        )},
-    ),
 }  # fmt: skip
 
 
@@ -99,8 +95,12 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(out=tmp_path, file=tmp_path / "figures.json", stands_in=True, earlier=earlier)
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
-def test_a_stage_leaves_its_figures_and_tables(stage: Any, bench: Bench) -> None:
+@pytest.mark.parametrize("stage", [each for each in STAGES if each.name != "faults"], ids=lambda stage: stage.name)
+def test_a_stage_leaves_its_figures_and_tables(stage: Any, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is measured more than once is measured for one case and another; the tests of kernels run by themselves.
+    monkeypatch.setattr(kernels, "_run_tests", lambda *_: None)
+    monkeypatch.setattr(sampler, "DRAWS", {name: sampler.DRAWS[name] for name in DRAWS})
+    monkeypatch.setattr(engine, "VARIANTS", {name: engine.VARIANTS[name] for name in VARIANTS})
     with standing_in():
         import_module(stage.module).measure(bench)
     figures, tables = LEFT[stage.name]
@@ -112,8 +112,15 @@ def test_a_stage_leaves_its_figures_and_tables(stage: Any, bench: Bench) -> None
         assert all(row[head] > 0 for row in rows for head in above_zero.split()), name
     if stage.name == "kernels":
         assert all(row["error"] < 0.1 for table in tables for row in bench.tables[table])
-        assert " passed" in bench.figures["tests"]
-        assert "failed" not in bench.figures["tests"]
+
+
+@pytest.mark.parametrize(("case", "stream"), [("illegal address", "EngineStopped"), ("out of memory", "answered")])
+def test_streams_end_or_go_on_after_a_fault(case: str, stream: str, bench: Bench) -> None:
+    """Here, and not in a process of its own, which a CPU does not need."""
+    file = bench.out / "fault.json"
+    faults._run_case(case, str(bench.out), str(file), True)
+    figures = json.loads(file.read_text())["figures"]
+    assert (figures["streams"], figures["next_request"]) == (f"2 {stream}", stream)
 
 
 def test_a_wrong_kernel_shows_in_its_error() -> None:

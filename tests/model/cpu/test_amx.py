@@ -58,8 +58,9 @@ def test_products_have_the_units_order_of_sums_for_any_number_of_rows(tmp_path: 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("in_int8", [False, True], ids=["bf16", "int8"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "in_int8"), [("llama", False), ("llama", True), ("mistral", True), ("mixtral", False)]
+)
 @torch.inference_mode()
 def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(kind: str, in_int8: bool, tmp_path: Path) -> None:
     """Bit for bit: in one step alone, token by token, in chunks beside others, on other threads, with shared blocks."""

@@ -3,49 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import pytest
 import torch
 
 from app.model.cuda.attention import TritonAttention
+from app.model.ways.cuda_decoder import CudaModel
+from tests.kit.interpreter import quicken_interpreter
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_interpreter() -> Iterator[None]:
-    """Without work of the interpreter that has no result.
-
-    A function that a kernel calls finds Triton's language replaced; it would be replaced again. Sums of integers would
-    be computed twice to find overflows, which are told only with the interpreter's `debug`. The table of numpy's types
-    would be built for each value.
-    """
-    try:
-        from triton.runtime import interpreter
-    except ImportError:
-        yield
-        return
-    again, replaced = interpreter._patch_lang, set()
-
-    def called(function: Any, *given: Any, **named: Any) -> Any:
-        if function.fn.__module__ not in replaced:
-            replaced.add(function.fn.__module__)
-            again(function.fn)
-        return function.rewrite()(*given, **named)
-
-    of_pointers, of_numbers = interpreter._get_np_dtype, cache(interpreter._get_np_dtype)
-
-    def numpy_type(of: Any) -> Any:
-        scalar = of.scalar
-        return of_pointers(scalar) if scalar.is_ptr() else of_numbers(scalar)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.InterpretedFunction, "__call__", called)
-        options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
-        assert not options.debug
-        patch.setattr(interpreter.interpreter_builder, "options", options)
-        patch.setattr(interpreter, "_get_np_dtype", numpy_type)
+        quicken_interpreter(patch)
         yield
 
 
@@ -55,6 +25,12 @@ def _short_probe() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("app.model.verification.NUM_TOKENS", 6)
         yield
+
+
+@pytest.fixture
+def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder is not compared at load, where the test itself compares what it computes, or computes nothing."""
+    monkeypatch.setattr(CudaModel, "output", lambda model, source: model.reference.own)
 
 
 @pytest.fixture

@@ -90,6 +90,7 @@ def predict(model: LoadedModel, *items: ScheduledSequence, before: tuple[Schedul
         return runner._eagerly(StepBatch(items, (), has_pooling=has_pooling))
 
 
+@pytest.mark.usefixtures("unverified")
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [*((each, "float32") for each in ARCHITECTURES), ("mistral", "bfloat16"), ("qwen2_moe", "bfloat16")],
@@ -119,6 +120,7 @@ def test_the_torch_backend_keeps_transformers_code(tiny_model_path: Callable[[st
     assert isinstance(runner_of(model)._forward, TransformersForward)
 
 
+@pytest.mark.usefixtures("unverified")
 @pytest.mark.parametrize(
     ("architecture", "changes"),
     [
@@ -173,6 +175,7 @@ def test_where_its_results_differ_the_weights_are_read_again_for_transformers_co
     torch.testing.assert_close(predict(model, *items).logits, expected)
 
 
+@pytest.mark.usefixtures("unverified")
 def test_positions_that_follow_the_length_are_those_of_transformers_code(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -191,6 +194,7 @@ def test_positions_that_follow_the_length_are_those_of_transformers_code(
     torch.testing.assert_close(predict(model, *items).logits, theirs, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("unverified")
 def test_weights_are_there_once_and_no_more_than_a_layers_twice(
     tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +218,7 @@ def test_weights_are_there_once_and_no_more_than_a_layers_twice(
     assert num_bytes_of(model.tensors()) == parameters + model.weights.rotary.nbytes
 
 
-@pytest.mark.usefixtures("equal_rows", "rounded_fp8")
+@pytest.mark.usefixtures("equal_rows", "rounded_fp8", "unverified")
 @pytest.mark.parametrize(("architecture", "quantization"), [("qwen3", "none"), ("llama", "fp8")])
 def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_step(
     architecture: str, quantization: str, tiny_model_path: Callable[[str], Path]

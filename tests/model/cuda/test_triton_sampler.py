@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import math
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -91,15 +92,18 @@ def _with_shares(item: ScheduledSequence, factor: float) -> ScheduledSequence:
     )
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+ALL_FILTERS = {"min_p": 0.01, "top_p": 0.95, "top_k": 40}
+FILTERS = [
+    {}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.9}, {"top_p": 0.2, "top_k": 50}, {"top_p": 1e-6}, {"min_p": 0.05},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "filters",
-    [
-        {}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.9}, {"top_p": 0.2, "top_k": 50}, {"top_p": 1e-6}, {"min_p": 0.05},
-        {"min_p": 0.01, "top_p": 0.95, "top_k": 40},
-    ],
+    ("filters", "dtype"),
+    # Each with numbers of one type, all together with those of each.
+    [*zip(FILTERS, cycle(TYPES), strict=False), *((ALL_FILTERS, dtype) for dtype in TYPES)],
     ids=str,
-)  # fmt: skip
+)
 def test_the_same_tokens_of_other_numbers(filters: dict[str, float], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     logits = (torch.randn(3, 203, device=DEVICE) * torch.tensor([[0.3], [3.0], [30.0]], device=DEVICE)).to(dtype)
@@ -230,9 +234,14 @@ def test_entries_go_with_their_sequence_and_after_a_failure(monkeypatch: pytest.
     assert len(ours._entries) == 1
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("num_top", [0, 1, 20])
-@pytest.mark.parametrize("spread", [0.5, 30.0])
+@pytest.mark.parametrize(
+    ("spread", "num_top", "dtype"),
+    [
+        *((0.5, num_top, dtype) for num_top, dtype in zip((0, 1, 20), TYPES, strict=True)),
+        *((30.0, 20, dtype) for dtype in TYPES),
+        (30.0, 1, torch.float32),
+    ],
+)
 def test_log_probabilities_are_those_of_torch(spread: float, num_top: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     logits = (torch.randn(5, 203, device=DEVICE) * spread).to(dtype)
