@@ -189,7 +189,7 @@ def test_a_row_that_kills_every_engine_is_given_up_alone(start: Start, tmp_path:
 
 def test_a_model_that_cannot_be_loaded_ends_the_run_in_words(start: Start, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    process = start("--input", EXAMPLE, "--model", tmp_path / "model")
+    process = start("--input", EXAMPLE, "--model", tmp_path / "model", "--engines", 1)
     printed, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, printed
     assert "the model cannot be loaded" in printed
