@@ -26,7 +26,7 @@ from tests.tiny_encoders import save_tiny_encoder
 from tests.waiting import PATIENCE_S, eventually
 
 HERE = Path(__file__).parent
-STARTS_RAY = {"cluster", "hosts", "guarded", "launch"}  # fixtures
+STARTS_RAY = {"cluster", "hosts", "launch"}  # fixtures
 TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
 NATIVE: Mapping[str, Any] = {}
 PLAIN = {"backend": "torch"}
