@@ -65,7 +65,7 @@ def _wait_until_ready(config: ServeFile) -> None:
         if waiting_for != said or now > said_at + reminder_s:
             _say(f"[{now - began:3.0f} s] waiting for {waiting_for}")
             said, said_at = waiting_for, now
-        time.sleep(0.1)
+        time.sleep(0.3)  # Serve and this process take 50 ms of CPU time to answer, while others start
 
 
 def _waiting_for(config: ServeFile, status: ServeStatus) -> str:

@@ -26,7 +26,7 @@ from tests.tiny_encoders import save_tiny_encoder
 from tests.waiting import PATIENCE_S, eventually
 
 HERE = Path(__file__).parent
-STARTS_RAY = {"cluster", "hosts", "guarded", "launch"}  # fixtures
+STARTS_RAY = {"cluster", "hosts", "launch"}  # fixtures
 TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
 NATIVE: Mapping[str, Any] = {}
 PLAIN = {"backend": "torch"}
@@ -150,9 +150,9 @@ def deployed(cluster: str) -> Deployed:
 
 @pytest.fixture(scope="session")
 def service(cluster: str, demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Service:
-    """`turns`, `least`, `held` have two replicas, dispatched in turn and by load; `narrow` takes two requests in all.
+    """`turns` and `least` have two replicas, dispatched in turn and by load; `narrow` takes two requests in all.
 
-    `trial` has two groups of one replica each. The last three are simulated: a stream lasts as long on every machine,
+    `trial` has two groups of one replica each. The last two are simulated: a stream lasts as long on every machine,
     so that it still runs when a test looks. `least` computes on plain torch: in native code the first questions are
     answered before the last have come. `ranker` is a cross-encoder, `found` a pipeline with it.
     """
@@ -163,7 +163,6 @@ def service(cluster: str, demo_path: Path, tmp_path_factory: pytest.TempPathFact
     models = [
         _model("turns", demo_path, num_replicas=2, dispatch="round_robin"),
         _model("least", demo_path, num_replicas=2, model=PLAIN),
-        _model("held", demo_path, num_replicas=2, model=steps_of(20)),
         _model("narrow", demo_path, num_replicas=1, model=steps_of(5), max_running=1, max_waiting=1),
         _model("trial", demo_path, num_replicas=2, model=steps_of(1), groups=TRIAL),
         _model("ranker", ranker, num_replicas=1),
@@ -174,7 +173,7 @@ def service(cluster: str, demo_path: Path, tmp_path_factory: pytest.TempPathFact
     args = {"models": models, "pipelines": pipelines}
     serve.run(build(parse(args)), name="carousel", route_prefix="/")
     service = Service(url=cluster)
-    for model in ("turns", "least", "held", "narrow", "trial", "ranker"):
+    for model in ("turns", "least", "narrow", "trial", "ranker"):
         service.stats(model)  # the first call takes longer, and tests of one moment cannot wait
     return service
 

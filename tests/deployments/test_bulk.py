@@ -1,4 +1,7 @@
-"""Bulk runs as processes of their own on the tests' cluster: answers, bad rows, and what happens when things die."""
+"""Bulk runs as processes of their own on the tests' cluster: bad rows, and what happens when things die.
+
+`test_commands_in_docs.py` has the run of the bundled rows.
+"""
 
 from __future__ import annotations
 
@@ -100,21 +103,6 @@ def summary(out: Path) -> dict[str, Any]:
     return dict(json.loads((out / "summary.json").read_text()))
 
 
-def test_the_bundled_rows_are_answered_and_once_is_enough(start: Start, tmp_path: Path) -> None:
-    process = start("--input", EXAMPLE, "--engines", 1)
-    printed, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, printed
-    assert "200 rows: 200 ok, 0 failed" in printed
-    rows = {json.loads(line)["id"]: json.loads(line) for line in EXAMPLE.read_text().splitlines()}
-    answers = {result["id"]: result for result in results(tmp_path / "out")}
-    assert answers.keys() == rows.keys()
-    assert sum(answers[row_id]["text"] == row["answer"] for row_id, row in rows.items()) >= 0.98 * NUM_ROWS
-    assert all(answer["completion_tokens"] > 0 and answer["finish_reason"] == "stop" for answer in answers.values())
-    assert summary(tmp_path / "out")["ok"] == NUM_ROWS
-    again, _ = start("--input", EXAMPLE, "--resume").communicate(timeout=PATIENCE_S)
-    assert "200 rows: 200 ok, 0 failed" in again
-
-
 def test_a_killed_engine_and_a_killed_driver_cost_no_row(start: Start, tmp_path: Path, config: Path) -> None:
     out = tmp_path / "out"
     first = start("--input", EXAMPLE, "--config", config)
@@ -189,7 +177,7 @@ def test_a_row_that_kills_every_engine_is_given_up_alone(start: Start, tmp_path:
 
 def test_a_model_that_cannot_be_loaded_ends_the_run_in_words(start: Start, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    process = start("--input", EXAMPLE, "--model", tmp_path / "model")
+    process = start("--input", EXAMPLE, "--model", tmp_path / "model", "--engines", 1)
     printed, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, printed
     assert "the model cannot be loaded" in printed

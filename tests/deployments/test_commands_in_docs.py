@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.doc_pages import COMMANDS, GUIDES, PROJECT, Block, blocks
 
 ADDRESS = "http://127.0.0.1:8000"  # of the service in the pages
 DIFFERENT_EACH_TIME = frozenset({"id", "created"})
+RUN = [block for page in GUIDES for block in blocks(page) if block.language in COMMANDS and block.is_run]
+BULK = [block for block in RUN if block.text.startswith("carousel bulk ")]
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +31,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "block",
-    [block for page in GUIDES for block in blocks(page) if block.language in COMMANDS and block.is_run],
-    ids=str,
-)
+@pytest.mark.parametrize("block", [block for block in RUN if block not in BULK], ids=str)
 def test_a_command_prints_what_its_page_says(block: Block, shared: str, folder: Path) -> None:
     printed = run(block, shared, folder)
     if block.expected is not None and block.expected.language == "json":
         assert masked(json.loads(printed)) == masked(json.loads(block.expected.text))
     elif block.expected is not None:
         assert printed.strip() == block.expected.text.strip()
+
+
+def test_a_bulk_run_answers_the_bundled_rows_and_once_is_enough(cluster: str, folder: Path) -> None:
+    [block] = BULK
+    assert "200 rows: 200 ok, 0 failed" in run(block, cluster, folder)
+    rows = {each["id"]: each for each in lines_of(PROJECT / "deployments" / "bulk" / "example.jsonl")}
+    answers = {each["id"]: each for each in lines_of(folder / "answers" / "results.jsonl")}
+    assert answers.keys() == rows.keys()
+    assert len(rows) == 200
+    assert sum(answers[row_id]["text"] == row["answer"] for row_id, row in rows.items()) >= 0.98 * len(rows)
+    assert all(answer["completion_tokens"] > 0 and answer["finish_reason"] == "stop" for answer in answers.values())
+    assert json.loads((folder / "answers" / "summary.json").read_text())["ok"] == len(rows)
+    again = replace(block, text=f"{block.text.rstrip()} --resume\n")
+    assert "200 rows: 200 ok, 0 failed" in run(again, cluster, folder)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_the_commands_that_ask_really_ask(shared: str) -> None:

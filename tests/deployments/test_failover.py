@@ -36,8 +36,8 @@ from tests.deployments.strikes import (
 from tests.waiting import PATIENCE_S, eventually
 
 APPLICATION = "failover"
-NUM_REPLICAS = 3
-NUM_STREAMS = 24
+NUM_REPLICAS = 2
+NUM_STREAMS = 12
 SILENCE_S = 1.0
 UPDATE_S = 120.0  # for all replicas and the ingress, one after the other, beside the traffic
 PATTERN = "[a-z]{30,40}!"
@@ -84,7 +84,7 @@ def deploy(demo_path: Path, *, wait: bool = True, **replicas: Any) -> None:
 
 @pytest.fixture(scope="module")
 def traffic(cluster: str, demo_path: Path) -> Iterator[Traffic]:
-    """Mixed requests, and what three simulated replicas answer while nothing is wrong."""
+    """Mixed requests, and what two simulated replicas answer while nothing is wrong."""
     # A replica that stops gets less time than most streams take: some of them have to go on elsewhere.
     deploy(demo_path, drain_timeout_s=1)
     target = Target.parse(f"{cluster}/{APPLICATION}")

@@ -125,7 +125,7 @@ def test_every_endpoint_that_says_how_it_goes_is_there(service: Service) -> None
     assert httpx.get(f"{service.url}/health").status_code == 200
     assert httpx.get(f"{service.url}/ready").status_code == 200
     listed = [model["id"] for model in httpx.get(f"{service.url}/v1/models").json()["data"]]
-    assert listed == ["turns", "least", "held", "narrow", "trial", "ranker", "unsure", "found"]
+    assert listed == ["turns", "least", "narrow", "trial", "ranker", "unsure", "found"]
 
 
 def test_log_probabilities_come_the_whole_way(service: Service) -> None:
@@ -258,13 +258,13 @@ def test_round_robin_alternates(service: Service) -> None:
 
 
 def test_least_loaded_avoids_the_busy_replica(service: Service) -> None:
-    with long_stream(service, "held"):
-        before = service.stats("held")
+    with long_stream(service, "least"):
+        before = service.stats("least")
         busy = [each.num_running for each in before].index(1)
         for _ in range(4):
-            assert ask(service, "held", max_tokens=2).status_code == 200
+            assert ask(service, "least", max_tokens=2).status_code == 200
         total = sum(num_finished(before)) + 4
-        after = service.eventually("held", lambda stats: sum(num_finished(stats)) == total)
+        after = service.eventually("least", lambda stats: sum(num_finished(stats)) == total)
         assert after[busy].total_finished == before[busy].total_finished
 
 
@@ -327,14 +327,16 @@ def test_a_full_service_is_still_ready(service: Service) -> None:
 
 
 def test_the_ingress_has_no_torch_and_replicas_with_weights_do(service: Service) -> None:
-    # Found by the title that Ray gives each process, among those of this session: other clusters have their own.
+    # Found by the title that Ray gives each process, with the method that runs, among those of this session.
     loads_torch = {}
     for pid in session_members(os.getsid(0)):
         title = Path(f"/proc/{pid}/cmdline").read_text().strip("\0 ")
         if title.startswith("ray::ServeReplica:carousel:"):
-            loads_torch[title.rpartition(":")[2]] = "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+            loads_torch[title.rpartition(":")[2].partition(".")[0]] = (
+                "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+            )
     with_weights = {"replica-turns", "replica-least", "replica-ranker"}
-    others = {"ingress", "replica-held", "replica-narrow", "replica-trial"}
+    others = {"ingress", "replica-narrow", "replica-trial"}
     assert loads_torch == dict.fromkeys(with_weights, True) | dict.fromkeys(others, False)
 
 

@@ -1,4 +1,4 @@
-"""`make serve` seen from outside: what it says when it cannot start, and that it leaves nothing behind."""
+"""`make serve` seen from outside: what it says when it cannot start, and how it ends."""
 
 from __future__ import annotations
 
@@ -13,34 +13,28 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-import psutil
 import pytest
 import yaml
 
 from app.errors import InvalidSetup
-from deployments.cli import make_key
 from deployments.launcher import rollout, supervisor
 from deployments.launcher.supervisor import check_folders, num_proxy_threads, session_members
 from deployments.serve.settings import ServeFile, parse, read_serve_file
-from tests.api.odd_requests import answered
-from tests.deployments.conftest import PLAIN_ENVIRONMENT, free_port, steps_of
-from tests.waiting import PATIENCE_S, eventually
+from tests.deployments.conftest import PLAIN_ENVIRONMENT, free_port
+from tests.waiting import PATIENCE_S
 
 PROJECT = Path(__file__).parents[3]
 Launch = Callable[..., "subprocess.Popen[str]"]
 
 
-def config_of(demo_path: Path, folder: Path) -> dict[str, Any]:
-    """serve.yaml with a port of its own and less of everything."""
-    loaded: dict[str, Any] = yaml.safe_load((PROJECT / "deployments" / "serve.yaml").read_text())
+def config_at(serve_yaml: Path, folder: Path) -> dict[str, Any]:
+    """Of this file, with a port of its own, its batches in `folder`, and one replica."""
+    loaded: dict[str, Any] = yaml.safe_load(serve_yaml.read_text())
     loaded["http_options"]["port"] = free_port()
     [model] = loaded["applications"][0]["args"]["models"]
-    model["engine"]["model"]["path"] = str(demo_path)
     model["replicas"]["num_replicas"] = 1
     loaded["applications"][0]["args"]["batches"]["path"] = str(folder / "batches")
     return loaded
@@ -48,7 +42,9 @@ def config_of(demo_path: Path, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def config(demo_path: Path, tmp_path: Path) -> dict[str, Any]:
-    return config_of(demo_path, tmp_path)
+    loaded = config_at(PROJECT / "deployments" / "serve.yaml", tmp_path)
+    loaded["applications"][0]["args"]["models"][0]["engine"]["model"]["path"] = str(demo_path)
+    return loaded
 
 
 # With time for a service to stop on a busy machine too: if it has to be killed then, it cannot stop by itself.
@@ -102,35 +98,6 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
     yield start_one
     for process in started:
-        stop(process)
-
-
-@dataclass(frozen=True, slots=True)
-class Guarded:
-    """A running service that asks for a key."""
-
-    process: subprocess.Popen[str]
-    output: str
-    url: str
-    keys_file: Path
-    key: str
-
-
-@pytest.fixture(scope="module")
-def guarded(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    """For all tests that want a service: the last of them stops it. It may have few files open."""
-    folder = tmp_path_factory.mktemp("guarded")
-    key, entry = make_key("team-a")
-    keys_file = folder / "keys.yaml"
-    keys_file.write_text(entry + "\n")
-    config = config_of(demo_path, folder)
-    config["applications"][0]["args"]["models"][0]["engine"]["model"] |= steps_of(1)
-    config["applications"][0]["args"]["api"] = {"keys_file": str(keys_file)}
-    process = start(config, folder, files=(512, 1024))
-    try:
-        output = output_until(process, "Stop with Ctrl-C.")
-        yield Guarded(process, output, f"http://127.0.0.1:{config['http_options']['port']}", keys_file, key)
-    finally:
         stop(process)
 
 
@@ -240,6 +207,7 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(
     model = shutil.copytree(demo_path, tmp_path / "model")  # with a tokenizer: the ingress starts
     (model / "config.json").write_text(json.dumps({"model_type": "none-such"}))
     config["applications"][0]["args"]["models"][0]["engine"]["model"]["path"] = str(model)
+    del config["applications"][0]["args"]["batches"]  # a process less to start
     process = launch(config)
     output, _ = process.communicate(timeout=PATIENCE_S)
     shutil.rmtree(output.split("The logs are kept in ")[1].split("/session_latest")[0])
@@ -248,65 +216,6 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(
     assert "none-such" in output
     assert "Traceback" not in output
     assert process.returncode == 1
-
-
-def test_keys_hold_on_a_running_service_and_no_file_of_it_shows_them(guarded: Guarded) -> None:
-    key, address = guarded.key, guarded.url
-    other_key, other_entry = make_key("team-b", is_admin=True)
-    assert "Authorization: Bearer <key>" in guarded.output
-
-    def complete(bearer: str, prompt: Any = "the canary sings at dawn") -> int:
-        headers = {"Authorization": f"Bearer {bearer}"}
-        return httpx.post(f"{address}/v1/completions", headers=headers, json={"prompt": prompt}).status_code
-
-    def status_of(path: str, bearer: str) -> int:
-        return httpx.get(f"{address}{path}", headers={"Authorization": f"Bearer {bearer}"}).status_code
-
-    assert httpx.get(f"{address}/v1/models").status_code == 401
-    assert httpx.get(f"{address}/metrics").status_code == 401
-    health, serves_own = "GET http://x/health?/v1/models HTTP/1.1", "GET /-/routes HTTP/1.1"
-    assert answered(address) <= {health, serves_own}, "HAProxy and our routes agree on what a path is"
-    assert status_of("/admin/keys", key) == 403
-    assert (complete(key), complete(other_key), complete(key, {"a": "the canary sings at dawn"})) == (200, 401, 400)
-
-    guarded.keys_file.write_text(other_entry + "\n")
-    eventually(lambda: complete(other_key) != 401, every_s=0.2)
-    assert complete(key) == 401
-    assert [status_of(path, other_key) for path in ("/admin/keys", "/admin/fleet")] == [200, 200]
-
-    logs = Path(guarded.output.split("logs in ")[1].split("\n")[0])
-    texts = [path.read_bytes() for path in logs.rglob("*") if path.is_file()]
-    assert sum(map(len, texts)) > 10_000
-    for secret in (key, other_key, "the canary sings"):
-        assert not any(secret.encode() in text for text in texts)
-
-
-def test_a_service_with_few_files_says_how_many_connections_it_can_have_and_ends_silent_ones(guarded: Guarded) -> None:
-    assert "Warning: a process may open 1,024 files here, which is enough for 307 connections at once" in guarded.output
-    address = httpx.URL(guarded.url)
-    silent, slow = (socket.create_connection((address.host, address.port or 80), PATIENCE_S) for _ in range(2))
-    with silent, slow:
-        slow.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-More: ")
-        for connection in (silent, slow):
-            said = connection.makefile("rb").read()  # to its end
-            assert said.startswith(b"HTTP/1.1 408 "), said
-
-
-def test_nothing_of_a_service_for_this_machine_listens_elsewhere(guarded: Guarded) -> None:
-    assert httpx.get(f"{guarded.url}/ready").status_code == 200
-    found = [
-        (process.name(), socket_.laddr)
-        for process in psutil.Process(guarded.process.pid).children(recursive=True)
-        for socket_ in process.net_connections()
-        if socket_.status == psutil.CONN_LISTEN or (socket_.type == socket.SOCK_DGRAM and not socket_.raddr)
-    ]
-    assert {"haproxy", "raylet", "gcs_server"} <= {name for name, _ in found}
-    assert [each for each in found if each[1].ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")] == []
-
-
-def test_it_leaves_nothing_behind_when_only_the_launcher_is_told(guarded: Guarded) -> None:
-    assert httpx.get(f"{guarded.url}/ready").status_code == 200
-    assert_leaves_nothing_behind(guarded.process, guarded.output, guarded.process.terminate)
 
 
 def assert_leaves_nothing_behind(process: subprocess.Popen[str], output: str, tell: Callable[[], None]) -> None:

@@ -84,7 +84,7 @@ def test_a_fixed_number_stays_fixed() -> None:
 def url(deployed: Deployed, demo_path: Path) -> Iterator[str]:
     elastic = {
         "name": "elastic",
-        "engine": {"model": {"path": str(demo_path), **steps_of(5)}, "cache": {"num_blocks": 1024}},
+        "engine": {"model": {"path": str(demo_path), **steps_of(20)}, "cache": {"num_blocks": 1024}},
         "replicas": {
             "num_replicas": 1,
             "num_cpus": 0.1,
@@ -127,7 +127,7 @@ def steady_load(url: str, num_clients: int) -> Iterator[list[int]]:
 
     def client() -> None:
         while not enough.is_set():
-            statuses.append(ask(url, max_tokens=300))
+            statuses.append(ask(url, max_tokens=150))
 
     with ThreadPoolExecutor(num_clients) as threads:
         clients = [threads.submit(client) for _ in range(num_clients)]
