@@ -19,7 +19,7 @@ from typing import Protocol
 from msgspec import structs
 
 from app.config import SchedulerConfig
-from app.engine.adapter_store import AdapterStore, HeldAdapter
+from app.engine.adapter_store import HeldAdapter
 from app.engine.batch import DeviceLost
 from app.engine.engine import NO_ADAPTERS, Engine, StepError
 from app.engine.matcher import Matcher, Matchers
@@ -69,9 +69,11 @@ class AsyncEngine:
         without a `sleeper` the engine never sleeps.
         """
         self._engine = engine
+        self.adapters = engine.adapters  # None where it computes with none
         self._matchers = matchers
         self._sleeper = sleeper
-        self._max_requests = max_requests
+        # Of running and waiting requests, without background that can be preempted; more are refused.
+        self.max_requests = max_requests
         self._max_waiting_tokens = max_waiting_tokens
         self._num_entering = 0  # requests that the engine's thread has not taken yet; guarded by _wake
         self._num_entering_tokens = 0  # of their prompts
@@ -102,11 +104,6 @@ class AsyncEngine:
     def num_requests(self) -> int:
         """Submitted, and not ended or aborted yet. The snapshot of `stats` is as old as the last step."""
         return len(self._receivers)
-
-    @property
-    def max_requests(self) -> int:
-        """Limit of running and waiting requests, without background that can be preempted; more are refused."""
-        return self._max_requests
 
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
         """Stream a request's deltas, one for each step.
@@ -166,7 +163,7 @@ class AsyncEngine:
         (await self._held(adapter, tenant="")).release()
 
     async def _held(self, adapter: Adapter, *, tenant: str) -> HeldAdapter:
-        store = self._engine.adapters
+        store = self.adapters
         if store is None:
             raise UnsupportedAdapter(NO_ADAPTERS)
         held = store.hold_if_loaded(adapter, tenant=tenant)
@@ -178,11 +175,6 @@ class AsyncEngine:
         except asyncio.CancelledError:
             loading.add_done_callback(_release_loaded)
             raise
-
-    @property
-    def adapters(self) -> AdapterStore | None:
-        """None where this engine computes with none."""
-        return self._engine.adapters
 
     def submit(
         self,
@@ -246,7 +238,7 @@ class AsyncEngine:
             EngineStopped: the engine has shut down or died.
         """
         await asyncio.wrap_future(self._call(lambda: self._reconfigure(config)))
-        self._max_requests = config.max_requests
+        self.max_requests = config.max_requests
         logger.info("scheduling by %s and %s from now on", config.strategy.name, config.policy.name)
 
     def stats(self) -> EngineStats:
@@ -316,10 +308,10 @@ class AsyncEngine:
         """
         stats, num_tokens = self._stats, len(request.prompt_token_ids)
         if request.is_background:
-            num_requests, max_requests = len(self._receivers), min(stats.max_running, self._max_requests)
+            num_requests, max_requests = len(self._receivers), min(stats.max_running, self.max_requests)
             num_waiting_tokens = stats.num_waiting_tokens
         else:
-            num_requests, max_requests = len(self._foreground) + stats.num_staying_background, self._max_requests
+            num_requests, max_requests = len(self._foreground) + stats.num_staying_background, self.max_requests
             num_waiting_tokens = stats.num_waiting_foreground_tokens
         num_waiting_tokens += self._num_entering_tokens
         if num_requests >= max_requests:

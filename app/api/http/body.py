@@ -14,6 +14,7 @@ from app.api.http.errors import ClientGone
 from app.api.http.guard import reservation_of
 from app.api.json_structure import check_structure
 from app.api.prepared_request import RequestLimits
+from app.api.request_context import headers_of
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
 from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, UnsupportedMediaType
 
@@ -30,7 +31,7 @@ async def read_json_object(
     when it is not there in time, InvalidRequest when it is no object or has too many values, LimitReached when too many
     bytes of bodies are in memory.
     """
-    declared = request.headers.get("content-type", "")
+    declared = headers_of(request.scope).get("content-type", "")
     json_media_type = "application/json"
     # A page may send what a form can declare, or nothing, to any address unasked.
     if declared.partition(";")[0].strip().lower() != json_media_type:
@@ -62,7 +63,7 @@ def _object_of(body: bytes | bytearray) -> dict[str, Any]:
 
 
 async def _read(request: Request, reservation: Reservation, *, max_bytes: int, timeout_s: float) -> bytearray:
-    declared = request.headers.get("content-length", "")
+    declared = headers_of(request.scope).get("content-length", "")
     if declared.isdecimal() and len(declared) > 18:
         raise _too_large(declared[:18] + "...", max_bytes)
     if declared.isdecimal() and int(declared) > max_bytes:

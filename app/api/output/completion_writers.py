@@ -158,7 +158,8 @@ class _ChunkWriter:
         self._prepared = state.prepared
         self._envelope = _envelope(state.prepared, form.chunk_object)
         self._begun: set[int] = set()
-        self._text_events: dict[int, _TextEvents] = {}  # by choice, once it has a second text
+        # What stands around the text in the events in the middle of a choice, by choice, once it has a second text.
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
         options = self._prepared.detail_options
         self._details = None if options is None else DetailsWriter(self._prepared, options, form.logprobs)
         # Whether the events in the middle of a choice differ in more than their text.
@@ -172,7 +173,10 @@ class _ChunkWriter:
         is_first = piece.index not in self._begun
         is_plain = piece.finish_reason is None and not piece.calls and not piece.reasoning
         if is_plain and not is_first and not self._events_differ:
-            return (self._text_events_of(piece.index).write(piece.text),) if piece.text else ()
+            if not piece.text:
+                return ()
+            before, after = self._around_text.get(piece.index) or self._around_text_of(piece.index)
+            return (b"%b%b%b" % (before, to_json(piece.text), after),)
         if self._details is not None:
             return self._detailed_events(piece, self._details)
         if not piece.num_tokens and piece.finish_reason is None:
@@ -195,13 +199,20 @@ class _ChunkWriter:
             return joined(chain.from_iterable(map(event_pieces, chunks)))
         return joined(map(event, chunks))
 
-    def _text_events_of(self, index: int) -> _TextEvents:
-        events = self._text_events.get(index)
-        if events is None:
-            marked = ChoiceDelta(index, _MARK, num_tokens=1, num_cached_tokens=0)
-            [choice] = self._form.chunk_choices(marked, is_first=False)
-            events = self._text_events[index] = _TextEvents(event(self._chunk(choice)))
-        return events
+    def _around_text_of(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the text in the events of a choice that differ in their text only.
+
+        Such an event is encoded once, with a mark for the text: to build and encode a chunk for every token costs eight
+        times as much.
+        """
+        text = "\0"
+        marked = ChoiceDelta(index, text, num_tokens=1, num_cached_tokens=0)
+        [choice] = self._form.chunk_choices(marked, is_first=False)
+        # The last mark: nothing that follows the text is a string, but a name before it might be the mark.
+        before, mark, after = event(self._chunk(choice)).rpartition(to_json(text))
+        assert mark, "the text of an event is in it"
+        self._around_text[index] = before, after
+        return before, after
 
     def _chunk(self, choice: Json) -> Json:
         chunk = self._envelope | {"choices": [choice]}
@@ -216,26 +227,6 @@ class _ChunkWriter:
 
     def fail(self, error: Exception) -> Iterable[bytes]:
         return (event(error_body(error, self._state.request_id)) + DONE,)
-
-
-_MARK = "\0"
-
-
-class _TextEvents:
-    """The events in the middle of a choice, which differ in their text only.
-
-    The event is encoded once, with a mark for the text: to build and encode a chunk for every token costs eight times
-    as much.
-    """
-
-    def __init__(self, marked: bytes) -> None:
-        # The last mark: nothing that follows the text is a string, but a name before it might be the mark.
-        self._before, mark, self._after = marked.rpartition(to_json(_MARK))
-        assert mark, "the text of an event is in it"
-
-    def write(self, text: str) -> bytes:
-        """The event with this text."""
-        return b"%b%b%b" % (self._before, to_json(text), self._after)
 
 
 def _envelope(prepared: PreparedRequest, object_name: str) -> Json:
