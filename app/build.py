@@ -13,11 +13,9 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-from uuid import uuid4
 
 from app.child_process import child_command, child_environment
 from app.config import (
@@ -46,13 +44,9 @@ from app.engine.scheduler import Scheduler
 from app.engine.sleep_controller import SleepController
 from app.engine.speculation.draft_model import ModelDrafter
 from app.engine.speculation.drafter import Drafter, LookupDrafter
-from app.engine.trace.entries import Header
-from app.engine.trace.recorder import StepRecorder
-from app.engine.trace.redaction import Redactor
-from app.engine.trace.step_log import LogFiles, StepLog
+from app.engine.trace.step_log import recorder_of
 from app.errors import InvalidSetup
 from app.model.location import resolve_model_path
-from app.versions import commit, versions
 
 if TYPE_CHECKING:
     from app.model.loader import LoadedRunner
@@ -193,11 +187,14 @@ def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
         loaded.runner.lead(ranks)
     sentences = sentence_settings(config.model, location)
     runner = _runner_of(config, loaded, devices)
-    return assemble_recorded(
-        config,
+    facts = replace(loaded.model.facts, pooling=sentences.pooling)
+    return assemble(
+        config.scheduler,
+        config.cache,
         num_blocks=loaded.num_blocks,
         runner=runner,
-        facts=replace(loaded.model.facts, pooling=sentences.pooling),
+        facts=facts,
+        recorder=recorder_of(config, runner=runner, facts=facts, num_blocks=loaded.num_blocks),
         adapters=_adapters_of(config, runner) if devices.tensor_parallel == 1 else None,
         drafter=(
             drafter_of(config.speculation)
@@ -313,7 +310,10 @@ def _build_encoder(config: EngineConfig, devices: Devices, location: str) -> Eng
         model = load_encoder(config.model, location)
     logger.info("%s on %s in %s, threads: %d; an encoder, without KV memory",
                 config.model.path, model.device, model.dtype, num_threads)  # fmt: skip
-    return assemble_recorded(config, num_blocks=0, runner=model.runner, facts=model.facts)
+    recorder = recorder_of(config, runner=model.runner, facts=model.facts, num_blocks=0)
+    return assemble(
+        config.scheduler, config.cache, num_blocks=0, runner=model.runner, facts=model.facts, recorder=recorder
+    )
 
 
 def _start_ranks(config: EngineConfig, devices: Devices) -> Ranks:
@@ -362,22 +362,6 @@ def _build_simulated(config: EngineConfig) -> Engine:
         block_size=config.cache.block_size,
     )
     facts = replace(model.facts, embedding_size=costs.embedding_size or None)
-    return assemble_recorded(
-        config, num_blocks=num_blocks, runner=runner, facts=facts, drafter=drafter_of(config.speculation)
-    )
-
-
-def assemble_recorded(
-    config: EngineConfig,
-    *,
-    num_blocks: int,
-    runner: ModelRunner,
-    facts: ModelInfo,
-    largest_step: SchedulerConfig | None = None,
-    adapters: AdapterStore | None = None,
-    drafter: Drafter | None = None,
-) -> Engine:
-    """As `assemble`, with the step log that the config asks for. Raises InvalidSetup when it cannot be written."""
     return assemble(
         config.scheduler,
         config.cache,
@@ -385,9 +369,7 @@ def assemble_recorded(
         runner=runner,
         facts=facts,
         recorder=recorder_of(config, runner=runner, facts=facts, num_blocks=num_blocks),
-        largest_step=largest_step,
-        adapters=adapters,
-        drafter=drafter,
+        drafter=drafter_of(config.speculation),
     )
 
 
@@ -437,43 +419,4 @@ def assemble(
         largest_step=largest_step,
         recorder=recorder,
         adapters=adapters,
-    )
-
-
-def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, num_blocks: int) -> StepRecorder | None:
-    """The receiver of the engine's steps: a step log if the settings name a folder.
-
-    Raises:
-        InvalidSetup: that folder cannot be written.
-    """
-    settings = config.step_log
-    if settings.path is None:
-        return None
-    header = log_header(config, runner=runner, facts=facts, num_blocks=num_blocks)
-    folder = Path(settings.path).expanduser()
-    # Files of a step log: with so many, a full log loses a sixteenth of its past when a new file begins.
-    num_log_files = 16
-    file_bytes = settings.max_megabytes * 1_000_000 // num_log_files
-    files = LogFiles(folder, run=header.run, file_bytes=file_bytes, max_files=num_log_files)
-    try:
-        log = StepLog(files, header, redactor=None if settings.record_prompts else Redactor(config.cache.block_size))
-    except OSError as error:
-        raise InvalidSetup(f"step_log.path: got {settings.path}; it cannot be written: {error}") from error
-    logger.info("every step is recorded in %s", folder)
-    return StepRecorder(log.put, log.close)
-
-
-def log_header(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, num_blocks: int) -> Header:
-    """What a step log begins with: all that is needed to build such an engine again, and to tell how it differs."""
-    began = datetime.now(UTC)
-    return Header(
-        run=f"{began:%Y%m%dT%H%M%S}-{uuid4().hex[:8]}",
-        began=began.isoformat(timespec="seconds"),
-        launches_ahead=runner.launches,
-        num_blocks=num_blocks,
-        facts=asdict(facts),
-        config=config.model_dump(mode="json"),
-        versions=versions(),
-        commit=commit(),
-        settings=config.scheduler.version,
     )
