@@ -116,7 +116,7 @@ def check(open_file: OpenFile, rules: InputRules) -> Checked:
                 errors.append(read)
             else:
                 models.add(read.body.get("model") if isinstance(read.body.get("model"), str) else None)
-                first = first_lines.setdefault(_hash(read.id, 16), line_number)
+                first = first_lines.setdefault(hash_of_id(read.id, 16), line_number)
                 if first != line_number:
                     errors.append(_duplicate(read, line_number, first))
             if num_items > rules.max_items or len(errors) == MAX_LISTED_ERRORS:
@@ -273,7 +273,7 @@ def _with_defaults(body: Mapping[str, Any], row_id: str, settings: RowSettings) 
     if settings.temperature is not None:
         given.setdefault("temperature", settings.temperature)
     # It follows from the id: computed again after a crash, the item says the same.
-    given.setdefault("seed", int.from_bytes(_hash(row_id), "big") & ((1 << 63) - 1))
+    given.setdefault("seed", int.from_bytes(hash_of_id(row_id), "big") & ((1 << 63) - 1))
     return given
 
 
@@ -297,7 +297,8 @@ def _column(fields: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _hash(text: str, num_bytes: int = 8) -> bytes:
+def hash_of_id(text: str, num_bytes: int = 8) -> bytes:
+    """The same in every process."""
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=num_bytes).digest()
 
 

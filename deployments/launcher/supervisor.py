@@ -24,7 +24,7 @@ from pathlib import Path
 
 from app.config import ApplicationConfig
 from app.errors import InvalidSetup
-from app.model.location import resolve_model_path
+from app.model.location import is_local
 from deployments.launcher.trial import trial_config
 from deployments.serve.settings import (
     BATCHES_CPUS,
@@ -164,7 +164,7 @@ def check_folders(config: ServeFile) -> None:
     for application in config.applications.values():
         for index, served in enumerate(application.models):
             for setting, path in served.engine.model_paths.items():
-                if not _is_local(path) and path.startswith(("/", ".", "~")):
+                if not is_local(path) and path.startswith(("/", ".", "~")):
                     raise InvalidSetup(
                         f"models[{index}].engine.{setting}: got {path!r}; there is no such folder or file here"
                     )
@@ -214,12 +214,7 @@ def _show_progress() -> None:
 
 def _all_models_are_local(config: ServeFile) -> bool:
     models = [model for served in config.applications.values() for model in served.models]
-    return all(_is_local(path) for model in models for path in model.engine.model_paths.values())
-
-
-def _is_local(path: str) -> bool:
-    """Whether a model path is a folder or a GGUF file here; else it is a hub id. Raises InvalidSetup for the file."""
-    return resolve_model_path(path) != path or Path(path).is_dir()
+    return all(is_local(path) for model in models for path in model.engine.model_paths.values())
 
 
 def free_ports() -> Iterator[int]:
