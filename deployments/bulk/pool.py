@@ -9,7 +9,6 @@ docs/design/jobs.md.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from app.jobs.runner import Executor, JobRun
 from app.model.location import resolve_model_path
 from app.text import Tokenizer
 from deployments.bulk.engine_worker import EngineWorker, PreparedItem
+from deployments.serve.process import freeze_loaded
 from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads
 
 logger = logging.getLogger(__name__)
@@ -185,8 +185,7 @@ class EngineActor:
         tokenizer = Tokenizer.load(resolve_model_path(model.path), model.revision)
         self._worker = EngineWorker(engine, tokenizer, build_matchers(config, engine.facts))
         keep_waits_for_the_interpreter_short()
-        gc.collect()
-        gc.freeze()  # what was loaded stays: no later collection need look at it
+        freeze_loaded()
         return engine.facts
 
     def exchange(self, items: Sequence[PreparedItem], at_least: int, within_s: float) -> EngineOutput:

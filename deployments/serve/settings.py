@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from app.config import (
     ApiConfig,
@@ -25,6 +25,8 @@ from app.errors import InvalidSetup
 from app.fleet.dispatch import Group
 from app.model.simulated import SimulatedCosts
 from app.webhooks.receiver import check_default
+
+SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 BATCHES_CPUS = 0.1  # reserved for the process of batches: it waits for replicas and disks most of the time
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -68,12 +70,17 @@ def read_serve_file(path: Path) -> ServeFile:
 
 def parse(args: object) -> ApplicationConfig:
     """The checked config in an application's `args`. Raises InvalidSetup with one line per mistake."""
-    try:
-        config = ApplicationConfig.model_validate(args if args is not None else {})
-    except ValidationError as error:
-        raise InvalidSetup("\n".join(mistakes_of(error, ApplicationConfig))) from error
+    config = validated(ApplicationConfig, args if args is not None else {})
     check(config)
     return config
+
+
+def validated(kind: type[SettingsT], given: object, *, at: str = "") -> SettingsT:
+    """Settings from plain values. Raises InvalidSetup with one line per mistake; `at`: where the values are from."""
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise InvalidSetup("\n".join(mistakes_of(error, kind, at=at))) from error
 
 
 def check_exposure(host: str, config: ApiConfig) -> None:
@@ -152,7 +159,7 @@ def check(config: ApplicationConfig) -> None:
     except ValueError as error:
         raise InvalidSetup(str(error)) from error
     for index, model in enumerate(config.models):
-        _check_simulated(f"models[{index}].engine.model.simulated", model)
+        validated(SimulatedCosts, model.engine.model.simulated or {}, at=f"models[{index}].engine.model.simulated")
     if config.batches is not None:
         check_default(config.batches.webhooks)
 
@@ -208,13 +215,6 @@ def _check_user_configs(config: ApplicationConfig, deployments: Iterable[dict[st
         model = models.get(str(deployment.get("name")))
         if model is not None and deployment.get("user_config") is not None:
             apply_override(model.engine.scheduler, deployment["user_config"])
-
-
-def _check_simulated(where: str, model: ServedModelConfig) -> None:
-    try:
-        SimulatedCosts.model_validate(model.engine.model.simulated or {})
-    except ValidationError as error:
-        raise InvalidSetup("\n".join(mistakes_of(error, SimulatedCosts, at=where))) from error
 
 
 def _port(value: object) -> int:
