@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,33 +55,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Devices:
-    """The devices of one engine."""
-
-    gpu_share: float = 1.0  # the part of the GPU that is this engine's; others on the same card have the rest
-    tensor_parallel: int = 1  # devices that compute each step together, with a process for each
-    step_timeout_s: float = 60.0  # for which one of these waits for the others
-    sleep_after_s: float | None = None  # without a request; None: the engine keeps its memory
-    memory_gib: float | None = None  # of all engines that sleep on the device; None: most of what there is
-
-    @classmethod
-    def of(cls, replicas: ReplicasConfig) -> Devices:
-        """The devices of one replica."""
-        return cls(
-            # Engines that sleep divide the memory by their turns.
-            gpu_share=replicas.gpu_share if replicas.sleep_after_s is None else 1.0,
-            tensor_parallel=replicas.tensor_parallel,
-            step_timeout_s=replicas.step_timeout_s,
-            sleep_after_s=replicas.sleep_after_s,
-            memory_gib=replicas.device_memory_gib,
-        )
+ONE_DEVICE = ReplicasConfig()
 
 
-ONE_DEVICE = Devices()
-
-
-def build_engine(config: EngineConfig, devices: Devices = ONE_DEVICE) -> AsyncEngine:
+def build_engine(config: EngineConfig, replicas: ReplicasConfig = ONE_DEVICE) -> AsyncEngine:
     """Load the model, size its KV memory and start the engine's thread. Takes seconds to minutes.
 
     An engine that is to sleep first waits for memory that other engines of its device have.
@@ -90,15 +67,15 @@ def build_engine(config: EngineConfig, devices: Devices = ONE_DEVICE) -> AsyncEn
         InvalidSetup: the configuration cannot be carried out on this machine.
         UnsupportedModel: the model cannot be served; the message says why.
     """
-    if devices.sleep_after_s is None:
-        return _in_a_thread(config, build_sync_engine(config, devices))
-    lease = _lease_of(config, devices)
+    if replicas.sleep_after_s is None:
+        return _in_a_thread(config, build_sync_engine(config, replicas))
+    lease = _lease_of(config, replicas)
     lease.wait()
     try:
         began_at = time.monotonic()
-        engine = build_sync_engine(config, devices)
+        engine = build_sync_engine(config, replicas)
         started_in_s = time.monotonic() - began_at
-        sleeper = SleepController(engine, lease, after_s=devices.sleep_after_s, started_in_s=started_in_s)
+        sleeper = SleepController(engine, lease, after_s=replicas.sleep_after_s, started_in_s=started_in_s)
         return _in_a_thread(config, engine, sleeper)
     except BaseException:
         lease.close()
@@ -118,7 +95,7 @@ def _in_a_thread(config: EngineConfig, engine: Engine, sleeper: SleepController 
     )
 
 
-def _lease_of(config: EngineConfig, devices: Devices) -> DeviceLease:
+def _lease_of(config: EngineConfig, replicas: ReplicasConfig) -> DeviceLease:
     """The engine's part in the turns of its device.
 
     Raises:
@@ -134,8 +111,8 @@ def _lease_of(config: EngineConfig, devices: Devices) -> DeviceLease:
 
         costs = SimulatedCosts.model_validate(config.model.simulated)
         device, total_bytes, needed_bytes = "simulated", GIB * 1024, int(costs.memory_gib * GIB)
-    if devices.memory_gib is not None:
-        total_bytes = int(devices.memory_gib * GIB)
+    if replicas.device_memory_gib is not None:
+        total_bytes = int(replicas.device_memory_gib * GIB)
     return DeviceLease(
         cache_folder() / "devices" / f"{socket.gethostname()}-{device}.json",
         name=config.model.path,
@@ -160,12 +137,12 @@ def build_matchers(config: EngineConfig, facts: ModelInfo) -> Matchers:
     )
 
 
-def build_sync_engine(config: EngineConfig, devices: Devices = ONE_DEVICE) -> Engine:
+def build_sync_engine(config: EngineConfig, replicas: ReplicasConfig = ONE_DEVICE) -> Engine:
     """The same engine without its thread, for callers that run each step themselves."""
-    return _build_simulated(config) if config.model.simulated is not None else _build_torch(config, devices)
+    return _build_simulated(config) if config.model.simulated is not None else _build_torch(config, replicas)
 
 
-def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
+def _build_torch(config: EngineConfig, replicas: ReplicasConfig) -> Engine:
     from app.model.description import sentence_settings
     from app.model.device import device_of
     from app.model.loader import load_runner
@@ -173,20 +150,21 @@ def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
 
     location = resolve_model_path(config.model.path)
     if is_encoder(config.model, location):
-        return _build_encoder(config, devices, location)
+        return _build_encoder(config, replicas, location)
     device = device_of(config.model)
     if device.type != "cpu":
         _refuse_draft_model(config, f"{config.model.path} runs on {device.type}")
-    if devices.tensor_parallel == 1:
-        loaded = load_runner(config, gpu_share=devices.gpu_share)
+    if replicas.tensor_parallel == 1:
+        # Engines that sleep divide the memory by their turns.
+        loaded = load_runner(config, gpu_share=replicas.gpu_share if replicas.sleep_after_s is None else 1.0)
     else:
-        _refuse_draft_model(config, f"replicas.tensor_parallel is {devices.tensor_parallel}")
-        ranks = _start_ranks(config, devices)
+        _refuse_draft_model(config, f"replicas.tensor_parallel is {replicas.tensor_parallel}")
+        ranks = _start_ranks(config, replicas)
         with ranks.loading():
             loaded = load_runner(config, group=ranks.group)
         loaded.runner.lead(ranks)
     sentences = sentence_settings(config.model, location)
-    runner = _runner_of(config, loaded, devices)
+    runner = _runner_of(config, loaded, replicas)
     facts = replace(loaded.model.facts, pooling=sentences.pooling)
     return assemble(
         config.scheduler,
@@ -195,24 +173,26 @@ def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
         runner=runner,
         facts=facts,
         recorder=recorder_of(config, runner=runner, facts=facts, num_blocks=loaded.num_blocks),
-        adapters=_adapters_of(config, runner) if devices.tensor_parallel == 1 else None,
+        adapters=_adapters_of(config, runner) if replicas.tensor_parallel == 1 else None,
         drafter=(
             drafter_of(config.speculation)
             if loaded.draft is None
-            else _model_drafter(config, loaded.model.facts, loaded.draft, devices)
+            else _model_drafter(config, loaded.model.facts, loaded.draft, replicas)
         ),
         # On a GPU the KV memory was sized by what such a step leaves of it.
         largest_step=config.scheduler if loaded.model.device.type == "cuda" else None,
     )
 
 
-def _model_drafter(config: EngineConfig, facts: ModelInfo, draft: LoadedRunner, devices: Devices) -> ModelDrafter:
+def _model_drafter(
+    config: EngineConfig, facts: ModelInfo, draft: LoadedRunner, replicas: ReplicasConfig
+) -> ModelDrafter:
     """facts: of the model itself. Raises InvalidSetup where the draft model has other tokens."""
     of_draft = config.of_draft_model
     assert of_draft is not None, "it was loaded with these settings"
     _check_tokens(config.model, of_draft.model, facts, draft.model.facts)
     return ModelDrafter(
-        _runner_of(of_draft, draft, devices),
+        _runner_of(of_draft, draft, replicas),
         max_model_len=draft.model.facts.max_model_len,
         facts=facts,
     )
@@ -255,8 +235,8 @@ def _refuse_draft_model(config: EngineConfig, reason: str) -> None:
         )
 
 
-def _runner_of(config: EngineConfig, loaded: LoadedRunner, devices: Devices) -> ModelRunner:
-    if devices.sleep_after_s is None:
+def _runner_of(config: EngineConfig, loaded: LoadedRunner, replicas: ReplicasConfig) -> ModelRunner:
+    if replicas.sleep_after_s is None:
         return loaded.runner
     from app.model.reloading import runner_that_sleeps
 
@@ -288,19 +268,19 @@ def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | No
     return AdapterStore(load, unload=runner.unload_adapter, max_loaded=max_loaded)
 
 
-def _build_encoder(config: EngineConfig, devices: Devices, location: str) -> Engine:
+def _build_encoder(config: EngineConfig, replicas: ReplicasConfig, location: str) -> Engine:
     import torch
 
     from app.model.memory import refusing_to_run_short
     from app.model.ways.encoder import load_encoder
 
     _refuse_draft_model(config, f"{config.model.path} is an encoder")
-    if devices.tensor_parallel > 1:
+    if replicas.tensor_parallel > 1:
         raise InvalidSetup(
-            f"replicas.tensor_parallel is {devices.tensor_parallel}; {config.model.path} is an encoder, which is not "
+            f"replicas.tensor_parallel is {replicas.tensor_parallel}; {config.model.path} is an encoder, which is not "
             f"divided: set it to 1"
         )
-    if devices.sleep_after_s is not None:
+    if replicas.sleep_after_s is not None:
         raise InvalidSetup(
             f"replicas.sleep_after_s: {config.model.path} is an encoder, which keeps its weights; set no sleep_after_s"
         )
@@ -316,18 +296,18 @@ def _build_encoder(config: EngineConfig, devices: Devices, location: str) -> Eng
     )
 
 
-def _start_ranks(config: EngineConfig, devices: Devices) -> Ranks:
+def _start_ranks(config: EngineConfig, replicas: ReplicasConfig) -> Ranks:
     import torch
 
     from app.model.description import read_config
     from app.model.device import device_of
     from app.model.parallel.ranks import Ranks, cards, check_cards, check_heads
 
-    check_heads(read_config(config.model, resolve_model_path(config.model.path)), devices.tensor_parallel)
+    check_heads(read_config(config.model, resolve_model_path(config.model.path)), replicas.tensor_parallel)
     device = device_of(config.model)
     if device.type == "cuda":
-        check_cards(cards(), devices.tensor_parallel)
-    own, size = os.getpid(), devices.tensor_parallel
+        check_cards(cards(), replicas.tensor_parallel)
+    own, size = os.getpid(), replicas.tensor_parallel
 
     def start(descriptor: int) -> subprocess.Popen[bytes]:
         command = child_command("app.rank", str(descriptor), str(own))
@@ -338,7 +318,7 @@ def _start_ranks(config: EngineConfig, devices: Devices) -> Ranks:
         device=torch.device("cuda", 0) if device.type == "cuda" else device,
         settings={"config": config.model_dump(mode="json")},
         start=start,
-        step_timeout_s=devices.step_timeout_s,
+        step_timeout_s=replicas.step_timeout_s,
     )
 
 
