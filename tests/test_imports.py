@@ -79,7 +79,7 @@ ALLOWED = {
         "app.child_process", "app.config", "app.cores", "app.disk", "app.errors", "app.engine",
         "app.grammar", "app.model", "torch",
     },
-    "app.rank": {"app.config", "app.errors", "app.model", "torch"},
+    "app.rank": {"app.child_process", "app.config", "app.errors", "app.model", "torch"},
     "deployments": {
         "app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc", "opentelemetry",
         "prometheus_client",
