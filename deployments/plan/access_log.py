@@ -21,7 +21,7 @@ _PROMPT_TOKENS = ("prompt_tokens", "input_tokens", "num_prompt_tokens")
 _OUTPUT_TOKENS = ("completion_tokens", "output_tokens", "num_output_tokens")
 
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
-# As `CallProgress.log_end` writes it, behind Serve's level and time.
+# As `ResponseState.log_end` writes it, behind Serve's level and time.
 _FINISHED = re.compile(
     r"request \S+ finished after (?P<seconds>\d+\.\d+) s: .* (?P<prompt>\d+) prompt tokens, "
     r"(?P<output>\d+) completion tokens"
