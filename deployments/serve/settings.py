@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from app.config import (
     ApiConfig,
@@ -36,6 +36,11 @@ LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 INGRESS_CPUS = 0.25
 
 
+class _HttpOptions(BaseModel):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=1, le=65535, strict=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeFile:
     """The parts of a Serve config file that the launcher acts on; Serve reads the rest."""
@@ -55,13 +60,11 @@ def read_serve_file(path: Path) -> ServeFile:
     ours = {str(entry.get("name", "default")): entry for entry in entries if entry.get("import_path") == builder}
     if not ours:
         raise InvalidSetup(f"{path}: no application has `import_path: {builder}`")
-    http = document.get("http_options") or {}
+    http = validated(_HttpOptions, document.get("http_options") or {}, at="http_options")
     applications = {name: parse(entry.get("args")) for name, entry in ours.items()}
     for name, entry in ours.items():
         _check_user_configs(applications[name], entry.get("deployments") or [])
-    file = ServeFile(
-        host=str(http.get("host", "127.0.0.1")), port=_port(http.get("port", 8000)), applications=applications
-    )
+    file = ServeFile(host=http.host, port=http.port, applications=applications)
     for config in applications.values():
         check_exposure(file.host, config.api)
         if config.api.keys_file is not None:
@@ -216,9 +219,3 @@ def _check_user_configs(config: ApplicationConfig, deployments: Iterable[dict[st
         model = models.get(str(deployment.get("name")))
         if model is not None and deployment.get("user_config") is not None:
             apply_override(model.engine.scheduler, deployment["user_config"])
-
-
-def _port(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
-        raise InvalidSetup(f"http_options.port: got {value!r}; must be a number from 1 to 65535")
-    return value
