@@ -14,6 +14,7 @@ from app.api.auth.limits import SharedPools
 from app.api.endpoints.admin import Answers, ProcessReport, usage_of
 from app.config import ApplicationConfig
 from app.fleet import Table
+from deployments.open_files import allow_many_files
 from deployments.ray_internals import keep_calls_on_loopback
 from deployments.serve.gossip import ModelGossip
 from deployments.serve.keys_file import Keys
@@ -40,6 +41,7 @@ class Sender:
         """
         log_where_serve_does()
         return_freed_memory()
+        allow_many_files()  # on a cluster no launcher has done it
         keep_calls_on_loopback()
         self._config = config
         self._paths = paths
