@@ -154,7 +154,7 @@ class Fleet:
     def last_decision(self) -> dict[str, str] | None:
         """Why the last request went where it did, for people."""
         decision = self._registry.last_decision
-        return decision and {"reason": decision.reason, "loads": decision.explain_loads()}
+        return None if decision is None else {"reason": decision.reason, "loads": decision.explain_loads()}
 
     def close(self) -> None:
         """Close the connections to all replicas."""
