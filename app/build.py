@@ -13,11 +13,9 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-from uuid import uuid4
 
 from app.child_process import child_command, child_environment
 from app.config import (
@@ -46,13 +44,9 @@ from app.engine.scheduler import Scheduler
 from app.engine.sleep_controller import SleepController
 from app.engine.speculation.draft_model import ModelDrafter
 from app.engine.speculation.drafter import Drafter, LookupDrafter
-from app.engine.trace.entries import Header
-from app.engine.trace.recorder import StepRecorder
-from app.engine.trace.redaction import Redactor
-from app.engine.trace.step_log import LogFiles, StepLog
+from app.engine.trace.step_log import recorder_of
 from app.errors import InvalidSetup
 from app.model.location import resolve_model_path
-from app.versions import commit, versions
 
 if TYPE_CHECKING:
     from app.model.loader import LoadedRunner
@@ -61,33 +55,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Devices:
-    """The devices of one engine."""
-
-    gpu_share: float = 1.0  # the part of the GPU that is this engine's; others on the same card have the rest
-    tensor_parallel: int = 1  # devices that compute each step together, with a process for each
-    step_timeout_s: float = 60.0  # for which one of these waits for the others
-    sleep_after_s: float | None = None  # without a request; None: the engine keeps its memory
-    memory_gib: float | None = None  # of all engines that sleep on the device; None: most of what there is
-
-    @classmethod
-    def of(cls, replicas: ReplicasConfig) -> Devices:
-        """The devices of one replica."""
-        return cls(
-            # Engines that sleep divide the memory by their turns.
-            gpu_share=replicas.gpu_share if replicas.sleep_after_s is None else 1.0,
-            tensor_parallel=replicas.tensor_parallel,
-            step_timeout_s=replicas.step_timeout_s,
-            sleep_after_s=replicas.sleep_after_s,
-            memory_gib=replicas.device_memory_gib,
-        )
+ONE_DEVICE = ReplicasConfig()
 
 
-ONE_DEVICE = Devices()
-
-
-def build_engine(config: EngineConfig, devices: Devices = ONE_DEVICE) -> AsyncEngine:
+def build_engine(config: EngineConfig, replicas: ReplicasConfig = ONE_DEVICE) -> AsyncEngine:
     """Load the model, size its KV memory and start the engine's thread. Takes seconds to minutes.
 
     An engine that is to sleep first waits for memory that other engines of its device have.
@@ -96,15 +67,15 @@ def build_engine(config: EngineConfig, devices: Devices = ONE_DEVICE) -> AsyncEn
         InvalidSetup: the configuration cannot be carried out on this machine.
         UnsupportedModel: the model cannot be served; the message says why.
     """
-    if devices.sleep_after_s is None:
-        return _in_a_thread(config, build_sync_engine(config, devices))
-    lease = _lease_of(config, devices)
+    if replicas.sleep_after_s is None:
+        return _in_a_thread(config, build_sync_engine(config, replicas))
+    lease = _lease_of(config, replicas)
     lease.wait()
     try:
         began_at = time.monotonic()
-        engine = build_sync_engine(config, devices)
+        engine = build_sync_engine(config, replicas)
         started_in_s = time.monotonic() - began_at
-        sleeper = SleepController(engine, lease, after_s=devices.sleep_after_s, started_in_s=started_in_s)
+        sleeper = SleepController(engine, lease, after_s=replicas.sleep_after_s, started_in_s=started_in_s)
         return _in_a_thread(config, engine, sleeper)
     except BaseException:
         lease.close()
@@ -124,7 +95,7 @@ def _in_a_thread(config: EngineConfig, engine: Engine, sleeper: SleepController 
     )
 
 
-def _lease_of(config: EngineConfig, devices: Devices) -> DeviceLease:
+def _lease_of(config: EngineConfig, replicas: ReplicasConfig) -> DeviceLease:
     """The engine's part in the turns of its device.
 
     Raises:
@@ -140,8 +111,8 @@ def _lease_of(config: EngineConfig, devices: Devices) -> DeviceLease:
 
         costs = SimulatedCosts.model_validate(config.model.simulated)
         device, total_bytes, needed_bytes = "simulated", GIB * 1024, int(costs.memory_gib * GIB)
-    if devices.memory_gib is not None:
-        total_bytes = int(devices.memory_gib * GIB)
+    if replicas.device_memory_gib is not None:
+        total_bytes = int(replicas.device_memory_gib * GIB)
     return DeviceLease(
         cache_folder() / "devices" / f"{socket.gethostname()}-{device}.json",
         name=config.model.path,
@@ -166,12 +137,12 @@ def build_matchers(config: EngineConfig, facts: ModelInfo) -> Matchers:
     )
 
 
-def build_sync_engine(config: EngineConfig, devices: Devices = ONE_DEVICE) -> Engine:
+def build_sync_engine(config: EngineConfig, replicas: ReplicasConfig = ONE_DEVICE) -> Engine:
     """The same engine without its thread, for callers that run each step themselves."""
-    return _build_simulated(config) if config.model.simulated is not None else _build_torch(config, devices)
+    return _build_simulated(config) if config.model.simulated is not None else _build_torch(config, replicas)
 
 
-def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
+def _build_torch(config: EngineConfig, replicas: ReplicasConfig) -> Engine:
     from app.model.description import sentence_settings
     from app.model.device import device_of
     from app.model.loader import load_runner
@@ -179,43 +150,49 @@ def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
 
     location = resolve_model_path(config.model.path)
     if is_encoder(config.model, location):
-        return _build_encoder(config, devices, location)
+        return _build_encoder(config, replicas, location)
     device = device_of(config.model)
     if device.type != "cpu":
         _refuse_draft_model(config, f"{config.model.path} runs on {device.type}")
-    if devices.tensor_parallel == 1:
-        loaded = load_runner(config, gpu_share=devices.gpu_share)
+    if replicas.tensor_parallel == 1:
+        # Engines that sleep divide the memory by their turns.
+        loaded = load_runner(config, gpu_share=replicas.gpu_share if replicas.sleep_after_s is None else 1.0)
     else:
-        _refuse_draft_model(config, f"replicas.tensor_parallel is {devices.tensor_parallel}")
-        ranks = _start_ranks(config, devices)
+        _refuse_draft_model(config, f"replicas.tensor_parallel is {replicas.tensor_parallel}")
+        ranks = _start_ranks(config, replicas)
         with ranks.loading():
             loaded = load_runner(config, group=ranks.group)
         loaded.runner.lead(ranks)
     sentences = sentence_settings(config.model, location)
-    runner = _runner_of(config, loaded, devices)
-    return assemble_recorded(
-        config,
+    runner = _runner_of(config, loaded, replicas)
+    facts = replace(loaded.model.facts, pooling=sentences.pooling)
+    return assemble(
+        config.scheduler,
+        config.cache,
         num_blocks=loaded.num_blocks,
         runner=runner,
-        facts=replace(loaded.model.facts, pooling=sentences.pooling),
-        adapters=_adapters_of(config, runner) if devices.tensor_parallel == 1 else None,
+        facts=facts,
+        recorder=recorder_of(config, runner=runner, facts=facts, num_blocks=loaded.num_blocks),
+        adapters=_adapters_of(config, runner) if replicas.tensor_parallel == 1 else None,
         drafter=(
             drafter_of(config.speculation)
             if loaded.draft is None
-            else _model_drafter(config, loaded.model.facts, loaded.draft, devices)
+            else _model_drafter(config, loaded.model.facts, loaded.draft, replicas)
         ),
         # On a GPU the KV memory was sized by what such a step leaves of it.
         largest_step=config.scheduler if loaded.model.device.type == "cuda" else None,
     )
 
 
-def _model_drafter(config: EngineConfig, facts: ModelInfo, draft: LoadedRunner, devices: Devices) -> ModelDrafter:
+def _model_drafter(
+    config: EngineConfig, facts: ModelInfo, draft: LoadedRunner, replicas: ReplicasConfig
+) -> ModelDrafter:
     """facts: of the model itself. Raises InvalidSetup where the draft model has other tokens."""
     of_draft = config.of_draft_model
     assert of_draft is not None, "it was loaded with these settings"
     _check_tokens(config.model, of_draft.model, facts, draft.model.facts)
     return ModelDrafter(
-        _runner_of(of_draft, draft, devices),
+        _runner_of(of_draft, draft, replicas),
         max_model_len=draft.model.facts.max_model_len,
         facts=facts,
     )
@@ -258,8 +235,8 @@ def _refuse_draft_model(config: EngineConfig, reason: str) -> None:
         )
 
 
-def _runner_of(config: EngineConfig, loaded: LoadedRunner, devices: Devices) -> ModelRunner:
-    if devices.sleep_after_s is None:
+def _runner_of(config: EngineConfig, loaded: LoadedRunner, replicas: ReplicasConfig) -> ModelRunner:
+    if replicas.sleep_after_s is None:
         return loaded.runner
     from app.model.reloading import runner_that_sleeps
 
@@ -291,19 +268,19 @@ def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | No
     return AdapterStore(load, unload=runner.unload_adapter, max_loaded=max_loaded)
 
 
-def _build_encoder(config: EngineConfig, devices: Devices, location: str) -> Engine:
+def _build_encoder(config: EngineConfig, replicas: ReplicasConfig, location: str) -> Engine:
     import torch
 
     from app.model.memory import refusing_to_run_short
     from app.model.ways.encoder import load_encoder
 
     _refuse_draft_model(config, f"{config.model.path} is an encoder")
-    if devices.tensor_parallel > 1:
+    if replicas.tensor_parallel > 1:
         raise InvalidSetup(
-            f"replicas.tensor_parallel is {devices.tensor_parallel}; {config.model.path} is an encoder, which is not "
+            f"replicas.tensor_parallel is {replicas.tensor_parallel}; {config.model.path} is an encoder, which is not "
             f"divided: set it to 1"
         )
-    if devices.sleep_after_s is not None:
+    if replicas.sleep_after_s is not None:
         raise InvalidSetup(
             f"replicas.sleep_after_s: {config.model.path} is an encoder, which keeps its weights; set no sleep_after_s"
         )
@@ -313,21 +290,24 @@ def _build_encoder(config: EngineConfig, devices: Devices, location: str) -> Eng
         model = load_encoder(config.model, location)
     logger.info("%s on %s in %s, threads: %d; an encoder, without KV memory",
                 config.model.path, model.device, model.dtype, num_threads)  # fmt: skip
-    return assemble_recorded(config, num_blocks=0, runner=model.runner, facts=model.facts)
+    recorder = recorder_of(config, runner=model.runner, facts=model.facts, num_blocks=0)
+    return assemble(
+        config.scheduler, config.cache, num_blocks=0, runner=model.runner, facts=model.facts, recorder=recorder
+    )
 
 
-def _start_ranks(config: EngineConfig, devices: Devices) -> Ranks:
+def _start_ranks(config: EngineConfig, replicas: ReplicasConfig) -> Ranks:
     import torch
 
     from app.model.description import read_config
     from app.model.device import device_of
     from app.model.parallel.ranks import Ranks, cards, check_cards, check_heads
 
-    check_heads(read_config(config.model, resolve_model_path(config.model.path)), devices.tensor_parallel)
+    check_heads(read_config(config.model, resolve_model_path(config.model.path)), replicas.tensor_parallel)
     device = device_of(config.model)
     if device.type == "cuda":
-        check_cards(cards(), devices.tensor_parallel)
-    own, size = os.getpid(), devices.tensor_parallel
+        check_cards(cards(), replicas.tensor_parallel)
+    own, size = os.getpid(), replicas.tensor_parallel
 
     def start(descriptor: int) -> subprocess.Popen[bytes]:
         command = child_command("app.rank", str(descriptor), str(own))
@@ -338,7 +318,7 @@ def _start_ranks(config: EngineConfig, devices: Devices) -> Ranks:
         device=torch.device("cuda", 0) if device.type == "cuda" else device,
         settings={"config": config.model_dump(mode="json")},
         start=start,
-        step_timeout_s=devices.step_timeout_s,
+        step_timeout_s=replicas.step_timeout_s,
     )
 
 
@@ -362,22 +342,6 @@ def _build_simulated(config: EngineConfig) -> Engine:
         block_size=config.cache.block_size,
     )
     facts = replace(model.facts, embedding_size=costs.embedding_size or None)
-    return assemble_recorded(
-        config, num_blocks=num_blocks, runner=runner, facts=facts, drafter=drafter_of(config.speculation)
-    )
-
-
-def assemble_recorded(
-    config: EngineConfig,
-    *,
-    num_blocks: int,
-    runner: ModelRunner,
-    facts: ModelInfo,
-    largest_step: SchedulerConfig | None = None,
-    adapters: AdapterStore | None = None,
-    drafter: Drafter | None = None,
-) -> Engine:
-    """As `assemble`, with the step log that the config asks for. Raises InvalidSetup when it cannot be written."""
     return assemble(
         config.scheduler,
         config.cache,
@@ -385,9 +349,7 @@ def assemble_recorded(
         runner=runner,
         facts=facts,
         recorder=recorder_of(config, runner=runner, facts=facts, num_blocks=num_blocks),
-        largest_step=largest_step,
-        adapters=adapters,
-        drafter=drafter,
+        drafter=drafter_of(config.speculation),
     )
 
 
@@ -437,43 +399,4 @@ def assemble(
         largest_step=largest_step,
         recorder=recorder,
         adapters=adapters,
-    )
-
-
-def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, num_blocks: int) -> StepRecorder | None:
-    """The receiver of the engine's steps: a step log if the settings name a folder.
-
-    Raises:
-        InvalidSetup: that folder cannot be written.
-    """
-    settings = config.step_log
-    if settings.path is None:
-        return None
-    header = log_header(config, runner=runner, facts=facts, num_blocks=num_blocks)
-    folder = Path(settings.path).expanduser()
-    # Files of a step log: with so many, a full log loses a sixteenth of its past when a new file begins.
-    num_log_files = 16
-    file_bytes = settings.max_megabytes * 1_000_000 // num_log_files
-    files = LogFiles(folder, run=header.run, file_bytes=file_bytes, max_files=num_log_files)
-    try:
-        log = StepLog(files, header, redactor=None if settings.record_prompts else Redactor(config.cache.block_size))
-    except OSError as error:
-        raise InvalidSetup(f"step_log.path: got {settings.path}; it cannot be written: {error}") from error
-    logger.info("every step is recorded in %s", folder)
-    return StepRecorder(log.put, log.close)
-
-
-def log_header(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, num_blocks: int) -> Header:
-    """What a step log begins with: all that is needed to build such an engine again, and to tell how it differs."""
-    began = datetime.now(UTC)
-    return Header(
-        run=f"{began:%Y%m%dT%H%M%S}-{uuid4().hex[:8]}",
-        began=began.isoformat(timespec="seconds"),
-        launches_ahead=runner.launches,
-        num_blocks=num_blocks,
-        facts=asdict(facts),
-        config=config.model_dump(mode="json"),
-        versions=versions(),
-        commit=commit(),
-        settings=config.scheduler.version,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -27,3 +29,15 @@ def step_back() -> None:
     """
     niceness = 10
     os.nice(niceness)
+
+
+def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the thread ends that started it, even while it is stopped.
+
+    parent: the process of that thread; where it has ended before, this one ends at once. Only Linux has it.
+    """
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, by)
+        if os.getppid() != parent:
+            raise SystemExit("the process that started this one has ended already")

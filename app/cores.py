@@ -14,11 +14,7 @@ _NO_LIMIT = 2**63
 def num_cores() -> int:
     """Those of its affinity, or fewer where its control groups grant less CPU time: whole cores of it, at least one."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        groups = Path("/proc/self/cgroup").read_text()
-    except OSError:
-        groups = ""
-    granted = granted_cores(groups, _ROOT)
+    granted = granted_cores(_own_groups(), _ROOT)
     return allowed if math.isinf(granted) else max(1, min(allowed, int(granted)))
 
 
@@ -34,16 +30,19 @@ def granted_cores(groups: str, root: Path) -> float:
 def memory_of_machine() -> int:
     """Bytes: those of the machine, or fewer where a control group of this process grants less."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        groups = Path("/proc/self/cgroup").read_text()
-    except OSError:
-        groups = ""
-    return min(physical, granted_memory(groups, _ROOT))
+    return min(physical, granted_memory(_own_groups(), _ROOT))
 
 
 def granted_memory(groups: str, root: Path) -> int:
     """The least limit of some control groups and of those above them, in bytes; arguments as of `granted_cores`."""
     return int(min(map(_limit, _folders(groups, root, "memory")), default=_NO_LIMIT))
+
+
+def _own_groups() -> str:
+    try:
+        return Path("/proc/self/cgroup").read_text()
+    except OSError:
+        return ""
 
 
 def _folders(groups: str, root: Path, controller: str) -> Iterator[Path]:

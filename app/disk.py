@@ -7,8 +7,9 @@ import errno
 import fcntl
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -49,13 +50,25 @@ def sync_folder(folder: Path) -> None:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """The file has the old content or the new one, whatever happens."""
+    with replaced(path) as temporary:
+        temporary.write_bytes(content)
+
+
+@contextmanager
+def replaced(path: Path, *, survives_machine: bool = True) -> Iterator[Path]:
+    """Give the name of a file to write, which takes the place of that at `path` at the end of the block.
+
+    The name is always the same, so that what the death of a process leaves is overwritten: one process at a time writes
+    a file. survives_machine: it is on the disk then, else a death of the machine may leave it torn.
+    """
     temporary = path.with_name(hidden_name(path.name))
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    yield temporary
+    if survives_machine:
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
     os.rename(temporary, path)
-    sync_folder(path.parent)
+    if survives_machine:
+        sync_folder(path.parent)
 
 
 def hidden_name(name: str) -> str:

@@ -69,12 +69,12 @@ def json_pieces(value: Any, encode: Encode = _encode) -> Iterator[bytes]:
     yield bytes(piece)
 
 
-def joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Short pieces put together."""
+def joined(pieces: Iterable[bytes], *, at_least: int = PIECE_BYTES) -> Iterator[bytes]:
+    """Short pieces put together, into some of `at_least` so many bytes and a last one."""
     piece = bytearray()
     for each in pieces:
         piece += each
-        if len(piece) >= PIECE_BYTES:
+        if len(piece) >= at_least:
             yield bytes(piece)
             piece.clear()
     if piece:

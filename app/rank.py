@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.child_process import die_with
 from app.model.parallel.channel import Channel, Kind, settings_of
 from app.model.parallel.steps import StepReader
 
@@ -79,17 +78,6 @@ def follow(channel: Channel, runner: LeadingRunner, group: RankGroup) -> None:
         else:
             assert kind is Kind.SYNC, f"a rank that runs gets no {kind.name}"
             channel.send(Kind.SYNC)
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread ends that started it, even while it is stopped.
-
-    parent: the process of that thread.
-    """
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        raise SystemExit("rank 0 has ended already")
 
 
 if __name__ == "__main__":

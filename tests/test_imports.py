@@ -23,7 +23,9 @@ ALLOWED = {
     "app.output_lengths": set(),
     "app.json_pieces": {"pydantic_core"},
     "app.fleet.dispatch": {"app.errors", "msgspec"},
-    "app.engine": {"app.config", "app.culprits", "app.errors", "app.fair", "app.output_lengths", "msgspec"},
+    "app.engine": {
+        "app.config", "app.culprits", "app.errors", "app.fair", "app.output_lengths", "app.versions", "msgspec",
+    },
     "app.child_process": set(),
     "app.grammar": {
         "app.child_process", "app.config", "app.errors", "app.fair", "app.engine.matcher", "app.engine.request",
@@ -74,10 +76,10 @@ ALLOWED = {
     },
     "app.fleet.autoscaling": {"app.config"},
     "app.build": {
-        "app.child_process", "app.config", "app.cores", "app.disk", "app.errors", "app.versions", "app.engine",
+        "app.child_process", "app.config", "app.cores", "app.disk", "app.errors", "app.engine",
         "app.grammar", "app.model", "torch",
     },
-    "app.rank": {"app.config", "app.errors", "app.model", "torch"},
+    "app.rank": {"app.child_process", "app.config", "app.errors", "app.model", "torch"},
     "deployments": {
         "app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc", "opentelemetry",
         "prometheus_client",

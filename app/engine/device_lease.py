@@ -113,7 +113,7 @@ class DeviceLease:
         self._socket.settimeout(None)
 
     def begin(self, *, switch_s: float) -> None:
-        """The engine is awake: its turn begins now. `switch_s`: as in Occupant."""
+        """The engine is awake: its turn begins now. `switch_s`: as in `LeaseHolder`."""
         with self._changing():
             self._own.switch_s, self._own.since = switch_s, self._clock()
 

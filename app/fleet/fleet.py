@@ -16,7 +16,6 @@ from app.engine.request import Queued, Request, TokenDelta
 from app.engine.snapshot import EngineSnapshot
 from app.errors import Cancelled, DeadlineMissed, Overloaded, ReplicasLost, Unavailable
 from app.fleet.connection import FailoverLimits, FleetMetrics, FrameReader, ReplicaConnection
-from app.fleet.dispatch import Decision
 from app.fleet.frames import AbortRequest, SubmitRequest, WatchEngine
 from app.fleet.in_flight import InFlightRequest, ReplicaLost
 from app.fleet.replica_registry import ReplicaRegistry
@@ -152,9 +151,10 @@ class Fleet:
         return described + [{"replica": each, "state": "leaving"} for each in leaving]
 
     @property
-    def last_decision(self) -> Decision | None:
-        """Why the last request went where it did."""
-        return self._registry.last_decision
+    def last_decision(self) -> dict[str, str] | None:
+        """Why the last request went where it did, for people."""
+        decision = self._registry.last_decision
+        return None if decision is None else {"reason": decision.reason, "loads": decision.explain_loads()}
 
     def close(self) -> None:
         """Close the connections to all replicas."""

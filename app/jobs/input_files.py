@@ -23,7 +23,7 @@ import pyarrow
 from pyarrow import fs, parquet
 
 from app.errors import InvalidSetup
-from app.jobs.items import Row, RowSettings, has_question, row_from_fields, row_from_line
+from app.jobs.items import Row, RowSettings, has_question, hash_of_id, row_from_fields, row_from_line
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 ROWS_IN_A_PIECE = 512
@@ -206,7 +206,7 @@ def _check_ids(pieces: Sequence[InputPiece], id_hashes: array[int]) -> None:
 
 
 def _hash(row_id: str) -> int:
-    return int.from_bytes(hashlib.blake2b(row_id.encode("utf-8", "replace"), digest_size=8).digest(), "big")
+    return int.from_bytes(hash_of_id(row_id), "big")
 
 
 def _local(pattern: str) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from pydantic_core import from_json
 
+from app.config import shown
 from app.jobs.job import InvalidItem, Item, ItemError
 
 OpenFile = Callable[[], BinaryIO]
@@ -57,9 +58,9 @@ def batch_line(value: Mapping[str, Any], urls: Sequence[str]) -> tuple[str, str,
         message = f"custom_id should be a string of 1 to {MAX_ID_LENGTH} characters"
         raise NotAnItem("invalid_custom_id", message, "custom_id")
     if method != "POST":
-        raise NotAnItem("invalid_method", f"method should be 'POST'; got {_short(method)}", "method")
+        raise NotAnItem("invalid_method", f"method should be 'POST'; got {shown(method)}", "method")
     if url not in urls:
-        raise NotAnItem("invalid_url", f"url should be one of {', '.join(urls)}; got {_short(url)}", "url")
+        raise NotAnItem("invalid_url", f"url should be one of {', '.join(urls)}; got {shown(url)}", "url")
     if not isinstance(body, dict):
         raise NotAnItem("invalid_body", "body should be an object, the request to send", "body")
     if body.get("stream") not in (None, False):
@@ -116,7 +117,7 @@ def check(open_file: OpenFile, rules: InputRules) -> Checked:
                 errors.append(read)
             else:
                 models.add(read.body.get("model") if isinstance(read.body.get("model"), str) else None)
-                first = first_lines.setdefault(_hash(read.id, 16), line_number)
+                first = first_lines.setdefault(hash_of_id(read.id, 16), line_number)
                 if first != line_number:
                     errors.append(_duplicate(read, line_number, first))
             if num_items > rules.max_items or len(errors) == MAX_LISTED_ERRORS:
@@ -177,7 +178,7 @@ def _duplicate(item: Item, line_number: int, first: int) -> ItemError:
         code="duplicate_custom_id",
         line=line_number,
         param="custom_id",
-        message=f"custom_id {_short(item.id)} is that of line {first:,} too; every line needs its own",
+        message=f"custom_id {shown(item.id)} is that of line {first:,} too; every line needs its own",
     )
 
 
@@ -255,7 +256,7 @@ def item_of(row: Row, settings: RowSettings) -> Item | InvalidItem:
         else:
             url, body = _plain_row(row.fields, settings)
         if body.get("n") not in (None, 1):
-            message = f"n is {_short(body['n'])}; an item has one answer: write an item for each"
+            message = f"n is {shown(body['n'])}; an item has one answer: write an item for each"
             raise NotAnItem("several_answers", message, "n")
     except NotAnItem as problem:
         return InvalidItem(number=row.number, id=row.id, reason=problem.error.message)
@@ -273,7 +274,7 @@ def _with_defaults(body: Mapping[str, Any], row_id: str, settings: RowSettings) 
     if settings.temperature is not None:
         given.setdefault("temperature", settings.temperature)
     # It follows from the id: computed again after a crash, the item says the same.
-    given.setdefault("seed", int.from_bytes(_hash(row_id), "big") & ((1 << 63) - 1))
+    given.setdefault("seed", int.from_bytes(hash_of_id(row_id), "big") & ((1 << 63) - 1))
     return given
 
 
@@ -297,10 +298,6 @@ def _column(fields: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _hash(text: str, num_bytes: int = 8) -> bytes:
+def hash_of_id(text: str, num_bytes: int = 8) -> bytes:
+    """The same in every process."""
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=num_bytes).digest()
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

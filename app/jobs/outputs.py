@@ -8,7 +8,6 @@ Blocks: call `write_batch_files` and `write_records` in a thread.
 from __future__ import annotations
 
 import json
-import os
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from app.batches import Answered, ItemOrigin, JobState
-from app.disk import hidden_name, sync_folder
+from app.disk import replaced
 from app.jobs.files import FileStore
 from app.jobs.job import OUTPUT_PURPOSE, InvalidItem, Item, ItemOutput, ItemResult, Job, StoredFile
 from app.jobs.results import ResultStore
@@ -145,16 +144,12 @@ class RecordFormat:
 
 def write_records(results: ResultStore, path: Path, output_format: str) -> None:
     """Write all records into a file, whole or not at all: as JSONL, or as Parquet. Raises OSError."""
-    temporary = path.with_name(hidden_name(path.name))
-    if output_format == "parquet":
-        _write_parquet(results, temporary)
-    else:
-        with temporary.open("wb") as file:
-            file.writelines(result.line + b"\n" for result in results.results())
-    with temporary.open("rb") as written:
-        os.fsync(written.fileno())
-    os.rename(temporary, path)
-    sync_folder(path.parent)
+    with replaced(path) as temporary:
+        if output_format == "parquet":
+            _write_parquet(results, temporary)
+        else:
+            with temporary.open("wb") as file:
+                file.writelines(result.line + b"\n" for result in results.results())
 
 
 def _write_parquet(results: ResultStore, path: Path) -> None:

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from zlib import crc32
 
-from app.disk import hidden_name, write_atomically
+from app.disk import replaced, write_atomically
 from app.jobs.job import Counts, ItemResult
 
 JOURNAL, BEGUN, PARTIAL, RECOVERY = "journal", "begun.bits", "partial.tokens", "recovery.json"
@@ -136,10 +136,9 @@ class PartialOutputs:
             content.extend((item, len(token_ids)))
             content.extend(token_ids)
         body = content.tobytes()
-        temporary = self._path.with_name(hidden_name(self._path.name))
-        # Not synced: the checksum shows whether the machine's death left it torn, and then those items begin again.
-        temporary.write_bytes(crc32(body).to_bytes(_PARTIAL_HEAD_BYTES, "big") + body)
-        os.rename(temporary, self._path)
+        # The checksum shows whether the machine's death left it torn, and then those items begin again.
+        with replaced(self._path, survives_machine=False) as temporary:
+            temporary.write_bytes(crc32(body).to_bytes(_PARTIAL_HEAD_BYTES, "big") + body)
         self._has_changed = False
         ended_at = time.monotonic()
         partial_share_of_time = 0.02  # at most, for writing partial tokens: very many of them are written less often

@@ -171,11 +171,6 @@ def _check_may_go_on(path: Path, run: Mapping[str, Any], *, resume: bool) -> Non
             f"--output {path}: holds a run with files of version {version}; this Carousel has {FORMAT_VERSION}: use "
             f"another folder, or finish it with the version that began it"
         )
-    if there.get("through") == "fleet":
-        raise InvalidSetup(
-            f"--output {path}: holds a run through a service, which this Carousel does not do: use another folder, or "
-            f"finish it with the version that began it"
-        )
     differing = sorted(name for name in run.keys() | there.keys() if there.get(name) != run.get(name))
     if differing:
         named = "; ".join(f"{name}: {there.get(name)!r} there, {run.get(name)!r} now" for name in differing[:4])

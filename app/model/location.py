@@ -31,6 +31,11 @@ def resolve_model_path(path: str) -> str:
     return path
 
 
+def is_local(path: str) -> bool:
+    """Whether a model path is a folder or a GGUF file here; else it is a hub id. Raises InvalidSetup for the file."""
+    return resolve_model_path(path) != path or Path(path).is_dir()
+
+
 def folder_seen_from_here(path: str) -> str:
     """The folder of that path; else the path itself, a hub id."""
     # Not Path.is_dir, which raises OSError for a name that is too long.

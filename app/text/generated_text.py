@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from msgspec import Struct
 
@@ -14,7 +13,7 @@ from app.text.stop_strings import StopStrings
 from app.text.tokenizer import Tokenizer
 
 
-class TextDelta(Struct, frozen=True, gc=False):
+class TextDelta(Struct, gc=False):
     """What one token delta added. `num_tokens` counts hidden ones (end of text, special) too."""
 
     text: str
@@ -72,19 +71,20 @@ class GeneratedText:
         return TextDelta(text, len(delta.token_ids), delta.finish_reason)
 
     def _push_one_by_one(self, delta: TokenDelta) -> TextDelta:
-        added = _Added()
+        added = TextDelta("", len(delta.token_ids), delta.finish_reason)
         for num_tokens, token_id in enumerate(self._visible(delta), start=1):
             self._num_tokens += 1
             self._add(self._detokenizer.push((token_id,)), added, num_tokens=1)
             if added.stop_string is not None:
-                return added.delta(num_tokens, FinishReason.STOP)
+                added.num_tokens, added.finish_reason = num_tokens, FinishReason.STOP
+                return added
         if delta.finish_reason is not None:
             self._add(self._detokenizer.flush(), added, is_last=True)
             if added.stop_string is not None:
-                return added.delta(len(delta.token_ids), FinishReason.STOP)
-        return added.delta(len(delta.token_ids), delta.finish_reason)
+                added.finish_reason = FinishReason.STOP
+        return added
 
-    def _add(self, text: str, added: _Added, *, num_tokens: int = 0, is_last: bool = False) -> None:
+    def _add(self, text: str, added: TextDelta, *, num_tokens: int = 0, is_last: bool = False) -> None:
         """Add the text of so many tokens, or the last one."""
         if self._splitter is not None:
             text = self._split(text, self._splitter, added, num_tokens=num_tokens, is_last=is_last)
@@ -96,7 +96,9 @@ class GeneratedText:
                 text += stop_strings.flush()
         added.text += text
 
-    def _split(self, text: str, splitter: ReasoningSplitter, added: _Added, *, num_tokens: int, is_last: bool) -> str:
+    def _split(
+        self, text: str, splitter: ReasoningSplitter, added: TextDelta, *, num_tokens: int, is_last: bool
+    ) -> str:
         """The text behind the reasoning, which is added. From the answer on, nothing more is split."""
         was_behind = splitter.phase is ReasoningPhase.BEHIND
         parts = [splitter.push(text), splitter.flush()] if is_last else [splitter.push(text)]
@@ -111,18 +113,3 @@ class GeneratedText:
 
     def _visible(self, delta: TokenDelta) -> tuple[int, ...]:
         return delta.token_ids if delta.stop_token_id is None or self._include_stop else delta.token_ids[:-1]
-
-
-@dataclass(slots=True)
-class _Added:
-    """What one token delta has added so far."""
-
-    text: str = ""
-    stop_string: str | None = None
-    reasoning: str = ""
-    num_reasoning_tokens: int = 0
-
-    def delta(self, num_tokens: int, finish_reason: FinishReason | None) -> TextDelta:
-        return TextDelta(
-            self.text, num_tokens, finish_reason, self.stop_string, self.reasoning, self.num_reasoning_tokens
-        )

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from app.build import assemble_recorded
+from app.build import assemble
 from app.config import CacheConfig, EngineConfig, SchedulerConfig, StepLogConfig, names_of
 from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
 from app.engine.request import ModelInfo, Request, SamplingParams
+from app.engine.trace.step_log import recorder_of
 from benchmarks.harness.command import command_parser, run_command, tell
 from benchmarks.harness.figures import percentile, rounded
 
@@ -184,7 +185,11 @@ def build_engine(
         step_log=StepLogConfig(path=step_log),
     )
     facts = ModelInfo(max_model_len=8192, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
-    return assemble_recorded(config, num_blocks=most_blocks * max_running, runner=runner, facts=facts)
+    num_blocks = most_blocks * max_running
+    recorder = recorder_of(config, runner=runner, facts=facts, num_blocks=num_blocks)
+    return assemble(
+        config.scheduler, config.cache, num_blocks=num_blocks, runner=runner, facts=facts, recorder=recorder
+    )
 
 
 def _fill(engine: Engine, workload: Workload, *, num_running: int, num_waiting: int) -> None:

@@ -6,24 +6,14 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from app.config import ServedModelConfig
 from app.errors import InvalidSetup
 from app.jobs.items import RowSettings
-from app.model.location import resolve_model_path
+from app.model.location import is_local
 from deployments.cli import positive
 from deployments.serve.settings import parse, read_serve_file
-
-# Options of former versions, and what to do instead.
-_BATCHES = "send the rows to the service as a batch (POST /v1/files, then /v1/batches), or compute them here"
-_REMOVED = {
-    "--through": "leave it out: a run has engines of its own; to use a running service, " + _BATCHES,
-    "--base-url": _BATCHES,
-    "--api-key": _BATCHES,
-    "--max-in-flight": "leave it out: engines take as many rows as their config says",
-    "--wait-for-service": "leave it out: no service is needed",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +30,7 @@ class Options:
 
     @property
     def is_local_model(self) -> bool:
-        paths = self.served.engine.model_paths.values()
-        return all(resolve_model_path(path) != path or Path(path).is_dir() for path in paths)
+        return all(map(is_local, self.served.engine.model_paths.values()))
 
     def description(self) -> dict[str, Any]:
         """What the answers depend on: a resumed run must have the same. How many engines there are is not among it."""
@@ -95,14 +84,6 @@ def _model_of(served: ServedModelConfig) -> dict[str, Any]:
     )
 
 
-class _Removed(argparse.Action):
-    """An option of a former version: refused, with what to do instead."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        [name] = self.option_strings
-        parser.error(f"{name} is gone; {_REMOVED[name]}")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="carousel bulk", description="Answer every row of some files.")
     parser.add_argument("--input", required=True, metavar="FILE", help="JSONL or Parquet: a file, folder, glob or URI")
@@ -111,8 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="MODEL", help="a model of --config by its name, a folder, or a hub id")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a Serve config file: engine, engines, devices")
     parser.add_argument("--engines", type=positive, metavar="N", help="instead of the config's num_replicas")
-    for name in _REMOVED:
-        parser.add_argument(name, action=_Removed, help=argparse.SUPPRESS)
     columns = parser.add_mutually_exclusive_group()
     columns.add_argument("--prompt-column", metavar="NAME", help="text to go on with, as /v1/completions does")
     columns.add_argument("--messages-column", metavar="NAME", help="a list of messages, or the text of a user's turn")

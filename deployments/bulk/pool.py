@@ -9,7 +9,6 @@ docs/design/jobs.md.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -17,8 +16,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from app.build import ONE_DEVICE, Devices, build_matchers, build_sync_engine
-from app.config import EngineConfig, ServedModelConfig
+from app.build import ONE_DEVICE, build_matchers, build_sync_engine
+from app.config import EngineConfig, ReplicasConfig, ServedModelConfig
 from app.engine.request import ModelInfo
 from app.errors import Failure, InvalidSetup
 from app.jobs.job import EngineOutput
@@ -28,6 +27,7 @@ from app.jobs.runner import Executor, JobRun
 from app.model.location import resolve_model_path
 from app.text import Tokenizer
 from deployments.bulk.engine_worker import EngineWorker, PreparedItem
+from deployments.serve.process import freeze_loaded
 from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class EnginePool(Executor[PreparedItem]):
             num_cpus=replicas.reserved_cpus, num_gpus=replicas.reserved_gpus, max_restarts=0, max_task_retries=0,
             scheduling_strategy="SPREAD",  # by default Ray fills one machine first
         )  # fmt: skip
-        return remote.remote(self._served.engine, self._threads, Devices.of(replicas))
+        return remote.remote(self._served.engine, self._threads, replicas)
 
     async def _load(self, actor: Any) -> None:
         facts = actor.load.remote()
@@ -172,21 +172,20 @@ class EngineActor:
     What has been given to it and has not come back is lost when it dies; its caller knows what that is.
     """
 
-    def __init__(self, config: EngineConfig, threads: AskedThreads, devices: Devices = ONE_DEVICE) -> None:
+    def __init__(self, config: EngineConfig, threads: AskedThreads, replicas: ReplicasConfig = ONE_DEVICE) -> None:
         """`threads`: of all engines that run beside it, itself included."""
-        self._config, self._threads, self._devices = config, threads, devices
+        self._config, self._threads, self._replicas = config, threads, replicas
         self._worker: EngineWorker | None = None
 
     def load(self) -> ModelInfo:
         """Load the model. Raises InvalidSetup. Not in the constructor: Ray reports its errors as a death."""
-        config = with_threads(self._config, self._threads, num_ranks=self._devices.tensor_parallel)
-        engine = build_sync_engine(config, self._devices)
+        config = with_threads(self._config, self._threads, num_ranks=self._replicas.tensor_parallel)
+        engine = build_sync_engine(config, self._replicas)
         model = config.model
         tokenizer = Tokenizer.load(resolve_model_path(model.path), model.revision)
         self._worker = EngineWorker(engine, tokenizer, build_matchers(config, engine.facts))
         keep_waits_for_the_interpreter_short()
-        gc.collect()
-        gc.freeze()  # what was loaded stays: no later collection need look at it
+        freeze_loaded()
         return engine.facts
 
     def exchange(self, items: Sequence[PreparedItem], at_least: int, within_s: float) -> EngineOutput:

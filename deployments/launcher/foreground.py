@@ -6,8 +6,6 @@ Not for use by hand: `deployments.launcher.supervisor` sets the environment that
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
 import signal
 import sys
 import threading
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import ray
 
+from app.child_process import die_with
 from app.errors import InvalidSetup
 from deployments.launcher.own_cluster import start_own_cluster
 
@@ -59,11 +58,7 @@ def _end_with_the_launcher(launcher: int) -> None:
     """End cleanly on a signal, be it the kernel's when the launcher was killed."""
     _end_on_signals()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-        if os.getppid() != launcher:  # it has ended before
-            sys.exit(1)
+    die_with(launcher, signal.SIGTERM)
 
 
 def _end_on_signals() -> None:

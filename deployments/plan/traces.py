@@ -13,7 +13,6 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, overload
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 from app.engine.request import Request, SamplingParams
 from app.engine.trace.entries import NOTHING, Arrival, Header, RedactedArrival, StepRecord, parse
 from app.errors import InvalidSetup
-from deployments.plan.access_log import is_access_log, read_access_log
+from deployments.plan.access_log import is_access_log, read_access_log, seconds_of
 
 _FOLDER = Path(__file__).resolve().parent
 BUILT_IN = {"azure-conv": _FOLDER / "azure_conv_2023.csv", "azure-code": _FOLDER / "azure_code_2023.csv"}
@@ -268,7 +267,7 @@ def _of_csv(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
         raise InvalidSetup(f"--trace {place}: has no column {missing[0]}; needed are {', '.join(csv_columns)}")
     for row in rows:
         try:
-            at_s = _seconds(row["TIMESTAMP"])
+            at_s = seconds_of(row["TIMESTAMP"])
             num_prompt, num_output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
             yield _traced(at_s, num_prompt, num_output)
         except (ValueError, TypeError) as error:
@@ -278,15 +277,6 @@ def _of_csv(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
 def _of_access_log(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
     for logged in read_access_log(lines, place):
         yield _traced(logged.arrival_s, logged.num_prompt_tokens, logged.num_output_tokens)
-
-
-def _seconds(text: str) -> float:
-    """A number of seconds, or a date and time (of which Python reads six decimals)."""
-    try:
-        return float(text)
-    except ValueError:
-        whole, _, decimals = text.partition(".")
-        return datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{decimals or 0}")
 
 
 def _of_workload(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from app.build import Devices, build_engine
+from app.build import build_engine
 from app.config import SchedulerConfig, ServedModelConfig
 from app.engine.adapter_store import AdapterStats
 from app.engine.engine import NO_ADAPTERS
@@ -51,9 +51,8 @@ class Replica(StopsWithServe):
         self._group = group_of_rank(serve.get_replica_context().rank.rank, groups_of(model))
         self._deployed = self._tuned = model.scheduler_of(self._group)
         self._user_config: object = {}
-        devices = Devices.of(model.replicas)
-        config = with_threads(model.engine_with_adapters, threads, num_ranks=devices.tensor_parallel)
-        self._engine = build_engine(config.model_copy(update={"scheduler": self._deployed}), devices)
+        config = with_threads(model.engine_with_adapters, threads, num_ranks=model.replicas.tensor_parallel)
+        self._engine = build_engine(config.model_copy(update={"scheduler": self._deployed}), model.replicas)
         self._table = self._configured_adapters(model.adapters)
         report = partial(report_of_engine, self._engine, group=self._group, weights=digest_of_weights(model.engine))
         self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._engine, report)

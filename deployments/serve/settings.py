@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from app.config import (
     ApiConfig,
@@ -26,11 +26,19 @@ from app.fleet.dispatch import Group
 from app.model.simulated import SimulatedCosts
 from app.webhooks.receiver import check_default
 
+SettingsT = TypeVar("SettingsT", bound=BaseModel)
+
 BATCHES_CPUS = 0.1  # reserved for the process of batches: it waits for replicas and disks most of the time
+BUNDLED = Path(__file__).resolve().parents[1] / "serve.yaml"  # what is served where nothing else is named
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 # What Ray reserves for an ingress; it may use a core. So little that two replicas of half a core, an ingress and the
 # next one of an update find room on two cores. On a larger node an ingress uses what the replicas do not reserve.
 INGRESS_CPUS = 0.25
+
+
+class _HttpOptions(BaseModel):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=1, le=65535, strict=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +60,11 @@ def read_serve_file(path: Path) -> ServeFile:
     ours = {str(entry.get("name", "default")): entry for entry in entries if entry.get("import_path") == builder}
     if not ours:
         raise InvalidSetup(f"{path}: no application has `import_path: {builder}`")
-    http = document.get("http_options") or {}
+    http = validated(_HttpOptions, document.get("http_options") or {}, at="http_options")
     applications = {name: parse(entry.get("args")) for name, entry in ours.items()}
     for name, entry in ours.items():
         _check_user_configs(applications[name], entry.get("deployments") or [])
-    file = ServeFile(
-        host=str(http.get("host", "127.0.0.1")), port=_port(http.get("port", 8000)), applications=applications
-    )
+    file = ServeFile(host=http.host, port=http.port, applications=applications)
     for config in applications.values():
         check_exposure(file.host, config.api)
         if config.api.keys_file is not None:
@@ -68,12 +74,17 @@ def read_serve_file(path: Path) -> ServeFile:
 
 def parse(args: object) -> ApplicationConfig:
     """The checked config in an application's `args`. Raises InvalidSetup with one line per mistake."""
-    try:
-        config = ApplicationConfig.model_validate(args if args is not None else {})
-    except ValidationError as error:
-        raise InvalidSetup("\n".join(mistakes_of(error, ApplicationConfig))) from error
+    config = validated(ApplicationConfig, args if args is not None else {})
     check(config)
     return config
+
+
+def validated(kind: type[SettingsT], given: object, *, at: str = "") -> SettingsT:
+    """Settings from plain values. Raises InvalidSetup with one line per mistake; `at`: where the values are from."""
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise InvalidSetup("\n".join(mistakes_of(error, kind, at=at))) from error
 
 
 def check_exposure(host: str, config: ApiConfig) -> None:
@@ -152,7 +163,7 @@ def check(config: ApplicationConfig) -> None:
     except ValueError as error:
         raise InvalidSetup(str(error)) from error
     for index, model in enumerate(config.models):
-        _check_simulated(f"models[{index}].engine.model.simulated", model)
+        validated(SimulatedCosts, model.engine.model.simulated or {}, at=f"models[{index}].engine.model.simulated")
     if config.batches is not None:
         check_default(config.batches.webhooks)
 
@@ -208,16 +219,3 @@ def _check_user_configs(config: ApplicationConfig, deployments: Iterable[dict[st
         model = models.get(str(deployment.get("name")))
         if model is not None and deployment.get("user_config") is not None:
             apply_override(model.engine.scheduler, deployment["user_config"])
-
-
-def _check_simulated(where: str, model: ServedModelConfig) -> None:
-    try:
-        SimulatedCosts.model_validate(model.engine.model.simulated or {})
-    except ValidationError as error:
-        raise InvalidSetup("\n".join(mistakes_of(error, SimulatedCosts, at=where))) from error
-
-
-def _port(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
-        raise InvalidSetup(f"http_options.port: got {value!r}; must be a number from 1 to 65535")
-    return value

@@ -194,7 +194,10 @@ def test_replicas_of_a_machine_with_cpus_share_their_weights(planned: Callable[.
         ),
         (("--gpu", "H9000"), "got 'H9000'.*L4.*H200"),
         (("--gpu", "H200", "--context", "50000"), "accepts at most 40,960 tokens"),
-        (("--gpu", "80GiB", "--gpu-memory-fraction", "1.5"), r"Input should be less than or equal to 0\.98"),
+        (
+            ("--gpu", "80GiB", "--gpu-memory-fraction", "1.5"),
+            r"got 1\.5; must be less than or equal to 0\.98",
+        ),
         (("--gpu", "h200", "--tensor-parallel", "3"), "got 3, which does not divide num_attention_heads 32"),
         (("--gpu", "H200", "--replicas", "2"), "--replicas is planned for CPUs only"),
         (

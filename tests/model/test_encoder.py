@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from app.build import Devices, build_sync_engine
+from app.build import build_sync_engine
+from app.config import ReplicasConfig
 from app.engine.engine import Engine
 from app.engine.request import Pooling, Request
 from app.errors import InvalidRequest, InvalidSetup, UnsupportedModel
@@ -217,7 +218,7 @@ def test_settings_for_models_that_generate_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidSetup, match=r"model\.quantization is int8, which no encoder has"):
         build(tmp_path, quantization="int8")
     with pytest.raises(InvalidSetup, match="tensor_parallel is 2"):
-        build_sync_engine(config_of(tmp_path), Devices(tensor_parallel=2))
+        build_sync_engine(config_of(tmp_path), ReplicasConfig(tensor_parallel=2))
 
 
 def test_missing_weights_are_refused(tmp_path: Path) -> None:

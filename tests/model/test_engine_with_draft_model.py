@@ -12,8 +12,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from app.build import Devices, build_sync_engine
-from app.config import EngineConfig
+from app.build import build_sync_engine
+from app.config import EngineConfig, ReplicasConfig
 from app.engine.engine import Engine
 from app.engine.speculation.draft_model import ModelDrafter
 from app.errors import InvalidSetup
@@ -105,7 +105,7 @@ def test_it_is_refused_where_it_cannot_be_used(
     demo_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InvalidSetup, match=r"draft_model, and replicas.tensor_parallel is 2: a draft model needs"):
-        build_sync_engine(drafting(demo_path, demo_path), Devices(tensor_parallel=2))
+        build_sync_engine(drafting(demo_path, demo_path), ReplicasConfig(tensor_parallel=2))
     with pytest.raises(InvalidSetup, match="is simulated: a draft model needs a decoder on a CPU"):
         build_sync_engine(drafting(demo_path, demo_path, simulated={}))
     save_tiny_encoder("bert", tmp_path / "encoder")

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from app.build import Devices, build_sync_engine
+from app.build import build_sync_engine
+from app.config import ReplicasConfig
 from app.errors import InvalidSetup
 from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import config_of
 from tests.lora import save_adapter
 from tests.tiny_models import build_tiny_model
 
-SLEEPS = Devices(sleep_after_s=1.0)
+SLEEPS = ReplicasConfig(sleep_after_s=1.0)
 KV_GIB = 0.25
 KV = {"memory_gib": KV_GIB}
 

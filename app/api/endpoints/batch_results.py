@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from pydantic_core import from_json
 
+from app.api.endpoints.files import content_of
 from app.batches import Answered, BatchService
 from app.errors import NotFound
 from app.json_pieces import Json
 
 MAX_SHOWN_BYTES = 16 * 1024 * 1024  # of all files of a batch: more can be had as files
-_READ_BYTES = 1024 * 1024
 _BODY_MARK, _BEHIND_BODY = b',"body":', b'},"error":null}'  # around the body in a line of output
 
 
@@ -61,20 +61,14 @@ async def results_of(service: BatchService, owner: str, batch: Json) -> bytes | 
     if not any(file_ids[1:]):
         return None
     try:
-        sizes = [(await service.file(owner, file_id))["bytes"] for file_id in file_ids if file_id]
+        sizes = [(await service.file(owner, file_id))["bytes"] if file_id else 0 for file_id in file_ids]
         if sum(sizes) > MAX_SHOWN_BYTES:
             return None
-        contents = [await _content(service, owner, file_id) if file_id else b"" for file_id in file_ids]
+        pieces = [content_of(service, owner, *file) for file in zip(file_ids, sizes, strict=True)]
+        contents = [b"".join([piece async for piece in each]) for each in pieces]
     except NotFound:
         return None
     return await asyncio.to_thread(_merged, *contents)
-
-
-async def _content(service: BatchService, owner: str, file_id: str) -> bytes:
-    content = bytearray()
-    while piece := await service.read(owner, file_id, len(content), _READ_BYTES):
-        content += piece
-    return bytes(content)
 
 
 def _merged(sent: bytes, output: bytes, errors: bytes) -> bytes:

@@ -31,15 +31,6 @@ _SLOWNESS_S = 10.0
 _LINGER_S = 2.0
 
 
-class WatchedDecision(Protocol):
-    """Why a request went where it did."""
-
-    @property
-    def reason(self) -> str: ...
-
-    def explain_loads(self) -> str: ...
-
-
 class WatchedFleet(Protocol):
     """What the live view needs of `app.fleet.Fleet`."""
 
@@ -56,7 +47,8 @@ class WatchedFleet(Protocol):
         ...
 
     @property
-    def last_decision(self) -> WatchedDecision | None: ...
+    def last_decision(self) -> dict[str, str] | None:
+        """Why the last request went where it did."""
 
 
 class LiveFeed:
@@ -141,9 +133,7 @@ class LiveFeed:
         return at, b"data: %b\n\n" % msgspec.json.encode({"at": at, "models": models})
 
     def _described(self, fleet: WatchedFleet, views: object) -> dict[str, Any]:
-        decision = fleet.last_decision
-        why = None if decision is None else {"reason": decision.reason, "loads": decision.explain_loads()}
-        return {"replicas": fleet.describe(), "decision": why, "views": views}
+        return {"replicas": fleet.describe(), "decision": fleet.last_decision, "views": views}
 
 
 class LiveRoute:

@@ -27,7 +27,7 @@ from app.api.schemas.fields import MAX_PROMPTS, Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_unknown
 from app.batches import Answered, BatchLimits, BatchService, JobState, NewBatch, NewFile
 from app.errors import CarouselError, InvalidRequest
-from app.json_pieces import Json
+from app.json_pieces import Json, joined
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _OWN_FIELDS = frozenset(("prompts", "async", "stream", "webhook", "metadata"))
@@ -218,15 +218,11 @@ class ShortBatchRoutes:
 
 def _pieces(prompts: PromptList) -> Iterator[bytes]:
     """The lines of the input file, some at a time."""
-    piece = bytearray()
-    for number, body in enumerate(prompts.bodies()):
-        line = {"custom_id": str(number), "method": "POST", "url": prompts.endpoint, "body": body}
-        piece += encoded_json(line) + b"\n"
-        if len(piece) >= _SENT_AT_ONCE:
-            yield bytes(piece)
-            piece.clear()
-    if piece:
-        yield bytes(piece)
+    lines = (
+        {"custom_id": str(number), "method": "POST", "url": prompts.endpoint, "body": body}
+        for number, body in enumerate(prompts.bodies())
+    )
+    return joined((encoded_json(line) + b"\n" for line in lines), at_least=_SENT_AT_ONCE)
 
 
 def _with_progress(batch: Json) -> Json:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from app.api.json_structure import is_longer
+from app.config import shown
 from app.errors import InvalidRequest
 
 MAX_TOKENS = 2**31 - 1
@@ -244,5 +245,4 @@ def _short(value: Any) -> str:
         value = value[:60]
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value):,}"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shown(value)

@@ -16,16 +16,62 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from uuid import uuid4
 
+from app.config import EngineConfig
+from app.engine.model_runner import ModelRunner
+from app.engine.request import ModelInfo
 from app.engine.trace.entries import DroppedEntries, Entry, Header, to_line
+from app.engine.trace.recorder import StepRecorder
 from app.engine.trace.redaction import Redactor
-from app.errors import traceback_of
+from app.errors import InvalidSetup, traceback_of
+from app.versions import commit, versions
 
 logger = logging.getLogger(__name__)
 
 MAX_PENDING = 10_000  # entries that the thread may be behind
+
+
+def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, num_blocks: int) -> StepRecorder | None:
+    """The receiver of the engine's steps: a step log if the settings name a folder.
+
+    Raises:
+        InvalidSetup: that folder cannot be written.
+    """
+    settings = config.step_log
+    if settings.path is None:
+        return None
+    header = log_header(config, runner=runner, facts=facts, num_blocks=num_blocks)
+    folder = Path(settings.path).expanduser()
+    # Files of a step log: with so many, a full log loses a sixteenth of its past when a new file begins.
+    num_log_files = 16
+    file_bytes = settings.max_megabytes * 1_000_000 // num_log_files
+    files = LogFiles(folder, run=header.run, file_bytes=file_bytes, max_files=num_log_files)
+    try:
+        log = StepLog(files, header, redactor=None if settings.record_prompts else Redactor(config.cache.block_size))
+    except OSError as error:
+        raise InvalidSetup(f"step_log.path: got {settings.path}; it cannot be written: {error}") from error
+    logger.info("every step is recorded in %s", folder)
+    return StepRecorder(log.put, log.close)
+
+
+def log_header(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, num_blocks: int) -> Header:
+    """What a step log begins with: all that is needed to build such an engine again, and to tell how it differs."""
+    began = datetime.now(UTC)
+    return Header(
+        run=f"{began:%Y%m%dT%H%M%S}-{uuid4().hex[:8]}",
+        began=began.isoformat(timespec="seconds"),
+        launches_ahead=runner.launches,
+        num_blocks=num_blocks,
+        facts=asdict(facts),
+        config=config.model_dump(mode="json"),
+        versions=versions(),
+        commit=commit(),
+        settings=config.scheduler.version,
+    )
 
 
 class StepLog:

@@ -16,15 +16,15 @@ MAX_IMBALANCE_TOKENS = 4096
 
 def near_adapter(candidates: Sequence[Candidate], size: RequestSize, loaded_on: Collection[str]) -> list[Candidate]:
     """The candidates for a request whose adapter these replicas have: those, unless they have much more to do."""
-    scoring = Scoring.of(candidates, size)
+    balanced = _balanced(candidates, Scoring.of(candidates, size), MAX_IMBALANCE_TOKENS)
+    return [each for each in balanced if each.replica_id in loaded_on] or list(candidates)
+
+
+def _balanced(candidates: Sequence[Candidate], scoring: Scoring, max_imbalance_tokens: int) -> list[Candidate]:
+    """Those that are not full and have at most so much more to do than the least loaded of them."""
     free = [each for each in candidates if not each.is_full]
     least = min((scoring.outstanding(each) for each in free), default=0.0)
-    near = [
-        each
-        for each in free
-        if each.replica_id in loaded_on and scoring.outstanding(each) <= least + MAX_IMBALANCE_TOKENS
-    ]
-    return near or list(candidates)
+    return [each for each in free if scoring.outstanding(each) <= least + max_imbalance_tokens]
 
 
 class DispatchPolicy(Protocol):
@@ -96,9 +96,9 @@ class PrefixAffinity:
     def decide(self, candidates: Sequence[Candidate], size: RequestSize) -> Decision:
         scoring = Scoring.of(candidates, size)
         ranked = self._least_loaded.ranked(candidates, scoring)
-        least = min((scoring.outstanding(each) for each in ranked if not each.is_full), default=0.0)
         matching = [each for each in ranked if (each.num_cached_tokens or each.holds_session) and not each.is_full]
-        near = [each for each in matching if scoring.outstanding(each) <= least + self._max_imbalance_tokens]
+        balanced = _balanced(ranked, scoring, self._max_imbalance_tokens)
+        near = [each for each in balanced if each.num_cached_tokens or each.holds_session]
         # The sort is stable: of equal matches the least loaded comes first.
         near.sort(key=lambda each: (-each.num_cached_tokens, not each.holds_session))
         rest = [each for each in ranked if each not in near]

@@ -62,26 +62,6 @@ def test_a_run_may_be_resumed_with_other_engines_and_not_with_other_answers(conf
         assert options(*other).description() != here
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "advice"),
-    [
-        ("--through", "fleet", "leave it out"),
-        ("--through", "pool", "leave it out"),
-        ("--base-url", "http://x:1", "send the rows to the service as a batch"),
-        ("--api-key", "k", "send the rows to the service as a batch"),
-        ("--max-in-flight", "5", "leave it out"),
-        ("--wait-for-service", "5", "leave it out"),
-    ],
-)
-def test_an_option_of_a_former_version_is_refused_with_what_to_do_instead(
-    capsys: pytest.CaptureFixture[str], option: str, value: str, advice: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        options(option, value)
-    assert ended.value.code == 2
-    assert f"{option} is gone; {advice}" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("arguments", [["--temperature", "3"], ["--prompt-column", "a", "--messages-column", "b"]])
 def test_what_no_run_can_mean_is_a_mistake_of_the_command_line(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -57,6 +57,7 @@ def test_other_logs_have_a_time_and_tokens_in_each_line(times: tuple[object, obj
         ('{"timestamp": 2, "prompt_tokens": 5}', "access.log:2: there is none of the fields completion_tokens"),
         ('{"timestamp": 2, "prompt_tokens": -5, "completion_tokens": 1}', "access.log:2: got -5 tokens"),
         ('{"timestamp": "noon", "prompt_tokens": 5, "completion_tokens": 1}', "access.log:2: Invalid isoformat"),
+        ('{"timestamp": NaN, "prompt_tokens": 5, "completion_tokens": 1}', "access.log:2: got the time nan"),
         ('{"timestamp": 2, "prompt_tokens"', "access.log:2: Expecting"),
         (
             "INFO 2026-11-23 16:00:04,000 x -- request a finished: model demo, 1 choices, 1 prompt tokens, 2",

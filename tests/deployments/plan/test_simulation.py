@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.build import assemble, build_sync_engine, log_header
+from app.build import assemble, build_sync_engine
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine
@@ -16,6 +16,7 @@ from app.engine.model_runner import ModelRunner
 from app.engine.request import Request, SamplingParams
 from app.engine.trace.entries import Arrival, Entry, StepRecord, to_line
 from app.engine.trace.recorder import StepRecorder
+from app.engine.trace.step_log import log_header
 from deployments.plan.simulation import FleetSimulation, SimulatedClock, SimulatedRun, _Replica, simulate
 from deployments.plan.step_cost import MeasuredReplica, StepCost, StepShape
 from deployments.plan.traces import Trace, TracedRequest, read_trace

@@ -157,7 +157,15 @@ def test_two_names_that_serve_could_not_tell_apart_are_refused() -> None:
         ("applications: [{import_path: other:app}]", "import_path: deployments.serve.application:build"),
         (
             "http_options: {port: high}\napplications: [{import_path: 'deployments.serve.application:build'}]",
-            "got 'high'",
+            "http_options.port: got 'high'",
+        ),
+        (
+            "http_options: {port: 70000}\napplications: [{import_path: 'deployments.serve.application:build'}]",
+            "http_options.port: got 70000; must be less than or equal to 65535",
+        ),
+        (
+            "http_options: 5\napplications: [{import_path: 'deployments.serve.application:build'}]",
+            "http_options: got 5",
         ),
     ],
 )

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from app.build import log_header, recorder_of
 from app.config import EngineConfig, StepLogConfig
 from app.engine.request import Adapter, Grammar, GrammarKind, ModelInfo, Thought
 from app.engine.trace.entries import Abort, Arrival, DroppedEntries, Header, parse, to_line
-from app.engine.trace.step_log import LogFiles, StepLog
+from app.engine.trace.step_log import LogFiles, StepLog, log_header, recorder_of
 from app.errors import InvalidSetup
 from tests.kit.engine import CountingRunner, build_fake_engine, make_request, run_to_end
 

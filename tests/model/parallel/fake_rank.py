@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from app.child_process import child_command, child_environment
+from app.child_process import child_command, child_environment, die_with
 from app.engine.batch import StepBatch
 from app.errors import InvalidSetup
 from app.model.parallel.channel import Channel, Kind, settings_of
 from app.model.parallel.group import RankGroup
-from app.rank import die_with, follow
+from app.rank import follow
 
 
 class ExchangingFollower:

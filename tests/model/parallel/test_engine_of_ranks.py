@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from app.build import ONE_DEVICE, Devices, assemble, build_sync_engine
-from app.config import CacheConfig, EngineConfig
+from app.build import ONE_DEVICE, assemble, build_sync_engine
+from app.config import CacheConfig, EngineConfig, ReplicasConfig
 from app.engine.engine import Engine
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Pooling, Request
@@ -36,7 +36,9 @@ def cramped(path: Path, **scheduler: Any) -> EngineConfig:
 
 
 def engine_on(size: int, config: EngineConfig) -> Engine:
-    return build_sync_engine(config, Devices(tensor_parallel=size, step_timeout_s=60) if size > 1 else ONE_DEVICE)
+    return build_sync_engine(
+        config, ReplicasConfig(tensor_parallel=size, step_timeout_s=60) if size > 1 else ONE_DEVICE
+    )
 
 
 def requests() -> tuple[Request, ...]:
