@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from app.child_process import PROJECT
 from app.config import ApplicationConfig
 from app.errors import InvalidSetup
 from app.model.location import resolve_model_path
@@ -30,11 +31,11 @@ from deployments.serve.settings import (
     BATCHES_CPUS,
     INGRESS_CPUS,
     LOOPBACK,
+    SERVE_YAML,
     ServeFile,
     read_serve_file,
 )
 
-PROJECT = Path(__file__).resolve().parents[2]
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 STOP_TIMEOUT_S = 8.0  # for the service to end by itself
 END_TIMEOUT_S = 2.0  # for the remaining processes to end after SIGTERM; then they are killed
@@ -197,7 +198,7 @@ def check_port(config: ServeFile, path: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="carousel serve", description="Serve a model or a config file here.")
     parser.add_argument(
-        "what", nargs="?", default=str(PROJECT / "deployments" / "serve.yaml"), metavar="MODEL or CONFIG",
+        "what", nargs="?", default=str(SERVE_YAML), metavar="MODEL or CONFIG",
         help="smollm2, a model's folder, a GGUF file, or a hub id; or a Serve config file (.yaml, .json). Default: the "
         "bundled model, by deployments/serve.yaml",
     )  # fmt: skip

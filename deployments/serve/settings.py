@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from app.child_process import PROJECT
 from app.config import (
     ApiConfig,
     ApplicationConfig,
@@ -26,6 +27,7 @@ from app.fleet.dispatch import Group
 from app.model.simulated import SimulatedCosts
 from app.webhooks.receiver import check_default
 
+SERVE_YAML = PROJECT / "deployments" / "serve.yaml"
 BATCHES_CPUS = 0.1  # reserved for the process of batches: it waits for replicas and disks most of the time
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 # What Ray reserves for an ingress; it may use a core. So little that two replicas of half a core, an ingress and the

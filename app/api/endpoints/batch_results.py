@@ -9,12 +9,11 @@ from collections.abc import Callable
 
 from pydantic_core import from_json
 
-from app.batches import Answered, BatchService
+from app.batches import PIECE_BYTES, Answered, BatchService
 from app.errors import NotFound
 from app.json_pieces import Json
 
 MAX_SHOWN_BYTES = 16 * 1024 * 1024  # of all files of a batch: more can be had as files
-_READ_BYTES = 1024 * 1024
 _BODY_MARK, _BEHIND_BODY = b',"body":', b'},"error":null}'  # around the body in a line of output
 
 
@@ -72,7 +71,7 @@ async def results_of(service: BatchService, owner: str, batch: Json) -> bytes | 
 
 async def _content(service: BatchService, owner: str, file_id: str) -> bytes:
     content = bytearray()
-    while piece := await service.read(owner, file_id, len(content), _READ_BYTES):
+    while piece := await service.read(owner, file_id, len(content), PIECE_BYTES):
         content += piece
     return bytes(content)
 

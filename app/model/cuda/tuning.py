@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-_KIB = 1024
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTuning:
@@ -23,7 +21,7 @@ class KernelTuning:
     prefill_warps: int = 8  # 4 have too few registers for 128 rows, and on sm_80 for 64
     prefill_stages: int = 3
     max_outputs: int  # rows times value_dim of a tile: they stay in registers, and more would be spilled
-    tile_bytes: int = 32 * _KIB  # keys and values of one tile: 64 keys at a head size of 128
+    tile_bytes: int = 32 * 1024  # keys and values of one tile: 64 keys at a head size of 128
 
     def rows(self, value_dim: int, *, is_padded: bool = False, in_fp8: bool = False) -> int:
         """Of a prefill tile. is_padded: head sizes are no powers of two, and their masks take registers, too; so do
