@@ -40,7 +40,6 @@ BODIES: tuple[type[ModelRequest], ...] = (
     DetokenizeRequest,
     CountTokensRequest,
 )
-ADMIN_BODIES: tuple[type[Schema], ...] = (AdapterToLoad, SchedulerChange)
 BATCH_BODIES: tuple[type[Schema], ...] = (BatchRequest, PromptListRequest)
 
 _REFUSALS = {
@@ -238,7 +237,10 @@ _BATCH_OPERATIONS = (
 @cache  # it takes 60 ms, and is the same for all applications of a process with these limits
 def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
     _, document = models_json_schema(
-        [(schema, "validation") for schema in (*BODIES, *ADMIN_BODIES, *(BATCH_BODIES if has_batches else ()))],
+        [
+            (schema, "validation")
+            for schema in (*BODIES, AdapterToLoad, SchedulerChange, *(BATCH_BODIES if has_batches else ()))
+        ],
         ref_template="#/components/schemas/{model}",
     )
     schemas: Json = document["$defs"]

@@ -25,16 +25,17 @@ from app.errors import traceback_of
 
 logger = logging.getLogger(__name__)
 
-MAX_PENDING = 10_000  # entries that the thread may be behind
-
 
 class StepLog:
     """Takes entries from one thread and writes them to files in another."""
 
     def __init__(
-        self, files: LogFiles, header: Header, *, redactor: Redactor | None = None, max_pending: int = MAX_PENDING
+        self, files: LogFiles, header: Header, *, redactor: Redactor | None = None, max_pending: int = 10_000
     ) -> None:
-        """Open the first file and start the thread. Raises OSError when that file cannot be written."""
+        """Open the first file and start the thread. Raises OSError when that file cannot be written.
+
+        max_pending: entries that the thread may be behind.
+        """
         self._files = files
         self._header = header
         self._redactor = redactor

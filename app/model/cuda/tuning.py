@@ -38,10 +38,8 @@ _SM_80 = replace(_SM_90, max_outputs=128 * 128)
 # Ampere and Ada of workstations (sm_86, sm_89), Blackwell of workstations (sm_120): 99 KiB. Products as on sm_80. One
 # tile on its way: two decode programs fit side by side, and prefill of a head size of 256 fits at all.
 _SMALL = replace(_SM_80, decode_stages=2, prefill_stages=2)
-# Blackwell (sm_100, sm_103): 227 KiB; outputs lie in tensor memory while they are summed up.
-_SM_100 = _SM_90
-
-_TUNING = {(8, 0): _SM_80, (9, 0): _SM_90, (10, 0): _SM_100, (10, 3): _SM_100}
+# Blackwell (sm_100, sm_103) as Hopper: 227 KiB; outputs lie in tensor memory while they are summed up.
+_TUNING = {(8, 0): _SM_80, (9, 0): _SM_90, (10, 0): _SM_90, (10, 3): _SM_90}
 
 
 def tuning_for(device: torch.device) -> KernelTuning:
