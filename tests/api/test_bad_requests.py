@@ -189,7 +189,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"tokens": [-1]}, "tokens[0]", "greater than or equal to 0"),
         ({"tokens": [True]}, "tokens[0]", "valid integer"),
         ({"tokens": "3"}, "tokens", "valid list"),
-        ({"tokens": [0.5] * (MAX_DETOKENIZED + 1)}, "tokens", "at most 1,000,000 are accepted"),
+        ({"tokens": [-1] * (MAX_DETOKENIZED + 1)}, "tokens", "at most 1,000,000 are accepted"),
     ],
 }
 
