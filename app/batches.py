@@ -13,6 +13,7 @@ from app.webhooks.receiver import WebhookReceiver
 # The class of every item. In OpenAI's API it is the tier of requests that can wait. Here: idle slots only, never
 # queued, preempted first.
 LOWEST_CLASS: Json = {"service_tier": "flex"}
+PIECE_BYTES = 1024 * 1024  # of a file, read, sent or taken at once
 
 
 @dataclass(frozen=True, slots=True)

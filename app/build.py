@@ -379,7 +379,7 @@ def assemble(
     nothing then: the tokens that a draft follows would have to be known.
     """
     if facts.generates:
-        pool = BlockPool(num_blocks=num_blocks, block_size=cache.block_size, prefix_caching=cache.prefix_caching)
+        pool = BlockPool(num_blocks=num_blocks, block_size=cache.block_size)
         facts = replace(facts, max_model_len=min(facts.max_model_len, num_blocks * cache.block_size))
     else:
         pool = NoBlocks(max_model_len=facts.max_model_len)

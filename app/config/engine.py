@@ -102,7 +102,6 @@ class CacheConfig(Settings):
         "compute capability 8.9 or more",
     )
     num_blocks: int | None = Field(None, ge=1, description="exact number of blocks, instead of the memory settings")
-    prefix_caching: bool = Field(True, description="share the KV of equal prompt prefixes between requests")
 
 
 class StepLogConfig(Settings):

@@ -10,20 +10,23 @@ from app.config.base import Name, Settings, chosen
 from app.config.scheduler import Preset
 
 
-class RerankStepConfig(Settings):
+class RankingStepConfig(Settings):
+    """What the steps have in common that choose documents."""
+
+    model: Name = Field(description="a model with embeddings, or of rerank a cross-encoder")
+    top_n: int = Field(4, ge=1, le=1000, description="documents that are kept, at most")
+
+
+class RerankStepConfig(RankingStepConfig):
     """Keeps the best documents by the scores of `/v1/rerank`."""
 
     kind: Literal["rerank"] = "rerank"
-    model: Name = Field(description="a model with embeddings or a cross-encoder")
-    top_n: int = Field(4, ge=1, le=1000, description="documents that are kept, at most")
 
 
-class EmbedStepConfig(Settings):
+class EmbedStepConfig(RankingStepConfig):
     """Keeps the best documents by the cosines of embeddings, of the request or of an index."""
 
     kind: Literal["embed"] = "embed"
-    model: Name = Field(description="a model with embeddings")
-    top_n: int = Field(4, ge=1, le=1000, description="documents that are kept, at most")
     index: str | None = Field(
         None,
         min_length=1,
@@ -119,9 +122,8 @@ class RouteStepConfig(Settings):
         return self
 
 
-RankingStepConfig = RerankStepConfig | EmbedStepConfig
 AnsweringStepConfig = GenerateStepConfig | CascadeStepConfig | EnsembleStepConfig | RouteStepConfig
-PipelineStepConfig = RankingStepConfig | AnsweringStepConfig
+PipelineStepConfig = RerankStepConfig | EmbedStepConfig | AnsweringStepConfig
 PipelineStep = Annotated[
     PipelineStepConfig,
     Field(discriminator="kind"),

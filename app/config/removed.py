@@ -15,6 +15,8 @@ REMOVED: dict[str, str] = {
     "what the URL has below the name in PATH/files-name",
     "cascades": "a cascade is a step of a pipeline: write pipelines: [{name: ..., steps: [{kind: cascade, small: ..., "
     "large: ..., min_mean_logprob: ...}]}]",
+    "models[].engine.cache.prefix_caching": "leave it out: equal beginnings of prompts share KV memory, with "
+    "API keys only those of one key",
     "models[].engine.scheduler.policy.preemption": "leave it out: under `priority`, a waiting request may take "
     "the slot of a running one of a lower class",
     "models[].engine.speculation.max_drafts": "leave it out: up to 8 tokens are drafted, fewer where more do not pay",

@@ -52,18 +52,22 @@ class AdaptiveConfig(WholeBatchesConfig):
     target_latency_ms: float = Field(2000.0, gt=0, le=3_600_000, description="ms that a batch should take")
 
 
-class ContinuousConfig(Settings):
+class AnyStepConfig(Settings):
+    """What the strategies have in common that let requests join at any step."""
+
+    selective: bool = Field(False, description="short sequences and chunks of long prompts never in one step")
+
+
+class ContinuousConfig(AnyStepConfig):
     """At every step, as slots, blocks and the token budget allow."""
 
     name: Literal["continuous"] = "continuous"
-    selective: bool = Field(False, description="short sequences and chunks of long prompts never in one step")
 
 
-class HybridConfig(Settings):
+class HybridConfig(AnyStepConfig):
     """Continuous, with a share of the step's budget that prefill may take while anything decodes."""
 
     name: Literal["hybrid"] = "hybrid"
-    selective: bool = Field(False, description="short sequences and chunks of long prompts never in one step")
     prefill_share: float = Field(0.5, gt=0, le=1, description="share of a step's budget for prefill beside decoding")
 
 

@@ -33,12 +33,11 @@ class BlockPool:
     the order of the free blocks is also the order of eviction.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+    def __init__(self, *, num_blocks: int, block_size: int) -> None:
         assert num_blocks >= 0, "a pool has blocks or none"
         assert block_size > 0, "a block needs at least one slot"
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self._prefix_caching = prefix_caching
         self._blank = [Block(block_id) for block_id in reversed(range(num_blocks))]  # free, nothing to share
         self._evictable: OrderedDict[int, Block] = OrderedDict()  # free, by block id, content still shareable
         self._cached: dict[PrefixKey, Block] = {}
@@ -72,8 +71,6 @@ class BlockPool:
         Changes nothing: `share` the result to own it.
         """
         found = list(known)
-        if not self._prefix_caching:
-            return found
         parent: int | str = salt
         if known and known[-1].prefix_id is not None:
             parent = known[-1].prefix_id
@@ -104,8 +101,6 @@ class BlockPool:
         If another block holds the same prefix already, that one stays the findable one.
         """
         assert len(token_ids) == self.block_size, "only full blocks are published"
-        if not self._prefix_caching:
-            return next(self._next_prefix_id)
         key: PrefixKey = (parent, tuple(token_ids))
         holder = self._cached.setdefault(key, block)
         if holder is block:
@@ -151,7 +146,7 @@ class NoBlocks(BlockPool):
 
     def __init__(self, *, max_model_len: int) -> None:
         # No sequence fills a block of this size.
-        super().__init__(num_blocks=0, block_size=max_model_len + 1, prefix_caching=False)
+        super().__init__(num_blocks=0, block_size=max_model_len + 1)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return 0

@@ -25,10 +25,9 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0  # between two decisions
 WINDOW_S = 30.0  # of the percentiles that are compared with the targets
-# The lower bounds, where the configured limits are not below them: a step has so many tokens, and an eighth of the
-# configured requests may run. So no target stops an engine.
+# A lower bound, where the configured limit is not below it: a step has so many tokens, and an eighth of the configured
+# requests may run. So no target stops an engine.
 MIN_PREFILL_TOKENS = 16
-MIN_SHARE_RUNNING = 1 / 8
 # A limit moves when the one that is wanted is below or above it by more. As estimates vary by less, it stays where it
 # is while the traffic stays the same; it is lowered sooner, because a target is missed otherwise.
 _TOO_HIGH, _TOO_LOW = 0.95, 1.2
@@ -78,7 +77,7 @@ class Tuner(StepObserver):
         self._itl_s = inf if targets.itl_p99_ms is None else targets.itl_p99_ms / 1e3
         self._ttft_s = inf if targets.ttft_p99_s is None else targets.ttft_p99_s
         self._highest = StepLimits.of(config)
-        self._min_running = max(1, int(config.max_running * MIN_SHARE_RUNNING))
+        self._min_running = max(1, config.max_running // 8)
         self._mixed = StepTimes()  # of steps with prompts, by their tokens
         self._decoding = StepTimes()  # of other steps, by their requests
         self._gaps_s = RecentTimes()

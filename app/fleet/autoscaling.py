@@ -15,7 +15,6 @@ from app.config import AutoscalingConfig
 SHRINK_TO = 0.8
 # Share of a replica's KV memory that should be in use: the rest is for requests that grow while another replica starts.
 TARGET_KV_USE = 0.8
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,4 +77,4 @@ def needed(load: AutoscalingLoad, config: AutoscalingConfig) -> float:
 
 
 def _whole(need: float) -> int:
-    return math.ceil(need - _ROUNDING)
+    return math.ceil(need - 1e-9)  # a quotient may be a rounding error too large

@@ -23,7 +23,7 @@ from typing import Any
 
 from app.batches import BatchLimits, JobState
 from app.config import BatchesConfig
-from app.disk import OneThread
+from app.disk import STORAGE_PAUSE_S, OneThread
 from app.errors import described, traceback_of
 from app.jobs.catalog import Catalog
 from app.jobs.executors import FleetExecution
@@ -38,7 +38,6 @@ from app.jobs.space import shortage_of_disk, shortage_of_share
 logger = logging.getLogger(__name__)
 
 STORAGE_FAILURES = (OSError, sqlite3.Error)
-STORAGE_PAUSE_S = 5.0
 SPACE_LOOK_EVERY_S = 1.0
 # Parts of the disk's reserve that stay free. A batch that is paused for a full disk still finds room for its files.
 _RESERVE_OF_WORK, _RESERVE_OF_FILES = 0.5, 0.25

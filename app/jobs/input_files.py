@@ -22,12 +22,12 @@ import numpy
 import pyarrow
 from pyarrow import fs, parquet
 
+from app.batches import PIECE_BYTES
 from app.errors import InvalidSetup
 from app.jobs.items import Row, RowSettings, has_question, hash_of_id, row_from_fields, row_from_line
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 ROWS_IN_A_PIECE = 512
-_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ def _pieces(file: InputFile, *, first_number: int, digest: hashlib.blake2b) -> I
     digest.update(file.name.encode() + b"\0")
     if file.format == "parquet":
         with _open(file) as stream:
-            while chunk := stream.read(_READ_BYTES):
+            while chunk := stream.read(PIECE_BYTES):
                 digest.update(chunk)
         yield from _parquet_pieces(file, first_number)
     else:
@@ -243,13 +243,13 @@ def _format(uri: str) -> str:
 
 def _open(file: InputFile, offset: int = 0) -> BinaryIO:
     if "://" not in file.uri:
-        stream = open(file.uri, "rb", buffering=_READ_BYTES)  # noqa: SIM115 - the caller closes it
+        stream = open(file.uri, "rb", buffering=PIECE_BYTES)  # noqa: SIM115 - the caller closes it
         stream.seek(offset)
         return stream
     filesystem, path = fs.FileSystem.from_uri(file.uri)
     remote = filesystem.open_input_file(path)
     remote.seek(offset)
-    return cast(BinaryIO, io.BufferedReader(remote, _READ_BYTES))
+    return cast(BinaryIO, io.BufferedReader(remote, PIECE_BYTES))
 
 
 def _parquet(file: InputFile) -> parquet.ParquetFile:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from pydantic_core import from_json
 
+from app.batches import PIECE_BYTES
 from app.config import shown
 from app.jobs.job import InvalidItem, Item, ItemError
 
@@ -24,7 +25,6 @@ CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
 GENERATION_URLS = (CHAT_URL, COMPLETIONS_URL)  # what engines can answer without the API's other endpoints
 MAX_ID_LENGTH = 512
 MAX_LISTED_ERRORS = 100
-_PIECE_BYTES = 1024 * 1024
 
 # Columns of a plain row that mean what they mean in a body; any other column is the user's own and left alone.
 SAMPLING_COLUMNS = (
@@ -169,7 +169,7 @@ def _read_line(text: bytes, number: int, line_number: int, endpoint: str) -> Ite
 
 
 def _skip_rest(file: BinaryIO) -> None:
-    while (piece := file.readline(_PIECE_BYTES)) and not piece.endswith(b"\n"):
+    while (piece := file.readline(PIECE_BYTES)) and not piece.endswith(b"\n"):
         pass
 
 

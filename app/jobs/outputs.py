@@ -24,7 +24,6 @@ from app.json_pieces import Json, json_pieces
 
 # A record's columns in their order; `row` is the item's number.
 COLUMNS = ("row", "id", "text", "finish_reason", "prompt_tokens", "completion_tokens", "error")
-_PARQUET_ROWS = 10_000
 
 
 def _encode(value: Any, fallback: Callable[[Any], Any]) -> bytes:
@@ -164,7 +163,7 @@ def _write_parquet(results: ResultStore, path: Path) -> None:
         records: list[dict[str, Any]] = []
         for result in results.results():
             records.append(json.loads(result.line))
-            if len(records) == _PARQUET_ROWS:
+            if len(records) == 10_000:  # rows of a group
                 writer.write_table(pyarrow.Table.from_pylist(records, schema=schema))
                 records = []
         writer.write_table(pyarrow.Table.from_pylist(records, schema=schema))

@@ -7,8 +7,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from app.text.tokenizer import Tokenizer
-
-_MAX_HELD_BLANKS = 1024  # characters of white space before the mark that begins reasoning; behind more nothing does
+from app.text.tool_calls.parser import MAX_HELD_BLANKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +94,10 @@ class ReasoningSplitter:
         """What follows the mark that begins reasoning, or all that is text; "" while it may still be either."""
         text, self._held = self._held + text, ""
         written = text.lstrip()
-        if written.startswith(self._marks.begin) and len(text) - len(written) <= _MAX_HELD_BLANKS:
+        if written.startswith(self._marks.begin) and len(text) - len(written) <= MAX_HELD_BLANKS:
             self.phase, self.has_begun = ReasoningPhase.INSIDE, True
             return written.removeprefix(self._marks.begin)
-        if self._marks.begin.startswith(written) and len(text) - len(written) <= _MAX_HELD_BLANKS:
+        if self._marks.begin.startswith(written) and len(text) - len(written) <= MAX_HELD_BLANKS:
             self._held, text = text, ""
         else:
             self.phase = ReasoningPhase.ANSWER

@@ -21,7 +21,6 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 PUBLIC_PORTS = (443, 8443)  # of receivers with public addresses: those of https, behind which no other service listens
 MAX_URL_LENGTH = 2048
-_DEFAULT_PORTS = {"https": 443, "http": 80}
 
 # IANA's special-purpose IPv4 registry without what is globally reachable; multicast; what was reserved; the address
 # under which Azure answers its own machines.
@@ -129,7 +128,7 @@ def parse_url(url: str, gate: AddressGate) -> WebhookUrl:
     parsed = WebhookUrl(
         scheme=scheme,
         host=host,
-        port=int(match["port"] or _DEFAULT_PORTS[scheme]),
+        port=int(match["port"] or {"https": 443, "http": 80}[scheme]),
         target=target if target[0] == "/" else f"/{target}",
     )
     if not 0 < parsed.port < 65536:

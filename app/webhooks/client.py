@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -24,7 +25,6 @@ from app.webhooks.signature import SigningKey
 # (host, port) → entries of `getaddrinfo`. Blocks.
 LookUp = Callable[[str, int], Sequence[tuple[Any, ...]]]
 
-GONE = 410
 TIMEOUT_S = 10.0  # of an attempt: receivers answer first and work then, as Standard Webhooks asks
 _look_up_streams: LookUp = partial(socket.getaddrinfo, type=socket.SOCK_STREAM)
 
@@ -108,7 +108,7 @@ class WebhookClient:
         }
         status = await self._status(url, gate, headers, body)
         if not 200 <= status < 300:
-            raise DeliveryFailed(f"the receiver answered with {status}", is_final=status == GONE)
+            raise DeliveryFailed(f"the receiver answered with {status}", is_final=status == HTTPStatus.GONE)
 
     async def _status(self, url: WebhookUrl, gate: AddressGate, headers: dict[str, str], body: bytes) -> int:
         try:

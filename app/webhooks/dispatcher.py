@@ -12,15 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from app.config import WebhooksConfig
-from app.disk import OneThread
+from app.disk import STORAGE_PAUSE_S, OneThread
 from app.errors import described, traceback_of
 from app.webhooks.client import DeliveryFailed, WebhookClient, WebhookMessage
 from app.webhooks.outbox import DeliveryState, WebhookOutbox
 from app.webhooks.receiver import WebhookReceiver, default_receiver
 
 logger = logging.getLogger(__name__)
-
-STORAGE_PAUSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

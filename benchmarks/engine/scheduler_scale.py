@@ -181,7 +181,7 @@ def build_engine(
     limits = {"max_running": max_running, "max_step_tokens": max_running + 4096, "prefill_chunk_tokens": 512}
     config = EngineConfig(
         scheduler=SchedulerConfig.model_validate(limits | {"policy": policy}),
-        cache=CacheConfig(block_size=BLOCK_SIZE, prefix_caching=True),
+        cache=CacheConfig(block_size=BLOCK_SIZE),
         step_log=StepLogConfig(path=step_log),
     )
     facts = ModelInfo(max_model_len=8192, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))

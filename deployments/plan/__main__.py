@@ -20,7 +20,7 @@ from app.cores import num_cores
 from app.errors import CarouselError, InvalidSetup
 from deployments.cli import positive
 from deployments.plan.cards import card_of
-from deployments.serve.settings import BUNDLED, read_serve_file
+from deployments.serve.settings import SERVE_YAML, read_serve_file
 from deployments.threads import share_of_cores
 
 
@@ -156,7 +156,9 @@ def _add_trace(trace: argparse.ArgumentParser) -> None:
         help="a workload file, a step log, an access log, a CSV with Azure's columns, or azure-conv, azure-code",
     )  # fmt: skip
     trace.add_argument("--slo", required=True, metavar="TARGETS", help="for example ttft_p99=1s,itl_p99=100ms")
-    trace.add_argument("--config", type=Path, default=BUNDLED, metavar="FILE", help="default: deployments/serve.yaml")
+    trace.add_argument(
+        "--config", type=Path, default=SERVE_YAML, metavar="FILE", help="default: deployments/serve.yaml"
+    )
     trace.add_argument("--model", metavar="NAME", help="which of the config's models, where there are several")
     trace.add_argument("--speed", type=_above_zero, default=1.0, metavar="F", help="requests come F times as fast")
     trace.add_argument(

@@ -14,7 +14,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 from pydantic import ValidationError
 
-from app.config import CacheConfig, SchedulerConfig, StrategyConfig
+from app.config import CacheConfig, SchedulerConfig, StrategyConfig, choice_of
 from app.errors import InvalidSetup
 from deployments.plan.simulation import FleetSimulation, SimulatedRun, simulate
 from deployments.plan.step_cost import MeasuredReplica
@@ -29,10 +29,8 @@ _NUM_COMPARED = 400
 _MIN_SIMULATED, _MAX_SIMULATED = 8, 32
 _PRECISION = 0.03  # of the highest rate that a setting holds
 _FACTORS = (0.25, 0.5, 2, 4)  # of the configured limits, that are tried
-_STRATEGIES = tuple(each.model_fields["name"].default for each in get_args(StrategyConfig))
 # The other policies are not chosen for their speed: a config that has one keeps it.
 _POLICIES = ("fcfs", "sjf")
-_UNITS = {"s": 1.0, "ms": 0.001}
 
 
 class Target(NamedTuple):
@@ -68,7 +66,7 @@ class ServiceLevel:
                     f"latency (of a whole request), a percentile (p50, p95, p99, p999), and a time in s or ms above 0"
                 )
             percent = float(f"{found[2][:2]}.{found[2][2:] or 0}")
-            targets.append(Target(found[1], percent, float(found[3]) * _UNITS[found[4]]))
+            targets.append(Target(found[1], percent, float(found[3]) * {"s": 1.0, "ms": 0.001}[found[4]]))
         return cls(tuple(targets))
 
     def is_met(self, run: SimulatedRun) -> bool:
@@ -332,7 +330,7 @@ def _other_limits(scheduler: SchedulerConfig) -> Iterator[SchedulerConfig]:
 
 
 def _other_strategies(scheduler: SchedulerConfig) -> Iterator[SchedulerConfig]:
-    for name in _STRATEGIES:
+    for name in map(choice_of, get_args(StrategyConfig)):
         if name != scheduler.strategy.name:
             changed = _changed(scheduler, strategy=name)
             if changed is not None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, Field, ValidationError
 
+from app.child_process import PROJECT
 from app.config import (
     ApiConfig,
     ApplicationConfig,
@@ -28,8 +29,8 @@ from app.webhooks.receiver import check_default
 
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
+SERVE_YAML = PROJECT / "deployments" / "serve.yaml"  # what is served where nothing else is named
 BATCHES_CPUS = 0.1  # reserved for the process of batches: it waits for replicas and disks most of the time
-BUNDLED = Path(__file__).resolve().parents[1] / "serve.yaml"  # what is served where nothing else is named
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 # What Ray reserves for an ingress; it may use a core. So little that two replicas of half a core, an ingress and the
 # next one of an update find room on two cores. On a larger node an ingress uses what the replicas do not reserve.

@@ -1,8 +1,8 @@
 from app.engine.block_pool import Block, BlockPool
 
 
-def pool(num_blocks: int = 4, **settings: bool) -> BlockPool:
-    return BlockPool(num_blocks=num_blocks, block_size=2, **settings)
+def pool(num_blocks: int = 4) -> BlockPool:
+    return BlockPool(num_blocks=num_blocks, block_size=2)
 
 
 def cache_full_block(blocks: BlockPool, owned: list[Block], token_ids: list[int], salt: str = "") -> None:
@@ -87,15 +87,6 @@ def test_a_second_block_with_the_same_prefix_is_not_findable_and_leaves_nothing_
     blocks.free(first)
     blocks.allocate(4)
     assert blocks.match([1, 2, 3], salt="") == []
-
-
-def test_without_prefix_caching_nothing_is_found() -> None:
-    blocks = pool(prefix_caching=False)
-    owned = blocks.allocate(1)
-    cache_full_block(blocks, owned, [1, 2])
-    blocks.free(owned)
-    assert blocks.match([1, 2, 3], salt="") == []
-    assert blocks.num_free == 4
 
 
 def test_a_cleared_cache_finds_nothing_and_keeps_owners() -> None:

@@ -68,7 +68,6 @@ class EngineMachine(RuleBasedStateMachine):
         max_running=st.integers(1, 6),
         spare_tokens=st.integers(0, 12),
         chunk=st.integers(1, 9),
-        prefix_caching=st.booleans(),
         max_scored_tokens=st.sampled_from([1, 3, 100]),
         strategy=st.sampled_from(STRATEGIES),
         policy=st.sampled_from(POLICIES),
@@ -81,7 +80,6 @@ class EngineMachine(RuleBasedStateMachine):
         max_running: int,
         spare_tokens: int,
         chunk: int,
-        prefix_caching: bool,
         max_scored_tokens: int,
         strategy: Any,
         policy: Any,
@@ -102,8 +100,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.clock = FakeClock()
         self.runner = self.runner_class(self.clock, block_size=block_size)
         self.engine = build_fake_engine(
-            num_blocks=num_blocks, block_size=block_size, runner=self.runner, prefix_caching=prefix_caching,
-            clock=self.clock, recorder=self.new_recorder(),
+            num_blocks=num_blocks, block_size=block_size, runner=self.runner, clock=self.clock,
+            recorder=self.new_recorder(),
             drafter=KnowingDrafter(num_drafts) if num_drafts else None, **self.settings,
         )  # fmt: skip
         self.outcome = Outcome()

@@ -81,12 +81,11 @@ def test_requests_of_different_salts_share_nothing() -> None:
 
 def test_when_memory_runs_short_the_last_arrived_is_preempted_and_all_tokens_stay_right() -> None:
     requests = [make_request(prompt(6, first=n), max_tokens=14) for n in range(4)]
-    for prefix_caching in (True, False):
-        engine = build_fake_engine(num_blocks=8, prefix_caching=prefix_caching)  # 32 slots for 80 tokens
-        outcome = run_to_end(engine, *requests)
-        assert engine.stats().total_memory_preemptions == engine.stats().total_preemptions > 0
-        outcome.check(*requests)
-        assert list(outcome.reasons) == [request.request_id for request in requests]
+    engine = build_fake_engine(num_blocks=8)  # 32 slots for 80 tokens
+    outcome = run_to_end(engine, *requests)
+    assert engine.stats().total_memory_preemptions == engine.stats().total_preemptions > 0
+    outcome.check(*requests)
+    assert list(outcome.reasons) == [request.request_id for request in requests]
 
 
 def test_a_preempted_sequence_reuses_its_cached_prefix() -> None:

@@ -30,8 +30,8 @@ def test_the_times_of_queue_prefill_and_steps_are_those_of_the_clock() -> None:
 
 
 def test_a_preempted_request_is_measured_once() -> None:
-    engine = build_fake_engine(num_blocks=8, prefix_caching=False)
-    run_to_end(engine, *(make_request((5, 6, 7), max_tokens=20) for _ in range(3)))
+    engine = build_fake_engine(num_blocks=8)
+    run_to_end(engine, *(make_request((first, 6, 7), max_tokens=20) for first in (5, 8, 9)))
     assert engine.stats().total_preemptions > 0
     assert sizes(engine.measurements())[:2] == [3, 3]
 

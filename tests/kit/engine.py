@@ -225,7 +225,6 @@ def build_fake_engine(
     num_blocks: int = 64,
     block_size: int = 4,
     runner: ModelRunner | None = None,
-    prefix_caching: bool = True,
     max_model_len: int = 1000,
     clock: Callable[[], float] = time.monotonic,
     recorder: StepObserver | None = None,
@@ -236,7 +235,7 @@ def build_fake_engine(
     settings: dict[str, Any] = {"max_running": 8, "max_step_tokens": 32, "prefill_chunk_tokens": 16} | scheduler
     return assemble(
         SchedulerConfig(**settings),
-        CacheConfig(block_size=block_size, prefix_caching=prefix_caching),
+        CacheConfig(block_size=block_size),
         num_blocks=num_blocks,
         runner=runner or CountingRunner(block_size),
         facts=ModelInfo(max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), embedding_size=2),

@@ -57,7 +57,6 @@ def build(
     *,
     way: str = "torch",
     num_slots: int = 800,
-    prefix_caching: bool = True,
     kv_dtype: Literal["auto", "int8"] = "auto",
     **scheduler: int,
 ) -> Engine:
@@ -67,8 +66,7 @@ def build(
     if way != "torch" and not is_fast(torch.float32):
         pytest.skip("no C++ compiler here, or a CPU without wide vectors")
     config = config_of(
-        path, cache={"block_size": block_size, "num_blocks": num_slots // block_size, "prefix_caching": prefix_caching,
-                     "dtype": kv_dtype},
+        path, cache={"block_size": block_size, "num_blocks": num_slots // block_size, "dtype": kv_dtype},
         scheduler=settings, dtype="float32", num_threads=2 if way == "decoder" else 1,
         backend="torch" if way == "torch" else "auto",
     )  # fmt: skip
@@ -163,8 +161,9 @@ def test_seeded_sampling_gives_the_same_tokens_alone_in_a_batch_and_after_preemp
         for n, r in enumerate(random_requests(14, 763, seed=3))
     )
     alone: dict[str, list[int]] = {}
-    engine = build(demo_path, way=way, prefix_caching=False)
+    engine = build(demo_path, way=way)
     for request in requests:
+        engine.clear_prefix_cache()
         alone |= run_to_end(engine, request).token_ids
     together = build(demo_path, way=way, num_slots=3200)
     assert run_to_end(together, *requests).token_ids == alone

@@ -15,11 +15,10 @@ from app.api.http.multipart import Form, read_form
 from app.api.request_context import asks_for
 from app.api.schemas.fields import Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_names
-from app.batches import BatchService, NewFile, PageOf
+from app.batches import PIECE_BYTES, BatchService, NewFile, PageOf
 from app.errors import InvalidRequest
 
 MAX_FILES_OF_PAGE = 10_000
-_READ_BYTES = 1024 * 1024
 _FIELDS = frozenset(("purpose", "expires_after[anchor]", "expires_after[seconds]"))  # beside the file
 
 
@@ -90,7 +89,7 @@ async def content_of(service: BatchService, owner: str, file_id: str, num_bytes:
     """The content of a file of this size, in pieces. Raises NotFound."""
     offset = 0
     while offset < num_bytes:
-        data = await service.read(owner, file_id, offset, _READ_BYTES)
+        data = await service.read(owner, file_id, offset, PIECE_BYTES)
         assert data, "a kept file has the bytes that it is listed with"
         offset += len(data)
         yield data

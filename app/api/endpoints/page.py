@@ -11,7 +11,6 @@ from starlette.routing import Route
 
 from app.errors import NotFound
 
-_FOLDER = Path(__file__).parent.parent / "page"
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # Nothing from elsewhere and nothing inline runs, whatever a name that is shown contains; no other page may frame it.
 _HEADERS = {
@@ -29,7 +28,8 @@ class PageRoutes:
     """`/`, and `/page/NAME` for each file of the page."""
 
     def __init__(self) -> None:
-        self._files = {path.name: _File(path) for path in _FOLDER.iterdir() if path.suffix in _TYPES}
+        folder = Path(__file__).parent.parent / "page"
+        self._files = {path.name: _File(path) for path in folder.iterdir() if path.suffix in _TYPES}
 
     def routes(self) -> list[Route]:
         """Both, which need no key."""

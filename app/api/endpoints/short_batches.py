@@ -25,7 +25,7 @@ from app.api.http.sse import DONE, EventStream, WhileConnected, event, event_pie
 from app.api.request_context import RequestContext, asks_for, with_deadline
 from app.api.schemas.fields import MAX_PROMPTS, Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_unknown
-from app.batches import Answered, BatchLimits, BatchService, JobState, NewBatch, NewFile
+from app.batches import PIECE_BYTES, Answered, BatchLimits, BatchService, JobState, NewBatch, NewFile
 from app.errors import CarouselError, InvalidRequest
 from app.json_pieces import Json, joined
 
@@ -126,9 +126,6 @@ async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context:
     return PromptList(asked=asked, endpoint=endpoint, shared=shared, common=common)
 
 
-_SENT_AT_ONCE = 1024 * 1024
-
-
 class ShortBatchRoutes:
     """The endpoints, over the request handler and the service that keeps batches."""
 
@@ -222,7 +219,7 @@ def _pieces(prompts: PromptList) -> Iterator[bytes]:
         {"custom_id": str(number), "method": "POST", "url": prompts.endpoint, "body": body}
         for number, body in enumerate(prompts.bodies())
     )
-    return joined((encoded_json(line) + b"\n" for line in lines), at_least=_SENT_AT_ONCE)
+    return joined((encoded_json(line) + b"\n" for line in lines), at_least=PIECE_BYTES)
 
 
 def _with_progress(batch: Json) -> Json:

@@ -12,13 +12,13 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from app.api.http.body import chunks_of
+from app.batches import PIECE_BYTES
 from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
 
 FILE_FIELD = "file"
 MAX_PARTS = 16
 SILENCE_TIMEOUT_S = 60.0
 MIN_BYTES_PER_S = 64 * 1024  # beyond the first minute: an upload has one of few places
-_SENT_AT_ONCE = 1024 * 1024
 
 Sink = Callable[[bytes], Awaitable[None]]
 
@@ -41,7 +41,7 @@ async def read_form(request: Request, *, max_file_bytes: int, sink: Sink) -> For
     overhead_bytes = 256 * 1024  # for boundaries, headers and fields beside the file
     async for piece in _pieces(request, max_file_bytes + overhead_bytes):
         reader.write(piece)
-        if len(reader.content) >= _SENT_AT_ONCE:
+        if len(reader.content) >= PIECE_BYTES:
             await sink(reader.take_content())
         await asyncio.sleep(0)
     if reader.content:

@@ -40,7 +40,6 @@ BODIES: tuple[type[ModelRequest], ...] = (
     DetokenizeRequest,
     CountTokensRequest,
 )
-ADMIN_BODIES: tuple[type[Schema], ...] = (AdapterToLoad, SchedulerChange)
 BATCH_BODIES: tuple[type[Schema], ...] = (BatchRequest, PromptListRequest)
 
 _REFUSALS = {
@@ -61,7 +60,6 @@ _OF_A_MODEL = (*_OF_A_KEY, "400", "403", "404")
 _OF_A_BODY = (*_OF_A_MODEL, "408", "413", "415")
 _OF_GENERATION = (*_OF_A_BODY, "500", "503")
 _OF_A_LIST = (*_OF_A_KEY, "400", "404", "503")
-_OF_AN_UPLOAD = (*_OF_A_LIST, "413")
 
 _TYPES: dict[type, str] = {str: "string", int: "integer", float: "number", dict: "object"}
 _TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
@@ -85,9 +83,6 @@ def _reference(name: str) -> Json:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-_EVENT = _object(data=str)  # one of a stream
-
-
 @dataclass(frozen=True, slots=True)
 class _Operation:
     """One method of one path."""
@@ -105,7 +100,7 @@ class _Operation:
     def as_json(self) -> Json:
         """As OpenAPI has it."""
         as_json = {"application/json": {"schema": _reference(self.response)}} if self.response else {}
-        texts = {kind: {"schema": _EVENT if kind == _EVENTS else _TEXT} for kind in self.media}
+        texts = {kind: {"schema": _object(data=str) if kind == _EVENTS else _TEXT} for kind in self.media}
         error = "AnthropicError" if is_anthropic(self.path) else "Error"
         errors = {"application/json": {"schema": _reference(error)}}
         operation: Json = {
@@ -165,13 +160,11 @@ def _computed() -> Iterator[_Operation]:
 
 _EVENTS = "text/event-stream"
 _MODEL = {"model": {"schema": _TEXT, "description": "required where there are several"}}
-_AFTER_EVENT = {"after": {"schema": _TEXT, "description": "the `at` of the last event that came"}}
-_FILES = ("text/html", "text/css", "text/javascript", "image/svg+xml")
-_TOKENIZED = (TokenizeTextRequest, TokenizeChatRequest)
 _OPERATIONS = (
     _Operation("get", "/v1/models", "The models", "ModelList", _OF_A_KEY),
     _Operation("get", "/v1/models/{model_id}", "One model", "Model", _OF_A_MODEL),
-    _Operation("post", "/tokenize", "Words to token ids", "Tokens", _OF_A_BODY, _TOKENIZED),
+    _Operation("post", "/tokenize", "Words to token ids", "Tokens", _OF_A_BODY,
+        (TokenizeTextRequest, TokenizeChatRequest),),
     _Operation("post", "/detokenize", "Token ids to words", "Text", _OF_A_BODY, (DetokenizeRequest,)),
     _Operation(
         "post", f"{MESSAGES_PATH}/count_tokens", "The number of tokens of a prompt", "TokenCount", _OF_A_BODY,
@@ -186,10 +179,11 @@ _OPERATIONS = (
     _Operation("get", "/health", "The process lives", "Anything", (), is_open=True),
     _Operation("get", "/ready", "A request could be served", "Anything", ("503",), is_open=True),
     _Operation("get", "/", "The live page", None, (), media=("text/html",), is_open=True),
-    _Operation("get", "/page/{name}", "A file of the live page", None, ("404",), media=_FILES, is_open=True),
+    _Operation("get", "/page/{name}", "A file of the live page", None, ("404",),
+        media=("text/html", "text/css", "text/javascript", "image/svg+xml"), is_open=True,),
     _Operation(
         "get", "/admin/live", "What all engines do now", None, (*_OF_AN_ADMIN, "400"), media=(_EVENTS,),
-        query=_AFTER_EVENT,
+        query={"after": {"schema": _TEXT, "description": "the `at` of the last event that came"}},
     ),
     _Operation("get", "/admin/keys", "What each API key has used", "AdminKeys", _OF_AN_ADMIN),
     _Operation("get", "/admin/fleet", "The replicas as each process sees them", "AdminFleet", _OF_AN_ADMIN),
@@ -218,18 +212,17 @@ def _page_of(most: int) -> Json:
     }
 
 
-_OF_FILES = _page_of(MAX_FILES_OF_PAGE) | {"purpose": {"schema": _TEXT}}
-_OF_BATCHES = _page_of(MAX_BATCHES_OF_PAGE)
 _BATCH_OPERATIONS = (
-    _Operation("post", "/v1/files", "Upload a file", "File", _OF_AN_UPLOAD),
-    _Operation("get", "/v1/files", "The files", "FileList", _OF_A_LIST, query=_OF_FILES),
+    _Operation("post", "/v1/files", "Upload a file", "File", (*_OF_A_LIST, "413")),
+    _Operation("get", "/v1/files", "The files", "FileList", _OF_A_LIST,
+        query=_page_of(MAX_FILES_OF_PAGE) | {"purpose": {"schema": _TEXT}},),
     _Operation("get", "/v1/files/{file_id}", "One file", "File", _OF_A_LIST),
     _Operation("delete", "/v1/files/{file_id}", "Delete a file", "Anything", _OF_A_LIST),
     _Operation(
         "get", "/v1/files/{file_id}/content", "What is in a file", None, _OF_A_LIST, media=("application/jsonl",)
     ),
     _Operation("post", "/v1/batches", "Begin a batch over a file", "Batch", _OF_GENERATION, (BatchRequest,)),
-    _Operation("get", "/v1/batches", "The batches", "BatchList", _OF_A_LIST, query=_OF_BATCHES),
+    _Operation("get", "/v1/batches", "The batches", "BatchList", _OF_A_LIST, query=_page_of(MAX_BATCHES_OF_PAGE)),
     _Operation("get", "/v1/batches/{batch_id}", "One batch", "Batch", _OF_A_LIST),
     _Operation("post", "/v1/batches/{batch_id}/cancel", "Stop a batch", "Batch", _OF_A_LIST),
     _Operation(
@@ -244,7 +237,10 @@ _BATCH_OPERATIONS = (
 @cache  # it takes 60 ms, and is the same for all applications of a process with these limits
 def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
     _, document = models_json_schema(
-        [(schema, "validation") for schema in (*BODIES, *ADMIN_BODIES, *(BATCH_BODIES if has_batches else ()))],
+        [
+            (schema, "validation")
+            for schema in (*BODIES, AdapterToLoad, SchedulerChange, *(BATCH_BODIES if has_batches else ()))
+        ],
         ref_template="#/components/schemas/{model}",
     )
     schemas: Json = document["$defs"]

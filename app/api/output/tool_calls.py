@@ -23,8 +23,6 @@ from app.errors import InvalidRequest
 from app.text import Tokenizer
 from app.text.tool_calls import LIST, ArgumentsParser, CallParser, ToolFormat, ToolParser
 
-_ID_CHARACTERS = string.ascii_letters + string.digits
-
 
 class ToolCallDelta(NamedTuple):
     """What is new of one tool call. The first delta has the id and the name, later ones have more of the arguments."""
@@ -78,7 +76,7 @@ class Calls:
         return "".join(part.text for part in parts), calls
 
     def _new_id(self) -> str:
-        characters = [secrets.choice(_ID_CHARACTERS) for _ in range(self._form.id_length)]
+        characters = [secrets.choice(string.ascii_letters + string.digits) for _ in range(self._form.id_length)]
         return self._form.id_prefix + "".join(characters)
 
 

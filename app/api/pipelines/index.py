@@ -31,7 +31,6 @@ MAX_INDEX_BYTES = 64 * 1024 * 1024
 MAX_INDEX_DOCUMENTS = 20_000
 # The cosine of vectors of one text that the same weights have made, in different batches, in bfloat16 too.
 _SAME = 0.9995
-_LOCK_POLL_S = 1.0
 _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -74,7 +73,7 @@ class DocumentIndex:
             if self._matrix is None:
                 kept = await asyncio.to_thread(self._place)
                 while (lock := take_lock(kept.with_suffix(".lock"))) is None:  # noqa: ASYNC110 - another process has it
-                    await asyncio.sleep(_LOCK_POLL_S)
+                    await asyncio.sleep(1.0)
                 try:
                     matrix = await self._kept(kept)
                     self._matrix = await self._computed(kept) if matrix is None else matrix

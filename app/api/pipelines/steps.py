@@ -106,9 +106,6 @@ async def _all_read(starts: Sequence[Callable[[], Awaitable[PendingAnswer]]]) ->
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-_RERANK = ENDPOINTS["/v1/rerank"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerankStep:
     """Keeps the best documents of the request, by the scores of a model."""
@@ -126,7 +123,7 @@ class RerankStep:
         if not documents:
             raise InvalidRequest(f"documents is required: {body.model} ranks them; send texts", param="documents")
         prepared = await run.request_aside(
-            _RERANK,
+            ENDPOINTS["/v1/rerank"],
             self.model,
             question_param="query",
             query=run.question,

@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, WithJso
 from app.api.schemas.fields import (
     MAX_ID_LENGTH,
     MAX_MESSAGES,
-    MAX_TOOL_CALLS,
     MAX_TOOLS,
     MAX_TOOLS_SIZE,
     ListOf,
@@ -89,7 +88,7 @@ class Message(Schema):
     reasoning: str | None = None  # another name for it
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: ListOf[MessageToolCall] | None = Field(None, max_length=MAX_TOOL_CALLS)
+    tool_calls: ListOf[MessageToolCall] | None = Field(None, max_length=128)
     function_call: Annotated[dict[str, Any] | None, WithJsonSchema({"type": "object", "maxProperties": 0})] = None
 
     @field_validator("function_call")

@@ -14,14 +14,10 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, mo
 from app.api.schemas.conversation import Conversation, NamedTool
 from app.api.schemas.fields import (
     MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_WORD_LENGTH,
-    MAX_BAD_WORDS,
     MAX_DETOKENIZED,
     MAX_ID_LENGTH,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_MARKER_LENGTH,
-    MAX_OUTPUT_CHOICES,
-    MAX_STOP_TOKEN_IDS,
     MAX_STRUCTURES,
     MAX_TOKENS,
     MAX_TRIGGER_LENGTH,
@@ -102,7 +98,7 @@ class StructuredOutputs(Schema):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: NonEmpty | None = None
-    choice: Annotated[ListOf[NonEmpty], Field(min_length=1, max_length=MAX_OUTPUT_CHOICES)] | None = None
+    choice: Annotated[ListOf[NonEmpty], Field(min_length=1, max_length=4096)] | None = None
     grammar: NonEmpty | None = None
     json_object: bool | None = None
     structural_tag: dict[str, Any] | NonEmpty | None = None  # a StructuralTag, also as JSON in a string
@@ -175,16 +171,14 @@ class GenerationRequest(QueuedRequest):
     stop: Annotated[list[str], BeforeValidator(_texts, json_schema_input_type=NonEmpty | list[NonEmpty])] = Field(
         default_factory=list
     )
-    stop_token_ids: Annotated[ListOf[int], Field(max_length=MAX_STOP_TOKEN_IDS), AsInt] = Field(default_factory=list)
+    stop_token_ids: Annotated[ListOf[int], Field(max_length=128), AsInt] = Field(default_factory=list)
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     allowed_token_ids: Annotated[ListOf[int], Field(max_length=MAX_ALLOWED_TOKEN_IDS), AsInt] = Field(
         default_factory=list
     )
-    bad_words: ListOf[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]] = Field(
-        default_factory=list, max_length=MAX_BAD_WORDS
-    )
+    bad_words: ListOf[Annotated[str, Field(min_length=1, max_length=256)]] = Field(default_factory=list, max_length=128)
     stream: bool = False
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool = True

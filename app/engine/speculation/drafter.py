@@ -14,8 +14,6 @@ from app.engine.sequence import Sequence
 from app.engine.speculation.draft_pace import DraftPace
 from app.engine.speculation.prompt_lookup import FIRST_ACCEPTANCE, PromptLookup, SequenceDrafts, num_worthwhile, updated
 
-_FIRST_ACCEPTANCE_OF_FORCED = 0.9
-
 # Gives a sequence the blocks for at most so many drafts; returns for how many there is room. Called once for each.
 Take = Callable[[Sequence, int], int]
 
@@ -91,7 +89,7 @@ class LookupDrafter(Drafter):
     max_drafts: int = 8
     _pace: DraftPace = field(default_factory=DraftPace)
     _acceptance: float = FIRST_ACCEPTANCE  # of all sequences
-    _acceptance_of_forced: float = _FIRST_ACCEPTANCE_OF_FORCED
+    _acceptance_of_forced: float = 0.9  # what a grammar forces is nearly always drawn
     _least_chance: float = 1.0
     _num_steps: int = 0
     _is_promising: bool = True  # any sequence of the last step that was looked at

@@ -32,8 +32,6 @@ from app.versions import commit, versions
 
 logger = logging.getLogger(__name__)
 
-MAX_PENDING = 10_000  # entries that the thread may be behind
-
 
 def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, num_blocks: int) -> StepRecorder | None:
     """The receiver of the engine's steps: a step log if the settings name a folder.
@@ -78,9 +76,12 @@ class StepLog:
     """Takes entries from one thread and writes them to files in another."""
 
     def __init__(
-        self, files: LogFiles, header: Header, *, redactor: Redactor | None = None, max_pending: int = MAX_PENDING
+        self, files: LogFiles, header: Header, *, redactor: Redactor | None = None, max_pending: int = 10_000
     ) -> None:
-        """Open the first file and start the thread. Raises OSError when that file cannot be written."""
+        """Open the first file and start the thread. Raises OSError when that file cannot be written.
+
+        max_pending: entries that the thread may be behind.
+        """
         self._files = files
         self._header = header
         self._redactor = redactor

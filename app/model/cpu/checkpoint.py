@@ -27,10 +27,6 @@ _MIXTRAL_NAMES = (
     (".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."),
 )  # fmt: skip
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Names of a weight's scales: DeepSeek's, which is the scale itself and not its inverse, and compressed-tensors'. What
-# else a weight may have makes it more than its numbers times its scales.
-_SCALES = ("_scale_inv", "_scale")
-_NOT_BY_SCALES = ("zero_point", "g_idx")
 _PIECE = 2**22  # numbers that are converted at a time
 
 
@@ -112,7 +108,8 @@ class Checkpoint:
         return True
 
     def _can_multiply(self, name: str, weight: torch.Tensor) -> bool:
-        if self._quantised is None or any(f"{name}_{other}" in self._files for other in _NOT_BY_SCALES):
+        # With these a weight is more than its numbers times its scales.
+        if self._quantised is None or any(f"{name}_{other}" in self._files for other in ("zero_point", "g_idx")):
             return False
         return can_be_multiplied(weight, self._scales(name), self._quantised.block)
 
@@ -120,7 +117,9 @@ class Checkpoint:
         """What a weight is to be multiplied with, if it is quantised."""
         if self._quantised is None or not self._quantised.has_scales:
             return None
-        return next((found for suffix in _SCALES if (found := self._mapped(name + suffix)) is not None), None)
+        # DeepSeek's name, of the scale itself and not its inverse, and compressed-tensors'.
+        names = (f"{name}_scale_inv", f"{name}_scale")
+        return next((found for each in names if (found := self._mapped(each)) is not None), None)
 
     def _mapped(self, name: str) -> torch.Tensor | None:
         if name == HEAD and name not in self._files:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-_KIB = 1024
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTuning:
@@ -23,7 +21,7 @@ class KernelTuning:
     prefill_warps: int = 8  # 4 have too few registers for 128 rows, and on sm_80 for 64
     prefill_stages: int = 3
     max_outputs: int  # rows times value_dim of a tile: they stay in registers, and more would be spilled
-    tile_bytes: int = 32 * _KIB  # keys and values of one tile: 64 keys at a head size of 128
+    tile_bytes: int = 32 * 1024  # keys and values of one tile: 64 keys at a head size of 128
 
     def rows(self, value_dim: int, *, is_padded: bool = False, in_fp8: bool = False) -> int:
         """Of a prefill tile. is_padded: head sizes are no powers of two, and their masks take registers, too; so do
@@ -40,10 +38,8 @@ _SM_80 = replace(_SM_90, max_outputs=128 * 128)
 # Ampere and Ada of workstations (sm_86, sm_89), Blackwell of workstations (sm_120): 99 KiB. Products as on sm_80. One
 # tile on its way: two decode programs fit side by side, and prefill of a head size of 256 fits at all.
 _SMALL = replace(_SM_80, decode_stages=2, prefill_stages=2)
-# Blackwell (sm_100, sm_103): 227 KiB; outputs lie in tensor memory while they are summed up.
-_SM_100 = _SM_90
-
-_TUNING = {(8, 0): _SM_80, (9, 0): _SM_90, (10, 0): _SM_100, (10, 3): _SM_100}
+# Blackwell (sm_100, sm_103) as Hopper: 227 KiB; outputs lie in tensor memory while they are summed up.
+_TUNING = {(8, 0): _SM_80, (9, 0): _SM_90, (10, 0): _SM_90, (10, 3): _SM_90}
 
 
 def tuning_for(device: torch.device) -> KernelTuning:

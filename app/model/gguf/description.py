@@ -22,7 +22,6 @@ _ARCHITECTURES = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
-_LLAMA_WITH_EXPERTS = ("mixtral", "MixtralForCausalLM")
 _EXPERT = "{expert}"  # in the name of a weight: each expert has its own, while a file has one tensor for all
 # By transformers' type: the part of a layer that has them, names of their weights, of their number in config.json.
 _EXPERTS = {
@@ -140,7 +139,7 @@ def _config(file: GgufFile, settings: _Settings) -> dict[str, Any]:
     embedding = file.tensors.get("token_embd.weight")
     kind, class_name = _ARCHITECTURES[settings.architecture]
     if kind == "llama" and settings.has_experts:
-        kind, class_name = _LLAMA_WITH_EXPERTS
+        kind, class_name = "mixtral", "MixtralForCausalLM"
     tokenizer = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding")}
     return {
         "architectures": [class_name],

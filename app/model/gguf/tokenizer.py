@@ -15,7 +15,6 @@ logger = logging.getLogger(__name__)
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # GPT-2's rule for what may be one token; transformers takes it for every name that it does not know.
 _GPT2_RULES = frozenset(("gpt-2", "gpt2"))
-_DIGITS_APART = frozenset(("smollm",))
 
 
 def save_tokenizer(file: GgufFile, folder: Path) -> None:
@@ -78,7 +77,7 @@ def _set_rule(backend: Any, described: dict[str, Any]) -> None:
     rule = described.get("pre_tokenizer_type")
     if described.get("tokenizer_type") != "gpt2" or rule in GGUF_PRE_TOKENIZER_SPLITS or rule in _GPT2_RULES:
         return
-    if rule in _DIGITS_APART:
+    if rule == "smollm":  # digits stand apart
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )

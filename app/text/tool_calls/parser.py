@@ -9,8 +9,8 @@ from app.text.pattern import Pattern
 from app.text.tool_calls.format import ToolFormat
 from app.text.tool_calls.readers import BLANKS, CallReader, NameFirstReader, ObjectReader, PlainReader, Reading
 
-# Characters of white space that are held back until it is clear whether a call follows.
-_MAX_HELD_BLANKS = 1024
+# Characters of white space that are held back until it is clear whether a marker follows.
+MAX_HELD_BLANKS = 1024
 
 
 class CallPiece(NamedTuple):
@@ -160,7 +160,7 @@ class ToolParser:
             self._blanks = []
             said = said[len(kept) :]
         self._blanks.extend(said)
-        if len(self._blanks) >= _MAX_HELD_BLANKS:
+        if len(self._blanks) >= MAX_HELD_BLANKS:
             self._say("".join(self._blanks))
             self._blanks = []
 
@@ -173,7 +173,7 @@ class ToolParser:
 
     def _in_lead(self, character: str) -> None:
         """Between the marker and the first call."""
-        if len(self._raw) >= 2 * _MAX_HELD_BLANKS:  # with those before the marker
+        if len(self._raw) >= 2 * MAX_HELD_BLANKS:  # with those before the marker
             self._give_up(character)
         elif character.isspace() or character in self._form.lead:
             self._raw.append(character)

@@ -49,12 +49,12 @@ def test_what_cannot_be_measured_is_said_and_nothing_is_printed(capsys: pytest.C
 
 
 def test_settings_of_every_branch_can_be_set_and_choices_by_name_in_any_order() -> None:
-    texts = ["cache.prefix_caching=false", "cache.num_blocks=none", "model.dtype=bfloat16", "scheduler.policy=fair"]
+    texts = ["cache.dtype=int8", "cache.num_blocks=none", "model.dtype=bfloat16", "scheduler.policy=fair"]
     strategy = ["scheduler.strategy=static", "scheduler.strategy.batch_size=3"]
     for ordered in (strategy, strategy[::-1]):
         config = engine_config({"model.num_threads": 2, **parse_assignments([*texts, *ordered])})
         assert (config.model.num_threads, config.model.dtype) == (2, "bfloat16")
-        assert (config.cache.prefix_caching, config.cache.num_blocks) == (False, None)
+        assert (config.cache.dtype, config.cache.num_blocks) == ("int8", None)
         assert (config.scheduler.strategy, config.scheduler.policy) == (StaticConfig(batch_size=3), FairConfig())
 
 

@@ -138,8 +138,8 @@ def shares_of(engine: Engine) -> FairShares:
 
 
 def test_a_tenant_is_not_charged_again_for_what_a_preemption_makes_us_compute_again() -> None:
-    engine = build_fake_engine(policy="fair", num_blocks=8, prefix_caching=False)
-    requests = [make_request((5, 6, 7, 8, n), max_tokens=14, tenant="a") for n in range(2, 6)]
+    engine = build_fake_engine(policy="fair", num_blocks=8)
+    requests = [make_request((n, 6, 7, 8, 5), max_tokens=14, tenant="a") for n in range(2, 6)]
     run_to_end(engine, *requests)
     assert engine.stats().total_preemptions > 0
     assert shares_of(engine).served("a") == 4 * (5 * PROMPT_WEIGHT + 14 * GENERATED_WEIGHT)

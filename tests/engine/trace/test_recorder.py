@@ -100,7 +100,7 @@ def test_events_from_outside_are_recorded_in_their_order() -> None:
 
 
 def test_a_preemption_is_recorded_and_so_is_joining_again() -> None:
-    kept = Kept(num_blocks=5, prefix_caching=False)
+    kept = Kept(num_blocks=5)
     for number in range(2):
         kept.engine.add(make_request((5 + number, 6, 7, 8, 9), max_tokens=10))
     run_to_end(kept.engine)
