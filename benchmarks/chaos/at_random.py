@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -137,6 +138,6 @@ async def _missing(running: Stage, before: Mapping[str, int]) -> list[str]:
     try:
         await running.is_whole()
         await asyncio.to_thread(got, running.target, "/v1/batches")
-    except (BenchmarkError, OSError) as error:
+    except (BenchmarkError, OSError, HTTPException) as error:
         return [*fewer, str(error)]
     return fewer

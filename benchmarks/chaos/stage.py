@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import random
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -114,7 +113,7 @@ class Stage:
     async def _all_answer(self) -> bool:
         try:
             holdings = await asyncio.to_thread(self.holdings)
-        except (OSError, urllib.error.URLError):
+        except (OSError, http.client.HTTPException):  # the latter where an answer breaks off
             return False
         return len(holdings.replica_ids) == self.num_replicas and not holdings.num_missing
 

@@ -41,9 +41,9 @@ class Crowd:
         """A small answer on each open connection, so that it does not count as left; closes those without one."""
         return self._told("ask_again")
 
-    def hang_up(self) -> Counter[str]:
-        """Close all connections that do nothing."""
-        return self._told("hang_up")
+    def hang_up(self, number: int) -> Counter[str]:
+        """Close so many of the connections that do nothing, or all that there are."""
+        return self._told("hang_up", number)
 
     def stream(self, number: int) -> Counter[str]:
         """Begin so many streams, which begin again when they end. Returns when each has a first token, or none."""
@@ -117,9 +117,9 @@ class _Members:
             outcomes.update(await asyncio.gather(*(_outcome(self._ask(*connection)) for connection in some)))
         return outcomes
 
-    async def hang_up(self) -> Counter[str]:
+    async def hang_up(self, number: int) -> Counter[str]:
         """See `Crowd`."""
-        closed, self._idle = self._idle, []
+        closed, self._idle = self._idle[:number], self._idle[number:]
         for _, writer in closed:
             writer.close()
         return Counter(closed=len(closed))

@@ -24,10 +24,10 @@ plays a round again beside clients in a process of their own (`crowd.py`), and s
     idle, others             what came of connections that do nothing after one small answer, and of streams, by status
     kib_of_a_connection, kib_of_a_stream   what processes hold more, over their number, without the kernel's buffers
     times                    of the round alone, beside the idle connections, and beside all; itl: between two tokens
-    full                     with `--over`: the connections that the service took (`connections`; it took no more where
-                             `newcomer` is not `completed`), what a client saw that came then, within five seconds,
-                             streams under way that came to their end, and after how long a new one was answered when
-                             the idle ones were gone
+    full                     with `--over`: what came of more idle connections until one had no answer, how many there
+                             were then with the streams; some made way for a round: what a client saw that came beside
+                             it, within five seconds, how many of the round came to their end, and after how long that
+                             client had a token when the idle ones were gone
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ WARM_UP_TOKENS = 16
 _PATIENCE_S = 60.0  # beyond what a round takes at least
 _OTHER_TOKENS = 2000  # of a prompt and its stream in the crowd: little less than the model's context
 _NEWCOMER_S = 5.0
-_INGRESS, _PROXY = "ray::ServeReplica:carousel:ingress", "haproxy"
+_OWN_FILES = 100  # of the client, beside connections
+_OURS, _PROXY = "ray::ServeReplica:carousel:", "haproxy"
 _KV_BLOCK = 16
 
 
@@ -175,27 +176,27 @@ def _times_of_round(running: Service, given: argparse.Namespace, source: random.
 async def filled(
     running: Service, others: Crowd, given: argparse.Namespace, source: random.Random
 ) -> dict[str, Any]:  # fmt: skip
-    """As many connections as the service takes while a round is under way, and what a client sees that comes then."""
+    """As many connections as the service takes, a round in place of some, and what a client sees that comes then."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    of_more = others.connect(most - others.ask_again()["200"] - given.others - given.streams - _OWN_FILES)
+    num_idle = others.ask_again()["200"]
+    tell(f"until it is full: {dict(of_more)}; then {num_idle:,} idle connections beside {given.others:,} streams")
+    others.hang_up(given.streams)
     under_way = asyncio.create_task(play(running.target, source, given, tokens=given.tokens))
-    still_idle = await asyncio.to_thread(others.ask_again)
-    more = await asyncio.to_thread(others.connect, most - still_idle["200"] - given.others - 100)
-    tell(f"until it is full: {dict(more)}, beside {dict(still_idle)}")
-    [newcomer] = requests_of(running.target, given, source, 1)[:1]
+    await asyncio.sleep(1 + 4 * given.step_ms / 1000)  # for all of it to have begun
+    newcomer = requests_of(running.target, given, source, given.tokens)[0]
     refused = await ask(running.target, newcomer, timeout_s=_NEWCOMER_S)
-    lasted = not under_way.done()
+    is_in_time = not under_way.done()
     done = await under_way
-    await asyncio.to_thread(others.hang_up)
+    others.hang_up(num_idle)
     began_s = time.perf_counter()
-    answered = await ask(running.target, newcomer, timeout_s=_PATIENCE_S)
+    answered = await ask(running.target, newcomer, timeout_s=_PATIENCE_S + given.tokens * given.step_ms / 1000)
     return {
-        "connections": still_idle["200"] + more["200"] + given.others + given.streams * lasted,
-        "of_more": dict(more),
-        "newcomer": refused.outcome,
+        "of_more": dict(of_more),
+        "connections": num_idle + given.others,
+        "newcomer": refused.outcome if is_in_time else "too late: give the round more --tokens",
         "under_way_completed": len(done.answers),
-        "under_way_lasted": lasted,  # until the newcomer was there
-        "answered_after": answered.outcome,
-        "answered_after_s": round(time.perf_counter() - began_s, 3),
+        "answered_after_s": round(answered.delivered_s[0] - began_s, 3) if answered.has_succeeded else None,
     }
 
 
@@ -203,23 +204,23 @@ def files_allowed(running: Service) -> dict[str, int]:
     """The soft limits of the client, of HAProxy and of the ingresses."""
     found = {"client": resource.getrlimit(resource.RLIMIT_NOFILE)[0]}
     for pid, process in running.processes().items():
-        if process.title in (_INGRESS, _PROXY):
+        if process.title in (f"{_OURS}ingress", _PROXY):
             found[process.title] = resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]
     return found
 
 
 def memory_kib(running: Service) -> dict[str, float]:
-    """What processes hold, by what they call themselves."""
+    """What HAProxy and the processes of the application hold, by what they call themselves."""
     found = Counter[str]()
     for pid, process in running.processes().items():
-        found[process.title] += round(1024 * resident_mib(pid))
+        if process.title == _PROXY or process.title.startswith(_OURS):
+            found[process.title] += round(1024 * resident_mib(pid))
     return dict(found)
 
 
 def of_one(before: Mapping[str, float], after: Mapping[str, float], number: int) -> dict[str, float]:
-    """KiB more of the processes that have some, over a number; nothing for no number."""
-    more = {title: (kib - before.get(title, 0.0)) / number for title, kib in after.items() if number}
-    return {title: round(kib, 2) for title, kib in sorted(more.items()) if kib >= 0.05 or title in (_INGRESS, _PROXY)}
+    """KiB more over a number, by process; nothing for no number."""
+    return {title: round((kib - before.get(title, 0.0)) / number, 2) for title, kib in after.items() if number}
 
 
 def requests_of(target: Target, given: argparse.Namespace, source: random.Random, tokens: int) -> list[bytes]:

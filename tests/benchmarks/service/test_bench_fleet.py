@@ -81,18 +81,19 @@ def test_the_crowd_says_where_no_more_connections_are_taken(monkeypatch: pytest.
 
 
 async def _asked_and_closed(members: crowd._Members) -> list[Counter[str]]:
-    return [await members.connect(2), await members.ask_again(), await members.hang_up(), await members.ask_again()]
+    kept = [await members.connect(2), await members.ask_again()]
+    return [*kept, await members.hang_up(1), await members.ask_again(), await members.hang_up(9)]
 
 
 def test_an_idle_connection_is_kept_and_asked_again(demo_path: Path) -> None:
     with simulated_service(demo_path, step_ms=10) as url:
         done = asyncio.run(_asked_and_closed(crowd._Members(Target.parse(url), b"")))
-    assert done == [{"200": 2}, {"200": 2}, {"closed": 2}, {}]
+    assert done == [{"200": 2}, {"200": 2}, {"closed": 1}, {"200": 1}, {"closed": 1}]
 
 
 def test_memory_is_of_one_of_those_that_are_more() -> None:
-    before, after = {"haproxy": 1000.0, "raylet": 10.0}, {"haproxy": 1500.0, "raylet": 10.0, "new": 50.0}
-    assert fleet.of_one(before, after, 100) == {"haproxy": 5.0, "new": 0.5}
+    before, after = {"haproxy": 1000.0, "ingress": 10.0}, {"haproxy": 1500.0, "ingress": 10.0, "new": 50.0}
+    assert fleet.of_one(before, after, 100) == {"haproxy": 5.0, "ingress": 0.0, "new": 0.5}
     assert fleet.of_one(before, after, 0) == {}
 
 
