@@ -18,6 +18,7 @@ import json
 import os
 import random
 import re
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -30,22 +31,23 @@ from benchmarks.harness.command import BenchmarkError, command_parser, did_you_m
 from benchmarks.harness.figures import table
 from benchmarks.harness.machine import PROJECT
 
-ENGINE = "tests/engine/test_scheduler.py tests/engine/test_engine.py tests/engine/strategies tests/engine/policies"
+ENGINE = "tests/engine/test_scheduler.py tests/engine/test_engine.py tests/engine/policies"
+STRATEGIES, DRAFTS = "tests/engine/strategies", "tests/engine/speculation"
 API, JOBS = "tests/api/test_streaming.py tests/api/test_completions.py", "tests/jobs/test_batch_runner.py"
 FLEET = "tests/fleet/test_fleet.py tests/fleet/test_patience.py tests/fleet/test_deadly_requests.py"
 TESTS = {
     "app/engine/block_pool.py": "tests/engine/test_block_pool.py tests/engine/test_scheduler.py",
-    "app/engine/running.py": f"{ENGINE} tests/engine/test_overlapped_engine.py",
+    "app/engine/running.py": f"{ENGINE} {STRATEGIES}",
     "app/engine/waiting_queue.py": f"{ENGINE} tests/engine/test_waiting_queue.py",
     "app/engine/policies.py": f"{ENGINE} tests/engine/test_waiting_queue.py",
-    "app/engine/result_processor.py": f"{ENGINE} tests/engine/test_engine_logprobs.py tests/engine/speculation",
-    "app/engine/scheduler.py": f"{ENGINE} tests/engine/test_whole_prompts.py tests/engine/speculation",
+    "app/engine/result_processor.py": f"{ENGINE} {DRAFTS} tests/engine/test_engine_logprobs.py",
+    "app/engine/scheduler.py": f"{ENGINE} {STRATEGIES} {DRAFTS} tests/engine/test_whole_prompts.py",
     "app/fleet/in_flight.py": f"tests/fleet/test_in_flight.py tests/fleet/test_connection.py {FLEET}",
     "app/fleet/dispatch/ledger.py": f"tests/fleet/dispatch {FLEET}",
     "app/fleet/fleet.py": FLEET,
     "app/api/auth/limits.py": "tests/api/test_limits.py tests/api/test_admin.py",
     "app/api/http/sse.py": "tests/api/test_sse.py tests/api/test_streaming.py",
-    "app/api/output/choices.py": f"{API} tests/api/test_kept_deltas.py",
+    "app/api/output/choices.py": f"{API} tests/api/test_kept_deltas.py tests/api/test_token_details.py",
     "app/jobs/results.py": "tests/jobs/test_results.py tests/jobs/test_full_disk.py tests/jobs/test_backlog.py",
     "app/jobs/batch_runner.py": f"{JOBS} tests/jobs/test_bad_input.py tests/jobs/test_token_rate.py",
     "app/model/sampler.py": "tests/model/test_sampler.py",
@@ -113,7 +115,12 @@ def _verdicts(files: Sequence[str], folder: Path, given: argparse.Namespace) -> 
             tell(f"{file}: {len(names)} of {len(mutants)} mutants")
             chosen += [name for name in names if re.search(given.only, name)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # a process that is forked has no more
-    ran(["mutmut", "run", "--max-children", str(given.processes), *chosen], cwd=folder, env=environment)
+    with (folder / "mutmut.log").open("wb") as log:  # it says on stdout what fails
+        command = ["mutmut", "run", "--max-children", str(given.processes), *chosen]
+        status = subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, check=False).returncode
+    if status:
+        said = (folder / "mutmut.log").read_text(encoding="utf-8", errors="replace")
+        raise BenchmarkError(f"mutmut ended with status {status}: {said[-3000:]}")
     found: dict[str, int] = {}
     for file in files:
         kept = json.loads((folder / "mutants" / f"{file}.meta").read_text(encoding="utf-8"))

@@ -14,6 +14,7 @@ from app.engine.request import Adapter, Request
 from app.engine.sleep_controller import SleepController
 from app.engine.stats import SleepState
 from app.errors import (
+    Cancelled,
     DeadlineMissed,
     EngineStopped,
     InvalidRequest,
@@ -424,6 +425,23 @@ async def test_closing_a_stream_aborts_the_request_where_it_runs() -> None:
         stats = replica.engine.stats()
         assert stats.num_free_blocks == stats.num_blocks
         assert local.fleet.num_in_flight == 0
+
+
+async def test_a_request_that_is_cancelled_by_its_id_ends_where_it_runs_and_no_other_does() -> None:
+    async with LocalFleet(1) as local:
+        [replica] = local.replicas
+        local.hold(replica)
+        ended, other = alike(2)
+        answer, others_answer = local.start([ended, other])
+        await local.held(replica)
+        assert not local.fleet.cancel("nobody's")
+        assert local.fleet.cancel(ended.request_id)
+        with pytest.raises(Cancelled, match="this request was cancelled while it ran"):
+            await answer
+        local.go()
+        (await others_answer).check(other)
+        assert not local.fleet.cancel(ended.request_id)
+        await until(lambda: len(replica.aborted) == 1)
 
 
 async def test_the_place_of_a_request_that_was_given_up_is_free_at_once() -> None:
