@@ -444,6 +444,33 @@ async def test_a_request_that_is_cancelled_by_its_id_ends_where_it_runs_and_no_o
         await until(lambda: len(replica.aborted) == 1)
 
 
+async def test_how_long_outputs_are_is_not_learnt_from_requests_that_were_given_up() -> None:
+    async with LocalFleet(1) as local:
+        [replica] = local.replicas
+        local.hold(replica)
+        given_up = alike(5)
+        answers = local.start(given_up)
+        await local.held(replica)
+        for request in given_up:
+            local.fleet.cancel(request.request_id)
+        await asyncio.gather(*answers, return_exceptions=True)
+        local.go()
+        await local.answer(make_request((5, 6, 7), max_tokens=50))
+        assert local.fleet.last_decision is not None
+        assert local.fleet.last_decision.scoring.num_request_tokens == 3 + 50
+
+
+async def test_a_request_that_is_queued_is_told_where_and_why() -> None:
+    async with LocalFleet(2) as local:
+        deltas = local.fleet.generate(make_request())
+        [queued] = [delta.queued async for delta in deltas if delta.queued is not None]
+        [replica_id] = [each.replica_id for each in local.replicas if each.served]
+        decision = local.fleet.last_decision
+        assert decision is not None
+        assert (queued.replica_id, queued.group, queued.why_there) == (replica_id, "", decision.reason)
+        assert queued.loads_there == decision.explain_loads()
+
+
 async def test_the_place_of_a_request_that_was_given_up_is_free_at_once() -> None:
     async with LocalFleet(1, max_requests=1) as local:
         [replica] = local.replicas
