@@ -37,7 +37,7 @@ API, JOBS = "tests/api/test_streaming.py tests/api/test_completions.py", "tests/
 FLEET = "tests/fleet/test_fleet.py tests/fleet/test_patience.py tests/fleet/test_deadly_requests.py"
 TESTS = {
     "app/engine/block_pool.py": "tests/engine/test_block_pool.py tests/engine/test_scheduler.py",
-    "app/engine/running.py": f"{ENGINE} {STRATEGIES}",
+    "app/engine/running.py": f"{ENGINE} {STRATEGIES} tests/engine/test_running.py",
     "app/engine/waiting_queue.py": f"{ENGINE} tests/engine/test_waiting_queue.py",
     "app/engine/policies.py": f"{ENGINE} tests/engine/test_waiting_queue.py",
     "app/engine/result_processor.py": f"{ENGINE} {DRAFTS} tests/engine/test_engine_logprobs.py",
