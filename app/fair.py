@@ -274,7 +274,7 @@ class SharedPool(Generic[OwnerT]):
 
     def allows(self, owner: OwnerT, amount: int) -> bool:
         """Whether an owner may take an amount, by what is free before: of the last things one may take the last."""
-        return self.held(owner) + amount <= self.free
+        return self._held.get(owner, 0) + amount <= self.free
 
     def room_left(self, owner: OwnerT) -> int:
         """What an owner may still take so that it holds no more than is free afterwards; below 0: it has too much."""
@@ -283,7 +283,7 @@ class SharedPool(Generic[OwnerT]):
     def take(self, owner: OwnerT, amount: int) -> None:
         """Take an amount; a negative amount is given back."""
         self.free -= amount
-        held = self._held[owner] = self.held(owner) + amount
+        held = self._held[owner] = self._held.get(owner, 0) + amount
         if not held:
             del self._held[owner]
 

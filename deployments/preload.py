@@ -62,7 +62,9 @@ def _instead(modules: dict[str, ModuleType | None]) -> Iterator[None]:
 def _import_serve() -> None:
     with _instead(_stand_ins()):
         importlib.import_module("ray.serve")
-    importlib.import_module("deployments.ray_internals").keep_pages_with_the_service()
+    internals = importlib.import_module("deployments.ray_internals")
+    internals.keep_pages_with_the_service()
+    internals.end_silent_connections()
 
 
 if "ray.serve" not in sys.modules:

@@ -73,6 +73,22 @@ def keep_pages_with_the_service() -> None:
     haproxy_templates.HAPROXY_CONFIG_TEMPLATE = template
 
 
+def end_silent_connections() -> None:
+    """Have HAProxy answer 408 to a client that has not sent the head of a request after ten seconds, and hang up.
+
+    Ray's template has the line for it (`timeout http-request`), its setting no variable: a client that sends nothing
+    keeps its connection for an hour, and when all connections are such, others wait as long. Bodies and answers take
+    their time as before. No upstream issue is known. Call it before Serve's HAProxyManager is imported in this process.
+    """
+    template: str = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
+    setting = "config.timeout_http_request_s"
+    unset = f"{{% if {setting} is not none %}}timeout http-request {{{{ {setting} }}}}s{{% endif %}}"
+    head_timeout_s = 10
+    if unset not in template:
+        logger.warning("this version of Ray configures HAProxy in another way; silent connections may be kept long")
+    haproxy_templates.HAPROXY_CONFIG_TEMPLATE = template.replace(unset, f"timeout http-request {head_timeout_s}s")
+
+
 def accept_odd_headers() -> None:
     """Let Serve read headers of any bytes in this process. Call it in the constructor of the HTTP deployment.
 

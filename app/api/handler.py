@@ -85,7 +85,7 @@ class RequestHandler:
             request_id=request_id,
             limits=self.limits,
             shares_prefixes=self.config.share_prefixes,
-            arrived_at=self.metrics.arrived(),
+            arrived_at=self.metrics.clock(),
             **fields,
         )
 
@@ -271,14 +271,14 @@ class RequestHandler:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _outcome(self, index: int, common: SharedBody, prompt: Json, context: RequestContext) -> _ItemOutcome:
-        began_at = self.metrics.arrived()
-        context = replace(context, request_id=f"{context.request_id}-{index}", arrived_at=began_at)
+        began_at = self.metrics.clock()
+        context = replace(context, request_id=f"{context.request_id}-{index}", arrived_at=began_at, begun=[])
         outcome: Json | Exception
         try:
             outcome = await (await self._handle_shared(common, prompt, context)).full_response()
         except Exception as error:
             outcome = error
-        return _ItemOutcome(index, context.request_id, outcome, self.metrics.arrived() - began_at)
+        return _ItemOutcome(index, context.request_id, outcome, self.metrics.clock() - began_at)
 
     async def _handle_shared(self, common: SharedBody, prompt: Json, context: RequestContext) -> ResponseState:
         """As `handle`, for a body of which all but the prompt is checked."""

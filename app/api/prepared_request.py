@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any
 
 from app.api.output.tool_calls import ToolUse
@@ -48,7 +49,7 @@ class RequestLimits:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ServedModel:
     """A model as the API sees it: its name, its tokenizer, its sizes, and the callable that generates."""
 
@@ -65,7 +66,7 @@ class ServedModel:
     parent: str = ""  # of an adapter: the model that it adapts
     deadline_s: float | None = None  # of requests that name none
 
-    @property
+    @cached_property
     def base(self) -> str:
         """The model that keys are for, replicas belong to and metrics count: of an adapter its parent."""
         return self.parent or self.name

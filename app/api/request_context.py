@@ -6,7 +6,7 @@ It is made before the body is read, so that an engine's request is built once, w
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +26,7 @@ EXPLAIN_HEADER = "x-carousel-explain"
 TIMINGS_HEADER = "x-carousel-timings"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RequestContext:
     """The account of a request, and what came with its body."""
 
@@ -39,7 +39,7 @@ class RequestContext:
     shares_prefixes: bool = True  # with requests of other accounts
     arrived_at: float = 0.0  # by the clock of the metrics
     trace: RequestTrace | None = None  # where traces are sent
-    on_begin: Callable[[PreparedRequest], None] = lambda prepared: None  # is told of all that it computes
+    begun: list[PreparedRequest] = field(default_factory=list)  # all that it computes, from its beginning
 
     def response_id(self, prefix: str) -> str:
         """An id that begins with that of the request, after a prefix.

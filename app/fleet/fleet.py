@@ -192,7 +192,7 @@ class Fleet:
         decision = in_flight.decision
         assert decision is not None, "a replica has queued it"
         return queued._replace(
-            replica_id=decision.replica_id,
+            replica_id=in_flight.replica_id,
             group=decision.candidates[0].group,
             why_there=decision.reason,
             loads_there=decision.explain_loads(),

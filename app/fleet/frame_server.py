@@ -202,24 +202,11 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self.session is not None:
-            self._take_messages(self.session, data)
-        elif not self._has_spoken:
-            self._take_hello(data)
-
-    def _take_hello(self, data: bytes) -> None:
-        self._line += data
-        if b"\n" not in self._line and len(self._line) <= MAX_HELLO_BYTES:
+        if self.session is None and not self._has_spoken:
+            data = self._take_hello(data)
+        session = self.session
+        if session is None or not data:
             return
-        self._has_spoken = True
-        if self._timer is not None:
-            self._timer.cancel()
-        line, _, following = bytes(self._line).partition(b"\n")
-        self._server.identified(self, line if len(line) <= MAX_HELLO_BYTES else b"")
-        if self.session is not None and following:
-            self._take_messages(self.session, following)
-
-    def _take_messages(self, session: IngressSession, data: bytes) -> None:
         try:
             messages = self._messages.feed(data)
         except InvalidFrame as error:
@@ -234,6 +221,18 @@ class _Connection(asyncio.Protocol):
                     session.abort(message.request_id)
                 case WatchEngine():
                     self._server.watch(self, is_watched=message.is_watched)
+
+    def _take_hello(self, data: bytes) -> bytes:
+        """Read the first line; returns what follows it."""
+        self._line += data
+        if b"\n" not in self._line and len(self._line) <= MAX_HELLO_BYTES:
+            return b""
+        self._has_spoken = True
+        if self._timer is not None:
+            self._timer.cancel()
+        line, _, following = bytes(self._line).partition(b"\n")
+        self._server.identified(self, line if len(line) <= MAX_HELLO_BYTES else b"")
+        return following
 
     def send(self, frame: Frame) -> None:
         self._transport.write(encode(frame))

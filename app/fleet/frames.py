@@ -112,19 +112,9 @@ class StreamDecoder(Generic[ReceivedT]):
         """What ends within `data`. Raises InvalidFrame."""
         if self._begun:
             self._begun += data
-            received, used = self._received_in(self._begun)
-            del self._begun[:used]
-            return received
-        received, used = self._received_in(data)
-        if used < len(data):
-            self._begun += data[used:]
-        return received
-
-    def _received_in(self, data: bytes | bytearray) -> tuple[list[ReceivedT], int]:
-        """What is complete at the beginning of `data`, and how many bytes it has."""
         received: list[ReceivedT] = []
         start = 0
-        with memoryview(data) as view:
+        with memoryview(self._begun or data) as view:
             while len(view) >= start + _HEADER.size:
                 version, length = _HEADER.unpack_from(view, start)
                 if version != FRAME_VERSION:
@@ -138,7 +128,11 @@ class StreamDecoder(Generic[ReceivedT]):
                     except msgspec.DecodeError as error:
                         raise InvalidFrame(f"what came is no frame: {error}") from error
                 start = end
-        return received, start
+        if self._begun:
+            del self._begun[:start]
+        elif start < len(data):
+            self._begun += data[start:]
+        return received
 
 
 def frame_decoder() -> StreamDecoder[Frame]:

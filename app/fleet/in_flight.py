@@ -50,16 +50,12 @@ class InFlightRequest:
     @property
     def needs_weights(self) -> int:
         """The digest of the only weights with which it can go on; 0 while it has no tokens, and any will do."""
-        return self.weights if self._num_known else 0
+        return self.weights if self._token_ids or self._num_scored_tokens else 0
 
     @property
     def has_progressed(self) -> bool:
         """Whether the current attempt, or the last one, has brought a token or a prompt token's score."""
-        return self._num_known > self._num_sent
-
-    @property
-    def _num_known(self) -> int:
-        return len(self._token_ids) + self._num_scored_tokens
+        return len(self._token_ids) + self._num_scored_tokens > self._num_sent
 
     # ------------------------------------------------------------------ attempts
 
@@ -91,7 +87,7 @@ class InFlightRequest:
                 no_queue=self.request.no_queue and self.lost_at is None,  # what has begun is not refused
             )
         self.num_attempts += 1
-        self._num_sent = self._num_known
+        self._num_sent = len(self._token_ids) + self._num_scored_tokens
         self.sent = sent  # the request as this attempt has it
         self.decision: Decision | None = None  # from `place` on
         self.replica_id = ""  # likewise
@@ -106,7 +102,7 @@ class InFlightRequest:
     def place(self, decision: Decision, *, weights: int = 0) -> None:
         """The current attempt is sent to a replica, which may still refuse it."""
         self.decision = decision
-        self.replica_id = decision.replica_id
+        self.replica_id = decision.candidates[0].replica_id
         self.weights = weights
 
     @property

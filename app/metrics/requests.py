@@ -128,7 +128,7 @@ class RequestMetrics:
 
     def __init__(self, model_names: Iterable[str] = (), *, clock: Clock = time.perf_counter) -> None:
         """A model that is named here has its zeros from the start; others come up with their first request."""
-        self._clock = clock
+        self.clock = clock  # also of the arrivals that `CallMetrics` is given
         self._models: dict[str, ModelMetrics] = {}
         for name in model_names:
             self.model(name)
@@ -136,12 +136,8 @@ class RequestMetrics:
     def model(self, name: str) -> ModelMetrics:
         """The metrics of one model."""
         if name not in self._models:
-            self._models[name] = ModelMetrics(self._clock)
+            self._models[name] = ModelMetrics(self.clock)
         return self._models[name]
-
-    def arrived(self) -> float:
-        """The time of a call's arrival, for `ModelMetrics.call`."""
-        return self._clock()
 
     def snapshot(self) -> dict[str, ModelSnapshot]:
         """All of it, frozen, by model; it can be sent to another process and merged with those of others."""
@@ -164,10 +160,6 @@ class ModelMetrics:
         self._failed = dict.fromkeys(_SERVICE_REASONS, 0)
         self._dispatched: dict[str, int] = {}
         self._resumed = dict.fromkeys(LOSSES, 0)
-
-    def call(self, prompt_tokens: Sequence[int], *, arrived_at: float, is_background: bool = False) -> CallMetrics:
-        """The record of one call; `prompt_tokens` has the length of the prompt of each of its requests."""
-        return CallMetrics(self, prompt_tokens, arrived_at, is_background=is_background)
 
     def latencies(self, group: str, *, is_background: bool) -> _LatencyHistograms:
         """The histograms of one kind of requests."""
@@ -219,8 +211,9 @@ class CallMetrics:
     """
 
     def __init__(
-        self, model: ModelMetrics, prompt_tokens: Sequence[int], arrived_at: float, *, is_background: bool = False
+        self, model: ModelMetrics, prompt_tokens: Sequence[int], *, arrived_at: float, is_background: bool = False
     ) -> None:
+        """`prompt_tokens` has the length of the prompt of each of its requests."""
         self._model = model
         self._is_background = is_background
         self._clock = model.clock
@@ -334,17 +327,16 @@ class _LatencyHistograms:
         return Latencies(**{name: getattr(self, name).snapshot() for name in self.__slots__})
 
 
+@dataclass(slots=True)
 class _RequestTimes:
     """What is known of one request of a call."""
 
-    __slots__ = ("first_at", "has_ended", "last_at", "latencies", "num_prompt_tokens", "num_tokens")
-
-    def __init__(self, num_prompt_tokens: int, latencies: _LatencyHistograms) -> None:
-        self.num_prompt_tokens = num_prompt_tokens
-        self.latencies = latencies
-        self.num_tokens = 0
-        self.first_at = self.last_at = 0.0
-        self.has_ended = False
+    num_prompt_tokens: int
+    latencies: _LatencyHistograms
+    num_tokens: int = 0
+    first_at: float = 0.0  # this and the next: when it got a token
+    last_at: float = 0.0
+    has_ended: bool = False
 
 
 def reason_of(error: Exception) -> str:

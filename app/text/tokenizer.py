@@ -159,7 +159,7 @@ class Tokenizer:
         Templates get the arguments of tool calls as the objects that most of them want, or as the JSON text that they
         came as where a template cannot take objects.
         """
-        if not self.has_chat_template:
+        if not self._pretrained.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions with a prompt", param="messages")
         variables = dict(template_variables or {})
         taken = sorted(_reserved_variables() & variables.keys())

@@ -4,8 +4,12 @@
 
 Each row starts the service as `make serve` does, with replicas that compute by a cost model, drives it over HTTP and
 makes its fault. Answers are compared with those to the same requests when nothing was wrong. Progress goes to stderr.
-Without ROW: all rows, one after the other. R8 loses packets in a network of its own, for which one has to be
+Without ROW: all rows, one after the other. R14 kills and stops processes of every kind at random for `--minutes`: which
+one when is in `strikes`, what came of the streams in `outcomes` (those that are cut with an ingress or HAProxy are
+expected), what has not come back in `missing`. R8 loses packets in a network of its own, for which one has to be
 root on Linux; elsewhere it says that it is skipped, and why.
+
+Exits with 1 when a stream was wrong or hung, something was still held at the end, or the service did not come back.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from benchmarks.chaos.at_random import strike_at_random
 from benchmarks.chaos.client_faults import disconnect_at_each_phase
 from benchmarks.chaos.faults import (
     crash_on_request,
@@ -35,7 +40,7 @@ from benchmarks.chaos.faults import (
 from benchmarks.chaos.node_loss import lose_node
 from benchmarks.chaos.rolling_update import change_under_load
 from benchmarks.chaos.stage import Size
-from benchmarks.chaos.verdict import without_samples
+from benchmarks.chaos.verdict import is_bad, without_samples
 from benchmarks.harness.command import (
     BenchmarkError,
     command_parser,
@@ -63,6 +68,7 @@ ROWS: dict[str, Row] = {
     "R11": kill_with_adapters,
     "R12": kill_with_pipelines,
     "R13": change_under_load,
+    "R14": strike_at_random,
     "node": lose_node,
     "C1": disconnect_at_each_phase,
 }
@@ -71,8 +77,8 @@ ROWS: dict[str, Row] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     setup = where()
-    size = Size(given.runs, given.streams, given.seed)
-    lines = []
+    size = Size(given.runs, given.streams, given.seed, given.minutes)
+    lines, is_any_bad = [], False
     try:
         for name in given.rows:
             if name not in ROWS:
@@ -81,13 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tell(f"{name}: starting a service")
             for found in asyncio.run(ROWS[name](size)):
                 line = found | {"seed": given.seed} | setup
+                is_any_bad |= is_bad(line)
                 lines.append(json.dumps(line))
                 print(json.dumps(without_samples(line)), flush=True)
         if given.json is not None:
             write_json(given.json, "\n".join(lines))
     except BenchmarkError as error:
         return refused(error)
-    return 0
+    return int(is_any_bad)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--runs", type=positive, default=5, metavar="N", help="faults in a row that repeats them")
     parser.add_argument("--streams", type=positive, default=64, metavar="N", help="clients at once")
+    parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="of R14")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another one: other moments, other victims")
     parser.add_argument("--json", metavar="FILE", help="write the lines there too, with all samples")
     return parser

@@ -170,6 +170,7 @@ def application(
     model: str = "models/demo",
     adapters: Mapping[str, str] = MappingProxyType({}),
     pipelines: Sequence[Mapping[str, Any]] = (),
+    batches: Mapping[str, Any] | None = None,
     **replicas: Any,
 ) -> dict[str, Any]:
     """The `args` of an application with simulated replicas, or with real `weights`, which adapters need.
@@ -188,16 +189,18 @@ def application(
         "scheduler": {"max_running": max_running, "max_waiting": max_waiting},
     }
     replicas = {"num_replicas": num_replicas, "drain_timeout_s": 30} | replicas
-    return served(MODEL_NAME, engine, replicas, {"adapters": dict(adapters)}, pipelines=list(pipelines))
+    branches = {"pipelines": list(pipelines)} | ({} if batches is None else {"batches": dict(batches)})
+    return served(MODEL_NAME, engine, replicas, {"adapters": dict(adapters)}, **branches)
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """`runs` faults in a row that repeats them, `streams` clients at once."""
+    """`runs` faults in a row that repeats them, `streams` clients at once; a row by time lasts `minutes`."""
 
     runs: int
     streams: int
     seed: int = 0
+    minutes: float = 10.0
 
     def source(self, name: str) -> random.Random:
         """Random numbers of their own for each seed and name: when a fault comes, and which process it hits."""

@@ -37,6 +37,38 @@ def judged(answers: Sequence[Answer], reference: Mapping[str, Answer]) -> dict[s
     }
 
 
+def outcomes(answers: Sequence[Answer], reference: Mapping[str, Answer]) -> dict[str, int]:
+    """Counts of streams by what their clients got.
+
+    right, wrong: whole answers. refused, ended: an error in the API's words before the first token, or after it.
+    cut: the connection broke, or there was none. by_proxy: an error that the proxy made. hung: neither within the
+    client's patience. malformed: anything else.
+    """
+    found = Counter(_outcome(each, reference) for each in answers)
+    names = ("right", "wrong", "refused", "ended", "cut", "by_proxy", "hung", "malformed")
+    return {name: found[name] for name in names}
+
+
+def _outcome(answer: Answer, reference: Mapping[str, Answer]) -> str:
+    if answer.is_complete:
+        return "right" if answer.said == reference[answer.name].said else "wrong"
+    if answer.failure is not None:
+        return "hung" if answer.failure == TIMEOUT else "cut"
+    if answer.status != 200:
+        return "by_proxy" if answer.error is None else "refused"
+    return "ended" if answer.is_well_formed and answer.error is not None else "malformed"
+
+
+def is_bad(line: Mapping[str, Any]) -> bool:
+    """Whether a row says that a promise was broken: a wrong or a hung stream, something still held, or missing."""
+    counted = [line, line.get("after", {}), line.get("outcomes", {})]
+    names = ("lost", "repeated", "different", "hung", "wrong")
+    of_all = any(counts.get(name) for counts in counted for name in names)
+    after = line.get("after", {})
+    is_whole = sum(after.values()) == after.get("right", 0) and not line.get("missing")
+    return bool(of_all or not is_whole or any(line.get("left_over", {}).values()))
+
+
 def _num_characters(answer: Answer) -> int:
     return sum(map(len, answer.texts.values()))
 

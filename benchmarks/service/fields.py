@@ -13,7 +13,7 @@ target; the last line of stdout is one JSON object:
     statuses      of all answers
     stall_ms      how long the ingress's event loop was held, the largest of all bodies; so for the other figures:
     pause_ms      between two tokens of the honest stream
-    step_ms       bound of the histogram in /metrics below which the longest step was
+    step_ms       bound of the histogram in /metrics below which the longest step of the model was
     cpu_s         of all processes of the service
     grown_mib     memory of a process after the body less before
     over          the bodies over a target, with their figures
@@ -164,7 +164,7 @@ class Sweep:
             seconds=round(seconds, 3),
             stall_ms=round(1000 * (_stalled_s(after) - _stalled_s(metrics)), 1),
             pause_ms=round(1000 * pause_s, 1),
-            step_ms=1000 * _longest_step_s(metrics, after),
+            step_ms=1000 * longest_step_s(metrics, after),
             cpu_s=round(sum(spent.values()), 2),
             grown_mib=round(grown[most], 1),
             grown=most,
@@ -375,12 +375,16 @@ def _stalled_s(samples: Samples) -> float:
     return sum(value for found, labels, value in samples if found == name and 'process="ingress"' in labels)
 
 
-def _longest_step_s(before: Samples, after: Samples) -> float:
-    """The bound below which the longest step was that ended meanwhile."""
+def longest_step_s(before: Samples, after: Samples) -> float:
+    """The bound below which the longest step was that ended meanwhile, of the model that streams and prompts go to.
+
+    Requests to it do not wait for steps of the other one, which makes vectors.
+    """
     steps: Counter[float] = Counter()
     for samples, sign in ((before, -1), (after, 1)):
         for name, labels, value in samples:
-            if name == "carousel_step_seconds_bucket" and (bound := _BOUND.search(labels)):
+            is_step = name == "carousel_step_seconds_bucket" and f'model_name="{MODEL_NAME}"' in labels
+            if is_step and (bound := _BOUND.search(labels)):
                 steps[float(bound[1])] += sign * round(value)
     return min((bound for bound, count in steps.items() if count == max(steps.values())), default=0.0)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import resource
 import sys
 import time
 from collections import Counter
@@ -39,6 +38,7 @@ from benchmarks.harness.http_call import Target
 from benchmarks.harness.timeline import Slo, times_of
 from benchmarks.harness.workload import Workload, read_workload
 from benchmarks.service.arrivals import Arrivals
+from deployments.open_files import allow_many_files
 
 _PAUSE_S = 1.0  # between the runs of a sweep
 REFUSED = 429
@@ -60,7 +60,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     factors = _factors(given)
     rate = given.rate if given.sweep is None else given.capacity
     _check_rate(given, arrivals, workload, rate)
-    _allow_many_connections()
+    allow_many_files()  # an open loop against a slow server has as many connections as it likes
     asyncio.run(_warm_up(target, given, workload))
 
     def run(factor: float | None) -> dict[str, Any]:
@@ -122,12 +122,6 @@ async def _warm_up(target: Target, given: argparse.Namespace, workload: Workload
         answers += await play(target, [request], [0.0], start_s=time.perf_counter(), timeout_s=given.timeout_s)
     if not any(answer.has_succeeded for answer in answers):
         raise BenchmarkError(f"{given.base_url} does not answer: {answers[-1].in_words}")
-
-
-def _allow_many_connections() -> None:
-    """An open loop against a slow server has as many connections as it likes."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _check_rate(given: argparse.Namespace, arrivals: Arrivals, workload: Workload, rate: float | None) -> None:

@@ -26,6 +26,7 @@ from app.config import ApplicationConfig
 from app.errors import InvalidSetup
 from app.model.location import resolve_model_path
 from deployments.launcher.trial import trial_config
+from deployments.open_files import MAXCONN, allow_many_files, check_connections, max_connections
 from deployments.serve.settings import (
     BATCHES_CPUS,
     INGRESS_CPUS,
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = read_serve_file(path)
         check_port(config, path)
         check_folders(config)
+        max_files = allow_many_files()
+        warning = check_connections(max_files, os.environ.get(MAXCONN))
         # Blocked from here on: a signal waits until this process asks for it, and cannot interrupt a start or an end.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS | {signal.SIGCHLD})
     except InvalidSetup as error:
@@ -60,11 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 0
+    if warning:
+        print(f"Warning: {warning}", flush=True)
     # In /tmp whatever TMPDIR says: Ray and HAProxy put sockets inside, and a socket's path may have 97 characters.
     run_folder = Path(tempfile.mkdtemp(prefix="carousel-", dir="/tmp"))
     command = [sys.executable, "-m", "deployments.launcher.foreground", *["--dashboard"] * given.dashboard]
     command += [str(os.getpid()), str(path), str(run_folder), str(reserved_cpus(config))]
-    child = subprocess.Popen(command, env=environment(config, run_folder, os.environ), start_new_session=True)
+    variables = environment(config, run_folder, os.environ, max_files=max_files)
+    child = subprocess.Popen(command, env=variables, start_new_session=True)
     status = supervise(child)
     if status == 0:
         shutil.rmtree(run_folder, ignore_errors=True)
@@ -91,10 +97,13 @@ def supervise(child: subprocess.Popen[bytes]) -> int:
     return 0 if received != signal.SIGCHLD else 1
 
 
-def environment(config: ServeFile, run_folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
+def environment(
+    config: ServeFile, run_folder: Path, inherited: Mapping[str, str], *, max_files: int = 1024
+) -> dict[str, str]:
     """The child's environment: the fast modes of Serve, everything of this run in its own folder, loopback only.
 
-    What the caller has set stays, except what would join or disturb another cluster.
+    What the caller has set stays, except what would join or disturb another cluster. max_files: that each process may
+    open.
     """
     ours = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(PROJECT), inherited.get("PYTHONPATH")])),
@@ -116,6 +125,8 @@ def environment(config: ServeFile, run_folder: Path, inherited: Mapping[str, str
         "RAY_preload_python_modules": "deployments.preload",
         # HAProxy's log of requests, to no reader: the ingress logs what matters. By default it opens a UDP port for it.
         "RAY_SERVE_HAPROXY_LOG_TARGET": f"{run_folder}/log.sock",
+        # By default 4,096, for which it wants 10,265 files: where it cannot have them, it does not start.
+        MAXCONN: str(max_connections(max_files)),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(num_proxy_threads(os.cpu_count() or 1)),
         # Most of what an idle service computes is its controller looking for changes, by default ten times a second.
         # Streams do not wait for it when a replica dies: the ingress sees that its line broke.

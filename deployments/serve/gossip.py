@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ray.serve.handle import DeploymentHandle
 
-from app.api.endpoints.adapters import AdapterFindings, LoadedAdapters
-from app.api.endpoints.scheduler import ReplicaScheduling, SchedulingFindings
+from app.api.endpoints.adapters import LoadedAdapters
+from app.api.endpoints.admin import Answers
+from app.api.endpoints.scheduler import ReplicaScheduling
 from app.config import PolicyConfig, StrategyConfig
 from app.engine.request import Adapter
 from app.errors import Unavailable
 from app.fleet import Table, adapters_in, merged, with_entry
-from deployments.serve.metrics import Answers, answers_of, this_deployment
+from deployments.serve.metrics import answers_of, this_deployment
 from deployments.serve.transport import (
     OVERRIDE,
     GossipAnswer,
@@ -43,18 +44,19 @@ class ModelGossip:
 
     # ------------------------------------------------------------------ adapters
 
-    async def found(self) -> AdapterFindings:
+    @property
+    def adapters(self) -> Sequence[Adapter]:
+        """See `AdapterFleet`."""
+        return adapters_in(self._transport.table)
+
+    async def loaded(self) -> Answers[LoadedAdapters]:
         """See `AdapterFleet`. This process and all replicas know the same afterwards."""
         answers = await self._ask(self._transport.table)
-        replicas: Sequence[GossipAnswer] = answers.reports
-        return AdapterFindings(
-            adapters=adapters_in(self._transport.table),
-            replicas=[
-                LoadedAdapters(replica_id=each.replica_id, loaded=each.loaded, max_loaded=each.max_loaded)
-                for each in replicas
-            ],
-            num_missing=answers.num_missing,
-        )
+        replicas = [
+            LoadedAdapters(replica_id=each.replica_id, loaded=each.loaded, max_loaded=each.max_loaded)
+            for each in answers.reports
+        ]
+        return Answers(reports=replicas, num_missing=answers.num_missing)
 
     async def load(self, name: str, path: str) -> Adapter:
         """See `AdapterFleet`."""
@@ -77,11 +79,11 @@ class ModelGossip:
 
     # ------------------------------------------------------------------ the scheduler
 
-    async def in_force(self) -> SchedulingFindings:
+    async def in_force(self) -> Answers[ReplicaScheduling]:
         """See `SchedulerSwitch`."""
         return _scheduling_of(await self._ask(self._transport.table))
 
-    async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> SchedulingFindings:
+    async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> Answers[ReplicaScheduling]:
         """See `SchedulerSwitch`. Raises Unavailable when there is no replica to switch."""
         override = SchedulerOverride(strategy=strategy, policy=policy)
         answers = await self._ask(with_entry(self._transport.table, OVERRIDE, override, now=time.time()))
@@ -95,9 +97,9 @@ class ModelGossip:
     def note(self, table: Table) -> None:
         """What another process knows."""
         self._transport.table = merged([self._transport.table, table])
-        self.on_change(adapters_in(self._transport.table))
+        self.on_change(self.adapters)
 
-    async def _ask(self, table: Table) -> Answers:
+    async def _ask(self, table: Table) -> Answers[GossipAnswer]:
         answers = await answers_of(self._handle, "gossip", table)
         self.note(merged(each.table for each in answers.reports))
         return answers
@@ -107,8 +109,8 @@ class ModelGossip:
             await answers_of(sender, "note_gossip", self._model, self._transport.table)
 
 
-def _scheduling_of(answers: Answers) -> SchedulingFindings:
-    return SchedulingFindings(replicas=list(map(_in_force, answers.reports)), num_missing=answers.num_missing)
+def _scheduling_of(answers: Answers[GossipAnswer]) -> Answers[ReplicaScheduling]:
+    return Answers(reports=list(map(_in_force, answers.reports)), num_missing=answers.num_missing)
 
 
 def _in_force(replica: GossipAnswer) -> ReplicaScheduling:

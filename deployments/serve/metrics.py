@@ -12,6 +12,7 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from app.api.endpoints.admin import Answers
 from app.errors import described
 from app.metrics import (
     BatchCounts,
@@ -113,27 +114,19 @@ def _num_steps(report: EngineReport) -> int:
     return report.stats.total_steps
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """What the replicas of one deployment reported, and how many did not."""
-
-    reports: Sequence[Any]
-    num_missing: int = 0
-
-
-async def answers_of(handle: DeploymentHandle, method: str, *arguments: object) -> Answers:
+async def answers_of(handle: DeploymentHandle, method: str, *arguments: object) -> Answers[Any]:
     """What a method gives on all replicas of a deployment that answer in time."""
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
             calls = await begin_call_on_all_replicas(handle, method, *arguments)
     except DeploymentUnavailableError:  # it has no replicas now
-        return Answers([])
+        return Answers(reports=[])
     except Exception as error:
         logger.warning("no %s of %s: %s", method, handle.deployment_name, described(error))
-        return Answers([], num_missing=1)
+        return Answers(reports=[], num_missing=1)
     tasks = [asyncio.ensure_future(call.get_async()) for call in calls]
     done, late = await asyncio.wait(tasks, timeout=SCRAPE_TIMEOUT_S)
     for task in late:
         task.cancel()
     reports = [task.result() for task in done if not task.cancelled() and task.exception() is None]
-    return Answers(reports, num_missing=len(tasks) - len(reports))
+    return Answers(reports=reports, num_missing=len(tasks) - len(reports))

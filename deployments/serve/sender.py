@@ -11,9 +11,10 @@ from ray.serve.handle import DeploymentHandle
 
 from app.api import RequestHandler, fill_indexes, pipelines_of
 from app.api.auth.limits import SharedPools
-from app.api.endpoints.admin import Findings, ProcessReport, usage_of
+from app.api.endpoints.admin import Answers, ProcessReport, usage_of
 from app.config import ApplicationConfig
 from app.fleet import Table
+from deployments.open_files import allow_many_files
 from deployments.ray_internals import keep_calls_on_loopback
 from deployments.serve.gossip import ModelGossip
 from deployments.serve.keys_file import Keys
@@ -40,6 +41,7 @@ class Sender:
         """
         log_where_serve_does()
         return_freed_memory()
+        allow_many_files()  # on a cluster no launcher has done it
         keep_calls_on_loopback()
         self._config = config
         self._paths = paths
@@ -72,7 +74,7 @@ class Sender:
         )
         for name, gossip in self._gossip.items():
             gossip.on_change = partial(handler.names.serve_adapters, name)
-        await asyncio.gather(*(gossip.found() for gossip in self._gossip.values()))
+        await asyncio.gather(*(gossip.loaded() for gossip in self._gossip.values()))
         self._following = asyncio.create_task(self._keys.follow())
         self._filling = asyncio.create_task(fill_indexes(pipelines))
         self._metrics.loop.start()
@@ -100,13 +102,13 @@ class Sender:
         """Another process has loaded or unloaded adapters, or has switched a model's replicas."""
         self._gossip[model].note(table)
 
-    async def collect_admin_reports(self) -> Findings:
+    async def collect_admin_reports(self) -> Answers[ProcessReport]:
         """The reports of all processes that send requests, as far as they answer in time."""
         asked = await asyncio.gather(
             *(answers_of(handle, "admin_report") for handle in (this_deployment(), *self._other_senders))
         )
         reports = {report.process: report for each in asked for report in each.reports}
         ours = self.admin_report()  # also while Serve's routing does not know this process yet
-        return Findings(
+        return Answers(
             reports=list((reports | {ours.process: ours}).values()), num_missing=sum(each.num_missing for each in asked)
         )

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from app.api.endpoints.adapters import AdapterFindings, LoadedAdapters
+from app.api.endpoints.adapters import LoadedAdapters
+from app.api.endpoints.admin import Answers
 from app.engine.request import Adapter, Pooling
 from app.errors import InvalidSetup, UnsupportedAdapter
 from app.text import Tokenizer
@@ -18,23 +19,26 @@ class Replicas:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self.adapters: dict[str, Adapter] = {}
+        self.by_name: dict[str, Adapter] = {}
 
-    async def found(self) -> AdapterFindings:
-        loaded = [each.digest for each in self.adapters.values()]
-        replica = LoadedAdapters(replica_id="r0", loaded=loaded, max_loaded=8)
-        return AdapterFindings(adapters=list(self.adapters.values()), replicas=[replica], num_missing=1)
+    @property
+    def adapters(self) -> list[Adapter]:
+        return list(self.by_name.values())
+
+    async def loaded(self) -> Answers[LoadedAdapters]:
+        replica = LoadedAdapters(replica_id="r0", loaded=[each.digest for each in self.adapters], max_loaded=8)
+        return Answers(reports=[replica], num_missing=1)
 
     async def load(self, name: str, path: str) -> Adapter:
         if path == "/wrong":
             raise UnsupportedAdapter("it has rank 65; at most 64 is computed")
-        self.adapters[name] = Adapter(name=name, path=path, digest=f"digest of {path}")
-        self.service.handler.names.serve_adapters("demo", self.adapters.values())
-        return self.adapters[name]
+        self.by_name[name] = Adapter(name=name, path=path, digest=f"digest of {path}")
+        self.service.handler.names.serve_adapters("demo", self.adapters)
+        return self.by_name[name]
 
     async def unload(self, name: str) -> None:
-        del self.adapters[name]
-        self.service.handler.names.serve_adapters("demo", self.adapters.values())
+        del self.by_name[name]
+        self.service.handler.names.serve_adapters("demo", self.adapters)
 
 
 def answering(tokenizer: Tokenizer) -> Script:
@@ -123,7 +127,7 @@ def test_an_unloaded_adapter_is_no_model_any_more(adapted: Adapted) -> None:
 def test_what_is_refused(adapted: Adapted, body: Any, status: int, param: str) -> None:
     answer = adapted.post(body)
     assert (answer.status, answer.json["error"]["param"]) == (status, param)
-    assert adapted.replicas.adapters == {}
+    assert adapted.replicas.adapters == []
 
 
 SQL_STEPS: list[Any] = [

@@ -8,7 +8,7 @@ import pytest
 
 from app.api.auth.keys import KeyRing
 from app.api.auth.limits import Account, Usage
-from app.api.endpoints.admin import AdminRoutes, Findings, ProcessReport
+from app.api.endpoints.admin import AdminRoutes, Answers, ProcessReport
 from app.config import KeyConfig
 from app.errors import LimitReached
 from app.text import Tokenizer
@@ -52,14 +52,14 @@ def test_what_a_key_has_used_is_told_beside_its_limits(
 def test_several_processes_are_summed_and_those_that_say_nothing_are_counted(
     tokenizer: Tokenizer, keys_entries: list[dict[str, Any]]
 ) -> None:
-    async def collect() -> Findings:
+    async def collect() -> Answers[ProcessReport]:
         of_alice = [Usage(3, 1, 2, 40), Usage(4, 0, 1, 60)]
         state = {"replica": "a", "is_suspect": False}
         reports = [
             ProcessReport(process=str(n), usage={"alice": each, "gone": each}, replicas={"demo": [state]})
             for n, each in enumerate(of_alice)
         ]
-        return Findings(reports=reports, num_missing=1)
+        return Answers(reports=reports, num_missing=1)
 
     routes = AdminRoutes(KeyRing(KeyConfig.model_validate(each) for each in keys_entries), collect)
     service = Service(tokenizer)

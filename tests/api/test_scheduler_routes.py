@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from app.api.endpoints.scheduler import ReplicaScheduling, SchedulingFindings
+from app.api.endpoints.admin import Answers
+from app.api.endpoints.scheduler import ReplicaScheduling
 from app.config import PolicyConfig, SchedulerConfig, StaticConfig, StrategyConfig
 from app.text import Tokenizer
 from tests.kit.service import ADMIN_KEY, Answer, Service, bearer, entry
@@ -19,12 +20,12 @@ class Replicas:
         self.scheduler = SchedulerConfig()
         self.num_switches = 0
 
-    async def in_force(self) -> SchedulingFindings:
+    async def in_force(self) -> Answers[ReplicaScheduling]:
         at = 12.5 if self.num_switches else None
         one = ReplicaScheduling(replica_id="r0", group="bold", scheduler=self.scheduler, switched_at=at)
-        return SchedulingFindings(replicas=[one], num_missing=1)
+        return Answers(reports=[one], num_missing=1)
 
-    async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> SchedulingFindings:
+    async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> Answers[ReplicaScheduling]:
         changes = {"strategy": strategy, "policy": policy}
         self.scheduler = SchedulerConfig(**{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
         self.num_switches += 1

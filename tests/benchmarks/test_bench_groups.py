@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from app.metrics import EngineReport, RequestMetrics, Scrape, exposition
+from app.metrics import CallMetrics, EngineReport, RequestMetrics, Scrape, exposition
 from benchmarks import groups
 from benchmarks.groups import Limits, Parts, arm_of, compared, critical_value, difference_of, read
 from tests.benchmarks.servers import serving
@@ -38,7 +38,7 @@ class Trial:
 
     def serve(self, group: str, *, ttft_s: float, itl_s: float) -> None:
         """One request of five tokens."""
-        with self._metrics.model("demo").call([3], arrived_at=self.now) as call:
+        with CallMetrics(self._metrics.model("demo"), [3], arrived_at=self.now) as call:
             call.placed(0, group)
             self.now += ttft_s
             call.tokens(0, 1)

@@ -39,13 +39,16 @@ def test_workers_import_it_before_they_have_work(tmp_path: Path) -> None:
     assert find_spec(module) is not None
 
 
-def test_haproxy_shows_its_pages_where_the_service_listens() -> None:
+def test_haproxy_shows_its_pages_where_the_service_listens_and_ends_silent_connections() -> None:
     """Every address of HAProxy is that of the service, whatever the port."""
     code = "import deployments.preload, ray.serve._private.haproxy as it; print(it.HAPROXY_CONFIG_TEMPLATE)"
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": str(PROJECT)},
     )  # fmt: skip
-    addresses = [line.split()[1:] for line in done.stdout.splitlines() if line.split()[:1] == ["bind"]]
+    lines = done.stdout.splitlines()
+    addresses = [line.split()[1:] for line in lines if line.split()[:1] == ["bind"]]
     hosts = [" ".join(address).partition(" }}:")[0] for address in addresses]
     assert sorted(hosts) == ["{{ config.frontend_host"] * 3 + ["{{ config.grpc_frontend_host"]
+    defaults = lines[lines.index("defaults") : next(at for at, line in enumerate(lines) if line.startswith("frontend"))]
+    assert "    timeout http-request 10s" in defaults

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.engine.histogram import SECONDS, Histogram
 from app.engine.stats import SleepState, SleepStats
-from app.metrics import BatchCounts, EngineReport, LoopSnapshot, RequestMetrics, Scrape, exposition
+from app.metrics import BatchCounts, CallMetrics, EngineReport, LoopSnapshot, RequestMetrics, Scrape, exposition
 from tests.kit.engine import FakeClock, TimedRunner, build_fake_engine, make_request
 
 # What tools outside look for, by family: the type, and the labels beside `model_name`.
@@ -56,7 +56,7 @@ def report(replica_id: str, num_requests: int, **engine: Any) -> EngineReport:
 
 def after_one_request() -> Scrape:
     metrics = RequestMetrics(["demo"])
-    with metrics.model("demo").call([3], arrived_at=metrics.arrived()) as call:
+    with CallMetrics(metrics.model("demo"), [3], arrived_at=metrics.clock()) as call:
         call.tokens(0, 2)
         call.finished(0, "stop")
     return Scrape(requests=[metrics.snapshot()], replicas={"demo": [report("a", 1)]})
@@ -138,7 +138,7 @@ def test_what_an_ingress_has_counted_stays_in_the_sum_when_it_goes() -> None:
     here, gone = (RequestMetrics(["demo"]) for _ in range(2))
     for each in (here, gone):
         each.model("demo").resumed("silent")
-        each.model("demo").call([3], arrived_at=0.0).__enter__()
+        CallMetrics(each.model("demo"), [3], arrived_at=0.0).__enter__()
     snapshots = [each.snapshot() for each in (here, gone)]
     both = exposition(Scrape(requests=snapshots, replicas={}))
     one = exposition(Scrape(requests=snapshots[:1], gone_requests=snapshots[1:], replicas={}))

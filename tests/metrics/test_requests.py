@@ -28,7 +28,7 @@ class Ingress:
         return self.metrics.snapshot()["demo"]
 
     def call(self, prompt_tokens: Sequence[int] = (7,)) -> CallMetrics:
-        return self.metrics.model("demo").call(prompt_tokens, arrived_at=self.metrics.arrived())
+        return CallMetrics(self.metrics.model("demo"), prompt_tokens, arrived_at=self.metrics.clock())
 
     def answer(self, num_tokens: int, *, prompt_tokens: int = 7) -> None:
         """A whole request, one token in every tenth of a second."""
@@ -127,7 +127,7 @@ def test_background_calls_that_find_no_idle_slot_are_no_overload(is_background: 
     metrics = RequestMetrics()
     with (
         suppress(Overloaded),
-        metrics.model("demo").call([1], arrived_at=metrics.arrived(), is_background=is_background),
+        CallMetrics(metrics.model("demo"), [1], arrived_at=metrics.clock(), is_background=is_background),
     ):
         raise Overloaded("full")
     assert counted(metrics.snapshot()["demo"].refused) == {reason: 1}
@@ -160,7 +160,7 @@ def test_times_are_told_apart_by_the_group_of_the_replica_and_the_class_of_the_r
     ingress = Ingress()
     for group, is_background in (("", False), ("bold", False), ("bold", True)):
         metrics = ingress.metrics.model("demo")
-        with metrics.call([7], arrived_at=ingress.metrics.arrived(), is_background=is_background) as call:
+        with CallMetrics(metrics, [7], arrived_at=ingress.metrics.clock(), is_background=is_background) as call:
             call.placed(0, group)
             call.left_queue(0, 0.5)
             ingress.clock.advance(1.0)

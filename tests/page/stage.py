@@ -16,7 +16,8 @@ import uvicorn
 from starlette.routing import Route
 
 from app.api import RequestHandler, ServedModel, batch_routes, build_app
-from app.api.endpoints.scheduler import ReplicaScheduling, SchedulingFindings
+from app.api.endpoints.admin import Answers
+from app.api.endpoints.scheduler import ReplicaScheduling
 from app.api.http.guard import owner_of
 from app.build import build_engine
 from app.config import ApiConfig, BatchesConfig, EngineConfig, PolicyConfig, StrategyConfig
@@ -175,15 +176,15 @@ class Stage:
 
     # ------------------------------------------------------------------ as what switches the replicas
 
-    async def in_force(self) -> SchedulingFindings:
-        return SchedulingFindings(
-            replicas=[
+    async def in_force(self) -> Answers[ReplicaScheduling]:
+        return Answers(
+            reports=[
                 ReplicaScheduling(replica_id=name, group="", scheduler=self._scheduler, switched_at=None)
                 for name in self.replicas
             ]
         )
 
-    async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> SchedulingFindings:
+    async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> Answers[ReplicaScheduling]:
         given = {"strategy": strategy, "policy": policy}
         changes = {name: value for name, value in given.items() if value is not None}
         self._scheduler = self._config.scheduler.model_copy(update=changes)

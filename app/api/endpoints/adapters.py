@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from app.api.endpoints.admin import Answers
 from app.api.handler import RequestHandler
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
@@ -30,19 +31,14 @@ class LoadedAdapters:
     max_loaded: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterFindings:
-    """The adapters of a model, and what the replicas that answered in time have of them."""
-
-    adapters: Sequence[Adapter]
-    replicas: Sequence[LoadedAdapters]
-    num_missing: int = 0
-
-
 class AdapterFleet(Protocol):
     """All replicas of one model."""
 
-    async def found(self) -> AdapterFindings:
+    @property
+    def adapters(self) -> Sequence[Adapter]:
+        """That are served, as far as this process knows; after `loaded`, as all of them do."""
+
+    async def loaded(self) -> Answers[LoadedAdapters]:
         """Ask all of them."""
         ...
 
@@ -83,12 +79,12 @@ class AdapterRoutes:
 
     async def show(self, request: Request) -> Response:
         """The adapters of every model, and which replicas have them loaded."""
-        found = {model: await fleet.found() for model, fleet in self._fleets.items()}
-        entries = [_entry(model, each, of) for model, of in found.items() for each in of.adapters]
+        found = {model: await fleet.loaded() for model, fleet in self._fleets.items()}
+        entries = [_entry(model, each, of) for model, of in found.items() for each in self._fleets[model].adapters]
         replicas = [
             {"model": model, "replica": each.replica_id, "loaded": len(each.loaded), "max_loaded": each.max_loaded}
             for model, of in found.items()
-            for each in of.replicas
+            for each in of.reports
         ]
         num_missing = sum(of.num_missing for of in found.values())
         return JSONResponse({"object": "list", "data": entries, "replicas": replicas, "missing": num_missing})
@@ -104,7 +100,7 @@ class AdapterRoutes:
             adapter = await fleet.load(asked.name, asked.path)
         except UnsupportedAdapter as error:
             raise InvalidRequest(error.message, param="path", code="unsupported_adapter") from error
-        return JSONResponse(_entry(model, adapter, await fleet.found()))
+        return JSONResponse(_entry(model, adapter, await fleet.loaded()))
 
     async def unload(self, request: Request) -> Response:
         """Serve one no longer."""
@@ -128,12 +124,12 @@ class AdapterRoutes:
         return self._fleets[model]
 
 
-def _entry(model: str, adapter: Adapter, found: AdapterFindings) -> Json:
+def _entry(model: str, adapter: Adapter, found: Answers[LoadedAdapters]) -> Json:
     return {
         "name": adapter.name,
         "object": "adapter",
         "model": model,
         "path": adapter.path,
         "digest": adapter.digest,
-        "loaded_on": sorted(each.replica_id for each in found.replicas if adapter.digest in each.loaded),
+        "loaded_on": sorted(each.replica_id for each in found.reports if adapter.digest in each.loaded),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -12,6 +13,8 @@ from starlette.routing import Route
 from app.api.auth.keys import Authenticator
 from app.api.auth.limits import Account, Usage
 from app.json_pieces import Json
+
+ReportT = TypeVar("ReportT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +27,14 @@ class ProcessReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """The reports of all processes that answered in time."""
+class Answers(Generic[ReportT]):
+    """The reports of all processes, or replicas, that answered in time, and how many did not."""
 
-    reports: Sequence[ProcessReport]
+    reports: Sequence[ReportT]
     num_missing: int = 0
 
 
-Collect = Callable[[], Awaitable[Findings]]
+Collect = Callable[[], Awaitable[Answers[ProcessReport]]]
 
 
 class AdminRoutes:
@@ -47,22 +50,22 @@ class AdminRoutes:
 
     async def keys(self, request: Request) -> Response:
         """The use of each key, summed over all processes, and its limits, which each process applies by itself."""
-        findings = await self._collect()
+        answers = await self._collect()
         entries = [
-            _entry(account, [report.usage.get(account.name, Usage()) for report in findings.reports])
+            _entry(account, [report.usage.get(account.name, Usage()) for report in answers.reports])
             for account in self._authenticator.accounts
         ]
-        return _list(entries, findings)
+        return _list(entries, answers)
 
     async def fleet(self, request: Request) -> Response:
         """Each process's view of each model's replicas: they differ where a network is cut."""
-        findings = await self._collect()
+        answers = await self._collect()
         entries = [
             {"process": report.process, "model": model, "replicas": list(replicas)}
-            for report in findings.reports
+            for report in answers.reports
             for model, replicas in sorted(report.replicas.items())
         ]
-        return _list(entries, findings)
+        return _list(entries, answers)
 
 
 def usage_of(authenticator: Authenticator) -> dict[str, Usage]:
@@ -73,14 +76,14 @@ def usage_of(authenticator: Authenticator) -> dict[str, Usage]:
 def only_this_process(authenticator: Authenticator) -> Collect:
     """For an application of one process."""
 
-    async def collect() -> Findings:
-        return Findings(reports=[ProcessReport(process="", usage=usage_of(authenticator))])
+    async def collect() -> Answers[ProcessReport]:
+        return Answers(reports=[ProcessReport(process="", usage=usage_of(authenticator))])
 
     return collect
 
 
-def _list(entries: list[Json], findings: Findings) -> Response:
-    processes = {"answered": len(findings.reports), "missing": findings.num_missing}
+def _list(entries: list[Json], answers: Answers[ProcessReport]) -> Response:
+    processes = {"answered": len(answers.reports), "missing": answers.num_missing}
     return JSONResponse({"object": "list", "data": entries, "processes": processes})
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -11,7 +10,6 @@ from starlette.routing import Route
 
 from app.api.endpoints.live import WatchedFleet
 from app.api.http.guard import reservation_of
-from app.api.prepared_request import PreparedRequest
 from app.api.request_context import RequestContext
 from app.errors import NotFound
 
@@ -20,43 +18,27 @@ Cancel = Callable[[str, str | None], Awaitable[bool]]
 
 
 class RunningCalls:
-    """The calls that clients of this process wait for.
-
-    By the id of the request, by that of the response, and by the ids that engines know: the live view has those.
-    """
+    """The calls that clients of this process wait for."""
 
     def __init__(self, fleets: Mapping[str, WatchedFleet]) -> None:
         """`fleets` by the model's name."""
         self._fleets = fleets
-        self._calls: dict[str, list[tuple[str, PreparedRequest]]] = {}  # with the account's name
-
-    @contextmanager
-    def noting(self, context: RequestContext) -> Iterator[None]:
-        """While the block runs, what the request of this context computes is noted as it begins."""
-        noted: list[tuple[str, tuple[str, PreparedRequest]]] = []
-
-        def note(prepared: PreparedRequest) -> None:
-            entry = (context.reservation.account.name, prepared)
-            for each in {context.request_id, prepared.response_id, *(each.request_id for each in prepared.requests)}:
-                self._calls.setdefault(each, []).append(entry)
-                noted.append((each, entry))
-
-        context.on_begin = note
-        try:
-            yield
-        finally:
-            for each, entry in noted:
-                self._calls[each].remove(entry)
-                if not self._calls[each]:
-                    del self._calls[each]
+        self.contexts: set[RequestContext] = set()
 
     async def cancel(self, request_id: str, account: str | None) -> bool:
-        """See `Cancel`; only what this process has."""
-        calls = [prepared for owner, prepared in self._calls.get(request_id, ()) if account in (None, owner)]
+        """See `Cancel`; only what this process has.
+
+        By the id of the request, by that of the response, and by the ids that engines know: the live view has those.
+        All calls are looked through: a cancellation is rare, and a request has nothing to note for it.
+        """
         ended = [
             self._fleets[prepared.model.base].cancel(each.request_id)
-            for prepared in calls
+            for context in self.contexts
+            if account in (None, context.reservation.account.name)
+            for prepared in context.begun
             if prepared.model.base in self._fleets
+            and request_id
+            in (context.request_id, prepared.response_id, *(each.request_id for each in prepared.requests))
             for each in prepared.requests
         ]
         return any(ended)

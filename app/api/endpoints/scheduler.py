@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from app.api.endpoints.admin import Answers
 from app.api.handler import RequestHandler
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
@@ -35,22 +36,14 @@ class ReplicaScheduling:
     switched_at: float | None  # seconds of wall time; None: as deployed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulingFindings:
-    """What the replicas of a model that answered in time have in force."""
-
-    replicas: Sequence[ReplicaScheduling]
-    num_missing: int = 0
-
-
 class SchedulerSwitch(Protocol):
     """All replicas of one model."""
 
-    async def in_force(self) -> SchedulingFindings:
+    async def in_force(self) -> Answers[ReplicaScheduling]:
         """Ask all of them."""
         ...
 
-    async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> SchedulingFindings:
+    async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> Answers[ReplicaScheduling]:
         """Have these used from the next step on, for None what was deployed; returns when they are in force."""
         ...
 
@@ -98,13 +91,12 @@ class SchedulerRoutes:
         model = self._handler.names.model(change.model, reservation_of(request).account).name
         if model not in self._switches:
             raise NotFound(f"this process has no replicas of {model!r} to switch", param="model")
-        findings = await self._switches[model].switch(change.strategy, change.policy)
-        return JSONResponse(_entry(model, findings))
+        return JSONResponse(_entry(model, await self._switches[model].switch(change.strategy, change.policy)))
 
 
-def _entry(model: str, findings: SchedulingFindings) -> Json:
-    replicas = sorted(findings.replicas, key=lambda each: each.replica_id)
-    return {"model": model, "replicas": [_described(each) for each in replicas], "missing": findings.num_missing}
+def _entry(model: str, answers: Answers[ReplicaScheduling]) -> Json:
+    replicas = sorted(answers.reports, key=lambda each: each.replica_id)
+    return {"model": model, "replicas": [_described(each) for each in replicas], "missing": answers.num_missing}
 
 
 def _described(replica: ReplicaScheduling) -> Json:

@@ -126,8 +126,9 @@ class _Computed:
             body = with_deadline(
                 await read_json_object(Request(scope, receive), handler.limits, handler.threads), headers
             )
-        async with WhileConnected(receive):
-            with self._running.noting(context):
+        self._running.contexts.add(context)
+        try:
+            async with WhileConnected(receive):
                 try:
                     response = await handler.handle(self._endpoint, body, context)
                 finally:
@@ -147,8 +148,10 @@ class _Computed:
                     content = await response.full_response()
                     answer = JsonAnswer(content, handler.turns, headers=response_headers())
                     await answer(scope, receive, send)
-            if trace is not None:
-                trace.attributes |= response.trace_attributes()
+                if trace is not None:
+                    trace.attributes |= response.trace_attributes()
+        finally:
+            self._running.contexts.remove(context)
 
 
 class Application:
@@ -174,13 +177,13 @@ class Application:
         state["request_id"] = given if _PRINTABLE.fullmatch(given) else uuid.uuid4().hex
         name_task(scope["method"], scope["path"])
         has_started = False
-        for_pages = self._origins.response_headers(request_headers)
 
         async def send_with_id(message: Message) -> None:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                added = {"x-request-id": state["request_id"]} | rate_limit_headers(state) | for_pages
+                added = {"x-request-id": state["request_id"]} | rate_limit_headers(state)
+                added |= self._origins.response_headers(request_headers)
                 if is_anthropic(scope["path"]):
                     added["request-id"] = state["request_id"]  # as the anthropic package reads it
                 message["headers"] += [(name.encode(), value.encode()) for name, value in added.items()]

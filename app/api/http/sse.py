@@ -14,7 +14,6 @@ from starlette.types import Receive, Send
 
 from app.api.http.errors import ClientGone
 from app.json_pieces import json_pieces
-from app.metrics import task_name
 
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": still here\n\n"  # a comment: clients skip it
@@ -116,7 +115,8 @@ class EventStream:
 
     async def send_to(self, send: Send) -> None:
         """Send all events. Raises what the events raise, and ClientGone when the client does not read any more."""
-        loop = asyncio.get_running_loop()
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None, "requests are served in tasks"
         self._sent_at = loop.time()
         self._send = send
         self._beating: asyncio.Task[None] | None = None
@@ -124,7 +124,7 @@ class EventStream:
         try:
             # In a task of its own: what wakes a task passes all coroutines that it waits in, and in the caller's task
             # those of the HTTP server, Serve and the routers, some twenty, would be passed twice for each event.
-            self._sending = asyncio.create_task(self._send_all(), name=task_name())
+            self._sending = asyncio.create_task(self._send_all(), name=task.get_name())
             await self._sending
             self._sent_at = math.inf  # nothing may follow
             # Here, not in that task: after the last message the server reports a disconnect, which must find this done.
@@ -133,8 +133,6 @@ class EventStream:
         except OSError as error:  # TimeoutError, and how newer ASGI servers say that a connection is closed
             raise ClientGone from error
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            assert task is not None, "requests are served in tasks"
             if self._is_unread and not task.cancelling():
                 raise ClientGone from None
             raise

@@ -24,20 +24,12 @@ from app.metrics import CallMetrics, RequestMetrics
 logger = logging.getLogger(__name__)
 
 
-class GrowingText:
+class GrowingText(StringIO):
     """A text in pieces. Adding one costs its own length; a `str` in a field would be copied whole at every token."""
 
-    __slots__ = ("_buffer",)
-
-    def __init__(self, text: str = "") -> None:
-        self._buffer = StringIO()
-        self._buffer.write(text)
-
-    def add(self, piece: str) -> None:
-        self._buffer.write(piece)
-
-    def __str__(self) -> str:
-        return self._buffer.getvalue()
+    __slots__ = ()
+    add = StringIO.write
+    __str__ = StringIO.getvalue
 
 
 @dataclass(slots=True)
@@ -62,9 +54,8 @@ class ChoiceOutput:
         """Add what is new of its tool calls."""
         for delta in deltas:
             if delta.name is not None:
-                self._calls.append((delta, GrowingText(delta.arguments)))
-            else:
-                self._calls[delta.number][1].add(delta.arguments)
+                self._calls.append((delta, GrowingText()))
+            self._calls[delta.number][1].add(delta.arguments)
 
 
 @dataclass(slots=True)
@@ -102,7 +93,8 @@ class ResponseState:
 
         `pieces` are those of an answer that has been generated, and counted, already.
         """
-        of_call = metrics.model(prepared.model.base).call(
+        of_call = CallMetrics(
+            metrics.model(prepared.model.base),
             [len(request.prompt_token_ids) for request in prepared.requests],
             arrived_at=context.arrived_at,
             is_background=prepared.requests[0].is_background,
@@ -112,7 +104,7 @@ class ResponseState:
             return cls(prepared, context.request_id, of_call, pieces, outputs)
         state = cls(prepared, context.request_id, of_call, generate_choices(prepared), outputs, trace=context.trace)
         context.reservation.usages.append(state.num_tokens)
-        context.on_begin(prepared)
+        context.begun.append(prepared)
         if context.trace is not None:
             context.trace.checked()
         return state

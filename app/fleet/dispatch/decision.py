@@ -16,10 +16,6 @@ class RequestSize:
     num_prompt_tokens: int
     num_expected_tokens: int  # to be generated
 
-    @property
-    def num_tokens(self) -> int:
-        return self.num_prompt_tokens + self.num_expected_tokens
-
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One replica as the decision about one request sees it. A struct, as each request has one for each replica."""
@@ -51,7 +47,7 @@ class Scoring:
     def of(cls, candidates: Sequence[Candidate], size: RequestSize) -> Scoring:
         """For these candidates and a request of this size."""
         known = [each.tokens_per_s for each in candidates if each.tokens_per_s > 0]
-        return cls(size.num_tokens, median(known) if known else 0.0)
+        return cls(size.num_prompt_tokens + size.num_expected_tokens, median(known) if known else 0.0)
 
     def relative_speed(self, candidate: Candidate) -> float:
         """1: the usual speed, or not known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -43,10 +44,6 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     state: str = AWAKE  # of `app.engine.stats.SleepState`
     wake_s: float = 0.0  # how long it should take until it computes; 0: it is awake
 
-    @property
-    def is_awake(self) -> bool:
-        return self.state == AWAKE
-
 
 class Ledger:
     """The outstanding work on each replica. One thread, no locks.
@@ -58,15 +55,12 @@ class Ledger:
 
     def __init__(self) -> None:
         self._placed: dict[str, _Placed] = {}  # by request id
-        self._replicas: dict[str, ReplicaState] = {}  # by replica id
+        self._replicas: defaultdict[str, ReplicaState] = defaultdict(ReplicaState)  # by replica id
         self._usual_decode_tokens = 0.0  # left to generate of one request; a moving average
 
     def replica(self, replica_id: str) -> ReplicaState:
         """What is known of a replica; a new entry for a new one."""
-        state = self._replicas.get(replica_id)
-        if state is None:
-            state = self._replicas[replica_id] = ReplicaState()
-        return state
+        return self._replicas[replica_id]
 
     def place(
         self,
@@ -84,7 +78,7 @@ class Ledger:
         """
         if request_id in self._placed:
             self.end(request_id)
-        ours = self.replica(replica_id).ours
+        ours = self._replicas[replica_id].ours
         left = max(1, num_expected_tokens)
         self._placed[request_id] = _Placed(ours, num_prompt_tokens, left, num_expected_tokens, is_background)
         ours.add(1, is_background, num_prompt_tokens, left)
@@ -115,8 +109,7 @@ class Ledger:
 
     def note(self, replica_id: str, report: ReplicaReport, *, now: float) -> None:
         """Take in a replica's report."""
-        state = self._replicas.get(replica_id) or self.replica(replica_id)
-        state.note(report, now=now, usual_decode_tokens=self._usual_decode_tokens)
+        self._replicas[replica_id].note(report, now=now, usual_decode_tokens=self._usual_decode_tokens)
 
     def candidates(
         self,
@@ -141,7 +134,8 @@ class Ledger:
 
     def keep_only(self, replica_ids: Collection[str]) -> None:
         """Forget the replicas that are gone, with all they had."""
-        self._replicas = {each: state for each, state in self._replicas.items() if each in replica_ids}
+        for gone in self._replicas.keys() - set(replica_ids):
+            del self._replicas[gone]
         kept = {id(state.ours) for state in self._replicas.values()}
         self._placed = {each: placed for each, placed in self._placed.items() if id(placed.work) in kept}
 
@@ -242,7 +236,7 @@ class ReplicaState:
             holds_session=holds_session,
             group="" if report is None else report.group,
             is_full=max_requests is not None and num_before >= max_requests,
-            has_slot=report is None or (report.is_awake and num_before < report.max_running),
+            has_slot=report is None or (report.state == AWAKE and num_before < report.max_running),
             is_suspect=self.is_suspect,
             weights=0 if report is None else report.weights,
         )

@@ -25,7 +25,15 @@ from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
 from benchmarks.harness.http_call import Target
 from benchmarks.service.field_bodies import MAX_INPUTS, FieldBody, field_bodies
-from benchmarks.service.fields import EMBEDDING_SIZE, Cost, HonestStream, application, figures_of, sent_bodies
+from benchmarks.service.fields import (
+    EMBEDDING_SIZE,
+    Cost,
+    HonestStream,
+    application,
+    figures_of,
+    longest_step_s,
+    sent_bodies,
+)
 from deployments.serve.process import freeze_loaded
 from deployments.serve.settings import parse
 from tests.kit.service import MAX_MODEL_LEN, Service, Step, client_of, say, served
@@ -179,6 +187,20 @@ def test_the_longest_pause_ends_with_a_token_or_has_not_ended() -> None:
     assert honest.longest_pause_s(now_s - 4.5) >= 4  # since the last token
     assert 4 <= honest.longest_pause_s(now_s - 10) < 4.5
     assert 0 <= honest.longest_pause_s(now_s) < 1
+
+
+def test_the_longest_step_is_that_of_the_model_which_the_honest_stream_goes_to() -> None:
+    def scraped(**counts: tuple[int, int, int]) -> list[tuple[str, str, float]]:
+        bounds = ("0.02", "0.03", "+Inf")
+        return [
+            ("carousel_step_seconds_bucket", f'model_name="{model}",replica="a",le="{bound}"', float(count))
+            for model, of_model in counts.items()
+            for bound, count in zip(bounds, of_model, strict=True)
+        ]
+
+    before = scraped(swept=(5, 9, 9), vectors=(1, 1, 1))
+    assert longest_step_s(before, scraped(swept=(8, 12, 12), vectors=(1, 1, 7))) == 0.02
+    assert longest_step_s(before, scraped(swept=(8, 13, 13), vectors=(1, 1, 7))) == 0.03
 
 
 def test_a_body_is_over_the_targets_that_it_does_not_keep() -> None:

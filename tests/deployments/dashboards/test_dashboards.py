@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 
 from app.engine.histogram import SECONDS, Distribution
 from app.errors import Overloaded
-from app.metrics import BatchCounts, LoopSnapshot, RequestMetrics, Scrape, exposition
+from app.metrics import BatchCounts, CallMetrics, LoopSnapshot, RequestMetrics, Scrape, exposition
 from deployments.dashboards.__main__ import FOLDER, files
 from deployments.dashboards.boards import BOARDS
 from deployments.dashboards.rules import ALERTS, rules
@@ -45,7 +45,7 @@ def everything() -> dict[str, Metric]:
     demo.failed(Overloaded("full"))
     demo.dispatched("least_loaded")
     demo.resumed("lost")
-    with demo.call([3], arrived_at=metrics.arrived()) as call:
+    with CallMetrics(demo, [3], arrived_at=metrics.clock()) as call:
         call.tokens(0, 2)
         call.finished(0, "stop")
     loop = LoopSnapshot(

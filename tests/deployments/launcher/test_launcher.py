@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -61,9 +62,14 @@ sys.exit(cli.main(["serve", *sys.argv[1:]]))
 
 
 def start(
-    config: dict[str, Any], folder: Path, *, python: str | Path = sys.executable, at: Path = PROJECT
+    config: dict[str, Any],
+    folder: Path,
+    *,
+    python: str | Path = sys.executable,
+    at: Path = PROJECT,
+    files: tuple[int, int] = resource.getrlimit(resource.RLIMIT_NOFILE),
 ) -> subprocess.Popen[str]:
-    """The launcher on a config, in a process group of its own as a shell would."""
+    """The launcher on a config, in a process group of its own as a shell would. files: soft and hard limit of them."""
     path = folder / "serve.yaml"
     path.write_text(yaml.safe_dump(config))
     environment = {name: value for name, value in PLAIN_ENVIRONMENT.items() if name != "PYTHONPATH"}
@@ -75,6 +81,7 @@ def start(
         stderr=subprocess.STDOUT,
         text=True,
         process_group=0,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, files),
     )
 
 
@@ -111,7 +118,7 @@ class Guarded:
 
 @pytest.fixture(scope="module")
 def guarded(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    """For all tests that want a service: the last of them stops it."""
+    """For all tests that want a service: the last of them stops it. It may have few files open."""
     folder = tmp_path_factory.mktemp("guarded")
     key, entry = make_key("team-a")
     keys_file = folder / "keys.yaml"
@@ -119,7 +126,7 @@ def guarded(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     config = config_of(demo_path, folder)
     config["applications"][0]["args"]["models"][0]["engine"]["model"] |= steps_of(1)
     config["applications"][0]["args"]["api"] = {"keys_file": str(keys_file)}
-    process = start(config, folder)
+    process = start(config, folder, files=(512, 1024))
     try:
         output = output_until(process, "Stop with Ctrl-C.")
         yield Guarded(process, output, f"http://127.0.0.1:{config['http_options']['port']}", keys_file, key)
@@ -272,6 +279,17 @@ def test_keys_hold_on_a_running_service_and_no_file_of_it_shows_them(guarded: Gu
     assert sum(map(len, texts)) > 10_000
     for secret in (key, other_key, "the canary sings"):
         assert not any(secret.encode() in text for text in texts)
+
+
+def test_a_service_with_few_files_says_how_many_connections_it_can_have_and_ends_silent_ones(guarded: Guarded) -> None:
+    assert "Warning: a process may open 1,024 files here, which is enough for 307 connections at once" in guarded.output
+    address = httpx.URL(guarded.url)
+    silent, slow = (socket.create_connection((address.host, address.port or 80), PATIENCE_S) for _ in range(2))
+    with silent, slow:
+        slow.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-More: ")
+        for connection in (silent, slow):
+            said = connection.makefile("rb").read()  # to its end
+            assert said.startswith(b"HTTP/1.1 408 "), said
 
 
 def test_nothing_of_a_service_for_this_machine_listens_elsewhere(guarded: Guarded) -> None:

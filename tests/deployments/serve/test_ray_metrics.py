@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ray.dashboard.modules.metrics.dashboards.serve_llm_dashboard_panels import serve_llm_dashboard_config
 
-from app.metrics import RequestMetrics
+from app.metrics import CallMetrics, RequestMetrics
 from deployments.serve import ray_metrics
 from deployments.serve.ray_metrics import (
     RayMetrics,
@@ -51,7 +51,7 @@ def test_an_ingress_hands_over_each_request_once(received: Received) -> None:
     to_ray = RayMetrics(lambda: families_of_requests(metrics.snapshot()))
 
     def answer(first_token_s: float) -> None:
-        with metrics.model("demo").call([7], arrived_at=metrics.arrived()) as call:
+        with CallMetrics(metrics.model("demo"), [7], arrived_at=metrics.clock()) as call:
             clock.advance(first_token_s)
             call.tokens(0, 2)
             call.finished(0, "stop")
