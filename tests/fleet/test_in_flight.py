@@ -112,6 +112,7 @@ def chosen(candidate: Candidate) -> Decision:
 def test_tokens_need_the_weights_that_made_them() -> None:
     in_flight = begun(replace(make_request(), generated_token_ids=(5,)))
     assert not in_flight.is_trusted
+    assert in_flight.needs_weights == 0
     in_flight.place(chosen(Candidate(replica_id="a")), weights=7)
     assert (in_flight.replica_id, in_flight.needs_weights, in_flight.is_trusted) == ("a", 7, True)
     in_flight.place(chosen(Candidate(replica_id="b", is_suspect=True)))

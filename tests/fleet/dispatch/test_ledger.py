@@ -181,7 +181,7 @@ def test_a_replica_that_has_not_reported_takes_as_many_requests_as_the_largest_o
         ledger.note("a", report(max_requests=1), now=0.0)
         ledger.note("b", report(max_requests=max_requests), now=0.0)
         *_, new = ledger.candidates(["a", "b", "new"], now=0.0)
-        assert (new.is_full, new.has_slot) == (is_full, True)
+        assert (new.is_full, new.has_slot, new.is_suspect) == (is_full, True, False)
 
 
 def test_a_slot_is_free_where_fewer_run_than_are_computed_at_once_and_the_replica_is_awake() -> None:
