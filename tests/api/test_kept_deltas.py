@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.api.output.choices import MAX_TOKENS_AT_ONCE, ChoiceDelta, KeptDeltas
+import pytest
+
+from app.api.output.choices import MAX_TOKENS_AT_ONCE, ChoiceDelta, KeptDeltas, _parts
 from app.api.output.token_details import TokenDetails, TokenLogprob
 from app.api.output.tool_calls import ToolCallDelta
-from app.engine.request import Queued, TokenLogprobs
+from app.engine.request import EngineTimes, FinishReason, MergedDelta, Queued, TokenDelta, TokenLogprobs
 
 
 def delta(text: str = "", index: int = 0, **fields: Any) -> ChoiceDelta:
@@ -63,6 +65,25 @@ async def test_reasoning_text_and_calls_stay_in_their_order() -> None:
     other = ToolCallDelta(1, "d", "g", "")
     [both] = await replayed(delta(calls=(call,)), delta(calls=(other, ToolCallDelta(1, "d", None, "1"))))
     assert both.calls == (call, other._replace(arguments="1"))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, MAX_TOKENS_AT_ONCE, 2 * MAX_TOKENS_AT_ONCE, 2 * MAX_TOKENS_AT_ONCE + 1])
+def test_a_delta_in_parts_is_the_same_delta(num_tokens: int) -> None:
+    scores = tuple(TokenLogprobs(-float(number), 1) for number in range(3 * MAX_TOKENS_AT_ONCE))
+    whole = TokenDelta(
+        "r", tuple(range(num_tokens)), FinishReason.STOP, stop_token_id=2, num_cached_tokens=3,
+        queued=Queued(position=1, estimated_wait_s=0.5), logprobs=scores[:num_tokens],
+        prompt_logprobs=scores[: MAX_TOKENS_AT_ONCE + 1], embedding=b"0000", times=EngineTimes(0.1, 0.2),
+    )  # fmt: skip
+    first, *others = _parts(whole)
+    assert MergedDelta(first, *others).delta() == whole
+    for part in (first, *others):
+        assert len(part.token_ids) == len(part.logprobs) <= MAX_TOKENS_AT_ONCE >= len(part.prompt_logprobs)
+        assert not (part.token_ids and part.prompt_logprobs)
+        assert (part.queued, part.times) == (whole.queued, whole.times)
+        assert not part.token_ids or part.num_cached_tokens == 3
+    assert [part.finish_reason for part in others] == [None] * (len(others) - 1) + [FinishReason.STOP]
+    assert len(others) == 1 + max(1, -(-num_tokens // MAX_TOKENS_AT_ONCE))
 
 
 async def test_details_follow_one_another_and_scores_of_prompts_do_not_pile_up() -> None:

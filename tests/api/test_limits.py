@@ -159,16 +159,20 @@ def test_a_key_is_for_its_models_or_for_all() -> None:
     assert account(Clock()).may_use("any")
     limited = account(Clock(), models=["small"])
     limited.check_model("small")
-    with pytest.raises(NotPermitted, match="'large'"):
+    with pytest.raises(NotPermitted, match="'large'") as caught:
         limited.check_model("large")
+    assert caught.value.param == "model"
 
 
 def test_an_output_that_is_too_long_for_the_key_is_refused_by_name() -> None:
     limited = account(Clock(), max_tokens=10)
     assert limited.max_tokens(10, "max_tokens") == 10
     assert limited.max_tokens(None, "max_tokens") == 10
-    with pytest.raises(InvalidRequest, match="max_completion_tokens is 11; this API key may ask for at most 10"):
+    with pytest.raises(
+        InvalidRequest, match="max_completion_tokens is 11; this API key may ask for at most 10"
+    ) as caught:
         limited.max_tokens(11, "max_completion_tokens")
+    assert caught.value.param == "max_completion_tokens"
     assert account(Clock()).max_tokens(10**6, "max_tokens") is None
 
 

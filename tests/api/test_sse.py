@@ -11,7 +11,16 @@ import pytest
 from starlette.types import Message
 
 from app.api.http.errors import ClientGone
-from app.api.http.sse import HEARTBEAT, UNREAD_S, EventStream, WhileConnected
+from app.api.http.sse import (
+    HEARTBEAT,
+    UNREAD_S,
+    EventStream,
+    WhileConnected,
+    event,
+    event_pieces,
+    named_event,
+    named_event_pieces,
+)
 from tests.waiting import TimelessLoop
 
 HEARTBEAT_S = 15.0
@@ -83,6 +92,13 @@ async def is_gone(task: asyncio.Task[None]) -> None:
     async with asyncio.timeout(LONG_S):
         with pytest.raises(ClientGone):
             await task
+
+
+def test_an_event_is_the_same_bytes_in_one_piece_and_in_several() -> None:
+    payload = {"type": "response.done", "rows": [1, 2]}
+    data = b'data: {"type":"response.done","rows":[1,2]}\n\n'
+    assert event(payload) == b"".join(event_pieces(payload)) == data
+    assert named_event(payload) == b"".join(named_event_pieces(payload)) == b"event: response.done\n" + data
 
 
 @pytest.mark.parametrize("every_s", [1.0, LONG_S], ids=["with events", "with comments only"])

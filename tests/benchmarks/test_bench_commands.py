@@ -25,6 +25,7 @@ ALLOWED = ("app", "benchmarks", "torch", "transformers", "tokenizers", "pydantic
 EXTRA = {
     "counted": ("deployments",),  # puts a counting engine in the place of a bulk run's own
     "groups": ("numpy", "prometheus_client"),  # reads a live service, beside which both are
+    "mutants": ("mutmut",),  # not among those of the tests
     "openvino_genai": ("openvino", "openvino_genai"),
     "plan_error": ("deployments",),  # compares the planner's word with what is served
     "random_adapter": ("numpy", "safetensors"),

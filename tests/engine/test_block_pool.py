@@ -1,4 +1,4 @@
-from app.engine.block_pool import Block, BlockPool
+from app.engine.block_pool import Block, BlockPool, NoBlocks
 
 
 def pool(num_blocks: int = 4) -> BlockPool:
@@ -100,3 +100,24 @@ def test_a_cleared_cache_finds_nothing_and_keeps_owners() -> None:
     assert blocks.num_free == 3
     blocks.free(kept)
     assert blocks.num_free == 4
+
+
+def test_blocks_whose_content_was_forgotten_can_be_handed_out_again() -> None:
+    """Those of a sequence that outlives the content too: it frees them later, and they have nothing to share."""
+    blocks = pool(num_blocks=2)
+    owned = blocks.allocate(2)
+    cache_full_block(blocks, owned, [1, 2, 3, 4])
+    blocks.clear_cache()
+    blocks.free(owned)
+    assert blocks.num_evictable == 0
+    again = blocks.allocate(2)
+    cache_full_block(blocks, again, [5, 6, 7, 8])
+    assert blocks.match([5, 6, 7, 8, 9], salt="") == again
+
+
+def test_a_pool_without_blocks_holds_a_prompt_of_any_length() -> None:
+    blocks = NoBlocks(max_model_len=8)
+    assert blocks.can_allocate(blocks.num_blocks_for(8))
+    assert blocks.allocate(blocks.num_blocks_for(8)) == []
+    assert blocks.match(range(8), salt="") == []
+    assert blocks.block_size > 8, "no sequence fills a block, so none is ever shared"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from app.engine.policies import FirstComeFirstServed
 from app.engine.sequence import Sequence, SequenceStatus
-from app.engine.waiting_queue import WaitingQueue
+from app.engine.waiting_queue import LazyHeap, WaitingQueue
 from tests.kit.engine import make_request
 
 
@@ -75,3 +77,46 @@ def test_all_sequences_can_be_removed_by_arrival() -> None:
     finish(queue, sequences[1])
     assert queue.take_all() == [sequences[0], *sequences[2:]]
     assert (len(queue), queue.num_tokens, queue.work) == (0, 0, 0)
+
+
+def test_background_requests_are_counted_apart_and_everything_is_taken_off_again() -> None:
+    queue = WaitingQueue(FirstComeFirstServed().new_queue, bucket_of=lambda sequence: 0)
+    background = replace(make_request((5,) * 4), is_background=True)
+    for arrival, request in enumerate((make_request((5,) * 2), background, make_request((5,) * 7))):
+        queue.push(Sequence(request=request, arrival=arrival, num_predicted_tokens=10, order_key=(arrival,)))
+
+    def counts() -> tuple[int, ...]:
+        return len(queue), queue.num_tokens, queue.work, queue.num_foreground, queue.num_foreground_tokens
+
+    assert counts() == (3, 13, 43, 2, 9)
+    queue.pop()
+    assert counts() == (2, 11, 31, 1, 7)
+    finish(queue, queue.peek())
+    assert counts() == (1, 7, 17, 1, 7)
+    queue.take_all()
+    assert counts() == (0, 0, 0, 0, 0)
+    assert list(queue.buckets) == []
+
+
+def test_the_first_are_the_next_of_each_bucket_and_then_the_order_of_ranks() -> None:
+    queue, sequences = queue_of(6)
+    finish(queue, sequences[2])
+    assert queue.first(9) == [sequences[0], sequences[1], *sequences[3:]]
+    assert queue.first(3) == [sequences[0], sequences[1], sequences[3]]
+    sequences[5].order_key = (-1,)
+    assert queue.first(3) == [sequences[0], sequences[1], sequences[5]]
+    assert queue.first(0) == []
+
+
+def test_a_heap_gives_the_lowest_key_and_of_equal_ones_the_first_that_came() -> None:
+    heap = LazyHeap[float]()
+    sequences = [Sequence(request=make_request(), arrival=arrival) for arrival in range(6)]
+    for sequence, key in zip(reversed(sequences), (3.0, 1.0, 2.0, 2.0, 1.0, 3.0), strict=True):
+        heap.push(key, sequence)
+    assert (heap.first_key(), heap.peek(), len(heap)) == (1.0, sequences[1], 6)
+    sequences[1].status = SequenceStatus.FINISHED
+    heap.note_finished()
+    assert (heap.first_key(), heap.peek(), len(heap)) == (1.0, sequences[4], 5)
+    assert set(heap) == {sequences[number] for number in (0, 2, 3, 4, 5)}
+    assert [heap.pop() for _ in range(5)] == [sequences[number] for number in (4, 2, 3, 0, 5)]
+    assert len(heap) == 0

@@ -14,6 +14,7 @@ from app.engine.request import Adapter, Request
 from app.engine.sleep_controller import SleepController
 from app.engine.stats import SleepState
 from app.errors import (
+    Cancelled,
     DeadlineMissed,
     EngineStopped,
     InvalidRequest,
@@ -424,6 +425,50 @@ async def test_closing_a_stream_aborts_the_request_where_it_runs() -> None:
         stats = replica.engine.stats()
         assert stats.num_free_blocks == stats.num_blocks
         assert local.fleet.num_in_flight == 0
+
+
+async def test_a_request_that_is_cancelled_by_its_id_ends_where_it_runs_and_no_other_does() -> None:
+    async with LocalFleet(1) as local:
+        [replica] = local.replicas
+        local.hold(replica)
+        ended, other = alike(2)
+        answer, others_answer = local.start([ended, other])
+        await local.held(replica)
+        assert not local.fleet.cancel("nobody's")
+        assert local.fleet.cancel(ended.request_id)
+        with pytest.raises(Cancelled, match="this request was cancelled while it ran"):
+            await answer
+        local.go()
+        (await others_answer).check(other)
+        assert not local.fleet.cancel(ended.request_id)
+        await until(lambda: len(replica.aborted) == 1)
+
+
+async def test_how_long_outputs_are_is_not_learnt_from_requests_that_were_given_up() -> None:
+    async with LocalFleet(1) as local:
+        [replica] = local.replicas
+        local.hold(replica)
+        given_up = alike(5)
+        answers = local.start(given_up)
+        await local.held(replica)
+        for request in given_up:
+            local.fleet.cancel(request.request_id)
+        await asyncio.gather(*answers, return_exceptions=True)
+        local.go()
+        await local.answer(make_request((5, 6, 7), max_tokens=50))
+        assert local.fleet.last_decision is not None
+        assert local.fleet.last_decision.scoring.num_request_tokens == 3 + 50
+
+
+async def test_a_request_that_is_queued_is_told_where_and_why() -> None:
+    async with LocalFleet(2) as local:
+        deltas = local.fleet.generate(make_request())
+        [queued] = [delta.queued async for delta in deltas if delta.queued is not None]
+        [replica_id] = [each.replica_id for each in local.replicas if each.served]
+        decision = local.fleet.last_decision
+        assert decision is not None
+        assert (queued.replica_id, queued.group, queued.why_there) == (replica_id, "", decision.reason)
+        assert queued.loads_there == decision.explain_loads()
 
 
 async def test_the_place_of_a_request_that_was_given_up_is_free_at_once() -> None:

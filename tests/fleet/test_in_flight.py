@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import tracemalloc
 from dataclasses import replace
 
+import pytest
+
 from app.engine.request import EngineTimes, FinishReason, Queued, Request, TokenDelta, TokenLogprobs
-from app.fleet.in_flight import InFlightRequest
+from app.errors import CarouselError, DeadlineMissed, DeviceFault, EngineStopped, Overloaded
+from app.fleet.dispatch import Candidate, Decision
+from app.fleet.dispatch.decision import Scoring
+from app.fleet.in_flight import InFlightRequest, ReplicaLost
 from tests.kit.engine import make_request
 
 
@@ -78,3 +84,73 @@ async def test_cached_tokens_are_those_that_the_first_replica_with_tokens_found(
     in_flight.begin_attempt(3.0)
     in_flight.put(delta(in_flight, 7))
     assert (await in_flight.next()).num_cached_tokens == 3
+
+
+async def test_a_later_attempt_has_its_own_id_the_tokens_so_far_and_the_time_that_is_left() -> None:
+    request = make_request(deadline_s=10.0)
+    in_flight = InFlightRequest(request, began_at=100.0)
+    assert in_flight.begin_attempt(103.0) is request
+    assert in_flight.needs_weights == 0
+    in_flight.put(TokenDelta(request.request_id, (5, 6), prompt_logprobs=(TokenLogprobs(-1.0, 1),)))
+    assert not in_flight.has_progressed
+    await in_flight.next()
+    assert in_flight.has_progressed
+    again = in_flight.begin_attempt(104.0)
+    assert (again.request_id, again.deadline_s) == (f"{request.request_id}.1", 6.0)
+    assert (again.generated_token_ids, again.num_scored_tokens, in_flight.num_tokens) == ((5, 6), 1, 2)
+    assert not in_flight.has_progressed
+    in_flight.put(delta(in_flight, 7))
+    assert (await in_flight.next()).request_id == request.request_id
+    with pytest.raises(DeadlineMissed, match="the deadline of 10 s has passed with 3 tokens"):
+        in_flight.begin_attempt(110.0)
+
+
+def chosen(candidate: Candidate) -> Decision:
+    return Decision(policy="any", rule="any", candidates=(candidate,), scoring=Scoring(1, 0.0))
+
+
+def test_tokens_need_the_weights_that_made_them() -> None:
+    in_flight = begun(replace(make_request(), generated_token_ids=(5,)))
+    assert not in_flight.is_trusted
+    assert in_flight.needs_weights == 0
+    in_flight.place(chosen(Candidate(replica_id="a")), weights=7)
+    assert (in_flight.replica_id, in_flight.needs_weights, in_flight.is_trusted) == ("a", 7, True)
+    in_flight.place(chosen(Candidate(replica_id="b", is_suspect=True)))
+    assert (in_flight.replica_id, in_flight.needs_weights, in_flight.is_trusted) == ("b", 0, False)
+
+
+async def test_after_the_end_of_an_attempt_nothing_counts() -> None:
+    in_flight = begun()
+    in_flight.put(TokenDelta(in_flight.sent.request_id, (5,), FinishReason.STOP))
+    assert in_flight.has_ended
+    assert in_flight.is_accepted
+    in_flight.put(delta(in_flight, 6))
+    in_flight.fail(EngineStopped("late"))
+    assert (await in_flight.next()).token_ids == (5,)
+    assert in_flight.num_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(Overloaded("full"), Overloaded), (EngineStopped("stopped"), ReplicaLost), (DeviceFault("broken"), ReplicaLost)],
+)
+async def test_an_error_comes_after_the_tokens_and_one_of_the_whole_engine_is_none_of_the_request(
+    error: CarouselError, raised: type[Exception]
+) -> None:
+    in_flight = begun()
+    in_flight.put(TokenDelta(in_flight.sent.request_id, (5,), FinishReason.ERROR, error=error))
+    assert (in_flight.has_ended, in_flight.is_accepted) == (True, False)
+    assert await in_flight.next() == delta(in_flight, 5)
+    with pytest.raises(raised, match=str(error)) as caught:
+        await in_flight.next()
+    assert not isinstance(caught.value, ReplicaLost) or caught.value.reason == "engine_failed"
+
+
+async def test_a_reader_that_waits_is_woken_by_a_failure_and_by_nothing_after_it() -> None:
+    in_flight = begun()
+    reader = asyncio.create_task(in_flight.next())
+    await asyncio.sleep(0)
+    in_flight.fail(ReplicaLost("gone", reason="silent"))
+    in_flight.fail(EngineStopped("later"))
+    with pytest.raises(ReplicaLost, match="gone"):
+        await reader

@@ -174,6 +174,74 @@ def test_background_work_looks_for_a_slot_and_not_for_a_place_in_a_queue() -> No
     assert found == [False, True]
 
 
+def test_a_replica_that_has_not_reported_takes_as_many_requests_as_the_largest_of_the_others() -> None:
+    ledger = ledger_with("one", "two", replica_id="new")
+    assert not load_of(ledger, "new").is_full, "nothing is known of any"
+    for max_requests, is_full in ((1, True), (2, True), (3, False)):
+        ledger.note("a", report(max_requests=1), now=0.0)
+        ledger.note("b", report(max_requests=max_requests), now=0.0)
+        *_, new = ledger.candidates(["a", "b", "new"], now=0.0)
+        assert (new.is_full, new.has_slot, new.is_suspect) == (is_full, True, False)
+
+
+def test_a_slot_is_free_where_fewer_run_than_are_computed_at_once_and_the_replica_is_awake() -> None:
+    ledger = ledger_with("one", "two")
+    for max_running, state, has_slot in ((3, "awake", True), (2, "awake", False), (3, "asleep", False)):
+        ledger.note("a", report(num_requests=2, max_running=max_running, state=state), now=0.0)
+        assert load_of(ledger, "a").has_slot == has_slot
+
+
+def test_a_report_says_how_soon_a_replica_computes_with_which_weights_and_ends_a_suspicion() -> None:
+    ledger = Ledger()
+    ledger.replica("a").is_suspect = True
+    found = load_of(ledger, "a")
+    assert (found.is_suspect, found.wake_s, found.weights, found.tokens_per_s) == (True, 0.0, 0, 0.0)
+    ledger.note("a", report(wake_s=2.5, weights=7, num_requests=1, tokens_per_s=30.0), now=0.0)
+    found = load_of(ledger, "a")
+    assert (found.is_suspect, found.wake_s, found.weights, found.tokens_per_s) == (False, 2.5, 7, 30.0)
+
+
+def test_background_requests_of_others_are_what_a_replica_reports_beyond_ours_and_no_more_than_all_of_theirs() -> None:
+    ledger = Ledger()
+    ledger.place("ours", "a", num_prompt_tokens=5, num_expected_tokens=5, is_background=True)
+    full = report(num_requests=3, num_background=3, max_requests=1)
+    ledger.note("a", full, now=0.0)
+    assert not load_of(ledger, "a").is_full, "all three give way"
+    ledger.end("ours")
+    assert not load_of(ledger, "a").is_full
+    ledger.note("a", report(num_requests=1, num_background=3, max_requests=1), now=0.0)
+    assert not load_of(ledger, "a").is_full
+    ledger.note("a", report(num_requests=3, num_background=2, max_requests=1), now=0.0)
+    assert load_of(ledger, "a").is_full
+
+
+def test_prompts_that_a_replica_reports_count_though_no_request_of_others_does() -> None:
+    ledger = ledger_with("one")
+    ledger.note("a", report(num_requests=1, num_waiting_tokens=130), now=0.0)
+    assert work(ledger, "a") == (1, 130, 40)
+
+
+def test_a_request_of_which_no_token_is_expected_weighs_one_until_it_ends() -> None:
+    ledger = Ledger()
+    ledger.place("one", "a", num_prompt_tokens=3, num_expected_tokens=0)
+    assert work(ledger, "a") == (1, 3, 1)
+    ledger.progress("one", 1)
+    assert work(ledger, "a") == (1, 0, 1)
+    ledger.end("one")
+    assert work(ledger, "a") == NOTHING
+
+
+def test_a_replica_that_stays_keeps_its_requests_when_another_goes() -> None:
+    ledger = ledger_with("one")
+    ledger.place("two", "b", num_prompt_tokens=7, num_expected_tokens=9)
+    ledger.keep_only(["b"])
+    assert work(ledger, "b") == (1, 7, 9)
+    ledger.progress("two", 4)
+    assert work(ledger, "b") == (1, 0, 5)
+    ledger.end("two")
+    assert work(ledger, "b") == NOTHING
+
+
 def test_a_replica_that_is_gone_takes_everything_along() -> None:
     ledger = ledger_with("one")
     ledger.note("a", report(num_requests=9, num_waiting_tokens=900, tokens_per_s=5.0), now=0.0)
