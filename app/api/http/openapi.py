@@ -236,11 +236,9 @@ _BATCH_OPERATIONS = (
 
 @cache  # it takes 60 ms, and is the same for all applications of a process with these limits
 def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
+    bodies: tuple[type[Schema], ...] = (*BODIES, AdapterToLoad, SchedulerChange, *(BATCH_BODIES if has_batches else ()))
     _, document = models_json_schema(
-        [
-            (schema, "validation")
-            for schema in (*BODIES, AdapterToLoad, SchedulerChange, *(BATCH_BODIES if has_batches else ()))
-        ],
+        [(body, "validation") for body in bodies],
         ref_template="#/components/schemas/{model}",
     )
     schemas: Json = document["$defs"]
