@@ -89,7 +89,7 @@ def test_drafts_change_no_document(
         drafter=make_drafter(engine.facts),
     )  # fmt: skip
     thought = Thought(begin="<t>", end="</t>", is_open=True, max_tokens=12)
-    schemas = [for_schema(f"{seed}", random_schema(seed), max_tokens=160, seed=seed) for seed in range(16)]
+    schemas = [for_schema(f"{seed}", random_schema(seed), max_tokens=160, seed=seed) for seed in range(8)]
     others = [
         asking("regex", GrammarKind.REGEX, PATTERN, repetition_penalty=1.2),
         for_schema("list", LISTS, frequency_penalty=0.1, logprobs=1),

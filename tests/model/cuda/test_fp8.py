@@ -133,7 +133,7 @@ def rounded_model(path: Path) -> LoadedModel:
     return model
 
 
-@pytest.mark.usefixtures("triton_here")
+@pytest.mark.usefixtures("triton_here", "unverified")
 def test_a_model_computes_what_its_rounded_products_compute(tiny_model_path: Callable[[str], Path]) -> None:
     path = tiny_model_path("qwen2")
     items = (piece(tuple(range(3, 17)), 0, [3, 1, 4, 5]), piece((9,), 0, [2]))
@@ -145,7 +145,7 @@ def test_a_model_computes_what_its_rounded_products_compute(tiny_model_path: Cal
     assert relative_error(ours, right) < 0.25
 
 
-@pytest.mark.usefixtures("triton_here")
+@pytest.mark.usefixtures("triton_here", "unverified")
 def test_a_matrix_takes_half_the_memory_and_head_and_embedding_stay(tmp_path: Path) -> None:
     build_tiny_model("llama", hidden_size=256, intermediate_size=1024, tie_word_embeddings=False).save_pretrained(
         tmp_path
@@ -196,7 +196,7 @@ def test_no_more_than_the_model_in_fp8_and_one_layer_in_bfloat16_is_on_the_devic
     assert in_fp8_bytes < peaks["fuse_weights"] < in_fp8_bytes + of_layer
 
 
-@pytest.mark.usefixtures("triton_here")
+@pytest.mark.usefixtures("triton_here", "unverified")
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen2_moe"])
 def test_weights_from_files_a_layer_at_a_time_are_those_of_the_whole_model(
     architecture: str, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
@@ -216,7 +216,7 @@ def equal_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.equal(ours.cpu().view(torch.uint8), theirs.cpu().view(torch.uint8))
 
 
-@pytest.mark.usefixtures("triton_here")
+@pytest.mark.usefixtures("triton_here", "unverified")
 @pytest.mark.parametrize("is_one_scale", [False, True])
 def test_a_checkpoint_in_fp8_with_one_scale_a_row_is_taken_as_it_is(tmp_path: Path, *, is_one_scale: bool) -> None:
     quantization, dtype, suffix, by_row = FORMS[1]
@@ -239,7 +239,7 @@ def test_a_checkpoint_in_fp8_with_one_scale_a_row_is_taken_as_it_is(tmp_path: Pa
         assert torch.equal(ours.scales.cpu(), torch.cat(rows))
 
 
-@pytest.mark.usefixtures("triton_here")
+@pytest.mark.usefixtures("triton_here", "unverified")
 @pytest.mark.parametrize("form", [0, 2])
 def test_a_checkpoint_with_scales_of_blocks_or_in_int8_is_rounded_again(form: int, tmp_path: Path) -> None:
     quantization, dtype, suffix, by_row = FORMS[form]
