@@ -50,7 +50,7 @@ DELTAS = st.builds(
     prompt_logprobs=LOGPROBS,
     embedding=st.none() | st.binary(max_size=40),
 )
-FRAMES = st.builds(Frame, st.integers(0, 2**62), st.just(REPORT), st.lists(DELTAS, max_size=5).map(tuple))
+FRAMES = st.builds(Frame, st.integers(0, 2**62), st.just(REPORT), st.lists(DELTAS, max_size=3).map(tuple))
 
 
 def arrived(frame: Frame) -> Frame:
@@ -58,7 +58,7 @@ def arrived(frame: Frame) -> Frame:
     return found
 
 
-@given(frames=st.lists(FRAMES, max_size=5), cuts=st.lists(st.integers(0, 2000)))
+@given(frames=st.lists(FRAMES, max_size=3), cuts=st.lists(st.integers(0, 2000)))
 def test_frames_arrive_as_they_were_sent_wherever_the_bytes_are_cut(frames: list[Frame], cuts: list[int]) -> None:
     data = b"".join(map(encode, frames))
     places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]

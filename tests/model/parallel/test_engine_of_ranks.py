@@ -16,7 +16,7 @@ from app.config import CacheConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Pooling, Request
-from app.errors import InvalidSetup, UnsupportedModel
+from app.errors import InvalidSetup
 from app.model.forward import TransformersForward
 from app.model.parallel.ranks import Ranks
 from app.model.runner import TorchModelRunner
@@ -25,7 +25,7 @@ from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import config_of
 from tests.model.parallel.fake_rank import start_child
 from tests.model.test_equivalence import random_requests
-from tests.tiny_models import VOCAB_SIZE, build_tiny_model
+from tests.tiny_models import VOCAB_SIZE
 
 
 def cramped(path: Path, **scheduler: Any) -> EngineConfig:
@@ -44,13 +44,6 @@ def requests() -> tuple[Request, ...]:
     sampled = [make_request(r.prompt_token_ids, max_tokens=12, ignore_eos=True, seed=5, temperature=0.8, top_p=0.9,
                             presence_penalty=0.3) for r in random_requests(4, VOCAB_SIZE, seed=2)]  # fmt: skip
     return (*greedy, *sampled)
-
-
-@pytest.fixture(scope="module")
-def model_of_four_kv_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks") / "llama"
-    build_tiny_model("llama", num_key_value_heads=4).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +97,6 @@ def test_two_ranks_score_and_embed_prompts_as_one_process_does(pair: tuple[Engin
     assert len(mine.embeddings["embedded"]) == len(theirs.embeddings["embedded"])
 
 
-def test_four_ranks_give_the_tokens_of_one_process(model_of_four_kv_heads: Path) -> None:
-    config = cramped(model_of_four_kv_heads)
-    with closing(engine_on(1, config)) as alone, closing(engine_on(4, config)) as ranks:
-        asked = requests()[::3]
-        assert run_to_end(ranks, *asked).token_ids == run_to_end(alone, *asked).token_ids
-
-
 def test_overlapped_steps_of_two_ranks_give_the_tokens_of_one_process(tiny_model_path: Callable[[str], Path]) -> None:
     pytest.importorskip("triton")
     from tests.model.cuda.test_graph_runner import LIMITS, plain_engine, some_requests
@@ -136,5 +122,3 @@ def test_overlapped_steps_of_two_ranks_give_the_tokens_of_one_process(tiny_model
 def test_what_the_ranks_cannot_share_is_refused_at_the_start(tiny_model_path: Callable[[str], Path]) -> None:
     with pytest.raises(InvalidSetup, match="tensor_parallel: got 3, which does not divide num_attention_heads 4 of"):
         engine_on(3, cramped(tiny_model_path("llama")))
-    with pytest.raises(UnsupportedModel, match="gpt2"):
-        engine_on(2, cramped(tiny_model_path("gpt2")))

@@ -216,11 +216,9 @@ def cpu_s(form: ToolFormat, begin: str, piece: str, num_pieces: int, names: Iter
 @pytest.mark.parametrize("is_strict", [False, True], ids=["", "strict"])
 def test_time_is_linear_in_the_length_of_the_text(form: str, begin: str, piece: str, is_strict: bool) -> None:
     names = [f"function_{number}" for number in range(64)] + ["f"]
-    few, many = (
-        min(cpu_s(FORMATS[form], begin, piece, num_pieces, names, is_strict) for _ in range(3))
-        for num_pieces in (250, 2000)
-    )
-    assert many < 8 * 3 * few, f"{few:.3f} s for 250 pieces, {many:.3f} s for 2,000"
+    few = min(cpu_s(FORMATS[form], begin, piece, 250, names, is_strict) for _ in range(3))
+    tries = (cpu_s(FORMATS[form], begin, piece, 2000, names, is_strict) for _ in range(3))
+    assert any(many < 8 * 3 * few for many in tries), f"{few:.3f} s for 250 pieces, 24 times as long for 2,000"
 
 
 @pytest.mark.parametrize("text", [" " * 100_000, "<tool_call>" + " " * 100_000, '<tool_call>{"a": "' + "b" * 1_000_000])
