@@ -114,6 +114,19 @@ async def test_a_client_that_takes_nothing_for_a_minute_counts_as_gone_and_its_e
     assert client.max_waiting == 1
 
 
+async def test_a_client_that_never_reads_is_gone_after_a_minute_and_no_heartbeat_later() -> None:
+    client, events = Client(), Events(LONG_S)
+    client.reads.clear()
+    await is_gone(sending(client, events))
+    assert events.closed_at == UNREAD_S
+
+
+async def test_no_comment_goes_out_between_events_that_are_closer_than_a_heartbeat() -> None:
+    client, events = Client(), Events(HEARTBEAT_S * 2 / 3, 5)
+    await sending(client, events)
+    assert client.bodies == [b"0", b"1", b"2", b"3", b"4", b""]
+
+
 async def test_a_client_that_does_not_take_the_end_counts_as_gone_too() -> None:
     client, events = Client(), Events(10.0, 3)
     task = sending(client, events)
