@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from platform import python_version
 
-from app.child_process import PROJECT
+_PROJECT = Path(__file__).resolve().parent.parent
 
 
 @cache
@@ -20,7 +21,7 @@ def versions() -> dict[str, str | None]:
 
 def commit() -> str | None:
     """Of this code, with `-dirty` behind it when tracked files differ; None outside a git checkout."""
-    command = ("git", "--no-optional-locks", "-C", str(PROJECT), "describe", "--always", "--dirty", "--abbrev=40")
+    command = ("git", "--no-optional-locks", "-C", str(_PROJECT), "describe", "--always", "--dirty", "--abbrev=40")
     try:
         done = subprocess.run((*command, "--exclude", "*"), capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -456,8 +456,8 @@ async def test_how_long_outputs_are_is_not_learnt_from_requests_that_were_given_
         await asyncio.gather(*answers, return_exceptions=True)
         local.go()
         await local.answer(make_request((5, 6, 7), max_tokens=50))
-        assert local.fleet.last_decision is not None
-        assert local.fleet.last_decision.scoring.num_request_tokens == 3 + 50
+        assert local.registry.last_decision is not None
+        assert local.registry.last_decision.scoring.num_request_tokens == 3 + 50
 
 
 async def test_a_request_that_is_queued_is_told_where_and_why() -> None:
@@ -465,7 +465,7 @@ async def test_a_request_that_is_queued_is_told_where_and_why() -> None:
         deltas = local.fleet.generate(make_request())
         [queued] = [delta.queued async for delta in deltas if delta.queued is not None]
         [replica_id] = [each.replica_id for each in local.replicas if each.served]
-        decision = local.fleet.last_decision
+        decision = local.registry.last_decision
         assert decision is not None
         assert (queued.replica_id, queued.group, queued.why_there) == (replica_id, "", decision.reason)
         assert queued.loads_there == decision.explain_loads()

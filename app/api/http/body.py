@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 from pydantic_core import from_json
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from app.api.auth.limits import Reservation
 from app.api.http.errors import ClientGone
@@ -72,7 +71,7 @@ async def _read(request: Request, reservation: Reservation, *, max_bytes: int, t
     began_at, allowed_s, num_allowed_for = loop.time(), min(timeout_s, PATIENCE_S), 0
     try:
         async with asyncio.timeout(allowed_s) as timeout:
-            async for chunk in chunks_of(request):
+            async for chunk in request.stream():
                 if not chunk:  # the last one
                     continue
                 if len(body) + len(chunk) > max_bytes:
@@ -83,25 +82,14 @@ async def _read(request: Request, reservation: Reservation, *, max_bytes: int, t
                     num_allowed_for = len(body)
                     allowed_s = min(timeout_s, PATIENCE_S + num_allowed_for / MIN_BYTES_PER_S)
                     timeout.reschedule(began_at + allowed_s)
+    except ClientDisconnect:
+        raise ClientGone from None
     except TimeoutError:
         raise BodyTooSlow(
             f"the body did not arrive within {allowed_s:.3g} s ({len(body):,} bytes of it did); send it faster: at "
             f"least {MIN_BYTES_PER_S:,} bytes a second after the first {PATIENCE_S:g} s, all of it in {timeout_s:g} s"
         ) from None
     return body
-
-
-async def chunks_of(request: Request) -> AsyncIterator[bytes]:
-    """The body as it arrives. Raises ClientGone.
-
-    A connection that cannot be read from is closed: of a client that has gone, Serve's own proxy gives the error of a
-    call that it cancelled.
-    """
-    try:
-        async for chunk in request.stream():
-            yield chunk
-    except Exception:
-        raise ClientGone from None
 
 
 def _too_large(size: str, max_bytes: int) -> BodyTooLarge:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from app.api.http.body import chunks_of
+from app.api.http.errors import ClientGone
 from app.batches import PIECE_BYTES
 from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
 
@@ -54,7 +54,7 @@ async def _pieces(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
         raise _too_large(max_bytes)
     num_bytes, waited_s = 0, 0.0  # for the client; what the server takes to store pieces is not the client's
-    chunks = chunks_of(request)
+    chunks = request.stream()
     parsed_at_once = 64 * 1024  # bytes; other requests use the event loop between two of these pieces
     while True:
         began_at = time.monotonic()
@@ -80,6 +80,8 @@ async def _next(chunks: AsyncIterator[bytes], timeout_s: float, num_bytes: int) 
             f"the upload is too slow ({num_bytes:,} bytes of it arrived): it may be silent {SILENCE_TIMEOUT_S:g} s, "
             f"and wait that long and one second for every {MIN_BYTES_PER_S:,} bytes in all; send the file again, faster"
         ) from None
+    except ClientDisconnect:
+        raise ClientGone from None
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

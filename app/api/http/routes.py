@@ -189,9 +189,17 @@ class Application:
                 message["headers"] += [(name.encode(), value.encode()) for name, value in added.items()]
             await send(message)
 
+        async def receive_to_end() -> Message:
+            # A connection that cannot be read from is closed: where a client has gone, Serve's own proxy raises the
+            # error of a call that it cancelled.
+            try:
+                return await receive()
+            except Exception:
+                return {"type": "http.disconnect"}
+
         try:
             answer = self._origins.preflight(scope["method"], request_headers) or self.router
-            await answer(scope, receive, send_with_id)
+            await answer(scope, receive_to_end, send_with_id)
         except HTTPException as error:
             await self._routing_error(error, scope)(scope, receive, send_with_id)
         except Exception as error:

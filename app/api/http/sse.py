@@ -79,9 +79,8 @@ class WhileConnected:
             raise ClientGone from None
 
     async def _watch(self) -> None:
-        with suppress(Exception):  # a connection that cannot be read from is closed
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
         self._is_gone = True
         self._task.cancel()
 
