@@ -55,7 +55,7 @@ def tell(note: str) -> None:
     print(json.dumps({"note": note}), flush=True)
 
 
-def ran(*command: str | Path, timeout_s: float = 120.0) -> str:
+def ran(*command: str | Path, timeout_s: float = 600.0) -> str:
     """What a program of this environment printed on both streams; a line of JSON tells the command.
 
     Raises AssertionError when it fails, with the end of what it printed.
