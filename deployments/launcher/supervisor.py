@@ -133,8 +133,8 @@ def environment(
         # Streams do not wait for it when a replica dies: the ingress sees that its line broke.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
-        # By default Ray's workers step back by 15: beside another process that computes in the same session or container
-        # they get 3.4% of a core. Among sessions Linux shares cores first, so it changes nothing there.
+        # By default Ray's workers step back by 15: beside another process that computes in the same session or
+        # container they get 3.4% of a core. Among sessions Linux shares cores first, so it changes nothing there.
         "RAY_worker_niceness": "0",
         # By default Ray measures each call of its timers, for a report in its logs, and all processes of
         # the node every five seconds, for its dashboard. Both are a tenth of what an idle service computes.
