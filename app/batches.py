@@ -14,6 +14,8 @@ from app.webhooks.receiver import WebhookReceiver
 # queued, preempted first.
 LOWEST_CLASS: Json = {"service_tier": "flex"}
 PIECE_BYTES = 1024 * 1024  # of a file, read, sent or taken at once
+# Of one request: a body over HTTP, or a line of a file. Some million tokens of text, which is what one call may have.
+MAX_REQUEST_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class BatchLimits:
 
     max_file_bytes: int = 200 * 1024 * 1024  # as OpenAI's batches, as the next one
     max_lines: int = 50_000
-    max_line_bytes: int = 4 * 1024 * 1024  # what the body of one request over HTTP may have
+    max_line_bytes: int = MAX_REQUEST_BYTES
     max_batches: int = 64  # that have not ended: each has a task, a journal and some items in memory
     window_s: int = 86_400  # until a batch expires: the `24h` of OpenAI's API
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from app.api.output.tool_calls import ToolUse
 from app.api.schemas.fields import MAX_ALLOWED_TOKEN_IDS
+from app.batches import MAX_REQUEST_BYTES
 from app.engine.request import Adapter, Generate, ModelInfo, Pooling, Request
 from app.errors import InvalidRequest
 from app.text import Reasoning, ReasoningMarks, Tokenizer
@@ -24,7 +25,7 @@ class RequestLimits:
     They are constants: no deployment needs others.
     """
 
-    max_body_bytes: int = 4 * 1024 * 1024  # some million tokens of text, which is what one call may have
+    max_body_bytes: int = MAX_REQUEST_BYTES
     body_timeout_s: float = 60.0  # for the whole body; a slower one is no honest client
     max_choices: int = 16  # highest `n` and `best_of`
     max_prompts: int = 128  # prompts × n in one call that waits for its response

@@ -88,7 +88,7 @@ class _Members:
         self._streams: list[asyncio.Task[None]] = []
 
     async def obey(self, pipe: Connection) -> None:
-        """Do as told until told to leave, or until nobody is there to tell."""
+        """Do as told until told to leave, or until the process that tells it has ended."""
         methods = {each.__name__: each for each in (self.connect, self.ask_again, self.hang_up, self.stream)}
         with suppress(EOFError):
             while True:

@@ -163,8 +163,9 @@ _MODEL = {"model": {"schema": _TEXT, "description": "required where there are se
 _OPERATIONS = (
     _Operation("get", "/v1/models", "The models", "ModelList", _OF_A_KEY),
     _Operation("get", "/v1/models/{model_id}", "One model", "Model", _OF_A_MODEL),
-    _Operation("post", "/tokenize", "Words to token ids", "Tokens", _OF_A_BODY,
-        (TokenizeTextRequest, TokenizeChatRequest),),
+    _Operation(
+        "post", "/tokenize", "Words to token ids", "Tokens", _OF_A_BODY, (TokenizeTextRequest, TokenizeChatRequest)
+    ),
     _Operation("post", "/detokenize", "Token ids to words", "Text", _OF_A_BODY, (DetokenizeRequest,)),
     _Operation(
         "post", f"{MESSAGES_PATH}/count_tokens", "The number of tokens of a prompt", "TokenCount", _OF_A_BODY,
@@ -179,8 +180,10 @@ _OPERATIONS = (
     _Operation("get", "/health", "The process lives", "Anything", (), is_open=True),
     _Operation("get", "/ready", "A request could be served", "Anything", ("503",), is_open=True),
     _Operation("get", "/", "The live page", None, (), media=("text/html",), is_open=True),
-    _Operation("get", "/page/{name}", "A file of the live page", None, ("404",),
-        media=("text/html", "text/css", "text/javascript", "image/svg+xml"), is_open=True,),
+    _Operation(
+        "get", "/page/{name}", "A file of the live page", None, ("404",),
+        media=("text/html", "text/css", "text/javascript", "image/svg+xml"), is_open=True,
+    ),
     _Operation(
         "get", "/admin/live", "What all engines do now", None, (*_OF_AN_ADMIN, "400"), media=(_EVENTS,),
         query={"after": {"schema": _TEXT, "description": "the `at` of the last event that came"}},
@@ -214,8 +217,10 @@ def _page_of(most: int) -> Json:
 
 _BATCH_OPERATIONS = (
     _Operation("post", "/v1/files", "Upload a file", "File", (*_OF_A_LIST, "413")),
-    _Operation("get", "/v1/files", "The files", "FileList", _OF_A_LIST,
-        query=_page_of(MAX_FILES_OF_PAGE) | {"purpose": {"schema": _TEXT}},),
+    _Operation(
+        "get", "/v1/files", "The files", "FileList", _OF_A_LIST,
+        query=_page_of(MAX_FILES_OF_PAGE) | {"purpose": {"schema": _TEXT}},
+    ),
     _Operation("get", "/v1/files/{file_id}", "One file", "File", _OF_A_LIST),
     _Operation("delete", "/v1/files/{file_id}", "Delete a file", "Anything", _OF_A_LIST),
     _Operation(
