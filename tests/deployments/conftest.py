@@ -155,17 +155,22 @@ def service(cluster: str, demo_path: Path, tmp_path_factory: pytest.TempPathFact
     `trial` has two groups of one replica each. The last two are simulated: a stream lasts as long on every machine,
     so that it still runs when a test looks. `least` computes on plain torch: in native code the first questions are
     answered before the last have come. `ranker` is a cross-encoder, `found` a pipeline with it.
+
+    `dozing`, `first`, `second` sleep when they have nothing to do; the last two do not fit together on their device.
     """
     from deployments.serve.application import build
 
     ranker = tmp_path_factory.mktemp("ranker")
     save_tiny_encoder("bert", ranker, num_labels=1)
+    large = {"simulated": {"step_ms": 10, "memory_gib": 6, "wake_ms": 50}}
     models = [
         _model("turns", demo_path, num_replicas=2, dispatch="round_robin"),
         _model("least", demo_path, num_replicas=2, model=PLAIN),
         _model("narrow", demo_path, num_replicas=1, model=steps_of(5), max_running=1, max_waiting=1),
         _model("trial", demo_path, num_replicas=2, model=steps_of(1), groups=TRIAL),
         _model("ranker", ranker, num_replicas=1),
+        _sleeping(_model("dozing", demo_path, num_replicas=1)),
+        *(_sleeping(_model(name, demo_path, num_replicas=1, model=large), 10) for name in ("first", "second")),
     ]
     cascade = {"kind": "cascade", "small": "turns", "large": "least", "min_mean_logprob": 0}
     found = [{"kind": "rerank", "model": "ranker", "top_n": 1}, {"kind": "generate", "model": "turns"}]
@@ -200,7 +205,7 @@ def shared(
     """Two ingresses and batches; a test that kills a process of it waits until another has come.
 
     `demo` is the bundled model with a place for tools in its chat template, which it lacks, and with an adapter;
-    `switched` has two simulated replicas, `night` one.
+    `switched` has two simulated replicas.
     """
     folder = tmp_path_factory.mktemp("shared")
     model = shutil.copytree(demo_path, folder / "demo")
@@ -210,7 +215,6 @@ def shared(
         "models": [
             _model("demo", model, num_replicas=1) | {"adapters": {"first": str(adapters / "first")}},
             _model("switched", demo_path, num_replicas=2, model=steps_of(20)),
-            _model("night", demo_path, num_replicas=1, model=steps_of(20)),
         ],
         "ingress": {"num_replicas": 2},
         "batches": {
@@ -243,6 +247,11 @@ def _model(
             "groups": list(groups),
         },
     }
+
+
+def _sleeping(model: dict[str, Any], device_memory_gib: float | None = None) -> dict[str, Any]:
+    device = {} if device_memory_gib is None else {"device_memory_gib": device_memory_gib}
+    return model | {"replicas": model["replicas"] | {"sleep_after_s": 0.5} | device}
 
 
 def _handle(model: str) -> Any:

@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 import pytest
 
 from benchmarks.chaos.networks import HERE, THERE, Host, own_network, set_tcp_retries, why_no_networks
-from benchmarks.chaos.node_loss import LAYOUT, ON_EACH, Node, node
+from benchmarks.chaos.node_loss import LAYOUT, Node, node
 from benchmarks.chaos.stage import Stage, application, stage
-from benchmarks.chaos.traffic import Asked, Traffic, alike, mixed, with_reference
+from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, alike, mixed, with_reference
 from benchmarks.harness.answer import Answer
 from tests.deployments.strikes import has_begun
 from tests.waiting import eventually
 
+ON_EACH = 1  # replicas
 STEP_S = 0.03
 HEARD_BYTES = 2_000  # some events of a stream
 SILENCE_S = 1.0
@@ -45,7 +46,7 @@ class Hosts:
 
 
 def another_node(running: Stage, wire: Host | None) -> AbstractContextManager[Node]:
-    """A node for the two replicas for which there is no place on the first."""
+    """A node for the replicas for which there is no place on the first."""
     within, address = ([], "") if wire is None else (wire.command, THERE)
     return node(running, within=within, address=address)
 
@@ -60,7 +61,8 @@ def hosts() -> Iterator[Hosts]:
             environment.delenv(name)  # they are this session's
         environment.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEADLESS_S))
         wire = block.enter_context(own_network()) if NO_NETWORKS is None else None
-        layout = LAYOUT if wire is None else replace(LAYOUT, host="0.0.0.0")
+        layout = replace(LAYOUT, max_replicas_per_node={f"replica-{MODEL_NAME}": ON_EACH})
+        layout = layout if wire is None else replace(layout, host="0.0.0.0")
         running = block.enter_context(stage(config, layout=layout))
         second = block.enter_context(another_node(running, wire))
         # Meanwhile the first node answers alone.

@@ -17,7 +17,7 @@ from tests.deployments.strikes import kill_batches
 from tests.metrics.test_exposition import value
 from tests.waiting import PATIENCE_S, eventually
 
-MODEL = "night"
+MODEL = "switched"
 CHAT = "/v1/chat/completions"
 NUM_LINES = 200
 SECRET = "whsec_" + "QUJD" * 8

@@ -22,7 +22,7 @@ from tests.waiting import PATIENCE_S, eventually
 
 APPLICATION = "ranks"
 NUM_REPLICAS = 3
-NUM_STREAMS = 12
+NUM_STREAMS = 6
 STEP_TIMEOUT_S = 4.0
 
 pytestmark = pytest.mark.skipif(num_cores() < 2, reason="two ranks need two cores")
@@ -44,7 +44,7 @@ def test_a_rank_that_is_killed_or_stopped_costs_its_streams_a_pause(cluster: str
         num_replicas=NUM_REPLICAS, weights=True, model=str(demo_path), tensor_parallel=2, step_timeout_s=STEP_TIMEOUT_S
     )
     serve.run(build(parse(args)), name=APPLICATION, route_prefix=f"/{APPLICATION}")
-    asked = mixed(NUM_STREAMS, max_tokens=(40, 80))
+    asked = mixed(NUM_STREAMS, max_tokens=(30, 60))
     traffic = asyncio.run(with_reference(Target.parse(f"{cluster}/{APPLICATION}"), asked))
     traffic.answers, traffic.timeout_s = [], PATIENCE_S
     killed, stopped, untouched = ranks()

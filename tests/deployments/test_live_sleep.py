@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import httpx
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.deployments.conftest import Deployed, steps_of
+from tests.deployments.conftest import Service
 from tests.waiting import PATIENCE_S, eventually
 
 NATIVE, FIRST, SECOND = "dozing", "first", "second"
-
-
-def model(name: str, path: Path, **settings: Any) -> dict[str, Any]:
-    """Two that are simulated do not fit together on their device."""
-    cache = {"memory_gib": 0.05}
-    replicas = {"num_replicas": 1, "num_cpus": 0.1, "drain_timeout_s": 1, "sleep_after_s": 0.5}
-    if settings:
-        replicas["device_memory_gib"] = 10
-    return {"name": name, "engine": {"model": {"path": str(path), **settings}, "cache": cache}, "replicas": replicas}
-
-
-@pytest.fixture(scope="module")
-def url(deployed: Deployed, demo_path: Path) -> Iterator[str]:
-    simulated = {"simulated": {**steps_of(10)["simulated"], "memory_gib": 6, "wake_ms": 50}}
-    models = [model(NATIVE, demo_path), *(model(name, demo_path, **simulated) for name in (FIRST, SECOND))]
-    with deployed("sleep", {"models": models}) as url:
-        yield url
 
 
 def ask(url: str, name: str, prompt: str, max_tokens: int = 8) -> str:
@@ -53,7 +32,8 @@ def number(url: str, name: str, model_name: str) -> float:
     return sum(sample.value for sample in samples if sample.labels["model_name"] == model_name)
 
 
-def test_a_native_model_sleeps_and_answers_the_next_request_as_before(url: str) -> None:
+def test_a_native_model_sleeps_and_answers_the_next_request_as_before(service: Service) -> None:
+    url = service.url
     before = ask(url, NATIVE, "Once upon a time")
     eventually(lambda: states(url)[NATIVE], lambda state: state == "asleep")
     num_wakes = number(url, "carousel_wakes_total", NATIVE)
@@ -61,7 +41,8 @@ def test_a_native_model_sleeps_and_answers_the_next_request_as_before(url: str) 
     eventually(lambda: number(url, "carousel_wakes_total", NATIVE), lambda wakes: wakes > num_wakes)
 
 
-def test_two_models_that_do_not_fit_together_take_turns_and_lose_nothing(url: str) -> None:
+def test_two_models_that_do_not_fit_together_take_turns_and_lose_nothing(service: Service) -> None:
+    url = service.url
     asked = [(name, f"Story {n}") for n in range(6) for name in (FIRST, SECOND)]
     alone = [ask(url, name, prompt, 100) for name, prompt in asked[:2]]
     with ThreadPoolExecutor(len(asked)) as pool:

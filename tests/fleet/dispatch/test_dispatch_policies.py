@@ -89,6 +89,21 @@ def test_an_idle_slow_replica_waits_until_the_fast_ones_would_be_later() -> None
     assert order(least_loaded(), slow, replace(fast, num_decode_tokens=1400))[0] == "slow"
 
 
+@pytest.mark.parametrize(("speeds", "shares"), [((0, 0), (32, 32)), ((500, 500), (32, 32)), ((900, 300), (48, 16))])
+def test_least_loaded_shares_requests_that_come_at_once_by_speed(speeds: Any, shares: Any) -> None:
+    policy = least_loaded()
+    replicas = {name: load(name, tokens_per_s=speed) for name, speed in zip("ab", speeds, strict=True)}
+    for _ in range(64):
+        chosen = replicas[order(policy, *replicas.values())[0]]
+        replicas[chosen.replica_id] = replace(
+            chosen,
+            num_requests=chosen.num_requests + 1,
+            num_prefill_tokens=chosen.num_prefill_tokens + SIZE.num_prompt_tokens,
+            num_decode_tokens=chosen.num_decode_tokens + SIZE.num_expected_tokens,
+        )
+    assert tuple(each.num_requests for each in replicas.values()) == shares
+
+
 def test_a_replica_of_unknown_speed_is_taken_for_a_usual_one() -> None:
     new = load("new", num_decode_tokens=100)
     known = [load(name, tokens_per_s=500, num_decode_tokens=101) for name in ("a", "b")]
