@@ -56,7 +56,7 @@ class BlockPool:
         self._blank = [Block(block_id) for block_id in reversed(range(num_blocks))]  # free, nothing to share
         self._evictable: OrderedDict[int, Block] = OrderedDict()  # free, by block id, content still shareable
         self._cached: dict[tuple[Prefix | str, tuple[int, ...]], Block] = {}
-        self.note_free: Callable[[Block], None] | None = None  # called with each block that becomes free and shareable
+        self.note_findable: Callable[[Block], None] | None = None  # called with each block that becomes findable
 
     @property
     def num_free(self) -> int:
@@ -122,6 +122,8 @@ class BlockPool:
         holder = self._cached.setdefault(key, block)
         if holder is block:
             block.prefix = Prefix(*key, tenant)
+            if self.note_findable is not None:
+                self.note_findable(block)
         assert holder.prefix is not None, "a cached block has a prefix"
         return holder.prefix
 
@@ -137,8 +139,6 @@ class BlockPool:
                 self._blank.append(block)
                 continue
             self._evictable[block.block_id] = block
-            if self.note_free is not None:
-                self.note_free(block)
 
     def clear_cache(self) -> None:
         """Forget every shared prefix. Blocks in use stay with their owners."""

@@ -44,8 +44,11 @@ def _digest(*parts: bytes) -> bytes:
 class Fetch:
     """Blocks that a store fills, the first first. The engine's thread owns them until the fetch is done."""
 
-    def __init__(self, blocks: Several[Block], names: Several[bytes], token_ids: Several[Several[int]]) -> None:
-        """names, token_ids: of each block."""
+    def __init__(
+        self, blocks: Several[Block], names: Several[bytes], token_ids: Several[Several[int]], tenant: str
+    ) -> None:
+        """names, token_ids: of each block. tenant: that wants them."""
+        self.tenant = tenant
         self.blocks = blocks
         self.names = names
         self.token_ids = token_ids
@@ -76,7 +79,7 @@ class BlockStore(ABC):
 
     @abstractmethod
     def offer(self, block: Block) -> None:
-        """Keep a block that is full and findable, if it is neither kept yet nor handed out again before it is read."""
+        """Keep a block that has just become findable, unless it is kept or is handed out before it is read."""
 
     @abstractmethod
     def stats(self) -> StoreStats:

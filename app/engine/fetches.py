@@ -22,7 +22,6 @@ class _Expected:
     """A fetch under way. `sequence` waits for it; None: it has ended, or computes instead."""
 
     sequence: Sequence | None
-    tenant: str  # the sequence's
     parent: Prefix | str  # of its first block
     cached: list[Block]  # the blocks before, which it owns meanwhile
     fetch: Fetch
@@ -44,7 +43,7 @@ class PrefixFetches:
         self.num_tokens = 0  # that were fetched, since the start
         self.num_given_up = 0  # fetches that took too long, since the start
         if store is not None:
-            pool.note_free = store.offer
+            pool.note_findable = store.offer
 
     def stats(self) -> StoreStats | None:
         """None without a store. Any thread may call."""
@@ -82,9 +81,9 @@ class PrefixFetches:
         if not names or store.expected_s(len(names)) >= compute_s:
             return False
         self._pool.share(cached)
-        fetch = Fetch(self._pool.allocate(len(names)), names, token_ids)
+        fetch = Fetch(self._pool.allocate(len(names)), names, token_ids, sequence.request.tenant)
         patience_s = max(compute_s, MIN_PATIENCE_S) if tokens_per_s else FIRST_PATIENCE_S
-        self._expected.append(_Expected(sequence, sequence.request.tenant, parent, cached, fetch, now + patience_s))
+        self._expected.append(_Expected(sequence, parent, cached, fetch, now + patience_s))
         sequence.status = SequenceStatus.FETCHING
         store.begin(fetch)
         return True
@@ -92,7 +91,10 @@ class PrefixFetches:
     def _stored_after(
         self, parent: Prefix | str, sequence: Sequence, num_cached: int, store: BlockStore
     ) -> tuple[list[bytes], list[tuple[int, ...]]]:
-        """The names and tokens of the blocks after the cached ones that the store has, without the last token's."""
+        """The names and tokens of the blocks after the cached ones that the store has, without the last token's.
+
+        Of a request that goes on from another replica, all: that one may have written them a moment ago.
+        """
         size = self._pool.block_size
         name = root_name(store.namespace, parent) if isinstance(parent, str) else name_of(parent, store.namespace)
         names: list[bytes] = []
@@ -100,7 +102,7 @@ class PrefixFetches:
         for end in range((1 + num_cached) * size, sequence.num_tokens, size):
             of_block = sequence.token_ids(end - size, end)
             name = name_after(name, of_block)
-            if not store.has(name):
+            if not (sequence.request.generated_token_ids or store.has(name)):
                 break
             names.append(name)
             token_ids.append(of_block)
@@ -152,6 +154,6 @@ class PrefixFetches:
         if not expected.is_void:
             num_filled = fetch.num_filled
             for block, token_ids in zip(fetch.blocks[:num_filled], fetch.token_ids, strict=False):
-                parent = self._pool.cache_full_block(block, token_ids, parent=parent, tenant=expected.tenant)
+                parent = self._pool.cache_full_block(block, token_ids, parent=parent, tenant=fetch.tenant)
             self.num_tokens += num_filled * self._pool.block_size
         self._pool.free([*expected.cached, *fetch.blocks])

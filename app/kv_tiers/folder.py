@@ -15,7 +15,7 @@ import os
 import re
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -26,8 +26,7 @@ from app.disk import take_lock
 logger = logging.getLogger(__name__)
 
 MAGIC = b"carouKV1"
-HEADER = struct.Struct("<8sII")  # magic, number of tokens, checksum of tokens and content
-MAX_BUFFERS = 1024  # of one call of the system
+HEADER = struct.Struct("<8sII")  # magic, bytes of the tokens, checksum of tokens and content
 NAME = re.compile("[0-9a-f]{40}")
 KEPT_SHARE = 0.9  # of its bounds, when files were deleted
 
@@ -73,12 +72,12 @@ class BlockFolder:
         for path, found in listed.items():
             self._folders |= dict.fromkeys(found, path)
 
-    def write(self, tenant: str, token_ids: Sequence[int], content: Sequence[memoryview]) -> Path:
+    def write(self, tenant: str, token_ids: Sequence[int], content: memoryview) -> Path:
         """Write a block's file without its name: `keep` gives it that, `discard` deletes it. Raises OSError."""
-        folder = self._own / blake2b(tenant.encode(), digest_size=8).hexdigest()
+        folder = self._folder_of(tenant)
         hidden = folder / f".{os.getpid()}"
         tokens = array("I", token_ids).tobytes()
-        header = HEADER.pack(MAGIC, len(token_ids), checksum(tokens, content))
+        header = _header(tokens, content)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
             descriptor = os.open(hidden, flags, 0o600)
@@ -87,10 +86,8 @@ class BlockFolder:
                 each.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(hidden, flags, 0o600)
         try:
-            for part in _parts([memoryview(header + tokens), *content]):
-                num_bytes = sum(map(len, part))
-                if os.writev(descriptor, part) != num_bytes:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(hidden))
+            if os.writev(descriptor, (header, content)) != len(header) + len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(hidden))
         except OSError:
             self.discard(hidden)
             raise
@@ -112,18 +109,21 @@ class BlockFolder:
         with suppress(OSError):
             hidden.unlink()
 
-    def read(self, name: bytes, token_ids: Sequence[int], content: Sequence[memoryview]) -> bool:
-        """Fill the buffers with a block; False where it is not there or not what it should be. Then it is deleted."""
-        folder = self._folders.get(name)
-        if folder is None:
-            return False
-        path = os.path.join(folder, name.hex())
+    def _folder_of(self, tenant: str) -> Path:
+        return self._own / blake2b(tenant.encode(), digest_size=8).hexdigest()
+
+    def read(self, name: bytes, tenant: str, token_ids: Sequence[int], content: memoryview) -> bool:
+        """Fill the buffer with a block; False where it is not there or not what it should be. Then it is deleted.
+
+        tenant: whose it is, if it is not known yet.
+        """
+        path = os.path.join(self._folders.get(name) or self._folder_of(tenant), name.hex())
         tokens = array("I", token_ids).tobytes()
-        head = memoryview(bytearray(HEADER.size + len(tokens)))
+        header = bytearray(HEADER.size + len(tokens))
         try:
             descriptor = os.open(path, os.O_RDONLY)
             try:
-                is_whole = all(os.readv(descriptor, part) == sum(map(len, part)) for part in _parts([head, *content]))
+                is_whole = os.readv(descriptor, (header, content)) == len(header) + len(content)
                 is_whole = is_whole and not os.read(descriptor, 1)
             finally:
                 os.close(descriptor)
@@ -132,8 +132,7 @@ class BlockFolder:
             if not isinstance(error, FileNotFoundError):
                 logger.warning("the block %s cannot be read: %s", path, error)
             return False
-        expected = HEADER.pack(MAGIC, len(token_ids), checksum(tokens, content)) + tokens
-        if is_whole and head == expected:
+        if is_whole and header == _header(tokens, content):
             with suppress(OSError):
                 os.utime(path)  # it was used now
             return True
@@ -178,20 +177,12 @@ class BlockFolder:
         return files
 
 
-def checksum(tokens: bytes, content: Sequence[memoryview]) -> int:
-    """Of a block's tokens and bytes."""
-    value = crc32(tokens)
-    for part in content:
-        value = crc32(part, value)
-    return value
+def _header(tokens: bytes, content: memoryview) -> bytes:
+    """What a file begins with: of what the rest is, and the tokens."""
+    return HEADER.pack(MAGIC, len(tokens), crc32(content, crc32(tokens))) + tokens
 
 
 def _use_of(entry: os.DirEntry[str]) -> tuple[float, int, str]:
     """Last use, bytes, path. What is being written counts as just used; what a dead process left is old soon."""
     stat = entry.stat()
     return stat.st_mtime, stat.st_size, entry.path
-
-
-def _parts(buffers: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
-    """As many as one call of the system takes."""
-    return (buffers[at : at + MAX_BUFFERS] for at in range(0, len(buffers), MAX_BUFFERS))

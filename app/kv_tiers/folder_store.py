@@ -45,6 +45,7 @@ class FolderStore(BlockStore):
         self._is_closed = False
         self._num_to_fetch = 0  # blocks
         self._block_s = 0.0  # to fetch one, recently
+        self._buffer = memoryview(bytearray())  # of one block: its thread's
         self._paused_until = 0.0
         self.num_read = self.num_written = 0  # blocks, since the start
         self._thread = threading.Thread(target=self._run, name="kv-tier", daemon=True)
@@ -121,9 +122,11 @@ class FolderStore(BlockStore):
         try:
             for block, name, token_ids in zip(fetch.blocks, fetch.names, fetch.token_ids, strict=True):
                 began_at = time.perf_counter()
-                content = self._content(block.block_id)
-                if not fetch.is_wanted or content is None or not self._folder.read(name, token_ids, content):
+                parts = self._parts(block.block_id)
+                if not (fetch.is_wanted and parts and self._folder.read(name, fetch.tenant, token_ids, self._buffer)):
                     break
+                for at, part in parts:
+                    part[:] = self._buffer[at : at + len(part)]
                 fetch.num_filled += 1
                 self.num_read += 1
                 seconds = time.perf_counter() - began_at
@@ -139,11 +142,13 @@ class FolderStore(BlockStore):
         name = name_of(prefix, self.namespace)
         if self._folder.has(name):
             return
-        content = self._content(block.block_id)
-        if content is None:
+        parts = self._parts(block.block_id)
+        if not parts:
             return
+        for at, part in parts:
+            self._buffer[at : at + len(part)] = part
         try:
-            hidden = self._folder.write(prefix.tenant, prefix.token_ids, content)
+            hidden = self._folder.write(prefix.tenant, prefix.token_ids, self._buffer)
             if block.prefix is prefix:  # else it was handed out while it was read
                 self._folder.keep(hidden, name)
                 self.num_written += 1
@@ -156,13 +161,21 @@ class FolderStore(BlockStore):
             logger.warning("no block of KV is written %s: %s",
                            f"for {STORAGE_PAUSE_S:.0f} s" if passes else "any more", error)  # fmt: skip
 
-    def _content(self, block_id: int) -> list[memoryview] | None:
-        """The bytes of a block in all tensors; None where the memory is given up."""
-        memory = self._memory()
-        if memory is None:
-            return None
-        sizes = (len(tensor) // self._num_blocks for tensor in memory)
-        return [tensor[block_id * size : (block_id + 1) * size] for tensor, size in zip(memory, sizes, strict=True)]
+    def _parts(self, block_id: int) -> list[tuple[int, memoryview]]:
+        """The bytes of a block in each tensor, and where in the buffer; none where the memory is given up.
+
+        Copies go through the buffer: the thread takes the interpreter's lock a few times for a block, and not for each
+        tensor.
+        """
+        parts: list[tuple[int, memoryview]] = []
+        num_bytes = 0
+        for tensor in self._memory() or ():
+            size = len(tensor) // self._num_blocks
+            parts.append((num_bytes, tensor[block_id * size : (block_id + 1) * size]))
+            num_bytes += size
+        if len(self._buffer) != num_bytes:
+            self._buffer = memoryview(bytearray(num_bytes))
+        return parts
 
 
 def open_tier(tier: TierConfig, memory: Memory, *, namespace: bytes, num_blocks: int) -> FolderStore | None:

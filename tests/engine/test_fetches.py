@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -147,6 +148,20 @@ def test_another_salt_finds_nothing() -> None:
     side.add(cache_salt="another")
     side.step()
     assert not side.store.fetches
+
+
+def test_a_request_that_goes_on_from_another_replica_asks_for_all_of_its_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = Side()
+    monkeypatch.setattr(side.store, "has", lambda name: False)  # it does not know yet what another has written
+    request = replace(make_request(PROMPT, max_tokens=8), generated_token_ids=tuple(expected_tokens(PROMPT, 3)))
+    side.engine.add(request)
+    side.step()
+    side.store.move(100)
+    side.run()
+    assert side.outcome.token_ids[request.request_id] == expected_tokens(PROMPT, 8)[3:]
+    assert side.engine.measurements().store.num_fetched_tokens >= NUM_STORED  # type: ignore[union-attr]
 
 
 def test_a_request_that_is_aborted_while_it_waits_leaves_nothing_behind() -> None:

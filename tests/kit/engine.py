@@ -181,6 +181,9 @@ class SlotStore(BlockStore):
             return
         fetch = self.fetches[0]
         while fetch.is_wanted and num_blocks and fetch.num_filled < len(fetch.blocks):
+            if fetch.names[fetch.num_filled] not in self.blocks:
+                fails = True
+                break
             self._runner.fill(fetch.blocks[fetch.num_filled].block_id, self.blocks[fetch.names[fetch.num_filled]])
             fetch.num_filled += 1
             self.num_fetched += 1

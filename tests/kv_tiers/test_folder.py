@@ -21,11 +21,8 @@ def folder_in(path: Path, *, max_bytes: int = 1 << 20, namespace: bytes = NAMESP
     return folder
 
 
-def content_of(number: int, num_bytes: int = 96) -> list[memoryview]:
-    """In three tensors."""
-    drawn = random.Random(number).randbytes(num_bytes)
-    third = num_bytes // 3
-    return [memoryview(bytearray(drawn[at : at + third])) for at in range(0, num_bytes, third)]
+def content_of(number: int, num_bytes: int = 96) -> memoryview:
+    return memoryview(bytearray(random.Random(number).randbytes(num_bytes)))
 
 
 def name_of(number: int) -> bytes:
@@ -39,7 +36,7 @@ def keep(folder: BlockFolder, number: int, *, tenant: str = TENANT, num_bytes: i
 def is_read(folder: BlockFolder, number: int, token_ids: tuple[int, ...] = TOKENS) -> bool:
     """Whether a block is read; then it is what it was."""
     content = content_of(-1)
-    was_read = folder.read(name_of(number), token_ids, content)
+    was_read = folder.read(name_of(number), TENANT, token_ids, content)
     assert not was_read or content == content_of(number)
     return was_read
 

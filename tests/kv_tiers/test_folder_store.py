@@ -35,7 +35,7 @@ class Side:
         self.memory = [memoryview(bytearray(NUM_BLOCKS * BLOCK_BYTES)) for _ in range(2)]
         self.folder = BlockFolder(path, namespace=NAMESPACE, max_bytes=1 << 20)
         self.store = FolderStore(self.folder, lambda: self.memory, namespace=NAMESPACE, num_blocks=NUM_BLOCKS)
-        self.pool.note_free = self.store.offer
+        self.pool.note_findable = self.store.offer
 
     def fill(self, block: Block, value: int) -> None:
         for tensor in self.memory:
@@ -56,7 +56,7 @@ class Side:
         return blocks
 
     def fetched(self, names: list[bytes]) -> tuple[list[Block], Fetch]:
-        fetch = Fetch(self.pool.allocate(len(names)), names, [(place,) * SIZE for place in range(len(names))])
+        fetch = Fetch(self.pool.allocate(len(names)), names, [(place,) * SIZE for place in range(len(names))], "")
         self.store.begin(fetch)
         return list(fetch.blocks), fetch
 
@@ -126,6 +126,21 @@ def test_a_fetch_ends_at_the_first_block_that_is_not_there(sides: Iterator[Side]
     _, fetch = side.fetched(names)
     eventually(lambda: fetch.is_done, bool)
     assert fetch.num_filled == 1
+
+
+def test_what_another_process_has_just_written_is_fetched_though_it_is_not_known_yet(
+    sides: Iterator[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.kv_tiers.folder_store.LIST_AGAIN_S", 3600.0)
+    second = next(sides)
+    second.store.wait_until_listed(PATIENCE_S)
+    first = next(sides)
+    names = names_of(first.computed(2))
+    first.store.settle(PATIENCE_S)
+    assert not second.store.has(names[0])
+    _, fetch = second.fetched(names)
+    eventually(lambda: fetch.is_done, bool)
+    assert fetch.num_filled == 2
 
 
 def test_memory_that_is_given_up_is_neither_read_nor_written(sides: Iterator[Side]) -> None:
