@@ -96,9 +96,3 @@ def test_a_limit_that_the_preset_has_set_is_called_that(given: dict[str, object]
     with pytest.raises(ValidationError) as refusal:
         SchedulerConfig.model_validate(given)
     assert message in str(refusal.value)
-
-
-def test_a_tier_and_a_step_log_exclude_each_other() -> None:
-    given = {"cache": {"tiers": [{"path": "/kv"}]}, "step_log": {"path": "/log"}}
-    with pytest.raises(ValidationError, match="leave one of them out"):
-        EngineConfig.model_validate(given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -169,15 +169,6 @@ class EngineConfig(Settings):
     def _has_no_removed_settings(cls, given: Any) -> Any:
         refuse_removed(given, within="models[].engine")
         return given
-
-    @model_validator(mode="after")
-    def _can_be_replayed(self) -> Self:
-        if self.cache.tiers and self.step_log.path is not None:
-            raise ValueError(
-                "step_log.path is set beside cache.tiers: what comes from a tier is not in the step log, so the run "
-                "could not be replayed; leave one of them out"
-            )
-        return self
 
     @property
     def of_draft_model(self) -> EngineConfig | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from hashlib import blake2b
 
 from app.engine.block_pool import Block, Prefix
+from app.engine.request import Request
 from app.engine.stats import StoreStats
 
 
@@ -18,7 +20,7 @@ def root_name(namespace: bytes, salt: str) -> bytes:
 
 def name_after(parent_name: bytes, token_ids: Several[int]) -> bytes:
     """What a prefix is called: by the name of the prefix before it, and the tokens of its last block. 20 bytes."""
-    return _digest(parent_name, array("I", token_ids).tobytes())
+    return _digest(parent_name, array("q", token_ids).tobytes())
 
 
 def name_of(prefix: Prefix, namespace: bytes) -> bytes:
@@ -45,10 +47,17 @@ class Fetch:
     """Blocks that a store fills, the first first. The engine's thread owns them until the fetch is done."""
 
     def __init__(
-        self, blocks: Several[Block], names: Several[bytes], token_ids: Several[Several[int]], tenant: str
+        self,
+        request: Request,
+        *,
+        before: Several[Block] = (),
+        blocks: Several[Block],
+        names: Several[bytes],
+        token_ids: Several[Several[int]],
     ) -> None:
-        """names, token_ids: of each block. tenant: that wants them."""
-        self.tenant = tenant
+        """request: that wants them. before: the blocks of the tokens before. names, token_ids: of each block."""
+        self.request = request
+        self.before = before
         self.blocks = blocks
         self.names = names
         self.token_ids = token_ids
@@ -66,8 +75,8 @@ class BlockStore(ABC):
     namespace: bytes  # of the KV memory that blocks are of: its bytes mean the same in every process with this one
 
     @abstractmethod
-    def has(self, name: bytes) -> bool:
-        """Whether it has this block, as far as is known at once."""
+    def lookup(self, names: Iterable[bytes], request: Request) -> int:
+        """How many of the first of these blocks it probably has, as far as is known at once."""
 
     @abstractmethod
     def expected_s(self, num_blocks: int) -> float:

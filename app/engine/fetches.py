@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
@@ -22,9 +23,9 @@ class _Expected:
     """A fetch under way. `sequence` waits for it; None: it has ended, or computes instead."""
 
     sequence: Sequence | None
+    arrival: int  # the sequence's
     parent: Prefix | str  # of its first block
-    cached: list[Block]  # the blocks before, which it owns meanwhile
-    fetch: Fetch
+    fetch: Fetch  # the blocks before its own are owned meanwhile, too
     gives_up_at: float
     is_void: bool = False  # the memory that it fills is given up
 
@@ -40,6 +41,8 @@ class PrefixFetches:
         self._pool = pool
         self.store = store
         self._expected: list[_Expected] = []
+        self._begun: list[tuple[int, int]] = []  # since `take_notes`: arrival, number of blocks
+        self._done: list[tuple[int, int]] = []
         self.num_tokens = 0  # that were fetched, since the start
         self.num_given_up = 0  # fetches that took too long, since the start
         if store is not None:
@@ -81,32 +84,33 @@ class PrefixFetches:
         if not names or store.expected_s(len(names)) >= compute_s:
             return False
         self._pool.share(cached)
-        fetch = Fetch(self._pool.allocate(len(names)), names, token_ids, sequence.request.tenant)
+        blocks = self._pool.allocate(len(names))
+        fetch = Fetch(sequence.request, before=cached, blocks=blocks, names=names, token_ids=token_ids)
         patience_s = max(compute_s, MIN_PATIENCE_S) if tokens_per_s else FIRST_PATIENCE_S
-        self._expected.append(_Expected(sequence, parent, cached, fetch, now + patience_s))
+        self._expected.append(_Expected(sequence, sequence.arrival, parent, fetch, now + patience_s))
         sequence.status = SequenceStatus.FETCHING
+        self._begun.append((sequence.arrival, len(blocks)))
         store.begin(fetch)
         return True
 
     def _stored_after(
         self, parent: Prefix | str, sequence: Sequence, num_cached: int, store: BlockStore
     ) -> tuple[list[bytes], list[tuple[int, ...]]]:
-        """The names and tokens of the blocks after the cached ones that the store has, without the last token's.
-
-        Of a request that goes on from another replica, all: that one may have written them a moment ago.
-        """
+        """The names and tokens of the blocks after the cached ones that the store has, without the last token's."""
         size = self._pool.block_size
         name = root_name(store.namespace, parent) if isinstance(parent, str) else name_of(parent, store.namespace)
         names: list[bytes] = []
         token_ids: list[tuple[int, ...]] = []
-        for end in range((1 + num_cached) * size, sequence.num_tokens, size):
-            of_block = sequence.token_ids(end - size, end)
-            name = name_after(name, of_block)
-            if not (sequence.request.generated_token_ids or store.has(name)):
-                break
-            names.append(name)
-            token_ids.append(of_block)
-        return names, token_ids
+
+        def names_in_turn(name: bytes) -> Iterator[bytes]:
+            for end in range((1 + num_cached) * size, sequence.num_tokens, size):
+                token_ids.append(sequence.token_ids(end - size, end))
+                name = name_after(name, token_ids[-1])
+                names.append(name)
+                yield name
+
+        number = store.lookup(names_in_turn(name), sequence.request)
+        return names[:number], token_ids[:number]
 
     def collect(self, now: float) -> list[Sequence]:
         """The sequences whose fetch is done or takes too long: they go back to the queue."""
@@ -122,6 +126,14 @@ class PrefixFetches:
                 still.append(each)
         self._expected = still
         return back
+
+    def take_notes(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The fetches that began and those that are done since the last call: the sequence's arrival and the number of
+        blocks, of those done the filled ones."""
+        begun, done = self._begun, self._done
+        if begun or done:
+            self._begun, self._done = [], []
+        return begun, done
 
     def drop(self, sequence: Sequence) -> None:
         """The sequence has ended. Its blocks are free when the store does not fill them any more."""
@@ -154,6 +166,7 @@ class PrefixFetches:
         if not expected.is_void:
             num_filled = fetch.num_filled
             for block, token_ids in zip(fetch.blocks[:num_filled], fetch.token_ids, strict=False):
-                parent = self._pool.cache_full_block(block, token_ids, parent=parent, tenant=fetch.tenant)
+                parent = self._pool.cache_full_block(block, token_ids, parent=parent, tenant=fetch.request.tenant)
             self.num_tokens += num_filled * self._pool.block_size
-        self._pool.free([*expected.cached, *fetch.blocks])
+        self._pool.free([*fetch.before, *fetch.blocks])
+        self._done.append((expected.arrival, fetch.num_filled))

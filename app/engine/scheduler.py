@@ -281,8 +281,9 @@ class Scheduler:
         preempted, self._preempted = self._preempted, []
         num_waiting = len(self._waiting)
         self._decision = SchedulingDecision(
-            joined, preempted, wait_reason if num_waiting else None, num_waiting, self._pool.num_free
-        )
+            joined, preempted, wait_reason if num_waiting else None, num_waiting, self._pool.num_free,
+            *self.fetches.take_notes(),
+        )  # fmt: skip
 
     # -- running sequences
 

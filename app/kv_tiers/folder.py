@@ -76,7 +76,7 @@ class BlockFolder:
         """Write a block's file without its name: `keep` gives it that, `discard` deletes it. Raises OSError."""
         folder = self._folder_of(tenant)
         hidden = folder / f".{os.getpid()}"
-        tokens = array("I", token_ids).tobytes()
+        tokens = array("q", token_ids).tobytes()
         header = _header(tokens, content)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
@@ -118,7 +118,7 @@ class BlockFolder:
         tenant: whose it is, if it is not known yet.
         """
         path = os.path.join(self._folders.get(name) or self._folder_of(tenant), name.hex())
-        tokens = array("I", token_ids).tobytes()
+        tokens = array("q", token_ids).tobytes()
         header = bytearray(HEADER.size + len(tokens))
         try:
             descriptor = os.open(path, os.O_RDONLY)

@@ -7,7 +7,8 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from math import inf
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from app.config import GIB, TierConfig
 from app.disk import STORAGE_PAUSE_S, may_pass
 from app.engine.block_pool import Block, Prefix
 from app.engine.block_store import BlockStore, Fetch, name_of
+from app.engine.request import Request
 from app.engine.stats import StoreStats
 from app.errors import InvalidSetup, traceback_of
 from app.kv_tiers.folder import BlockFolder
@@ -51,8 +53,10 @@ class FolderStore(BlockStore):
         self._thread = threading.Thread(target=self._run, name="kv-tier", daemon=True)
         self._thread.start()
 
-    def has(self, name: bytes) -> bool:
-        return self._folder.has(name)
+    def lookup(self, names: Iterable[bytes], request: Request) -> int:
+        """Of a request that goes on from another replica all: that one may have written them a moment ago."""
+        has = self._folder.has
+        return sum(1 for _ in takewhile(lambda name: request.generated_token_ids or has(name), names))
 
     def expected_s(self, num_blocks: int) -> float:
         return self._block_s * (self._num_to_fetch + num_blocks)
@@ -120,10 +124,11 @@ class FolderStore(BlockStore):
 
     def _fetch(self, fetch: Fetch) -> None:
         try:
+            tenant = fetch.request.tenant
             for block, name, token_ids in zip(fetch.blocks, fetch.names, fetch.token_ids, strict=True):
                 began_at = time.perf_counter()
                 parts = self._parts(block.block_id)
-                if not (fetch.is_wanted and parts and self._folder.read(name, fetch.tenant, token_ids, self._buffer)):
+                if not (fetch.is_wanted and parts and self._folder.read(name, tenant, token_ids, self._buffer)):
                     break
                 for at, part in parts:
                     part[:] = self._buffer[at : at + len(part)]

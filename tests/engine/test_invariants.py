@@ -256,7 +256,7 @@ class EngineMachine(RuleBasedStateMachine):
         for sequence in scheduler._running:
             assert [block.block_id for block in sequence.blocks] == sequence.block_ids
             assert len(set(sequence.block_ids)) == len(sequence.block_ids)
-        fetching = [(*each.cached, *each.fetch.blocks) for each in scheduler.fetches._expected]
+        fetching = [(*each.fetch.before, *each.fetch.blocks) for each in scheduler.fetches._expected]
         holders = [*(sequence.blocks for sequence in scheduler._running), *fetching]
         owned = {block.block_id: block.num_owners for blocks in holders for block in blocks}
         assert pool.num_free + len(owned) == pool.num_blocks

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from abc import abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -153,8 +154,10 @@ class SlotStore(BlockStore):
         self._runner = runner
         self.num_fetched = 0
 
-    def has(self, name: bytes) -> bool:
-        return name in self.blocks
+    def lookup(self, names: Iterable[bytes], request: Request) -> int:
+        return sum(
+            1 for _ in itertools.takewhile(lambda name: request.generated_token_ids or name in self.blocks, names)
+        )
 
     def expected_s(self, num_blocks: int) -> float:
         return 0.0

@@ -56,7 +56,8 @@ class Side:
         return blocks
 
     def fetched(self, names: list[bytes]) -> tuple[list[Block], Fetch]:
-        fetch = Fetch(self.pool.allocate(len(names)), names, [(place,) * SIZE for place in range(len(names))], "")
+        token_ids = [(place,) * SIZE for place in range(len(names))]
+        fetch = Fetch(make_request(), blocks=self.pool.allocate(len(names)), names=names, token_ids=token_ids)
         self.store.begin(fetch)
         return list(fetch.blocks), fetch
 
@@ -83,9 +84,9 @@ def test_freed_prefixes_are_kept_and_fetched_by_another_process(sides: Iterator[
     first = next(sides)
     names = names_of(first.computed(3))
     first.store.settle(PATIENCE_S)
-    assert [first.store.has(name) for name in names] == [True] * 3
+    assert first.store.lookup(names, make_request()) == 3
     second = next(sides)
-    eventually(lambda: second.store.has(names[0]), bool)
+    eventually(lambda: second.store.lookup(names, make_request()), bool)
     blocks, fetch = second.fetched(names)
     eventually(lambda: fetch.is_done, bool)
     assert fetch.num_filled == 3
@@ -115,7 +116,7 @@ def test_a_block_that_is_handed_out_while_it_is_written_is_not_kept(
     names = names_of(side.computed(1))
     assert wrote.wait(PATIENCE_S)
     side.store.settle(PATIENCE_S)
-    assert not side.store.has(names[0])
+    assert not side.store.lookup(names, make_request())
 
 
 def test_a_fetch_ends_at_the_first_block_that_is_not_there(sides: Iterator[Side], tmp_path: Path) -> None:
@@ -137,7 +138,7 @@ def test_what_another_process_has_just_written_is_fetched_though_it_is_not_known
     first = next(sides)
     names = names_of(first.computed(2))
     first.store.settle(PATIENCE_S)
-    assert not second.store.has(names[0])
+    assert not second.store.lookup(names, make_request())
     _, fetch = second.fetched(names)
     eventually(lambda: fetch.is_done, bool)
     assert fetch.num_filled == 2
