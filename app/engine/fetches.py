@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from math import inf
 
@@ -127,13 +128,13 @@ class PrefixFetches:
         self._expected = still
         return back
 
-    def take_notes(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def take_notes(self) -> tuple[Several[tuple[int, int]], Several[tuple[int, int]]]:
         """The fetches that began and those that are done since the last call: the sequence's arrival and the number of
         blocks, of those done the filled ones."""
-        begun, done = self._begun, self._done
-        if begun or done:
-            self._begun, self._done = [], []
-        return begun, done
+        notes = tuple(self._begun), tuple(self._done)
+        self._begun.clear()
+        self._done.clear()
+        return notes
 
     def drop(self, sequence: Sequence) -> None:
         """The sequence has ended. Its blocks are free when the store does not fill them any more."""
