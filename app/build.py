@@ -33,6 +33,7 @@ from app.disk import cache_folder
 from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
 from app.engine.block_pool import BlockPool, NoBlocks
+from app.engine.block_store import BlockStore
 from app.engine.device_lease import DeviceLease
 from app.engine.engine import Engine
 from app.engine.matcher import Matchers
@@ -46,6 +47,7 @@ from app.engine.speculation.draft_model import ModelDrafter
 from app.engine.speculation.drafter import Drafter, LookupDrafter
 from app.engine.trace.step_log import recorder_of
 from app.errors import InvalidSetup
+from app.kv_tiers.folder_store import open_tier
 from app.model.location import resolve_model_path
 
 if TYPE_CHECKING:
@@ -166,6 +168,7 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig) -> Engine:
     sentences = sentence_settings(config.model, location)
     runner = _runner_of(config, loaded, replicas)
     facts = replace(loaded.model.facts, pooling=sentences.pooling)
+    store = _store_of(config, loaded, runner)
     return assemble(
         config.scheduler,
         config.cache,
@@ -181,6 +184,22 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig) -> Engine:
         ),
         # On a GPU the KV memory was sized by what such a step leaves of it.
         largest_step=config.scheduler if loaded.model.device.type == "cuda" else None,
+        store=store,
+    )
+
+
+def _store_of(config: EngineConfig, loaded: LoadedRunner, runner: ModelRunner) -> BlockStore | None:
+    """What keeps prefixes beside the KV memory by the settings; None where it cannot, with a line in the log."""
+    if not config.cache.tiers:
+        return None
+    if runner.kv_memory() is None:
+        logger.warning("prefixes are kept in the KV memory alone: cache.tiers needs a decoder on a CPU, in one process")
+        return None
+    return open_tier(
+        config.cache.tiers[0],
+        runner.kv_memory,
+        namespace=loaded.model.kv_namespace(config),
+        num_blocks=loaded.num_blocks,
     )
 
 
@@ -370,6 +389,7 @@ def assemble(
     recorder: StepObserver | None = None,
     adapters: AdapterStore | None = None,
     drafter: Drafter | None = None,
+    store: BlockStore | None = None,
     scheduler_class: type[Scheduler] = Scheduler,
     engine_class: type[Engine] | None = None,
 ) -> Engine:
@@ -389,6 +409,7 @@ def assemble(
         eos_token_ids=facts.eos_token_ids,
         takes_whole_prompts=not facts.generates,
         drafter=None if runner.launches else drafter,
+        store=store,
     )
     build: Callable[..., Engine] = engine_class or (OverlappedEngine if runner.launches else Engine)
     return build(

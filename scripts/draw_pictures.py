@@ -40,11 +40,12 @@ INK, PAPER, BLUE, GREEN, ORANGE, GREY = "#24292f", "#ffffff", "#dbeafe", "#dcfce
 
 # Where each package stands in the picture: its row from the top, its first column and how many columns it takes.
 PLACES: Mapping[str, tuple[int, int, int]] = {
-    "deployments": (0, 0, 5),
-    "jobs": (1, 0, 2), "build": (1, 3, 2),
-    "webhooks": (2, 0, 1), "api": (2, 1, 1), "fleet": (2, 2, 1), "grammar": (2, 3, 1), "model": (2, 4, 1),
+    "deployments": (0, 0, 6),
+    "jobs": (1, 0, 2), "build": (1, 3, 3),
+    "webhooks": (2, 0, 1), "api": (2, 1, 1), "fleet": (2, 2, 1), "kv_tiers": (2, 3, 1), "grammar": (2, 4, 1),
+    "model": (2, 5, 1),
     "text": (3, 0, 1), "metrics": (3, 1, 1),
-    "engine": (4, 0, 5),
+    "engine": (4, 0, 6),
 }  # fmt: skip
 COLOURS = {"deployments": ORANGE, "engine": GREEN, "model": GREEN, "grammar": GREEN, "build": GREEN}
 
@@ -128,7 +129,7 @@ def packages() -> Figure:
 
     An import that also follows from others has no arrow.
     """
-    figure, axes = _canvas(11, 7.2)
+    figure, axes = _canvas(13.2, 7.2)
     boxes = {name: _placed(*place, name) for name, place in PLACES.items()}
     imports = {name: [target for target in targets if target in boxes] for name, targets in imported().items()}
     for name, target in _direct({name: targets for name, targets in imports.items() if name in boxes}):
@@ -198,6 +199,7 @@ ABOUT: Mapping[str, str] = {
     "grammar": "masks for\nstructured output",
     "model": "torch: forward pass,\nsampling, CPU, CUDA",
     "text": "tokenizers, stop\nstrings, tool calls",
+    "kv_tiers": "KV blocks in\na folder",
     "metrics": "Prometheus text",
     "webhooks": "signed messages",
     "engine": "scheduler, strategies, policies, KV blocks: no torch",

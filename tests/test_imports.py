@@ -77,7 +77,10 @@ ALLOWED = {
     "app.fleet.autoscaling": {"app.config"},
     "app.build": {
         "app.child_process", "app.config", "app.cores", "app.disk", "app.errors", "app.engine",
-        "app.grammar", "app.model", "torch",
+        "app.grammar", "app.kv_tiers", "app.model", "torch",
+    },
+    "app.kv_tiers": {
+        "app.config", "app.disk", "app.errors", "app.engine.block_pool", "app.engine.block_store", "app.engine.stats",
     },
     "app.rank": {"app.child_process", "app.config", "app.errors", "app.model", "torch"},
     "deployments": {

@@ -16,6 +16,7 @@ from app.config.engine import (
     ModelConfig,
     SpeculationConfig,
     StepLogConfig,
+    TierConfig,
 )
 from app.config.mistakes import mistakes_of, shown
 from app.config.models import ServedModelConfig
@@ -106,6 +107,7 @@ __all__ = [
     "Strategy",
     "StrategyConfig",
     "TargetsConfig",
+    "TierConfig",
     "WebhooksConfig",
     "branches_of",
     "branches_within",

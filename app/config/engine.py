@@ -88,6 +88,15 @@ class ModelConfig(Settings):
         return "the decoder for CUDA" if self.quantization == "fp8" else "the native decoder on a CPU"
 
 
+class TierConfig(Settings):
+    """Where blocks of KV are kept beside the KV memory: prefixes are read from there, where that is quicker."""
+
+    path: str = Field(
+        min_length=1, description="folder for the blocks; replicas of a machine share it. It holds what prompts hold"
+    )
+    max_gib: float = Field(1.0, gt=0, description="GiB of all files in it; the longest unused are deleted")
+
+
 class CacheConfig(Settings):
     """The paged KV memory of one replica."""
 
@@ -102,6 +111,9 @@ class CacheConfig(Settings):
         "compute capability 8.9 or more",
     )
     num_blocks: int | None = Field(None, ge=1, description="exact number of blocks, instead of the memory settings")
+    tiers: tuple[TierConfig, ...] = Field(
+        (), max_length=1, description="where prefixes are kept that leave the KV memory; default: nowhere. On CPUs"
+    )
 
 
 class StepLogConfig(Settings):

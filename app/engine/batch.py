@@ -95,6 +95,10 @@ class SchedulingDecision(NamedTuple):
     wait_reason: WaitReason | None = None  # why the first waiting sequence waits; None when none waits
     num_waiting: int = 0  # when this step was scheduled, as the next
     num_free_blocks: int = 0
+    # Fetches from a store that began with this step, and those that were done before it: the sequence's arrival, and
+    # how many blocks; of those done the filled ones.
+    fetching: Several[tuple[int, int]] = ()
+    fetched: Several[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True)

@@ -8,22 +8,37 @@ show one request the KV of another.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
 
-# A prefix is known by the prefix before it (the caller's salt at the root) and the tokens of its last block.
-PrefixKey = tuple[int | str, tuple[int, ...]]
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """Full blocks of tokens from the start of a sequence: the prefix before it, or the caller's salt at the root, and
+    the tokens of its last block.
+
+    Each is another one, also where another had equal tokens before: a block that still has its prefix has not been
+    handed out since.
+    """
+
+    parent: Prefix | str
+    token_ids: tuple[int, ...]
+    tenant: str = ""  # for which it was computed first
+    name: bytes = b""  # what other processes call it; made when it is first asked for, see `block_store`
+
+    @property
+    def key(self) -> tuple[Prefix | str, tuple[int, ...]]:
+        """What it is found by."""
+        return self.parent, self.token_ids
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A fixed number of token slots. `prefix_id` and `prefix_key` are set while its content can be found and shared."""
+    """A fixed number of token slots. `prefix` is set while its content can be found and shared."""
 
     block_id: int
     num_owners: int = 0
-    prefix_id: int | None = None
-    prefix_key: PrefixKey | None = None
+    prefix: Prefix | None = None
 
 
 class BlockPool:
@@ -40,8 +55,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._blank = [Block(block_id) for block_id in reversed(range(num_blocks))]  # free, nothing to share
         self._evictable: OrderedDict[int, Block] = OrderedDict()  # free, by block id, content still shareable
-        self._cached: dict[PrefixKey, Block] = {}
-        self._next_prefix_id = count()
+        self._cached: dict[tuple[Prefix | str, tuple[int, ...]], Block] = {}
+        self.note_findable: Callable[[Block], None] | None = None  # called with each block that becomes findable
 
     @property
     def num_free(self) -> int:
@@ -71,17 +86,17 @@ class BlockPool:
         Changes nothing: `share` the result to own it.
         """
         found = list(known)
-        parent: int | str = salt
-        if known and known[-1].prefix_id is not None:
-            parent = known[-1].prefix_id
+        parent: Prefix | str = salt
+        if known and known[-1].prefix is not None:
+            parent = known[-1].prefix
         # Keep one token uncomputed: a full prefix hit would leave no logits to sample from.
         for end in range((1 + len(known)) * self.block_size, len(token_ids), self.block_size):
             block = self._cached.get((parent, tuple(token_ids[end - self.block_size : end])))
             if block is None:
                 break
-            assert block.prefix_id is not None, "a cached block has a prefix id"
+            assert block.prefix is not None, "a cached block has a prefix"
             found.append(block)
-            parent = block.prefix_id
+            parent = block.prefix
         return found
 
     def num_free_among(self, blocks: Iterable[Block]) -> int:
@@ -95,18 +110,22 @@ class BlockPool:
                 del self._evictable[block.block_id]
             block.num_owners += 1
 
-    def cache_full_block(self, block: Block, token_ids: Sequence[int], *, parent: int | str) -> int:
-        """Make a full, computed block findable; returns the id of its prefix, the `parent` of the next block.
+    def cache_full_block(
+        self, block: Block, token_ids: Sequence[int], *, parent: Prefix | str, tenant: str = ""
+    ) -> Prefix:
+        """Make a full, computed block findable; returns its prefix, the `parent` of the next block.
 
         If another block holds the same prefix already, that one stays the findable one.
         """
         assert len(token_ids) == self.block_size, "only full blocks are published"
-        key: PrefixKey = (parent, tuple(token_ids))
+        key = (parent, tuple(token_ids))
         holder = self._cached.setdefault(key, block)
         if holder is block:
-            block.prefix_id, block.prefix_key = next(self._next_prefix_id), key
-        assert holder.prefix_id is not None, "a cached block has a prefix id"
-        return holder.prefix_id
+            block.prefix = Prefix(*key, tenant)
+            if self.note_findable is not None:
+                self.note_findable(block)
+        assert holder.prefix is not None, "a cached block has a prefix"
+        return holder.prefix
 
     def free(self, blocks: Sequence[Block]) -> None:
         """Give up one ownership of each block, given in token order."""
@@ -116,15 +135,15 @@ class BlockPool:
             block.num_owners -= 1
             if block.num_owners:
                 continue
-            if block.prefix_key is None:
+            if block.prefix is None:
                 self._blank.append(block)
-            else:
-                self._evictable[block.block_id] = block
+                continue
+            self._evictable[block.block_id] = block
 
     def clear_cache(self) -> None:
         """Forget every shared prefix. Blocks in use stay with their owners."""
         for block in self._cached.values():
-            block.prefix_id = block.prefix_key = None
+            block.prefix = None
         self._cached.clear()
         self._blank.extend(self._evictable.values())
         self._evictable.clear()
@@ -134,9 +153,9 @@ class BlockPool:
             block = self._blank.pop()
         else:
             _, block = self._evictable.popitem(last=False)
-            assert block.prefix_key is not None, "an evictable block is findable"
-            del self._cached[block.prefix_key]
-            block.prefix_id = block.prefix_key = None
+            assert block.prefix is not None, "an evictable block is findable"
+            del self._cached[block.prefix.key]
+            block.prefix = None
         block.num_owners = 1
         return block
 

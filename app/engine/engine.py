@@ -284,8 +284,7 @@ class Engine:
         """
         assert not self._is_asleep, "it is asleep"
         self._is_asleep = True
-        self._scheduler.preempt_all()
-        self._scheduler.clear_prefix_cache()
+        self._scheduler.give_up_memory()
         for observer in self._observers:
             observer.slept()
         if self.adapters is not None:
@@ -312,6 +311,9 @@ class Engine:
         """Let the recorder write what it has, end the runner's processes. The engine must not be used afterwards."""
         for observer in self._observers:
             observer.close()
+        store = self._scheduler.fetches.store
+        if store is not None:
+            store.close()
         self.runner.close()
 
     def check_health(self) -> None:
@@ -352,6 +354,7 @@ class Engine:
             num_padding_tokens=self.runner.num_padding_tokens,
             tuning=self.tuning,
             adapters=None if self.adapters is None else self.adapters.stats(),
+            store=scheduler.fetches.stats(),
         )
 
     def _new_tuner(self) -> Tuner | None:

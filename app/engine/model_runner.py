@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from collections.abc import Sequence as Several
 from pathlib import Path
 from typing import Protocol
 
@@ -59,6 +60,13 @@ class ModelRunner(ABC):
 
     def unload_adapter(self, adapter: object) -> None:
         """No step that is run or launched from now on has it; one that is launched already may. Any thread may call."""
+
+    def kv_memory(self) -> Several[memoryview] | None:
+        """The bytes of each tensor of its KV memory, in which all blocks have the same number, one after the other.
+
+        None: it has none that the host may read and write, or it sleeps. Any thread may call.
+        """
+        return None
 
     def sleep(self) -> None:
         """Give up the memory of weights and KV. No step follows before `wake`."""

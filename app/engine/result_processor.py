@@ -49,7 +49,7 @@ class ResultProcessor:
             if is_current:
                 if not is_ahead:
                     sequence.num_computed_tokens = end
-                if end >= (len(sequence.prefix_ids) + 1) * block_size:
+                if end >= (len(sequence.prefixes) + 1) * block_size:
                     self.cache_full_blocks(sequence, end)
                 if has_pooling:
                     _pool(sequence, result)
@@ -79,10 +79,11 @@ class ResultProcessor:
     def cache_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Let others share the blocks that are full with so many computed tokens."""
         size = self._pool.block_size
-        for index in range(len(sequence.prefix_ids), num_computed_tokens // size):
-            parent = sequence.prefix_ids[-1] if sequence.prefix_ids else sequence.request.prefix_salt
+        for index in range(len(sequence.prefixes), num_computed_tokens // size):
+            parent = sequence.prefixes[-1] if sequence.prefixes else sequence.request.prefix_salt
             content = sequence.token_ids(index * size, (index + 1) * size)
-            sequence.prefix_ids.append(self._pool.cache_full_block(sequence.blocks[index], content, parent=parent))
+            block, tenant = sequence.blocks[index], sequence.request.tenant
+            sequence.prefixes.append(self._pool.cache_full_block(block, content, parent=parent, tenant=tenant))
 
     def _drawn(
         self, sequence: Sequence, token_ids: tuple[int, ...], num_generated: int, logprobs: tuple[TokenLogprobs, ...]

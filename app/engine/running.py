@@ -8,7 +8,7 @@ from collections.abc import Sequence as Several
 from operator import attrgetter
 from typing import NamedTuple
 
-from app.engine.block_pool import Block, BlockPool
+from app.engine.block_pool import Block, BlockPool, Prefix
 from app.engine.policies import OrderKey
 from app.engine.request import Pooling
 from app.engine.sequence import Sequence, SequenceStatus
@@ -17,15 +17,15 @@ _order_key = attrgetter("order_key")
 
 
 class _Match(NamedTuple):
-    """The cached blocks of a sequence's prefix. Ids of prefixes are never used again, so they say whether it holds."""
+    """The cached blocks of a sequence's prefix. It holds while each has the prefix that it had."""
 
     sequence: Sequence
     blocks: list[Block]
-    prefix_ids: list[int | None]
+    prefixes: list[Prefix | None]
 
 
-def _has_prefix(block: Block, prefix_id: int | None) -> bool:
-    return block.prefix_id == prefix_id
+def _have_prefixes(blocks: Several[Block], prefixes: Several[Prefix | None]) -> bool:
+    return all(block.prefix is prefix for block, prefix in zip(blocks, prefixes, strict=True))
 
 
 class RunningSequences:
@@ -64,11 +64,11 @@ class RunningSequences:
         """The first waiting sequence asks in every step until it joins: what it found is kept, not hashed again."""
         known: Several[Block] = ()
         last = self._match
-        if last is not None and last.sequence is sequence and all(map(_has_prefix, last.blocks, last.prefix_ids)):
+        if last is not None and last.sequence is sequence and _have_prefixes(last.blocks, last.prefixes):
             known = last.blocks
         token_ids = sequence.token_ids(0, sequence.num_tokens)
         cached = self._pool.match(token_ids, salt=sequence.request.prefix_salt, known=known)
-        self._match = _Match(sequence, cached, [block.prefix_id for block in cached])
+        self._match = _Match(sequence, cached, [block.prefix for block in cached])
         return cached
 
     def share(self, sequence: Sequence, cached: list[Block]) -> None:
@@ -77,7 +77,7 @@ class RunningSequences:
         sequence.status = SequenceStatus.RUNNING
         self._pool.share(cached)
         sequence.extend_blocks(cached)
-        sequence.prefix_ids = [block.prefix_id for block in cached if block.prefix_id is not None]
+        sequence.prefixes = [block.prefix for block in cached if block.prefix is not None]
         sequence.num_computed_tokens = len(cached) * self._pool.block_size
 
     def add(self, sequence: Sequence) -> None:

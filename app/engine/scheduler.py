@@ -21,8 +21,10 @@ from app.engine.batch import (
     WaitReason,
     with_history,
 )
-from app.engine.block_pool import BlockPool
+from app.engine.block_pool import Block, BlockPool
+from app.engine.block_store import BlockStore
 from app.engine.deadlines import Deadlines, deadline_missed
+from app.engine.fetches import PrefixFetches
 from app.engine.matcher import Matcher
 from app.engine.policies import SchedulingPolicy, make_policy
 from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
@@ -60,10 +62,11 @@ class Scheduler:
         policy: SchedulingPolicy | None = None,
         takes_whole_prompts: bool = False,
         drafter: Drafter | None = None,
+        store: BlockStore | None = None,
     ) -> None:
         """`policy` is that of the config, unless another is given. Whole prompts are computed in one step each.
 
-        Without a drafter nothing is speculated.
+        Without a drafter nothing is speculated, without a store no blocks are kept beside the pool's.
         """
         self._config = config
         self._limits = StepLimits.of(config)
@@ -78,6 +81,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}  # waiting and running, by request id
         self._waiting = WaitingQueue(self._policy.new_queue, self._strategy.bucket_of)
         self._running = RunningSequences(pool)
+        self.fetches = PrefixFetches(pool, store)
         self._preempted: list[Sequence] = []  # since the last step was scheduled
         self._ended: list[TokenDelta] = []  # of sequences that ended without a step, until `update` returns them
         # By the median: half of the refusals by a higher one would be of requests that would have met their deadlines.
@@ -106,7 +110,7 @@ class Scheduler:
         """When `schedule` has something to do if no request arrives: at once if not after `now`; None: never."""
         if len(self._running) or self._ended:
             return now
-        times = (self._strategy.opens_at(self._view(now)), self._deadlines.next_at)
+        times = (self._strategy.opens_at(self._view(now)), self._deadlines.next_at, self.fetches.due_at(now))
         return min((at for at in times if at is not None), default=None)
 
     def expires_at(self, now: float) -> float | None:
@@ -209,6 +213,8 @@ class Scheduler:
         was_waiting = sequence.status is SequenceStatus.WAITING
         if sequence.is_running:
             self._running.remove(sequence)
+        if sequence.status is SequenceStatus.FETCHING:
+            self.fetches.drop(sequence)
         sequence.status = SequenceStatus.FINISHED
         if was_waiting:
             self._waiting.note_finished(sequence)
@@ -229,6 +235,7 @@ class Scheduler:
         if not len(self._running):
             self._goes_on_since = None
         self._finish_overdue(now)
+        self._wait_again(self.fetches.collect(now))
         for sequence in self._to_preempt_for_waiting():
             self._preempt(sequence)
         plan = self._strategy.plan(self._view(now))
@@ -236,7 +243,7 @@ class Scheduler:
         self._schedule_running(builder, plan.taking_part(self._running.in_order, is_ahead=is_ahead))
         num_running = len(builder.sequences)
         # After a preemption for blocks memory is short: a sequence that joined now would be preempted next.
-        wait_reason = WaitReason.BLOCKS if builder.has_preempted else self._admit(builder, plan)
+        wait_reason = WaitReason.BLOCKS if builder.has_preempted else self._admit(builder, plan, now)
         joined = builder.sequences[num_running:]
         if self.drafter is not None:
             add_drafts(builder, self.drafter, self._running, is_short=wait_reason is WaitReason.BLOCKS)
@@ -246,7 +253,7 @@ class Scheduler:
     def _view(self, now: float) -> SchedulerView:
         return SchedulerView(
             now=now,
-            max_running=self._limits.max_running,
+            max_running=self._limits.max_running - len(self.fetches),  # they have slots as soon as they come back
             max_step_tokens=self._limits.max_step_tokens,
             running=self._running.in_order,
             waiting=self._waiting,
@@ -274,8 +281,9 @@ class Scheduler:
         preempted, self._preempted = self._preempted, []
         num_waiting = len(self._waiting)
         self._decision = SchedulingDecision(
-            joined, preempted, wait_reason if num_waiting else None, num_waiting, self._pool.num_free
-        )
+            joined, preempted, wait_reason if num_waiting else None, num_waiting, self._pool.num_free,
+            *self.fetches.take_notes(),
+        )  # fmt: skip
 
     # -- running sequences
 
@@ -312,19 +320,31 @@ class Scheduler:
         self._running.remove(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1
+        sequence.has_fetched = False
         self._totals.preemptions += 1
         self._preempted.append(sequence)
         self._strategy.preempted(sequence)
         self._waiting.push(sequence)
 
-    def preempt_all(self) -> None:
-        """Let every running sequence wait and compute again."""
+    def give_up_memory(self) -> None:
+        """Let every running sequence wait and compute again, and forget every shared prefix."""
         while len(self._running):
             self._preempt(self._running.last)
+        self._wait_again(self.fetches.give_up())
+        if self.fetches.store is not None:
+            settling_s = 5.0  # a local folder takes half a second for 256 MiB
+            self.fetches.store.settle(settling_s)
+        self.clear_prefix_cache()
+
+    def _wait_again(self, fetched: Iterable[Sequence]) -> None:
+        """Sequences that waited for blocks of a store: each gets its old place."""
+        for sequence in fetched:
+            sequence.order_key = self._policy.order_key(sequence)
+            self._waiting.push(sequence)
 
     # -- waiting sequences
 
-    def _admit(self, builder: BatchBuilder, plan: StepPlan) -> WaitReason:
+    def _admit(self, builder: BatchBuilder, plan: StepPlan, now: float) -> WaitReason:
         """Add as many waiting sequences as may join, in order; returns why the next one does not join.
 
         No sequence overtakes the first in order, which waits until all of its known tokens find room.
@@ -340,18 +360,25 @@ class Scheduler:
                 return WaitReason.RESULT
             if sequence.is_scoring and not builder.has_room_for_scores:
                 return WaitReason.BUDGET
-            if not self._try_join(sequence, bucket):
+            cached, num_blocks = self._running.blocks_to_join(sequence)
+            if not self._pool.can_allocate(num_blocks):
                 return WaitReason.BLOCKS
+            if self.fetches.begin(sequence, cached, now=now, tokens_per_s=self._prefill_tokens_per_s):
+                self._waiting.pop(bucket)
+                continue
+            self._join(sequence, cached, bucket)
             num_tokens = builder.chunk(sequence)
             self._running.extend(sequence, num_tokens)
             builder.add_prefill(sequence, num_tokens)
         return WaitReason.SLOTS if len(self._running) >= self._limits.max_running else WaitReason.STRATEGY
 
-    def _try_join(self, sequence: Sequence, bucket: int) -> bool:
-        """Start the first waiting sequence if all of its known tokens find room, using cached prefixes."""
-        cached, num_blocks = self._running.blocks_to_join(sequence)
-        if not self._pool.can_allocate(num_blocks):
-            return False
+    @property
+    def _prefill_tokens_per_s(self) -> float:
+        """0 while it is not known."""
+        return self._throughput.tokens_per_s_at(self._limits.prefill_chunk_tokens)
+
+    def _join(self, sequence: Sequence, cached: list[Block], bucket: int) -> None:
+        """Start the first waiting sequence after the cached blocks of its prefix; all of its tokens find room."""
         self._running.share(sequence, cached)
         self._waiting.pop(bucket)
         if sequence.num_preemptions == 0:
@@ -362,7 +389,6 @@ class Scheduler:
         self._running.add(sequence)
         self._policy.joined(sequence)
         self._strategy.joined(sequence)
-        return True
 
     def _to_preempt_for_waiting(self) -> list[Sequence]:
         """The running sequences to preempt for waiting ones: by the policy, and background for foreground requests."""
@@ -497,7 +523,7 @@ class Scheduler:
             settings=self._settings,
             batch_size=self._strategy.batch_size,
             num_running=len(self._running),
-            num_waiting=len(self._waiting),
+            num_waiting=len(self._waiting) + len(self.fetches),
             num_waiting_tokens=self._waiting.num_tokens,
             num_waiting_foreground_tokens=self._waiting.num_foreground_tokens,
             num_background=self._running.num_background + len(self._waiting) - self._waiting.num_foreground,

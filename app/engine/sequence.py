@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from app.engine.adapter_store import HeldAdapter
-from app.engine.block_pool import Block
+from app.engine.block_pool import Block, Prefix
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import Matcher
 from app.engine.request import Request
@@ -15,6 +15,7 @@ from app.engine.speculation.prompt_lookup import SequenceDrafts
 
 class SequenceStatus(Enum):
     WAITING = auto()
+    FETCHING = auto()  # its prefix is on its way from a store
     RUNNING = auto()
     FINISHED = auto()
 
@@ -51,9 +52,10 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it first joined
     num_preemptions: int = 0
+    has_fetched: bool = False  # since it was last preempted, see `PrefixFetches`
     blocks: list[Block] = field(default_factory=list)  # in token order
     block_ids: list[int] = field(default_factory=list)  # their ids; replaced, never shortened, so batches may keep it
-    prefix_ids: list[int] = field(default_factory=list)  # of its full, computed blocks
+    prefixes: list[Prefix] = field(default_factory=list)  # of its full, computed blocks
     adjustments: LogitAdjustments | None = None  # while it runs and has penalties or biases; see `current_adjustments`
     pooled: list[float] | None = None  # of the computed tokens: the hidden states that its embedding is made of
     drafts: SequenceDrafts | None = None  # while it runs and has been drafted for by lookup
@@ -112,7 +114,7 @@ class Sequence:
     @property
     def has_started(self) -> bool:
         """Whether any step has computed tokens of it, or the next will."""
-        return self.status is not SequenceStatus.WAITING or self.num_preemptions > 0
+        return self.status in (SequenceStatus.RUNNING, SequenceStatus.FINISHED) or self.num_preemptions > 0
 
     @property
     def has_unknown_token(self) -> bool:
@@ -161,7 +163,7 @@ class Sequence:
         The adjustments and drafts go, too, so that only running sequences hold memory for them.
         """
         blocks = self.blocks
-        self.blocks, self.block_ids, self.prefix_ids = [], [], []
+        self.blocks, self.block_ids, self.prefixes = [], [], []
         self.num_computed_tokens = self.num_draft_computed_tokens = 0
         self.pooled = None
         self.adjustments = self.drafts = None

@@ -86,6 +86,21 @@ class SleepStats(NamedTuple):
 AWAKE = SleepStats()  # of an engine that never sleeps
 
 
+class StoreStats(NamedTuple):
+    """What a store of KV blocks (`block_store.py`) has done since its start."""
+
+    num_fetched_tokens: int = 0  # that were not computed, as their blocks were fetched
+    num_given_up: int = 0  # fetches that took longer than computing would have
+    num_read: int = 0  # blocks
+    num_written: int = 0
+    block_bytes: int = 0  # of each
+
+    @property
+    def bytes_moved(self) -> dict[str, int]:
+        """By direction."""
+        return {"read": self.num_read * self.block_bytes, "written": self.num_written * self.block_bytes}
+
+
 @dataclass(slots=True)
 class Totals:
     """Counters that only grow; `EngineStats` says what each means."""
@@ -120,6 +135,7 @@ class EngineMeasurements:
     tuning: Tuning | None = None  # what the tuner does; None without targets
     adapters: AdapterStats | None = None  # None where the model runner computes with none
     sleep: SleepStats | None = None  # None where the engine never sleeps
+    store: StoreStats | None = None  # None where no blocks are kept beside the KV memory
 
 
 class MeasurementCollector(StepObserver):
@@ -187,6 +203,7 @@ class MeasurementCollector(StepObserver):
         num_padding_tokens: int,
         tuning: Tuning | None,
         adapters: AdapterStats | None,
+        store: StoreStats | None,
     ) -> EngineMeasurements:
         """The distributions now, with what others know. Any thread may call: each value is counted as a whole."""
         return EngineMeasurements(
@@ -201,4 +218,5 @@ class MeasurementCollector(StepObserver):
             num_padding_tokens=num_padding_tokens,
             tuning=tuning,
             adapters=adapters,
+            store=store,
         )

@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from app.engine.stats import SleepState, SleepStats
+from app.engine.stats import SleepState, SleepStats, StoreStats
 from app.engine.tuner import Tuning
 from app.metrics.event_loop import LoopSnapshot
 from app.metrics.families import Family, metrics_of
@@ -55,6 +55,7 @@ def exposition(scrape: Scrape) -> bytes:
     tuned = [(labels, tuning) for labels, each in replicas if (tuning := each.measurements.tuning)]
     sleeping = [(labels, sleep) for labels, each in replicas if (sleep := each.measurements.sleep)]
     adapters = [(labels, stats) for labels, each in replicas if (stats := each.measurements.adapters)]
+    stores = [(labels, store) for labels, each in replicas if (store := each.measurements.store)]
     loops = list(scrape.loops.items())
     loops += [(("replica", each.replica_id), each.loop) for _, each in replicas if each.loop is not None]
     families = [
@@ -64,6 +65,7 @@ def exposition(scrape: Scrape) -> bytes:
         *metrics_of(_SERVICE, (), [((), scrape)]),
         *metrics_of(_REPLICAS, _REPLICA, replicas),
         *metrics_of(_ADAPTERS, _REPLICA, adapters),
+        *metrics_of(_STORES, _REPLICA, stores),
         *metrics_of(_TUNING, _REPLICA, tuned),
         *metrics_of(_SLEEP, _REPLICA, sleeping),
         *metrics_of(_LOOPS, ("process", "id"), loops),
@@ -185,6 +187,15 @@ _ADAPTERS: Sequence[Family[Any]] = (
     Family("counter", "carousel_adapter_loads",
         "LoRA adapters read, the same ones again after they had made room for others too.",
         lambda adapters: adapters.num_loads),
+)  # fmt: skip
+# Of the replicas that keep blocks beside their KV memory.
+_STORES: Sequence[Family[StoreStats]] = (
+    Family("counter", "carousel_tier_tokens", "Tokens that were not computed, as their blocks were read from the tier.",
+        lambda store: store.num_fetched_tokens),
+    Family("counter", "carousel_tier_bytes", "Bytes of KV blocks that went to the tier and came from it.",
+        lambda store: store.bytes_moved, ("direction",)),
+    Family("counter", "carousel_tier_given_up", "Reads that took longer than computing would have.",
+        lambda store: store.num_given_up),
 )  # fmt: skip
 # Of the replicas that have targets.
 _TUNING: Sequence[Family[Tuning]] = (

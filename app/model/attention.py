@@ -105,6 +105,7 @@ class PagedAttention(Protocol):
     """KV memory and the code that attends over it: one of several backends, chosen when an engine is built."""
 
     block_size: int
+    kv_tensors: list[torch.Tensor]  # all KV memory; the first dimension is that of the blocks
 
     def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:
         """The attention of the next forward pass, for all of its layers."""
@@ -116,6 +117,7 @@ class TorchAttention:
 
     def __init__(self, cache: KVCache, device: torch.device) -> None:
         self.block_size = cache.block_size
+        self.kv_tensors = cache.tensors
         self._cache = cache
         self._device = device
 

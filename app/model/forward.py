@@ -42,6 +42,7 @@ class ForwardPass(Protocol):
     """A model together with its KV memory."""
 
     block_size: int
+    kv_tensors: list[torch.Tensor]  # all KV memory; the first dimension is that of the blocks
 
     @property
     def adapting(self) -> Adapting: ...
@@ -77,6 +78,7 @@ class TransformersForward:
 
     def __init__(self, module: PreTrainedModel, attention: PagedAttention) -> None:
         self.block_size = attention.block_size
+        self.kv_tensors = attention.kv_tensors
         self.attention = attention
         self._module = module
         self._last_hidden = LastHiddenStates(module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from app.config import EngineConfig, SpeculationConfig
@@ -39,6 +39,10 @@ class ReloadingRunner(ModelRunner):
         weights = read_adapter(folder, self._adapting.sizes)
         make_room()
         return self._adapting.prepare(weights)
+
+    def kv_memory(self) -> Sequence[memoryview] | None:
+        runner = self._runner
+        return None if runner is None else runner.kv_memory()
 
     def sleep(self) -> None:
         """What the allocator keeps goes back to the system."""

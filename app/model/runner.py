@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -79,6 +79,7 @@ class TorchModelRunner(LeadingRunner):
         self.forward = forward
         self._device = device
         self._sampler = sampler or Sampler()
+        self._kv_memory: list[memoryview] | None = None  # until it is asked for
 
     @torch.inference_mode()
     def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> object:
@@ -86,6 +87,14 @@ class TorchModelRunner(LeadingRunner):
         weights = read_adapter(folder, adapting.sizes)
         make_room()
         return adapting.prepare(weights)
+
+    def kv_memory(self) -> Sequence[memoryview] | None:
+        if self._device.type != "cpu" or isinstance(self._ranks, Ranks):
+            return None
+        if self._kv_memory is None:
+            tensors = self.forward.kv_tensors
+            self._kv_memory = [each.flatten().view(torch.uint8).numpy().data for each in tensors]
+        return self._kv_memory
 
     @torch.inference_mode()
     def follow(self, batch: StepBatch) -> None:

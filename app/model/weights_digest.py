@@ -39,9 +39,7 @@ def weights_digest(location: str, revision: str | None = None) -> int:
 
     Takes milliseconds for files that have just been read. 0 where there are no such files.
     """
-    folder = Path(location)
-    if not folder.is_dir():
-        folder = _downloaded(location, revision)
+    folder = folder_of_weights(location, revision)
     digest = 0
     num_samples = 256  # of a file: training changes every large tensor of a model, and each has several of them
     sample_bytes = 16 * 1024
@@ -55,7 +53,10 @@ def weights_digest(location: str, revision: str | None = None) -> int:
     return digest
 
 
-def _downloaded(hub_id: str, revision: str | None) -> Path:
+def folder_of_weights(location: str, revision: str | None) -> Path:
+    """The folder, or where a hub id was downloaded to."""
+    if Path(location).is_dir():
+        return Path(location)
     from transformers.utils.hub import cached_file
 
-    return Path(str(cached_file(hub_id, "config.json", revision=revision, local_files_only=True))).parent
+    return Path(str(cached_file(location, "config.json", revision=revision, local_files_only=True))).parent

@@ -62,6 +62,11 @@ class ReenactingRunner(ModelRunner, Drafter):
                 raise RecordedFailure
         return StepResult(tokens) if self._model is None else self._model.run(batch)
 
+    def fill(self, item: ScheduledSequence) -> None:
+        """Have the model, where there is one, compute tokens after which none is drawn."""
+        if self._model is not None:
+            self._model.run(StepBatch((item,), (), num_scheduled_tokens=len(item.token_ids)))
+
     def _tokens_of(self, batch: StepBatch) -> list[int]:
         pairs = zip(batch.scheduled, batch.sequences, strict=True)
         sampled = [(item, sequence) for item, sequence in pairs if item.samples]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from itertools import islice
 
 from app.build import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.adapter_store import AdapterStore, HeldAdapter
+from app.engine.batch import ScheduledSequence
+from app.engine.block_pool import Block
+from app.engine.block_store import BlockStore, Fetch
 from app.engine.engine import StepError
 from app.engine.matcher import Matchers
 from app.engine.model_runner import ModelRunner
 from app.engine.request import ModelInfo, Request
+from app.engine.stats import StoreStats
 from app.engine.trace.entries import (
     NOTHING,
     Abort,
@@ -46,6 +52,47 @@ class RecordedClock:
         return self._last
 
 
+class RecordedStore(BlockStore):
+    """Has what a store had for each request, and gives it before the steps before which that came."""
+
+    namespace = b""
+
+    def __init__(self, compute: Callable[[Fetch], None]) -> None:
+        self._compute = compute
+        self._wanted: dict[str, int] = {}  # by request id, in the next step: how many blocks
+        self._under_way: dict[str, Fetch] = {}
+
+    def expect(self, record: StepRecord, request_ids: Mapping[int, str]) -> None:
+        """What comes next is this step."""
+        for number, num_filled in record.fetched:
+            fetch = self._under_way.pop(request_ids.get(number, ""), None)
+            if fetch is not None:
+                fetch.num_filled, fetch.is_done = num_filled, True
+        self._wanted = {request_ids.get(number, ""): num_blocks for number, num_blocks in record.fetching}
+
+    def lookup(self, names: Iterable[bytes], request: Request) -> int:
+        return sum(1 for _ in islice(names, self._wanted.get(request.request_id, 0)))
+
+    def expected_s(self, num_blocks: int) -> float:
+        return 0.0
+
+    def begin(self, fetch: Fetch) -> None:
+        self._under_way[fetch.request.request_id] = fetch
+        self._compute(fetch)
+
+    def offer(self, block: Block) -> None:
+        """It keeps nothing."""
+
+    def stats(self) -> StoreStats:
+        return StoreStats()
+
+    def settle(self, timeout_s: float) -> None:
+        """Nothing is under way but what the log says."""
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
 class Reenactment:
     """Takes the entries of a log in their order; gives, for each step, what the engine does this time."""
 
@@ -73,6 +120,7 @@ class Reenactment:
         self._entries: list[Entry] = []
         self._shares = Shares()
         self.request_ids: dict[int, str] = {}  # by number
+        self._store = RecordedStore(self._computed)
         self._engine = assemble(
             _without_tuner(scheduler),
             cache,
@@ -83,11 +131,32 @@ class Reenactment:
             recorder=StepRecorder(self._take, stopwatch_ns=lambda: 0),
             drafter=self._runner,
             adapters=adapters,
+            store=self._store,
         )
+
+    def _computed(self, fetch: Fetch) -> None:
+        """Have a model compute what came from a store."""
+        block_ids = [block.block_id for block in (*fetch.before, *fetch.blocks)]
+        adapter = self._adapter_of(fetch.request)
+        for place, token_ids in enumerate(fetch.token_ids, start=len(fetch.before)):
+            self._runner.fill(
+                ScheduledSequence(
+                    request_id=fetch.request.request_id,
+                    token_ids=tuple(token_ids),
+                    start=place * len(token_ids),
+                    block_ids=block_ids,
+                    samples=False,
+                    sampling=fetch.request.sampling,
+                    adapter=None if adapter is None else adapter.weights,
+                )
+            )
+        if adapter is not None:
+            adapter.release()
 
     def step(self, record: StepRecord) -> StepRecord:
         """Make the step that is recorded; what is returned has its scheduled tokens in full."""
         self._runner.expect(record)
+        self._store.expect(record, self.request_ids)
         self._clock.expect(record.began_at, record.ended_at)
         self._entries.clear()
         with suppress(StepError):  # as it is recorded, or the comparison says that it is not

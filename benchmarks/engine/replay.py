@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
@@ -197,7 +197,7 @@ def _configured(header: Header, model: str | None, settings: Sequence[str]) -> E
     assignments = parse_assignments(settings)
     base = dict(header.config) | {"step_log": {}}
     base["model"] = header.config["model"] | ({} if model is None else {"path": model})
-    base["cache"] = header.config["cache"] | {"num_blocks": header.num_blocks or None}
+    base["cache"] = _cache_of(header)
     for name in ("strategy", "policy"):
         if f"scheduler.{name}" in assignments:  # another rule begins with its own defaults
             base["scheduler"] = base["scheduler"] | {name: {}}
@@ -207,9 +207,15 @@ def _configured(header: Header, model: str | None, settings: Sequence[str]) -> E
         raise BenchmarkError(f"the log's settings are none of this version: {error}") from error
 
 
+def _cache_of(header: Header) -> dict[str, Any]:
+    """With the blocks that there were. Without a tier: what came from it is recorded."""
+    cache: dict[str, Any] = header.config["cache"] | {"num_blocks": header.num_blocks or None, "tiers": []}
+    return cache
+
+
 def _differences(header: Header, config: EngineConfig, *, computes: bool) -> list[str]:
     here = config.model_dump(mode="json")
-    recorded = {**header.config, "cache": header.config["cache"] | {"num_blocks": header.num_blocks or None}}
+    recorded = {**header.config, "cache": _cache_of(header)}
     branches = ("scheduler", "cache", *(("model",) if computes else ()))
     found = [
         difference

@@ -1,4 +1,4 @@
-from app.engine.block_pool import Block, BlockPool, NoBlocks
+from app.engine.block_pool import Block, BlockPool, NoBlocks, Prefix
 
 
 def pool(num_blocks: int = 4) -> BlockPool:
@@ -6,7 +6,7 @@ def pool(num_blocks: int = 4) -> BlockPool:
 
 
 def cache_full_block(blocks: BlockPool, owned: list[Block], token_ids: list[int], salt: str = "") -> None:
-    parent: int | str = salt
+    parent: Prefix | str = salt
     for index, block in enumerate(owned):
         parent = blocks.cache_full_block(block, token_ids[2 * index : 2 * index + 2], parent=parent)
 

@@ -21,6 +21,7 @@ from tests.kit.engine import (
     FakeClock,
     KnowingDrafter,
     Outcome,
+    SlotStore,
     TimedRunner,
     build_fake_engine,
     expected_embedding,
@@ -72,6 +73,7 @@ class EngineMachine(RuleBasedStateMachine):
         strategy=st.sampled_from(STRATEGIES),
         policy=st.sampled_from(POLICIES),
         num_drafts=st.sampled_from([0, 0, 3]),
+        has_store=st.sampled_from([True, True, False]),
     )
     def build(
         self,
@@ -84,6 +86,7 @@ class EngineMachine(RuleBasedStateMachine):
         strategy: Any,
         policy: Any,
         num_drafts: int,
+        has_store: bool,
     ) -> None:
         self.max_scored_tokens = max_scored_tokens
         self.patch = pytest.MonkeyPatch()
@@ -99,10 +102,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.allowed = (max_running, max_running + spare_tokens)
         self.clock = FakeClock()
         self.runner = self.runner_class(self.clock, block_size=block_size)
+        self.store = SlotStore(self.runner) if has_store else None
         self.engine = build_fake_engine(
             num_blocks=num_blocks, block_size=block_size, runner=self.runner, clock=self.clock,
             recorder=self.new_recorder(),
-            drafter=KnowingDrafter(num_drafts) if num_drafts else None, **self.settings,
+            drafter=KnowingDrafter(num_drafts) if num_drafts else None, store=self.store, **self.settings,
         )  # fmt: skip
         self.outcome = Outcome()
         self.sent: dict[str, Request] = {}
@@ -148,7 +152,8 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> str:
         # Few different tokens, so that prefixes are shared.
         length = data.draw(st.integers(1, self.num_slots - 1))
-        prompt = tuple(data.draw(st.lists(st.sampled_from([5, 6]), min_size=length, max_size=length)))
+        tokens = data.draw(st.sampled_from([[5], [5], [5, 6]]))
+        prompt = tuple(data.draw(st.lists(st.sampled_from(tokens), min_size=length, max_size=length)))
         max_tokens = data.draw(st.integers(0, min(12, self.num_slots - length))) if fields["pooling"] is None else 0
         request = make_request(prompt, max_tokens=max_tokens, cache_salt=salt, **adjustments, **fields)
         before = expected_tokens(prompt, max_tokens, stop_token_ids=request.sampling.stop_token_ids)[:-1]
@@ -175,9 +180,11 @@ class EngineMachine(RuleBasedStateMachine):
             self.ended_otherwise.add(request_id)
 
     @precondition(lambda self: self.engine.has_work)
-    @rule(num_steps=st.integers(1, 8))
-    def step(self, num_steps: int) -> None:
+    @rule(num_steps=st.integers(1, 8), num_filled=st.integers(0, 3))
+    def step(self, num_steps: int, num_filled: int) -> None:
         for _ in range(num_steps):
+            if self.store is not None:
+                self.store.move(num_filled)
             if self.engine.has_work:
                 self.clock.advance(self.engine.idle_s or 0.0)
                 self.outcome.book(self.engine.step())
@@ -195,6 +202,18 @@ class EngineMachine(RuleBasedStateMachine):
         self.runner.poison = request_id
         self.fail()
         self.runner.poison = None
+
+    @precondition(lambda self: self.store is not None)
+    @rule(num_filled=st.integers(0, 2))
+    def break_off_a_fetch(self, num_filled: int) -> None:
+        assert self.store is not None, "it has one"
+        self.store.move(num_filled, fails=True)
+
+    @precondition(lambda self: self.store is not None)
+    @rule()
+    def forget_prefixes(self) -> None:
+        """Those in the KV memory; they are in the store still."""
+        self.engine.clear_prefix_cache()
 
     def fail(self) -> None:
         failed: list[str] = []
@@ -234,14 +253,14 @@ class EngineMachine(RuleBasedStateMachine):
     def every_block_has_its_owners_and_no_others(self) -> None:
         scheduler = self.engine._scheduler
         pool = scheduler._pool
-        owned: dict[int, int] = {}
         for sequence in scheduler._running:
             assert [block.block_id for block in sequence.blocks] == sequence.block_ids
             assert len(set(sequence.block_ids)) == len(sequence.block_ids)
-            for block in sequence.blocks:
-                owned[block.block_id] = block.num_owners
+        fetching = [(*each.fetch.before, *each.fetch.blocks) for each in scheduler.fetches._expected]
+        holders = [*(sequence.blocks for sequence in scheduler._running), *fetching]
+        owned = {block.block_id: block.num_owners for blocks in holders for block in blocks}
         assert pool.num_free + len(owned) == pool.num_blocks
-        counted = [block_id for sequence in scheduler._running for block_id in sequence.block_ids]
+        counted = [block.block_id for blocks in holders for block in blocks]
         assert owned == {block_id: counted.count(block_id) for block_id in set(counted)}
 
     @invariant()
@@ -286,7 +305,12 @@ class EngineMachine(RuleBasedStateMachine):
                 break
             self.clock.advance(self.engine.idle_s or 0.0)
             self.outcome.book(self.engine.step())
+            if self.store is not None:
+                self.store.move(1)
         assert not self.engine.has_work, "some request never ends"
+        while self.store is not None and self.store.fetches:
+            self.store.move(100)
+        self.engine.step()
         assert self.engine.stats().num_free_blocks == self.engine.stats().num_blocks
         for request_id, error in self.outcome.errors.items():
             assert isinstance(

@@ -60,7 +60,7 @@ def test_a_sequence_starts_behind_its_cached_prefix() -> None:
     pool.cache_full_block(cached[0], (2, 3), parent="")
     running.share(sequence, cached)
     assert sequence.status is SequenceStatus.RUNNING
-    assert (sequence.num_computed_tokens, sequence.prefix_ids) == (2, [cached[0].prefix_id])
+    assert (sequence.num_computed_tokens, sequence.prefixes) == (2, [cached[0].prefix])
     assert cached[0].num_owners == 2
     assert running.num_missing_blocks(sequence, 2) == 1
     assert running.has_room_for(sequence, 2)

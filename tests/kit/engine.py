@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from abc import abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from app.config import CacheConfig, SchedulerConfig
 from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import ScheduledSequence, StepBatch, StepResult, by_request
+from app.engine.block_pool import Block
+from app.engine.block_store import BlockStore, Fetch, name_of
 from app.engine.engine import Engine
 from app.engine.matcher import Matcher, Matchers, with_tokens
 from app.engine.model_runner import ModelRunner
@@ -37,7 +40,7 @@ from app.engine.request import (
 from app.engine.sequence import Sequence
 from app.engine.speculation.draft_model import ModelDrafter
 from app.engine.speculation.drafter import Drafter, Take, one_by_one
-from app.engine.stats import EngineStats
+from app.engine.stats import EngineStats, StoreStats
 from app.errors import CarouselError, InvalidRequest
 
 VOCAB_SIZE = 50
@@ -127,8 +130,70 @@ class CountingRunner(ModelRunner):
         """The tokens in the KV cache before a position."""
         return [self._slots[self._slot(block_ids, position)] for position in range(end)]
 
+    def content(self, block_id: int) -> list[int]:
+        """The tokens in the slots of a block."""
+        first = block_id * self._block_size
+        return [self._slots[slot] for slot in range(first, first + self._block_size)]
+
+    def fill(self, block_id: int, token_ids: Several[int]) -> None:
+        """Have these tokens in the slots of a block."""
+        self._slots |= zip(count(block_id * self._block_size), token_ids, strict=False)
+
     def _slot(self, block_ids: list[int], position: int) -> int:
         return block_ids[position // self._block_size] * self._block_size + position % self._block_size
+
+
+class SlotStore(BlockStore):
+    """Keeps what a CountingRunner has in its slots, at once. It fills blocks only when it is told to."""
+
+    namespace = b"slots"
+
+    def __init__(self, runner: CountingRunner) -> None:
+        self.blocks: dict[bytes, tuple[int, ...]] = {}
+        self.fetches: list[Fetch] = []
+        self._runner = runner
+        self.num_fetched = 0
+
+    def lookup(self, names: Iterable[bytes], request: Request) -> int:
+        return sum(
+            1 for _ in itertools.takewhile(lambda name: request.generated_token_ids or name in self.blocks, names)
+        )
+
+    def expected_s(self, num_blocks: int) -> float:
+        return 0.0
+
+    def begin(self, fetch: Fetch) -> None:
+        self.fetches.append(fetch)
+
+    def offer(self, block: Block) -> None:
+        assert block.prefix is not None, "it is findable"
+        self.blocks[name_of(block.prefix, self.namespace)] = tuple(self._runner.content(block.block_id))
+
+    def stats(self) -> StoreStats:
+        return StoreStats(num_read=self.num_fetched)
+
+    def settle(self, timeout_s: float) -> None:
+        """All is kept at once. A fetch goes on."""
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+    def move(self, num_blocks: int, *, fails: bool = False) -> None:
+        """Fill so many blocks of the first fetch. It is done with its last, or where it fails or is not wanted."""
+        if not self.fetches:
+            return
+        fetch = self.fetches[0]
+        while fetch.is_wanted and num_blocks and fetch.num_filled < len(fetch.blocks):
+            if fetch.names[fetch.num_filled] not in self.blocks:
+                fails = True
+                break
+            self._runner.fill(fetch.blocks[fetch.num_filled].block_id, self.blocks[fetch.names[fetch.num_filled]])
+            fetch.num_filled += 1
+            self.num_fetched += 1
+            num_blocks -= 1
+        if fails or not fetch.is_wanted or fetch.num_filled == len(fetch.blocks):
+            fetch.is_done = True
+            del self.fetches[0]
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -230,6 +295,7 @@ def build_fake_engine(
     recorder: StepObserver | None = None,
     drafter: Drafter | None = None,
     adapters: AdapterStore | None = None,
+    store: BlockStore | None = None,
     **scheduler: Any,
 ) -> Engine:
     settings: dict[str, Any] = {"max_running": 8, "max_step_tokens": 32, "prefill_chunk_tokens": 16} | scheduler
@@ -243,6 +309,7 @@ def build_fake_engine(
         recorder=recorder,
         drafter=drafter,
         adapters=adapters,
+        store=store,
     )
 
 

@@ -92,6 +92,10 @@ class StepRecord(NamedTuple):
     failures: Sequence[StepFailure] = ()
     # Where the tokens of `scheduled` after each sequence's first are drafts: how many of `token_ids` are each one's.
     num_kept: Sequence[int] = ()
+    # (number, blocks) of fetches from a store that began with this step, and of those that were done before it, with
+    # the blocks that were filled: a replay needs no store.
+    fetching: Sequence[tuple[int, int]] = ()
+    fetched: Sequence[tuple[int, int]] = ()
 
     def drawn(self, scheduled: ScheduledTokens, before: ScheduledTokens) -> list[tuple[int, int]]:
         """(number, token) of every token drawn, given this step's scheduled tokens and that of the step before."""
@@ -293,6 +297,8 @@ def _step(values: dict[str, Any]) -> StepRecord:
         values["scheduled"] = ScheduledTokens(**values["scheduled"])
     if "wait_reason" in values:
         values["wait_reason"] = WaitReason(values["wait_reason"])
+    for name in ("fetching", "fetched"):
+        values[name] = [(number, num_blocks) for number, num_blocks in values.get(name, ())]
     values["ended"] = [(each, str(reason)) for each, reason in values.get("ended", ())]
     values["failures"] = [StepFailure(FailureKind(how), numbers) for how, numbers in values.get("failures", ())]
     return StepRecord(number, **values)

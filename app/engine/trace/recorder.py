@@ -182,6 +182,8 @@ class StepRecorder(StepObserver):
             times_us,
             self._failures,
             self._num_kept,
+            decision.fetching,
+            decision.fetched,
         )
 
 

@@ -23,6 +23,7 @@ class NativeAttention:
 
     def __init__(self, pages: NativeKVCache, threads: ThreadPool) -> None:
         self.block_size = pages.block_size
+        self.kv_tensors = pages.tensors
         self.pages = pages
         self.function = getattr(threads.code, f"carousel_attention_step_{DTYPES[pages.dtype]}")
         self.threads = threads

@@ -45,6 +45,7 @@ class NativeDecoder:
     ) -> None:
         """num_layers: only the first few (then norm and head as always); 0 for all."""
         self.block_size = pages.block_size
+        self.kv_tensors = pages.tensors
         self._weights, self._pages, self._threads = weights, pages, threads
         self.adapting = AdaptedModel.of(weights)
         suffix = DTYPES[weights.dtype]

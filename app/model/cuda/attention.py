@@ -69,6 +69,7 @@ class TritonAttention:
         self.device = device
         self.scratch_slot = num_blocks * block_size  # in one more block, which no sequence owns
         self.cache = KVCache(layers, num_blocks=num_blocks + 1, block_size=block_size, dtype=dtype, device=device)
+        self.kv_tensors = self.cache.tensors
         self.tables = BlockTables(
             max_rows=max_rows, max_blocks=max_blocks, scratch_block=num_blocks, device=device
         )  # fmt: skip

@@ -12,11 +12,14 @@ import torch
 from app.config import EngineConfig
 from app.engine.batch import StepBatch
 from app.engine.request import ModelInfo
+from app.model.cpu.verification_cache import digest_of_files
 from app.model.cuda.adapters import AdapterSlots
 from app.model.kv_cache import LayerShape
+from app.model.location import resolve_model_path
 from app.model.memory import MemoryNeeds
 from app.model.parallel.split_plan import Exchange
 from app.model.verification import Reference
+from app.model.weights_digest import folder_of_weights
 
 if TYPE_CHECKING:
     from app.model.cuda.attention import TritonAttention
@@ -41,6 +44,12 @@ class LoadedModel(ABC):
     def in_place_of(cls, own: LoadedModel, **more: Any) -> Self:
         """The same model as another way has it. more: fields that the other does not have, or has otherwise."""
         return cls(facts=own.facts, layers=own.layers, dtype=own.dtype, device=own.device, **more)
+
+    def kv_namespace(self, config: EngineConfig) -> bytes:
+        """What the bytes of its KV memory follow from: its files, all code that computes them, types and layout."""
+        folder = folder_of_weights(resolve_model_path(config.model.path), config.model.revision)
+        kinds = (type(self).__name__, config.model.quantization, config.cache.dtype, config.cache.block_size)
+        return bytes.fromhex(digest_of_files(folder, self.dtype, *kinds))
 
     @abstractmethod
     def tensors(self) -> Iterator[torch.Tensor]:

@@ -1,0 +1,103 @@
+"""The border between an engine and what keeps blocks of KV beside its memory. No torch here, no files, no threads."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
+from hashlib import blake2b
+
+from app.engine.block_pool import Block, Prefix
+from app.engine.request import Request
+from app.engine.stats import StoreStats
+
+
+def root_name(namespace: bytes, salt: str) -> bytes:
+    """What the prefix of no tokens is called: by the model and layout that KV memory is of, and the caller's salt."""
+    return _digest(namespace, salt.encode())
+
+
+def name_after(parent_name: bytes, token_ids: Several[int]) -> bytes:
+    """What a prefix is called: by the name of the prefix before it, and the tokens of its last block. 20 bytes."""
+    return _digest(parent_name, array("q", token_ids).tobytes())
+
+
+def name_of(prefix: Prefix, namespace: bytes) -> bytes:
+    """The prefix's name, which it keeps. Any thread may call."""
+    unnamed: list[Prefix] = []
+    at: Prefix | str = prefix
+    while isinstance(at, Prefix) and not at.name:
+        unnamed.append(at)
+        at = at.parent
+    name = at.name if isinstance(at, Prefix) else root_name(namespace, at)
+    for each in reversed(unnamed):
+        name = each.name = name_after(name, each.token_ids)
+    return name
+
+
+def _digest(*parts: bytes) -> bytes:
+    what = blake2b(digest_size=20)
+    for part in parts:
+        what.update(part)
+    return what.digest()
+
+
+class Fetch:
+    """Blocks that a store fills, the first first. The engine's thread owns them until the fetch is done."""
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        before: Several[Block] = (),
+        blocks: Several[Block],
+        names: Several[bytes],
+        token_ids: Several[Several[int]],
+    ) -> None:
+        """request: that wants them. before: the blocks of the tokens before. names, token_ids: of each block."""
+        self.request = request
+        self.before = before
+        self.blocks = blocks
+        self.names = names
+        self.token_ids = token_ids
+        self.num_filled = 0  # of the first: they hold what they should
+        self.is_wanted = True  # the engine waits for it
+        self.is_done = False  # nothing is written into its blocks any more; the store's last word
+
+
+class BlockStore(ABC):
+    """Keeps blocks under names that every process understands. No method waits for what the store is on.
+
+    The engine's thread calls. A store may fail, forget and be slow: what it does not give is computed.
+    """
+
+    namespace: bytes  # of the KV memory that blocks are of: its bytes mean the same in every process with this one
+
+    @abstractmethod
+    def lookup(self, names: Iterable[bytes], request: Request) -> int:
+        """How many of the first of these blocks it probably has, as far as is known at once."""
+
+    @abstractmethod
+    def expected_s(self, num_blocks: int) -> float:
+        """How long a fetch of so many blocks that begins now probably takes; 0 before the first."""
+
+    @abstractmethod
+    def begin(self, fetch: Fetch) -> None:
+        """Fill the blocks of a fetch while it is wanted."""
+
+    @abstractmethod
+    def offer(self, block: Block) -> None:
+        """Keep a block that has just become findable, unless it is kept or is handed out before it is read."""
+
+    @abstractmethod
+    def stats(self) -> StoreStats:
+        """What it has done, as far as it knows. Any thread may call."""
+
+    @abstractmethod
+    def settle(self, timeout_s: float) -> None:
+        """Wait until what was offered is kept and no fetch is under way, but no longer than this."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Neither read nor write blocks any more."""

@@ -1,0 +1,214 @@
+"""Moves blocks between an engine's KV memory and a folder, by a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+from math import inf
+from pathlib import Path
+
+from app.config import GIB, TierConfig
+from app.disk import STORAGE_PAUSE_S, may_pass
+from app.engine.block_pool import Block, Prefix
+from app.engine.block_store import BlockStore, Fetch, name_of
+from app.engine.request import Request
+from app.engine.stats import StoreStats
+from app.errors import InvalidSetup, traceback_of
+from app.kv_tiers.folder import BlockFolder
+
+logger = logging.getLogger(__name__)
+
+LIST_AGAIN_S = 5.0  # how soon a block that another replica has written is found
+MAX_OFFERED = 100_000  # blocks that wait to be written; the oldest are forgotten
+
+# The bytes of all tensors of the KV memory; block n of each begins at n times its size of a block. None: there is none.
+Memory = Callable[[], Sequence[memoryview] | None]
+
+
+class FolderStore(BlockStore):
+    """A folder as a tier. Fetches go before writes; a full or broken folder is left alone for a while."""
+
+    def __init__(self, folder: BlockFolder, memory: Memory, *, namespace: bytes, num_blocks: int) -> None:
+        """num_blocks: of the KV memory."""
+        self.namespace = namespace
+        self._folder = folder
+        self._memory = memory
+        self._num_blocks = num_blocks
+        self._wake = threading.Condition()
+        self._fetches: deque[Fetch] = deque()  # guarded by _wake, as are the next two
+        self._offered: deque[tuple[Block, Prefix]] = deque(maxlen=MAX_OFFERED)
+        self._listed = threading.Event()
+        self._is_busy = False
+        self._is_closed = False
+        self._num_to_fetch = 0  # blocks
+        self._block_s = 0.0  # to fetch one, recently
+        self._buffer = memoryview(bytearray())  # of one block: its thread's
+        self._paused_until = 0.0
+        self.num_read = self.num_written = 0  # blocks, since the start
+        self._thread = threading.Thread(target=self._run, name="kv-tier", daemon=True)
+        self._thread.start()
+
+    def lookup(self, names: Iterable[bytes], request: Request) -> int:
+        """Of a request that goes on from another replica all: that one may have written them a moment ago."""
+        has = self._folder.has
+        return sum(1 for _ in takewhile(lambda name: request.generated_token_ids or has(name), names))
+
+    def expected_s(self, num_blocks: int) -> float:
+        return self._block_s * (self._num_to_fetch + num_blocks)
+
+    def begin(self, fetch: Fetch) -> None:
+        with self._wake:
+            self._num_to_fetch += len(fetch.blocks)
+            self._fetches.append(fetch)
+            self._wake.notify()
+
+    def offer(self, block: Block) -> None:
+        assert block.prefix is not None, "it is findable"
+        with self._wake:
+            self._offered.append((block, block.prefix))
+            self._wake.notify()
+
+    def settle(self, timeout_s: float) -> None:
+        with self._wake:
+            self._wake.wait_for(self._is_idle, timeout_s)
+
+    def stats(self) -> StoreStats:
+        block_bytes = sum(map(len, self._memory() or ())) // self._num_blocks
+        return StoreStats(num_read=self.num_read, num_written=self.num_written, block_bytes=block_bytes)
+
+    def wait_until_listed(self, timeout_s: float) -> None:
+        """Wait until what was in the folder at the start is known, but no longer than this."""
+        self._listed.wait(timeout_s)
+
+    def close(self) -> None:
+        with self._wake:
+            self._is_closed = True
+            self._wake.notify_all()
+        self._thread.join(timeout=1.0)  # a folder that hangs ends with the process
+
+    def _is_idle(self) -> bool:
+        return self._is_closed or not (self._fetches or self._offered or self._is_busy)
+
+    # ------------------------------------------------------------------ its thread
+
+    def _run(self) -> None:
+        self._folder.refresh()
+        self._listed.set()
+        listed_at = time.monotonic()
+        while True:
+            with self._wake:
+                self._is_busy = False
+                if self._is_idle():
+                    self._wake.notify_all()
+                    self._wake.wait(LIST_AGAIN_S)
+                if self._is_closed:
+                    return
+                fetch = self._fetches.popleft() if self._fetches else None
+                offered = self._offered.popleft() if fetch is None and self._offered else None
+                self._is_busy = True
+            try:
+                if fetch is not None:
+                    self._fetch(fetch)
+                elif offered is not None:
+                    self._keep(*offered)
+                if time.monotonic() - listed_at > LIST_AGAIN_S:
+                    self._folder.refresh()
+                    listed_at = time.monotonic()
+            except Exception as error:  # without this thread, no fetch would ever be done
+                logger.error("a block of KV was neither read nor written: %s", traceback_of(error))
+
+    def _fetch(self, fetch: Fetch) -> None:
+        try:
+            tenant = fetch.request.tenant
+            for block, name, token_ids in zip(fetch.blocks, fetch.names, fetch.token_ids, strict=True):
+                began_at = time.perf_counter()
+                parts = self._parts(block.block_id)
+                if not (fetch.is_wanted and parts and self._folder.read(name, tenant, token_ids, self._buffer)):
+                    break
+                for at, part in parts:
+                    part[:] = self._buffer[at : at + len(part)]
+                fetch.num_filled += 1
+                self.num_read += 1
+                seconds = time.perf_counter() - began_at
+                self._block_s += (seconds - self._block_s) * (0.1 if self._block_s else 1.0)
+        finally:
+            with self._wake:
+                self._num_to_fetch -= len(fetch.blocks)
+            fetch.is_done = True
+
+    def _keep(self, block: Block, prefix: Prefix) -> None:
+        if block.prefix is not prefix or time.monotonic() < self._paused_until:
+            return
+        name = name_of(prefix, self.namespace)
+        if self._folder.has(name):
+            return
+        parts = self._parts(block.block_id)
+        if not parts:
+            return
+        for at, part in parts:
+            self._buffer[at : at + len(part)] = part
+        try:
+            hidden = self._folder.write(prefix.tenant, prefix.token_ids, self._buffer)
+            if block.prefix is prefix:  # else it was handed out while it was read
+                self._folder.keep(hidden, name)
+                self.num_written += 1
+            else:
+                self._folder.discard(hidden)
+        except OSError as error:
+            # A file that another process has deleted to make room is no fault of the folder.
+            passes = may_pass(error) or isinstance(error, FileNotFoundError)
+            self._paused_until = time.monotonic() + STORAGE_PAUSE_S if passes else inf
+            logger.warning("no block of KV is written %s: %s",
+                           f"for {STORAGE_PAUSE_S:.0f} s" if passes else "any more", error)  # fmt: skip
+
+    def _parts(self, block_id: int) -> list[tuple[int, memoryview]]:
+        """The bytes of a block in each tensor, and where in the buffer; none where the memory is given up.
+
+        Copies go through the buffer: the thread takes the interpreter's lock a few times for a block, and not for each
+        tensor.
+        """
+        parts: list[tuple[int, memoryview]] = []
+        num_bytes = 0
+        for tensor in self._memory() or ():
+            size = len(tensor) // self._num_blocks
+            parts.append((num_bytes, tensor[block_id * size : (block_id + 1) * size]))
+            num_bytes += size
+        if len(self._buffer) != num_bytes:
+            self._buffer = memoryview(bytearray(num_bytes))
+        return parts
+
+
+def open_tier(tier: TierConfig, memory: Memory, *, namespace: bytes, num_blocks: int) -> FolderStore | None:
+    """The store of the settings; None, with a line in the log, where its folder cannot be written.
+
+    Raises:
+        InvalidSetup: the folder cannot be what the settings say.
+    """
+    path, max_bytes = Path(tier.path).expanduser(), int(tier.max_gib * GIB)
+    if path.exists() and not path.is_dir():
+        raise InvalidSetup(f"cache.tiers[0].path: {path} is a file; give a folder, or leave cache.tiers out")
+    block_bytes = sum(map(len, memory() or ())) // num_blocks
+    if block_bytes > max_bytes:
+        raise InvalidSetup(
+            f"cache.tiers[0].max_gib: {tier.max_gib:g} GiB hold no block, which has {block_bytes / GIB:.3g} GiB: "
+            f"raise it"
+        )
+    try:
+        folder = BlockFolder(path, namespace=namespace, max_bytes=max_bytes)
+        disk_bytes = shutil.disk_usage(path).total
+    except OSError as error:
+        logger.warning("prefixes are kept in the KV memory alone, as cache.tiers[0].path cannot be written: %s", error)
+        return None
+    if max_bytes > disk_bytes:
+        raise InvalidSetup(
+            f"cache.tiers[0].max_gib: got {tier.max_gib:g}; the file system of {path} has {disk_bytes / GIB:.1f} GiB "
+            f"in all: lower it"
+        )
+    logger.info("prefixes that leave the KV memory are kept in %s, at most %g GiB, blocks of %.0f KiB",
+                path, tier.max_gib, block_bytes / 1024)  # fmt: skip
+    return FolderStore(folder, memory, namespace=namespace, num_blocks=num_blocks)

@@ -1,0 +1,234 @@
+"""A thread that moves blocks between memory and a folder, beside an engine that goes on."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.build import build_sync_engine
+from app.config import TierConfig
+from app.engine.block_pool import Block, BlockPool, Prefix
+from app.engine.block_store import Fetch, name_of
+from app.engine.engine import Engine
+from app.errors import InvalidSetup
+from app.kv_tiers.folder import BlockFolder
+from app.kv_tiers.folder_store import FolderStore, open_tier
+from tests.kit.engine import Outcome, make_request
+from tests.kit.models import config_of
+from tests.waiting import PATIENCE_S, eventually
+
+NAMESPACE = bytes(16)
+NUM_BLOCKS, BLOCK_BYTES, SIZE = 8, 32, 2
+
+
+class Side:
+    """A pool, its memory of two tensors, and its store."""
+
+    def __init__(self, path: Path) -> None:
+        self.pool = BlockPool(num_blocks=NUM_BLOCKS, block_size=SIZE)
+        self.memory = [memoryview(bytearray(NUM_BLOCKS * BLOCK_BYTES)) for _ in range(2)]
+        self.folder = BlockFolder(path, namespace=NAMESPACE, max_bytes=1 << 20)
+        self.store = FolderStore(self.folder, lambda: self.memory, namespace=NAMESPACE, num_blocks=NUM_BLOCKS)
+        self.pool.note_findable = self.store.offer
+
+    def fill(self, block: Block, value: int) -> None:
+        for tensor in self.memory:
+            tensor[block.block_id * BLOCK_BYTES : (block.block_id + 1) * BLOCK_BYTES] = bytes([value]) * BLOCK_BYTES
+
+    def content(self, block: Block) -> set[int]:
+        at = block.block_id * BLOCK_BYTES
+        return {value for tensor in self.memory for value in tensor[at : at + BLOCK_BYTES]}
+
+    def computed(self, num_blocks: int, salt: str = "") -> list[Block]:
+        """Blocks of a prefix, filled with their places and freed."""
+        blocks = self.pool.allocate(num_blocks)
+        parent: Prefix | str = salt
+        for place, block in enumerate(blocks):
+            self.fill(block, place + 1)
+            parent = self.pool.cache_full_block(block, [place] * SIZE, parent=parent)
+        self.pool.free(blocks)
+        return blocks
+
+    def fetched(self, names: list[bytes]) -> tuple[list[Block], Fetch]:
+        token_ids = [(place,) * SIZE for place in range(len(names))]
+        fetch = Fetch(make_request(), blocks=self.pool.allocate(len(names)), names=names, token_ids=token_ids)
+        self.store.begin(fetch)
+        return list(fetch.blocks), fetch
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> Iterator[Iterator[Side]]:
+    made: list[Side] = []
+
+    def more() -> Iterator[Side]:
+        while True:
+            made.append(Side(tmp_path))
+            yield made[-1]
+
+    yield more()
+    for side in made:
+        side.store.close()
+
+
+def names_of(blocks: list[Block]) -> list[bytes]:
+    return [name_of(block.prefix, NAMESPACE) for block in blocks if block.prefix is not None]
+
+
+def test_freed_prefixes_are_kept_and_fetched_by_another_process(sides: Iterator[Side]) -> None:
+    first = next(sides)
+    names = names_of(first.computed(3))
+    first.store.settle(PATIENCE_S)
+    assert first.store.lookup(names, make_request()) == 3
+    second = next(sides)
+    eventually(lambda: second.store.lookup(names, make_request()), bool)
+    blocks, fetch = second.fetched(names)
+    eventually(lambda: fetch.is_done, bool)
+    assert fetch.num_filled == 3
+    assert [second.content(block) for block in blocks] == [{1}, {2}, {3}]
+
+
+def test_names_differ_by_salt_and_by_what_comes_before(sides: Iterator[Side]) -> None:
+    side = next(sides)
+    names = names_of(side.computed(2)) + names_of(side.computed(2, salt="another"))
+    assert len(set(names)) == 4
+
+
+def test_a_block_that_is_handed_out_while_it_is_written_is_not_kept(
+    sides: Iterator[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = next(sides)
+    write, wrote = side.folder.write, threading.Event()
+
+    def write_slowly(*given: Any) -> Path:
+        hidden = write(*given)
+        for block in side.pool.allocate(NUM_BLOCKS):  # every block has another owner now
+            side.fill(block, 99)
+        wrote.set()
+        return hidden
+
+    monkeypatch.setattr(side.folder, "write", write_slowly)
+    names = names_of(side.computed(1))
+    assert wrote.wait(PATIENCE_S)
+    side.store.settle(PATIENCE_S)
+    assert not side.store.lookup(names, make_request())
+
+
+def test_a_fetch_ends_at_the_first_block_that_is_not_there(sides: Iterator[Side], tmp_path: Path) -> None:
+    side = next(sides)
+    names = names_of(side.computed(3))
+    side.store.settle(PATIENCE_S)
+    next(tmp_path.rglob(names[1].hex())).unlink()
+    _, fetch = side.fetched(names)
+    eventually(lambda: fetch.is_done, bool)
+    assert fetch.num_filled == 1
+
+
+def test_what_another_process_has_just_written_is_fetched_though_it_is_not_known_yet(
+    sides: Iterator[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.kv_tiers.folder_store.LIST_AGAIN_S", 3600.0)
+    second = next(sides)
+    second.store.wait_until_listed(PATIENCE_S)
+    first = next(sides)
+    names = names_of(first.computed(2))
+    first.store.settle(PATIENCE_S)
+    assert not second.store.lookup(names, make_request())
+    _, fetch = second.fetched(names)
+    eventually(lambda: fetch.is_done, bool)
+    assert fetch.num_filled == 2
+
+
+def test_memory_that_is_given_up_is_neither_read_nor_written(sides: Iterator[Side]) -> None:
+    side = next(sides)
+    names = names_of(side.computed(1))
+    side.store.settle(PATIENCE_S)
+    side.memory = None  # type: ignore[assignment]
+    _, fetch = side.fetched(names)
+    eventually(lambda: fetch.is_done, bool)
+    assert fetch.num_filled == 0
+
+
+def test_a_full_folder_is_left_alone_for_a_while(sides: Iterator[Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    side, calls = next(sides), count(1)
+
+    def fail(*given: Any) -> Path:
+        next(calls)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(side.folder, "write", fail)
+    side.computed(3)
+    side.store.settle(PATIENCE_S)
+    assert next(calls) == 2, "it is tried once"
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"path": "a-file"}, "is a file; give a folder"),
+        ({"path": "kv", "max_gib": 1e7}, "lower it"),
+        ({"path": "kv", "max_gib": 1e-8}, "hold no block"),
+    ],
+)
+def test_what_no_folder_can_be_is_refused(tmp_path: Path, settings: dict[str, Any], problem: str) -> None:
+    (tmp_path / "a-file").touch()
+    tier = TierConfig(**settings | {"path": str(tmp_path / settings["path"])})
+    memory = [memoryview(bytearray(NUM_BLOCKS * BLOCK_BYTES))]
+    with pytest.raises(InvalidSetup, match=problem):
+        open_tier(tier, lambda: memory, namespace=NAMESPACE, num_blocks=NUM_BLOCKS)
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_tier_out(caplog: pytest.LogCaptureFixture) -> None:
+    tier, memory = TierConfig(path="/proc/kv"), [memoryview(bytearray(NUM_BLOCKS * BLOCK_BYTES))]
+    assert open_tier(tier, lambda: memory, namespace=NAMESPACE, num_blocks=NUM_BLOCKS) is None
+    assert "cannot be written" in caplog.text
+
+
+# ---------------------------------------------------------------------- with a real model
+
+
+def engine_with(path: Path, tier: Path | None, **settings: Any) -> Engine:
+    """With memory for 640 tokens."""
+    tiers = [] if tier is None else [{"path": str(tier)}]
+    return build_sync_engine(config_of(path, cache={"num_blocks": 40, "tiers": tiers, **settings}, dtype="float32"))
+
+
+def answers(engine: Engine, prompts: list[tuple[int, ...]]) -> tuple[list[list[int]], list[int]]:
+    """The tokens of each, some at once, and how many tokens of its prompt were cached."""
+    outcome, cached = Outcome(), {}
+    requests = [make_request(prompt, max_tokens=12) for prompt in prompts]
+    left = list(requests)
+    while left or engine.has_work:
+        if left and len(engine.running) < 2:
+            engine.add(left.pop(0))
+        deltas = engine.step()
+        outcome.book(deltas)
+        cached |= {delta.request_id: delta.num_cached_tokens for delta in deltas}
+        store = engine._scheduler.fetches.store
+        if store is not None and not engine.running:
+            store.settle(PATIENCE_S)
+    return [outcome.token_ids[each.request_id] for each in requests], [cached[each.request_id] for each in requests]
+
+
+def test_answers_are_the_same_with_a_tier_after_evictions_and_restarts(demo_path: Path, tmp_path: Path) -> None:
+    rng = random.Random(3)
+    talks = [tuple(rng.randrange(5, 700) for _ in range(300)) for _ in range(4)]
+    prompts = [talk[:length] for length in (150, 230, 300) for talk in talks]  # more than fits, in turn
+    engine = engine_with(demo_path, None)
+    expected, without = answers(engine, prompts)
+    engine.close()
+    for restart in range(2):
+        engine = engine_with(demo_path, tmp_path / "kv")
+        store = engine._scheduler.fetches.store
+        assert isinstance(store, FolderStore)
+        store.wait_until_listed(PATIENCE_S)
+        given, cached = answers(engine, prompts)
+        engine.close()
+        assert given == expected
+        assert sum(cached) > sum(without)
+        assert restart == 0 or cached[0] >= 144, "the first was there before"
