@@ -120,6 +120,7 @@ class PrefixFetches:
         for each in self._expected:
             is_done = each.fetch.is_done  # read once: the store's thread sets it
             if each.sequence is not None and (is_done or now >= each.gives_up_at):
+                self.num_given_up += not is_done
                 back.append(self._leave(each))
             if is_done:
                 self._publish(each)
@@ -154,9 +155,7 @@ class PrefixFetches:
     def _leave(self, expected: _Expected) -> Sequence:
         sequence, expected.sequence = expected.sequence, None
         assert sequence is not None, "it waits"
-        if not expected.fetch.is_done:
-            expected.fetch.is_wanted = False
-            self.num_given_up += 1
+        expected.fetch.is_wanted = False
         if sequence.status is SequenceStatus.FETCHING:
             sequence.status = SequenceStatus.WAITING
         return sequence

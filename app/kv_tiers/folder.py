@@ -35,7 +35,10 @@ class BlockFolder:
     """The blocks of one namespace in a folder that others may use as well. One thread calls, but for `has`."""
 
     def __init__(self, path: Path, *, namespace: bytes, max_bytes: int) -> None:
-        """Makes the folder. max_bytes: of all files in it. Raises OSError where it cannot be written."""
+        """Makes the folder. max_bytes: of all files in it.
+
+        Raises OSError where it cannot be written, or where others may write into it: a block is taken for what it says.
+        """
         self._path = path
         self._own = path / namespace[:8].hex()
         self._max_bytes = max_bytes
@@ -46,6 +49,9 @@ class BlockFolder:
         self._own.mkdir(mode=0o700, exist_ok=True)
         if not os.access(self._own, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self._own))
+        found = self._own.stat()
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise PermissionError(errno.EPERM, "others may write into it", str(self._own))
 
     def has(self, name: bytes) -> bool:
         """Whether it was there when the folder was last listed, or written since. Any thread may call."""

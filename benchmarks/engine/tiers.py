@@ -193,7 +193,6 @@ def talks(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
                 f"cached_{name}": stats.total_cached_tokens / stats.total_prompt_tokens,
             }
             if has_tier:
-                tell(f"{side.engine.measurements().store}, {side.store._block_s if side.store else 0}")
                 found["engine_call_ms"] = side.longest_ms
     _check(answers[True], answers[False])
     return found | {"ratio": found["turns_per_s_with"] / found["turns_per_s_without"]}

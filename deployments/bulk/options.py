@@ -46,7 +46,7 @@ class Options:
 def read_options(arguments: Sequence[str] | None = None) -> Options:
     """Raises InvalidSetup for what is wrong in the config file; argparse reports the rest, with status 2."""
     given = _parser().parse_args(arguments)
-    served = _served(given.config, given.model)
+    served = _without_tiers(_served(given.config, given.model))
     if given.engines is not None:
         replicas = served.replicas.model_copy(update={"num_replicas": given.engines})
         served = served.model_copy(update={"replicas": replicas})
@@ -117,6 +117,13 @@ def _served(config: Path | None, model: str | None) -> ServedModelConfig:
         raise InvalidSetup(f"--model {model}: there is no such folder or file")
     engine = first.engine.model_copy(update={"model": first.engine.model.model_copy(update={"path": model})})
     return first.model_copy(update={"name": model, "engine": engine})
+
+
+def _without_tiers(served: ServedModelConfig) -> ServedModelConfig:
+    """Rows seldom come again: what they leave in a tier would be written and not read."""
+    engine = served.engine
+    cache = engine.cache.model_copy(update={"tiers": ()})
+    return served.model_copy(update={"engine": engine.model_copy(update={"cache": cache})})
 
 
 def _temperature(text: str) -> float:

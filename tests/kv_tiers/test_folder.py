@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from app.kv_tiers.folder import BlockFolder
+from tests.conftest import PROJECT
+from tests.waiting import eventually
 
 NAMESPACE = bytes(range(16))
 TOKENS = tuple(range(4))
@@ -78,6 +82,29 @@ def test_a_block_that_was_written_in_part_is_not_there(tmp_path: Path) -> None:
     folder.write(TENANT, TOKENS, content_of(1))
     assert len(files_in(tmp_path)) == 1
     assert not folder_in(tmp_path).has(name_of(1))
+
+
+def test_a_process_that_is_killed_leaves_whole_blocks_or_none(tmp_path: Path) -> None:
+    code = f"""
+import random
+from itertools import count
+from pathlib import Path
+from app.kv_tiers.folder import BlockFolder
+folder = BlockFolder(Path({str(tmp_path)!r}), namespace={NAMESPACE!r}, max_bytes=1 << 30)
+for number in count():
+    content = memoryview(bytearray(random.Random(number).randbytes(200_000)))
+    folder.keep(folder.write({TENANT!r}, {TOKENS!r}, content), number.to_bytes(20, "big"))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT) as writer:
+        eventually(lambda: len(files_in(tmp_path)) > 20)
+        writer.kill()
+    folder = folder_in(tmp_path)
+    numbers = [number for number in range(100_000) if folder.has(name_of(number))]
+    assert len(numbers) >= 20
+    for number in numbers:
+        content = memoryview(bytearray(200_000))
+        assert folder.read(name_of(number), TENANT, TOKENS, content)
+        assert content == content_of(number, 200_000)
 
 
 def test_a_name_with_other_tokens_is_not_read(tmp_path: Path) -> None:
@@ -165,6 +192,13 @@ def test_a_full_disk_leaves_no_file_with_a_name(tmp_path: Path, monkeypatch: pyt
     monkeypatch.undo()
     assert not folder.has(name_of(1))
     assert not folder_in(tmp_path).has(name_of(1))
+
+
+def test_a_folder_that_others_may_write_into_is_not_used(tmp_path: Path) -> None:
+    folder_in(tmp_path)
+    (tmp_path / NAMESPACE[:8].hex()).chmod(0o777)
+    with pytest.raises(PermissionError, match="others may write into it"):
+        folder_in(tmp_path)
 
 
 def test_only_its_owner_may_look(tmp_path: Path) -> None:

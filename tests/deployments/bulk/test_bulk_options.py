@@ -11,6 +11,7 @@ import pytest
 from app.errors import InvalidSetup
 from deployments.bulk.__main__ import main
 from deployments.bulk.options import Options, read_options
+from tests.conftest import PROJECT
 
 CONFIG = """
 applications:
@@ -46,6 +47,10 @@ def test_a_model_of_the_config_is_named_and_brings_its_engine(config: Path) -> N
     assert options("--config", config, "--model", "small", "--engines", 1).served.replicas.num_replicas == 1
     with pytest.raises(InvalidSetup, match="has the models small, large; choose one with --model"):
         options("--config", config)
+
+
+def test_rows_leave_nothing_in_a_tier_of_the_service() -> None:
+    assert options("--config", PROJECT / "deployments/serve.yaml").served.engine.cache.tiers == ()
 
 
 def test_a_folder_or_hub_id_runs_on_the_engine_of_the_config(config: Path) -> None:
