@@ -25,10 +25,10 @@ def child_environment() -> dict[str, str]:
 def step_back() -> None:
     """Have the calling thread leave the cores to those that serve requests; where threads share one, the process.
 
-    By so much from where it is: Ray's workers have been stepped back by 15, and only root may come nearer.
+    To a niceness of 10, or by some steps where it has more: Ray's workers may be at 15, and only root may go back.
     """
-    niceness = 10
-    os.nice(niceness)
+    niceness, least_steps = 10, 4
+    os.nice(max(niceness - os.nice(0), least_steps))
 
 
 def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:

@@ -7,6 +7,7 @@ app.grammar.vocabulary`) and writes the vocabulary to its standard output.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from app.child_process import child_command, child_environment, step_back
 from app.errors import InvalidSetup
+
+READ_CPU_S = 60.0  # for one tokenizer; the largest take a few seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,20 +85,20 @@ def read_vocabulary(
     """The vocabulary of the tokenizer at a folder or hub id, padded to `vocab_size` ids. Takes a second or more.
 
     Raises:
-        InvalidSetup: there is no tokenizer that can be read.
+        InvalidSetup: there is no tokenizer that can be read, or it takes too long.
     """
-    wanted = json.dumps([location, revision, vocab_size, eos_token_ids])
-    read_timeout_s = 120.0
+    wanted = json.dumps([location, revision, vocab_size, eos_token_ids, READ_CPU_S])
     try:
         reading = subprocess.run(
             child_command("app.grammar.vocabulary", wanted),
             env=child_environment(),
             capture_output=True,
-            timeout=read_timeout_s,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         raise InvalidSetup(f"the tokenizer of {location} cannot be read for grammars: {error}") from error
+    if reading.returncode == -signal.SIGPROF:
+        raise InvalidSetup(f"to read the tokenizer of {location} for grammars takes over {READ_CPU_S:g} s of CPU")
     if reading.returncode != 0:
         reason = reading.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise InvalidSetup(f"the tokenizer of {location} cannot be read for grammars: {reason[:300]}")
@@ -105,9 +108,11 @@ def read_vocabulary(
 def main() -> None:
     """Read a tokenizer and write its vocabulary."""
     step_back()  # a replica that computes has started it for its first grammar
+    location, revision, vocab_size, eos_token_ids, limit_s = json.loads(sys.argv[1])
+    # Of this process: how long it takes depends on what else computes. The signal has no handler.
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
     from transformers import PreTrainedTokenizerFast  # here alone: it takes a second, and other processes import this
 
-    location, revision, vocab_size, eos_token_ids = json.loads(sys.argv[1])
     backend = PreTrainedTokenizerFast.from_pretrained(
         location, revision=revision, trust_remote_code=False
     ).backend_tokenizer
