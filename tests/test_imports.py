@@ -80,7 +80,7 @@ ALLOWED = {
         "app.grammar", "app.kv_tiers", "app.model", "torch",
     },
     "app.kv_tiers": {
-        "app.config", "app.disk", "app.errors", "app.engine.block_pool", "app.engine.block_store",
+        "app.child_process", "app.config", "app.disk", "app.errors", "app.engine.block_pool", "app.engine.block_store",
         "app.engine.request", "app.engine.stats",
     },
     "app.rank": {"app.child_process", "app.config", "app.errors", "app.model", "torch"},

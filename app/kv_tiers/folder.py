@@ -32,7 +32,8 @@ KEPT_SHARE = 0.9  # of its bounds, when files were deleted
 
 
 class BlockFolder:
-    """The blocks of one namespace in a folder that others may use as well. One thread calls, but for `has`."""
+    """The blocks of one namespace in a folder that others may use as well. One thread writes and refreshes it, others
+    may read."""
 
     def __init__(self, path: Path, *, namespace: bytes, max_bytes: int) -> None:
         """Makes the folder. max_bytes: of all files in it.
@@ -72,7 +73,7 @@ class BlockFolder:
                 else:
                     names = (each.name for each in os.scandir(folder.path))
                     listed[folder.path] = {bytes.fromhex(name) for name in names if NAME.fullmatch(name)}
-        gone = [name for name, at in self._folders.items() if at in listed and name not in listed[at]]
+        gone = [name for name, at in list(self._folders.items()) if at in listed and name not in listed[at]]
         for name in gone:
             self._folders.pop(name, None)
         for path, found in listed.items():

@@ -1,4 +1,4 @@
-"""Moves blocks between an engine's KV memory and a folder, by a thread of its own."""
+"""Moves blocks between an engine's KV memory and a folder, by two threads of its own."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from math import inf
 from pathlib import Path
+from typing import Any, TypeVar
 
+from app.child_process import step_back
 from app.config import GIB, TierConfig
 from app.disk import STORAGE_PAUSE_S, may_pass
 from app.engine.block_pool import Block, Prefix
@@ -26,12 +29,17 @@ logger = logging.getLogger(__name__)
 LIST_AGAIN_S = 5.0  # how soon a block that another replica has written is found
 MAX_OFFERED = 100_000  # blocks that wait to be written; the oldest are forgotten
 
+ItemT = TypeVar("ItemT")
+Part = tuple[int, memoryview]
 # The bytes of all tensors of the KV memory; block n of each begins at n times its size of a block. None: there is none.
 Memory = Callable[[], Sequence[memoryview] | None]
 
 
 class FolderStore(BlockStore):
-    """A folder as a tier. Fetches go before writes; a full or broken folder is left alone for a while."""
+    """A folder as a tier. One thread reads; another, which steps back, writes when a core has time.
+
+    A full or broken folder is left alone for a while.
+    """
 
     def __init__(self, folder: BlockFolder, memory: Memory, *, namespace: bytes, num_blocks: int) -> None:
         """num_blocks: of the KV memory."""
@@ -40,18 +48,21 @@ class FolderStore(BlockStore):
         self._memory = memory
         self._num_blocks = num_blocks
         self._wake = threading.Condition()
-        self._fetches: deque[Fetch] = deque()  # guarded by _wake, as are the next two
+        self._fetches: deque[Fetch] = deque()  # guarded by _wake, as are the next four
         self._offered: deque[tuple[Block, Prefix]] = deque(maxlen=MAX_OFFERED)
-        self._listed = threading.Event()
-        self._is_busy = False
+        self._num_busy = 0  # threads
         self._is_closed = False
         self._num_to_fetch = 0  # blocks
+        self._listed = threading.Event()
         self._block_s = 0.0  # to fetch one, recently
-        self._buffer = memoryview(bytearray())  # of one block: its thread's
         self._paused_until = 0.0
         self.num_read = self.num_written = 0  # blocks, since the start
-        self._thread = threading.Thread(target=self._run, name="kv-tier", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._read_all, name="kv-tier-reader", daemon=True),
+            threading.Thread(target=self._write_all, name="kv-tier-writer", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def lookup(self, names: Iterable[bytes], request: Request) -> int:
         """Of a request that goes on from another replica all: that one may have written them a moment ago."""
@@ -65,13 +76,14 @@ class FolderStore(BlockStore):
         with self._wake:
             self._num_to_fetch += len(fetch.blocks)
             self._fetches.append(fetch)
-            self._wake.notify()
+            self._wake.notify_all()
 
     def offer(self, block: Block) -> None:
         assert block.prefix is not None, "it is findable"
         with self._wake:
             self._offered.append((block, block.prefix))
-            self._wake.notify()
+            if len(self._offered) == 1:
+                self._wake.notify_all()
 
     def settle(self, timeout_s: float) -> None:
         with self._wake:
@@ -89,49 +101,67 @@ class FolderStore(BlockStore):
         with self._wake:
             self._is_closed = True
             self._wake.notify_all()
-        self._thread.join(timeout=1.0)  # a folder that hangs ends with the process
+        for thread in self._threads:
+            thread.join(timeout=1.0)  # a folder that hangs ends with the process
 
     def _is_idle(self) -> bool:
-        return self._is_closed or not (self._fetches or self._offered or self._is_busy)
+        return self._is_closed or not (self._fetches or self._offered or self._num_busy)
 
-    # ------------------------------------------------------------------ its thread
+    # ------------------------------------------------------------------ its threads
 
-    def _run(self) -> None:
+    def _read_all(self) -> None:
+        buffer = Buffer()
+        while self._wait_for(self._fetches):
+            with self._working(self._fetches) as fetch:
+                if fetch is not None:
+                    self._fetch(fetch, buffer)
+
+    def _write_all(self) -> None:
+        step_back()  # blocks are written when a core has time: the threads of a step wait for one another
         self._folder.refresh()
         self._listed.set()
-        listed_at = time.monotonic()
-        while True:
-            with self._wake:
-                self._is_busy = False
-                if self._is_idle():
-                    self._wake.notify_all()
-                    self._wake.wait(LIST_AGAIN_S)
-                if self._is_closed:
-                    return
-                fetch = self._fetches.popleft() if self._fetches else None
-                offered = self._offered.popleft() if fetch is None and self._offered else None
-                self._is_busy = True
-            try:
-                if fetch is not None:
-                    self._fetch(fetch)
-                elif offered is not None:
-                    self._keep(*offered)
+        buffer, listed_at = Buffer(), time.monotonic()
+        while self._wait_for(self._offered, LIST_AGAIN_S):
+            with self._working(self._offered) as offered:
+                if offered is not None:
+                    self._keep(*offered, buffer)
                 if time.monotonic() - listed_at > LIST_AGAIN_S:
-                    self._folder.refresh()
                     listed_at = time.monotonic()
-            except Exception as error:  # without this thread, no fetch would ever be done
-                logger.error("a block of KV was neither read nor written: %s", traceback_of(error))
+                    self._folder.refresh()
 
-    def _fetch(self, fetch: Fetch) -> None:
+    def _wait_for(self, queue: deque[Any], at_most_s: float | None = None) -> bool:
+        """Wait until there is something in a queue, but no longer than this; False once it is closed."""
+        with self._wake:
+            self._wake.wait_for(lambda: queue or self._is_closed, at_most_s)
+            return not self._is_closed
+
+    @contextmanager
+    def _working(self, queue: deque[ItemT]) -> Iterator[ItemT | None]:
+        """With the first of a queue, if there is any. An error ends the work on it: without its thread no fetch would
+        ever be done."""
+        with self._wake:
+            item = queue.popleft() if queue else None
+            self._num_busy += 1
+        try:
+            yield item
+        except Exception as error:
+            logger.error("a block of KV was neither read nor written: %s", traceback_of(error))
+        finally:
+            with self._wake:
+                self._num_busy -= 1
+                self._wake.notify_all()
+
+    def _fetch(self, fetch: Fetch, buffer: Buffer) -> None:
         try:
             tenant = fetch.request.tenant
             for block, name, token_ids in zip(fetch.blocks, fetch.names, fetch.token_ids, strict=True):
                 began_at = time.perf_counter()
                 parts = self._parts(block.block_id)
-                if not (fetch.is_wanted and parts and self._folder.read(name, tenant, token_ids, self._buffer)):
+                content = buffer.of(parts)
+                if not (fetch.is_wanted and parts and self._folder.read(name, tenant, token_ids, content)):
                     break
                 for at, part in parts:
-                    part[:] = self._buffer[at : at + len(part)]
+                    part[:] = content[at : at + len(part)]
                 fetch.num_filled += 1
                 self.num_read += 1
                 seconds = time.perf_counter() - began_at
@@ -141,7 +171,7 @@ class FolderStore(BlockStore):
                 self._num_to_fetch -= len(fetch.blocks)
             fetch.is_done = True
 
-    def _keep(self, block: Block, prefix: Prefix) -> None:
+    def _keep(self, block: Block, prefix: Prefix, buffer: Buffer) -> None:
         if block.prefix is not prefix or time.monotonic() < self._paused_until:
             return
         name = name_of(prefix, self.namespace)
@@ -150,10 +180,11 @@ class FolderStore(BlockStore):
         parts = self._parts(block.block_id)
         if not parts:
             return
+        content = buffer.of(parts)
         for at, part in parts:
-            self._buffer[at : at + len(part)] = part
+            content[at : at + len(part)] = part
         try:
-            hidden = self._folder.write(prefix.tenant, prefix.token_ids, self._buffer)
+            hidden = self._folder.write(prefix.tenant, prefix.token_ids, content)
             if block.prefix is prefix:  # else it was handed out while it was read
                 self._folder.keep(hidden, name)
                 self.num_written += 1
@@ -166,21 +197,32 @@ class FolderStore(BlockStore):
             logger.warning("no block of KV is written %s: %s",
                            f"for {STORAGE_PAUSE_S:.0f} s" if passes else "any more", error)  # fmt: skip
 
-    def _parts(self, block_id: int) -> list[tuple[int, memoryview]]:
-        """The bytes of a block in each tensor, and where in the buffer; none where the memory is given up.
-
-        Copies go through the buffer: the thread takes the interpreter's lock a few times for a block, and not for each
-        tensor.
-        """
-        parts: list[tuple[int, memoryview]] = []
+    def _parts(self, block_id: int) -> list[Part]:
+        """The bytes of a block in each tensor, and where in a file; none where the memory is given up."""
+        parts: list[Part] = []
         num_bytes = 0
         for tensor in self._memory() or ():
             size = len(tensor) // self._num_blocks
             parts.append((num_bytes, tensor[block_id * size : (block_id + 1) * size]))
             num_bytes += size
-        if len(self._buffer) != num_bytes:
-            self._buffer = memoryview(bytearray(num_bytes))
         return parts
+
+
+class Buffer:
+    """The bytes of one block, for one thread.
+
+    Copies go through it: the thread takes the interpreter's lock a few times for a block, and not for each tensor.
+    """
+
+    def __init__(self) -> None:
+        self._content = memoryview(bytearray())
+
+    def of(self, parts: Sequence[Part]) -> memoryview:
+        """As many bytes as these."""
+        num_bytes = sum([len(part) for _, part in parts])
+        if len(self._content) != num_bytes:
+            self._content = memoryview(bytearray(num_bytes))
+        return self._content
 
 
 def open_tier(tier: TierConfig, memory: Memory, *, namespace: bytes, num_blocks: int) -> FolderStore | None:

@@ -11,7 +11,6 @@ import pytest
 from app.errors import InvalidSetup
 from deployments.bulk.__main__ import main
 from deployments.bulk.options import Options, read_options
-from tests.conftest import PROJECT
 
 CONFIG = """
 applications:
@@ -49,8 +48,11 @@ def test_a_model_of_the_config_is_named_and_brings_its_engine(config: Path) -> N
         options("--config", config)
 
 
-def test_rows_leave_nothing_in_a_tier_of_the_service() -> None:
-    assert options("--config", PROJECT / "deployments/serve.yaml").served.engine.cache.tiers == ()
+def test_rows_leave_nothing_in_a_tier_of_the_service(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(CONFIG.replace("scheduler: {max_running: 7}", "cache: {tiers: [{path: /kv}]}"))
+    served = options("--config", path, "--model", "small").served
+    assert (served.name, served.engine.cache.tiers) == ("small", ())
 
 
 def test_a_folder_or_hub_id_runs_on_the_engine_of_the_config(config: Path) -> None:
