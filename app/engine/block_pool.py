@@ -137,8 +137,8 @@ class BlockPool:
                 continue
             if block.prefix is None:
                 self._blank.append(block)
-                continue
-            self._evictable[block.block_id] = block
+            else:
+                self._evictable[block.block_id] = block
 
     def clear_cache(self) -> None:
         """Forget every shared prefix. Blocks in use stay with their owners."""

@@ -149,7 +149,7 @@ class BlockFolder:
         return False
 
     def make_room(self) -> None:
-        """Delete the blocks that were not used for longest, of those who have most, if there are more than may be."""
+        """Delete the blocks that were not used for longest, of the tenant that has most, if there are too many."""
         lock = take_lock(self._path / ".lock")
         if lock is None:
             return  # another process does

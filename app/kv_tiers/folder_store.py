@@ -47,6 +47,7 @@ class FolderStore(BlockStore):
         self._folder = folder
         self._memory = memory
         self._num_blocks = num_blocks
+        self._block_bytes = block_bytes_of(memory, num_blocks)
         self._wake = threading.Condition()
         self._fetches: deque[Fetch] = deque()  # guarded by _wake, as are the next four
         self._offered: deque[tuple[Block, Prefix]] = deque(maxlen=MAX_OFFERED)
@@ -90,8 +91,7 @@ class FolderStore(BlockStore):
             self._wake.wait_for(self._is_idle, timeout_s)
 
     def stats(self) -> StoreStats:
-        block_bytes = sum(map(len, self._memory() or ())) // self._num_blocks
-        return StoreStats(num_read=self.num_read, num_written=self.num_written, block_bytes=block_bytes)
+        return StoreStats(num_read=self.num_read, num_written=self.num_written, block_bytes=self._block_bytes)
 
     def wait_until_listed(self, timeout_s: float) -> None:
         """Wait until what was in the folder at the start is known, but no longer than this."""
@@ -110,21 +110,21 @@ class FolderStore(BlockStore):
     # ------------------------------------------------------------------ its threads
 
     def _read_all(self) -> None:
-        buffer = Buffer()
+        content = self._new_buffer()
         while self._wait_for(self._fetches):
             with self._working(self._fetches) as fetch:
                 if fetch is not None:
-                    self._fetch(fetch, buffer)
+                    self._fetch(fetch, content)
 
     def _write_all(self) -> None:
         step_back()  # blocks are written when a core has time: the threads of a step wait for one another
         self._folder.refresh()
         self._listed.set()
-        buffer, listed_at = Buffer(), time.monotonic()
+        content, listed_at = self._new_buffer(), time.monotonic()
         while self._wait_for(self._offered, LIST_AGAIN_S):
             with self._working(self._offered) as offered:
                 if offered is not None:
-                    self._keep(*offered, buffer)
+                    self._keep(*offered, content)
                 if time.monotonic() - listed_at > LIST_AGAIN_S:
                     listed_at = time.monotonic()
                     self._folder.refresh()
@@ -151,13 +151,17 @@ class FolderStore(BlockStore):
                 self._num_busy -= 1
                 self._wake.notify_all()
 
-    def _fetch(self, fetch: Fetch, buffer: Buffer) -> None:
+    def _new_buffer(self) -> memoryview:
+        """For the bytes of one block, which its thread copies through it: it takes the interpreter's lock a few times
+        for a block, and not for each tensor."""
+        return memoryview(bytearray(self._block_bytes))
+
+    def _fetch(self, fetch: Fetch, content: memoryview) -> None:
         try:
             tenant = fetch.request.tenant
             for block, name, token_ids in zip(fetch.blocks, fetch.names, fetch.token_ids, strict=True):
                 began_at = time.perf_counter()
                 parts = self._parts(block.block_id)
-                content = buffer.of(parts)
                 if not (fetch.is_wanted and parts and self._folder.read(name, tenant, token_ids, content)):
                     break
                 for at, part in parts:
@@ -171,7 +175,7 @@ class FolderStore(BlockStore):
                 self._num_to_fetch -= len(fetch.blocks)
             fetch.is_done = True
 
-    def _keep(self, block: Block, prefix: Prefix, buffer: Buffer) -> None:
+    def _keep(self, block: Block, prefix: Prefix, content: memoryview) -> None:
         if block.prefix is not prefix or time.monotonic() < self._paused_until:
             return
         name = name_of(prefix, self.namespace)
@@ -180,7 +184,6 @@ class FolderStore(BlockStore):
         parts = self._parts(block.block_id)
         if not parts:
             return
-        content = buffer.of(parts)
         for at, part in parts:
             content[at : at + len(part)] = part
         try:
@@ -208,21 +211,9 @@ class FolderStore(BlockStore):
         return parts
 
 
-class Buffer:
-    """The bytes of one block, for one thread.
-
-    Copies go through it: the thread takes the interpreter's lock a few times for a block, and not for each tensor.
-    """
-
-    def __init__(self) -> None:
-        self._content = memoryview(bytearray())
-
-    def of(self, parts: Sequence[Part]) -> memoryview:
-        """As many bytes as these."""
-        num_bytes = sum([len(part) for _, part in parts])
-        if len(self._content) != num_bytes:
-            self._content = memoryview(bytearray(num_bytes))
-        return self._content
+def block_bytes_of(memory: Memory, num_blocks: int) -> int:
+    """The bytes of one block in all tensors."""
+    return sum(map(len, memory() or ())) // num_blocks
 
 
 def open_tier(tier: TierConfig, memory: Memory, *, namespace: bytes, num_blocks: int) -> FolderStore | None:
@@ -234,7 +225,7 @@ def open_tier(tier: TierConfig, memory: Memory, *, namespace: bytes, num_blocks:
     path, max_bytes = Path(tier.path).expanduser(), int(tier.max_gib * GIB)
     if path.exists() and not path.is_dir():
         raise InvalidSetup(f"cache.tiers[0].path: {path} is a file; give a folder, or leave cache.tiers out")
-    block_bytes = sum(map(len, memory() or ())) // num_blocks
+    block_bytes = block_bytes_of(memory, num_blocks)
     if block_bytes > max_bytes:
         raise InvalidSetup(
             f"cache.tiers[0].max_gib: {tier.max_gib:g} GiB hold no block, which has {block_bytes / GIB:.3g} GiB: "
