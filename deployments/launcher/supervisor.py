@@ -129,6 +129,10 @@ def environment(
         # By default 4,096, for which it wants 10,265 files: where it cannot have them, it does not start.
         MAXCONN: str(max_connections(max_files)),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(num_proxy_threads(os.cpu_count() or 1)),
+        # By default three connections that fail in turn send all traffic to Serve's own proxy, which has no route to
+        # the ingress's workers and answers 500. HAProxy tries a failed connection again, at another ingress if it can;
+        # its health checks find an ingress that is dead.
+        "RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED": "0",
         # Most of what an idle service computes is its controller looking for changes, by default ten times a second.
         # Streams do not wait for it when a replica dies: the ingress sees that its line broke.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
