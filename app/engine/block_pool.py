@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, eq=False)
@@ -23,8 +23,19 @@ class Prefix:
 
     parent: Prefix | str
     token_ids: tuple[int, ...]
+    block: Block  # that holds the last of it, unless it was handed out since
     tenant: str = ""  # for which it was computed first
     name: bytes = b""  # what other processes call it; made when it is first asked for, see `block_store`
+
+    num_blocks: int = field(init=False)  # from the start
+
+    def __post_init__(self) -> None:
+        self.num_blocks = 1 + (self.parent.num_blocks if isinstance(self.parent, Prefix) else 0)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its block still holds it. Any thread may ask."""
+        return self.block.prefix is self
 
     @property
     def key(self) -> tuple[Prefix | str, tuple[int, ...]]:
@@ -56,7 +67,7 @@ class BlockPool:
         self._blank = [Block(block_id) for block_id in reversed(range(num_blocks))]  # free, nothing to share
         self._evictable: OrderedDict[int, Block] = OrderedDict()  # free, by block id, content still shareable
         self._cached: dict[tuple[Prefix | str, tuple[int, ...]], Block] = {}
-        self.note_findable: Callable[[Block], None] | None = None  # called with each block that becomes findable
+        self.note_findable: Callable[[Prefix], None] | None = None  # called with each prefix that becomes findable
 
     @property
     def num_free(self) -> int:
@@ -121,9 +132,9 @@ class BlockPool:
         key = (parent, tuple(token_ids))
         holder = self._cached.setdefault(key, block)
         if holder is block:
-            block.prefix = Prefix(*key, tenant)
+            block.prefix = Prefix(*key, block, tenant)
             if self.note_findable is not None:
-                self.note_findable(block)
+                self.note_findable(block.prefix)
         assert holder.prefix is not None, "a cached block has a prefix"
         return holder.prefix
 

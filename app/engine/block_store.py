@@ -73,6 +73,7 @@ class BlockStore(ABC):
     """
 
     namespace: bytes  # of the KV memory that blocks are of: its bytes mean the same in every process with this one
+    min_tokens: int = 0  # of a prefix that is offered when it comes for the first time
 
     @abstractmethod
     def lookup(self, names: Iterable[bytes], request: Request) -> int:
@@ -87,8 +88,8 @@ class BlockStore(ABC):
         """Fill the blocks of a fetch while it is wanted."""
 
     @abstractmethod
-    def offer(self, block: Block) -> None:
-        """Keep a block that has just become findable, unless it is kept or is handed out before it is read."""
+    def offer(self, prefix: Prefix) -> None:
+        """Keep the blocks of a prefix, from the first on, that it lacks and that are still held when it reads them."""
 
     @abstractmethod
     def stats(self) -> StoreStats:

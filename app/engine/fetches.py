@@ -47,7 +47,13 @@ class PrefixFetches:
         self.num_tokens = 0  # that were fetched, since the start
         self.num_given_up = 0  # fetches that took too long, since the start
         if store is not None:
-            pool.note_findable = store.offer
+            pool.note_findable = self._offer_long
+
+    def _offer_long(self, prefix: Prefix) -> None:
+        """Offer a prefix that has come once. Most short ones never come again, and are soon computed if they do."""
+        assert self.store is not None
+        if prefix.num_blocks * self._pool.block_size >= self.store.min_tokens:
+            self.store.offer(prefix)
 
     def stats(self) -> StoreStats | None:
         """None without a store. Any thread may call."""
@@ -74,6 +80,9 @@ class PrefixFetches:
         has free blocks for all of its tokens.
         """
         store = self.store
+        if store is not None and cached and not sequence.has_fetched:
+            assert cached[-1].prefix is not None, "a cached block has a prefix"
+            store.offer(cached[-1].prefix)  # it has come again
         # Where every token's hidden state or probability is wanted, all are computed.
         if store is None or sequence.has_fetched or sequence.request.pooling is not None or sequence.is_scoring:
             return False

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from app.child_process import step_back
 from app.config import GIB, TierConfig
 from app.disk import STORAGE_PAUSE_S, may_pass
-from app.engine.block_pool import Block, Prefix
+from app.engine.block_pool import Prefix
 from app.engine.block_store import BlockStore, Fetch, name_of
 from app.engine.request import Request
 from app.engine.stats import StoreStats
@@ -27,7 +27,8 @@ from app.kv_tiers.folder import BlockFolder
 logger = logging.getLogger(__name__)
 
 LIST_AGAIN_S = 5.0  # how soon a block that another replica has written is found
-MAX_OFFERED = 100_000  # blocks that wait to be written; the oldest are forgotten
+MAX_OFFERED = 100_000  # prefixes that wait to be written; the oldest are forgotten
+MIN_TOKENS = 512  # of a prefix that has come once: chats and agents are longer, what is shorter is soon computed
 
 ItemT = TypeVar("ItemT")
 Part = tuple[int, memoryview]
@@ -41,6 +42,8 @@ class FolderStore(BlockStore):
     A full or broken folder is left alone for a while.
     """
 
+    min_tokens = MIN_TOKENS
+
     def __init__(self, folder: BlockFolder, memory: Memory, *, namespace: bytes, num_blocks: int) -> None:
         """num_blocks: of the KV memory."""
         self.namespace = namespace
@@ -50,7 +53,7 @@ class FolderStore(BlockStore):
         self._block_bytes = block_bytes_of(memory, num_blocks)
         self._wake = threading.Condition()
         self._fetches: deque[Fetch] = deque()  # guarded by _wake, as are the next four
-        self._offered: deque[tuple[Block, Prefix]] = deque(maxlen=MAX_OFFERED)
+        self._offered: deque[Prefix] = deque(maxlen=MAX_OFFERED)
         self._num_busy = 0  # threads
         self._is_closed = False
         self._num_to_fetch = 0  # blocks
@@ -79,10 +82,9 @@ class FolderStore(BlockStore):
             self._fetches.append(fetch)
             self._wake.notify_all()
 
-    def offer(self, block: Block) -> None:
-        assert block.prefix is not None, "it is findable"
+    def offer(self, prefix: Prefix) -> None:
         with self._wake:
-            self._offered.append((block, block.prefix))
+            self._offered.append(prefix)
             if len(self._offered) == 1:
                 self._wake.notify_all()
 
@@ -124,7 +126,7 @@ class FolderStore(BlockStore):
         while self._wait_for(self._offered, LIST_AGAIN_S):
             with self._working(self._offered) as offered:
                 if offered is not None:
-                    self._keep(*offered, content)
+                    self._keep_all(offered, content)
                 if time.monotonic() - listed_at > LIST_AGAIN_S:
                     listed_at = time.monotonic()
                     self._folder.refresh()
@@ -175,30 +177,39 @@ class FolderStore(BlockStore):
                 self._num_to_fetch -= len(fetch.blocks)
             fetch.is_done = True
 
-    def _keep(self, block: Block, prefix: Prefix, content: memoryview) -> None:
-        if block.prefix is not prefix or time.monotonic() < self._paused_until:
-            return
+    def _keep_all(self, prefix: Prefix, content: memoryview) -> None:
+        """Write its blocks up to the first that the folder has, the first first."""
+        missing: list[Prefix] = []
+        at: Prefix | str = prefix
+        while isinstance(at, Prefix) and not self._folder.has(name_of(at, self.namespace)):
+            missing.append(at)
+            at = at.parent
+        # What follows a block that is gone would not be found.
+        while missing and time.monotonic() >= self._paused_until and self._keep(missing[-1], content):
+            missing.pop()
+
+    def _keep(self, prefix: Prefix, content: memoryview) -> bool:
+        """Write its last block; whether that is done."""
         name = name_of(prefix, self.namespace)
-        if self._folder.has(name):
-            return
-        parts = self._parts(block.block_id)
+        parts = self._parts(prefix.block.block_id) if prefix.is_held else ()
         if not parts:
-            return
+            return False
         for at, part in parts:
             content[at : at + len(part)] = part
         try:
             hidden = self._folder.write(prefix.tenant, prefix.token_ids, content)
-            if block.prefix is prefix:  # else it was handed out while it was read
+            if prefix.is_held:  # else it was handed out while it was read
                 self._folder.keep(hidden, name)
                 self.num_written += 1
-            else:
-                self._folder.discard(hidden)
+                return True
+            self._folder.discard(hidden)
         except OSError as error:
             # A file that another process has deleted to make room is no fault of the folder.
             passes = may_pass(error) or isinstance(error, FileNotFoundError)
             self._paused_until = time.monotonic() + STORAGE_PAUSE_S if passes else inf
             logger.warning("no block of KV is written %s: %s",
                            f"for {STORAGE_PAUSE_S:.0f} s" if passes else "any more", error)  # fmt: skip
+        return False
 
     def _parts(self, block_id: int) -> list[Part]:
         """The bytes of a block in each tensor, and where in a file; none where the memory is given up."""

@@ -11,7 +11,7 @@ from app.build import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.adapter_store import AdapterStore, HeldAdapter
 from app.engine.batch import ScheduledSequence
-from app.engine.block_pool import Block
+from app.engine.block_pool import Prefix
 from app.engine.block_store import BlockStore, Fetch
 from app.engine.engine import StepError
 from app.engine.matcher import Matchers
@@ -80,7 +80,7 @@ class RecordedStore(BlockStore):
         self._under_way[fetch.request.request_id] = fetch
         self._compute(fetch)
 
-    def offer(self, block: Block) -> None:
+    def offer(self, prefix: Prefix) -> None:
         """It keeps nothing."""
 
     def stats(self) -> StoreStats:

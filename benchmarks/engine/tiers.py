@@ -60,9 +60,8 @@ class Side:
             raise BenchmarkError(f"--folder {given.folder}: this engine has no tier; the log says why")
         if self.store is not None:
             self.store.wait_until_listed(SETTLE_S)
-            for owner, name in ((fetches, "begin"), (fetches, "collect")):
+            for owner, name in ((fetches, "begin"), (fetches, "collect"), (fetches._pool, "note_findable")):
                 setattr(owner, name, self._timed(getattr(owner, name)))
-            self.engine._scheduler._pool.note_findable = self._timed(self.store.offer)
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*given: Any, **more: Any) -> Any:

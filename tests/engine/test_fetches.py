@@ -240,6 +240,18 @@ def test_answers_are_the_same_whatever_comes_and_goes(seed: int) -> None:
     assert store.num_fetched, "something came from the store"
 
 
+def test_a_prefix_is_kept_when_it_comes_again_or_is_long() -> None:
+    runner = CountingRunner(block_size=BLOCK_SIZE)
+    store = SlotStore(runner)
+    store.min_tokens = 12
+    engine = build_fake_engine(runner=runner, block_size=BLOCK_SIZE, store=store, num_blocks=16)
+    for prompt, num_kept in ((PROMPT[:9], 0), (PROMPT[:10], 2), (PROMPT[:11], 2), (PROMPT[4:], 6)):
+        engine.add(make_request(prompt, max_tokens=1))
+        while engine.has_work:
+            engine.step()
+        assert len(store.blocks) == num_kept
+
+
 def test_without_a_store_nothing_waits_for_one() -> None:
     engine = build_fake_engine(runner=CountingRunner())
     assert engine.measurements().store is None

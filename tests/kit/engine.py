@@ -21,7 +21,7 @@ from app.config import CacheConfig, SchedulerConfig
 from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import ScheduledSequence, StepBatch, StepResult, by_request
-from app.engine.block_pool import Block
+from app.engine.block_pool import Prefix
 from app.engine.block_store import BlockStore, Fetch, name_of
 from app.engine.engine import Engine
 from app.engine.matcher import Matcher, Matchers, with_tokens
@@ -165,9 +165,11 @@ class SlotStore(BlockStore):
     def begin(self, fetch: Fetch) -> None:
         self.fetches.append(fetch)
 
-    def offer(self, block: Block) -> None:
-        assert block.prefix is not None, "it is findable"
-        self.blocks[name_of(block.prefix, self.namespace)] = tuple(self._runner.content(block.block_id))
+    def offer(self, prefix: Prefix) -> None:
+        at: Prefix | str = prefix
+        while isinstance(at, Prefix) and at.is_held and (name := name_of(at, self.namespace)) not in self.blocks:
+            self.blocks[name] = tuple(self._runner.content(at.block.block_id))
+            at = at.parent
 
     def stats(self) -> StoreStats:
         return StoreStats(num_read=self.num_fetched)

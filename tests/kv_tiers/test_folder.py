@@ -37,11 +37,11 @@ def keep(folder: BlockFolder, number: int, *, tenant: str = TENANT, num_bytes: i
     folder.keep(folder.write(tenant, TOKENS, content_of(number, num_bytes)), name_of(number))
 
 
-def is_read(folder: BlockFolder, number: int, token_ids: tuple[int, ...] = TOKENS) -> bool:
+def is_read(folder: BlockFolder, number: int, token_ids: tuple[int, ...] = TOKENS, *, num_bytes: int = 96) -> bool:
     """Whether a block is read; then it is what it was."""
-    content = content_of(-1)
+    content = content_of(-1, num_bytes)
     was_read = folder.read(name_of(number), TENANT, token_ids, content)
-    assert not was_read or content == content_of(number)
+    assert not was_read or content == content_of(number, num_bytes)
     return was_read
 
 
@@ -113,24 +113,32 @@ def test_a_name_with_other_tokens_is_not_read(tmp_path: Path) -> None:
     assert not is_read(folder, 1, (9, 9, 9, 9))
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_a_damaged_file_is_never_read_and_is_deleted(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("num_bytes", [96, 3 * 4096 + 40])  # less than a page, and more
+@pytest.mark.parametrize("seed", range(30))
+def test_a_damaged_file_is_never_read_and_is_deleted(tmp_path: Path, seed: int, num_bytes: int) -> None:
     folder, rng = folder_in(tmp_path), random.Random(seed)
-    keep(folder, 1)
+    keep(folder, 1, num_bytes=num_bytes)
     (file,) = files_in(tmp_path)
     data = bytearray(file.read_bytes())
-    match seed % 3:
-        case 0:  # a bit is flipped, anywhere
-            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    match seed % 5:
+        case 0:  # bits are flipped, anywhere
+            for bit in rng.sample(range(8 * len(data)), rng.choice([1, 2, 3, 500])):
+                data[bit // 8] ^= 1 << bit % 8
+        case 3:  # parts have changed places
+            size = len(data) // 3
+            data[-size:], data[-2 * size : -size] = data[-2 * size : -size], data[-size:]
+        case 4:  # a part was never written
+            at = rng.randrange(len(data) // 2)
+            data[at : at + len(data) // 3] = bytes(len(data) // 3)
         case 1:  # it is cut off
             del data[rng.randrange(len(data)) :]
         case 2:
             data += b"more"
     file.write_bytes(data)
-    assert not is_read(folder, 1)
+    assert not is_read(folder, 1, num_bytes=num_bytes)
     assert not file.exists()
-    keep(folder, 1)
-    assert is_read(folder, 1)
+    keep(folder, 1, num_bytes=num_bytes)
+    assert is_read(folder, 1, num_bytes=num_bytes)
 
 
 def test_the_longest_unused_blocks_are_deleted_where_there_are_too_many(tmp_path: Path) -> None:

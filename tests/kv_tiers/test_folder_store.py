@@ -93,6 +93,20 @@ def test_freed_prefixes_are_kept_and_fetched_by_another_process(sides: Iterator[
     assert [second.content(block) for block in blocks] == [{1}, {2}, {3}]
 
 
+def test_the_blocks_before_one_that_is_offered_are_kept_too(sides: Iterator[Side]) -> None:
+    side = next(sides)
+    side.pool.note_findable = None
+    blocks = side.computed(4)
+    names = names_of(blocks)
+    prefix = blocks[2].prefix
+    assert prefix is not None
+    for _ in range(2):  # what is kept is not written again
+        side.store.offer(prefix)
+        side.store.settle(PATIENCE_S)
+        assert side.store.lookup(names, make_request()) == 3
+        assert side.store.num_written == 3
+
+
 def test_names_differ_by_salt_and_by_what_comes_before(sides: Iterator[Side]) -> None:
     side = next(sides)
     names = names_of(side.computed(2)) + names_of(side.computed(2, salt="another"))
@@ -215,7 +229,10 @@ def answers(engine: Engine, prompts: list[tuple[int, ...]]) -> tuple[list[list[i
     return [outcome.token_ids[each.request_id] for each in requests], [cached[each.request_id] for each in requests]
 
 
-def test_answers_are_the_same_with_a_tier_after_evictions_and_restarts(demo_path: Path, tmp_path: Path) -> None:
+def test_answers_are_the_same_with_a_tier_after_evictions_and_restarts(
+    demo_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FolderStore, "min_tokens", 100)
     rng = random.Random(3)
     talks = [tuple(rng.randrange(5, 700) for _ in range(300)) for _ in range(4)]
     prompts = [talk[:length] for length in (150, 230, 300) for talk in talks]  # more than fits, in turn
