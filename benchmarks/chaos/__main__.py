@@ -40,6 +40,7 @@ from benchmarks.chaos.faults import (
 from benchmarks.chaos.node_loss import lose_node
 from benchmarks.chaos.rolling_update import change_under_load
 from benchmarks.chaos.stage import Size
+from benchmarks.chaos.tier_faults import break_tier
 from benchmarks.chaos.verdict import is_bad, without_samples
 from benchmarks.harness.command import (
     BenchmarkError,
@@ -69,6 +70,7 @@ ROWS: dict[str, Row] = {
     "R12": kill_with_pipelines,
     "R13": change_under_load,
     "R14": strike_at_random,
+    "R15": break_tier,
     "node": lose_node,
     "C1": disconnect_at_each_phase,
 }

@@ -116,7 +116,7 @@ def _stop(pid: int) -> Mend:
     return partial(os.kill, pid, signal.SIGCONT)
 
 
-def _replicas(number: int) -> Choose:
+def kill_replicas(number: int) -> Choose:
     """Kill so many replicas at once."""
     return lambda running, source: partial(_kill, source.sample(running.replicas(), number))
 
@@ -138,7 +138,7 @@ async def _all(faults: Sequence[Fault], size: Size, *, kinds: str = "", **settin
 
 
 def _killing_one(row: str, text: str = "") -> Fault:
-    return Fault(row=row, text=f"kill -9 one of 3 replicas{text}", choose=_replicas(1), quiet_s=_QUIET_AFTER_KILL_S)
+    return Fault(row=row, text=f"kill -9 one of 3 replicas{text}", choose=kill_replicas(1), quiet_s=_QUIET_AFTER_KILL_S)
 
 
 async def kill_one_of_three(size: Size) -> list[Row]:
@@ -203,7 +203,7 @@ async def stop_one_of_three(size: Size) -> list[Row]:
 async def kill_several(size: Size) -> list[Row]:
     """R5: two of three at once; then all, with time to wait for new ones and without."""
     two, all_with_time, all_without = (
-        Fault(row="R5", text=f"kill -9 {text}", choose=_replicas(number), quiet_s=_QUIET_AFTER_KILL_S)
+        Fault(row="R5", text=f"kill -9 {text}", choose=kill_replicas(number), quiet_s=_QUIET_AFTER_KILL_S)
         for number, text in (
             (2, "two of 3 replicas"),
             (3, "all 3 replicas, place_timeout_s 30"),

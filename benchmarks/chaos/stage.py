@@ -170,6 +170,7 @@ def application(
     adapters: Mapping[str, str] = MappingProxyType({}),
     pipelines: Sequence[Mapping[str, Any]] = (),
     batches: Mapping[str, Any] | None = None,
+    cache: Mapping[str, Any] = MappingProxyType({}),
     **replicas: Any,
 ) -> dict[str, Any]:
     """The `args` of an application with simulated replicas, or with real `weights`, which adapters need.
@@ -184,7 +185,7 @@ def application(
     computed = {"dtype": "float32"} if replicas.get("tensor_parallel", 1) > 1 else {"batch_invariant": True}
     engine = {
         "model": {"path": model} | (computed if weights else {"simulated": costs}),
-        "cache": {"num_blocks": 4096, "block_size": 16},
+        "cache": {"num_blocks": 4096, "block_size": 16} | dict(cache),
         "scheduler": {"max_running": max_running, "max_waiting": max_waiting},
     }
     replicas = {"num_replicas": num_replicas, "drain_timeout_s": 30} | replicas

@@ -101,10 +101,12 @@ class Asked:
     body: dict[str, Any]
 
 
-def mixed(number: int, *, max_tokens: tuple[int, int], seed: int = 7) -> list[Asked]:
+def mixed(
+    number: int, *, max_tokens: tuple[int, int], prompt_tokens: tuple[int, int] = _PROMPT_TOKENS, seed: int = 7
+) -> list[Asked]:
     """So many requests of all kinds in turn; lengths differ. The kind `stop` has none yet: see `with_stop`."""
     source = random.Random(seed)
-    return [_asked(place, KINDS[place % len(KINDS)], source, max_tokens) for place in range(number)]
+    return [_asked(place, KINDS[place % len(KINDS)], source, max_tokens, prompt_tokens) for place in range(number)]
 
 
 def alike(number: int, *, num_tokens: int, num_prompt_tokens: int = 20) -> list[Asked]:
@@ -127,8 +129,10 @@ def with_stop(asked: Asked, text: str) -> Asked:
     return Asked(asked.name, asked.kind, {**asked.body, "stop": [text[place : place + _STOP_CHARACTERS]]})
 
 
-def _asked(place: int, kind: str, source: random.Random, max_tokens: tuple[int, int]) -> Asked:
-    prompt = random_prompt(source, source.randint(*_PROMPT_TOKENS))
+def _asked(
+    place: int, kind: str, source: random.Random, max_tokens: tuple[int, int], prompt_tokens: tuple[int, int]
+) -> Asked:
+    prompt = random_prompt(source, source.randint(*prompt_tokens))
     body = streamed(prompt, source.randint(*max_tokens), model=MODEL_NAME)
     if kind != "greedy":
         body |= {"temperature": 0.9, "seed": source.randrange(2**31)}

@@ -32,20 +32,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import errno
 import json
 import os
 import random
 import secrets
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +50,8 @@ from typing import Any
 from app.text import Tokenizer
 from benchmarks.chaos.stage import Stage, stage
 from benchmarks.chaos.traffic import MODEL_NAME
-from benchmarks.harness.command import BenchmarkError, command_parser, positive, ran, run_command, tell
+from benchmarks.harness.command import command_parser, positive, run_command, tell
+from benchmarks.harness.disk import fill, small_disk
 from benchmarks.harness.processes import resident_mib
 from benchmarks.harness.random_adapter import projections_in, save_random_adapter
 from benchmarks.harness.service import application, got, scraped, with_tools, write_keys
@@ -156,23 +154,6 @@ def served(
         MODEL_NAME, engine, {"num_replicas": 2}, {"adapters": dict(adapters)}, batches={"path": str(folder)},
         pipelines=pipelines_of([MODEL_NAME, *adapters]), api={"keys_file": str(keys_file), "metrics_for": "public"},
     )  # fmt: skip
-
-
-@contextmanager
-def small_disk(size_mib: int) -> Iterator[Path]:
-    """A folder on a file system of its own, in memory (0: on none). Raises BenchmarkError where none can be made."""
-    with tempfile.TemporaryDirectory(prefix="carousel-soak-") as folder:
-        if not size_mib:
-            yield Path(folder)
-            return
-        try:
-            ran(["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", folder])
-        except BenchmarkError as error:
-            raise BenchmarkError(f"no file system of its own: {error}; run as root on Linux") from error
-        try:
-            yield Path(folder)
-        finally:
-            subprocess.run(["umount", "--lazy", folder], check=False)
 
 
 class _Soak:
@@ -312,19 +293,6 @@ class _Soak:
                 self._watched.full_s += time.monotonic() - filled_s
             tell("the disk has room")
         await asyncio.Event().wait()
-
-
-def fill(filler: Path) -> None:
-    """Append to a file until its file system is full."""
-    piece = bytes(1 << 20)
-    with filler.open("ab", buffering=0) as file:
-        while piece:
-            try:
-                file.write(piece)
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                piece = piece[: len(piece) // 2]
 
 
 def _entries(pid: int, folder: str) -> int:

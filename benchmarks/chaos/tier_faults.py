@@ -1,0 +1,128 @@
+"""Row R15: what happens to the folder of `cache.tiers` while streams read and write it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import stat
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.faults import LASTS_S, Fault, Mend, Strike, kill_replicas
+from benchmarks.chaos.stage import Size, Stage, under_traffic
+from benchmarks.chaos.traffic import Asked, Traffic, mixed
+from benchmarks.harness.command import BenchmarkError
+from benchmarks.harness.disk import fill, small_disk
+from benchmarks.harness.service import scraped
+
+_DISK_MIB = 512
+_NUM_BLOCKS = 1024  # of a replica: less than its streams' prompts
+_PROMPT_TOKENS = (560, 760)  # what comes once is kept from 512 on
+_MAX_TOKENS = (60, 160)
+_FLIPPED_BITS = 1000
+_TOKENS_READ = "carousel_tier_tokens_total"
+
+
+async def break_tier(size: Size) -> list[dict[str, Any]]:
+    """R15: replicas share a folder of prefixes that their memory does not hold: kill -9, a folder that is deleted,
+    damaged, full or hangs."""
+    with small_disk(_DISK_MIB) as disk:
+        folder = disk / "kv"
+        faults = {
+            "kill -9 one of 3 replicas": kill_replicas(1),
+            "the folder is deleted": _on(folder, _delete),
+            f"{_FLIPPED_BITS} bits are flipped": _on(folder, _flip),
+            f"the disk is full for {LASTS_S:g} s": _on(folder, _fill),
+            f"reads hang for {LASTS_S:g} s": _on(folder, _hang),
+        }
+        requests = mixed(size.streams, max_tokens=_MAX_TOKENS, prompt_tokens=_PROMPT_TOKENS)
+        rows = []
+        for tier, text in ((None, "no tier, for comparison: kill -9 one of 3 replicas"), (folder, "")):
+            rows += await _with_tier(tier, {text: kill_replicas(1)} if text else faults, requests, size)
+        return rows
+
+
+async def _with_tier(
+    folder: Path | None, faults: dict[str, Callable[..., Strike]], requests: Sequence[Asked], size: Size
+) -> list[dict[str, Any]]:
+    tiers = [] if folder is None else [{"path": str(folder), "max_gib": 0.25}]
+    cache = {"num_blocks": _NUM_BLOCKS, "tiers": tiers}
+    rows = []
+    async with under_traffic(size, requests=requests, weights=True, cache=cache) as (running, traffic):
+        for text, choose in faults.items():
+            fault = Fault(row="R15", text=text, choose=choose, source=text)
+            read_before = _tokens_read(running)
+            rows.append(await fault.figures(running, _fresh(traffic), size))
+            if folder is not None:
+                rows[-1]["tokens_read"] = _tokens_read(running) - read_before  # a replica that dies begins at 0
+    return rows
+
+
+def _fresh(traffic: Traffic) -> Traffic:
+    return Traffic(traffic.target, traffic.requests, traffic.reference)
+
+
+def _tokens_read(running: Stage) -> int:
+    return round(sum(value for name, _, value in scraped(running.target) if name == _TOKENS_READ))
+
+
+def _on(folder: Path, strike: Callable[[Path, random.Random], Mend | None]) -> Callable[..., Strike]:
+    return lambda _running, source: partial(strike, folder, source)
+
+
+def _delete(folder: Path, _source: random.Random) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The blocks. Raises BenchmarkError where there is none: then no fault of the folder tells anything."""
+    found = [each for each in folder.rglob("*") if len(each.name) == 40 and each.is_file()]
+    if not found:
+        raise BenchmarkError(f"no block of KV lies in {folder}: the row would tell nothing")
+    return found
+
+
+def _flip(folder: Path, source: random.Random) -> None:
+    """Flip bits of any blocks, in place."""
+    files = _files(folder)
+    for _ in range(_FLIPPED_BITS):
+        with suppress(FileNotFoundError), source.choice(files).open("r+b", buffering=0) as file:
+            at = source.randrange(os.fstat(file.fileno()).st_size)
+            (byte,) = os.pread(file.fileno(), 1, at)
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << source.randrange(8)]), at)
+
+
+def _fill(folder: Path, _source: random.Random) -> Mend:
+    filler = folder.parent / "filler"
+    fill(filler)
+    return filler.unlink
+
+
+def _hang(folder: Path, _source: random.Random) -> Mend:
+    """Put a pipe in the place of each block: an open waits for a writer."""
+    files = _files(folder)
+    for path in files:
+        with suppress(OSError):
+            hidden = path.with_name(".pipe")
+            os.mkfifo(hidden)
+            hidden.rename(path)
+    return partial(_release, files)
+
+
+def _release(files: Sequence[Path]) -> None:
+    """Let each reader find an empty file, and delete it."""
+    for path in files:
+        with suppress(FileNotFoundError):
+            if not stat.S_ISFIFO(path.stat().st_mode):
+                continue
+            try:
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+            except OSError as error:
+                if error.errno != errno.ENXIO:  # no reader waits
+                    raise
+            path.unlink()
