@@ -27,6 +27,7 @@ class _Expected:
     arrival: int  # the sequence's
     parent: Prefix | str  # of its first block
     fetch: Fetch  # the blocks before its own are owned meanwhile, too
+    began_at: float
     gives_up_at: float
     is_void: bool = False  # the memory that it fills is given up
 
@@ -97,7 +98,7 @@ class PrefixFetches:
         blocks = self._pool.allocate(len(names))
         fetch = Fetch(sequence.request, before=cached, blocks=blocks, names=names, token_ids=token_ids)
         patience_s = max(compute_s, MIN_PATIENCE_S) if tokens_per_s else FIRST_PATIENCE_S
-        self._expected.append(_Expected(sequence, sequence.arrival, parent, fetch, now + patience_s))
+        self._expected.append(_Expected(sequence, sequence.arrival, parent, fetch, now, now + patience_s))
         sequence.status = SequenceStatus.FETCHING
         self._begun.append((sequence.arrival, len(blocks)))
         store.begin(fetch)
@@ -130,6 +131,8 @@ class PrefixFetches:
             is_done = each.fetch.is_done  # read once: the store's thread sets it
             if each.sequence is not None and (is_done or now >= each.gives_up_at):
                 self.num_given_up += not is_done
+                each.sequence.fetch_s += now - each.began_at
+                each.sequence.num_fetched_tokens += is_done * each.fetch.num_filled * self._pool.block_size
                 back.append(self._leave(each))
             if is_done:
                 self._publish(each)

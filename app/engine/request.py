@@ -216,6 +216,7 @@ class EngineTimes(NamedTuple):
     queue_s: float  # from its arrival at the replica to its first step
     prefill_s: float  # from there on
     settings: str = ""  # `SchedulerConfig.version` of that moment
+    fetch_s: float = 0.0  # of the queue's, it waited for its prefix to be read (`cache.tiers`)
 
 
 class TokenLogprobs(NamedTuple):

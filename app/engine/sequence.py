@@ -53,6 +53,8 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it first joined
     num_preemptions: int = 0
     has_fetched: bool = False  # since it was last preempted, see `PrefixFetches`
+    num_fetched_tokens: int = 0  # that came from a store
+    fetch_s: float = 0.0  # that it has waited for them
     blocks: list[Block] = field(default_factory=list)  # in token order
     block_ids: list[int] = field(default_factory=list)  # their ids; replaced, never shortened, so batches may keep it
     prefixes: list[Prefix] = field(default_factory=list)  # of its full, computed blocks

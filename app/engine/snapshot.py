@@ -29,6 +29,8 @@ class SlotUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=Fal
     num_generated_tokens: int  # these included
     num_blocks: int
     num_preemptions: int
+    num_fetched_tokens: int = 0  # of its prompt, read from a store before it joined
+    fetch_ms: int = 0  # that took so long
 
 
 class QueueEntry(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):

@@ -188,7 +188,9 @@ class MeasurementCollector(StepObserver):
                 self._prefill_s.observe(now - joined_at)
             if has_token or sequence.is_finished:
                 queue_s = joined_at - sequence.arrived_at
-                times[sequence.request.request_id] = EngineTimes(queue_s, now - joined_at, self._settings)
+                times[sequence.request.request_id] = EngineTimes(
+                    queue_s, now - joined_at, self._settings, sequence.fetch_s
+                )
             else:
                 still.append((sequence, num_tokens, joined_at))
         self._prefilling = still

@@ -24,11 +24,11 @@ TIMES = EngineTimes(0.25, 0.5, "continuous-fcfs-00c0ffee")
 HEADERS = ("x-carousel-queue-ms", "x-carousel-prefill-ms", "x-carousel-ttft-ms", "x-carousel-decode-ms")
 
 
-def timed(tokenizer: Tokenizer) -> Service:
+def timed(tokenizer: Tokenizer, times: EngineTimes = TIMES) -> Service:
     """Each request has two tokens, of which the first comes with the times of its engine."""
     return Service(
         tokenizer,
-        lambda request: [TokenDelta(request.request_id, (20,), times=TIMES), last(request, (21,), FinishReason.LENGTH)],
+        lambda request: [TokenDelta(request.request_id, (20,), times=times), last(request, (21,), FinishReason.LENGTH)],
     )
 
 
@@ -38,6 +38,12 @@ def test_an_answer_has_its_times_and_settings_as_headers(tokenizer: Tokenizer) -
     assert all(float(answer.headers[name]) >= 0 for name in HEADERS)
     assert answer.headers["x-carousel-settings"] == TIMES.settings
     assert "timings" not in answer.json["usage"], "nothing that was not asked for"
+
+
+def test_the_wait_for_a_prefix_of_a_tier_is_told_where_there_was_one(tokenizer: Tokenizer) -> None:
+    waited = timed(tokenizer, TIMES._replace(fetch_s=0.125))
+    assert waited.complete().headers["x-carousel-fetch-ms"] == "125.0"
+    assert "x-carousel-fetch-ms" not in timed(tokenizer).complete().headers
 
 
 def test_a_stream_has_what_is_known_at_its_first_token_and_the_rest_at_its_end(tokenizer: Tokenizer) -> None:

@@ -88,6 +88,23 @@ def test_what_the_store_has_is_not_computed() -> None:
     assert side.engine.measurements().store.num_fetched_tokens == NUM_STORED  # type: ignore[union-attr]
 
 
+def test_the_wait_and_what_came_are_told() -> None:
+    side = Side()
+    side.engine.snapshot(is_full=True)  # from now on slots are noted
+    request = side.add()
+    side.step()
+    side.clock.advance(0.75)
+    side.store.move(3, fails=True)
+    times = None
+    while side.engine.has_work:
+        deltas = side.engine.step()
+        times = next((each.times for each in deltas if each.times is not None), times)
+    assert times is not None
+    assert times.fetch_s == 0.75 <= times.queue_s
+    [slot] = [each for each in side.engine.snapshot(is_full=True).slots if each.request_id == request.request_id]
+    assert (slot.num_fetched_tokens, slot.fetch_ms) == (3 * BLOCK_SIZE, 750)
+
+
 def test_others_run_meanwhile_and_it_keeps_a_slot() -> None:
     side = Side()
     request = side.add(max_tokens=8)

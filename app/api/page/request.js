@@ -29,7 +29,7 @@ function rowsOf(history, id, stays, tokens) {
   const { use, left } = stays[stays.length - 1];
   const rows = [
     ["id", id], ["tenant, class", `${use.tenant || "–"}, ${classOf(use)}`],
-    ["prompt", `${use.num_prompt_tokens} tokens, ${use.num_cached_tokens} of them cached`],
+    ["prompt", `${use.num_prompt_tokens} tokens, ${use.num_cached_tokens} of them cached${fetched(use)}`],
     ["output", `${use.num_generated_tokens} tokens`], ["memory", left === null ? `${use.num_blocks} blocks` : "given back"],
     ["queue", seconds(stays[0].joined - stays[0].arrived)],
   ];
@@ -45,6 +45,10 @@ function rowsOf(history, id, stays, tokens) {
     rows.push(["gaps between tokens", `median ${of(0.5)}, 99 % below ${of(0.99)}, longest ${of(1)}`]);
   }
   return rows;
+}
+
+function fetched(use) {
+  return use.num_fetched_tokens ? `, ${use.num_fetched_tokens} of these read from the folder in ${seconds(use.fetch_ms)}` : "";
 }
 
 async function cancel() {

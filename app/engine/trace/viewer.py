@@ -213,6 +213,8 @@ def _slot_use(occupancy: _Occupancy, now: float) -> SlotUse:
         num_generated_tokens=sequence.num_generated_tokens,
         num_blocks=len(sequence.blocks),
         num_preemptions=sequence.num_preemptions,
+        num_fetched_tokens=sequence.num_fetched_tokens,
+        fetch_ms=_ms(sequence.fetch_s),
     )
 
 
