@@ -31,11 +31,12 @@ Launch = Callable[..., "subprocess.Popen[str]"]
 
 
 def config_at(serve_yaml: Path, folder: Path) -> dict[str, Any]:
-    """Of this file, with a port of its own, its batches in `folder`, and one replica."""
+    """Of this file, with a port of its own, its batches and prefixes in `folder`, and one replica."""
     loaded: dict[str, Any] = yaml.safe_load(serve_yaml.read_text())
     loaded["http_options"]["port"] = free_port()
     [model] = loaded["applications"][0]["args"]["models"]
     model["replicas"]["num_replicas"] = 1
+    model["engine"]["cache"]["tiers"][0]["path"] = str(folder / "kv")
     loaded["applications"][0]["args"]["batches"]["path"] = str(folder / "batches")
     return loaded
 
