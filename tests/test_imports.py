@@ -33,7 +33,8 @@ ALLOWED = {
     },
     "app.fleet": {
         "app.fleet.dispatch", "app.culprits", "app.errors", "app.fair", "app.output_lengths",
-        "app.engine.async_engine", "app.engine.request", "app.engine.stats", "app.engine.snapshot", "msgspec",
+        "app.engine.async_engine", "app.engine.block_pool", "app.engine.request", "app.engine.stats",
+        "app.engine.snapshot", "msgspec",
     },
     "app.model": {
         "app.config", "app.cores", "app.disk", "app.errors", "app.engine.batch", "app.engine.largest_batch",
@@ -80,6 +81,7 @@ ALLOWED = {
         "app.grammar", "app.kv_tiers", "app.model", "torch",
     },
     "app.kv_tiers": {
+        "numpy",
         "app.child_process", "app.config", "app.disk", "app.errors", "app.engine.block_pool", "app.engine.block_store",
         "app.engine.request", "app.engine.stats",
     },

@@ -275,6 +275,11 @@ class AsyncEngine:
         with suppress(EngineStopped):
             self._command(self._engine.end_snapshots)
 
+    def on_prefixes(self, note_held: Callable[[int, bool], None]) -> None:
+        """`Engine.on_prefixes`, from the next step on."""
+        with suppress(EngineStopped):
+            self._command(lambda: self._engine.on_prefixes(note_held))
+
     def check_health(self) -> None:
         """Raise EngineStopped if the engine no longer serves."""
         if self._is_stopping or not self._thread.is_alive():

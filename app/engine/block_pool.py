@@ -10,6 +10,27 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+
+
+def root_digest(salt: str) -> int:
+    """Of the prefix of no tokens. The same in every process, unlike the hash of a string."""
+    return int.from_bytes(blake2b(salt.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def digest_after(parent_digest: int, token_ids: tuple[int, ...]) -> int:
+    """Of a prefix, by that of the prefix before it and the tokens of its last block. 64 bits; the same in every
+    process."""
+    return hash((parent_digest, token_ids))
+
+
+def digests_of(token_ids: Sequence[int], *, salt: str, block_size: int) -> list[int]:
+    """Of each whole block and all before it."""
+    digests, digest = [], root_digest(salt)
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        digest = digest_after(digest, tuple(token_ids[start : start + block_size]))
+        digests.append(digest)
+    return digests
 
 
 @dataclass(slots=True, eq=False)
@@ -28,9 +49,12 @@ class Prefix:
     name: bytes = b""  # what other processes call it; made when it is first asked for, see `block_store`
 
     num_blocks: int = field(init=False)  # from the start
+    digest: int = field(init=False)  # of all its tokens and the salt, for guesses of other processes
 
     def __post_init__(self) -> None:
-        self.num_blocks = 1 + (self.parent.num_blocks if isinstance(self.parent, Prefix) else 0)
+        parent = self.parent
+        self.num_blocks = 1 + (parent.num_blocks if isinstance(parent, Prefix) else 0)
+        self.digest = digest_after(parent.digest if isinstance(parent, Prefix) else root_digest(parent), self.token_ids)
 
     @property
     def is_held(self) -> bool:
@@ -68,6 +92,7 @@ class BlockPool:
         self._evictable: OrderedDict[int, Block] = OrderedDict()  # free, by block id, content still shareable
         self._cached: dict[tuple[Prefix | str, tuple[int, ...]], Block] = {}
         self.note_findable: Callable[[Prefix], None] | None = None  # called with each prefix that becomes findable
+        self._note_held: Callable[[int, bool], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -77,6 +102,16 @@ class BlockPool:
     def num_evictable(self) -> int:
         """Free blocks with content that can still be shared."""
         return len(self._evictable)
+
+    def on_prefixes(self, note_held: Callable[[int, bool], None]) -> None:
+        """Call this with the digest of each prefix that can be found now, becomes findable (true) or is gone (false).
+
+        More than one block may hold what has the same digest.
+        """
+        self._note_held = note_held
+        for block in self._cached.values():
+            assert block.prefix is not None, "a cached block has a prefix"
+            note_held(block.prefix.digest, True)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold `num_tokens` tokens."""
@@ -133,6 +168,8 @@ class BlockPool:
         holder = self._cached.setdefault(key, block)
         if holder is block:
             block.prefix = Prefix(*key, block, tenant)
+            if self._note_held is not None:
+                self._note_held(block.prefix.digest, True)
             if self.note_findable is not None:
                 self.note_findable(block.prefix)
         assert holder.prefix is not None, "a cached block has a prefix"
@@ -154,7 +191,7 @@ class BlockPool:
     def clear_cache(self) -> None:
         """Forget every shared prefix. Blocks in use stay with their owners."""
         for block in self._cached.values():
-            block.prefix = None
+            self._forget(block)
         self._cached.clear()
         self._blank.extend(self._evictable.values())
         self._evictable.clear()
@@ -166,9 +203,15 @@ class BlockPool:
             _, block = self._evictable.popitem(last=False)
             assert block.prefix is not None, "an evictable block is findable"
             del self._cached[block.prefix.key]
-            block.prefix = None
+            self._forget(block)
         block.num_owners = 1
         return block
+
+    def _forget(self, block: Block) -> None:
+        assert block.prefix is not None, "a cached block has a prefix"
+        if self._note_held is not None:
+            self._note_held(block.prefix.digest, False)
+        block.prefix = None
 
 
 class NoBlocks(BlockPool):

@@ -266,6 +266,10 @@ class Engine:
         for observer in self._observers:
             observer.limited(limits)
 
+    def on_prefixes(self, note_held: Callable[[int, bool], None]) -> None:
+        """See `BlockPool.on_prefixes`. The engine's thread calls."""
+        self._scheduler.on_prefixes(note_held)
+
     def clear_prefix_cache(self) -> None:
         """Forget every shared prefix: later prompts are computed from their start."""
         self._scheduler.clear_prefix_cache()

@@ -7,7 +7,7 @@ al., 2023), prefix hits, preempted and decoding sequences are one code path.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from app.config import SchedulerConfig
@@ -485,6 +485,10 @@ class Scheduler:
         self._throughput.note_step(self.last_step_s, num_tokens=num_tokens, num_ended=num_ended)
 
     # ------------------------------------------------------------------ between two steps
+
+    def on_prefixes(self, note_held: Callable[[int, bool], None]) -> None:
+        """See `BlockPool.on_prefixes`."""
+        self._pool.on_prefixes(note_held)
 
     def clear_prefix_cache(self) -> None:
         """Forget every shared prefix. Running sequences keep their blocks."""

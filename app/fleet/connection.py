@@ -204,7 +204,7 @@ class FrameReader(asyncio.Protocol):
         try:
             for frame in self._decoder.feed(data):
                 self._check(frame)
-                self._registry.note(self._replica_id, frame.report)
+                self._registry.note(self._replica_id, frame.report, frame.prefixes)
                 self._metrics.frame_received(len(frame.deltas))
                 for delta in frame.deltas:
                     request = self._in_flight.get(delta.request_id)

@@ -26,6 +26,7 @@ from app.fleet.frames import (
     report_of,
 )  # fmt: skip
 from app.fleet.ingress_session import IngressSession
+from app.fleet.prefix_feed import PrefixFeed
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class FrameServer:
         self._watching: set[_Connection] = set()
         self._showing: asyncio.Task[None] | None = None  # while any watches
         self._full_view_at = 0.0  # when the next full view is due, by the event loop's clock
+        self._prefixes = PrefixFeed()
+        engine.on_prefixes(self._prefixes.note)
 
     async def open(self) -> Address:
         """Listen, if it does not yet. Raises OSError when this machine does not have that address."""
@@ -136,8 +139,9 @@ class FrameServer:
         if before is not None:
             before.close()
         connection.session = IngressSession(
-            connection, self._engine, self._report, heartbeat_s=hello.heartbeat_s, on_idle=self._check_drained
-        )
+            connection, self._engine, self._report, prefixes=self._prefixes.open(),
+            heartbeat_s=hello.heartbeat_s, on_idle=self._check_drained,
+        )  # fmt: skip
 
     def watch(self, connection: _Connection, *, is_watched: bool) -> None:
         """An ingress wants views of the engine from now on, or no more."""

@@ -20,7 +20,7 @@ from app.engine.request import Request, TokenDelta
 from app.engine.snapshot import EngineSnapshot
 from app.engine.stats import AWAKE, EngineStats, SleepStats
 from app.errors import CarouselError, from_plain
-from app.fleet.dispatch import ReplicaReport
+from app.fleet.dispatch import PrefixChanges, ReplicaReport
 
 FRAME_VERSION = 2
 
@@ -38,6 +38,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     report: ReplicaReport
     deltas: tuple[TokenDelta, ...]  # at most one for each request; empty in a heartbeat
     view: EngineSnapshot | None = None  # while its ingress watches
+    prefixes: PrefixChanges | None = None  # since the frame before; all of them in the first
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag=0):

@@ -15,6 +15,7 @@ from app.engine.snapshot import EngineSnapshot
 from app.errors import CarouselError, Failure, traceback_of
 from app.fleet.dispatch import ReplicaReport
 from app.fleet.frames import Frame
+from app.fleet.prefix_feed import PrefixReader
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +45,20 @@ class IngressSession:
         engine: AsyncEngine,
         report: Callable[[], ReplicaReport],
         *,
+        prefixes: PrefixReader,
         heartbeat_s: float,
         on_idle: Callable[[], object] = lambda: None,
     ) -> None:
         """A frame is sent at once, then whenever something is new and every `heartbeat_s`.
 
-        `report` is called for each frame, `on_idle` when the session has no request any more.
+        `report` is called for each frame, `on_idle` when the session has no request any more. `prefixes` is closed with
+        the session.
         """
         self._stream = stream
         self._engine = engine
         self._report = report
         self._on_idle = on_idle
+        self._prefixes = prefixes
         # Not sent yet, by request id, in the order of their first.
         self._deltas: dict[str, UnreadDelta] = {}
         self._open: set[str] = set()  # the ids of the requests that the engine has
@@ -152,6 +156,7 @@ class IngressSession:
     def close(self) -> None:
         """The stream has ended: the ingress goes on with its requests at other replicas. They end here."""
         self._timer.cancel()
+        self._prefixes.close()
         for request_id in [*self._preparing, *self._open]:
             self.abort(request_id)
         for timer in (self._queued_timer, self._aborted_timer):
@@ -188,7 +193,7 @@ class IngressSession:
         deltas, self._deltas = self._deltas, {}
         merged = tuple(map(as_delta, deltas.values()))
         report = structs.replace(self._report(), num_own=len(self._open))
-        frame = Frame(self._next_number, report, merged, self._view)
+        frame = Frame(self._next_number, report, merged, self._view, self._prefixes.take())
         self._view = None
         self._next_number += 1
         self._sent_at = asyncio.get_running_loop().time()

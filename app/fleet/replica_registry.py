@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from app.engine.block_pool import digests_of
 from app.engine.request import Adapter, Request
-from app.engine.stats import SleepState
 from app.errors import Overloaded, Unavailable
 from app.fair import RetryTimes
 from app.fleet.dispatch import (
@@ -16,6 +16,7 @@ from app.fleet.dispatch import (
     DispatchPolicy,
     GroupChooser,
     Ledger,
+    PrefixChanges,
     PrefixIndex,
     ReplicaReport,
     RequestSize,
@@ -40,7 +41,6 @@ class ReplicaRegistry:
         """`block_size`: tokens of a KV block, by which prompts share prefixes."""
         self._policy = policy
         self._groups = groups
-        self._block_size = block_size
         self._clock = clock
         # The replicas that take requests now. One that leaves is not among them, though it ends what it has.
         self.replica_ids: Collection[str] = ()
@@ -48,7 +48,8 @@ class ReplicaRegistry:
         self.progress = self._ledger.progress  # new tokens of a request have come
         self._lengths = OutputLengths(by_median=False)  # work is added up
         self._sessions = Sessions()
-        self._prefixes: PrefixIndex | None = None  # from the first report on, which says how much KV memory there is
+        self._block_size = block_size
+        self._prefixes = PrefixIndex(block_size=block_size)
         self._adapters_sent: dict[str, str] = {}  # the replica that the last request with an adapter went to
         self._retry_times = RetryTimes()
         self._weights = 0  # the digest that a replica has reported last
@@ -71,14 +72,14 @@ class ReplicaRegistry:
             Overloaded: every replica is known to be full, or has no slot for a request that does not wait for one.
             Unavailable: no replica computes with adapters, and the request has one.
         """
-        session, prefixes = request.session, self._prefixes
+        session = request.session
         group = self._groups.choose(session or request.request_id, asked=request.group, preset=request.preset)
-        chain = [] if prefixes is None else prefixes.chain(request.prompt_token_ids, salt=request.prefix_salt)
+        chain = digests_of(request.prompt_token_ids, salt=request.prefix_salt, block_size=self._block_size)
         candidates = self._ledger.candidates(
             replica_ids if request.adapter is None else self._that_adapt(replica_ids),
             now=self._clock(),
             is_background=request.is_background,
-            num_cached_tokens={} if prefixes is None else prefixes.match(chain),
+            num_cached_tokens=self._prefixes.match(chain),
             session_replica_id=self._sessions.replica_of(session) if session else None,
         )
         considered = self._considered(candidates, group, avoid, request=request)
@@ -94,8 +95,9 @@ class ReplicaRegistry:
         chosen = decision.candidates[0]
         self._charge(request, size, chosen)
         self._decisions[chosen.replica_id] = decision
-        if prefixes is not None:
-            prefixes.add(chosen.replica_id, chain)
+        report = self._ledger.replica(chosen.replica_id).report
+        if report is not None and report.num_kv_tokens:
+            self._prefixes.add(request.request_id, chosen.replica_id, chain)
         return decision
 
     def _considered(
@@ -149,6 +151,7 @@ class ReplicaRegistry:
     def end(self, request_id: str, *, max_tokens: int = 0, num_generated: int | None = None) -> None:
         """A request has ended, in whatever way; `num_generated`: after so many tokens of its limit, or by a stop."""
         self._ledger.end(request_id)
+        self._prefixes.end(request_id)
         if num_generated is not None:
             self._lengths.learn((max_tokens.bit_length(), None), num_generated)  # of like limits, and of all
 
@@ -173,20 +176,17 @@ class ReplicaRegistry:
         self._sessions.keep_only(replica_ids)
         self._adapters_sent = {key: each for key, each in self._adapters_sent.items() if each in replica_ids}
         self._decisions = {each: self._decisions[each] for each in replica_ids if each in self._decisions}
-        if self._prefixes is not None:
-            self._prefixes.keep_only(replica_ids)
+        self._prefixes.keep_only(replica_ids)
         self.on_replicas(self.replica_ids)
 
-    def note(self, replica_id: str, report: ReplicaReport) -> None:
-        """Take in a replica's report; a replica that reports is trusted again."""
+    def note(self, replica_id: str, report: ReplicaReport, prefixes: PrefixChanges | None = None) -> None:
+        """Take in a replica's report; a replica that reports is trusted again. prefixes: what is new of them."""
+        if prefixes is not None:
+            self._prefixes.note(replica_id, prefixes)
         if replica_id not in self.replica_ids:
             self._ledger.replica(replica_id).is_suspect = False
             return  # it is leaving
-        if self._prefixes is None:
-            self._prefixes = PrefixIndex(block_size=self._block_size, max_tokens=report.num_kv_tokens)
         self._ledger.note(replica_id, report, now=self._clock())
-        if report.state == SleepState.ASLEEP:
-            self._prefixes.forget(replica_id)
         if report.weights != self._weights:
             self._note_weights(replica_id, report.weights)
 

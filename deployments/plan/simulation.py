@@ -30,6 +30,7 @@ from app.engine.sequence import Sequence as EngineSequence
 from app.errors import Overloaded
 from app.fleet import report_of
 from app.fleet.dispatch import GroupChooser, make_policy
+from app.fleet.prefix_feed import PrefixFeed, PrefixReader
 from app.fleet.replica_registry import ReplicaRegistry
 from deployments.plan.step_cost import MeasuredReplica, StepCost, StepShape
 from deployments.plan.traces import Trace, TracedRequest
@@ -211,6 +212,9 @@ class _Replica:
         )  # fmt: skip
         assert isinstance(engine, SimulatedEngine), "of that class"
         self.engine = engine
+        self._prefixes = PrefixFeed()
+        engine.on_prefixes(self._prefixes.note)
+        self._readers: dict[int, PrefixReader] = {}  # by registry
         self._max_requests = scheduler.max_requests
 
     def enter(self) -> None:
@@ -254,8 +258,9 @@ class _Replica:
         stats = self.engine.stats()
         num_requests = stats.num_running + stats.num_waiting
         report = report_of(stats, num_requests=num_requests, group="", max_requests=self._max_requests, step_age_s=0.0)
-        for registry in registries:
-            registry.note(self.replica_id, report)
+        for number, registry in enumerate(registries):
+            reader = self._readers.get(number) or self._readers.setdefault(number, self._prefixes.open())
+            registry.note(self.replica_id, report, reader.take())
 
 
 class SimulatedRun:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,9 @@ class Replica:
 
     def end_snapshots(self) -> None:
         self.num_views = 0
+
+    def on_prefixes(self, note_held: Callable[[int, bool], None]) -> None:
+        """It has none."""
 
     def put(self, delta: TokenDelta) -> None:
         """As the engine does after a step."""

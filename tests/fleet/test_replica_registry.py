@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from app.engine.block_pool import BlockPool, Prefix
 from app.engine.request import Adapter, Request
 from app.errors import InvalidRequest, Overloaded, Unavailable
 from app.fleet import ReplicaRegistry
-from app.fleet.dispatch import Group, GroupChooser, make_policy
+from app.fleet.dispatch import Group, GroupChooser, PrefixChanges, make_policy
+from app.fleet.prefix_feed import PrefixFeed
 from tests.kit.engine import FakeClock, make_request
 from tests.kit.fleet import make_report
 
@@ -54,12 +56,34 @@ def test_a_replica_that_has_just_refused_is_tried_last() -> None:
 def test_a_known_prefix_and_a_session_go_where_they_were_before() -> None:
     registry = make_registry("prefix_affinity")
     prompt = tuple(range(2, 42))
-    request, first = place(registry, prompt)
-    registry.end(request.request_id, max_tokens=request.sampling.max_tokens, num_generated=4)
-    assert {place(registry, (*prompt, n))[1] for n in range(6)} == {first}
+    _, first = place(registry, prompt)
+    assert {place(registry, (*prompt, n))[1] for n in range(6)} == {first}, "those of a moment see each other"
     registry = make_registry("prefix_affinity")
     _, first = place(registry, (9,), session="mine")
     assert {place(registry, (n,), session="mine")[1] for n in range(6)} == {first}
+
+
+def test_a_prefix_is_where_a_replica_says_that_it_is() -> None:
+    registry, other = make_registry("prefix_affinity"), make_registry("prefix_affinity")
+    prompt = tuple(range(2, 42))
+    pool, feed = BlockPool(num_blocks=20, block_size=4), PrefixFeed()
+    pool.on_prefixes(feed.note)
+    readers = {registry: feed.open(), other: feed.open()}
+    parent: Prefix | str = ""
+    blocks = pool.allocate(10)
+    for number, block in enumerate(blocks):
+        parent = pool.cache_full_block(block, prompt[4 * number : 4 * number + 4], parent=parent)
+    for each, reader in readers.items():
+        each.note("b", make_report(), reader.take())
+        assert {place(each, (*prompt, n))[1] for n in range(6)} == {"b"}, "though nothing was sent through it"
+    pool.free(blocks)
+    pool.clear_cache()
+    request, _ = place(other, prompt)
+    other.end(request.request_id)
+    other.note("b", make_report(), readers[other].take())
+    assert other.last_decision is not None
+    place(other, tuple(range(100, 140)))
+    assert {each.num_cached_tokens for each in other.last_decision.candidates} == {0}
 
 
 def test_a_decision_can_be_explained_with_the_numbers_of_all_candidates() -> None:
@@ -132,9 +156,10 @@ def test_what_a_sleeping_replica_had_cached_is_forgotten_and_its_slot_is_not_fre
     registry = make_registry("prefix_affinity")
     prompt = tuple(range(64))
     registry.note("a", make_report())
-    _, first = place(registry, prompt)
+    request, first = place(registry, prompt)
     other = next(each for each in REPLICAS if each != first)
-    registry.note(first, make_report(state="asleep", wake_s=1.0))
+    registry.end(request.request_id)
+    registry.note(first, make_report(state="asleep", wake_s=1.0), PrefixChanges(held=b"", is_all=True))
     assert place(registry, prompt)[1] == other
     with pytest.raises(Overloaded, match="free slot"):
         registry.place(replace(make_request(), no_queue=True), [first])

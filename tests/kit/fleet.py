@@ -22,6 +22,7 @@ from app.errors import UnsupportedAdapter
 from app.fleet import FailoverLimits, Fleet, Frame, FrameReader, IngressSession, ReplicaRegistry, report_of_engine
 from app.fleet.dispatch import Group, GroupChooser, ReplicaReport, make_policy
 from app.fleet.frames import FRAME_VERSION, AbortRequest, SubmitRequest, WatchEngine, encode, message_decoder
+from app.fleet.prefix_feed import PrefixFeed
 from tests.kit.engine import VOCAB_SIZE, CountingRunner, Outcome, build_fake_engine
 from tests.waiting import until
 
@@ -81,6 +82,8 @@ class LocalReplica:
             num_blocks=400,
             adapters=AdapterStore(self._load_adapter, unload=lambda weights: None, max_loaded=4),
         )
+        self.prefixes = PrefixFeed()
+        engine.on_prefixes(self.prefixes.note)
         self.engine = AsyncEngine(engine, max_requests=max_requests)
         self.group = group
         self.weights = 0
@@ -140,7 +143,9 @@ class LocalStream(asyncio.Transport):
         self._to_replica: asyncio.Queue[bytes] = asyncio.Queue()
         self._messages = message_decoder()
         self.is_writable = True
-        self._session = IngressSession(self, replica, replica.report, heartbeat_s=heartbeat_s)
+        self._session = IngressSession(
+            self, replica, replica.report, prefixes=replica.prefixes.open(), heartbeat_s=heartbeat_s
+        )
         self._carrying = [asyncio.ensure_future(self._carry_frames()), asyncio.ensure_future(self._carry_messages())]
 
     def send(self, frame: Frame) -> None:

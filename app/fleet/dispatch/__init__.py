@@ -1,6 +1,6 @@
 """Which replica a request goes to: pure rules over what is known of each replica. No Ray, no engine, no clock."""
 
-from app.fleet.dispatch.affinity import PrefixIndex, Sessions
+from app.fleet.dispatch.affinity import PrefixChanges, PrefixIndex, Sessions
 from app.fleet.dispatch.decision import Candidate, Decision, RequestSize
 from app.fleet.dispatch.groups import Group, GroupChooser, group_of_rank, of_group
 from app.fleet.dispatch.ledger import Ledger, ReplicaReport
@@ -22,6 +22,7 @@ __all__ = [
     "LeastLoaded",
     "Ledger",
     "PrefixAffinity",
+    "PrefixChanges",
     "PrefixIndex",
     "ReplicaReport",
     "RequestSize",

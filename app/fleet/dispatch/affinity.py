@@ -1,60 +1,84 @@
-"""Where a request finds its beginning cached: the prompt prefixes and the sessions that each replica was sent."""
+"""Where a request finds its beginning cached: the prefixes that each replica has, and the sessions that it was sent."""
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Container, Sequence
+
+import msgspec
+
+_NONE: Container[int] = frozenset()
+
+
+class PrefixChanges(msgspec.Struct, frozen=True, array_like=True):
+    """What is new about the prefixes that a replica has cached: their digests, 8 bytes each.
+
+    It crosses processes by position: new fields go to the end and need a default.
+    """
+
+    held: bytes
+    gone: bytes = b""
+    is_all: bool = False  # `held` is all that there is
 
 
 class PrefixIndex:
-    """For each replica the prefixes it was sent, as chained hashes of whole blocks, the longest unused forgotten first.
+    """Which prefixes each replica has cached: those that it says, and those of the requests that it was sent.
 
-    The replica's own cache works by the same rules (blocks of `block_size` tokens, its least recently used leaves
-    evicted), so the index is a guess at it that costs no message. A wrong guess, or two prompts with equal hashes,
-    costs time and never content: the replica compares the tokens. The idea is the approximate radix tree of SGLang's
-    cache-aware router; hashes instead of a tree make a match one walk over the prompt, whatever was sent before.
+    So every ingress knows the same, a moment later, whatever went through it. A replica that does not say anything, of
+    an older version, has those of its requests. Two prompts with equal digests cost time and never content: the replica
+    compares the tokens.
+
+    A chain is a prompt as `block_pool.digests_of` says it: the digest of each whole block and all before it.
     """
 
-    def __init__(self, *, block_size: int, max_tokens: int) -> None:
-        """`max_tokens`: what the KV memory of one replica holds."""
+    def __init__(self, *, block_size: int) -> None:
         self._block_size = block_size
-        self._max_blocks = max_tokens // block_size
-        # A prefix is touched after those that continue it. So a prefix in here has all its own prefixes in here too.
-        self._blocks: dict[str, OrderedDict[int, None]] = {}
+        self._held: dict[str, set[int]] = {}  # by replica
+        self._sent: dict[str, Counter[int]] = {}  # by replica: how many requests under way have each
+        self._under_way: dict[str, tuple[str, Sequence[int]]] = {}  # by request: its replica, its chain
 
-    def add(self, replica_id: str, chain: Sequence[int]) -> None:
-        """A replica has been sent the prompt with this chain, or has computed its tokens."""
-        blocks = self._blocks.setdefault(replica_id, OrderedDict())
-        for block in reversed(chain[: self._max_blocks]):
-            blocks[block] = None
-            blocks.move_to_end(block)
-        while len(blocks) > self._max_blocks:
-            blocks.popitem(last=False)
+    def note(self, replica_id: str, changes: PrefixChanges) -> None:
+        """A replica says what is new."""
+        held = self._held.setdefault(replica_id, set())
+        if changes.is_all:
+            held.clear()
+        held.difference_update(array("q", changes.gone))
+        held.update(array("q", changes.held))
+
+    def add(self, request_id: str, replica_id: str, chain: Sequence[int]) -> None:
+        """A request with this chain goes to a replica."""
+        self.end(request_id)
+        self._under_way[request_id] = replica_id, chain
+        self._sent.setdefault(replica_id, Counter()).update(chain)
+
+    def end(self, request_id: str) -> None:
+        """What a request has left behind its replica has said by now."""
+        replica_id, chain = self._under_way.pop(request_id, ("", ()))
+        sent = self._sent.get(replica_id)
+        if sent is None:
+            return
+        for digest in chain:
+            sent[digest] -= 1
+            if not sent[digest]:
+                del sent[digest]
 
     def match(self, chain: Sequence[int]) -> dict[str, int]:
         """How many tokens of a prompt each replica should have cached; replicas without any are left out."""
         found = {}
-        for replica_id, blocks in self._blocks.items():
-            if chain and chain[0] in blocks:
-                found[replica_id] = _num_first_in(blocks, chain) * self._block_size
+        for replica_id in self._held.keys() | self._sent.keys():
+            held, sent = self._held.get(replica_id, _NONE), self._sent.get(replica_id, _NONE)
+            # They are its first, so halving finds where they end.
+            number = bisect_left(chain, True, key=lambda digest: not (digest in held or digest in sent))
+            if number:
+                found[replica_id] = number * self._block_size
         return found
-
-    def forget(self, replica_id: str) -> None:
-        """A replica has nothing cached any more."""
-        self._blocks.pop(replica_id, None)
 
     def keep_only(self, replica_ids: Collection[str]) -> None:
         """Forget the replicas that are gone."""
-        self._blocks = {each: blocks for each, blocks in self._blocks.items() if each in replica_ids}
-
-    def chain(self, token_ids: Sequence[int], *, salt: str = "") -> list[int]:
-        """A prompt as `add` and `match` take it: one hash for each whole block, of that block and all before it."""
-        chain, block = [], hash(salt)
-        for start in range(0, len(token_ids) - self._block_size + 1, self._block_size):
-            block = hash((block, tuple(token_ids[start : start + self._block_size])))
-            chain.append(block)
-        return chain
+        self._held = {each: held for each, held in self._held.items() if each in replica_ids}
+        self._sent = {each: sent for each, sent in self._sent.items() if each in replica_ids}
 
 
 class Sessions:
@@ -79,8 +103,3 @@ class Sessions:
         """Forget the sessions of replicas that are gone."""
         kept = ((session, replica_id) for session, replica_id in self._replica_ids.items() if replica_id in replica_ids)
         self._replica_ids = OrderedDict(kept)
-
-
-def _num_first_in(held: Collection[int], chain: Sequence[int]) -> int:
-    """How many of a chain are held. They are its first, so halving finds where they end."""
-    return bisect_left(chain, True, key=lambda block: block not in held)

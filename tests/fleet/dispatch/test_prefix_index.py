@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.fleet.dispatch import PrefixIndex
+from app.engine.block_pool import digests_of
+from app.fleet.dispatch import PrefixChanges, PrefixIndex
 
 BLOCK = 4
 
 
+def chain_of(token_ids: Sequence[int], *, salt: str = "") -> list[int]:
+    return digests_of(token_ids, salt=salt, block_size=BLOCK)
+
+
 class Index(PrefixIndex):
-    """Takes prompts."""
+    """Takes prompts. Each is a request of its own."""
 
-    def add(self, replica_id: str, token_ids: Sequence[int], *, salt: str = "") -> None:
-        super().add(replica_id, self.chain(token_ids, salt=salt))
+    def __init__(self) -> None:
+        super().__init__(block_size=BLOCK)
+        self.num_requests = 0
 
-    def match(self, token_ids: Sequence[int], *, salt: str = "") -> dict[str, int]:
-        return super().match(self.chain(token_ids, salt=salt))
+    def send(self, replica_id: str, token_ids: Sequence[int], *, salt: str = "") -> str:
+        self.num_requests += 1
+        self.add(str(self.num_requests), replica_id, chain_of(token_ids, salt=salt))
+        return str(self.num_requests)
 
+    def hold(self, replica_id: str, token_ids: Sequence[int], *, is_all: bool = False) -> None:
+        self.note(replica_id, PrefixChanges(held=array("q", chain_of(token_ids)).tobytes(), is_all=is_all))
 
-def index(max_tokens: int = 1000) -> Index:
-    return Index(block_size=BLOCK, max_tokens=max_tokens)
+    def matched(self, token_ids: Sequence[int], *, salt: str = "") -> dict[str, int]:
+        return self.match(chain_of(token_ids, salt=salt))
 
 
 def prompt(length: int, start: int = 0) -> list[int]:
@@ -31,68 +42,66 @@ def prompt(length: int, start: int = 0) -> list[int]:
 
 
 def test_equal_blocks_after_different_beginnings_do_not_match() -> None:
-    sent = index()
-    sent.add("a", [1, 2, 3, 4, 5, 6, 7, 8])
-    assert sent.match([9, 9, 9, 9, 5, 6, 7, 8]) == {}
+    index = Index()
+    index.send("a", [1, 2, 3, 4, 5, 6, 7, 8])
+    assert index.matched([9, 9, 9, 9, 5, 6, 7, 8]) == {}
 
 
 def test_callers_with_different_salts_share_nothing() -> None:
-    sent = index()
-    sent.add("a", prompt(8), salt="tenant-1")
-    assert sent.match(prompt(8), salt="tenant-1") == {"a": 8}
-    assert sent.match(prompt(8), salt="tenant-2") == {}
-    assert sent.match(prompt(8)) == {}
+    index = Index()
+    index.send("a", prompt(8), salt="tenant-1")
+    assert index.matched(prompt(8), salt="tenant-1") == {"a": 8}
+    assert index.matched(prompt(8), salt="tenant-2") == {}
+    assert index.matched(prompt(8)) == {}
 
 
-def test_the_longest_unused_prompt_is_forgotten_first() -> None:
-    sent = index(max_tokens=16)
-    sent.add("a", prompt(8))
-    sent.add("a", prompt(8, start=100))
-    sent.add("a", prompt(8))
-    sent.add("a", prompt(8, start=200))
-    assert sent.match(prompt(8)) == {"a": 8}
-    assert sent.match(prompt(8, start=100)) == {}
-    assert sent.match(prompt(8, start=200)) == {"a": 8}
+def test_what_a_request_was_sent_with_counts_until_it_ends_and_what_a_replica_says_until_it_is_gone() -> None:
+    index = Index()
+    first, second = index.send("a", prompt(8)), index.send("a", prompt(12))
+    index.end(first)
+    assert index.matched(prompt(16)) == {"a": 12}
+    index.end(second)
+    index.end("unknown")
+    assert index.matched(prompt(16)) == {}
+    index.hold("a", prompt(16))
+    gone = chain_of(prompt(16))[2:]
+    index.note("a", PrefixChanges(held=b"", gone=array("q", gone).tobytes()))
+    assert index.matched(prompt(16)) == {"a": 8}
+    index.hold("a", prompt(4), is_all=True)
+    assert index.matched(prompt(16)) == {"a": 4}
 
 
-def test_a_prompt_is_forgotten_from_its_end() -> None:
-    sent = index(max_tokens=24)
-    sent.add("a", prompt(16))
-    sent.add("a", prompt(12, start=100))
-    assert sent.match(prompt(16)) == {"a": 12}
+def test_a_request_that_goes_on_elsewhere_counts_there() -> None:
+    index = Index()
+    index.add("it", "a", chain_of(prompt(8)))
+    index.add("it", "b", chain_of(prompt(8)))
+    assert index.matched(prompt(8)) == {"b": 8}
 
 
-def test_each_replica_has_a_memory_of_its_own_and_those_that_are_gone_have_none() -> None:
-    sent = index(max_tokens=8)
-    sent.add("a", prompt(8))
-    sent.add("b", prompt(8, start=100))
-    assert sent.match(prompt(8)) == {"a": 8}
-    sent.keep_only({"b"})
-    assert sent.match(prompt(8)) == {}
-    assert sent.match(prompt(8, start=100)) == {"b": 8}
+def test_replicas_that_are_gone_have_nothing_though_their_requests_end_later() -> None:
+    index = Index()
+    sent = index.send("a", prompt(8))
+    index.hold("a", prompt(12))
+    index.send("b", prompt(8, start=100))
+    index.keep_only({"b"})
+    assert index.matched(prompt(8)) == {}
+    assert index.matched(prompt(8, start=100)) == {"b": 8}
+    index.end(sent)
+    assert index.matched(prompt(8)) == {}
 
 
 PROMPTS = st.lists(st.integers(0, 1), max_size=5 * BLOCK).map(tuple)
 
 
-@given(added=st.lists(st.tuples(st.sampled_from("ab"), PROMPTS), max_size=20), asked=PROMPTS)
-def test_a_match_is_what_a_list_of_all_that_was_sent_says(
-    added: list[tuple[str, tuple[int, ...]]], asked: tuple[int, ...]
+@given(added=st.lists(st.tuples(st.sampled_from("ab"), PROMPTS, st.booleans()), max_size=20), asked=PROMPTS)
+def test_a_match_is_what_a_list_of_all_prompts_says(
+    added: list[tuple[str, tuple[int, ...], bool]], asked: tuple[int, ...]
 ) -> None:
-    sent = index(max_tokens=100_000)
-    for replica_id, token_ids in added:
-        sent.add(replica_id, token_ids)
+    index = Index()
+    for replica_id, token_ids, is_sent in added:
+        (index.send if is_sent else index.hold)(replica_id, token_ids)
     expected: dict[str, int] = {}
     for length in range(BLOCK, len(asked) + 1, BLOCK):
-        holders = {replica_id for replica_id, token_ids in added if token_ids[:length] == asked[:length]}
+        holders = {replica_id for replica_id, token_ids, _ in added if token_ids[:length] == asked[:length]}
         expected |= dict.fromkeys(holders, length)
-    assert sent.match(asked) == expected
-
-
-@given(added=st.lists(PROMPTS, max_size=30), max_blocks=st.integers(1, 6))
-def test_the_last_prompt_is_always_held_as_far_as_there_is_room(added: list[tuple[int, ...]], max_blocks: int) -> None:
-    sent = index(max_tokens=max_blocks * BLOCK)
-    for token_ids in added:
-        sent.add("a", token_ids)
-        num_blocks = min(max_blocks, len(token_ids) // BLOCK)
-        assert sent.match(token_ids) == ({"a": num_blocks * BLOCK} if num_blocks else {})
+    assert index.matched(asked) == expected
