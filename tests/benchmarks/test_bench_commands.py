@@ -29,6 +29,7 @@ EXTRA = {
     "mutants": ("mutmut",),  # not among those of the tests
     "openvino_genai": ("openvino", "openvino_genai"),
     "plan_error": ("deployments",),  # compares the planner's word with what is served
+    "prefixes": ("deployments",),  # a fleet that is simulated by the planner's means
     "random_adapter": ("numpy", "safetensors"),
     "reenacting_runner": ("msgspec",),  # steps of the engine are its structs
     "vllm_cpu": ("vllm",),
