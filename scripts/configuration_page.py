@@ -28,11 +28,11 @@ _HEAD = """\
 
 <!-- Written by `python -m scripts.configuration_page` from app/config/. Change the settings there, not this page. -->
 
-The `args` of the application in the Serve config file (`deployments/serve.yaml`). A wrong value stops the start with
-its path and the fix; so does a name that is not on this page. `[]` marks a list.
+The `args` of the application in the Serve config file (`deployments/serve.yaml`). A wrong value or an unknown name
+stops the start, with its path and the fix. `[]` marks a list.
 
-A strategy, a policy or a dispatch policy is a name (`strategy: static`), or a name with its parameters
-(`strategy: {name: static, batch_size: 8}`); it takes only its own. So is the `kind` of a pipeline's step.
+A strategy or a policy is a name (`strategy: static`), or a name with parameters of its own
+(`strategy: {name: static, batch_size: 8}`). A pipeline's step has a `kind` instead.
 """
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", dict: "settings by name"}
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -40,7 +40,7 @@ _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 def page() -> str:
     """The whole page."""
-    keys = f"## The file that `api.keys_file` names\n\nA list. An entry: {KeyConfig.__doc__}\n"
+    keys = "## The file that `api.keys_file` names\n\nA list of API keys.\n"
     return "\n".join([_HEAD, *_section(ApplicationConfig, ""), keys, *_table(KeyConfig.model_fields.items())])
 
 
@@ -49,7 +49,7 @@ def _section(branch: type[BaseModel], path: str) -> Iterator[str]:
     fields = branch.model_fields.items()
     inner = {name: kinds for name, field in fields if len(kinds := branches_of(field)) > 0}
     own = [(name, field) for name, field in fields if len(inner.get(name, ())) != 1 or field.default is None]
-    if path:
+    if path and own:
         yield f"## `{path}`\n\n{branch.__doc__}\n"
     if own:
         yield from _table(own)
@@ -80,12 +80,12 @@ def _presets() -> Iterator[str]:
     for preset in PRESETS:
         config = SchedulerConfig.model_validate({"preset": preset})
         yield f"| `{preset}` | {' | '.join(f'`{getattr(config, name)}`' for name in names)} |"
-    yield "\nWhat is set in the config goes before the preset.\n"
+    yield ""
 
 
 def _choice(name: str, kinds: Iterable[type[BaseModel]]) -> Iterator[str]:
     """What may be chosen by name, with the parameters of each."""
-    yield f"| `{name}` | Parameter | Default; other values | What it does |\n|---|---|---|---|"
+    yield f"| `{name}` | Parameter | Default; other values | Meaning |\n|---|---|---|---|"
     seen: set[str] = set()  # what other choices have too stands once
     for kind in kinds:
         rows = {
@@ -100,7 +100,7 @@ def _choice(name: str, kinds: Iterable[type[BaseModel]]) -> Iterator[str]:
 
 
 def _table(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[str]:
-    yield "| Setting | Default; other values | What it is |\n|---|---|---|"
+    yield "| Setting | Default; other values | Meaning |\n|---|---|---|"
     for name, field in fields:
         yield f"| `{name}` | {_default_and_values(field)} | {field.description or ''} |"
     yield ""
@@ -132,7 +132,7 @@ def _default(field: FieldInfo) -> str:
 def _values(field: FieldInfo) -> str:
     """What may be written: the choices, or the kind of value with its range."""
     if branches_of(field):
-        return ", ".join(f"`{name}`" for name in names_of(field)) or "a branch, see below"
+        return ", ".join(f"`{name}`" for name in names_of(field)) or "see below"
     annotation, metadata = _plain(field.annotation, list(field.metadata))
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(annotation))

@@ -26,7 +26,7 @@ class StaticConfig(WholeBatchesConfig):
 
 
 class DynamicConfig(WholeBatchesConfig):
-    """Static, with a bound on a batch's prompt tokens: a time window."""
+    """Static, with a bound on a batch's prompt tokens."""
 
     name: Literal["dynamic"] = "dynamic"
     max_batch_tokens: int = Field(4096, ge=1, le=10_000_000, description="prompt tokens of one batch, at most")
@@ -45,7 +45,7 @@ class SortedConfig(WholeBatchesConfig):
 
 
 class AdaptiveConfig(WholeBatchesConfig):
-    """Dynamic, with a batch size that follows the latency of the batches before."""
+    """Dynamic, with a batch size that follows a latency."""
 
     name: Literal["adaptive"] = "adaptive"
     batch_size: int = Field(32, ge=1, le=4096, description="sequences in one batch; of adaptive, at most")
@@ -65,10 +65,10 @@ class ContinuousConfig(AnyStepConfig):
 
 
 class HybridConfig(AnyStepConfig):
-    """Continuous, with a share of the step's budget that prefill may take while anything decodes."""
+    """Continuous, with a bound on prefill beside decoding."""
 
     name: Literal["hybrid"] = "hybrid"
-    prefill_share: float = Field(0.5, gt=0, le=1, description="share of a step's budget for prefill beside decoding")
+    prefill_share: float = Field(0.5, gt=0, le=1, description="share of a step for prefill while anything decodes")
 
 
 StrategyConfig = (
@@ -118,7 +118,7 @@ Policy = Annotated[
 
 
 class TargetsConfig(Settings):
-    """What an engine holds by moving its limits while it serves. At least one of them."""
+    """At least one of them."""
 
     ttft_p99_s: float | None = Field(None, gt=0, le=3600, description="seconds to the first token, at most")
     itl_p99_ms: float | None = Field(None, gt=0, le=60_000, description="ms between two tokens of a request, at most")
@@ -142,21 +142,20 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class SchedulerConfig(Settings):
-    """Limits of a step and of the queue, and their order. A strategy or policy is a name, or a name with parameters."""
+    """Limits of a step and of the queue, and their order."""
 
-    preset: Preset = Field("mixed", description="values for what is not set here, see below")
+    preset: Preset = Field("mixed", description="values for what is not set here")
     strategy: Strategy = Field(ContinuousConfig(), description="when waiting requests may join")
     policy: Policy = Field(FcfsConfig(), description="which waiting request goes first")
-    max_running: int = Field(32, ge=1, le=4096, description="requests computed in one step, at most")
+    max_running: int = Field(32, ge=1, le=4096, description="requests in one step, at most")
     max_waiting: int = Field(256, ge=0, le=1_000_000, description="requests queued on one replica, at most")
     max_step_tokens: int = Field(
-        512, ge=1, le=1_000_000, description="token budget of one step; where it is not set, at least max_running"
+        512, ge=1, le=1_000_000, description="token budget of one step; if not set, at least max_running"
     )
     prefill_chunk_tokens: int = Field(256, ge=1, le=1_000_000, description="tokens of one prompt in one step, at most")
     targets: TargetsConfig | None = Field(
         None,
-        description="99th percentiles that each engine holds by lowering max_step_tokens, prefill_chunk_tokens and "
-        "max_running",
+        description="99th percentiles to hold by lowering max_step_tokens, prefill_chunk_tokens and max_running",
     )
 
     @property
