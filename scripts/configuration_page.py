@@ -31,10 +31,10 @@ _HEAD = """\
 The `args` of the application in the Serve config file (`deployments/serve.yaml`). A wrong value or an unknown name
 stops the start, with its path and the fix. `[]` marks a list.
 
-A strategy or a policy is a name (`strategy: static`), or a name with parameters of its own
-(`strategy: {name: static, batch_size: 8}`). A pipeline's step has a `kind` instead.
+A strategy or a policy ([what each does](../guide/planning.md#strategies-and-policies)) is a name (`strategy: static`),
+or a name with its parameters (`strategy: {name: static, batch_size: 8}`). A pipeline's step has a `kind` instead.
 """
-_WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", dict: "settings by name"}
+_WORDS = {int: "integer", float: "number", bool: "true or false", dict: "mapping", str: ""}
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -56,7 +56,7 @@ def _section(branch: type[BaseModel], path: str) -> Iterator[str]:
     if branch is SchedulerConfig:
         yield from _presets()
     for name, kinds in inner.items():
-        if len(kinds) > 1:
+        if len(kinds) > 1 and any(map(parameters_of, kinds)):
             yield from _choice(_marked(name, branch.model_fields[name]), kinds)
     for name, kinds in inner.items():
         below = _marked(f"{path}.{name}" if path else name, branch.model_fields[name])
@@ -137,7 +137,7 @@ def _values(field: FieldInfo) -> str:
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(annotation))
     if get_origin(annotation) is tuple:
-        return f"list of {_values_of(*_plain(get_args(annotation)[0], []))}"
+        return "list"
     return _values_of(annotation, metadata)
 
 

@@ -45,7 +45,7 @@ class SortedConfig(WholeBatchesConfig):
 
 
 class AdaptiveConfig(WholeBatchesConfig):
-    """Dynamic, with a batch size that follows a latency."""
+    """Dynamic, with a batch size that follows its target."""
 
     name: Literal["adaptive"] = "adaptive"
     batch_size: int = Field(32, ge=1, le=4096, description="sequences in one batch; of adaptive, at most")
@@ -146,7 +146,10 @@ class SchedulerConfig(Settings):
 
     preset: Preset = Field("mixed", description="values for what is not set here")
     strategy: Strategy = Field(ContinuousConfig(), description="when waiting requests may join")
-    policy: Policy = Field(FcfsConfig(), description="which waiting request goes first")
+    policy: Policy = Field(
+        FcfsConfig(),
+        description="which waiting request goes first; under priority, ten seconds of waiting outweigh one class",
+    )
     max_running: int = Field(32, ge=1, le=4096, description="requests in one step, at most")
     max_waiting: int = Field(256, ge=0, le=1_000_000, description="requests queued on one replica, at most")
     max_step_tokens: int = Field(
