@@ -32,7 +32,8 @@ The `args` of the application in the Serve config file (`deployments/serve.yaml`
 stops the start, with its path and the fix. `[]` marks a list.
 
 A strategy or a policy ([what each does](../guide/planning.md#strategies-and-policies)) is a name (`strategy: static`),
-or a name with its parameters (`strategy: {name: static, batch_size: 8}`). A pipeline's step has a `kind` instead.
+or a name with its parameters (`strategy: {name: static, batch_size: 8}`). A pipeline's step
+([kinds](../guide/pipelines.md#pipelines)) has a `kind` instead.
 """
 _WORDS = {int: "integer", float: "number", bool: "true or false", dict: "mapping", str: ""}
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -93,8 +94,9 @@ def _choice(name: str, kinds: Iterable[type[BaseModel]]) -> Iterator[str]:
             for parameter, field in parameters_of(kind).items()
         }
         again = ", ".join(f"`{parameter}`" for parameter, row in rows.items() if row in seen)
-        yield f"| `{choice_of(kind)}` | {again + ': as above ' if again else ''}| | {kind.__doc__} |"
-        yield from (f"| | {row} |" for row in rows.values() if row not in seen)
+        cells = [*([f"{again}: as above | |"] if again else []), *(row for row in rows.values() if row not in seen)]
+        names = [f"| `{choice_of(kind)}`", *["|"] * (len(cells) - 1)]
+        yield from (f"{first} | {cell} |" for first, cell in zip(names, cells, strict=True))
         seen.update(rows.values())
     yield ""
 

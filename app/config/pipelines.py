@@ -60,7 +60,7 @@ class CascadeStepConfig(Settings):
 
 
 class EnsembleStepConfig(Settings):
-    """Several models answer, and one answer is chosen."""
+    """Several models answer, and one of their answers is chosen."""
 
     kind: Literal["ensemble"] = "ensemble"
     models: tuple[Name, ...] = Field(min_length=2, max_length=16, description="models or pipelines")
@@ -84,7 +84,7 @@ class RouteCaseConfig(Settings):
 
 
 class RouteStepConfig(Settings):
-    """The first case that a request fits says which model answers."""
+    """The first case that a request fits says which model answers, before anything of the answer is queued."""
 
     kind: Literal["route"] = "route"
     by: Literal["length", "header", "classifier"] = Field(

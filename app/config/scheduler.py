@@ -26,7 +26,7 @@ class StaticConfig(WholeBatchesConfig):
 
 
 class DynamicConfig(WholeBatchesConfig):
-    """Static, with a bound on a batch's prompt tokens."""
+    """Static, with a bound on a batch's prompt tokens: a time window."""
 
     name: Literal["dynamic"] = "dynamic"
     max_batch_tokens: int = Field(4096, ge=1, le=10_000_000, description="prompt tokens of one batch, at most")
@@ -45,7 +45,7 @@ class SortedConfig(WholeBatchesConfig):
 
 
 class AdaptiveConfig(WholeBatchesConfig):
-    """Dynamic, with a batch size that follows its target."""
+    """Dynamic, with a batch size that follows the latency of the batches before."""
 
     name: Literal["adaptive"] = "adaptive"
     batch_size: int = Field(32, ge=1, le=4096, description="sequences in one batch; of adaptive, at most")
@@ -65,7 +65,7 @@ class ContinuousConfig(AnyStepConfig):
 
 
 class HybridConfig(AnyStepConfig):
-    """Continuous, with a bound on prefill beside decoding."""
+    """Continuous, with a share of the step's budget that prefill may take while anything decodes."""
 
     name: Literal["hybrid"] = "hybrid"
     prefill_share: float = Field(0.5, gt=0, le=1, description="share of a step for prefill while anything decodes")
