@@ -86,7 +86,7 @@ def _presets() -> Iterator[str]:
 
 def _choice(name: str, kinds: Iterable[type[BaseModel]]) -> Iterator[str]:
     """What may be chosen by name, with the parameters of each."""
-    yield f"| `{name}` | Parameter | Default; other values | Meaning |\n|---|---|---|---|"
+    yield f"| `{name}` | Parameter | Default; others | Meaning |\n|---|---|---|---|"
     seen: set[str] = set()  # what other choices have too stands once
     for kind in kinds:
         rows = {
@@ -95,14 +95,14 @@ def _choice(name: str, kinds: Iterable[type[BaseModel]]) -> Iterator[str]:
         }
         again = ", ".join(f"`{parameter}`" for parameter, row in rows.items() if row in seen)
         cells = [*([f"{again}: as above | |"] if again else []), *(row for row in rows.values() if row not in seen)]
-        names = [f"| `{choice_of(kind)}`", *["|"] * (len(cells) - 1)]
-        yield from (f"{first} | {cell} |" for first, cell in zip(names, cells, strict=True))
+        for number, cell in enumerate(cells or ["| |"]):
+            yield f"{'| |' if number else f'| `{choice_of(kind)}` |'} {cell} |"
         seen.update(rows.values())
     yield ""
 
 
 def _table(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[str]:
-    yield "| Setting | Default; other values | Meaning |\n|---|---|---|"
+    yield "| Setting | Default; others | Meaning |\n|---|---|---|"
     for name, field in fields:
         yield f"| `{name}` | {_default_and_values(field)} | {field.description or ''} |"
     yield ""
