@@ -132,7 +132,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _values(field: FieldInfo) -> str:
-    """What may be written: the choices, or the kind of value with its range."""
+    """What may be written: the choices, the range, or else the kind of value."""
     if branches_of(field):
         return ", ".join(f"`{name}`" for name in names_of(field)) or "see below"
     annotation, metadata = _plain(field.annotation, list(field.metadata))
@@ -147,8 +147,8 @@ def _values_of(annotation: Any, metadata: Iterable[Any]) -> str:
     limits = {sign: getattr(each, sign) for each in metadata for sign in _SIGNS if hasattr(each, sign)}
     kind = _WORDS[get_origin(annotation) or annotation]
     if limits.keys() == {"ge", "le"}:
-        return f"{kind} {_number(limits['ge'])} to {_number(limits['le'])}"
-    return ", ".join([kind, *(f"{_SIGNS[sign]} {_number(limit)}" for sign, limit in limits.items())])
+        return f"{_number(limits['ge'])} to {_number(limits['le'])}"
+    return ", ".join(f"{_SIGNS[sign]} {_number(limit)}" for sign, limit in limits.items()) or kind
 
 
 def _number(limit: float) -> str:
