@@ -28,19 +28,20 @@ _HEAD = """\
 
 <!-- Written by `python -m scripts.configuration_page` from app/config/. Change the settings there, not this page. -->
 
-The `args` of the application in the Serve config file (`deployments/serve.yaml`). A wrong value stops the start with
-its path and the fix; so does a name that is not on this page. `[]` marks a list.
+The `args` of the application in the Serve config file (`deployments/serve.yaml`). A wrong value or an unknown name
+stops the start, with its path and the fix. `[]` marks a list.
 
-A strategy, a policy or a dispatch policy is a name (`strategy: static`), or a name with its parameters
-(`strategy: {name: static, batch_size: 8}`); it takes only its own. So is the `kind` of a pipeline's step.
+A strategy or a policy ([what each does](../guide/planning.md#strategies-and-policies)) is a name (`strategy: static`),
+or a name with its parameters (`strategy: {name: static, batch_size: 8}`). A pipeline's step
+([kinds](../guide/pipelines.md#pipelines)) has a `kind` instead.
 """
-_WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", dict: "settings by name"}
+_WORDS = {int: "integer", float: "number", bool: "true or false", dict: "mapping", str: ""}
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def page() -> str:
     """The whole page."""
-    keys = f"## The file that `api.keys_file` names\n\nA list. An entry: {KeyConfig.__doc__}\n"
+    keys = "## The file that `api.keys_file` names\n\nA list of API keys.\n"
     return "\n".join([_HEAD, *_section(ApplicationConfig, ""), keys, *_table(KeyConfig.model_fields.items())])
 
 
@@ -49,14 +50,14 @@ def _section(branch: type[BaseModel], path: str) -> Iterator[str]:
     fields = branch.model_fields.items()
     inner = {name: kinds for name, field in fields if len(kinds := branches_of(field)) > 0}
     own = [(name, field) for name, field in fields if len(inner.get(name, ())) != 1 or field.default is None]
-    if path:
+    if path and own:
         yield f"## `{path}`\n\n{branch.__doc__}\n"
     if own:
         yield from _table(own)
     if branch is SchedulerConfig:
         yield from _presets()
     for name, kinds in inner.items():
-        if len(kinds) > 1:
+        if len(kinds) > 1 and any(map(parameters_of, kinds)):
             yield from _choice(_marked(name, branch.model_fields[name]), kinds)
     for name, kinds in inner.items():
         below = _marked(f"{path}.{name}" if path else name, branch.model_fields[name])
@@ -80,12 +81,12 @@ def _presets() -> Iterator[str]:
     for preset in PRESETS:
         config = SchedulerConfig.model_validate({"preset": preset})
         yield f"| `{preset}` | {' | '.join(f'`{getattr(config, name)}`' for name in names)} |"
-    yield "\nWhat is set in the config goes before the preset.\n"
+    yield ""
 
 
 def _choice(name: str, kinds: Iterable[type[BaseModel]]) -> Iterator[str]:
     """What may be chosen by name, with the parameters of each."""
-    yield f"| `{name}` | Parameter | Default; other values | What it does |\n|---|---|---|---|"
+    yield f"| `{name}` | Parameter | Default; others | Meaning |\n|---|---|---|---|"
     seen: set[str] = set()  # what other choices have too stands once
     for kind in kinds:
         rows = {
@@ -93,14 +94,15 @@ def _choice(name: str, kinds: Iterable[type[BaseModel]]) -> Iterator[str]:
             for parameter, field in parameters_of(kind).items()
         }
         again = ", ".join(f"`{parameter}`" for parameter, row in rows.items() if row in seen)
-        yield f"| `{choice_of(kind)}` | {again + ': as above ' if again else ''}| | {kind.__doc__} |"
-        yield from (f"| | {row} |" for row in rows.values() if row not in seen)
+        cells = [*([f"{again}: as above | |"] if again else []), *(row for row in rows.values() if row not in seen)]
+        for number, cell in enumerate(cells or ["| |"]):
+            yield f"{'| |' if number else f'| `{choice_of(kind)}` |'} {cell} |"
         seen.update(rows.values())
     yield ""
 
 
 def _table(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[str]:
-    yield "| Setting | Default; other values | What it is |\n|---|---|---|"
+    yield "| Setting | Default; others | Meaning |\n|---|---|---|"
     for name, field in fields:
         yield f"| `{name}` | {_default_and_values(field)} | {field.description or ''} |"
     yield ""
@@ -130,14 +132,14 @@ def _default(field: FieldInfo) -> str:
 
 
 def _values(field: FieldInfo) -> str:
-    """What may be written: the choices, or the kind of value with its range."""
+    """What may be written: the choices, the range, or else the kind of value."""
     if branches_of(field):
-        return ", ".join(f"`{name}`" for name in names_of(field)) or "a branch, see below"
+        return ", ".join(f"`{name}`" for name in names_of(field)) or "see below"
     annotation, metadata = _plain(field.annotation, list(field.metadata))
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(annotation))
     if get_origin(annotation) is tuple:
-        return f"list of {_values_of(*_plain(get_args(annotation)[0], []))}"
+        return "list"
     return _values_of(annotation, metadata)
 
 
@@ -145,8 +147,8 @@ def _values_of(annotation: Any, metadata: Iterable[Any]) -> str:
     limits = {sign: getattr(each, sign) for each in metadata for sign in _SIGNS if hasattr(each, sign)}
     kind = _WORDS[get_origin(annotation) or annotation]
     if limits.keys() == {"ge", "le"}:
-        return f"{kind} {_number(limits['ge'])} to {_number(limits['le'])}"
-    return ", ".join([kind, *(f"{_SIGNS[sign]} {_number(limit)}" for sign, limit in limits.items())])
+        return f"{_number(limits['ge'])} to {_number(limits['le'])}"
+    return ", ".join(f"{_SIGNS[sign]} {_number(limit)}" for sign, limit in limits.items()) or kind
 
 
 def _number(limit: float) -> str:

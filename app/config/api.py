@@ -13,21 +13,21 @@ from app.config.base import Name, Settings, repeated
 class KeyConfig(Settings):
     """An API key, of which only a hash is known, and what its holder may do."""
 
-    name: Name = Field(description="name of the key: the tenant of its requests")
-    sha256: str = Field(description="hash of the key, as `carousel key` prints it")
-    models: tuple[Name, ...] = Field((), description="models it may use; none named: all")
-    requests_per_minute: int | None = Field(None, ge=1, le=10**9, description="requests a minute; default: any number")
+    name: Name = Field(description="the tenant of its requests")
+    sha256: str = Field(description="hash that `carousel key` prints")
+    models: tuple[Name, ...] = Field((), description="models it may use; default: all")
+    requests_per_minute: int | None = Field(None, ge=1, le=10**9, description="requests a minute; default: no limit")
     tokens_per_minute: int | None = Field(
-        None, ge=1, le=10**12, description="tokens of prompts and outputs a minute; default: any number"
+        None, ge=1, le=10**12, description="tokens of prompts and outputs a minute; default: no limit"
     )
     max_concurrency: int | None = Field(
         None, ge=1, le=10**6, description="requests at once; default: as many as places are free"
     )
     max_tokens: int | None = Field(None, ge=1, le=10**9, description="output tokens of a choice; default: the model's")
     min_priority: int = Field(
-        0, ge=-100, le=0, description="lowest `priority` that it may ask for: below 0 it may go before other keys"
+        0, ge=-100, le=0, description="lowest `priority` it may ask for: below 0 it may go before other keys"
     )
-    admin: bool = Field(False, description="it opens the routes under /admin too")
+    admin: bool = Field(False, description="opens /admin too")
 
     @field_validator("sha256")
     @classmethod
@@ -41,26 +41,25 @@ class KeyConfig(Settings):
 
 
 class ApiConfig(Settings):
-    """Which keys may use the HTTP API, and what they share."""
+    """What may use the HTTP API."""
 
     keys_file: str | None = Field(
         None,
         min_length=1,
-        description="YAML file with a list of API keys, see below, followed while the service runs; without it, "
-        "requests need none",
+        description="YAML file of API keys, see below; changes are followed; default: requests need no key",
     )
     allow_unauthenticated: bool = Field(
         False,
-        description="without keys, listen on other interfaces than loopback: any machine that reaches it may use it",
+        description="no keys beyond loopback: any machine that reaches the service may use it",
     )
     metrics_for: Literal["public", "keys", "admins"] = Field(
         "keys",
-        description="which requests may read /metrics: all, those with a key, or those with a key that has `admin`",
+        description="requests that may read /metrics: those with a key, all, or those with an admin's key",
     )
     allowed_origins: tuple[str, ...] = Field(
         (),
         max_length=64,
-        description="web pages that may use the API, by their origins, as https://chat.example.com (CORS); `*`: all",
+        description="origins of web pages that may use the API (CORS), as https://chat.example.com; `*`: all",
     )
     share_prefixes: bool = Field(
         False, description="cached prefixes serve all keys: faster, but times tell one what another has sent"

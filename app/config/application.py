@@ -29,7 +29,7 @@ class ApplicationConfig(Settings):
     ingress: IngressConfig = IngressConfig()
     pipelines: tuple[PipelineConfig, ...] = Field((), max_length=64, description="several steps under one name")
     batches: BatchesConfig | None = Field(
-        None, description="files, batches and /v1/batch; `{}` takes the defaults below"
+        None, description="files, batches and /v1/batch; `{}`: with the defaults below"
     )
 
     @model_validator(mode="before")

@@ -10,23 +10,22 @@ from app.config.base import GIB, Settings
 
 
 class WebhooksConfig(Settings):
-    """Messages about the end of a batch: their default receiver, and which receivers are allowed."""
+    """Messages about the end of a batch."""
 
     url: str | None = Field(
         None,
         min_length=1,
         max_length=2048,
-        description="webhooks: told of every batch that names no webhook of its own; may be in a private network, "
-        "over http and on any port",
+        description="receiver for batches that name none; may be in a private network, over http and on any port",
     )
     secret_file: str | None = Field(
-        None, min_length=1, description="webhooks: file with the secret (`whsec_…`) that signs what goes to that url"
+        None, min_length=1, description="file with the secret (`whsec_…`) that signs what goes to `url`"
     )
     allowed_networks: tuple[str, ...] = Field(
         (),
         max_length=64,
-        description="webhooks: networks, as 10.1.0.0/16, in which receivers that batches name are allowed too, over "
-        "http and on any port: every key may have messages sent there",
+        description="networks, as 10.1.0.0/16, where batches may name receivers too, over http and on any port:"
+        " every key may have messages sent there",
     )
 
     @field_validator("allowed_networks")
@@ -47,18 +46,16 @@ class WebhooksConfig(Settings):
 
 
 class BatchesConfig(Settings):
-    """Files and batches over HTTP: where they are kept, what they may cost."""
+    """Files and batches over HTTP."""
 
     path: str = Field(
         "~/.local/share/carousel/batches",
         min_length=1,
-        description="batches: folder that keeps files and batches over restarts; one service each",
+        description="folder that keeps files and batches over restarts; one for each service",
     )
-    max_total_bytes: int = Field(
-        20 * GIB, ge=1, le=10**15, description="batches: bytes of all files, beyond which none is taken"
-    )
-    max_in_flight: int = Field(32, ge=1, le=10_000, description="batches: items sent to the replicas at once")
+    max_total_bytes: int = Field(20 * GIB, ge=1, le=10**15, description="bytes of all files, at most")
+    max_in_flight: int = Field(32, ge=1, le=10_000, description="items at the replicas at once")
     keep_s: int | None = Field(
-        30 * 86_400, ge=1, description="batches: seconds a file is kept if its owner says nothing; null: for ever"
+        30 * 86_400, ge=1, description="seconds a file is kept if its owner says nothing; null: for ever"
     )
     webhooks: WebhooksConfig = WebhooksConfig()

@@ -21,43 +21,41 @@ class ModelConfig(Settings):
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="auto: bfloat16 on CUDA; on a CPU if the checkpoint has it and the native decoder is fast in it, "
-        "else float32",
+        description="auto: bfloat16 on CUDA; on a CPU if the checkpoint is and the native decoder is fast in "
+        "it; else float32",
     )
     quantization: Literal["none", "int8", "int4", "fp8"] = Field(
         "none",
-        description="matrices in 8 or 4 bits, made at load. int8, int4: on a CPU, by the native decoder; fp8: on a GPU "
-        "of compute capability 8.9 or more, by the CUDA decoder; refused for other models",
+        description="matrices packed at load. int8, int4: by the native decoder on a CPU; fp8: by the CUDA "
+        "decoder, from compute capability 8.9; refused for other models",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     num_threads: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="CPU threads of one replica's model; default: its share of the machine's cores",
+        description="CPU threads of one replica; default: its share of the machine's cores",
     )
     backend: Literal["auto", "torch"] = Field(
         "auto",
-        description="auto: the fastest code for the model and device; torch: transformers' code with plain torch "
+        description="auto: the fastest code for model and device; torch: transformers' code, with plain torch "
         "attention on a CPU, without CUDA graphs on a GPU",
     )
     batch_invariant: bool = Field(
-        False, description="a request's logits equal in every bit whatever shares its steps; refused where it cannot be"
+        False, description="logits equal in every bit, whatever shares a request's steps; refused where it cannot be"
     )
-    max_model_len: int | None = Field(
-        None, ge=2, description="tokens of prompt + output; default: the model's own limit"
-    )
+    max_model_len: int | None = Field(None, ge=2, description="tokens of prompt + output; default: the model's limit")
     max_loaded_adapters: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="LoRA adapters in memory at once; default: 8, on a GPU only with `adapters`, because their memory "
+        description="LoRA adapters in memory at once; default: 8, on a GPU only with `adapters`: their memory "
         "is taken at the start",
     )
     simulated: dict[str, Any] | None = Field(
         None,
-        description="for tests and benchmarks: parameters of `SimulatedCosts` in app/model/simulated.py, instead of "
-        "weights; of `path`, the tokenizer and config.json are used",
+        description="for tests and benchmarks: parameters of `SimulatedCosts` (app/model/simulated.py) instead "
+        "of weights; tokenizer and config.json are those of `path`",
     )
 
     @model_validator(mode="after")
@@ -89,12 +87,10 @@ class ModelConfig(Settings):
 
 
 class TierConfig(Settings):
-    """Where blocks of KV are kept beside the KV memory: prefixes are read from there, where that is quicker."""
+    """A folder beside the KV memory, on CPUs: prefixes are read from it where that is quicker."""
 
-    path: str = Field(
-        min_length=1, description="folder for the blocks; replicas of a machine share it. It holds what prompts hold"
-    )
-    max_gib: float = Field(1.0, gt=0, description="GiB of all files in it; the longest unused are deleted")
+    path: str = Field(min_length=1, description="folder, which replicas of a machine share; it holds what prompts hold")
+    max_gib: float = Field(1.0, gt=0, description="GiB of its files, at most; the longest unused are deleted")
 
 
 class CacheConfig(Settings):
@@ -107,42 +103,40 @@ class CacheConfig(Settings):
     )
     dtype: KvType = Field(
         "auto",
-        description="type of keys and values. auto: the model's; int8: by native attention on a CPU; fp8: on a GPU of "
-        "compute capability 8.9 or more",
+        description="keys and values. auto: the model's; int8: by native attention on a CPU; fp8: on a GPU from"
+        " compute capability 8.9",
     )
-    num_blocks: int | None = Field(None, ge=1, description="exact number of blocks, instead of the memory settings")
+    num_blocks: int | None = Field(None, ge=1, description="number of blocks, instead of the memory settings")
     tiers: tuple[TierConfig, ...] = Field(
         (), max_length=1, description="where prefixes are kept that leave the KV memory; default: nowhere. On CPUs"
     )
 
 
 class StepLogConfig(Settings):
-    """The record of every step's decisions, for `python -m benchmarks.engine.replay`. Off unless it has a path."""
+    """A record of every step's decisions, for `python -m benchmarks.engine.replay`."""
 
-    path: str | None = Field(
-        None, min_length=1, description="folder for the record of every step; default: none is kept"
-    )
+    path: str | None = Field(None, min_length=1, description="its folder; default: no record")
     record_prompts: bool = Field(
         True, description="prompts and outputs as token ids; else lengths and hashes, for replays without a model"
     )
     max_megabytes: int = Field(
-        1024, ge=16, le=1_000_000, description="MB of the records in that folder, at most; the oldest files are deleted"
+        1024, ge=16, le=1_000_000, description="MB of the folder, at most; the oldest files are deleted"
     )
 
 
 class SpeculationConfig(Settings):
-    """Drafts of the next tokens, computed in one step and kept where they are what would be drawn."""
+    """Drafts of the next tokens, which one step checks."""
 
     method: Literal["lookup", "draft_model", "off"] = Field(
         "off",
-        description="lookup: what followed the same tokens before, and what grammars force; draft_model: what a "
-        "smaller model draws; both on CPUs only",
+        description="lookup: what followed the same tokens before, and what grammars force; draft_model: what a"
+        " smaller model draws; on CPUs only",
     )
     model: str | None = Field(
         None,
         min_length=1,
-        description="folder, GGUF file or hub id of the draft model, which has the same tokens; its type, quantization "
-        "and threads are the model's",
+        description="folder, GGUF file or hub id of a draft model with the same tokens; type, quantization and "
+        "threads are the model's",
     )
 
     @model_validator(mode="after")

@@ -15,27 +15,27 @@ from app.config.scheduler import SchedulerConfig
 
 
 class ServedModelConfig(Settings):
-    """One model of the application: the name clients use, its engine and its replicas."""
+    """A model, its engine and its replicas."""
 
     name: Name = Field("demo", description="what a client sends as `model`")
-    aliases: tuple[Name, ...] = Field((), max_length=64, description="other names under which it is served")
+    aliases: tuple[Name, ...] = Field((), max_length=64, description="other names for it")
     tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral"] = Field(
-        "auto", description="how the model writes tool calls; auto: as its chat template does, if that is one of these"
+        "auto", description="format of tool calls; auto: the chat template's, if it is one of these"
     )
     pooling: Literal["auto", "last", "mean", "cls", "none"] = Field(
         "auto",
-        description="an embedding: the hidden state of the last token, the mean over all, the first of an encoder, or "
-        "none; auto: as 1_Pooling/config.json says, else last, and mean of an encoder",
+        description="an embedding: the hidden state of the last token, the mean of all, the first of an "
+        "encoder, or none; auto: by 1_Pooling/config.json, else last, of an encoder mean",
     )
     deadline_s: float | None = Field(
         None,
         gt=0,
         le=86_400,
-        description="seconds for a request without a `deadline_s` of its own, waiting included; not of background "
+        description="seconds for a request without its own `deadline_s`, waiting included; not for background "
         "requests; default: no limit",
     )
     adapters: dict[Name, str] = Field(
-        {}, max_length=1024, description="LoRA adapters by the name that clients send as `model`: a folder or a hub id"
+        {}, max_length=1024, description="LoRA adapters: a folder or hub id by the name that clients send as `model`"
     )
     engine: EngineConfig = EngineConfig()
     replicas: ReplicasConfig = ReplicasConfig()

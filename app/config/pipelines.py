@@ -13,8 +13,8 @@ from app.config.scheduler import Preset
 class RankingStepConfig(Settings):
     """What the steps have in common that choose documents."""
 
-    model: Name = Field(description="a model with embeddings, or of rerank a cross-encoder")
-    top_n: int = Field(4, ge=1, le=1000, description="documents that are kept, at most")
+    model: Name = Field(description="a model with embeddings, or for rerank a cross-encoder")
+    top_n: int = Field(4, ge=1, le=1000, description="documents kept, at most")
 
 
 class RerankStepConfig(RankingStepConfig):
@@ -30,8 +30,8 @@ class EmbedStepConfig(RankingStepConfig):
     index: str | None = Field(
         None,
         min_length=1,
-        description="file of documents, a JSON object with `text` and, if it has one, `id` in each line; default: the "
-        "documents of the request",
+        description="file of documents, in each line a JSON object with `text` and optionally `id`; default: "
+        "the request's documents",
     )
 
 
@@ -39,17 +39,17 @@ class GenerateStepConfig(Settings):
     """A model answers."""
 
     kind: Literal["generate"] = "generate"
-    model: Name = Field(description="the model, or another pipeline, that answers")
+    model: Name = Field(description="a model, or another pipeline")
 
 
 class CascadeStepConfig(Settings):
     """A small model answers where it was sure, else a large one."""
 
     kind: Literal["cascade"] = "cascade"
-    small: Name = Field(description="the model or pipeline that answers first")
-    large: Name = Field(description="the one that answers when it was not sure")
+    small: Name = Field(description="model or pipeline that answers first")
+    large: Name = Field(description="the one that answers when `small` was not sure")
     min_mean_logprob: float = Field(
-        -1.0, ge=-100, le=0, description="mean log-probability of the small one's tokens from which on it was sure"
+        -1.0, ge=-100, le=0, description="mean log-probability of the tokens of `small` from which on it was sure"
     )
 
     @model_validator(mode="after")
@@ -63,22 +63,22 @@ class EnsembleStepConfig(Settings):
     """Several models answer, and one of their answers is chosen."""
 
     kind: Literal["ensemble"] = "ensemble"
-    models: tuple[Name, ...] = Field(min_length=2, max_length=16, description="models or pipelines that answer")
+    models: tuple[Name, ...] = Field(min_length=2, max_length=16, description="models or pipelines")
     choose: Literal["vote", "logprob"] = Field(
         "vote",
-        description="vote: the text that most of them give, of several the likeliest; logprob: the answer with the "
-        "highest mean log-probability of its tokens",
+        description="vote: the most frequent text, of several the likeliest; logprob: the answer with the "
+        "highest mean log-probability",
     )
 
 
 class RouteCaseConfig(Settings):
-    """One way of a route, and which requests take it: those that no case before it takes."""
+    """It takes requests that no case before it takes."""
 
-    model: Name = Field(description="the model or pipeline that answers")
-    preset: Preset | None = Field(None, description="of the groups of its replicas that may get the request")
-    max_prompt_tokens: int | None = Field(None, ge=1, description="by length: prompts of up to so many tokens")
+    model: Name = Field(description="model or pipeline that answers")
+    preset: Preset | None = Field(None, description="only replicas of groups with this preset")
+    max_prompt_tokens: int | None = Field(None, ge=1, description="by length: tokens of the prompt, at most")
     values: tuple[str, ...] = Field(
-        (), max_length=256, description="by header: its values; by classifier: labels of the model, instead of examples"
+        (), max_length=256, description="by header: its values; by classifier: the model's labels, instead of examples"
     )
     examples: tuple[str, ...] = Field((), max_length=64, description="by classifier: texts of this kind")
 
@@ -88,13 +88,13 @@ class RouteStepConfig(Settings):
 
     kind: Literal["route"] = "route"
     by: Literal["length", "header", "classifier"] = Field(
-        description="the length of the prompt, a header of the request, or its last text: the example that it is "
-        "nearest to, or the label that a model gives it"
+        description="length of the prompt, a header, or the last text: the example nearest to it, or a model's "
+        "label for it"
     )
     header: str | None = Field(None, pattern=r"^[a-z0-9-]+$", description="by header: its name, in lower case")
     classifier: Name | None = Field(None, description="by classifier: a model with embeddings, or one with labels")
     cases: tuple[RouteCaseConfig, ...] = Field(
-        min_length=2, max_length=64, description="in their order; but with examples, the last is for all others"
+        min_length=2, max_length=64, description="in order; the last is for all others, except with examples"
     )
 
     @property
@@ -132,10 +132,10 @@ PipelineStep = Annotated[
 
 
 class PipelineConfig(Settings):
-    """Steps under one more name: the last one answers, those before it choose what the answer is based on."""
+    """Steps under one name: the last one answers, those before it choose documents."""
 
     name: Name = Field(description="what a client sends as `model`")
-    steps: tuple[PipelineStep, ...] = Field(min_length=1, max_length=16, description="in the order in which they run")
+    steps: tuple[PipelineStep, ...] = Field(min_length=1, max_length=16, description="in their order")
 
     @model_validator(mode="after")
     def _the_last_step_answers(self) -> PipelineConfig:

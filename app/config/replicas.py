@@ -10,29 +10,29 @@ from app.config.base import Name, Settings, repeated
 
 
 class GroupConfig(Settings):
-    """One arm of an A/B trial: a share of the requests, and replicas of its own with settings of their own."""
+    """An arm of an A/B trial: a share of the requests, replicas and settings of its own."""
 
-    name: Name = Field("a", description="what a caller may ask for in the header `x-carousel-group`")
-    share: float = Field(1.0, gt=0, le=1e6, description="of the requests and replicas, as a weight among the groups")
+    name: Name = Field("a", description="for the header `x-carousel-group`")
+    share: float = Field(1.0, gt=0, le=1e6, description="weight among the groups, for requests and replicas")
     scheduler: dict[str, Any] = Field({}, description="settings that differ from `engine.scheduler`")
 
 
 class AutoscalingConfig(Settings):
-    """How many replicas there are, by the work that is outstanding and the KV memory in use."""
+    """How many replicas there are, by outstanding work and KV memory in use."""
 
-    min_replicas: int = Field(1, ge=0, le=1024, description="as few at least; 0: none while there is nothing to do")
-    max_replicas: int = Field(4, ge=1, le=1024, description="as many at most")
+    min_replicas: int = Field(1, ge=0, le=1024, description="at least; 0: none while there is nothing to do")
+    max_replicas: int = Field(4, ge=1, le=1024, description="at most")
     target_tokens: int = Field(
         8192,
         ge=1,
         le=10**12,
-        description="tokens still to compute that one replica should have, of prompts and outputs",
+        description="tokens of prompts and outputs still to compute, for each replica",
     )
     downscale_delay_s: float = Field(
         120.0, ge=0, le=86_400, description="seconds of too little load before there are fewer"
     )
     scale_to_zero_after_s: float = Field(
-        600.0, ge=0, le=86_400, description="seconds without any request before the last replica goes"
+        600.0, ge=0, le=86_400, description="seconds without a request before the last replica goes"
     )
 
     @model_validator(mode="after")
@@ -43,32 +43,30 @@ class AutoscalingConfig(Settings):
 
 
 class ReplicasConfig(Settings):
-    """How many copies of one engine run, on what, and how requests are spread over them."""
+    """How many copies of an engine run, on what, and which gets a request."""
 
-    num_replicas: int = Field(2, ge=1, le=1024, description="engines serving this model; with autoscaling, at first")
-    autoscaling: AutoscalingConfig | None = Field(
-        None, description="their number follows the load; default: it is fixed"
-    )
+    num_replicas: int = Field(2, ge=1, le=1024, description="engines of this model; with autoscaling, at first")
+    autoscaling: AutoscalingConfig | None = Field(None, description="their number follows the load; default: fixed")
     num_cpus: float = Field(0.5, gt=0, description="CPUs Ray reserves for each")
     num_gpus: float = Field(0, ge=0, description="GPUs Ray reserves for each")
     tensor_parallel: int = Field(
         1,
         ge=1,
         le=64,
-        description="devices that compute each step of one replica together; Ray reserves as much for each",
+        description="devices that compute each step together; Ray reserves as much for each",
     )
     dispatch: Literal["round_robin", "least_loaded", "prefix_affinity"] = Field(
         "least_loaded",
-        description="the replica of a request: each in its turn, the one that would be done first, or the one with the "
-        "longest cached beginning of the prompt",
+        description="least_loaded: to the replica that would be done first; round_robin: to each in turn; "
+        "prefix_affinity: to the longest cached beginning of the prompt",
     )
     groups: tuple[GroupConfig, ...] = Field((), max_length=64, description="arms of an A/B trial")
     drain_timeout_s: float = Field(120.0, gt=0, description="seconds a stopping replica may finish what it has")
     silence_timeout_s: float = Field(
-        3.0, ge=0.2, le=3600, description="seconds without a sign of life after which a replica counts as lost"
+        3.0, ge=0.2, le=3600, description="seconds without a sign of life until a replica counts as lost"
     )
     step_timeout_s: float = Field(
-        60.0, gt=0, le=86_400, description="seconds one step may take before its replica counts as hung"
+        60.0, gt=0, le=86_400, description="seconds of one step until its replica counts as hung"
     )
     place_timeout_s: float = Field(
         30.0, gt=0, le=86_400, description="seconds a request waits for a replica while there is none"
@@ -77,13 +75,12 @@ class ReplicasConfig(Settings):
         None,
         ge=0,
         le=86_400,
-        description="seconds without a request after which a replica gives up the memory of its weights and KV; "
-        "default: it keeps them",
+        description="seconds without a request until a replica gives up the memory of weights and KV; default: never",
     )
     device_memory_gib: float | None = Field(
         None,
         gt=0,
-        description="GiB of all replicas with `sleep_after_s` on one GPU, or on the CPUs of one machine; those that do "
+        description="GiB of all replicas with `sleep_after_s` on a GPU, or on a machine's CPUs; those that do "
         "not fit take turns; default: 90% of what there is",
     )
 

@@ -68,7 +68,7 @@ class HybridConfig(AnyStepConfig):
     """Continuous, with a share of the step's budget that prefill may take while anything decodes."""
 
     name: Literal["hybrid"] = "hybrid"
-    prefill_share: float = Field(0.5, gt=0, le=1, description="share of a step's budget for prefill beside decoding")
+    prefill_share: float = Field(0.5, gt=0, le=1, description="share of a step for prefill while anything decodes")
 
 
 StrategyConfig = (
@@ -118,7 +118,7 @@ Policy = Annotated[
 
 
 class TargetsConfig(Settings):
-    """What an engine holds by moving its limits while it serves. At least one of them."""
+    """At least one of them."""
 
     ttft_p99_s: float | None = Field(None, gt=0, le=3600, description="seconds to the first token, at most")
     itl_p99_ms: float | None = Field(None, gt=0, le=60_000, description="ms between two tokens of a request, at most")
@@ -142,21 +142,23 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class SchedulerConfig(Settings):
-    """Limits of a step and of the queue, and their order. A strategy or policy is a name, or a name with parameters."""
+    """Limits of a step and of the queue, and their order."""
 
-    preset: Preset = Field("mixed", description="values for what is not set here, see below")
+    preset: Preset = Field("mixed", description="values for what is not set here")
     strategy: Strategy = Field(ContinuousConfig(), description="when waiting requests may join")
-    policy: Policy = Field(FcfsConfig(), description="which waiting request goes first")
-    max_running: int = Field(32, ge=1, le=4096, description="requests computed in one step, at most")
+    policy: Policy = Field(
+        FcfsConfig(),
+        description="which waiting request goes first; under priority, ten seconds of waiting outweigh one class",
+    )
+    max_running: int = Field(32, ge=1, le=4096, description="requests in one step, at most")
     max_waiting: int = Field(256, ge=0, le=1_000_000, description="requests queued on one replica, at most")
     max_step_tokens: int = Field(
-        512, ge=1, le=1_000_000, description="token budget of one step; where it is not set, at least max_running"
+        512, ge=1, le=1_000_000, description="token budget of one step; if not set, at least max_running"
     )
     prefill_chunk_tokens: int = Field(256, ge=1, le=1_000_000, description="tokens of one prompt in one step, at most")
     targets: TargetsConfig | None = Field(
         None,
-        description="99th percentiles that each engine holds by lowering max_step_tokens, prefill_chunk_tokens and "
-        "max_running",
+        description="99th percentiles to hold by lowering max_step_tokens, prefill_chunk_tokens and max_running",
     )
 
     @property
