@@ -233,8 +233,9 @@ def heard(documents: Iterable[Json]) -> Heard:
             part = choice.get("delta") or choice.get("message") or choice
             say(("0 output", place), part.get("content") if part is not choice else choice.get("text"))
             for each in part.get("tool_calls") or ():
+                # Apart from the text: which of both comes first in an event depends on how many tokens are in it.
                 say(
-                    ("0 output", place),
+                    ("0 calls", place),
                     (each["function"].get("name") or "") + (each["function"].get("arguments") or ""),
                 )
             ids.setdefault(("output", place), []).extend(choice.get("token_ids") or ())

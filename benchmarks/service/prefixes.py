@@ -1,6 +1,6 @@
 """How much of conversations' prompts `prefix_affinity` finds cached: `python -m benchmarks.service.prefixes`.
 
-A simulated fleet (`deployments/plan/simulation.py`: the service's own dispatch and engine, and a model that only counts)
+A simulated fleet (`deployments/plan/simulation.py`: the service's own dispatch and engine, a model that only counts)
 serves conversations of several turns over shared system prompts, each turn through a random ingress. Lengths are those
 of `make_workload sharegpt`. One line of JSON, for each number of ingresses:
 

@@ -201,6 +201,17 @@ def test_a_stream_and_a_whole_answer_say_the_same() -> None:
         (lambda lines: [lines[0].replace("yes", "no"), *lines[1:]], "batch_wrong"),
     ],
 )
+def test_text_and_tool_calls_of_a_stream_are_heard_apart() -> None:
+    """Which comes first depends on how many tokens an event has."""
+
+    def event(**delta: object) -> dict[str, object]:
+        return {"choices": [{"index": 0, "delta": delta}]}
+
+    called = event(tool_calls=[{"index": 0, "function": {"name": "say", "arguments": '{"words": "a"}'}}])
+    said = event(content='{"name"')
+    assert heard([called, said]) == heard([said, called])
+
+
 def test_a_line_that_is_lost_doubled_or_wrong_is_found(made: Any, outcome: str, tokenizer: Tokenizer) -> None:
     tenants = Tenants(Target.parse("http://127.0.0.1:1"), KEYS, tokenizer, models=["m"], seed=1)
     body = {"choices": [{"index": 0, "message": {"content": "yes"}, "finish_reason": "stop"}]}
