@@ -192,15 +192,6 @@ def test_a_stream_and_a_whole_answer_say_the_same() -> None:
     assert heard([whole]) == heard(pieces)
 
 
-@pytest.mark.parametrize(
-    ("made", "outcome"),
-    [
-        (lambda lines: lines, "batch_right"),
-        (lambda lines: lines[1:], "batch_wrong"),
-        (lambda lines: [*lines, lines[0]], "batch_wrong"),
-        (lambda lines: [lines[0].replace("yes", "no"), *lines[1:]], "batch_wrong"),
-    ],
-)
 def test_text_and_tool_calls_of_a_stream_are_heard_apart() -> None:
     """Which comes first depends on how many tokens an event has."""
 
@@ -212,6 +203,15 @@ def test_text_and_tool_calls_of_a_stream_are_heard_apart() -> None:
     assert heard([called, said]) == heard([said, called])
 
 
+@pytest.mark.parametrize(
+    ("made", "outcome"),
+    [
+        (lambda lines: lines, "batch_right"),
+        (lambda lines: lines[1:], "batch_wrong"),
+        (lambda lines: [*lines, lines[0]], "batch_wrong"),
+        (lambda lines: [lines[0].replace("yes", "no"), *lines[1:]], "batch_wrong"),
+    ],
+)
 def test_a_line_that_is_lost_doubled_or_wrong_is_found(made: Any, outcome: str, tokenizer: Tokenizer) -> None:
     tenants = Tenants(Target.parse("http://127.0.0.1:1"), KEYS, tokenizer, models=["m"], seed=1)
     body = {"choices": [{"index": 0, "message": {"content": "yes"}, "finish_reason": "stop"}]}
