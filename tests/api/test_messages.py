@@ -324,7 +324,10 @@ def test_usage_of_an_item_counts_cached_tokens_as_input(service: Service) -> Non
 
 
 @given(
-    cuts=st.sets(st.integers(1, 100)), text=st.sampled_from([f"Well.\n{CALL}", f"{CALL}\n{CALL}", "a <tool_", "é😀."])
+    cuts=st.sets(st.integers(1, 100)),
+    text=st.sampled_from(
+        [f"Well.\n{CALL}", f"{CALL}\n{CALL}", "a <tool_", "é😀.", f"{CALL} then <tool_", f"One {CALL} and {CALL} too."]
+    ),
 )
 @settings(max_examples=40, deadline=None)
 def test_however_the_text_is_cut_the_message_is_the_same(tools_tokenizer: Tokenizer, cuts: set[int], text: str) -> None:

@@ -94,7 +94,7 @@ def written(matcher: Matcher, begun: tuple[int, ...], draw: random.Random) -> li
 
 def calls_in(form: ToolFormat, text: str) -> list[CallPiece]:
     parser = ToolParser(form, SCHEMAS, is_strict=True)
-    pieces = [*parser.push(text).calls, *parser.flush().calls]
+    pieces = [piece for part in (*parser.push(text), *parser.flush()) for piece in part.calls]
     return [CallPiece(number, name, arguments) for number, name, arguments in pieces if name is not None]
 
 

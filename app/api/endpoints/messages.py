@@ -75,7 +75,7 @@ class MessageBuilder:
 
     def add(self, piece: ChoiceDelta) -> Iterator[Json]:
         """Add a delta and yield its events."""
-        if not piece.num_tokens and piece.finish_reason is None:
+        if piece.says_nothing:
             return  # the request is queued; nothing is sent before the first token
         if not self.has_begun:
             self.has_begun = True

@@ -84,7 +84,7 @@ class ResponseBuilder:
 
     def add(self, piece: ChoiceDelta) -> Iterator[Json]:
         """Add a delta and yield its events."""
-        if not piece.num_tokens and piece.finish_reason is None:
+        if piece.says_nothing:
             return  # the request is queued; nothing is sent before the first token
         yield from self._begin()
         if piece.details is not None:

@@ -33,8 +33,13 @@ class ChoiceDelta(Struct, gc=False):  # one for every token, never in a circle; 
     embedding: bytes | None = None  # on the last delta of a request for an embedding
     times: EngineTimes | None = None  # with the first token
     details: TokenDetails | None = None  # where the call asks for them
-    reasoning: str = ""  # before the text
+    reasoning: str = ""  # before the text, as the text is before the calls
     num_reasoning_tokens: int = 0  # of the tokens
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether it is before the first token: the request is queued."""
+        return not (self.num_tokens or self.text or self.calls) and self.finish_reason is None
 
 
 class KeptDeltas:
@@ -196,12 +201,27 @@ async def _with_calls(pieces: AsyncGenerator[ChoiceDelta, None], tools: ToolUse)
     async with aclosing(pieces):
         async for piece in pieces:
             is_last = piece.finish_reason is not None
-            piece.text, piece.calls = calls.push(piece.text, is_last=is_last)
+            parts = calls.push(piece.text, is_last=is_last)
             if calls.are_done or (calls.has_any and piece.finish_reason == "stop"):
                 piece.finish_reason = "tool_calls"
-            yield piece
+            for each in _in_parts(piece, parts):
+                yield each
             if calls.are_done:
                 return
+
+
+def _in_parts(piece: ChoiceDelta, parts: Sequence[tuple[str, tuple[ToolCallDelta, ...]]]) -> Iterator[ChoiceDelta]:
+    """The delta with the first of these texts and calls, then one without tokens for each other; the last ends it."""
+    piece.text, piece.calls = parts[0] if parts else ("", ())
+    finish_reason, stop_reason, others = piece.finish_reason, piece.stop_reason, parts[1:]
+    if others:
+        piece.finish_reason = piece.stop_reason = None
+    yield piece
+    for number, (text, calls) in enumerate(others, start=1):
+        piece = ChoiceDelta(piece.index, text, 0, piece.num_cached_tokens, calls=calls)
+        if number == len(others):
+            piece.finish_reason, piece.stop_reason = finish_reason, stop_reason
+        yield piece
 
 
 @asynccontextmanager

@@ -179,7 +179,7 @@ class _ChunkWriter:
             return (b"%b%b%b" % (before, to_json(piece.text), after),)
         if self._details is not None:
             return self._detailed_events(piece, self._details)
-        if not piece.num_tokens and piece.finish_reason is None:
+        if piece.says_nothing:
             return ()  # the request is queued; nothing is sent before the first token
         choices = self._form.chunk_choices(piece, is_first=is_first)
         if choices:
@@ -188,10 +188,12 @@ class _ChunkWriter:
 
     def _detailed_events(self, piece: ChoiceDelta, details: DetailsWriter) -> Iterable[bytes]:
         """The events of a call that asks for details."""
-        if piece.details is None:
+        if piece.details is None and piece.says_nothing:
             return ()  # the request is queued
         is_first = piece.index not in self._begun
-        choices = self._form.chunk_choices(piece, is_first=is_first, details=details.of_chunk(piece.details))
+        choices = self._form.chunk_choices(
+            piece, is_first=is_first, details=None if piece.details is None else details.of_chunk(piece.details)
+        )
         chunks = [self._chunk(choice) for choice in choices]
         if chunks and is_first:
             self._begun.add(piece.index)

@@ -64,16 +64,21 @@ class Calls:
         """Whether the only allowed call is complete."""
         return self._parser.is_done
 
-    def push(self, text: str, *, is_last: bool) -> tuple[str, tuple[ToolCallDelta, ...]]:
-        """Add text; returns the text outside calls and what is new of calls."""
+    def push(self, text: str, *, is_last: bool) -> list[tuple[str, tuple[ToolCallDelta, ...]]]:
+        """Add text; returns in its order text outside calls, and what is new of calls after it."""
         parsed = self._parser.push(text)
-        parts = [parsed, self._parser.flush()] if is_last and not self._parser.is_done else [parsed]
-        calls = tuple(
-            ToolCallDelta(call.number, self._new_id() if call.name else "", call.name, call.arguments)
-            for part in parts
-            for call in part.calls
-        )
-        return "".join(part.text for part in parts), calls
+        if is_last and not self._parser.is_done:
+            parsed += self._parser.flush()
+        return [
+            (
+                part.text,
+                tuple(
+                    ToolCallDelta(call.number, self._new_id() if call.name else "", call.name, call.arguments)
+                    for call in part.calls
+                ),
+            )
+            for part in parsed
+        ]
 
     def _new_id(self) -> str:
         characters = [secrets.choice(string.ascii_letters + string.digits) for _ in range(self._form.id_length)]

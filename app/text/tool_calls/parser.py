@@ -22,7 +22,7 @@ class CallPiece(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """What a piece of text has brought: text for people and pieces of calls, at most one for each call."""
+    """Text for people, and what of calls came after it: at most one piece for each call."""
 
     text: str
     calls: tuple[CallPiece, ...]
@@ -39,10 +39,10 @@ class CallParser(Protocol):
     def is_done(self) -> bool:
         """Whether nothing that may follow counts."""
 
-    def push(self, text: str) -> Parsed:
-        """Take the next text."""
+    def push(self, text: str) -> list[Parsed]:
+        """Take the next text; what it has brought, in its order."""
 
-    def flush(self) -> Parsed:
+    def flush(self) -> list[Parsed]:
         """What was held back: nothing more will come."""
 
 
@@ -54,15 +54,15 @@ class ArgumentsParser:
         self.has_calls = False
         self.is_done = False
 
-    def push(self, text: str) -> Parsed:
+    def push(self, text: str) -> list[Parsed]:
         if not text:
-            return Parsed("", ())
+            return []
         name = None if self.has_calls else self._name
         self.has_calls = True
-        return Parsed("", (CallPiece(0, name, text),))
+        return [Parsed("", (CallPiece(0, name, text),))]
 
-    def flush(self) -> Parsed:
-        return Parsed("", ())
+    def flush(self) -> list[Parsed]:
+        return []
 
 
 class ToolParser:
@@ -95,7 +95,8 @@ class ToolParser:
         self._has_text = False
         self._is_done = False
         self._text: list[str] = []
-        self._calls: list[CallPiece] = []
+        self._calls: list[CallPiece] = []  # after that text
+        self._parsed: list[Parsed] = []  # before it
 
     @property
     def has_calls(self) -> bool:
@@ -105,14 +106,14 @@ class ToolParser:
     def is_done(self) -> bool:
         return self._is_done
 
-    def push(self, text: str) -> Parsed:
+    def push(self, text: str) -> list[Parsed]:
         for character in text:
             if self._is_done:
                 break
             self._advance(character)
         return self._taken()
 
-    def flush(self) -> Parsed:
+    def flush(self) -> list[Parsed]:
         if self._advance == self._in_text:
             self._say_held()
         elif self._advance == self._after_call:
@@ -121,13 +122,20 @@ class ToolParser:
             self._say("".join(self._raw))
         return self._taken()
 
-    def _taken(self) -> Parsed:
+    def _taken(self) -> list[Parsed]:
         self._take_arguments()
-        parsed = Parsed("".join(self._text), _merged(self._calls))
-        self._text, self._calls = [], []
+        self._end_part()
+        parsed, self._parsed = self._parsed, []
         return parsed
 
+    def _end_part(self) -> None:
+        if self._text or self._calls:
+            self._parsed.append(Parsed("".join(self._text), _merged(self._calls)))
+            self._text, self._calls = [], []
+
     def _say(self, text: str) -> None:
+        if self._calls and text:
+            self._end_part()
         self._text.append(text)
         self._has_text = self._has_text or bool(text.strip())
 

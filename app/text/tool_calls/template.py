@@ -36,7 +36,7 @@ def format_of(tokenizer: Tokenizer) -> ToolFormat | None:
 
 def _reads(form: ToolFormat, answer: str) -> bool:
     parser = ToolParser(form, {_NAME})
-    calls = [*parser.push(answer).calls, *parser.flush().calls]
+    calls = [call for parsed in (*parser.push(answer), *parser.flush()) for call in parsed.calls]
     return len(calls) == 1 and calls[0].name == _NAME and _arguments(calls[0].arguments) == _ARGUMENTS
 
 

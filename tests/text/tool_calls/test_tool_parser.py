@@ -21,8 +21,8 @@ NAMES = ("f", "get_weather")
 def parsed(form: ToolFormat, pieces: Iterable[str], **settings: Any) -> tuple[str, Calls]:
     """The text and the calls, put together as a client does."""
     parser = ToolParser(form, NAMES, **settings)
-    parts = [parser.push(piece) for piece in pieces]
-    parts.append(parser.flush())
+    parts = [part for piece in pieces for part in parser.push(piece)]
+    parts += parser.flush()
     calls: list[list[str]] = []
     for piece in (piece for part in parts for piece in part.calls):
         if piece.name is not None:
@@ -31,6 +31,18 @@ def parsed(form: ToolFormat, pieces: Iterable[str], **settings: Any) -> tuple[st
         calls[piece.number][1] += piece.arguments
     assert parser.has_calls == bool(calls)
     return "".join(part.text for part in parts), [(name, arguments) for name, arguments in calls]
+
+
+def in_order(form: ToolFormat, pieces: Iterable[str], **settings: Any) -> list[str | int]:
+    """Texts, and numbers of calls where more of them comes, as they follow each other."""
+    parser, order = ToolParser(form, NAMES, **settings), list[str | int]()
+    for part in [*(part for piece in pieces for part in parser.push(piece)), *parser.flush()]:
+        if part.text and order and isinstance(order[-1], str):
+            order[-1] += part.text
+        elif part.text:
+            order.append(part.text)
+        order += [call.number for call in part.calls if order[-1:] != [call.number]]
+    return order
 
 
 def cut(text: str, places: Iterable[int]) -> list[str]:
@@ -106,12 +118,17 @@ def test_broken_calls(written: str, text: str, calls: Calls) -> None:
     assert parsed(FORMATS["hermes"], [written]) == (text, calls)
 
 
+def test_text_after_a_call_comes_after_it() -> None:
+    written = f"One.{HERMES_CALL}Two.{HERMES_CALL}Three.<tool"
+    assert in_order(FORMATS["hermes"], [written]) == ["One.", 0, "Two.", 1, "Three.<tool"]
+
+
 def test_arguments_stream_as_they_come() -> None:
     parser = ToolParser(FORMATS["hermes"], NAMES)
-    assert parser.push('<tool_call>{"name": "f", "argum').calls == ()
-    assert parser.push('ents": {"a').calls == ((0, "f", '{"a'),)
-    assert parser.push('": 1').calls == ((0, None, '": 1'),)
-    assert parser.push("}}").calls == ((0, None, "}"),)
+    assert parser.push('<tool_call>{"name": "f", "argum') == []
+    assert parser.push('ents": {"a') == [("", ((0, "f", '{"a'),))]
+    assert parser.push('": 1') == [("", ((0, None, '": 1'),))]
+    assert parser.push("}}") == [("", ((0, None, "}"),))]
 
 
 @pytest.mark.parametrize("form", [FORMATS["hermes"], FORMATS["llama3"], LIST], ids=lambda form: form.name)
@@ -171,6 +188,8 @@ def test_no_text_breaks_a_parser_and_no_cut_changes_what_it_says(
     places = data.draw(st.lists(st.integers(0, len(written)), max_size=8))
     whole = parsed(form, [written], only_first=only_first)
     assert parsed(form, cut(written, places), only_first=only_first) == whole
+    order = in_order(form, [written], only_first=only_first)
+    assert in_order(form, cut(written, places), only_first=only_first) == order
     if not whole[1]:
         assert whole[0] == written, "where there is no call, every character is text"
 
@@ -224,9 +243,10 @@ def test_time_is_linear_in_the_length_of_the_text(form: str, begin: str, piece: 
 @pytest.mark.parametrize("text", [" " * 100_000, "<tool_call>" + " " * 100_000, '<tool_call>{"a": "' + "b" * 1_000_000])
 def test_what_is_held_back_is_bounded(text: str) -> None:
     parser = ToolParser(FORMATS["hermes"], NAMES)
-    said = "".join(parser.push(text[begin : begin + 1000]).text for begin in range(0, len(text), 1000))
+    pieces = (text[begin : begin + 1000] for begin in range(0, len(text), 1000))
+    said = "".join(part.text for piece in pieces for part in parser.push(piece))
     assert len(said) > len(text) * 0.7
-    assert said + parser.flush().text == text
+    assert said + "".join(part.text for part in parser.flush()) == text
 
 
 def test_a_deep_name_is_no_call() -> None:
