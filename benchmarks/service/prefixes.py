@@ -54,7 +54,7 @@ class _Fleet(FleetSimulation):
         self._restarts_at = restarts_at
         self.num_bytes = 0  # to the last ingress
         last = self._registries[-1]._prefixes
-        last.note = self._counted(last.note)  # type: ignore[method-assign]
+        setattr(last, "note", self._counted(last.note))  # noqa: B010
 
     def _counted(self, note: Callable[[str, PrefixChanges], None]) -> Callable[[str, PrefixChanges], None]:
         def counted(replica_id: str, changes: PrefixChanges) -> None:
