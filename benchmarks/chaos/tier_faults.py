@@ -55,7 +55,7 @@ async def _with_tier(
     rows = []
     async with under_traffic(size, requests=requests, weights=True, cache=cache) as (running, traffic):
         for text, choose in faults.items():
-            fault = Fault(row="R15", text=text, choose=choose, source=text)
+            fault = Fault(row="R15", text=text, choose=choose, source=text, after_s=LASTS_S)
             read_before = _tokens_read(running)
             rows.append(await fault.figures(running, _fresh(traffic), size))
             if folder is not None:
