@@ -18,17 +18,11 @@ def root_digest(salt: str) -> int:
     return int.from_bytes(blake2b(salt.encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def digest_after(parent_digest: int, token_ids: tuple[int, ...]) -> int:
-    """Of a prefix, by that of the prefix before it and the tokens of its last block. 64 bits; the same in every
-    process."""
-    return hash((parent_digest, token_ids))
-
-
 def digests_of(token_ids: Sequence[int], *, salt: str, block_size: int) -> list[int]:
-    """Of each whole block and all before it."""
+    """Of each whole block and all before it, as `Prefix.digest`."""
     digests, digest = [], root_digest(salt)
     for start in range(0, len(token_ids) - block_size + 1, block_size):
-        digest = digest_after(digest, tuple(token_ids[start : start + block_size]))
+        digest = hash((digest, tuple(token_ids[start : start + block_size])))
         digests.append(digest)
     return digests
 
@@ -49,12 +43,13 @@ class Prefix:
     name: bytes = b""  # what other processes call it; made when it is first asked for, see `block_store`
 
     num_blocks: int = field(init=False)  # from the start
-    digest: int = field(init=False)  # of all its tokens and the salt, for guesses of other processes
+    # Of all its tokens and the salt, 64 bits, the same in every process. For guesses: two prefixes may share one.
+    digest: int = field(init=False)
 
     def __post_init__(self) -> None:
         parent = self.parent
         self.num_blocks = 1 + (parent.num_blocks if isinstance(parent, Prefix) else 0)
-        self.digest = digest_after(parent.digest if isinstance(parent, Prefix) else root_digest(parent), self.token_ids)
+        self.digest = hash((parent.digest if isinstance(parent, Prefix) else root_digest(parent), self.token_ids))
 
     @property
     def is_held(self) -> bool:

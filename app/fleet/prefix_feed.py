@@ -16,45 +16,33 @@ class PrefixFeed:
     """
 
     def __init__(self) -> None:
-        self._lock = Lock()
-        self._held: Counter[int] = Counter()  # by digest; two prefixes may share one
+        self.lock = Lock()
+        self.held: Counter[int] = Counter()  # by digest; two prefixes may share one
         self._readers: set[PrefixReader] = set()
 
     def note(self, digest: int, is_held: bool) -> None:
         """A prefix has become findable, or its last block is handed out."""
-        with self._lock:
-            self._held[digest] += 1 if is_held else -1
-            if not self._held[digest]:
-                del self._held[digest]
+        with self.lock:
+            self.held[digest] += 1 if is_held else -1
+            if not self.held[digest]:
+                del self.held[digest]
             for reader in self._readers:
                 reader.changed.add(digest)
-                if len(reader.changed) > 2 * len(self._held) + 1024:  # all of them are less
+                if len(reader.changed) > 2 * len(self.held) + 1024:  # all of them are less
                     reader.is_new = True
                     reader.changed.clear()
 
     def open(self) -> PrefixReader:
         """For one ingress."""
-        with self._lock:
+        with self.lock:
             reader = PrefixReader(self)
             self._readers.add(reader)
         return reader
 
     def close(self, reader: PrefixReader) -> None:
         """It reads no more."""
-        with self._lock:
+        with self.lock:
             self._readers.discard(reader)
-
-    def take(self, reader: PrefixReader) -> PrefixChanges | None:
-        """What is new for a reader; None: nothing."""
-        with self._lock:
-            changed, is_all = reader.changed, reader.is_new
-            reader.changed, reader.is_new = set(), False
-            if is_all:
-                return PrefixChanges(held=array("q", self._held).tobytes(), is_all=True)
-            held = [digest for digest in changed if digest in self._held]
-        if not changed:
-            return None
-        return PrefixChanges(held=array("q", held).tobytes(), gone=array("q", changed.difference(held)).tobytes())
 
 
 class PrefixReader:
@@ -66,8 +54,16 @@ class PrefixReader:
         self.is_new = True  # it needs all
 
     def take(self) -> PrefixChanges | None:
-        """See `PrefixFeed.take`."""
-        return self._feed.take(self)
+        """What is new since the last time, the first time all; None: nothing."""
+        if not (self.changed or self.is_new):
+            return None
+        with self._feed.lock:
+            changed, is_all = self.changed, self.is_new
+            self.changed, self.is_new = set(), False
+            held = array("q", filter(self._feed.held.__contains__, self._feed.held if is_all else changed))
+        if is_all:
+            return PrefixChanges(held=held.tobytes(), is_all=True)
+        return PrefixChanges(held=held.tobytes(), gone=array("q", changed.difference(held)).tobytes())
 
     def close(self) -> None:
         """Nothing is kept for it any more."""

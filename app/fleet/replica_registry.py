@@ -50,6 +50,7 @@ class ReplicaRegistry:
         self._sessions = Sessions()
         self._block_size = block_size
         self._prefixes = PrefixIndex(block_size=block_size)
+        self._has_kv_memory = False  # as far as is known
         self._adapters_sent: dict[str, str] = {}  # the replica that the last request with an adapter went to
         self._retry_times = RetryTimes()
         self._weights = 0  # the digest that a replica has reported last
@@ -95,8 +96,7 @@ class ReplicaRegistry:
         chosen = decision.candidates[0]
         self._charge(request, size, chosen)
         self._decisions[chosen.replica_id] = decision
-        report = self._ledger.replica(chosen.replica_id).report
-        if report is not None and report.num_kv_tokens:
+        if self._has_kv_memory:
             self._prefixes.add(request.request_id, chosen.replica_id, chain)
         return decision
 
@@ -186,6 +186,7 @@ class ReplicaRegistry:
         if replica_id not in self.replica_ids:
             self._ledger.replica(replica_id).is_suspect = False
             return  # it is leaving
+        self._has_kv_memory = report.num_kv_tokens > 0
         self._ledger.note(replica_id, report, now=self._clock())
         if report.weights != self._weights:
             self._note_weights(replica_id, report.weights)

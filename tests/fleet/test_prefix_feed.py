@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from app.engine.block_pool import digest_after, digests_of, root_digest
+from app.engine.block_pool import digests_of
 from app.fleet.dispatch import PrefixIndex
 from app.fleet.prefix_feed import PrefixFeed, PrefixReader
 from tests.kit.engine import CountingRunner, build_fake_engine, make_request
@@ -83,10 +83,8 @@ def test_a_reader_that_does_not_read_costs_no_more_than_what_there_is_and_gets_i
 
 
 def test_digests_are_the_same_in_every_process() -> None:
-    code = (
-        "from app.engine.block_pool import digest_after, root_digest; print(digest_after(root_digest('salt'), (1, 2)))"
-    )
+    code = "from app.engine.block_pool import digests_of; print(digests_of([1, 2, 3, 4], salt='salt', block_size=2)[1])"
     for seed in "12":
         environment = os.environ | {"PYTHONHASHSEED": seed}
         printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout
-        assert int(printed) == digest_after(root_digest("salt"), (1, 2))
+        assert int(printed) == digests_of([1, 2, 3, 4], salt="salt", block_size=2)[1]

@@ -49,7 +49,8 @@ class PrefixIndex:
 
     def add(self, request_id: str, replica_id: str, chain: Sequence[int]) -> None:
         """A request with this chain goes to a replica."""
-        self.end(request_id)
+        if request_id in self._under_way:  # it goes on elsewhere
+            self.end(request_id)
         self._under_way[request_id] = replica_id, chain
         self._sent.setdefault(replica_id, Counter()).update(chain)
 
