@@ -195,7 +195,7 @@ class _Replica:
 
     def __init__(
         self, replica_id: str, scheduler: SchedulerConfig, cache: CacheConfig, measured: MeasuredReplica,
-        *, noise: _Noise | None, recorder: StepObserver | None,
+        *, noise: _Noise | None, recorder: StepObserver | None, tells_prefixes: bool,
     ) -> None:  # fmt: skip
         self.replica_id = replica_id
         self.clock = SimulatedClock()
@@ -213,7 +213,8 @@ class _Replica:
         assert isinstance(engine, SimulatedEngine), "of that class"
         self.engine = engine
         self._prefixes = PrefixFeed()
-        engine.on_prefixes(self._prefixes.note)
+        if tells_prefixes:
+            engine.on_prefixes(self._prefixes.note)
         self._readers: dict[int, PrefixReader] = {}  # by registry
         self._max_requests = scheduler.max_requests
 
@@ -393,6 +394,7 @@ class FleetSimulation:
             )
             for number in range(num_ingresses)
         ]  # fmt: skip
+        self._compares_loads = len(replicas) > 1 and dispatch != "round_robin"
         self._rng = random.Random(seed or 0)
         self._registry_of: list[ReplicaRegistry] = []  # by the number of the request
         self._max_tokens: list[int] = []  # likewise
@@ -400,7 +402,7 @@ class FleetSimulation:
             f"replica-{number:04d}": _Replica(
                 f"replica-{number:04d}", scheduler, cache, measured,
                 noise=None if seed is None else _Noise(f"{seed} {number}"),
-                recorder=(recorders or {}).get(number),
+                recorder=(recorders or {}).get(number), tells_prefixes=self._compares_loads,
             )
             for number, measured in enumerate(replicas)
         }  # fmt: skip
@@ -408,7 +410,6 @@ class FleetSimulation:
             registry.set_replicas(list(self._replicas))
         for replica in self._replicas.values():
             replica.note_in(self._registries)
-        self._compares_loads = len(replicas) > 1 and dispatch != "round_robin"
         # The next of the trace, and those that follow others.
         self._arrivals: list[tuple[float, int, TracedRequest, bool]] = []
         self._following: dict[int, TracedRequest] = {}  # by the number of the request that they follow

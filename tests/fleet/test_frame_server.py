@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from array import array
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import uvloop
 from msgspec import structs
 
+from app.engine.block_pool import digests_of
 from app.engine.request import FinishReason, Grammar, GrammarKind, Queued, Request, TokenDelta
 from app.engine.snapshot import EngineSnapshot
 from app.engine.stats import SleepState
@@ -243,6 +245,37 @@ async def test_after_aborts_a_frame_says_that_their_places_are_free_and_one_does
         await asyncio.sleep(0.1)  # a second such frame would come within 50 ms
         frames.send(SubmitRequest(make_request(request_id="c")))
         assert (await frames.next()).number == frame.number + 1
+
+
+async def test_every_ingress_is_told_which_prefixes_are_cached_also_one_that_comes_later() -> None:
+    prompt = tuple(range(5, 25))
+    async with AsyncExitStack() as block:
+        engine = block.enter_context(async_engine())
+        server = FrameServer("127.0.0.1", engine, lambda: REPORT)
+        _, address = await block.enter_async_context(a_server(server))
+        one, other = [
+            await block.enter_async_context(frames_from(address, name, heartbeat_s=0.05)) for name in ("one", "other")
+        ]
+        one.send(SubmitRequest(make_request(prompt, request_id="a")))
+        expected = set(digests_of(prompt, salt="", block_size=4))
+        assert await told(one, expected) >= expected
+        assert await told(other, expected) >= expected
+        later = await block.enter_async_context(frames_from(address, "one"))
+        first = (await later.next()).prefixes
+        assert first is not None
+        assert first.is_all
+        assert set(array("q", first.held)) >= expected
+
+
+async def told(frames: Frames, expected: set[int]) -> set[int]:
+    """The prefixes that frames tell of, until they tell of all of these."""
+    index: set[int] = set()
+    while not index >= expected:
+        changes = (await frames.next()).prefixes
+        if changes is not None:
+            index = (set() if changes.is_all else index) | set(array("q", changes.held))
+            index -= set(array("q", changes.gone))
+    return index
 
 
 async def test_the_requests_of_a_connection_that_ends_are_aborted() -> None:
