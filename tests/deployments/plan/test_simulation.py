@@ -139,7 +139,7 @@ def test_many_decode_steps_at_once_are_the_same_as_one_after_the_other(
 
 def replica_of(**settings: object) -> _Replica:
     scheduler = SchedulerConfig.model_validate(settings)
-    return _Replica("", scheduler, CACHE, measured_replica(), noise=None, recorder=None)
+    return _Replica("", scheduler, CACHE, measured_replica(), noise=None, recorder=None, tells_prefixes=True)
 
 
 def enter(replica: _Replica, *sizes: tuple[int, int]) -> None:
