@@ -60,6 +60,7 @@ class FolderStore(BlockStore):
         self._listed = threading.Event()
         self._block_s = 0.0  # to fetch one, recently
         self._paused_until = 0.0
+        self._has_failed = False  # the last write
         self.num_read = self.num_written = 0  # blocks, since the start
         self._threads = [
             threading.Thread(target=self._read_all, name="kv-tier-reader", daemon=True),
@@ -201,14 +202,19 @@ class FolderStore(BlockStore):
             if prefix.is_held:  # else it was handed out while it was read
                 self._folder.keep(hidden, name)
                 self.num_written += 1
+                if self._has_failed:
+                    logger.info("blocks of KV are written again")
+                self._has_failed = False
                 return True
             self._folder.discard(hidden)
         except OSError as error:
             # A file that another process has deleted to make room is no fault of the folder.
             passes = may_pass(error) or isinstance(error, FileNotFoundError)
             self._paused_until = time.monotonic() + STORAGE_PAUSE_S if passes else inf
-            logger.warning("no block of KV is written %s: %s",
-                           f"for {STORAGE_PAUSE_S:.0f} s" if passes else "any more", error)  # fmt: skip
+            if not self._has_failed or not passes:
+                when = f"now, tried again every {STORAGE_PAUSE_S:.0f} s" if passes else "any more"
+                logger.warning("no block of KV is written %s: %s", when, error)
+            self._has_failed = True
         return False
 
     def _parts(self, block_id: int) -> list[Part]:

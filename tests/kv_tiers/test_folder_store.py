@@ -168,17 +168,27 @@ def test_memory_that_is_given_up_is_neither_read_nor_written(sides: Iterator[Sid
     assert fetch.num_filled == 0
 
 
-def test_a_full_folder_is_left_alone_for_a_while(sides: Iterator[Side], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_folder_is_left_alone_for_a_while_and_told_once(
+    sides: Iterator[Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     side, calls = next(sides), count(1)
+    write = side.folder.write
 
     def fail(*given: Any) -> Path:
         next(calls)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(side.folder, "write", fail)
-    side.computed(3)
+    for tries in (1, 2):
+        side.computed(3, salt=str(tries))
+        side.store.settle(PATIENCE_S)
+        assert next(calls) == 2 * tries, "it is tried once"
+        side.store._paused_until = 0.0
+    assert caplog.text.count("No space left") == 1
+    monkeypatch.setattr(side.folder, "write", write)
+    names = names_of(side.computed(2, salt="room"))
     side.store.settle(PATIENCE_S)
-    assert next(calls) == 2, "it is tried once"
+    assert side.store.lookup(names, make_request()) == 2
 
 
 @pytest.mark.parametrize(
