@@ -156,12 +156,18 @@ class PrefixFetches:
                 self._leave(each)
 
     def give_up(self) -> list[Sequence]:
-        """The sequences that wait: they begin anew, as the memory that was to be filled is given up."""
+        """The sequences that wait: they begin anew, as the memory that was to be filled is given up.
+
+        What is offered is kept before, if that does not take long.
+        """
         back = [self._leave(each) for each in self._expected if each.sequence is not None]
         for sequence in back:
             sequence.has_fetched = False
         for each in self._expected:
             each.is_void = True
+        if self.store is not None:
+            settling_s = 5.0  # a local folder takes half a second for 256 MiB
+            self.store.settle(settling_s)
         return back
 
     def _leave(self, expected: _Expected) -> Sequence:

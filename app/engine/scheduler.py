@@ -331,9 +331,6 @@ class Scheduler:
         while len(self._running):
             self._preempt(self._running.last)
         self._wait_again(self.fetches.give_up())
-        if self.fetches.store is not None:
-            settling_s = 5.0  # a local folder takes half a second for 256 MiB
-            self.fetches.store.settle(settling_s)
         self.clear_prefix_cache()
 
     def _wait_again(self, fetched: Iterable[Sequence]) -> None:
@@ -564,7 +561,6 @@ class Scheduler:
         return self._pool.block_size
 
     def _estimated_wait_s(self) -> float:
-        """How long a request that arrives now waits before it joins."""
         if not len(self._waiting) and len(self._running) < self._limits.max_running:
             return 0.0
         return self.expected_wait_s(self._waiting.work)
