@@ -6,6 +6,7 @@ import sys
 import time
 from array import array
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -169,7 +170,8 @@ def test_banned_tokens_are_never_drawn() -> None:
     assert found.index(7) >= 20
 
 
-def test_256_sequences_cost_well_under_a_millisecond_a_step() -> None:
+def test_a_step_of_256_sequences_takes_a_dozen_calls_for_each() -> None:
+    """Well under a millisecond. Counted, as CPU time depends on what else runs."""
     engine = simulated_engine(
         num_blocks=8192, block_size=16, max_running=256, max_step_tokens=4096, max_model_len=2000, max_waiting=256
     )
@@ -179,12 +181,18 @@ def test_256_sequences_cost_well_under_a_millisecond_a_step() -> None:
         engine.step()
     batch = engine._scheduler.schedule(0.0)
     assert len(batch.sampled) == 256
-    taken = []
-    for _ in range(20):
-        began = time.thread_time()
+    num_calls = 0
+
+    def count_calls(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sys.setprofile(count_calls)
+    try:
         engine.runner.run(batch)
-        taken.append(time.thread_time() - began)
-    assert min(taken) < 0.001
+    finally:
+        sys.setprofile(None)
+    assert 256 <= num_calls < 256 * 12  # 9 of them, some written in C
 
 
 def demo_config(demo_path: Path, **model: object) -> EngineConfig:
