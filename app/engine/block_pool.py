@@ -47,9 +47,12 @@ class Prefix:
     digest: int = field(init=False)
 
     def __post_init__(self) -> None:
-        parent = self.parent
-        self.num_blocks = 1 + (parent.num_blocks if isinstance(parent, Prefix) else 0)
-        self.digest = hash((parent.digest if isinstance(parent, Prefix) else root_digest(parent), self.token_ids))
+        if isinstance(self.parent, Prefix):
+            num_before, digest_before = self.parent.num_blocks, self.parent.digest
+        else:
+            num_before, digest_before = 0, root_digest(self.parent)
+        self.num_blocks = num_before + 1
+        self.digest = hash((digest_before, self.token_ids))
 
     @property
     def is_held(self) -> bool:

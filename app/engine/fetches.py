@@ -81,15 +81,16 @@ class PrefixFetches:
         has free blocks for all of its tokens.
         """
         store = self.store
-        if store is not None and cached and not sequence.has_fetched:
-            assert cached[-1].prefix is not None, "a cached block has a prefix"
-            store.offer(cached[-1].prefix)  # it has come again
-        # Where every token's hidden state or probability is wanted, all are computed.
-        if store is None or sequence.has_fetched or sequence.request.pooling is not None or sequence.is_scoring:
+        if store is None or sequence.has_fetched:
             return False
         sequence.has_fetched = True  # once: what is evicted before it joins is computed
         parent = sequence.request.prefix_salt if not cached else cached[-1].prefix
         assert parent is not None, "a cached block has a prefix"
+        if isinstance(parent, Prefix):
+            store.offer(parent)  # it has come again
+        # Where every token's hidden state or probability is wanted, all are computed.
+        if sequence.request.pooling is not None or sequence.is_scoring:
+            return False
         names, token_ids = self._stored_after(parent, sequence, len(cached), store)
         compute_s = len(names) * self._pool.block_size / tokens_per_s if tokens_per_s else inf
         if not names or store.expected_s(len(names)) >= compute_s:

@@ -9,13 +9,14 @@ import shutil
 import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.faults import LASTS_S, Fault, Mend, Strike, kill_replicas
 from benchmarks.chaos.stage import Size, Stage, under_traffic
-from benchmarks.chaos.traffic import Asked, Traffic, mixed
+from benchmarks.chaos.traffic import Asked, mixed
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.disk import fill, small_disk
 from benchmarks.harness.service import scraped
@@ -41,10 +42,8 @@ async def break_tier(size: Size) -> list[dict[str, Any]]:
             f"reads hang for {LASTS_S:g} s": _on(folder, _hang),
         }
         requests = mixed(size.streams, max_tokens=_MAX_TOKENS, prompt_tokens=_PROMPT_TOKENS)
-        rows = []
-        for tier, text in ((None, "no tier, for comparison: kill -9 one of 3 replicas"), (folder, "")):
-            rows += await _with_tier(tier, {text: kill_replicas(1)} if text else faults, requests, size)
-        return rows
+        compared = {"no tier, for comparison: kill -9 one of 3 replicas": kill_replicas(1)}
+        return await _with_tier(None, compared, requests, size) + await _with_tier(folder, faults, requests, size)
 
 
 async def _with_tier(
@@ -57,14 +56,10 @@ async def _with_tier(
         for text, choose in faults.items():
             fault = Fault(row="R15", text=text, choose=choose, source=text, after_s=LASTS_S)
             read_before = _tokens_read(running)
-            rows.append(await fault.figures(running, _fresh(traffic), size))
+            rows.append(await fault.figures(running, replace(traffic, answers=[]), size))
             if folder is not None:
                 rows[-1]["tokens_read"] = _tokens_read(running) - read_before  # a replica that dies begins at 0
     return rows
-
-
-def _fresh(traffic: Traffic) -> Traffic:
-    return Traffic(traffic.target, traffic.requests, traffic.reference)
 
 
 def _tokens_read(running: Stage) -> int:

@@ -234,7 +234,7 @@ class ResponseState:
         times, first_token_s, decode_s = self.times, self.metrics.first_token_s, self.metrics.decode_s
         known = {
             "queue_ms": None if times is None else times.queue_s,
-            "fetch_ms": None if times is None or not times.fetch_s else times.fetch_s,
+            "fetch_ms": None if times is None else times.fetch_s or None,
             "prefill_ms": None if times is None else times.prefill_s,
             "ttft_ms": first_token_s,
             "decode_ms": decode_s,

@@ -69,16 +69,15 @@ function drawStay(pen, stay, { end, top, bar, from, history, kind, selected, col
   const left = x(start);
   const middle = x(first);
   const right = Math.max(x(end), left + 1);
+  if (stay.use.fetch_ms && stay.joined >= from) {  // its prefix was read meanwhile
+    const fetched = Math.max(Math.min(x(stay.joined - stay.use.fetch_ms), left - 2), LABEL);
+    pen.fillStyle = colours.warn;
+    pen.fillRect(fetched, thin + tall / 2 - 1, left - fetched, 2);
+  }
   pen.fillStyle = `hsl(${hue} ${colours.isDark ? "30% 36%" : "50% 84%"})`;
   pen.fillRect(left, thin, Math.max(middle - left, 0), tall);
   pen.fillStyle = `hsl(${hue} ${colours.isDark ? "42% 62%" : "48% 58%"})`;
   for (let at = left; at < middle; at += 4) pen.fillRect(at, thin, Math.min(2, middle - at), tall);
-  if (stay.use.fetch_ms && stay.joined >= from) {  // its prefix was read meanwhile
-    const fetched = Math.max(x(stay.joined - stay.use.fetch_ms), LABEL);
-    pen.fillStyle = colours.warn;
-    pen.fillRect(fetched, thin + tall / 2 - 1, Math.max(left - fetched, 2), 2);
-  }
-  pen.fillStyle = `hsl(${hue} ${colours.isDark ? "42% 62%" : "48% 58%"})`;
   pen.fillRect(middle, thin, Math.max(right - middle - (stay.left === null ? 0 : 0.5), 0.5), tall);
   if (stay.isResumed && stay.joined >= from) {
     pen.fillStyle = colours.text;
