@@ -47,7 +47,7 @@ from app.engine.speculation.draft_model import ModelDrafter
 from app.engine.speculation.drafter import Drafter, LookupDrafter
 from app.engine.trace.step_log import recorder_of
 from app.errors import InvalidSetup
-from app.kv_tiers.folder_store import open_tier
+from app.kv_tiers.tier_store import TierStore, block_bytes_of, open_folder
 from app.model.location import resolve_model_path
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-ONE_DEVICE = ReplicasConfig()
+ONE_DEVICE = ReplicasConfig(num_replicas=1)
 
 
 def build_engine(config: EngineConfig, replicas: ReplicasConfig = ONE_DEVICE) -> AsyncEngine:
@@ -168,7 +168,7 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig) -> Engine:
     sentences = sentence_settings(config.model, location)
     runner = _runner_of(config, loaded, replicas)
     facts = replace(loaded.model.facts, pooling=sentences.pooling)
-    store = _store_of(config, loaded, runner)
+    store = _store_of(config, replicas, loaded, runner)
     return assemble(
         config.scheduler,
         config.cache,
@@ -188,19 +188,28 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig) -> Engine:
     )
 
 
-def _store_of(config: EngineConfig, loaded: LoadedRunner, runner: ModelRunner) -> BlockStore | None:
-    """What keeps prefixes beside the KV memory by the settings; None where it cannot, with a line in the log."""
-    if not config.cache.tiers:
+def _store_of(
+    config: EngineConfig, replicas: ReplicasConfig, loaded: LoadedRunner, runner: ModelRunner
+) -> BlockStore | None:
+    """What has prefixes beside the KV memory by the settings, a folder or other replicas; None where nothing has.
+
+    Where it cannot, a line in the log says so.
+    """
+    tiers, num_blocks = config.cache.tiers, loaded.num_blocks
+    has_peers = replicas.fetch_prefixes and replicas.max_replicas > 1
+    if not (tiers or has_peers):
         return None
     if runner.kv_memory() is None:
-        logger.warning("prefixes are kept in the KV memory alone: cache.tiers needs a decoder on a CPU, in one process")
+        if tiers:
+            logger.warning(
+                "prefixes are kept in the KV memory alone: cache.tiers needs a decoder on a CPU, in one process"
+            )
         return None
-    return open_tier(
-        config.cache.tiers[0],
-        runner.kv_memory,
-        namespace=loaded.model.kv_namespace(config),
-        num_blocks=loaded.num_blocks,
-    )
+    namespace, block_bytes = loaded.model.kv_namespace(config), block_bytes_of(runner.kv_memory, num_blocks)
+    folder = open_folder(tiers[0], namespace=namespace, block_bytes=block_bytes) if tiers else None
+    if folder is None and not has_peers:
+        return None
+    return TierStore(folder, runner.kv_memory, namespace=namespace, num_blocks=num_blocks)
 
 
 def _model_drafter(

@@ -81,7 +81,7 @@ ALLOWED = {
         "app.grammar", "app.kv_tiers", "app.model", "torch",
     },
     "app.kv_tiers": {
-        "numpy",
+        "msgspec", "numpy",
         "app.child_process", "app.config", "app.disk", "app.errors", "app.engine.block_pool", "app.engine.block_store",
         "app.engine.request", "app.engine.stats",
     },

@@ -61,6 +61,9 @@ class ReplicasConfig(Settings):
         "prefix_affinity: to the longest cached beginning of the prompt",
     )
     groups: tuple[GroupConfig, ...] = Field((), max_length=64, description="arms of an A/B trial")
+    fetch_prefixes: bool = Field(
+        True, description="a replica fetches the beginning of a prompt from another one where that is quicker; on CPUs"
+    )
     drain_timeout_s: float = Field(120.0, gt=0, description="seconds a stopping replica may finish what it has")
     silence_timeout_s: float = Field(
         3.0, ge=0.2, le=3600, description="seconds without a sign of life until a replica counts as lost"

@@ -23,7 +23,7 @@ from app.engine.adapter_store import HeldAdapter
 from app.engine.batch import DeviceLost
 from app.engine.engine import NO_ADAPTERS, Engine, StepError
 from app.engine.matcher import Matcher, Matchers
-from app.engine.request import Adapter, FinishReason, ModelInfo, Queued, Request, TokenDelta
+from app.engine.request import Adapter, Address, FinishReason, ModelInfo, Queued, Request, TokenDelta
 from app.engine.sleep_controller import SleepController
 from app.engine.snapshot import EngineSnapshot
 from app.engine.stats import AWAKE, EngineMeasurements, EngineStats, SleepState, SleepStats
@@ -279,6 +279,10 @@ class AsyncEngine:
         """`Engine.on_prefixes`, from the next step on."""
         with suppress(EngineStopped):
             self._command(lambda: self._engine.on_prefixes(note_held))
+
+    def serve_prefixes(self, host: str) -> Address | None:
+        """See `Engine.serve_prefixes`."""
+        return self._engine.serve_prefixes(host)
 
     def check_health(self) -> None:
         """Raise EngineStopped if the engine no longer serves."""

@@ -143,6 +143,19 @@ class BlockPool:
             parent = block.prefix
         return found
 
+    def find(self, token_ids: Sequence[int], salt: str) -> list[Prefix]:
+        """The prefixes of these tokens that were cached a moment ago, from the first block on. Any thread may call."""
+        found: list[Prefix] = []
+        parent: Prefix | str = salt
+        for end in range(self.block_size, len(token_ids) + 1, self.block_size):
+            block = self._cached.get((parent, tuple(token_ids[end - self.block_size : end])))
+            prefix = None if block is None else block.prefix
+            if prefix is None:
+                break
+            found.append(prefix)
+            parent = prefix
+        return found
+
     def num_free_among(self, blocks: Iterable[Block]) -> int:
         """How many of these blocks have no owner, so that sharing them uses up free blocks."""
         return sum(block.num_owners == 0 for block in blocks)

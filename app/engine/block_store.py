@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from hashlib import blake2b
 
 from app.engine.block_pool import Block, Prefix
-from app.engine.request import Request
+from app.engine.request import Address, Request
 from app.engine.stats import StoreStats
+
+# The prefixes of these tokens with this salt that are in the KV memory, from the first block on. Any thread may call.
+Find = Callable[[Several[int], str], Several[Prefix]]
 
 
 def root_name(namespace: bytes, salt: str) -> bytes:
@@ -76,8 +79,11 @@ class BlockStore(ABC):
     min_tokens: int = 0  # of a prefix that is offered when it comes for the first time
 
     @abstractmethod
-    def lookup(self, names: Iterable[bytes], request: Request) -> int:
-        """How many of the first of these blocks it probably has, as far as is known at once."""
+    def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
+        """How many of the first of these blocks of a request it probably can give, as far as is known at once.
+
+        num_before: blocks of the request before these.
+        """
 
     @abstractmethod
     def expected_s(self, num_blocks: int) -> float:
@@ -90,6 +96,13 @@ class BlockStore(ABC):
     @abstractmethod
     def offer(self, prefix: Prefix) -> None:
         """Keep the blocks of a prefix, from the first on, that it lacks and that are still held when it reads them."""
+
+    def serve(self, host: str, find: Find) -> Address | None:
+        """Give other processes the blocks in the KV memory that `find` finds, at this address; None: it does not.
+
+        Raises OSError when this machine does not have the address of `host`.
+        """
+        return None
 
     @abstractmethod
     def stats(self) -> StoreStats:

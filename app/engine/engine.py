@@ -14,7 +14,7 @@ from app.engine.isolation import DeviceFailed, Quarantine, run_in_parts, run_or_
 from app.engine.matcher import Matcher, TokenSet
 from app.engine.model_runner import ModelRunner
 from app.engine.observer import EndedStep, StepObserver
-from app.engine.request import ModelInfo, Request, TokenDelta
+from app.engine.request import Address, ModelInfo, Request, TokenDelta
 from app.engine.request_checks import check_request
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
@@ -269,6 +269,13 @@ class Engine:
     def on_prefixes(self, note_held: Callable[[int, bool], None]) -> None:
         """See `BlockPool.on_prefixes`. The engine's thread calls."""
         self._scheduler.on_prefixes(note_held)
+
+    def serve_prefixes(self, host: str) -> Address | None:
+        """Let other replicas fetch the prefixes in the KV memory, at this address; None: it cannot.
+
+        Any thread may call. Raises OSError when this machine does not have the address of `host`.
+        """
+        return self._scheduler.fetches.serve(host)
 
     def clear_prefix_cache(self) -> None:
         """Forget every shared prefix: later prompts are computed from their start."""

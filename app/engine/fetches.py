@@ -9,6 +9,7 @@ from math import inf
 
 from app.engine.block_pool import Block, BlockPool, Prefix
 from app.engine.block_store import BlockStore, Fetch, name_after, name_of, root_name
+from app.engine.request import Address
 from app.engine.sequence import Sequence, SequenceStatus
 from app.engine.stats import StoreStats
 
@@ -55,6 +56,10 @@ class PrefixFetches:
         assert self.store is not None
         if prefix.num_blocks * self._pool.block_size >= self.store.min_tokens:
             self.store.offer(prefix)
+
+    def serve(self, host: str) -> Address | None:
+        """See `BlockStore.serve`. Any thread may call."""
+        return None if self.store is None else self.store.serve(host, self._pool.find)
 
     def stats(self) -> StoreStats | None:
         """None without a store. Any thread may call."""
@@ -110,18 +115,18 @@ class PrefixFetches:
     ) -> tuple[list[bytes], list[tuple[int, ...]]]:
         """The names and tokens of the blocks after the cached ones that the store has, without the last token's."""
         size = self._pool.block_size
-        name = root_name(store.namespace, parent) if isinstance(parent, str) else name_of(parent, store.namespace)
         names: list[bytes] = []
         token_ids: list[tuple[int, ...]] = []
 
-        def names_in_turn(name: bytes) -> Iterator[bytes]:
+        def names_in_turn() -> Iterator[bytes]:
+            name = root_name(store.namespace, parent) if isinstance(parent, str) else name_of(parent, store.namespace)
             for end in range((1 + num_cached) * size, sequence.num_tokens, size):
                 token_ids.append(sequence.token_ids(end - size, end))
                 name = name_after(name, token_ids[-1])
                 names.append(name)
                 yield name
 
-        number = store.lookup(names_in_turn(name), sequence.request)
+        number = store.lookup(names_in_turn(), sequence.request, num_before=num_cached)
         return names[:number], token_ids[:number]
 
     def collect(self, now: float) -> list[Sequence]:

@@ -162,6 +162,24 @@ class Adapter:
     digest: str  # of its files: another content is another adapter
 
 
+class Address(NamedTuple):
+    """Where a process of ours takes connections, and the secret that opens one."""
+
+    host: str
+    port: int
+    secret: str
+
+
+ALL_BLOCKS = 1 << 31  # more than any request has
+
+
+class PrefixAt(NamedTuple):
+    """The replica that has more of a request's beginning in its KV memory than the one that it was sent to."""
+
+    address: Address
+    num_blocks: int  # of the beginning, as far as is known, or ALL_BLOCKS
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One request. `cache_salt` separates clients that must not share KV prefixes.
@@ -187,6 +205,7 @@ class Request:
     session: str = ""  # requests of one session go to the same replica where possible
     no_queue: bool = False  # it is refused where it would wait for a slot
     adapter: Adapter | None = None  # what the model computes with beside its own weights
+    prefix_at: PrefixAt | None = None  # from where its beginning may be fetched
 
     @property
     def prefix_salt(self) -> str:

@@ -93,12 +93,16 @@ class StoreStats(NamedTuple):
     num_given_up: int = 0  # fetches that took longer than computing would have
     num_read: int = 0  # blocks
     num_written: int = 0
+    num_received: int = 0  # from other replicas
+    num_sent: int = 0  # to them
     block_bytes: int = 0  # of each
 
     @property
     def bytes_moved(self) -> dict[str, int]:
         """By direction."""
-        return {"read": self.num_read * self.block_bytes, "written": self.num_written * self.block_bytes}
+        moved = {"read": self.num_read, "written": self.num_written}
+        moved |= {"received": self.num_received, "sent": self.num_sent}  # from other replicas and to them
+        return {direction: number * self.block_bytes for direction, number in moved.items()}
 
 
 @dataclass(slots=True)

@@ -1,8 +1,9 @@
 """Between ingress and replicas: dispatch, frames of tokens, requests in flight, failover. No Ray, no HTTP."""
 
+from app.engine.request import Address
 from app.fleet.connection import FailoverLimits, FleetMetrics, FrameReader, connect
 from app.fleet.fleet import Fleet, ReplicaTransport
-from app.fleet.frame_server import Address, FrameServer, report_of_engine
+from app.fleet.frame_server import FrameServer, report_of_engine
 from app.fleet.frames import Frame, report_of
 from app.fleet.gossip import Entry, Table, adapters_in, merged, with_entry
 from app.fleet.in_flight import ReplicaLost

@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from app.engine.request import Address
 from app.engine.snapshot import EngineSnapshot
 from app.errors import described
-from app.fleet.frame_server import Address, Hello
+from app.fleet.frame_server import Hello
 from app.fleet.frames import Frame, Message, encode, frame_decoder
 from app.fleet.in_flight import InFlightRequest, ReplicaLost
 from app.fleet.replica_registry import ReplicaRegistry
@@ -29,6 +30,13 @@ class FailoverLimits:
     # more but an update that goes wrong or the request's own fault, and each next try costs a replica and the prompt's
     # time.
     max_resumes: int = 3
+
+    drain_s: float = 120.0  # that a replica which takes no more requests may finish those it has
+
+    @property
+    def leave_after_s(self) -> float:
+        """When the requests of such a replica go on elsewhere: the rest is for taking their KV memory along."""
+        return 0.75 * self.drain_s
 
     @property
     def heartbeat_s(self) -> float:
@@ -158,11 +166,12 @@ class FrameReader(asyncio.Protocol):
         *,
         on_begun: Callable[[], object] = lambda: None,
         on_view: Callable[[EngineSnapshot], object] = lambda view: None,
+        on_short: Callable[[], object] = lambda: None,
     ) -> None:
         """`in_flight` are the requests of this process by the id of their current attempt.
 
         `on_begun` is called at the first frame, with which the replica says that it serves requests, `on_view` for each
-        view that comes.
+        view that comes, `on_short` for each report with too little free KV memory for what runs.
         """
         self._replica_id = replica_id
         self._registry = registry
@@ -171,6 +180,7 @@ class FrameReader(asyncio.Protocol):
         self._limits = limits
         self._on_begun = on_begun
         self._on_view = on_view
+        self._on_short = on_short
         self._decoder = frame_decoder()
         self._next_number = 0
         self.is_open = False  # the first frame has come and the stream has not ended
@@ -205,6 +215,8 @@ class FrameReader(asyncio.Protocol):
             for frame in self._decoder.feed(data):
                 self._check(frame)
                 self._registry.note(self._replica_id, frame.report, frame.prefixes)
+                if frame.report.is_short_of_memory:
+                    self._on_short()
                 self._metrics.frame_received(len(frame.deltas))
                 for delta in frame.deltas:
                     request = self._in_flight.get(delta.request_id)

@@ -6,13 +6,15 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, Protocol
 
 from msgspec import structs
 
 from app.culprits import Culprits, SuspectQueue
-from app.engine.request import Queued, Request, TokenDelta
+from app.engine.request import ALL_BLOCKS, PrefixAt, Queued, Request, TokenDelta
 from app.engine.snapshot import EngineSnapshot
 from app.errors import Cancelled, DeadlineMissed, Overloaded, ReplicasLost, Unavailable
 from app.fleet.connection import FailoverLimits, FleetMetrics, FrameReader, ReplicaConnection
@@ -23,6 +25,9 @@ from app.fleet.replica_registry import ReplicaRegistry
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 1.0  # between two tries to go on where all replicas are full
+_LEFT = "left"  # why a request goes on elsewhere though its replica is there
+_RELIEVE_EVERY_S = 0.25  # until a replica's reports tell what the last request that left has brought
+_MAX_TIMES_SHORT = 3  # that one request leaves a replica that is short of memory
 
 
 class ReplicaTransport(Protocol):
@@ -68,6 +73,8 @@ class Fleet:
         self._culprits: Culprits[str] = Culprits(max_losses=max_losses, alone_after=max_losses - 1)
         self._suspects = SuspectQueue()
         self._connections: dict[str, ReplicaConnection] = {}
+        self._relieved_at: dict[str, float] = {}  # by replica that was short of memory
+        self._leaving: dict[str, asyncio.TimerHandle] = {}  # replicas that take no more requests and have some
         self._changed = asyncio.Event()  # set for a moment when a connection opens or the replicas change
         self._on_view: Callable[[str, EngineSnapshot], None] | None = None  # while views are wanted
         registry.on_replicas = self._replicas_changed
@@ -109,7 +116,7 @@ class Fleet:
                             return
                 except ReplicaLost as lost:
                     pause_s = self._note_loss(in_flight, lost)
-                    avoid |= {in_flight.replica_id}
+                    avoid |= {in_flight.replica_id, *lost.avoid}
                 except DeadlineMissed:
                     raise
                 except Overloaded as full:
@@ -181,7 +188,14 @@ class Fleet:
             except Overloaded as full:
                 await self._wait_for_room(in_flight, full)
         chosen = decision.candidates[0]
-        in_flight.place(decision, weights=weights or chosen.weights)
+        prefix_at = in_flight.left or self._registry.prefix_at(decision)
+        if prefix_at is not None:
+            sent = replace(sent, prefix_at=prefix_at)
+        in_flight.place(
+            decision,
+            weights=weights or chosen.weights,
+            prefixes_at=self._registry.addresses.get(chosen.replica_id),
+        )
         if not chosen.is_suspect:
             self._culprits.is_alive(chosen.replica_id)
         self._in_flight[sent.request_id] = in_flight
@@ -219,8 +233,14 @@ class Fleet:
         loss sooner than those that were only there. Once it is known, the losses that it caused are not counted
         against the others.
         """
-        self._registry.suspect(in_flight.replica_id)  # until it reports again
         now = self._clock()
+        if lost.reason == _LEFT:
+            in_flight.lost_at = now
+            if in_flight.prefixes_at is not None:
+                in_flight.left = PrefixAt(in_flight.prefixes_at, ALL_BLOCKS)
+            self._metrics.resumed(lost.reason)
+            return 0.0
+        self._registry.suspect(in_flight.replica_id)  # until it reports again
         was_hopeless = not (in_flight.is_trusted or in_flight.is_accepted)
         # A request that may have killed its replica lets others go first: those that get a token before it are
         # innocent.
@@ -313,7 +333,24 @@ class Fleet:
             self._connect_to(replica_id)
         for replica_id in [known for known in self._connections if known not in replica_ids]:
             self._close_if_idle(replica_id)
+            if replica_id in self._connections and replica_id not in self._leaving:
+                leave_after_s = self._limits.leave_after_s
+                self._leaving[replica_id] = asyncio.get_running_loop().call_later(
+                    leave_after_s, self._leave, replica_id, leave_after_s
+                )
         self._note_change()
+
+    def _leave(self, replica_id: str, after_s: float) -> None:
+        """Have the requests of a replica that is about to end go on elsewhere, and take their KV memory along."""
+        del self._leaving[replica_id]
+        if replica_id in self._registry.replica_ids:  # it stays
+            return
+        leaving = [each for each in self._in_flight.values() if each.replica_id == replica_id]
+        for in_flight in leaving:
+            if self._open_replica_ids(in_flight.needs_weights):
+                in_flight.fail(ReplicaLost(f"it takes no requests since {after_s:g} s and ends soon", reason=_LEFT))
+        if leaving:
+            logger.info("replica %s is about to end: its %d requests go on elsewhere", replica_id, len(leaving))
 
     def _connect_to(self, replica_id: str) -> None:
         """Open a connection to a replica, if there is none yet."""
@@ -329,6 +366,7 @@ class Fleet:
                 self._limits,
                 on_begun=partial(self._begun, replica_id),
                 on_view=partial(self._view_came, replica_id),
+                on_short=partial(self._relieve, replica_id),
             ),
             lambda reader: self._transport.connect(replica_id, reader, heartbeat_s=self._limits.heartbeat_s),
             self._on_lost,
@@ -347,6 +385,26 @@ class Fleet:
         if self._on_view is not None:
             self._on_view(replica_id, view)
 
+    def _relieve(self, replica_id: str) -> None:
+        """A replica is short of KV memory: its youngest request goes to one with room, in place of being preempted.
+
+        The idea is that of Llumnix (Sun et al., OSDI 2024).
+        """
+        now = self._clock()
+        if now < self._relieved_at.get(replica_id, -inf) + _RELIEVE_EVERY_S:
+            return
+        self._relieved_at[replica_id] = now
+        for in_flight in reversed(self._in_flight.values()):
+            may_leave = in_flight.prefixes_at is not None and in_flight.num_times_short < _MAX_TIMES_SHORT
+            if in_flight.replica_id != replica_id or not (in_flight.num_tokens and may_leave):
+                continue
+            others = {*self._open_replica_ids(in_flight.needs_weights)} - {replica_id}
+            roomy = self._registry.have_room(in_flight.request, in_flight.num_tokens, others)
+            if roomy:
+                in_flight.num_times_short += 1
+                in_flight.fail(ReplicaLost("it is short of KV memory", reason=_LEFT, avoid=others - roomy))
+                return
+
     def _close_if_idle(self, replica_id: str) -> None:
         if not any(each.replica_id == replica_id for each in self._in_flight.values()):
             self._close_connection(replica_id)
@@ -354,6 +412,9 @@ class Fleet:
     def _close_connection(self, replica_id: str) -> None:
         if replica_id in self._connections:
             self._connections.pop(replica_id).close()
+            self._relieved_at.pop(replica_id, None)
+            if replica_id in self._leaving:
+                self._leaving.pop(replica_id).cancel()
 
     def _on_lost(self, replica_id: str, lost: ReplicaLost) -> None:
         self._registry.suspect(replica_id)

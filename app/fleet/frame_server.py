@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import NamedTuple, cast
 
 from app.engine.async_engine import AsyncEngine
+from app.engine.request import Address
 from app.errors import EngineStopped
 from app.fleet.dispatch import ReplicaReport
 from app.fleet.frames import (
@@ -34,14 +35,6 @@ MAX_HELLO_BYTES = 1024
 # After so long without any sign that an ingress takes what was sent, its connection is closed and its requests end: its
 # machine is gone, or its process stands still. Heartbeats see to it that there is always something that was sent.
 UNREAD_TIMEOUT_S = 60.0
-
-
-class Address(NamedTuple):
-    """Where a replica can be reached, and the secret that opens a connection."""
-
-    host: str
-    port: int
-    secret: str
 
 
 class Hello(NamedTuple):
@@ -74,6 +67,7 @@ class FrameServer:
         self._connections: set[_Connection] = set()
         self._of_ingress: dict[str, _Connection] = {}
         self._draining: asyncio.Future[None] | None = None
+        self._was_left = False  # by a request, since then
         self._watching: set[_Connection] = set()
         self._showing: asyncio.Task[None] | None = None  # while any watches
         self._full_view_at = 0.0  # when the next full view is due, by the event loop's clock
@@ -84,6 +78,7 @@ class FrameServer:
         """Listen, if it does not yet. Raises OSError when this machine does not have that address."""
         if self._opening is None:
             loop = asyncio.get_running_loop()
+            self._prefixes.address = self._engine.serve_prefixes(self._host)
             self._opening = loop.create_task(loop.create_server(lambda: _Connection(self), self._host, 0))
         server = await asyncio.shield(self._opening)
         host, port = server.sockets[0].getsockname()[:2]
@@ -102,10 +97,17 @@ class FrameServer:
         return all(each.session is None or each.session.is_idle for each in self._connections)
 
     async def drain(self) -> None:
-        """Wait until all requests have ended."""
+        """Wait until all requests have ended, and those that went on elsewhere may have their KV memory there."""
+        fetch_s = 1.0  # a replica gives up later than that only where it would compute for longer
         while not self.is_idle:
             self._draining = asyncio.get_running_loop().create_future()
             await self._draining
+        if self._was_left and self._prefixes.address is not None:
+            await asyncio.sleep(fetch_s)
+
+    def left(self) -> None:
+        """An ingress needs no more of a request."""
+        self._was_left = self._draining is not None
 
     def _check_drained(self) -> None:
         if self._draining is not None and not self._draining.done() and self.is_idle:
@@ -222,6 +224,7 @@ class _Connection(asyncio.Protocol):
                 case SubmitRequest():
                     session.submit(message.request)
                 case AbortRequest():
+                    self._server.left()
                     session.abort(message.request_id)
                 case WatchEngine():
                     self._server.watch(self, is_watched=message.is_watched)

@@ -92,6 +92,8 @@ def report_of(
         sends_views=True,
         state=sleep.state,
         wake_s=sleep.expected_wake_s,
+        num_free_kv_tokens=stats.num_free_blocks * stats.block_size,
+        is_short_of_memory=stats.num_blocks > 0 and stats.num_free_blocks < stats.num_running,
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import replace
 
 from msgspec import structs
 
-from app.engine.request import Request, TokenDelta, UnreadDelta, as_delta, with_next
+from app.engine.request import Address, PrefixAt, Request, TokenDelta, UnreadDelta, as_delta, with_next
 from app.errors import CarouselError, DeadlineMissed, DeviceFault, EngineStopped
 from app.fleet.dispatch import Decision
 
@@ -15,10 +16,11 @@ from app.fleet.dispatch import Decision
 class ReplicaLost(Exception):
     """The replica of a request will send no more of it; another replica can go on."""
 
-    def __init__(self, message: str, *, reason: str) -> None:
-        """`reason` is one word for metrics; the message is for the log."""
+    def __init__(self, message: str, *, reason: str, avoid: Collection[str] = frozenset()) -> None:
+        """`reason` is one word for metrics; the message is for the log. `avoid`: other replicas that cannot go on."""
         super().__init__(message)
         self.reason = reason
+        self.avoid = avoid
 
 
 class InFlightRequest:
@@ -34,8 +36,10 @@ class InFlightRequest:
     def __init__(self, request: Request, *, began_at: float) -> None:
         self.request = request  # as its caller sent it
         self.num_attempts = 0
+        self.num_times_short = 0  # it left a replica that was short of memory
         self.weights = 0  # the digest of those that its tokens are of; 0 while not known
-        self.lost_at: float | None = None  # when its last replica was lost, by the clock of `began_at`
+        self.lost_at: float | None = None  # when its last replica was lost or left, by the clock of `began_at`
+        self.left: PrefixAt | None = None  # that replica, where it has its KV memory
         self._began_at = began_at
         self._token_ids = list(request.generated_token_ids)
         self._num_scored_tokens = request.num_scored_tokens
@@ -91,6 +95,7 @@ class InFlightRequest:
         self.sent = sent  # the request as this attempt has it
         self.decision: Decision | None = None  # from `place` on
         self.replica_id = ""  # likewise
+        self.prefixes_at: Address | None = None  # where the replica gives its KV memory away
         self.is_accepted = False  # the replica has queued it
         self.has_ended = False  # the attempt takes nothing more
         self.is_done = False  # it ended by a stop or its limit, and its reader has seen that
@@ -99,11 +104,12 @@ class InFlightRequest:
         self._waiting: asyncio.Future[None] | None = None  # the reader's, while it waits
         return sent
 
-    def place(self, decision: Decision, *, weights: int = 0) -> None:
+    def place(self, decision: Decision, *, weights: int = 0, prefixes_at: Address | None = None) -> None:
         """The current attempt is sent to a replica, which may still refuse it."""
         self.decision = decision
         self.replica_id = decision.candidates[0].replica_id
         self.weights = weights
+        self.prefixes_at, self.left = prefixes_at, None
 
     @property
     def is_trusted(self) -> bool:

@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from threading import Lock
 
+from app.engine.request import Address
 from app.fleet.dispatch import PrefixChanges
 
 
@@ -18,6 +19,7 @@ class PrefixFeed:
     def __init__(self) -> None:
         self.lock = Lock()
         self.held: Counter[int] = Counter()  # by digest; two prefixes may share one
+        self.address: Address | None = None  # from where other replicas may fetch them
         self._readers: set[PrefixReader] = set()
 
     def note(self, digest: int, is_held: bool) -> None:
@@ -62,7 +64,7 @@ class PrefixReader:
             self.changed, self.is_new = set(), False
             held = array("q", filter(self._feed.held.__contains__, self._feed.held if is_all else changed))
         if is_all:
-            return PrefixChanges(held=held.tobytes(), is_all=True)
+            return PrefixChanges(held=held.tobytes(), is_all=True, address=self._feed.address)
         return PrefixChanges(held=held.tobytes(), gone=array("q", changed.difference(held)).tobytes())
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from app.engine.block_pool import digests_of
-from app.engine.request import Adapter, Request
+from app.engine.request import Adapter, PrefixAt, Request
 from app.errors import Overloaded, Unavailable
 from app.fair import RetryTimes
 from app.fleet.dispatch import (
@@ -27,6 +27,8 @@ from app.fleet.dispatch import (
 from app.output_lengths import OutputLengths
 
 logger = logging.getLogger(__name__)
+
+MIN_FETCHED_TOKENS = 256  # from another replica: fewer are computed in a few steps
 
 
 class ReplicaRegistry:
@@ -50,6 +52,7 @@ class ReplicaRegistry:
         self._sessions = Sessions()
         self._block_size = block_size
         self._prefixes = PrefixIndex(block_size=block_size)
+        self.addresses = self._prefixes.addresses
         self._has_kv_memory = False  # as far as is known
         self._adapters_sent: dict[str, str] = {}  # the replica that the last request with an adapter went to
         self._retry_times = RetryTimes()
@@ -99,6 +102,29 @@ class ReplicaRegistry:
         if self._has_kv_memory:
             self._prefixes.add(request.request_id, chosen.replica_id, chain)
         return decision
+
+    def prefix_at(self, decision: Decision) -> PrefixAt | None:
+        """Where the chosen replica may fetch the beginning of the prompt: another has much more of it."""
+        chosen = decision.candidates[0]
+        most = max(decision.candidates, key=lambda each: each.num_cached_tokens)
+        address = self.addresses.get(most.replica_id)
+        if address is None or most.num_cached_tokens - chosen.num_cached_tokens < MIN_FETCHED_TOKENS:
+            return None
+        return PrefixAt(address, most.num_cached_tokens // self._block_size)
+
+    def have_room(self, request: Request, num_generated: int, replica_ids: Collection[str]) -> set[str]:
+        """The replicas that would compute such a request at once, to its end and with a quarter of its memory left."""
+        max_tokens = request.sampling.max_tokens
+        expected = self._lengths.expected((max_tokens.bit_length(), None), at_least=num_generated, at_most=max_tokens)
+        num_tokens = len(request.prompt_token_ids) + max(num_generated + self._block_size, expected or max_tokens)
+        reports = {each: self._ledger.replica(each).report for each in replica_ids}
+        return {
+            each
+            for each, report in reports.items()
+            if report is not None
+            and report.num_requests < report.max_running
+            and report.num_free_kv_tokens >= 1.25 * num_tokens
+        }
 
     def _considered(
         self, candidates: Sequence[Candidate], group: str, avoid: Collection[str], *, request: Request

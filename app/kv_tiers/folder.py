@@ -82,12 +82,11 @@ class BlockFolder:
         for path, found in listed.items():
             self._folders |= dict.fromkeys(found, path)
 
-    def write(self, tenant: str, token_ids: Sequence[int], content: memoryview) -> Path:
-        """Write a block's file without its name: `keep` gives it that, `discard` deletes it. Raises OSError."""
+    def write(self, name: bytes, tenant: str, token_ids: Sequence[int], content: memoryview) -> None:
+        """Write a block's file; it has its name when it is whole. Raises OSError."""
         folder = self._folder_of(tenant)
         hidden = folder / f".{os.getpid()}"
-        tokens = array("q", token_ids).tobytes()
-        header = _header(tokens, content)
+        header = header_of(token_ids, content)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
             descriptor = os.open(hidden, flags, 0o600)
@@ -95,29 +94,19 @@ class BlockFolder:
             for each in (self._path, self._own, folder):  # `parents` of mkdir have another mode
                 each.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(hidden, flags, 0o600)
+        num_bytes = len(header) + len(content)
         try:
-            if os.writev(descriptor, (header, content)) != len(header) + len(content):
+            if os.writev(descriptor, (header, content)) != num_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(hidden))
+            hidden.rename(folder / name.hex())
         except OSError:
-            self.discard(hidden)
+            _delete(hidden)
             raise
         finally:
             os.close(descriptor)
-        return hidden
-
-    def keep(self, hidden: Path, name: bytes) -> None:
-        """Let all find what was written."""
-        path = hidden.with_name(name.hex())
-        num_bytes = hidden.stat().st_size
-        hidden.rename(path)
-        self._folders[name] = str(path.parent)
+        self._folders[name] = str(folder)
         if len(self._folders) * num_bytes + (self._others_bytes or 0) > self._max_bytes:
             self.make_room()
-
-    def discard(self, hidden: Path) -> None:
-        """Delete what was written."""
-        with suppress(OSError):
-            hidden.unlink()
 
     def _folder_of(self, tenant: str) -> Path:
         return self._own / blake2b(tenant.encode(), digest_size=8).hexdigest()
@@ -128,8 +117,7 @@ class BlockFolder:
         tenant: whose it is, if it is not known yet.
         """
         path = os.path.join(self._folders.get(name) or self._folder_of(tenant), name.hex())
-        tokens = array("q", token_ids).tobytes()
-        header = bytearray(HEADER.size + len(tokens))
+        header = bytearray(HEADER.size + array("q").itemsize * len(token_ids))
         try:
             descriptor = os.open(path, os.O_RDONLY)
             try:
@@ -142,13 +130,13 @@ class BlockFolder:
             if not isinstance(error, FileNotFoundError):
                 logger.warning("the block %s cannot be read: %s", path, error)
             return False
-        if is_whole and header == _header(tokens, content):
+        if is_whole and header == header_of(token_ids, content):
             with suppress(OSError):
                 os.utime(path)  # it was used now
             return True
         logger.warning("the block %s is torn, damaged or of other tokens: it is deleted, its tokens are computed", path)
         self._folders.pop(name, None)
-        self.discard(Path(path))
+        _delete(path)
         return False
 
     def make_room(self) -> None:
@@ -168,7 +156,7 @@ class BlockFolder:
             while sum(sizes.values()) > KEPT_SHARE * self._max_bytes:
                 largest = max(sizes, key=sizes.__getitem__)
                 _, size, path = files[largest].pop()
-                self.discard(Path(path))
+                _delete(path)
                 sizes[largest] -= size
                 if not files[largest]:
                     with suppress(OSError):
@@ -187,8 +175,9 @@ class BlockFolder:
         return files
 
 
-def _header(tokens: bytes, content: memoryview) -> bytes:
-    """What a file begins with: of what the rest is, and the tokens."""
+def header_of(token_ids: Sequence[int], content: memoryview) -> bytes:
+    """What a block outside the KV memory begins with: of what the rest is, and its tokens."""
+    tokens = array("q", token_ids).tobytes()
     return HEADER.pack(MAGIC, len(tokens), crc32(tokens, _checksum(content))) + tokens
 
 
@@ -201,6 +190,11 @@ def _checksum(content: memoryview) -> int:
     for sums in (table.sum(axis=1), table.sum(axis=0)):
         checksum = crc32(sums, checksum)
     return checksum
+
+
+def _delete(path: Path | str) -> None:
+    with suppress(OSError):
+        os.unlink(path)
 
 
 def _use_of(entry: os.DirEntry[str]) -> tuple[float, int, str]:

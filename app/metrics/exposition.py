@@ -190,11 +190,11 @@ _ADAPTERS: Sequence[Family[Any]] = (
 )  # fmt: skip
 # Of the replicas that keep blocks beside their KV memory.
 _STORES: Sequence[Family[StoreStats]] = (
-    Family("counter", "carousel_tier_tokens", "Tokens that were not computed, as their blocks were read from the tier.",
+    Family("counter", "carousel_tier_tokens", "Tokens that were not computed, as their blocks were fetched.",
         lambda store: store.num_fetched_tokens),
-    Family("counter", "carousel_tier_bytes", "Bytes of KV blocks that went to the tier and came from it.",
+    Family("counter", "carousel_tier_bytes", "Bytes of KV blocks from the tier or other replicas, and to them.",
         lambda store: store.bytes_moved, ("direction",)),
-    Family("counter", "carousel_tier_given_up", "Reads that took longer than computing would have.",
+    Family("counter", "carousel_tier_given_up", "Fetches that took longer than computing would have.",
         lambda store: store.num_given_up),
 )  # fmt: skip
 # Of the replicas that have targets.

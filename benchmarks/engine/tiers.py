@@ -25,7 +25,7 @@ from typing import Any
 from app.build import build_sync_engine
 from app.engine.engine import Engine
 from app.engine.request import Request, SamplingParams
-from app.kv_tiers.folder_store import FolderStore
+from app.kv_tiers.tier_store import TierStore
 from benchmarks.engine.carousel import Carousel
 from benchmarks.engine.engine_setup import num_blocks_for
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell, where
@@ -55,7 +55,7 @@ class Side:
         self.engine: Engine = build_sync_engine(config)
         self.longest_ms = 0.0
         fetches = self.engine._scheduler.fetches
-        self.store = fetches.store if isinstance(fetches.store, FolderStore) else None
+        self.store = fetches.store if isinstance(fetches.store, TierStore) else None
         if has_tier and self.store is None:
             raise BenchmarkError(f"--folder {given.folder}: this engine has no tier; the log says why")
         if self.store is not None:

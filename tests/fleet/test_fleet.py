@@ -5,12 +5,13 @@ import random
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.engine.async_engine import AsyncEngine
 from app.engine.device_lease import DeviceLease
-from app.engine.request import Adapter, Request
+from app.engine.request import ALL_BLOCKS, Adapter, Address, PrefixAt, Request
 from app.engine.sleep_controller import SleepController
 from app.engine.stats import SleepState
 from app.errors import (
@@ -371,6 +372,76 @@ async def test_a_replica_that_leaves_ends_what_it_has() -> None:
         local.go()
         await check(requests, answers)
         assert not local.counts.resumes
+
+
+@pytest.mark.parametrize("may_go_on", [True, False])
+async def test_requests_leave_a_replica_that_ends_before_them_unless_no_other_has_its_weights(may_go_on: bool) -> None:
+    requests = alike(6)
+    local = LocalFleet(2, drain_s=0.01, max_resumes=0)
+    for weights, replica in enumerate(local.replicas, 1):
+        replica.weights = 1 if may_go_on else weights
+    async with local:
+        local.hold(*local.replicas)
+        answers = local.start(requests)
+        await local.held(*local.replicas)
+        first, second = local.replicas
+        served = {request.request_id for request in first.served}
+        local.transport.leave("r0")
+        await until(lambda: local.counts.resumes["left"] == may_go_on * len(served))
+        await asyncio.sleep(0.02)
+        local.go()
+        await check(requests, answers)
+        assert served
+        assert len(first.aborted) == may_go_on * len(served)
+        resumed = [each for each in second.served if each.generated_token_ids]
+        assert len(resumed) == may_go_on * len(served)
+
+
+async def test_a_replica_that_stays_after_all_keeps_its_requests_until_it_leaves_again() -> None:
+    requests = alike(6)
+    async with LocalFleet(2, drain_s=0.2) as local:
+        local.hold(*local.replicas)
+        answers = local.start(requests)
+        await local.held(*local.replicas)
+        local.transport.leave("r0")
+        local.transport.join("r0")
+        await asyncio.sleep(0.2)
+        assert not local.counts.resumes
+        local.transport.leave("r0")
+        await until(lambda: local.counts.resumes["left"])
+        local.go()
+        await check(requests, answers)
+
+
+@pytest.mark.parametrize(
+    ("of_first", "of_second", "leaves"),
+    [
+        ({"is_short_of_memory": True}, {"num_free_kv_tokens": 10_000}, True),
+        ({"is_short_of_memory": False}, {"num_free_kv_tokens": 10_000}, False),
+        ({"is_short_of_memory": True}, {"num_free_kv_tokens": 10}, False),  # no room
+        ({"is_short_of_memory": True}, {"num_free_kv_tokens": 10_000, "max_running": 0}, False),  # no slot
+        ({"is_short_of_memory": True, "address": None}, {"num_free_kv_tokens": 10_000}, False),  # it would be computed
+    ],
+)
+async def test_requests_leave_a_replica_that_is_short_of_memory_for_one_with_room(
+    of_first: dict[str, Any], of_second: dict[str, Any], leaves: bool
+) -> None:
+    requests, address = alike(4), Address("127.0.0.1", 1, "secret")
+    local = LocalFleet(2)
+    first, second = local.replicas
+    first.prefixes.address = of_first.get("address", address)
+    async with local:
+        local.hold(first, second)
+        answers = local.start(requests)
+        await local.held(first, second)
+        first.reported = {"is_short_of_memory": of_first["is_short_of_memory"]}
+        second.reported = of_second
+        local.go()
+        await check(requests, answers)
+        resumed = [each for each in second.served if each.generated_token_ids]
+        assert bool(local.counts.resumes["left"]) == bool(resumed) == leaves
+        assert all(each.prefix_at == PrefixAt(address, ALL_BLOCKS) for each in resumed)
+        assert not any(each.generated_token_ids for each in first.served)
 
 
 async def test_a_full_replica_sends_its_requests_to_one_that_has_room() -> None:

@@ -69,6 +69,9 @@ class Replica:
     def on_prefixes(self, note_held: Callable[[int, bool], None]) -> None:
         """It has none."""
 
+    def serve_prefixes(self, host: str) -> None:
+        """It has none."""
+
     def put(self, delta: TokenDelta) -> None:
         """As the engine does after a step."""
         self.sessions[delta.request_id].put_all([delta])

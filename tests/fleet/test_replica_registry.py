@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from app.engine.block_pool import BlockPool, Prefix
-from app.engine.request import Adapter, Request
+from app.engine.block_pool import BlockPool, Prefix, digests_of
+from app.engine.request import Adapter, Address, PrefixAt, Request
 from app.errors import InvalidRequest, Overloaded, Unavailable
 from app.fleet import ReplicaRegistry
 from app.fleet.dispatch import Group, GroupChooser, PrefixChanges, make_policy
@@ -84,6 +84,30 @@ def test_a_prefix_is_where_a_replica_says_that_it_is() -> None:
     assert other.last_decision is not None
     place(other, tuple(range(100, 140)))
     assert {each.num_cached_tokens for each in other.last_decision.candidates} == {0}
+
+
+@pytest.mark.parametrize(("num_blocks", "num_fetched"), [(100, 100), (10, None)])
+def test_the_beginning_of_a_prompt_is_fetched_from_the_replica_that_has_much_of_it(
+    num_blocks: int, num_fetched: int | None
+) -> None:
+    registry, feed, address = make_registry("round_robin"), PrefixFeed(), Address("host", 1, "secret")
+    prompt = tuple(range(2, 500))
+    for digest in digests_of(prompt, salt="", block_size=4)[:num_blocks]:
+        feed.note(digest, True)
+    for at in (None, address):  # nobody can fetch it before it is known from where
+        feed.address = at
+        registry.note("b", make_report(), feed.open().take())
+        for _ in range(2):
+            request = make_request(prompt)
+            decision = registry.place(request, REPLICAS)
+            registry.end(request.request_id)
+            expected = None
+            if decision.replica_id == "a" and at is not None and num_fetched is not None:
+                expected = PrefixAt(address, num_fetched)
+            assert registry.prefix_at(decision) == expected
+    assert registry.addresses == {"b": address}
+    registry.set_replicas(["a"])
+    assert not registry.addresses
 
 
 def test_a_decision_can_be_explained_with_the_numbers_of_all_candidates() -> None:

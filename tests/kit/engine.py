@@ -154,7 +154,7 @@ class SlotStore(BlockStore):
         self._runner = runner
         self.num_fetched = 0
 
-    def lookup(self, names: Iterable[bytes], request: Request) -> int:
+    def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
         return sum(
             1 for _ in itertools.takewhile(lambda name: request.generated_token_ids or name in self.blocks, names)
         )

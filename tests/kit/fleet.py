@@ -96,6 +96,7 @@ class LocalReplica:
         self.stream: LocalStream | None = None
         self.is_watched: bool | None = None  # as it was told last
         self.sends_views = True
+        self.reported: dict[str, Any] = {}  # in place of what is so
 
     def _load_adapter(self, adapter: Adapter, make_room: Callable[[], None]) -> int:
         """What it adds to every token that is drawn."""
@@ -106,7 +107,7 @@ class LocalReplica:
 
     def report(self) -> ReplicaReport:
         report = report_of_engine(self.engine, group=self.group, weights=self.weights)
-        return structs.replace(report, sends_views=self.sends_views)
+        return structs.replace(report, sends_views=self.sends_views, **self.reported)
 
     async def adapter_of(self, request: Request) -> Any:
         return await self.engine.adapter_of(request)
@@ -262,6 +263,7 @@ class LocalFleet:
         stuck_s: float = 60.0,
         groups: tuple[Group, ...] = (),
         place_timeout_s: float = 5.0,
+        drain_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         names = [group.name for group in groups]
@@ -275,7 +277,11 @@ class LocalFleet:
         self.tasks: list[asyncio.Task[None]] = []  # of a test; they end with the block
         self.transport = LocalTransport(self.registry, self.replicas)
         self._limits = FailoverLimits(
-            max_resumes=max_resumes, place_timeout_s=place_timeout_s, silence_s=silence_s, step_s=stuck_s
+            max_resumes=max_resumes,
+            place_timeout_s=place_timeout_s,
+            silence_s=silence_s,
+            step_s=stuck_s,
+            drain_s=drain_s,
         )
         self._clock = clock
 

@@ -246,12 +246,17 @@ def parse(line: str) -> Entry:
 
 
 def request_fields(request: Request) -> dict[str, Any]:
-    """The fields without those at their defaults. The prompt is not copied; `asdict` would copy it token by token."""
+    """The fields without those at their defaults, and without the address of another replica: it has a secret.
+
+    The prompt is not copied; `asdict` would copy it token by token.
+    """
     sampling = _non_default_fields(request.sampling)
     if request.sampling.grammar is not None:
         sampling["grammar"] = asdict(request.sampling.grammar)
     adapter = {} if request.adapter is None else {"adapter": asdict(request.adapter)}
-    return _non_default_fields(request) | {"sampling": sampling} | adapter
+    found = _non_default_fields(request) | {"sampling": sampling} | adapter
+    found.pop("prefix_at", None)
+    return found
 
 
 def sampling_of(given: dict[str, Any]) -> SamplingParams:

@@ -9,6 +9,8 @@ from collections.abc import Collection, Container, Sequence
 
 import msgspec
 
+from app.engine.request import Address
+
 _NONE: Container[int] = frozenset()
 
 
@@ -21,6 +23,7 @@ class PrefixChanges(msgspec.Struct, frozen=True, array_like=True):
     held: bytes
     gone: bytes = b""
     is_all: bool = False  # `held` is all that there is
+    address: Address | None = None  # with all: from where other replicas may fetch them
 
 
 class PrefixIndex:
@@ -36,6 +39,7 @@ class PrefixIndex:
     def __init__(self, *, block_size: int) -> None:
         self._block_size = block_size
         self._held: dict[str, set[int]] = {}  # by replica
+        self.addresses: dict[str, Address] = {}  # of the replicas that give others what they have
         self._sent: dict[str, Counter[int]] = {}  # by replica: how many requests under way have each
         self._under_way: dict[str, tuple[str, Sequence[int]]] = {}  # by request: its replica, its chain
 
@@ -44,6 +48,8 @@ class PrefixIndex:
         held = self._held.setdefault(replica_id, set())
         if changes.is_all:
             held.clear()
+            if changes.address is not None:
+                self.addresses[replica_id] = changes.address
         held.difference_update(array("q", changes.gone))
         held.update(array("q", changes.held))
 
@@ -78,6 +84,8 @@ class PrefixIndex:
 
     def keep_only(self, replica_ids: Collection[str]) -> None:
         """Forget the replicas that are gone."""
+        for gone in self.addresses.keys() - set(replica_ids):
+            del self.addresses[gone]
         self._held = {each: held for each, held in self._held.items() if each in replica_ids}
         self._sent = {each: sent for each, sent in self._sent.items() if each in replica_ids}
 

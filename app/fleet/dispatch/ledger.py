@@ -43,6 +43,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     adapters: tuple[str, ...] | None = None
     state: str = AWAKE  # of `app.engine.stats.SleepState`
     wake_s: float = 0.0  # how long it should take until it computes; 0: it is awake
+    num_free_kv_tokens: int = 0  # of num_kv_tokens, those that no request has, as far as is known
+    is_short_of_memory: bool = False  # it has fewer free blocks than running requests
 
 
 class Ledger:

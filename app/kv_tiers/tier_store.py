@@ -1,4 +1,4 @@
-"""Moves blocks between an engine's KV memory and a folder, by two threads of its own."""
+"""Moves blocks between an engine's KV memory, a folder and other replicas, by threads of its own."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import logging
 import shutil
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,14 +18,16 @@ from app.child_process import step_back
 from app.config import GIB, TierConfig
 from app.disk import STORAGE_PAUSE_S, may_pass
 from app.engine.block_pool import Prefix
-from app.engine.block_store import BlockStore, Fetch, name_of
-from app.engine.request import Request
+from app.engine.block_store import BlockStore, Fetch, Find, name_of
+from app.engine.request import Address, Request
 from app.engine.stats import StoreStats
 from app.errors import InvalidSetup, traceback_of
 from app.kv_tiers.folder import BlockFolder
+from app.kv_tiers.peers import BlocksOfPeer, PeerServer, Wanted
 
 logger = logging.getLogger(__name__)
 
+MEASURED_LIFE_S = 30.0  # for so long the time of a fetch says how long the next one takes
 LIST_AGAIN_S = 5.0  # how soon a block that another replica has written is found
 MAX_OFFERED = 100_000  # prefixes that wait to be written; the oldest are forgotten
 MIN_TOKENS = 512  # of a prefix that has come once: chats and agents are longer, what is shorter is soon computed
@@ -36,15 +38,16 @@ Part = tuple[int, memoryview]
 Memory = Callable[[], Sequence[memoryview] | None]
 
 
-class FolderStore(BlockStore):
-    """A folder as a tier. One thread reads; another, which steps back, writes when a core has time.
+class TierStore(BlockStore):
+    """A folder as a tier, and other replicas. One thread reads files, one reads from replicas; another, which steps
+    back, writes when a core has time.
 
     A full or broken folder is left alone for a while.
     """
 
     min_tokens = MIN_TOKENS
 
-    def __init__(self, folder: BlockFolder, memory: Memory, *, namespace: bytes, num_blocks: int) -> None:
+    def __init__(self, folder: BlockFolder | None, memory: Memory, *, namespace: bytes, num_blocks: int) -> None:
         """num_blocks: of the KV memory."""
         self.namespace = namespace
         self._folder = folder
@@ -52,49 +55,83 @@ class FolderStore(BlockStore):
         self._num_blocks = num_blocks
         self._block_bytes = block_bytes_of(memory, num_blocks)
         self._wake = threading.Condition()
-        self._fetches: deque[Fetch] = deque()  # guarded by _wake, as are the next four
+        self._fetches: deque[Fetch] = deque()  # guarded by _wake, as are the next five
+        self._far_fetches: deque[Fetch] = deque()  # from other replicas
         self._offered: deque[Prefix] = deque(maxlen=MAX_OFFERED)
-        self._num_busy = 0  # threads
+        self._num_busy = 0  # threads that read or write the memory
         self._is_closed = False
         self._num_to_fetch = 0  # blocks
         self._listed = threading.Event()
         self._block_s = 0.0  # to fetch one, recently
+        self._measured_at = -inf
         self._paused_until = 0.0
         self._has_failed = False  # the last write
-        self.num_read = self.num_written = 0  # blocks, since the start
+        self._peers: PeerServer | None = None
+        self.num_read = self.num_written = self.num_received = 0  # blocks, since the start
         self._threads = [
-            threading.Thread(target=self._read_all, name="kv-tier-reader", daemon=True),
-            threading.Thread(target=self._write_all, name="kv-tier-writer", daemon=True),
+            threading.Thread(target=self._read_all, args=(queue,), name=name, daemon=True)
+            for queue, name in ((self._fetches, "kv-tier-reader"), (self._far_fetches, "kv-peer-reader"))
         ]
+        if folder is None:
+            self._listed.set()
+        else:
+            self._threads.append(
+                threading.Thread(target=self._write_all, args=(folder,), name="kv-tier-writer", daemon=True)
+            )
         for thread in self._threads:
             thread.start()
 
-    def lookup(self, names: Iterable[bytes], request: Request) -> int:
+    def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
         """Of a request that goes on from another replica all: that one may have written them a moment ago."""
-        has = self._folder.has
-        return sum(1 for _ in takewhile(lambda name: request.generated_token_ids or has(name), names))
+        folder, elsewhere = self._folder, request.prefix_at
+        num_of_peer = 0 if elsewhere is None else elsewhere.num_blocks - num_before
+        if folder is None and num_of_peer <= 0:
+            return 0
+        found = 0
+        for name in names:
+            if found >= num_of_peer and (folder is None or not (request.generated_token_ids or folder.has(name))):
+                break
+            found += 1
+        return found
 
     def expected_s(self, num_blocks: int) -> float:
-        return self._block_s * (self._num_to_fetch + num_blocks)
+        # What was slow for a while is tried again.
+        is_known = time.monotonic() - self._measured_at <= MEASURED_LIFE_S
+        return self._block_s * (self._num_to_fetch + num_blocks) if is_known else 0.0
 
     def begin(self, fetch: Fetch) -> None:
         with self._wake:
             self._num_to_fetch += len(fetch.blocks)
-            self._fetches.append(fetch)
+            (self._fetches if fetch.request.prefix_at is None else self._far_fetches).append(fetch)
             self._wake.notify_all()
 
     def offer(self, prefix: Prefix) -> None:
+        if self._folder is None:
+            return
         with self._wake:
             self._offered.append(prefix)
             if len(self._offered) == 1:
                 self._wake.notify_all()
+
+    def serve(self, host: str, find: Find) -> Address:
+        if self._peers is None:
+            self._peers = PeerServer(
+                host, namespace=self.namespace, block_bytes=self._block_bytes, find=find, copy=self._copy_for_peer
+            )
+        return self._peers.address
 
     def settle(self, timeout_s: float) -> None:
         with self._wake:
             self._wake.wait_for(self._is_idle, timeout_s)
 
     def stats(self) -> StoreStats:
-        return StoreStats(num_read=self.num_read, num_written=self.num_written, block_bytes=self._block_bytes)
+        return StoreStats(
+            num_read=self.num_read,
+            num_written=self.num_written,
+            num_received=self.num_received,
+            num_sent=0 if self._peers is None else self._peers.num_sent,
+            block_bytes=self._block_bytes,
+        )
 
     def wait_until_listed(self, timeout_s: float) -> None:
         """Wait until what was in the folder at the start is known, but no longer than this."""
@@ -104,33 +141,35 @@ class FolderStore(BlockStore):
         with self._wake:
             self._is_closed = True
             self._wake.notify_all()
+        if self._peers is not None:
+            self._peers.close()
         for thread in self._threads:
             thread.join(timeout=1.0)  # a folder that hangs ends with the process
 
     def _is_idle(self) -> bool:
-        return self._is_closed or not (self._fetches or self._offered or self._num_busy)
+        return self._is_closed or not (self._fetches or self._far_fetches or self._offered or self._num_busy)
 
     # ------------------------------------------------------------------ its threads
 
-    def _read_all(self) -> None:
+    def _read_all(self, fetches: deque[Fetch]) -> None:
         content = self._new_buffer()
-        while self._wait_for(self._fetches):
-            with self._working(self._fetches) as fetch:
+        while self._wait_for(fetches):
+            with self._working(fetches) as fetch:
                 if fetch is not None:
                     self._fetch(fetch, content)
 
-    def _write_all(self) -> None:
+    def _write_all(self, folder: BlockFolder) -> None:
         step_back()  # blocks are written when a core has time: the threads of a step wait for one another
-        self._folder.refresh()
+        folder.refresh()
         self._listed.set()
         content, listed_at = self._new_buffer(), time.monotonic()
         while self._wait_for(self._offered, LIST_AGAIN_S):
             with self._working(self._offered) as offered:
                 if offered is not None:
-                    self._keep_all(offered, content)
+                    self._keep_all(folder, offered, content)
                 if time.monotonic() - listed_at > LIST_AGAIN_S:
                     listed_at = time.monotonic()
-                    self._folder.refresh()
+                    folder.refresh()
 
     def _wait_for(self, queue: deque[Any], at_most_s: float | None = None) -> bool:
         """Wait until there is something in a queue, but no longer than this; False once it is closed."""
@@ -142,13 +181,21 @@ class FolderStore(BlockStore):
     def _working(self, queue: deque[ItemT]) -> Iterator[ItemT | None]:
         """With the first of a queue, if there is any. An error ends the work on it: without its thread no fetch would
         ever be done."""
+        with self._busy():
+            with self._wake:
+                item = queue.popleft() if queue else None
+            try:
+                yield item
+            except Exception as error:
+                logger.error("a block of KV was neither read nor written: %s", traceback_of(error))
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """The memory is not given up meanwhile."""
         with self._wake:
-            item = queue.popleft() if queue else None
             self._num_busy += 1
         try:
-            yield item
-        except Exception as error:
-            logger.error("a block of KV was neither read nor written: %s", traceback_of(error))
+            yield
         finally:
             with self._wake:
                 self._num_busy -= 1
@@ -160,53 +207,72 @@ class FolderStore(BlockStore):
         return memoryview(bytearray(self._block_bytes))
 
     def _fetch(self, fetch: Fetch, content: memoryview) -> None:
+        peer: BlocksOfPeer | None = None
         try:
-            tenant = fetch.request.tenant
             for block, name, token_ids in zip(fetch.blocks, fetch.names, fetch.token_ids, strict=True):
                 began_at = time.perf_counter()
                 parts = self._parts(block.block_id)
-                if not (fetch.is_wanted and parts and self._folder.read(name, tenant, token_ids, content)):
+                if not (fetch.is_wanted and parts):
                     break
+                if peer is None and self._is_in_folder(fetch, name, token_ids, content):
+                    self.num_read += 1
+                else:
+                    peer = peer or self._peer_of(fetch)
+                    if peer is None or not peer.read(token_ids, content):
+                        break
+                    self.num_received += 1
                 for at, part in parts:
                     part[:] = content[at : at + len(part)]
                 fetch.num_filled += 1
-                self.num_read += 1
-                seconds = time.perf_counter() - began_at
-                self._block_s += (seconds - self._block_s) * (0.1 if self._block_s else 1.0)
+                self._measure(time.perf_counter() - began_at)
         finally:
+            if peer is not None:
+                peer.close()
             with self._wake:
                 self._num_to_fetch -= len(fetch.blocks)
             fetch.is_done = True
 
-    def _keep_all(self, prefix: Prefix, content: memoryview) -> None:
+    def _is_in_folder(self, fetch: Fetch, name: bytes, token_ids: Sequence[int], content: memoryview) -> bool:
+        return self._folder is not None and self._folder.read(name, fetch.request.tenant, token_ids, content)
+
+    def _peer_of(self, fetch: Fetch) -> BlocksOfPeer | None:
+        """The blocks of a fetch that are not filled yet, from the replica that its request names."""
+        request = fetch.request
+        if request.prefix_at is None:
+            return None
+        block_size, num_before = len(fetch.token_ids[0]), len(fetch.before)
+        num_tokens = (num_before + len(fetch.blocks)) * block_size
+        token_ids = array("q", (*request.prompt_token_ids, *request.generated_token_ids)[:num_tokens])
+        wanted = Wanted(self.namespace, request.prefix_salt, token_ids.tobytes(), num_before + fetch.num_filled)
+        try:
+            return BlocksOfPeer(request.prefix_at.address, wanted)
+        except OSError as error:  # it has ended, or does not answer
+            logger.info("the prefix of a request is computed, as the replica that has it cannot be reached: %s", error)
+            return None
+
+    def _measure(self, seconds: float) -> None:
+        """Of one block."""
+        is_known = time.monotonic() - self._measured_at <= MEASURED_LIFE_S
+        self._block_s += (seconds - self._block_s) * (0.1 if is_known else 1.0)
+        self._measured_at = time.monotonic()
+
+    def _keep_all(self, folder: BlockFolder, prefix: Prefix, content: memoryview) -> None:
         """Write its blocks up to the first that the folder has, the first first."""
         missing: list[Prefix] = []
         at: Prefix | str = prefix
-        while isinstance(at, Prefix) and not self._folder.has(name_of(at, self.namespace)):
+        while isinstance(at, Prefix) and not folder.has(name_of(at, self.namespace)):
             missing.append(at)
             at = at.parent
         # What follows a block that is gone would not be found.
-        while missing and time.monotonic() >= self._paused_until and self._keep(missing[-1], content):
+        while missing and time.monotonic() >= self._paused_until and self._keep(folder, missing[-1], content):
             missing.pop()
 
-    def _keep(self, prefix: Prefix, content: memoryview) -> bool:
+    def _keep(self, folder: BlockFolder, prefix: Prefix, content: memoryview) -> bool:
         """Write its last block; whether that is done."""
-        name = name_of(prefix, self.namespace)
-        parts = self._parts(prefix.block.block_id) if prefix.is_held else ()
-        if not parts:
+        if not self._copy(prefix, content):
             return False
-        for at, part in parts:
-            content[at : at + len(part)] = part
         try:
-            hidden = self._folder.write(prefix.tenant, prefix.token_ids, content)
-            if prefix.is_held:  # else it was handed out while it was read
-                self._folder.keep(hidden, name)
-                self.num_written += 1
-                if self._has_failed:
-                    logger.info("blocks of KV are written again")
-                self._has_failed = False
-                return True
-            self._folder.discard(hidden)
+            folder.write(name_of(prefix, self.namespace), prefix.tenant, prefix.token_ids, content)
         except OSError as error:
             # A file that another process has deleted to make room is no fault of the folder.
             passes = may_pass(error) or isinstance(error, FileNotFoundError)
@@ -215,7 +281,23 @@ class FolderStore(BlockStore):
                 when = f"now, tried again every {STORAGE_PAUSE_S:.0f} s" if passes else "any more"
                 logger.warning("no block of KV is written %s: %s", when, error)
             self._has_failed = True
-        return False
+            return False
+        self.num_written += 1
+        if self._has_failed:
+            logger.info("blocks of KV are written again")
+        self._has_failed = False
+        return True
+
+    def _copy(self, prefix: Prefix, content: memoryview) -> bool:
+        """Copy the bytes of its last block; False where it was handed out before that was done."""
+        parts = self._parts(prefix.block.block_id) if prefix.is_held else ()
+        for at, part in parts:
+            content[at : at + len(part)] = part
+        return bool(parts) and prefix.is_held
+
+    def _copy_for_peer(self, prefix: Prefix, content: memoryview) -> bool:
+        with self._busy():
+            return self._copy(prefix, content)
 
     def _parts(self, block_id: int) -> list[Part]:
         """The bytes of a block in each tensor, and where in a file; none where the memory is given up."""
@@ -233,8 +315,8 @@ def block_bytes_of(memory: Memory, num_blocks: int) -> int:
     return sum(map(len, memory() or ())) // num_blocks
 
 
-def open_tier(tier: TierConfig, memory: Memory, *, namespace: bytes, num_blocks: int) -> FolderStore | None:
-    """The store of the settings; None, with a line in the log, where its folder cannot be written.
+def open_folder(tier: TierConfig, *, namespace: bytes, block_bytes: int) -> BlockFolder | None:
+    """The folder of the settings; None, with a line in the log, where it cannot be written.
 
     Raises:
         InvalidSetup: the folder cannot be what the settings say.
@@ -242,7 +324,6 @@ def open_tier(tier: TierConfig, memory: Memory, *, namespace: bytes, num_blocks:
     path, max_bytes = Path(tier.path).expanduser(), int(tier.max_gib * GIB)
     if path.exists() and not path.is_dir():
         raise InvalidSetup(f"cache.tiers[0].path: {path} is a file; give a folder, or leave cache.tiers out")
-    block_bytes = block_bytes_of(memory, num_blocks)
     if block_bytes > max_bytes:
         raise InvalidSetup(
             f"cache.tiers[0].max_gib: {tier.max_gib:g} GiB hold no block, which has {block_bytes / GIB:.3g} GiB: "
@@ -261,4 +342,4 @@ def open_tier(tier: TierConfig, memory: Memory, *, namespace: bytes, num_blocks:
         )
     logger.info("prefixes that leave the KV memory are kept in %s, at most %g GiB, blocks of %.0f KiB",
                 path, tier.max_gib, block_bytes / 1024)  # fmt: skip
-    return FolderStore(folder, memory, namespace=namespace, num_blocks=num_blocks)
+    return folder

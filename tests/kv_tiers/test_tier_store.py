@@ -18,7 +18,7 @@ from app.engine.block_store import Fetch, name_of
 from app.engine.engine import Engine
 from app.errors import InvalidSetup
 from app.kv_tiers.folder import BlockFolder
-from app.kv_tiers.folder_store import FolderStore, open_tier
+from app.kv_tiers.tier_store import Part, TierStore, open_folder
 from tests.kit.engine import Outcome, make_request
 from tests.kit.models import config_of
 from tests.waiting import PATIENCE_S, eventually
@@ -34,7 +34,7 @@ class Side:
         self.pool = BlockPool(num_blocks=NUM_BLOCKS, block_size=SIZE)
         self.memory = [memoryview(bytearray(NUM_BLOCKS * BLOCK_BYTES)) for _ in range(2)]
         self.folder = BlockFolder(path, namespace=NAMESPACE, max_bytes=1 << 20)
-        self.store = FolderStore(self.folder, lambda: self.memory, namespace=NAMESPACE, num_blocks=NUM_BLOCKS)
+        self.store = TierStore(self.folder, lambda: self.memory, namespace=NAMESPACE, num_blocks=NUM_BLOCKS)
         self.pool.note_findable = self.store.offer
 
     def fill(self, block: Block, value: int) -> None:
@@ -54,6 +54,9 @@ class Side:
             parent = self.pool.cache_full_block(block, [place] * SIZE, parent=parent)
         self.pool.free(blocks)
         return blocks
+
+    def found(self, names: list[bytes]) -> int:
+        return self.store.lookup(names, make_request(), num_before=0)
 
     def fetched(self, names: list[bytes]) -> tuple[list[Block], Fetch]:
         token_ids = [(place,) * SIZE for place in range(len(names))]
@@ -84,9 +87,9 @@ def test_freed_prefixes_are_kept_and_fetched_by_another_process(sides: Iterator[
     first = next(sides)
     names = names_of(first.computed(3))
     first.store.settle(PATIENCE_S)
-    assert first.store.lookup(names, make_request()) == 3
+    assert first.found(names) == 3
     second = next(sides)
-    eventually(lambda: second.store.lookup(names, make_request()), bool)
+    eventually(lambda: second.found(names), bool)
     blocks, fetch = second.fetched(names)
     eventually(lambda: fetch.is_done, bool)
     assert fetch.num_filled == 3
@@ -103,7 +106,7 @@ def test_the_blocks_before_one_that_is_offered_are_kept_too(sides: Iterator[Side
     for _ in range(2):  # what is kept is not written again
         side.store.offer(prefix)
         side.store.settle(PATIENCE_S)
-        assert side.store.lookup(names, make_request()) == 3
+        assert side.found(names) == 3
         assert side.store.num_written == 3
 
 
@@ -113,24 +116,31 @@ def test_names_differ_by_salt_and_by_what_comes_before(sides: Iterator[Side]) ->
     assert len(set(names)) == 4
 
 
-def test_a_block_that_is_handed_out_while_it_is_written_is_not_kept(
+def hand_out_while_copied(side: Side, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Every block gets another owner between the two parts of the next block that is copied; set after that."""
+    parts_of, handed_out = side.store._parts, threading.Event()
+
+    def parts_slowly(block_id: int) -> Iterator[Part]:
+        first, second = parts_of(block_id)
+        yield first
+        for block in side.pool.allocate(side.pool.num_free):
+            side.fill(block, 99)
+        handed_out.set()
+        yield second
+
+    monkeypatch.setattr(side.store, "_parts", parts_slowly)
+    return handed_out
+
+
+def test_a_block_that_is_handed_out_while_it_is_copied_is_not_written(
     sides: Iterator[Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     side = next(sides)
-    write, wrote = side.folder.write, threading.Event()
-
-    def write_slowly(*given: Any) -> Path:
-        hidden = write(*given)
-        for block in side.pool.allocate(NUM_BLOCKS):  # every block has another owner now
-            side.fill(block, 99)
-        wrote.set()
-        return hidden
-
-    monkeypatch.setattr(side.folder, "write", write_slowly)
+    handed_out = hand_out_while_copied(side, monkeypatch)
     names = names_of(side.computed(1))
-    assert wrote.wait(PATIENCE_S)
+    assert handed_out.wait(PATIENCE_S)
     side.store.settle(PATIENCE_S)
-    assert not side.store.lookup(names, make_request())
+    assert not side.found(names)
 
 
 def test_a_fetch_ends_at_the_first_block_that_is_not_there(sides: Iterator[Side], tmp_path: Path) -> None:
@@ -146,13 +156,13 @@ def test_a_fetch_ends_at_the_first_block_that_is_not_there(sides: Iterator[Side]
 def test_what_another_process_has_just_written_is_fetched_though_it_is_not_known_yet(
     sides: Iterator[Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.kv_tiers.folder_store.LIST_AGAIN_S", 3600.0)
+    monkeypatch.setattr("app.kv_tiers.tier_store.LIST_AGAIN_S", 3600.0)
     second = next(sides)
     second.store.wait_until_listed(PATIENCE_S)
     first = next(sides)
     names = names_of(first.computed(2))
     first.store.settle(PATIENCE_S)
-    assert not second.store.lookup(names, make_request())
+    assert not second.found(names)
     _, fetch = second.fetched(names)
     eventually(lambda: fetch.is_done, bool)
     assert fetch.num_filled == 2
@@ -188,7 +198,7 @@ def test_a_full_folder_is_left_alone_for_a_while_and_told_once(
     monkeypatch.setattr(side.folder, "write", write)
     names = names_of(side.computed(2, salt="room"))
     side.store.settle(PATIENCE_S)
-    assert side.store.lookup(names, make_request()) == 2
+    assert side.found(names) == 2
 
 
 @pytest.mark.parametrize(
@@ -202,14 +212,12 @@ def test_a_full_folder_is_left_alone_for_a_while_and_told_once(
 def test_what_no_folder_can_be_is_refused(tmp_path: Path, settings: dict[str, Any], problem: str) -> None:
     (tmp_path / "a-file").touch()
     tier = TierConfig(**settings | {"path": str(tmp_path / settings["path"])})
-    memory = [memoryview(bytearray(NUM_BLOCKS * BLOCK_BYTES))]
     with pytest.raises(InvalidSetup, match=problem):
-        open_tier(tier, lambda: memory, namespace=NAMESPACE, num_blocks=NUM_BLOCKS)
+        open_folder(tier, namespace=NAMESPACE, block_bytes=BLOCK_BYTES)
 
 
 def test_a_folder_that_cannot_be_written_leaves_the_tier_out(caplog: pytest.LogCaptureFixture) -> None:
-    tier, memory = TierConfig(path="/proc/kv"), [memoryview(bytearray(NUM_BLOCKS * BLOCK_BYTES))]
-    assert open_tier(tier, lambda: memory, namespace=NAMESPACE, num_blocks=NUM_BLOCKS) is None
+    assert open_folder(TierConfig(path="/proc/kv"), namespace=NAMESPACE, block_bytes=BLOCK_BYTES) is None
     assert "cannot be written" in caplog.text
 
 
@@ -242,7 +250,7 @@ def answers(engine: Engine, prompts: list[tuple[int, ...]]) -> tuple[list[list[i
 def test_answers_are_the_same_with_a_tier_after_evictions_and_restarts(
     demo_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FolderStore, "min_tokens", 100)
+    monkeypatch.setattr(TierStore, "min_tokens", 100)
     rng = random.Random(3)
     talks = [tuple(rng.randrange(5, 700) for _ in range(300)) for _ in range(4)]
     prompts = [talk[:length] for length in (150, 230, 300) for talk in talks]  # more than fits, in turn
@@ -252,7 +260,7 @@ def test_answers_are_the_same_with_a_tier_after_evictions_and_restarts(
     for restart in range(2):
         engine = engine_with(demo_path, tmp_path / "kv")
         store = engine._scheduler.fetches.store
-        assert isinstance(store, FolderStore)
+        assert isinstance(store, TierStore)
         store.wait_until_listed(PATIENCE_S)
         given, cached = answers(engine, prompts)
         engine.close()

@@ -1,0 +1,152 @@
+"""Blocks of KV from one replica to another, over a socket of their own: a block has the size of a thousand frames.
+
+A replica asks for the prefix of some tokens and says the other's secret; the other sends the blocks that it holds, each
+as in a file (`folder.py`), and closes the connection.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import socket
+import socketserver
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from threading import BoundedSemaphore, Thread
+from typing import Any
+
+import msgspec
+
+from app.engine.block_pool import Prefix
+from app.engine.block_store import Find
+from app.engine.request import Address
+from app.errors import described
+from app.kv_tiers.folder import HEADER, header_of
+
+logger = logging.getLogger(__name__)
+
+# Of connecting, and of each send and receive. Whoever waits for blocks computes them after less.
+TIMEOUT_S = 1.0
+MAX_SENT_AT_ONCE = 4  # prefixes; who asks for more computes
+MAX_WANTED_BYTES = 16 << 20  # of one question: two million tokens
+
+_LENGTH = struct.Struct(">I")
+
+# The bytes of the last block of a prefix, copied into this buffer; whether they are the prefix's.
+Copy = Callable[[Prefix, memoryview], bool]
+
+
+class Wanted(msgspec.Struct, frozen=True, array_like=True):
+    """The blocks of these tokens after the first `num_before`. It crosses processes: new fields go to the end."""
+
+    namespace: bytes  # of the KV memory that they are for
+    salt: str
+    token_ids: bytes  # 8 bytes each
+    num_before: int  # blocks
+
+
+class PeerServer:
+    """Gives other replicas the prefixes that are in this one's KV memory, by a thread for each that asks."""
+
+    def __init__(self, host: str, *, namespace: bytes, block_bytes: int, find: Find, copy: Copy) -> None:
+        """Raises OSError when this machine does not have that address."""
+        self._namespace = namespace
+        self._block_bytes = block_bytes
+        self._find = find
+        self._copy = copy
+        self._secret = secrets.token_hex(16)
+        self._free = BoundedSemaphore(MAX_SENT_AT_ONCE)
+        self.num_sent = 0  # blocks, since the start
+        outer = self
+
+        class Handler(socketserver.BaseRequestHandler):
+            request: socket.socket
+
+            def handle(self) -> None:
+                outer._answer(self.request)
+
+        class Server(socketserver.ThreadingTCPServer):
+            daemon_threads = True
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                logger.info("a prefix was not sent whole: %s", described(sys.exception()))
+
+        self._server = Server((host, 0), Handler)
+        self.address = Address(host, self._server.server_address[1], self._secret)
+        Thread(target=self._server.serve_forever, name="kv-peers", daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more questions."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(TIMEOUT_S)
+        if not self._free.acquire(blocking=False):
+            return
+        try:
+            said = _received(connection, len(self._secret))
+            if not hmac.compare_digest(said, self._secret.encode()):
+                return
+            (length,) = _LENGTH.unpack(_received(connection, _LENGTH.size))
+            if length > MAX_WANTED_BYTES:
+                return
+            wanted = msgspec.msgpack.decode(_received(connection, length), type=Wanted)
+            if wanted.namespace == self._namespace:
+                self._send(connection, wanted)
+        finally:
+            self._free.release()
+
+    def _send(self, connection: socket.socket, wanted: Wanted) -> None:
+        content = memoryview(bytearray(self._block_bytes))
+        token_ids = array("q", wanted.token_ids)
+        for prefix in self._find(token_ids, wanted.salt)[wanted.num_before :]:
+            if not self._copy(prefix, content):
+                break
+            connection.sendall(header_of(prefix.token_ids, content))
+            connection.sendall(content)
+            self.num_sent += 1
+
+
+class BlocksOfPeer:
+    """The blocks that another replica sends for one question, in their order."""
+
+    def __init__(self, address: Address, wanted: Wanted) -> None:
+        """Ask. Raises OSError where it cannot be reached."""
+        self._connection = socket.create_connection((address.host, address.port), timeout=TIMEOUT_S)
+        with suppress(OSError):
+            question = msgspec.msgpack.encode(wanted)
+            self._connection.sendall(address.secret.encode() + _LENGTH.pack(len(question)) + question)
+
+    def read(self, token_ids: Sequence[int], content: memoryview) -> bool:
+        """Fill the buffer with the next block; False where no more come or it is not what it should be."""
+        try:
+            header = _received(self._connection, HEADER.size + array("q").itemsize * len(token_ids))
+            _receive(self._connection, content)
+        except (OSError, EOFError):
+            return False
+        return header == header_of(token_ids, content)
+
+    def close(self) -> None:
+        """Read no more."""
+        self._connection.close()
+
+
+def _received(connection: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray(num_bytes)
+    _receive(connection, memoryview(data))
+    return bytes(data)
+
+
+def _receive(connection: socket.socket, into: memoryview) -> None:
+    """Raises EOFError where the other end closes the connection before."""
+    while into:
+        num_bytes = connection.recv_into(into)
+        if not num_bytes:
+            raise EOFError
+        into = into[num_bytes:]

@@ -1,0 +1,150 @@
+"""Streams that leave their replica with and without their KV memory: `python -m benchmarks.service.moves --model PATH`.
+
+Serves a model from two replicas, with `replicas.fetch_prefixes` and without it, in turn. One line of JSON, for both:
+
+    leave   streams with long prompts while their replica is taken away before they end: the longest pause of each,
+            from the moment of the change on
+    short   three streams of one session, which have no room on the session's replica while the other is idle:
+            preemptions, seconds until the last stream ends, and the longest times between two tokens
+
+All answers are compared: `different` counts those that are not the same in both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
+
+from benchmarks.harness.answer import Answer, follow, random_prompt, streamed
+from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
+from benchmarks.harness.figures import percentile, rounded
+from benchmarks.harness.service import Service, application, scraped, service
+from benchmarks.harness.turns import turns
+
+_NAME = "moves"
+_TIMEOUT_S = 300.0
+_DRAIN_S = 4.0  # streams leave after three quarters of it
+_LEAVING, _LEAVING_TOKENS = 4, 400
+_SHORT, _SHORT_PROMPT, _SHORT_TOKENS, _SHORT_BLOCKS = 3, 700, 500, 150
+_MODES = {"with": True, "without": False}
+
+Figures = dict[str, Any]
+
+
+def measure(*, model: str, prompt_tokens: int, rounds: int, seed: int) -> dict[str, Any]:
+    """The figures of both scenes, and how many answers differ."""
+    scenes = {"leave": partial(_leave, prompt_tokens=prompt_tokens), "short": _short}
+    figures: dict[str, Any] = {"model": model, "prompt_tokens": prompt_tokens, "rounds": rounds, "seed": seed}
+    said: dict[tuple[str, int], set[str]] = {}
+    for name, scene in scenes.items():
+        found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in _MODES}
+        for number, mode in turns(list(_MODES), rounds=rounds):
+            answers, values = scene(model, _MODES[mode], random.Random(seed + number))
+            for place, answer in enumerate(answers):
+                if not answer.is_complete:
+                    raise BenchmarkError(f"{name}: a stream was not answered: {answer.in_words}")
+                said.setdefault((f"{name} {number}", place), set()).add(repr(answer.said))
+            tell(f"{name}, round {number}, {mode}: {values}")
+            found[mode].append(values)
+        figures[name] = found
+    return figures | {"different": sum(len(each) > 1 for each in said.values())}
+
+
+def _leave(model: str, fetches: bool, source: random.Random, *, prompt_tokens: int) -> tuple[list[Answer], Figures]:
+    bodies = [_body(random_prompt(source, prompt_tokens), _LEAVING_TOKENS) for _ in range(_LEAVING)]
+    served = _application(model, fetches, dispatch="round_robin", drain_timeout_s=_DRAIN_S)
+    with service(served, with_dashboard=True) as running:
+        change = partial(running.deploy, served, num_replicas={f"replica-{_NAME}": 1})
+        answers, changed_s = asyncio.run(_followed(running, bodies, then=change))
+        pauses = sorted(each.longest_pause_s(changed_s, each.ended_s) for each in answers)
+        return answers, {"longest_pauses_s": [round(each, 3) for each in pauses], **_moved(running)}
+
+
+def _short(model: str, fetches: bool, source: random.Random) -> tuple[list[Answer], Figures]:
+    bodies = [_body(random_prompt(source, _SHORT_PROMPT), _SHORT_TOKENS) for _ in range(_SHORT)]
+    served = _application(model, fetches, dispatch="prefix_affinity", cache={"num_blocks": _SHORT_BLOCKS})
+    with service(served) as running:
+        began_s = time.perf_counter()
+        answers, _ = asyncio.run(_followed(running, bodies, {"x-carousel-session": "one"}))
+        gaps = [after - before for each in answers for before, after in pairwise(each.events_s)]
+        return answers, {
+            "preemptions": _total(running, "carousel_engine_memory_preemptions_total"),
+            "seconds": round(max(each.ended_s for each in answers) - began_s, 2),
+            "itl_p99_s": rounded(percentile(gaps, 99)),
+            "itl_max_s": round(max(gaps), 3),
+            **_moved(running),
+        }
+
+
+def _application(
+    model: str, fetches: bool, *, cache: Mapping[str, Any] = MappingProxyType({}), **replicas: Any
+) -> dict[str, Any]:
+    engine = {"model": {"path": model}, "cache": cache}
+    return application(_NAME, engine, {"num_replicas": 2, "fetch_prefixes": fetches, **replicas})
+
+
+def _body(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    return streamed(prompt, max_tokens, min_tokens=max_tokens, model=_NAME)
+
+
+async def _followed(
+    running: Service,
+    bodies: Sequence[Mapping[str, Any]],
+    headers: Mapping[str, str] = MappingProxyType({}),
+    *,
+    then: Callable[[], None] | None = None,
+) -> tuple[list[Answer], float]:
+    """The answers, and when `then` began: when all have eight tokens."""
+    answers = [Answer(time.perf_counter()) for _ in bodies]
+    following = [
+        asyncio.create_task(
+            follow(answer, running.target, running.target.request("completions", body, headers), timeout_s=_TIMEOUT_S)
+        )
+        for answer, body in zip(answers, bodies, strict=True)
+    ]
+    while then is not None:
+        await asyncio.sleep(0.05)
+        if all(each.num_pieces >= 8 or each.ended_s for each in answers):
+            break
+    began_s = time.perf_counter()
+    if then is not None:
+        await asyncio.to_thread(then)
+    await asyncio.gather(*following)
+    return answers, began_s
+
+
+def _moved(running: Service) -> Figures:
+    return {
+        "left": _total(running, "carousel_resumes_total"),
+        "fetched_tokens": _total(running, "carousel_tier_tokens_total"),
+    }
+
+
+def _total(running: Service, name: str) -> int:
+    return round(sum(value for found, _, value in scraped(running.target) if found == name))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser("service.moves", __doc__)
+    parser.add_argument("--model", required=True, metavar="PATH", help="folder of a model")
+    parser.add_argument("--prompt-tokens", type=positive, default=2000, metavar="N", help="of the streams that leave")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N")
+    parser.add_argument("--seed", type=int, default=1)
+    return run_command(
+        parser,
+        lambda given: measure(
+            model=given.model, prompt_tokens=given.prompt_tokens, rounds=given.rounds, seed=given.seed
+        ),
+        arguments,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""Blocks that come from another replica's memory: the same bytes, or none."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from app.build import build_sync_engine
+from app.config import ReplicasConfig
+from app.engine.block_pool import Prefix
+from app.engine.engine import Engine
+from app.engine.request import Address, PrefixAt
+from app.kv_tiers.folder import header_of
+from app.kv_tiers.peers import MAX_SENT_AT_ONCE, MAX_WANTED_BYTES, BlocksOfPeer, PeerServer, Wanted
+from app.kv_tiers.tier_store import TierStore
+from tests.kit.engine import Outcome, make_request
+from tests.kit.models import config_of
+from tests.kv_tiers.test_tier_store import NAMESPACE, SIZE, Side, hand_out_while_copied
+from tests.waiting import PATIENCE_S, eventually
+
+LENGTHS = (3, 8, 5)
+
+
+@pytest.fixture
+def side(tmp_path: Path) -> Iterator[Side]:
+    """A replica that has a prefix of three blocks."""
+    made = Side(tmp_path)
+    made.computed(3, salt="salt")
+    yield made
+    made.store.close()
+
+
+def address_of(side: Side) -> Address:
+    address = side.store.serve("127.0.0.1", side.pool.find)
+    assert address is not None
+    return address
+
+
+def wanted(num_blocks: int, *, num_before: int = 0, salt: str = "salt", namespace: bytes = NAMESPACE) -> Wanted:
+    token_ids = array("q", [place for place in range(num_blocks) for _ in range(SIZE)])
+    return Wanted(namespace, salt, token_ids.tobytes(), num_before)
+
+
+def received(address: Address, question: Wanted, *, num_bytes: int = 64) -> list[int]:
+    """The values that fill each block that comes."""
+    values: list[int] = []
+    with closing(BlocksOfPeer(address, question)) as blocks:
+        content = memoryview(bytearray(num_bytes))
+        place = question.num_before
+        while blocks.read((place,) * SIZE, content):
+            (value,) = set(content)
+            values.append(value)
+            place += 1
+    return values
+
+
+def test_the_blocks_of_a_prefix_come_as_far_as_they_are_there(side: Side) -> None:
+    address = address_of(side)
+    assert received(address, wanted(2)) == [1, 2]
+    assert received(address, wanted(3, num_before=1)) == [2, 3]
+    assert received(address, wanted(5)) == [1, 2, 3]
+    assert side.store.stats().num_sent == 7
+    assert address_of(side) == address, "it is served once"
+
+
+@pytest.mark.parametrize("question", [wanted(3, salt="another"), wanted(3, namespace=b"another"), wanted(0)])
+def test_nothing_comes_for_another_salt_or_model(side: Side, question: Wanted) -> None:
+    assert received(address_of(side), question) == []
+
+
+def test_nothing_comes_without_the_secret(side: Side) -> None:
+    address = address_of(side)
+    assert received(address._replace(secret="0" * len(address.secret)), wanted(3)) == []
+    assert received(address._replace(secret="short"), wanted(3)) == []
+
+
+def test_a_block_that_is_handed_out_while_it_is_copied_is_not_sent(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = address_of(side)
+    hand_out_while_copied(side, monkeypatch)
+    assert received(address, wanted(3)) == []
+
+
+def test_memory_that_is_given_up_is_not_sent(side: Side) -> None:
+    address = address_of(side)
+    side.memory = None  # type: ignore[assignment]
+    assert received(address, wanted(3)) == []
+
+
+@pytest.mark.parametrize(
+    "after_secret",
+    [
+        b"",
+        b"\0\0",
+        (MAX_WANTED_BYTES + 1).to_bytes(4, "big"),
+        (5).to_bytes(4, "big") + b"\xc1\xc1\xc1\xc1\xc1",
+        (3).to_bytes(4, "big") + b"\x91\xc0\xc0",
+    ],
+)
+def test_what_is_no_question_is_hung_up_on_and_others_are_answered(side: Side, after_secret: bytes) -> None:
+    address = address_of(side)
+    for _ in range(MAX_SENT_AT_ONCE + 1):
+        with socket.create_connection(address[:2], timeout=PATIENCE_S) as connection:
+            connection.sendall(address.secret.encode() + after_secret)
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1) == b""
+    assert received(address, wanted(3)) == [1, 2, 3]
+
+
+def test_only_so_many_are_answered_at_once(side: Side) -> None:
+    address, is_asked, may_go_on = address_of(side), threading.Semaphore(0), threading.Event()
+
+    def find_slowly(token_ids: Sequence[int], salt: str) -> Sequence[Prefix]:
+        is_asked.release()
+        may_go_on.wait(PATIENCE_S)
+        return side.pool.find(token_ids, salt)
+
+    assert side.store._peers is not None
+    side.store._peers._find = find_slowly
+    asking = [BlocksOfPeer(address, wanted(3)) for _ in range(MAX_SENT_AT_ONCE)]
+    for _ in asking:
+        assert is_asked.acquire(timeout=PATIENCE_S)
+    assert received(address, wanted(3)) == []
+    may_go_on.set()
+    content = memoryview(bytearray(64))
+    assert all(blocks.read((0,) * SIZE, content) for blocks in asking)
+    for blocks in asking:
+        blocks.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_block_that_is_damaged_on_its_way_is_not_taken(seed: int) -> None:
+    """A server that sends what it was given, with a bit flipped, and closes after a part of it."""
+    rng = random.Random(seed)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = Address("127.0.0.1", listening.getsockname()[1], "0" * 32)
+        content = memoryview(bytearray(rng.randbytes(64)))
+        sent = bytearray(header_of((0,) * SIZE, content) + content)
+        if seed % 2:
+            sent[rng.randrange(len(sent))] ^= 1 << rng.randrange(8)
+        else:
+            del sent[rng.randrange(len(sent)) :]
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(sent)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert received(address, wanted(1)) == []
+        thread.join()
+
+
+def test_a_server_that_is_closed_takes_no_more(side: Side) -> None:
+    address = address_of(side)
+    side.store.close()
+    with pytest.raises(OSError, match="refused"):
+        BlocksOfPeer(address, wanted(3))
+
+
+def test_a_question_of_a_later_version_is_understood() -> None:
+    later = msgspec.msgpack.encode((NAMESPACE, "salt", b"", 1, "new"))
+    assert msgspec.msgpack.decode(later, type=Wanted) == Wanted(NAMESPACE, "salt", b"", 1)
+
+
+def test_a_host_that_is_not_ours_is_an_error(side: Side) -> None:
+    with pytest.raises(OSError, match="assign"):
+        PeerServer("192.0.2.1", namespace=NAMESPACE, block_bytes=1, find=side.pool.find, copy=lambda *given: False)
+
+
+# ---------------------------------------------------------------------- with a real model
+
+
+def engine_of(path: Path, tier: Path | None = None) -> tuple[Engine, Address]:
+    """One of two replicas, and where it gives its prefixes."""
+    tiers = [] if tier is None else [{"path": str(tier)}]
+    config = config_of(path, cache={"num_blocks": 80, "tiers": tiers}, dtype="float32")
+    engine = build_sync_engine(config, ReplicasConfig(num_replicas=2))
+    address = engine.serve_prefixes("127.0.0.1")
+    assert address is not None
+    return engine, address
+
+
+def answered(engine: Engine, prompt: tuple[int, ...], prefix_at: PrefixAt | None = None) -> tuple[list[int], int]:
+    """The tokens, and how many tokens of the prompt were fetched or cached."""
+    request = replace(make_request(prompt, max_tokens=12), prefix_at=prefix_at)
+    outcome, num_cached = Outcome(), 0
+    engine.add(request)
+    while engine.has_work:
+        deltas = engine.step()
+        outcome.book(deltas)
+        num_cached = max([num_cached, *(delta.num_cached_tokens for delta in deltas)])
+    return outcome.token_ids[request.request_id], num_cached
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_replica_goes_on_with_the_prefix_of_another(demo_path: Path, tmp_path: Path, *, has_folder: bool) -> None:
+    rng = random.Random(5)
+    prompt = tuple(rng.randrange(5, 700) for _ in range(400))
+    first, address = engine_of(demo_path)
+    second, _ = engine_of(demo_path, tmp_path / "kv" if has_folder else None)
+    expected, _ = answered(first, prompt)
+    assert answered(second, prompt[:100])[1] == 0
+    assert answered(second, prompt, PrefixAt(address, 25)) == (expected, 384)
+    store = second._scheduler.fetches.store
+    assert isinstance(store, TierStore)
+    assert store.stats().num_received == 24 - 6, "it has those before, and one token is computed"
+    first.close()
+    prompt = (*prompt[:40], *prompt)
+    expected, _ = answered(second, prompt)
+    third, _ = engine_of(demo_path)
+    assert answered(third, prompt, PrefixAt(address, 25)) == (expected, 0), "it has ended"
+    second.close()
+    third.close()
+
+
+def test_what_was_slow_once_is_tried_again(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    side.store._measure(10.0)
+    assert side.store.expected_s(3) == 30.0
+    monkeypatch.setattr("app.kv_tiers.tier_store.MEASURED_LIFE_S", -1.0)
+    assert side.store.expected_s(3) == 0.0
+    side.store._measure(1.0)
+    monkeypatch.undo()
+    assert side.store.expected_s(3) == 3.0
+    eventually(lambda: side.store._is_idle())
