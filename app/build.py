@@ -200,6 +200,11 @@ def _store_of(
     if not (tiers or has_peers):
         return None
     if runner.kv_memory() is None:
+        if replicas.roles is not None:
+            raise InvalidSetup(
+                "replicas.roles: replicas fetch KV memory from one another, which needs the native decoder on a CPU; "
+                "remove replicas.roles"
+            )
         if tiers:
             logger.warning(
                 "prefixes are kept in the KV memory alone: cache.tiers needs a decoder on a CPU, in one process"

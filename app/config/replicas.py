@@ -17,6 +17,13 @@ class GroupConfig(Settings):
     scheduler: dict[str, Any] = Field({}, description="settings that differ from `engine.scheduler`")
 
 
+class RolesConfig(Settings):
+    """Replicas that compute long prompts, and others that go on with their requests."""
+
+    prefill: int = Field(1, ge=1, le=1024, description="replicas that compute long prompts")
+    decode: int = Field(1, ge=1, le=1024, description="replicas for short prompts and all further tokens")
+
+
 class AutoscalingConfig(Settings):
     """How many replicas there are, by outstanding work and KV memory in use."""
 
@@ -60,6 +67,9 @@ class ReplicasConfig(Settings):
         description="least_loaded: to the replica that would be done first; round_robin: to each in turn; "
         "prefix_affinity: to the longest cached beginning of the prompt",
     )
+    roles: RolesConfig | None = Field(
+        None, description="prompts and further tokens on replicas of their own, on CPUs; default: all do both"
+    )
     groups: tuple[GroupConfig, ...] = Field((), max_length=64, description="arms of an A/B trial")
     fetch_prefixes: bool = Field(
         True, description="a replica fetches the beginning of a prompt from another one where that is quicker; on CPUs"
@@ -97,6 +107,32 @@ class ReplicasConfig(Settings):
                 f"{len(self.groups)} groups and num_replicas={self.num_replicas}: every group needs a replica; "
                 f"raise num_replicas or remove groups"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _roles_can_be_filled(self) -> ReplicasConfig:
+        roles = self.roles
+        if roles is None:
+            return self
+        number = roles.prefill + roles.decode
+        if self.autoscaling is None and number != self.num_replicas:
+            raise ValueError(
+                f"roles are for {roles.prefill} + {roles.decode} replicas and num_replicas={self.num_replicas}: set it "
+                f"to {number}"
+            )
+        if self.autoscaling is not None and min(self.initial_replicas, self.autoscaling.min_replicas) < 2:
+            raise ValueError("roles need 2 replicas at least: raise num_replicas and autoscaling.min_replicas")
+        for has, what in (
+            (self.groups, "groups"),
+            (self.num_gpus, f"num_gpus={self.num_gpus:g}"),
+            (self.tensor_parallel > 1, f"tensor_parallel={self.tensor_parallel}"),
+            (not self.fetch_prefixes, "fetch_prefixes=false"),
+        ):
+            if has:
+                raise ValueError(
+                    f"roles and {what}: replicas with roles fetch KV memory from one another, all alike, on CPUs and "
+                    f"in one process each; remove one of the two"
+                )
         return self
 
     @model_validator(mode="after")

@@ -19,13 +19,12 @@ from app.engine.snapshot import EngineSnapshot
 from app.errors import Cancelled, DeadlineMissed, Overloaded, ReplicasLost, Unavailable
 from app.fleet.connection import FailoverLimits, FleetMetrics, FrameReader, ReplicaConnection
 from app.fleet.frames import AbortRequest, SubmitRequest, WatchEngine
-from app.fleet.in_flight import InFlightRequest, ReplicaLost
+from app.fleet.in_flight import InFlightRequest, ReplicaLost, RequestLeft
 from app.fleet.replica_registry import ReplicaRegistry
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 1.0  # between two tries to go on where all replicas are full
-_LEFT = "left"  # why a request goes on elsewhere though its replica is there
 _RELIEVE_EVERY_S = 0.25  # until a replica's reports tell what the last request that left has brought
 _MAX_TIMES_SHORT = 3  # that one request leaves a replica that is short of memory
 
@@ -114,6 +113,8 @@ class Fleet:
                         if delta.finish_reason is not None:
                             in_flight.is_done = True
                             return
+                        if in_flight.leaves_after_prompt and delta.token_ids:
+                            in_flight.fail(RequestLeft("its prompt is computed", reason="decode"))
                 except ReplicaLost as lost:
                     pause_s = self._note_loss(in_flight, lost)
                     avoid |= {in_flight.replica_id, *lost.avoid}
@@ -188,14 +189,15 @@ class Fleet:
             except Overloaded as full:
                 await self._wait_for_room(in_flight, full)
         chosen = decision.candidates[0]
-        prefix_at = in_flight.left or self._registry.prefix_at(decision)
-        if prefix_at is not None:
-            sent = replace(sent, prefix_at=prefix_at)
+        if self._registry.addresses:
+            sent = replace(sent, prefix_at=in_flight.left or self._registry.prefix_at(decision))
         in_flight.place(
             decision,
             weights=weights or chosen.weights,
             prefixes_at=self._registry.addresses.get(chosen.replica_id),
         )
+        if self._registry.has_roles and in_flight.prefixes_at is not None:
+            in_flight.leaves_after_prompt = self._registry.is_split(decision, replica_ids)
         if not chosen.is_suspect:
             self._culprits.is_alive(chosen.replica_id)
         self._in_flight[sent.request_id] = in_flight
@@ -234,7 +236,7 @@ class Fleet:
         against the others.
         """
         now = self._clock()
-        if lost.reason == _LEFT:
+        if isinstance(lost, RequestLeft):
             in_flight.lost_at = now
             if in_flight.prefixes_at is not None:
                 in_flight.left = PrefixAt(in_flight.prefixes_at, ALL_BLOCKS)
@@ -348,7 +350,7 @@ class Fleet:
         leaving = [each for each in self._in_flight.values() if each.replica_id == replica_id]
         for in_flight in leaving:
             if self._open_replica_ids(in_flight.needs_weights):
-                in_flight.fail(ReplicaLost(f"it takes no requests since {after_s:g} s and ends soon", reason=_LEFT))
+                in_flight.fail(RequestLeft(f"it takes no requests since {after_s:g} s", reason="ending"))
         if leaving:
             logger.info("replica %s is about to end: its %d requests go on elsewhere", replica_id, len(leaving))
 
@@ -402,7 +404,7 @@ class Fleet:
             roomy = self._registry.have_room(in_flight.request, in_flight.num_tokens, others)
             if roomy:
                 in_flight.num_times_short += 1
-                in_flight.fail(ReplicaLost("it is short of KV memory", reason=_LEFT, avoid=others - roomy))
+                in_flight.fail(RequestLeft("it is short of KV memory", reason="memory", avoid=others - roomy))
                 return
 
     def _close_if_idle(self, replica_id: str) -> None:

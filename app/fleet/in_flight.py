@@ -23,6 +23,10 @@ class ReplicaLost(Exception):
         self.avoid = avoid
 
 
+class RequestLeft(ReplicaLost):
+    """A request goes on elsewhere though nothing has failed."""
+
+
 class InFlightRequest:
     """One request of an ingress, served by one attempt after another. Belongs to one event loop, has one reader.
 
@@ -96,6 +100,7 @@ class InFlightRequest:
         self.decision: Decision | None = None  # from `place` on
         self.replica_id = ""  # likewise
         self.prefixes_at: Address | None = None  # where the replica gives its KV memory away
+        self.leaves_after_prompt = False  # another replica goes on after its first token
         self.is_accepted = False  # the replica has queued it
         self.has_ended = False  # the attempt takes nothing more
         self.is_done = False  # it ended by a stop or its limit, and its reader has seen that

@@ -11,6 +11,8 @@ from app.engine.request import Adapter, PrefixAt, Request
 from app.errors import Overloaded, Unavailable
 from app.fair import RetryTimes
 from app.fleet.dispatch import (
+    DECODE,
+    PREFILL,
     Candidate,
     Decision,
     DispatchPolicy,
@@ -38,11 +40,18 @@ class ReplicaRegistry:
     """
 
     def __init__(
-        self, policy: DispatchPolicy, groups: GroupChooser, *, block_size: int, clock: Callable[[], float]
+        self,
+        policy: DispatchPolicy,
+        groups: GroupChooser,
+        *,
+        block_size: int,
+        clock: Callable[[], float],
+        has_roles: bool = False,
     ) -> None:
-        """`block_size`: tokens of a KV block, by which prompts share prefixes."""
+        """`block_size`: tokens of a KV block, by which prompts share prefixes. `has_roles`: its groups are roles."""
         self._policy = policy
         self._groups = groups
+        self.has_roles = has_roles
         self._clock = clock
         # The replicas that take requests now. One that leaves is not among them, though it ends what it has.
         self.replica_ids: Collection[str] = ()
@@ -86,12 +95,14 @@ class ReplicaRegistry:
             num_cached_tokens=self._prefixes.match(chain),
             session_replica_id=self._sessions.replica_of(session) if session else None,
         )
+        if self.has_roles:
+            group = self._role_of(request, candidates)
         considered = self._considered(candidates, group, avoid, request=request)
         num_generated, max_tokens = len(request.generated_token_ids), request.sampling.max_tokens
         expected = self._lengths.expected((max_tokens.bit_length(), None), at_most=max_tokens)
         size = RequestSize(
             num_prompt_tokens=len(request.prompt_token_ids) + num_generated,
-            num_expected_tokens=max(1, (expected or max_tokens) - num_generated),
+            num_expected_tokens=max(1, (expected or max_tokens) - num_generated) if group != PREFILL else 1,
         )
         if request.adapter is not None:
             considered = near_adapter(considered, size, self._replicas_with(request.adapter))
@@ -102,6 +113,18 @@ class ReplicaRegistry:
         if self._has_kv_memory:
             self._prefixes.add(request.request_id, chosen.replica_id, chain)
         return decision
+
+    def _role_of(self, request: Request, candidates: Sequence[Candidate]) -> str:
+        """Which replicas compute a request first: a long prompt that is not cached goes to those for prompts."""
+        if request.generated_token_ids or request.sampling.prompt_logprobs is not None:
+            return DECODE
+        num_cached = max((each.num_cached_tokens for each in candidates if each.group == DECODE), default=0)
+        return PREFILL if len(request.prompt_token_ids) - num_cached >= MIN_FETCHED_TOKENS else DECODE
+
+    def is_split(self, decision: Decision, replica_ids: Collection[str]) -> bool:
+        """Whether a request that was placed like this goes on at another of these replicas after its prompt."""
+        is_prompt = decision.candidates[0].group == PREFILL
+        return is_prompt and any(each in replica_ids for each, report in self.reports.items() if report.group == DECODE)
 
     def prefix_at(self, decision: Decision) -> PrefixAt | None:
         """Where the chosen replica may fetch the beginning of the prompt: another has much more of it."""

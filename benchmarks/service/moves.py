@@ -1,11 +1,14 @@
-"""Streams that leave their replica with and without their KV memory: `python -m benchmarks.service.moves --model PATH`.
+"""Streams that change their replica, with their KV memory or not: `python -m benchmarks.service.moves --model PATH`.
 
-Serves a model from two replicas, with `replicas.fetch_prefixes` and without it, in turn. One line of JSON, for both:
+Serves a model from two replicas, with `replicas.fetch_prefixes` and without it, in turn; the last scene with
+`replicas.roles` of one and one and without. One line of JSON, for both:
 
     leave   streams with long prompts while their replica is taken away before they end: the longest pause of each,
             from the moment of the change on
     short   three streams of one session, which have no room on the session's replica while the other is idle:
             preemptions, seconds until the last stream ends, and the longest times between two tokens
+    roles   16 streams with short prompts while long prompts come one after the other: times between two tokens of the
+            streams, their rate together, and the times to the first token of the long prompts
 
 All answers are compared: `different` counts those that are not the same in both.
 """
@@ -32,21 +35,26 @@ _NAME = "moves"
 _TIMEOUT_S = 300.0
 _DRAIN_S = 4.0  # streams leave after three quarters of it
 _LEAVING, _LEAVING_TOKENS = 4, 400
+_ROLE_STREAMS, _ROLE_TOKENS, _ROLE_PROMPTS = 16, 300, 4
 _SHORT, _SHORT_PROMPT, _SHORT_TOKENS, _SHORT_BLOCKS = 3, 700, 500, 150
 _MODES = {"with": True, "without": False}
 
 Figures = dict[str, Any]
 
 
-def measure(*, model: str, prompt_tokens: int, rounds: int, seed: int) -> dict[str, Any]:
-    """The figures of both scenes, and how many answers differ."""
-    scenes = {"leave": partial(_leave, prompt_tokens=prompt_tokens), "short": _short}
+def measure(*, model: str, only: Sequence[str], prompt_tokens: int, rounds: int, seed: int) -> dict[str, Any]:
+    """The figures of these scenes, or of all, and how many answers differ."""
+    scenes = {
+        "leave": partial(_leave, prompt_tokens=prompt_tokens),
+        "short": _short,
+        "roles": partial(_roles, prompt_tokens=prompt_tokens),
+    }
     figures: dict[str, Any] = {"model": model, "prompt_tokens": prompt_tokens, "rounds": rounds, "seed": seed}
     said: dict[tuple[str, int], set[str]] = {}
-    for name, scene in scenes.items():
+    for name in only or scenes:
         found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in _MODES}
         for number, mode in turns(list(_MODES), rounds=rounds):
-            answers, values = scene(model, _MODES[mode], random.Random(seed + number))
+            answers, values = scenes[name](model, _MODES[mode], random.Random(seed + number))
             for place, answer in enumerate(answers):
                 if not answer.is_complete:
                     raise BenchmarkError(f"{name}: a stream was not answered: {answer.in_words}")
@@ -79,6 +87,36 @@ def _short(model: str, fetches: bool, source: random.Random) -> tuple[list[Answe
             "seconds": round(max(each.ended_s for each in answers) - began_s, 2),
             "itl_p99_s": rounded(percentile(gaps, 99)),
             "itl_max_s": round(max(gaps), 3),
+            **_moved(running),
+        }
+
+
+def _roles(model: str, has_roles: bool, source: random.Random, *, prompt_tokens: int) -> tuple[list[Answer], Figures]:
+    short = [_body(random_prompt(source, 32), _ROLE_TOKENS) for _ in range(_ROLE_STREAMS)]
+    long = [_body(random_prompt(source, prompt_tokens), 8) for _ in range(_ROLE_PROMPTS)]
+    roles = {"roles": {"prefill": 1, "decode": 1}} if has_roles else {}
+    with service(_application(model, True, dispatch="least_loaded", **roles)) as running:
+        prompts: list[Answer] = []
+
+        def send_prompts() -> None:
+            for body in long:
+                answers, _ = asyncio.run(_followed(running, [body]))
+                prompts.extend(answers)
+
+        streams, _ = asyncio.run(_followed(running, short, then=send_prompts))
+        from_s, to_s = prompts[0].begun_s, prompts[-1].ended_s
+        gaps = [
+            after - before
+            for each in streams
+            for before, after in pairwise(each.events_s)
+            if before < to_s and after > from_s
+        ]
+        seconds = max(each.ended_s for each in streams) - min(each.begun_s for each in streams)
+        return [*streams, *prompts], {
+            "itl_p50_s": rounded(percentile(gaps, 50)),
+            "itl_p99_s": rounded(percentile(gaps, 99)),
+            "tokens_per_s": round(sum(each.num_tokens for each in streams) / seconds, 1),
+            "first_token_s": [round(each.events_s[0] - each.begun_s, 3) for each in prompts],
             **_moved(running),
         }
 
@@ -134,13 +172,14 @@ def _total(running: Service, name: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("service.moves", __doc__)
     parser.add_argument("--model", required=True, metavar="PATH", help="folder of a model")
-    parser.add_argument("--prompt-tokens", type=positive, default=2000, metavar="N", help="of the streams that leave")
+    parser.add_argument("--only", nargs="+", choices=["leave", "short", "roles"], default=[], help="scenes")
+    parser.add_argument("--prompt-tokens", type=positive, default=2000, metavar="N", help="of the long prompts")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
     return run_command(
         parser,
         lambda given: measure(
-            model=given.model, prompt_tokens=given.prompt_tokens, rounds=given.rounds, seed=given.seed
+            model=given.model, only=given.only, prompt_tokens=given.prompt_tokens, rounds=given.rounds, seed=given.seed
         ),
         arguments,
     )

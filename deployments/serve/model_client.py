@@ -42,7 +42,8 @@ class ModelClient:
         replicas = model.replicas
         registry = ReplicaRegistry(
             make_policy(replicas.dispatch, random.Random()),
-            GroupChooser(groups_of(model)),
+            GroupChooser([] if replicas.roles else groups_of(model)),
+            has_roles=replicas.roles is not None,
             block_size=model.engine.cache.block_size,
             clock=time.monotonic,
         )
@@ -54,6 +55,7 @@ class ModelClient:
             place_timeout_s=replicas.place_timeout_s,
             silence_s=replicas.silence_timeout_s,
             step_s=replicas.step_timeout_s,
+            drain_s=replicas.drain_timeout_s,
         )
         self.transport = ServeTransport(handle, uuid.uuid4().hex)
         self.fleet = Fleet(self.transport, registry, limits, metrics)

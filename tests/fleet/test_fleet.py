@@ -387,7 +387,7 @@ async def test_requests_leave_a_replica_that_ends_before_them_unless_no_other_ha
         first, second = local.replicas
         served = {request.request_id for request in first.served}
         local.transport.leave("r0")
-        await until(lambda: local.counts.resumes["left"] == may_go_on * len(served))
+        await until(lambda: local.counts.resumes["ending"] == may_go_on * len(served))
         await asyncio.sleep(0.02)
         local.go()
         await check(requests, answers)
@@ -408,7 +408,7 @@ async def test_a_replica_that_stays_after_all_keeps_its_requests_until_it_leaves
         await asyncio.sleep(0.2)
         assert not local.counts.resumes
         local.transport.leave("r0")
-        await until(lambda: local.counts.resumes["left"])
+        await until(lambda: local.counts.resumes["ending"])
         local.go()
         await check(requests, answers)
 
@@ -439,7 +439,7 @@ async def test_requests_leave_a_replica_that_is_short_of_memory_for_one_with_roo
         local.go()
         await check(requests, answers)
         resumed = [each for each in second.served if each.generated_token_ids]
-        assert bool(local.counts.resumes["left"]) == bool(resumed) == leaves
+        assert bool(local.counts.resumes["memory"]) == bool(resumed) == leaves
         assert all(each.prefix_at == PrefixAt(address, ALL_BLOCKS) for each in resumed)
         assert not any(each.generated_token_ids for each in first.served)
 

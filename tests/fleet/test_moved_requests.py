@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from app.build import build_engine
 from app.config import ReplicasConfig
@@ -24,7 +24,7 @@ from app.fleet import (
     connect,
     report_of_engine,
 )
-from app.fleet.dispatch import GroupChooser, make_policy
+from app.fleet.dispatch import DECODE, PREFILL, GroupChooser, make_policy
 from tests.kit.engine import Outcome, make_request
 from tests.kit.fleet import Counts
 from tests.kit.models import config_of
@@ -36,10 +36,18 @@ BLOCK_SIZE = 16
 class Replica:
     """One engine of the bundled model with its server of frames."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, group: str = "") -> None:
         config = config_of(path, cache={"num_blocks": 120, "block_size": BLOCK_SIZE}, dtype="float32")
         self.engine: AsyncEngine = build_engine(config, ReplicasConfig(num_replicas=2))
-        self.server = FrameServer("127.0.0.1", self.engine, partial(report_of_engine, self.engine, weights=7))
+        report = partial(report_of_engine, self.engine, group=group, weights=7)
+        self.server = FrameServer("127.0.0.1", self.engine, report)
+
+    @property
+    def num_fetched_tokens(self) -> int:
+        store = self.engine.measurements().store
+        assert store is not None
+        assert store.num_received * BLOCK_SIZE == store.num_fetched_tokens
+        return store.num_fetched_tokens
 
     async def close(self) -> None:
         await self.server.close()
@@ -60,48 +68,84 @@ class Transport:
         return await connect(address, "ingress", reader, heartbeat_s=heartbeat_s)
 
 
-async def answer(fleet: Fleet, request: Request, heard: Outcome) -> None:
-    async for delta in fleet.generate(request):
-        heard.book([delta])
+class Moves:
+    """A fleet of two replicas, and what its callers have heard."""
+
+    def __init__(self, replicas: dict[str, Replica], *, has_roles: bool) -> None:
+        self.replicas = replicas
+        self.registry = ReplicaRegistry(
+            make_policy("round_robin", random.Random(1)),
+            GroupChooser([]),
+            block_size=BLOCK_SIZE,
+            clock=time.monotonic,
+            has_roles=has_roles,
+        )
+        self.counts, self.heard = Counts(), Outcome()
+        limits = FailoverLimits(place_timeout_s=60.0, silence_s=60.0, step_s=60.0, drain_s=0.0)
+        self.fleet = Fleet(Transport(replicas), self.registry, limits, self.counts)
+
+    async def serve_from(self, *replica_ids: str) -> None:
+        self.registry.set_replicas(replica_ids)
+        await until(lambda: len(self.registry.reports) == len(replica_ids))
+
+    async def answer(self, request: Request) -> list[int]:
+        async for delta in self.fleet.generate(request):
+            self.heard.book([delta])
+        return self.heard.token_ids[request.request_id]
+
+    def start(self, requests: Iterable[Request]) -> list[asyncio.Task[list[int]]]:
+        return [asyncio.create_task(self.answer(each)) for each in requests]
+
+
+@asynccontextmanager
+async def moves(path: Path, *groups: str) -> AsyncIterator[Moves]:
+    """Of two replicas, with these roles or without."""
+    async with AsyncExitStack() as stack:
+        replicas: dict[str, Replica] = {}
+        for name, group in zip(("r0", "r1"), groups or ("", ""), strict=True):
+            replicas[name] = await asyncio.to_thread(Replica, path, group)
+            stack.push_async_callback(replicas[name].close)
+        made = Moves(replicas, has_roles=bool(groups))
+        stack.callback(made.fleet.close)
+        yield made
+
+
+def requests_of(*lengths: int, cache_salt: str = "") -> list[Request]:
+    rng = random.Random(2)
+    prompts = [tuple(rng.randrange(5, 700) for _ in range(length)) for length in lengths]
+    return [make_request(prompt, max_tokens=60, cache_salt=cache_salt) for prompt in prompts]
 
 
 async def test_a_stream_that_leaves_its_replica_goes_on_from_its_kv_memory(demo_path: Path) -> None:
-    rng = random.Random(2)
-    prompts = [tuple(rng.randrange(5, 700) for _ in range(400)) for _ in range(2)]
-    requests = [make_request(prompt, max_tokens=60, cache_salt="before") for prompt in prompts]
-    async with AsyncExitStack() as stack:
-        replicas: dict[str, Replica] = {}
-        for name in ("r0", "r1"):
-            replicas[name] = await asyncio.to_thread(Replica, demo_path)
-            stack.push_async_callback(replicas[name].close)
-        registry = ReplicaRegistry(
-            make_policy("round_robin", rng), GroupChooser([]), block_size=BLOCK_SIZE, clock=time.monotonic
-        )
-        limits: dict[str, Any] = {"place_timeout_s": 60.0, "silence_s": 60.0, "step_s": 60.0, "drain_s": 0.0}
-        counts = Counts()
-        fleet = Fleet(Transport(replicas), registry, FailoverLimits(**limits), counts)
-        stack.callback(fleet.close)
-        registry.set_replicas(["r1"])
-        await until(lambda: len(registry.reports) == 1)
-        expected = Outcome()
-        for request in requests:
-            await answer(fleet, request, expected)
-        registry.set_replicas(["r0"])
-        await until(lambda: len(registry.reports) == 1)
-        heard = Outcome()
-        again = [make_request(each.prompt_token_ids, max_tokens=60) for each in requests]
-        answers = [asyncio.create_task(answer(fleet, each, heard)) for each in again]
-        registry.set_replicas(["r0", "r1"])
-        await until(lambda: all(len(heard.token_ids[each.request_id]) >= 5 for each in again))
-        registry.set_replicas(["r1"])
-        draining = asyncio.create_task(replicas["r0"].server.drain())
-        await asyncio.gather(*answers)
+    async with moves(demo_path) as made:
+        await made.serve_from("r1")
+        expected = [await made.answer(each) for each in requests_of(400, 400, cache_salt="another")]
+        await made.serve_from("r0")
+        requests = requests_of(400, 400)
+        answers = made.start(requests)
+        await made.serve_from("r0", "r1")
+        await until(lambda: all(len(made.heard.token_ids.get(each.request_id, ())) >= 5 for each in requests))
+        await made.serve_from("r1")
+        draining = asyncio.create_task(made.replicas["r0"].server.drain())
+        assert await asyncio.gather(*answers) == expected
         await draining
-        assert [heard.token_ids[each.request_id] for each in again] == [
-            expected.token_ids[each.request_id] for each in requests
-        ]
-        assert counts.resumes == {"left": 2}
-        store = replicas["r1"].engine.measurements().store
-        assert store is not None
-        assert store.num_fetched_tokens >= 2 * 400
-        assert store.num_received * BLOCK_SIZE == store.num_fetched_tokens
+        assert made.counts.resumes == {"ending": 2}
+        assert made.replicas["r1"].num_fetched_tokens >= 2 * 400
+
+
+async def test_long_prompts_are_computed_by_the_replica_for_them_and_go_on_at_the_other(demo_path: Path) -> None:
+    lengths = (400, 300, 20)
+    async with moves(demo_path) as made:
+        await made.serve_from("r0")
+        expected = [await made.answer(each) for each in requests_of(*lengths)]
+    async with moves(demo_path, PREFILL, DECODE) as made:
+        await made.serve_from("r0")
+        assert [await made.answer(each) for each in requests_of(*lengths, cache_salt="alone")] == expected
+        assert not made.counts.resumes, "there is no other"
+        await made.serve_from("r0", "r1")
+        assert await asyncio.gather(*made.start(requests_of(*lengths))) == expected
+        assert made.counts.resumes == {"decode": 2}
+        assert made.replicas["r1"].num_fetched_tokens == 400 + 288
+        assert await asyncio.gather(*made.start(requests_of(*lengths))) == expected
+        assert made.counts.resumes == {"decode": 2}, "they are cached where they went on"
+        assert made.replicas["r0"].num_fetched_tokens == 0

@@ -2,7 +2,7 @@
 
 from app.fleet.dispatch.affinity import PrefixChanges, PrefixIndex, Sessions
 from app.fleet.dispatch.decision import Candidate, Decision, RequestSize
-from app.fleet.dispatch.groups import Group, GroupChooser, group_of_rank, of_group
+from app.fleet.dispatch.groups import DECODE, PREFILL, Group, GroupChooser, group_of_rank, of_group
 from app.fleet.dispatch.ledger import Ledger, ReplicaReport
 from app.fleet.dispatch.policies import (
     DispatchPolicy,
@@ -14,6 +14,8 @@ from app.fleet.dispatch.policies import (
 )
 
 __all__ = [
+    "DECODE",
+    "PREFILL",
     "Candidate",
     "Decision",
     "DispatchPolicy",

@@ -1,4 +1,4 @@
-"""A/B trials: which group a request belongs to, and which replicas are that group's."""
+"""Groups of replicas, for A/B trials and for roles: which group a request belongs to, and which replicas are that's."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from itertools import accumulate
 from app.errors import InvalidRequest
 from app.fleet.dispatch.decision import Candidate
 
+# The groups of a model with `replicas.roles`.
+PREFILL, DECODE = "prefill", "decode"
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One arm of a trial. Shares are weights: they need not add up to anything."""
+    """One arm of a trial, or a role. Shares are weights: they need not add up to anything."""
 
     name: str
     share: float

@@ -11,8 +11,15 @@ import yaml
 
 from app.config import SchedulerConfig, StaticConfig
 from app.errors import InvalidSetup
-from app.fleet.dispatch import Candidate, RequestSize, make_policy
-from deployments.serve.settings import apply_override, asked_threads, max_ingress_requests, parse, read_serve_file
+from app.fleet.dispatch import DECODE, PREFILL, Candidate, RequestSize, group_of_rank, make_policy
+from deployments.serve.settings import (
+    apply_override,
+    asked_threads,
+    groups_of,
+    max_ingress_requests,
+    parse,
+    read_serve_file,
+)
 
 SIZE = RequestSize(num_prompt_tokens=1, num_expected_tokens=1)
 DEPLOYMENTS = Path(__file__).parents[3] / "deployments"
@@ -270,6 +277,30 @@ def test_the_groups_of_a_trial_differ_in_what_they_name() -> None:
 )
 def test_a_mistake_in_groups_is_named(groups: list[dict[str, Any]], message: str) -> None:
     assert message in message_for(replicas={"groups": groups})
+
+
+@pytest.mark.parametrize(
+    ("replicas", "message"),
+    [
+        ({"num_replicas": 2, "roles": {"prefill": 1, "decode": 2}}, "1 + 2 replicas and num_replicas=2: set it to 3"),
+        ({"num_replicas": 1, "roles": {"prefill": 1, "decode": 0}}, "roles.decode: got 0; must be at least 1"),
+        ({"roles": {}, "autoscaling": {"min_replicas": 1}}, "roles need 2 replicas at least: raise num_replicas and"),
+        ({"roles": {}, "groups": [A, B]}, "roles and groups: replicas with roles fetch KV memory"),
+        ({"roles": {}, "num_gpus": 1}, "roles and num_gpus=1: replicas with roles"),
+        ({"roles": {}, "tensor_parallel": 2}, "roles and tensor_parallel=2: replicas with roles"),
+        ({"roles": {}, "fetch_prefixes": False}, "roles and fetch_prefixes=false: replicas with roles"),
+    ],
+)
+def test_a_mistake_in_roles_is_named(replicas: dict[str, Any], message: str) -> None:
+    assert message in message_for(replicas=replicas)
+
+
+def test_roles_are_groups_of_replicas() -> None:
+    replicas = {"num_replicas": 4, "roles": {"prefill": 1, "decode": 3}}
+    model = parse({"models": [{"replicas": replicas}]}).models[0]
+    groups = groups_of(model)
+    assert [group_of_rank(rank, groups) for rank in range(4)] == [PREFILL, DECODE, DECODE, DECODE]
+    assert model.scheduler_of(PREFILL) == model.engine.scheduler
 
 
 @pytest.mark.parametrize(
