@@ -95,7 +95,8 @@ ALERTS = (
     ),
     Alert(
         name="CarouselReplicasLost",
-        expr="sum by (model_name) (increase(carousel_resumes_total[15m])) > 0",
+        # In the other cases nothing has failed: the request left its replica.
+        expr='sum by (model_name) (increase(carousel_resumes_total{reason!~"decode|ending|memory"}[15m])) > 0',
         lasts="0m",
         summary="Requests of {{ $labels.model_name }} went on at another replica: theirs was lost.",
     ),
