@@ -10,14 +10,11 @@ import hmac
 import logging
 import secrets
 import socket
-import socketserver
 import struct
-import sys
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import BoundedSemaphore, Thread
-from typing import Any
 
 import msgspec
 
@@ -61,44 +58,42 @@ class PeerServer:
         self._secret = secrets.token_hex(16)
         self._free = BoundedSemaphore(MAX_SENT_AT_ONCE)
         self.num_sent = 0  # blocks, since the start
-        outer = self
-
-        class Handler(socketserver.BaseRequestHandler):
-            request: socket.socket
-
-            def handle(self) -> None:
-                outer._answer(self.request)
-
-        class Server(socketserver.ThreadingTCPServer):
-            daemon_threads = True
-            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-
-            def handle_error(self, request: Any, client_address: Any) -> None:
-                logger.info("a prefix was not sent whole: %s", described(sys.exception()))
-
-        self._server = Server((host, 0), Handler)
-        self.address = Address(host, self._server.server_address[1], self._secret)
-        Thread(target=self._server.serve_forever, name="kv-peers", daemon=True).start()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listening = socket.create_server((host, 0), family=family)
+        self.address = Address(host, self._listening.getsockname()[1], self._secret)
+        Thread(target=self._listen, name="kv-peers", daemon=True).start()
 
     def close(self) -> None:
         """Take no more questions."""
-        self._server.shutdown()
-        self._server.server_close()
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # which wakes the thread
+        self._listening.close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:  # it is closed
+                return
+            if self._free.acquire(blocking=False):
+                Thread(target=self._answer, args=(connection,), name="kv-peer-writer", daemon=True).start()
+            else:
+                connection.close()
 
     def _answer(self, connection: socket.socket) -> None:
         connection.settimeout(TIMEOUT_S)
-        if not self._free.acquire(blocking=False):
-            return
         try:
-            said = _received(connection, len(self._secret))
-            if not hmac.compare_digest(said, self._secret.encode()):
-                return
-            (length,) = _LENGTH.unpack(_received(connection, _LENGTH.size))
-            if length > MAX_WANTED_BYTES:
-                return
-            wanted = msgspec.msgpack.decode(_received(connection, length), type=Wanted)
-            if wanted.namespace == self._namespace:
-                self._send(connection, wanted)
+            with connection:
+                if not hmac.compare_digest(_received(connection, len(self._secret)), self._secret.encode()):
+                    return
+                (length,) = _LENGTH.unpack(_received(connection, _LENGTH.size))
+                if length > MAX_WANTED_BYTES:
+                    return
+                wanted = msgspec.msgpack.decode(_received(connection, length), type=Wanted)
+                if wanted.namespace == self._namespace:
+                    self._send(connection, wanted)
+        except (OSError, EOFError, ValueError) as error:  # ValueError: it is no question
+            logger.info("a prefix was not sent whole: %s", described(error))
         finally:
             self._free.release()
 
@@ -119,16 +114,19 @@ class BlocksOfPeer:
     def __init__(self, address: Address, wanted: Wanted) -> None:
         """Ask. Raises OSError where it cannot be reached."""
         self._connection = socket.create_connection((address.host, address.port), timeout=TIMEOUT_S)
-        with suppress(OSError):
-            question = msgspec.msgpack.encode(wanted)
+        question = msgspec.msgpack.encode(wanted)
+        with suppress(OSError):  # `read` tells
             self._connection.sendall(address.secret.encode() + _LENGTH.pack(len(question)) + question)
 
     def read(self, token_ids: Sequence[int], content: memoryview) -> bool:
-        """Fill the buffer with the next block; False where no more come or it is not what it should be."""
+        """Fill the buffer with the next block; False where no more come or it is not what it should be.
+
+        Raises OSError where nothing comes any more and the connection is not closed.
+        """
         try:
             header = _received(self._connection, HEADER.size + array("q").itemsize * len(token_ids))
             _receive(self._connection, content)
-        except (OSError, EOFError):
+        except EOFError:
             return False
         return header == header_of(token_ids, content)
 

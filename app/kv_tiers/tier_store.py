@@ -28,6 +28,7 @@ from app.kv_tiers.peers import BlocksOfPeer, PeerServer, Wanted
 logger = logging.getLogger(__name__)
 
 MEASURED_LIFE_S = 30.0  # for so long the time of a fetch says how long the next one takes
+SILENCE_S = 5.0  # for so long a replica that does not answer is not asked again
 LIST_AGAIN_S = 5.0  # how soon a block that another replica has written is found
 MAX_OFFERED = 100_000  # prefixes that wait to be written; the oldest are forgotten
 MIN_TOKENS = 512  # of a prefix that has come once: chats and agents are longer, what is shorter is soon computed
@@ -67,6 +68,7 @@ class TierStore(BlockStore):
         self._paused_until = 0.0
         self._has_failed = False  # the last write
         self._peers: PeerServer | None = None
+        self._silent_until: dict[Address, float] = {}  # replicas that did not answer: not asked before
         self.num_read = self.num_written = self.num_received = 0  # blocks, since the start
         self._threads = [
             threading.Thread(target=self._read_all, args=(queue,), name=name, daemon=True)
@@ -84,7 +86,9 @@ class TierStore(BlockStore):
     def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
         """Of a request that goes on from another replica all: that one may have written them a moment ago."""
         folder, elsewhere = self._folder, request.prefix_at
-        num_of_peer = 0 if elsewhere is None else elsewhere.num_blocks - num_before
+        num_of_peer = 0
+        if elsewhere is not None and time.monotonic() >= self._silent_until.get(elsewhere.address, -inf):
+            num_of_peer = elsewhere.num_blocks - num_before
         if folder is None and num_of_peer <= 0:
             return 0
         found = 0
@@ -216,15 +220,21 @@ class TierStore(BlockStore):
                     break
                 if peer is None and self._is_in_folder(fetch, name, token_ids, content):
                     self.num_read += 1
+                elif fetch.request.prefix_at is None:
+                    break
                 else:
-                    peer = peer or self._peer_of(fetch)
-                    if peer is None or not peer.read(token_ids, content):
+                    peer = peer or self._peer_of(fetch, fetch.request.prefix_at.address)
+                    if not peer.read(token_ids, content):
                         break
                     self.num_received += 1
                 for at, part in parts:
                     part[:] = content[at : at + len(part)]
                 fetch.num_filled += 1
                 self._measure(time.perf_counter() - began_at)
+        except OSError as error:  # the other replica has ended, or does not answer
+            if fetch.request.prefix_at is not None:
+                self._silent_until[fetch.request.prefix_at.address] = time.monotonic() + SILENCE_S
+            logger.info("a prefix is computed, as the replica that has it does not send it: %s", error)
         finally:
             if peer is not None:
                 peer.close()
@@ -235,20 +245,14 @@ class TierStore(BlockStore):
     def _is_in_folder(self, fetch: Fetch, name: bytes, token_ids: Sequence[int], content: memoryview) -> bool:
         return self._folder is not None and self._folder.read(name, fetch.request.tenant, token_ids, content)
 
-    def _peer_of(self, fetch: Fetch) -> BlocksOfPeer | None:
-        """The blocks of a fetch that are not filled yet, from the replica that its request names."""
+    def _peer_of(self, fetch: Fetch, address: Address) -> BlocksOfPeer:
+        """The blocks of a fetch that are not filled yet, from the replica with this address. Raises OSError."""
         request = fetch.request
-        if request.prefix_at is None:
-            return None
         block_size, num_before = len(fetch.token_ids[0]), len(fetch.before)
         num_tokens = (num_before + len(fetch.blocks)) * block_size
         token_ids = array("q", (*request.prompt_token_ids, *request.generated_token_ids)[:num_tokens])
         wanted = Wanted(self.namespace, request.prefix_salt, token_ids.tobytes(), num_before + fetch.num_filled)
-        try:
-            return BlocksOfPeer(request.prefix_at.address, wanted)
-        except OSError as error:  # it has ended, or does not answer
-            logger.info("the prefix of a request is computed, as the replica that has it cannot be reached: %s", error)
-            return None
+        return BlocksOfPeer(address, wanted)
 
     def _measure(self, seconds: float) -> None:
         """Of one block."""

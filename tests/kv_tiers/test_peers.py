@@ -7,7 +7,7 @@ import socket
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def wanted(num_blocks: int, *, num_before: int = 0, salt: str = "salt", namespac
 def received(address: Address, question: Wanted, *, num_bytes: int = 64) -> list[int]:
     """The values that fill each block that comes."""
     values: list[int] = []
-    with closing(BlocksOfPeer(address, question)) as blocks:
+    with closing(BlocksOfPeer(address, question)) as blocks, suppress(ConnectionError):
         content = memoryview(bytearray(num_bytes))
         place = question.num_before
         while blocks.read((place,) * SIZE, content):
@@ -219,6 +219,9 @@ def test_a_replica_goes_on_with_the_prefix_of_another(demo_path: Path, tmp_path:
     expected, _ = answered(second, prompt)
     third, _ = engine_of(demo_path)
     assert answered(third, prompt, PrefixAt(address, 25)) == (expected, 0), "it has ended"
+    assert third._scheduler.fetches.store is not None
+    ask_again = replace(make_request(prompt), prefix_at=PrefixAt(address, 25))
+    assert third._scheduler.fetches.store.lookup(iter([b"name"]), ask_again, num_before=0) == 0, "it is left alone"
     second.close()
     third.close()
 
