@@ -92,7 +92,7 @@ class PeerServer:
                 wanted = msgspec.msgpack.decode(_received(connection, length), type=Wanted)
                 if wanted.namespace == self._namespace:
                     self._send(connection, wanted)
-        except (OSError, EOFError, ValueError) as error:  # ValueError: it is no question
+        except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:  # the last two: it is no question
             logger.info("a prefix was not sent whole: %s", described(error))
         finally:
             self._free.release()

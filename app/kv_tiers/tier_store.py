@@ -233,7 +233,9 @@ class TierStore(BlockStore):
                 self._measure(time.perf_counter() - began_at)
         except OSError as error:  # the other replica has ended, or does not answer
             if fetch.request.prefix_at is not None:
-                self._silent_until[fetch.request.prefix_at.address] = time.monotonic() + SILENCE_S
+                now = time.monotonic()
+                self._silent_until = {at: until for at, until in self._silent_until.items() if until > now}
+                self._silent_until[fetch.request.prefix_at.address] = now + SILENCE_S
             logger.info("a prefix is computed, as the replica that has it does not send it: %s", error)
         finally:
             if peer is not None:
