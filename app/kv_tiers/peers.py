@@ -121,12 +121,12 @@ class BlocksOfPeer:
     def read(self, token_ids: Sequence[int], content: memoryview) -> bool:
         """Fill the buffer with the next block; False where no more come or it is not what it should be.
 
-        Raises OSError where nothing comes any more and the connection is not closed.
+        Raises TimeoutError where nothing comes and the connection stays open.
         """
         try:
             header = _received(self._connection, HEADER.size + array("q").itemsize * len(token_ids))
             _receive(self._connection, content)
-        except EOFError:
+        except (EOFError, ConnectionError):
             return False
         return header == header_of(token_ids, content)
 

@@ -7,7 +7,7 @@ import socket
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def wanted(num_blocks: int, *, num_before: int = 0, salt: str = "salt", namespac
 def received(address: Address, question: Wanted, *, num_bytes: int = 64) -> list[int]:
     """The values that fill each block that comes."""
     values: list[int] = []
-    with closing(BlocksOfPeer(address, question)) as blocks, suppress(ConnectionError):
+    with closing(BlocksOfPeer(address, question)) as blocks:
         content = memoryview(bytearray(num_bytes))
         place = question.num_before
         while blocks.read((place,) * SIZE, content):
