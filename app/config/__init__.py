@@ -33,7 +33,7 @@ from app.config.pipelines import (
     RouteStepConfig,
     named_by,
 )
-from app.config.replicas import AutoscalingConfig, GroupConfig, ReplicasConfig
+from app.config.replicas import AutoscalingConfig, GroupConfig, ReplicasConfig, RolesConfig
 from app.config.scheduler import (
     PRESETS,
     AdaptiveConfig,
@@ -95,6 +95,7 @@ __all__ = [
     "RankingStepConfig",
     "ReplicasConfig",
     "RerankStepConfig",
+    "RolesConfig",
     "RouteStepConfig",
     "SchedulerConfig",
     "ServedModelConfig",

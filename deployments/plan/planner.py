@@ -14,7 +14,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 from pydantic import ValidationError
 
-from app.config import CacheConfig, SchedulerConfig, StrategyConfig, choice_of
+from app.config import CacheConfig, RolesConfig, SchedulerConfig, StrategyConfig, choice_of
 from app.errors import InvalidSetup
 from deployments.plan.simulation import FleetSimulation, SimulatedRun, simulate
 from deployments.plan.step_cost import MeasuredReplica
@@ -115,6 +115,19 @@ class LoadPoint:
         return self.run.requests_per_s / float(served.mean()) if len(served) else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The planned replicas with `replicas.roles`, and the trace on them."""
+
+    roles: RolesConfig
+    run: SimulatedRun
+
+    def pays(self, level: ServiceLevel, together: SimulatedRun) -> bool:
+        """Whether it holds the promise with clearly shorter waits between tokens, and hardly fewer tokens."""
+        is_shorter = self.run.percentile_s("itl", 99) <= 0.9 * together.percentile_s("itl", 99)
+        return level.is_met(self.run) and is_shorter and self.run.requests_per_s >= 0.98 * together.requests_per_s
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The settings, the replicas, and what they give."""
@@ -125,6 +138,7 @@ class Plan:
     full_rate_per_replica: float  # that it takes at all
     run: SimulatedRun  # of the trace
     curve: Sequence[LoadPoint]
+    splits: Sequence[Split] = ()  # the same replicas with roles
 
     @cached_property
     def knee(self) -> LoadPoint:
@@ -176,8 +190,17 @@ class Planner:
         curve = [self._at_load(scheduler, num_replicas, load, full_rate * num_replicas) for load in loads]
         return Plan(
             scheduler=scheduler, num_replicas=num_replicas, rate_per_replica=rate, full_rate_per_replica=full_rate,
-            run=run, curve=curve,
+            run=run, curve=curve, splits=self._splits(scheduler, num_replicas),
         )  # fmt: skip
+
+    def _splits(self, scheduler: SchedulerConfig, num_replicas: int) -> list[Split]:
+        """With a few numbers of replicas for prompts; none where replicas do not fetch KV memory."""
+        if not self._measured.kv_bytes:
+            return []
+        numbers = {max(1, num_replicas // 4), num_replicas // 2, num_replicas - max(1, num_replicas // 4)}
+        roles = [RolesConfig(prefill=number, decode=num_replicas - number) for number in sorted(numbers) if
+                 0 < number < num_replicas]  # fmt: skip
+        return [Split(each, self._simulated(self._trace, scheduler, num_replicas, each)) for each in roles]
 
     # -- settings
 
@@ -256,12 +279,14 @@ class Planner:
         trace, rate = self._trace.first(num_in_curve * num_replicas), load * full_rate
         return LoadPoint(load, rate, self._simulated(trace.at_rate(rate), scheduler, num_replicas))
 
-    def _simulated(self, trace: Trace, scheduler: SchedulerConfig, num_replicas: int = 1) -> SimulatedRun:
+    def _simulated(
+        self, trace: Trace, scheduler: SchedulerConfig, num_replicas: int = 1, roles: RolesConfig | None = None
+    ) -> SimulatedRun:
         num_simulated_requests = 100_000
         max_replicas = num_simulated_requests * num_replicas // len(trace.requests)
         return simulate(
             trace, self._measured, scheduler, self._cache, num_replicas=num_replicas, dispatch=self._dispatch,
-            max_replicas=min(max(max_replicas, _MIN_SIMULATED), _MAX_SIMULATED),
+            max_replicas=min(max(max_replicas, _MIN_SIMULATED), _MAX_SIMULATED), roles=roles,
         )  # fmt: skip
 
 

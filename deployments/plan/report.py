@@ -56,6 +56,12 @@ def plan_in_words(plan: Plan, trace: Trace, level: ServiceLevel, *, cost_per_hou
             f"simulated            {run.share * plan.num_replicas:.0f} of the replicas and {run.num_requests:,} of "
             "the requests, chosen at random"
         )
+    for split in plan.splits:
+        ttft, itl = (in_words(split.run.percentile_s(metric, 99)) for metric in _METRICS)
+        lines.append(
+            f"{f'roles {split.roles.prefill} + {split.roles.decode}':<21}TTFT p99 {ttft}, ITL p99 {itl}, "
+            f"{split.run.requests_per_s:.3g} requests/s: {'pays' if split.pays(level, run) else 'does not pay'}"
+        )
     if cost_per_hour is not None:
         cost = plan.cost_per_million_tokens(cost_per_hour)
         lines.append(

@@ -10,31 +10,35 @@ import heapq
 import random
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count, pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.build import assemble
-from app.config import CacheConfig, SchedulerConfig
+from app.config import CacheConfig, RolesConfig, SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
+from app.engine.block_pool import Prefix
+from app.engine.block_store import BlockStore, Fetch
 from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
 from app.engine.observer import StepObserver
-from app.engine.request import Request, TokenDelta
+from app.engine.request import ALL_BLOCKS, Address, PrefixAt, Request, TokenDelta
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence as EngineSequence
+from app.engine.stats import StoreStats
 from app.errors import Overloaded
 from app.fleet import report_of
-from app.fleet.dispatch import GroupChooser, make_policy
+from app.fleet.dispatch import DECODE, PREFILL, Group, GroupChooser, group_of_rank, make_policy
 from app.fleet.prefix_feed import PrefixFeed, PrefixReader
 from app.fleet.replica_registry import ReplicaRegistry
 from deployments.plan.step_cost import MeasuredReplica, StepCost, StepShape
 from deployments.plan.traces import Trace, TracedRequest
 
+FETCHED_BYTES_PER_S = 0.7e9  # from another replica, as measured on one machine (docs/results/features.md)
 TOKEN_ID = 0  # that each step draws, where it does not end a request
 
 
@@ -106,6 +110,46 @@ class TimedRunner(ModelRunner):
         del steps.ends_at[number:]
 
 
+class _PeerStore(BlockStore):
+    """The KV memory of other replicas: a fetch takes its time, and finds all that it should."""
+
+    namespace = b"simulated"
+
+    def __init__(self, clock: SimulatedClock, block_s: float) -> None:
+        self._clock = clock
+        self._block_s = block_s
+        self._under_way: list[tuple[float, Fetch]] = []  # the first to end first
+
+    def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
+        at = request.prefix_at
+        return 0 if at is None else sum(1 for _ in islice(names, max(0, at.num_blocks - num_before)))
+
+    def expected_s(self, num_blocks: int) -> float:
+        return self._block_s * num_blocks
+
+    def begin(self, fetch: Fetch) -> None:
+        begins_at = max([self._clock.now, *(ends_at for ends_at, _ in self._under_way[-1:])])
+        self._under_way.append((begins_at + self._block_s * len(fetch.blocks), fetch))
+
+    def advance(self) -> None:
+        """End the fetches that are due."""
+        while self._under_way and self._under_way[0][0] <= self._clock.now:
+            _, fetch = self._under_way.pop(0)
+            fetch.num_filled, fetch.is_done = len(fetch.blocks), True
+
+    def offer(self, prefix: Prefix) -> None:
+        """Nothing is kept."""
+
+    def stats(self) -> StoreStats:
+        return StoreStats()
+
+    def settle(self, timeout_s: float) -> None:
+        """No simulated engine sleeps."""
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
 class SimulatedScheduler(Scheduler):
     """A scheduler that can compute many steps at once, where each only gives every running sequence one more token."""
 
@@ -114,7 +158,8 @@ class SimulatedScheduler(Scheduler):
 
         0: the next step may have something to decide, or ends a sequence by its limit.
         """
-        is_plain = not (len(self._waiting) or self._ended or self._policy.counts_steps or self.drafter)
+        has_waiting = len(self._waiting) or len(self.fetches)
+        is_plain = not (has_waiting or self._ended or self._policy.counts_steps or self.drafter)
         running = self.running
         if not (is_plain and running) or self._deadlines.next_at is not None or not all(map(_decodes_plainly, running)):
             return 0
@@ -195,10 +240,12 @@ class _Replica:
 
     def __init__(
         self, replica_id: str, scheduler: SchedulerConfig, cache: CacheConfig, measured: MeasuredReplica,
-        *, noise: _Noise | None, recorder: StepObserver | None, tells_prefixes: bool,
+        *, noise: _Noise | None, recorder: StepObserver | None, tells_prefixes: bool, group: str = "",
     ) -> None:  # fmt: skip
         self.replica_id = replica_id
+        self.group = group
         self.clock = SimulatedClock()
+        self.store = _PeerStore(self.clock, measured.kv_bytes / FETCHED_BYTES_PER_S) if group else None
         self.is_computing = False
         self.awaited = -1  # the number of its next event; others of it are stale
         self.entering: list[tuple[Request, float]] = []
@@ -209,6 +256,7 @@ class _Replica:
         engine = assemble(
             scheduler, cache, num_blocks=measured.num_blocks, runner=self.runner, facts=measured.facts,
             clock=self.clock, recorder=recorder, scheduler_class=SimulatedScheduler, engine_class=SimulatedEngine,
+            store=self.store,
         )  # fmt: skip
         assert isinstance(engine, SimulatedEngine), "of that class"
         self.engine = engine
@@ -258,7 +306,9 @@ class _Replica:
         """Report, as with every frame."""
         stats = self.engine.stats()
         num_requests = stats.num_running + stats.num_waiting
-        report = report_of(stats, num_requests=num_requests, group="", max_requests=self._max_requests, step_age_s=0.0)
+        report = report_of(
+            stats, num_requests=num_requests, group=self.group, max_requests=self._max_requests, step_age_s=0.0
+        )
         for number, registry in enumerate(registries):
             reader = self._readers.get(number) or self._readers.setdefault(number, self._prefixes.open())
             registry.note(self.replica_id, report, reader.take())
@@ -382,6 +432,7 @@ class FleetSimulation:
         *,
         dispatch: str = "least_loaded",
         num_ingresses: int = 1,
+        roles: RolesConfig | None = None,
         seed: int | None = 1,
         recorders: Mapping[int, StepObserver] | None = None,
     ) -> None:
@@ -390,7 +441,7 @@ class FleetSimulation:
         self._registries = [
             ReplicaRegistry(
                 make_policy(dispatch, random.Random((seed or 0) + number)), GroupChooser(()),
-                block_size=cache.block_size, clock=lambda: self._now,
+                block_size=cache.block_size, clock=lambda: self._now, has_roles=roles is not None,
             )
             for number in range(num_ingresses)
         ]  # fmt: skip
@@ -398,11 +449,14 @@ class FleetSimulation:
         self._rng = random.Random(seed or 0)
         self._registry_of: list[ReplicaRegistry] = []  # by the number of the request
         self._max_tokens: list[int] = []  # likewise
+        groups = [] if roles is None else [Group(PREFILL, roles.prefill), Group(DECODE, roles.decode)]
+        self._split: dict[str, Request] = {}  # that go on elsewhere after their prompt
         self._replicas = {
             f"replica-{number:04d}": _Replica(
                 f"replica-{number:04d}", scheduler, cache, measured,
                 noise=None if seed is None else _Noise(f"{seed} {number}"),
                 recorder=(recorders or {}).get(number), tells_prefixes=self._compares_loads,
+                group=group_of_rank(number, groups),
             )
             for number, measured in enumerate(replicas)
         }  # fmt: skip
@@ -466,6 +520,11 @@ class FleetSimulation:
         if traced.num_output_tokens < traced.max_tokens:
             end = traced.num_prompt_tokens + traced.num_output_tokens - 1
             replica.runner.end_positions[request.request_id] = end
+        if replica.group == PREFILL:
+            self._split[request.request_id] = request
+        self._enter(replica, request)
+
+    def _enter(self, replica: _Replica, request: Request) -> None:
         replica.entering.append((request, self._now))
         if replica.coming is not None:
             self._stop_after_this_step(replica)
@@ -513,6 +572,8 @@ class FleetSimulation:
         if delta.token_ids:
             self._run.note(number, len(delta.token_ids), at_s=self._now)
             self._registry_of[number].progress(delta.request_id, len(delta.token_ids))
+            if (split := self._split.pop(delta.request_id, None)) is not None and delta.finish_reason is None:
+                self._hand_over(replica, split, self._registry_of[number])
         if delta.finish_reason is not None:
             num_generated = self._run.num_tokens[number]
             self._run.num_failed += delta.error is not None
@@ -526,9 +587,25 @@ class FleetSimulation:
             if (following := self._following.pop(number, None)) is not None:
                 self._expect(following, is_first=False, after_s=self._now)
 
+    def _hand_over(self, before: _Replica, request: Request, registry: ReplicaRegistry) -> None:
+        """A request goes on at a decode replica, which fetches its KV memory. As `Fleet` does."""
+        before.engine.abort(request.request_id)
+        at = PrefixAt(Address("", 0, ""), ALL_BLOCKS)
+        request = replace(request, generated_token_ids=(TOKEN_ID,), prefix_at=at)
+        try:
+            replica = self._replicas[registry.place(request, registry.replica_ids).replica_id]
+        except Overloaded:
+            replica = before  # it waits there; the real one waits for room anywhere
+        end = before.runner.end_positions.pop(request.request_id, None)
+        if end is not None:
+            replica.runner.end_positions[request.request_id] = end
+        self._enter(replica, request)
+
     def _go_on(self, replica: _Replica) -> None:
         """Begin the next step, or wait for the strategy's timer or a request."""
         replica.clock.now = self._now
+        if replica.store is not None:
+            replica.store.advance()
         replica.enter()
         idle_s = replica.engine.idle_s
         if idle_s is None:
@@ -554,12 +631,12 @@ class FleetSimulation:
 def simulate(
     trace: Trace, measured: MeasuredReplica, scheduler: SchedulerConfig, cache: CacheConfig,
     *, num_replicas: int = 1, dispatch: str = "least_loaded", seed: int | None = 1,
-    max_replicas: int | None = None,
+    max_replicas: int | None = None, roles: RolesConfig | None = None,
 ) -> SimulatedRun:  # fmt: skip
     """The trace through a new fleet. Of one with more than `max_replicas`, so many and their share of the requests."""
     num_simulated = min(num_replicas, max_replicas or num_replicas)
     share = num_simulated / num_replicas
-    fleet = FleetSimulation([measured] * num_simulated, scheduler, cache, dispatch=dispatch, seed=seed)
+    fleet = FleetSimulation([measured] * num_simulated, scheduler, cache, dispatch=dispatch, seed=seed, roles=roles)
     run = fleet.run(trace if share == 1.0 else trace.dealt(0.0, share))
     run.share = share
     return run

@@ -216,6 +216,7 @@ class MeasuredReplica:
     block_size: int
     facts: ModelInfo
     cost: StepCost
+    kv_bytes: int = 0  # of one block; 0: replicas do not fetch KV memory from one another
 
     def write(self, path: Path) -> None:
         """Raises InvalidSetup if the file cannot be written."""
@@ -275,6 +276,7 @@ def measure(
         block_size=config.cache.block_size,
         facts=loaded.facts,
         cost=StepCost.fit(times.steps),
+        kv_bytes=sum(map(len, loaded.runner.kv_memory() or ())) // num_blocks if num_blocks else 0,
     )
 
 

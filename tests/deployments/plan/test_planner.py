@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from app.config import CacheConfig, SchedulerConfig
 from app.errors import InvalidSetup
 from deployments.plan.__main__ import main
 from deployments.plan.planner import MAX_PART, Plan, Planner, ServiceLevel, WholeFleet
+from deployments.plan.report import plan_in_words
 from deployments.plan.simulation import SimulatedRun, simulate
 from deployments.plan.traces import Trace
 from tests.deployments.plan.measured import measured_replica, trace_of
@@ -76,6 +78,25 @@ def test_the_knee_is_below_the_full_load_and_overload_is_past_it() -> None:
     full = next(point for point in plan.curve if point.load == 1.0)
     assert plan.curve[-1].run.percentile_s("ttft", 99) > full.run.percentile_s("ttft", 99)
     assert plan.cost_per_million_tokens(3.6) == pytest.approx(1000 / plan.output_tokens_per_s)
+
+
+def test_a_plan_says_whether_roles_pay() -> None:
+    measured = replace(measured_replica(), kv_bytes=1_000_000)
+    long_prompts = trace_of(*((0.05 * number, 600, 40) for number in range(100)))
+    level = ServiceLevel.parse("ttft_p99=1s")
+    scheduler = SchedulerConfig()
+    planner = Planner(long_prompts, level, measured, scheduler, CacheConfig(), dispatch="least_loaded")
+    plan = planner.plan()
+    assert plan.num_replicas > 1
+    assert plan.splits
+    assert all(each.roles.prefill + each.roles.decode == plan.num_replicas for each in plan.splits)
+    words = plan_in_words(plan, long_prompts, level, cost_per_hour=None)
+    for split in plan.splits:
+        pays = "pays" if split.pays(level, plan.run) else "does not pay"
+        assert f"roles {split.roles.prefill} + {split.roles.decode}" in words
+        assert pays in words
+        assert split.run.num_output_tokens == plan.run.num_output_tokens
+    assert not plan_of(STEADY.at_rate(500.0), "ttft_p99=100ms,itl_p99=40ms").splits, "nothing can be fetched"
 
 
 def test_the_command_prints_a_plan_and_writes_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

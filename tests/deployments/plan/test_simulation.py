@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.build import assemble, build_sync_engine
-from app.config import CacheConfig, EngineConfig, SchedulerConfig
+from app.config import CacheConfig, EngineConfig, RolesConfig, SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
@@ -55,6 +55,22 @@ def test_requests_are_spread_over_replicas_by_the_real_dispatch() -> None:
     assert spread.per_request_s("ttft")[-1] == pytest.approx(0.030)
     assert spread.seconds < alone.seconds
     assert spread.num_output_tokens == alone.num_output_tokens == 40
+
+
+def test_with_roles_streams_wait_for_no_long_prompt_and_prompts_for_their_kv_memory() -> None:
+    streams = [(0.0, 20, 300) for _ in range(8)]
+    trace = trace_of(*streams, *((0.1 + 0.3 * number, 1000, 3) for number in range(8)))
+    measured = replace(measured_replica(), kv_bytes=int(0.0007e9))  # 1 ms for a block
+    together, split = (
+        simulate(trace, measured, SchedulerConfig(), CACHE, num_replicas=2, seed=None, roles=roles)
+        for roles in (None, RolesConfig())
+    )
+    assert list(split.num_tokens) == list(together.num_tokens) == [300] * 8 + [3] * 8
+    assert not split.num_refused + split.num_failed
+    assert max(split.gaps_s[: 8 * 299]) < 0.08 < max(together.gaps_s)
+    # The second token of the first long prompt comes after 62 blocks: 63 are full, one token at least is computed.
+    second = split.last_tokens_s[8] - split.first_tokens_s[8]
+    assert 0.062 < second < 0.062 + 0.06
 
 
 def test_a_part_of_a_large_fleet_stands_for_all_of_it() -> None:
