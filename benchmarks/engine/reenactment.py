@@ -70,7 +70,7 @@ class RecordedStore(BlockStore):
                 fetch.num_filled, fetch.is_done = num_filled, True
         self._wanted = {request_ids.get(number, ""): num_blocks for number, num_blocks in record.fetching}
 
-    def lookup(self, names: Iterable[bytes], request: Request) -> int:
+    def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
         return sum(1 for _ in islice(names, self._wanted.get(request.request_id, 0)))
 
     def expected_s(self, num_blocks: int) -> float:

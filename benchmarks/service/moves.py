@@ -44,7 +44,7 @@ Figures = dict[str, Any]
 
 def measure(*, model: str, only: Sequence[str], prompt_tokens: int, rounds: int, seed: int) -> dict[str, Any]:
     """The figures of these scenes, or of all, and how many answers differ."""
-    scenes = {
+    scenes: dict[str, Callable[..., tuple[list[Answer], Figures]]] = {
         "leave": partial(_leave, prompt_tokens=prompt_tokens),
         "short": _short,
         "roles": partial(_roles, prompt_tokens=prompt_tokens),

@@ -430,12 +430,12 @@ async def test_requests_leave_a_replica_that_is_short_of_memory_for_one_with_roo
     local = LocalFleet(2)
     first, second = local.replicas
     first.prefixes.address = of_first.get("address", address)
+    second.reported = of_second
     async with local:
         local.hold(first, second)
         answers = local.start(requests)
         await local.held(first, second)
         first.reported = {"is_short_of_memory": of_first["is_short_of_memory"]}
-        second.reported = of_second
         local.go()
         await check(requests, answers)
         resumed = [each for each in second.served if each.generated_token_ids]

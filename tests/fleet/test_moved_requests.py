@@ -10,6 +10,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from app.build import build_engine
 from app.config import ReplicasConfig
 from app.engine.async_engine import AsyncEngine
@@ -28,9 +30,16 @@ from app.fleet.dispatch import DECODE, PREFILL, GroupChooser, make_policy
 from tests.kit.engine import Outcome, make_request
 from tests.kit.fleet import Counts
 from tests.kit.models import config_of
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 BLOCK_SIZE = 16
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine computing may be quicker."""
+    for name in ("MIN_PATIENCE_S", "FIRST_PATIENCE_S"):
+        monkeypatch.setattr(f"app.engine.fetches.{name}", PATIENCE_S)
 
 
 class Replica:

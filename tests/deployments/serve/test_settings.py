@@ -283,7 +283,10 @@ def test_a_mistake_in_groups_is_named(groups: list[dict[str, Any]], message: str
     ("replicas", "message"),
     [
         ({"num_replicas": 2, "roles": {"prefill": 1, "decode": 2}}, "1 + 2 replicas and num_replicas=2: set it to 3"),
-        ({"num_replicas": 1, "roles": {"prefill": 1, "decode": 0}}, "roles.decode: got 0; must be at least 1"),
+        (
+            {"num_replicas": 1, "roles": {"prefill": 1, "decode": 0}},
+            "roles.decode: got 0; must be greater than or equal to 1",
+        ),
         ({"roles": {}, "autoscaling": {"min_replicas": 1}}, "roles need 2 replicas at least: raise num_replicas and"),
         ({"roles": {}, "groups": [A, B]}, "roles and groups: replicas with roles fetch KV memory"),
         ({"roles": {}, "num_gpus": 1}, "roles and num_gpus=1: replicas with roles"),
