@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from app.culprits import Culprits, SuspectQueue
-from app.engine.request import ALL_BLOCKS, PrefixAt, Queued, Request, TokenDelta
+from app.engine.request import ALL_BLOCKS, Address, PrefixAt, Queued, Request, TokenDelta
 from app.engine.snapshot import EngineSnapshot
 from app.errors import Cancelled, DeadlineMissed, Overloaded, ReplicasLost, Unavailable
 from app.fleet.connection import FailoverLimits, FleetMetrics, FrameReader, ReplicaConnection
@@ -239,7 +239,7 @@ class Fleet:
         if isinstance(lost, RequestLeft):
             in_flight.lost_at = now
             if in_flight.prefixes_at is not None:
-                in_flight.left = PrefixAt(in_flight.prefixes_at, ALL_BLOCKS)
+                in_flight.left = PrefixAt(Address._make(in_flight.prefixes_at), ALL_BLOCKS)
             self._metrics.resumed(lost.reason)
             return 0.0
         self._registry.suspect(in_flight.replica_id)  # until it reports again

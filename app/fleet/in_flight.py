@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from app.engine.request import Address, PrefixAt, Request, TokenDelta, UnreadDelta, as_delta, with_next
+from app.engine.request import PrefixAt, Request, TokenDelta, UnreadDelta, as_delta, with_next
 from app.errors import CarouselError, DeadlineMissed, DeviceFault, EngineStopped
 from app.fleet.dispatch import Decision
 
@@ -99,7 +99,7 @@ class InFlightRequest:
         self.sent = sent  # the request as this attempt has it
         self.decision: Decision | None = None  # from `place` on
         self.replica_id = ""  # likewise
-        self.prefixes_at: Address | None = None  # where the replica gives its KV memory away
+        self.prefixes_at: tuple[str, int, str] | None = None  # where the replica gives its KV memory away
         self.leaves_after_prompt = False  # another replica goes on after its first token
         self.is_accepted = False  # the replica has queued it
         self.has_ended = False  # the attempt takes nothing more
@@ -109,7 +109,7 @@ class InFlightRequest:
         self._waiting: asyncio.Future[None] | None = None  # the reader's, while it waits
         return sent
 
-    def place(self, decision: Decision, *, weights: int = 0, prefixes_at: Address | None = None) -> None:
+    def place(self, decision: Decision, *, weights: int = 0, prefixes_at: tuple[str, int, str] | None = None) -> None:
         """The current attempt is sent to a replica, which may still refuse it."""
         self.decision = decision
         self.replica_id = decision.candidates[0].replica_id

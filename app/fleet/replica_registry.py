@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from app.engine.block_pool import digests_of
-from app.engine.request import Adapter, PrefixAt, Request
+from app.engine.request import Adapter, Address, PrefixAt, Request
 from app.errors import Overloaded, Unavailable
 from app.fair import RetryTimes
 from app.fleet.dispatch import (
@@ -133,7 +133,7 @@ class ReplicaRegistry:
         address = self.addresses.get(most.replica_id)
         if address is None or most.num_cached_tokens - chosen.num_cached_tokens < MIN_FETCHED_TOKENS:
             return None
-        return PrefixAt(address, most.num_cached_tokens // self._block_size)
+        return PrefixAt(Address._make(address), most.num_cached_tokens // self._block_size)
 
     def have_room(self, request: Request, num_generated: int, replica_ids: Collection[str]) -> set[str]:
         """The replicas that would compute such a request at once, to its end and with a quarter of its memory left."""

@@ -9,8 +9,6 @@ from collections.abc import Collection, Container, Sequence
 
 import msgspec
 
-from app.engine.request import Address
-
 _NONE: Container[int] = frozenset()
 
 
@@ -23,7 +21,8 @@ class PrefixChanges(msgspec.Struct, frozen=True, array_like=True):
     held: bytes
     gone: bytes = b""
     is_all: bool = False  # `held` is all that there is
-    address: Address | None = None  # with all: from where other replicas may fetch them
+    # With all: host, port and secret, from where other replicas may fetch them.
+    address: tuple[str, int, str] | None = None
 
 
 class PrefixIndex:
@@ -39,7 +38,7 @@ class PrefixIndex:
     def __init__(self, *, block_size: int) -> None:
         self._block_size = block_size
         self._held: dict[str, set[int]] = {}  # by replica
-        self.addresses: dict[str, Address] = {}  # of the replicas that give others what they have
+        self.addresses: dict[str, tuple[str, int, str]] = {}  # of the replicas that give others what they have
         self._sent: dict[str, Counter[int]] = {}  # by replica: how many requests under way have each
         self._under_way: dict[str, tuple[str, Sequence[int]]] = {}  # by request: its replica, its chain
 
