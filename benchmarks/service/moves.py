@@ -124,7 +124,7 @@ def _roles(model: str, has_roles: bool, source: random.Random, *, prompt_tokens:
 def _application(
     model: str, fetches: bool, *, cache: Mapping[str, Any] = MappingProxyType({}), **replicas: Any
 ) -> dict[str, Any]:
-    engine = {"model": {"path": model}, "cache": cache}
+    engine = {"model": {"path": model}, "cache": dict(cache)}
     return application(_NAME, engine, {"num_replicas": 2, "fetch_prefixes": fetches, **replicas})
 
 
