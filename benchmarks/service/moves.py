@@ -81,7 +81,8 @@ def _short(model: str, fetches: bool, source: random.Random) -> tuple[list[Answe
     with service(served) as running:
         began_s = time.perf_counter()
         answers, _ = asyncio.run(_followed(running, bodies, {"x-carousel-session": "one"}))
-        gaps = [after - before for each in answers for before, after in pairwise(each.events_s)]
+        from_s = max(each.events_s[0] for each in answers)  # until then, streams wait for the prompts of others
+        gaps = [after - before for each in answers for before, after in pairwise(each.events_s) if before > from_s]
         return answers, {
             "preemptions": _total(running, "carousel_engine_memory_preemptions_total"),
             "seconds": round(max(each.ended_s for each in answers) - began_s, 2),
