@@ -26,7 +26,7 @@ from app.engine.block_store import BlockStore
 from app.engine.deadlines import Deadlines, deadline_missed
 from app.engine.fetches import PrefixFetches
 from app.engine.matcher import Matcher
-from app.engine.policies import SchedulingPolicy, make_policy
+from app.engine.policies import make_policy
 from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
 from app.engine.result_processor import ResultProcessor
 from app.engine.running import RunningSequences
@@ -59,12 +59,11 @@ class Scheduler:
         config: SchedulerConfig,
         pool: BlockPool,
         eos_token_ids: Iterable[int],
-        policy: SchedulingPolicy | None = None,
         takes_whole_prompts: bool = False,
         drafter: Drafter | None = None,
         store: BlockStore | None = None,
     ) -> None:
-        """`policy` is that of the config, unless another is given. Whole prompts are computed in one step each.
+        """Whole prompts are computed in one step each.
 
         Without a drafter nothing is speculated, without a store no blocks are kept beside the pool's.
         """
@@ -73,7 +72,7 @@ class Scheduler:
         self._settings = config.version
         self._pool = pool
         self._strategy = make_strategy(config.strategy)
-        self._policy = policy or make_policy(config.policy)
+        self._policy = make_policy(config.policy)
         self.drafter = drafter
         self._eos_token_ids = frozenset(eos_token_ids)
         self._takes_whole_prompts = takes_whole_prompts
@@ -142,7 +141,6 @@ class Scheduler:
             matcher=matcher,
             adapter=adapter,
         )
-        sequence.order_key = self._policy.order_key(sequence)
         self._num_arrived += 1
         if sequence.deadline_at is not None:
             self._deadlines.watch(
@@ -153,7 +151,12 @@ class Scheduler:
                 is_idle=not self._sequences,
             )
         self._sequences[request.request_id] = sequence
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        """Queue a sequence; one that has waited before gets its old place."""
         self._waiting.push(sequence)
+        sequence.order_key = self._policy.order_key(sequence)
 
     def _expected_tokens(self, request: Request) -> int | None:
         sampling = request.sampling
@@ -219,7 +222,7 @@ class Scheduler:
         if was_waiting:
             self._waiting.note_finished(sequence)
         if sequence.deadline_at is not None:
-            self._deadlines.note_finished()
+            self._deadlines.note_finished(sequence)
         if sequence.adapter is not None:
             sequence.adapter.release()
 
@@ -235,7 +238,8 @@ class Scheduler:
         if not len(self._running):
             self._goes_on_since = None
         self._finish_overdue(now)
-        self._wait_again(self.fetches.collect(now))
+        for sequence in self.fetches.collect(now):
+            self._wait(sequence)
         for sequence in self._to_preempt_for_waiting():
             self._preempt(sequence)
         plan = self._strategy.plan(self._view(now))
@@ -324,20 +328,15 @@ class Scheduler:
         self._totals.preemptions += 1
         self._preempted.append(sequence)
         self._strategy.preempted(sequence)
-        self._waiting.push(sequence)
+        self._wait(sequence)
 
     def give_up_memory(self) -> None:
         """Let every running sequence wait and compute again, and forget every shared prefix."""
         while len(self._running):
             self._preempt(self._running.last)
-        self._wait_again(self.fetches.give_up())
+        for sequence in self.fetches.give_up():
+            self._wait(sequence)
         self.clear_prefix_cache()
-
-    def _wait_again(self, fetched: Iterable[Sequence]) -> None:
-        """Sequences that waited for blocks of a store: each gets its old place."""
-        for sequence in fetched:
-            sequence.order_key = self._policy.order_key(sequence)
-            self._waiting.push(sequence)
 
     # -- waiting sequences
 
@@ -507,8 +506,7 @@ class Scheduler:
             self._waiting = WaitingQueue(self._policy.new_queue, self._strategy.bucket_of)
             self._running.reorder(self._policy.order_key)
             for sequence in waiting:
-                sequence.order_key = self._policy.order_key(sequence)
-                self._waiting.push(sequence)
+                self._wait(sequence)
         while len(self._running) > config.max_running:
             self._preempt(self._running.last)
 

@@ -132,7 +132,7 @@ def test_a_new_tenant_does_not_wait_for_the_backlog_of_others() -> None:
 
 
 def shares_of(engine: Engine) -> FairShares:
-    policy = engine._scheduler._policy._inner  # type: ignore[attr-defined]
+    policy = engine._scheduler._policy
     assert isinstance(policy, FairShare)
     return policy.shares
 

@@ -205,5 +205,5 @@ def test_tenants_are_charged_for_the_tokens_that_were_kept() -> None:
     for drafter in (None, KnowingDrafter(3)):
         engine = build_fake_engine(policy="fair", drafter=drafter)
         run_to_end(engine, make_request(max_tokens=24, tenant="a"))
-        counters.append(engine._scheduler._policy._inner.shares.served("a"))  # type: ignore[attr-defined]
+        counters.append(engine._scheduler._policy.shares.served("a"))  # type: ignore[attr-defined]
     assert counters[0] == counters[1] > 24
