@@ -227,9 +227,8 @@ class Selective:
 class _OpenBatch:
     """The running batch. A sequence that belongs to it may join in a later step, and again after a preemption."""
 
-    bucket: int
     began_at: float
-    num_seats: int  # not taken
+    seats: dict[int, int]  # not taken, by bucket
     num_tokens_left: int | None  # of prompts; None: no limit
     is_empty: bool = True
 
@@ -250,17 +249,21 @@ class WholeBatches(BatchingStrategy):
 
     def plan(self, view: SchedulerView) -> StepPlan:
         if not view.running:
-            self._batch = self._next_batch(view)
-        batch = self._batch
-        if batch is None:
+            opens_at = self.opens_at(view)
+            is_open = opens_at is not None and opens_at <= view.now
+            self._batch = _OpenBatch(view.now, self._new_seats(view), self._max_batch_tokens) if is_open else None
+        if self._batch is None:
             return CLOSED
-        num_waiting = view.waiting.bucket(batch.bucket).num_waiting
-        num_admissible = max(0, min(batch.num_seats, num_waiting, view.num_free_slots))
-        return StepPlan(num_admissible=num_admissible, buckets=(batch.bucket,) * num_admissible)
+        buckets = [
+            number
+            for number, num_seats in self._batch.seats.items()
+            for _ in range(min(num_seats, view.waiting.bucket(number).num_waiting))
+        ]
+        buckets = buckets[: max(0, view.num_free_slots)]
+        return StepPlan(num_admissible=len(buckets), buckets=tuple(buckets))
 
     def opens_at(self, view: SchedulerView) -> float | None:
-        due = [self._due_at(bucket, view) for bucket in view.waiting.buckets]
-        return min(due, default=None)
+        return min((self._due_at(bucket, view) for bucket in view.waiting.buckets), default=None)
 
     def admits(self, sequence: Sequence) -> bool:
         """Whether the batch has tokens left for it; a prompt above the limit runs alone."""
@@ -269,7 +272,7 @@ class WholeBatches(BatchingStrategy):
         left = batch.num_tokens_left
         if left is None or batch.is_empty or sequence.num_prompt_tokens <= left:
             return True
-        batch.num_seats = 0  # full, so that no later sequence overtakes this one
+        batch.seats.clear()  # full, so that no later sequence overtakes this one
         return False
 
     def joined(self, sequence: Sequence) -> None:
@@ -283,15 +286,13 @@ class WholeBatches(BatchingStrategy):
             self._batch_ended(now - self._batch.began_at)
         self._batch = None
 
-    def _next_batch(self, view: SchedulerView) -> _OpenBatch | None:
-        """A new batch, from the bucket that has been due for longest."""
-        due = [(self._due_at(bucket, view), bucket.number) for bucket in view.waiting.buckets]
-        if not due or min(due)[0] > view.now:
-            return None
-        _, number = min(due)
-        # Seats only for the sequences that wait now: a partial batch is not filled up by later arrivals.
-        num_seats = min(self.batch_size, view.waiting.bucket(number).num_waiting)
-        return _OpenBatch(number, view.now, num_seats, self._max_batch_tokens)
+    def _new_seats(self, view: SchedulerView) -> dict[int, int]:
+        """By bucket, for sequences that wait now: a partial batch is not filled up by later arrivals.
+
+        All of them in the bucket that has been due for longest; some bucket is due.
+        """
+        _, number = min((self._due_at(bucket, view), bucket.number) for bucket in view.waiting.buckets)
+        return {number: min(self.batch_size, view.waiting.bucket(number).num_waiting)}
 
     def _due_at(self, bucket: Bucket, view: SchedulerView) -> float:
         """When a bucket's next batch starts if no other sequence arrives."""
@@ -308,7 +309,8 @@ class WholeBatches(BatchingStrategy):
         if batch is None:
             return  # the sequence has been running since before this strategy was chosen
         batch.is_empty = False
-        batch.num_seats -= number
+        bucket = self.bucket_of(sequence)
+        batch.seats[bucket] = batch.seats.get(bucket, 0) - number
         if batch.num_tokens_left is not None:
             batch.num_tokens_left -= number * sequence.num_prompt_tokens
 
@@ -344,7 +346,7 @@ class Bucketed(WholeBatches):
         return bisect_left(BUCKET_BOUNDARIES, sequence.num_prompt_tokens)
 
 
-class Sorted(BatchingStrategy):
+class Sorted(WholeBatches):
     """Whole batches of the sequence that has waited longest and those whose prompts are nearest to its in length.
 
     So a sequence waits for no more batches than older ones wait before it. A batch starts as a static one does.
@@ -354,45 +356,18 @@ class Sorted(BatchingStrategy):
     _STEP = 16  # lengths are compared in steps of so many tokens; within one the policy decides
 
     def __init__(self, config: SortedConfig) -> None:
-        self.batch_size = config.batch_size
-        self._max_wait_s = config.max_wait_ms / 1e3
-        self._seats: dict[int, int] = {}  # of the running batch, not taken, by bucket
+        super().__init__(batch_size=config.batch_size, max_wait_s=config.max_wait_ms / 1e3)
 
     def bucket_of(self, sequence: Sequence) -> int:
         """From 0 for foreground sequences; below 0 for those of the background."""
         number = sequence.num_prompt_tokens // self._STEP
         return ~number if sequence.request.is_background else number
 
-    def plan(self, view: SchedulerView) -> StepPlan:
-        if not view.running:
-            opens_at = self.opens_at(view)
-            self._seats = self._new_seats(view) if opens_at is not None and opens_at <= view.now else {}
-        buckets = [
-            number
-            for number, num_seats in self._seats.items()
-            for _ in range(min(num_seats, view.waiting.bucket(number).num_waiting))
-        ]
-        buckets = buckets[: max(0, view.num_free_slots)]
-        return StepPlan(num_admissible=len(buckets), buckets=tuple(buckets)) if buckets else CLOSED
-
     def opens_at(self, view: SchedulerView) -> float | None:
         if not len(view.waiting):
             return None
         timer_ends = min(bucket.oldest_at for bucket in view.waiting.buckets) + self._max_wait_s
         return min(view.now, timer_ends) if len(view.waiting) >= min(self.batch_size, view.max_running) else timer_ends
-
-    def joined(self, sequence: Sequence) -> None:
-        self._take_seats(1, sequence)
-
-    def preempted(self, sequence: Sequence) -> None:
-        self._take_seats(-1, sequence)
-
-    def emptied(self, now: float) -> None:
-        self._seats = {}
-
-    def _take_seats(self, number: int, sequence: Sequence) -> None:
-        bucket = self.bucket_of(sequence)
-        self._seats[bucket] = self._seats.get(bucket, 0) - number
 
     def _new_seats(self, view: SchedulerView) -> dict[int, int]:
         """Seats for sequences that wait now, nearest first."""
