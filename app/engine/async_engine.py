@@ -166,10 +166,9 @@ class AsyncEngine:
         store = self.adapters
         if store is None:
             raise UnsupportedAdapter(NO_ADAPTERS)
-        held = store.hold_if_loaded(adapter, tenant=tenant)
-        if held is not None:
-            return held
         loading = store.hold_soon(adapter, tenant=tenant)
+        if loading.done():
+            return loading.result()
         try:
             return await asyncio.wrap_future(loading)
         except asyncio.CancelledError:

@@ -74,8 +74,9 @@ def test_all_in_use_is_overload() -> None:
 
 def test_requests_share_what_is_loaded_and_each_releases_its_own() -> None:
     store, read = store_of(1)
-    first, second = store.hold(adapter("a")), store.hold(adapter("a"))
-    assert first.weights is second.weights
+    first, second = store.hold(adapter("a")), store.hold_soon(adapter("a"))
+    assert second.done(), "nothing waits for what is there"
+    assert first.weights is second.result().weights
     assert read == ["a"]
     first.release()
     with pytest.raises(Overloaded):
@@ -189,15 +190,3 @@ def test_all_that_no_request_uses_are_unloaded_for_sleep() -> None:
     held.release()
     store.hold(adapter("b")).release()
     assert read == ["a", "b", "b"]
-
-
-def test_an_adapter_is_held_without_reading_it_only_where_it_is_loaded() -> None:
-    store, read = store_of(1)
-    assert store.hold_if_loaded(adapter("a")) is None
-    assert read == []
-    store.hold(adapter("a")).release()
-    held = store.hold_if_loaded(adapter("a"))
-    assert held is not None
-    with pytest.raises(Overloaded):  # nothing evicts it from now on
-        store.hold(adapter("b"))
-    assert read == ["a"]
