@@ -268,11 +268,11 @@ class Engine:
 
     def on_prefixes(self, note_held: Callable[[int, bool], None]) -> None:
         """See `BlockPool.on_prefixes`. The engine's thread calls."""
-        self._scheduler.on_prefixes(note_held)
+        self._scheduler.pool.on_prefixes(note_held)
 
     def clear_prefix_cache(self) -> None:
         """Forget every shared prefix: later prompts are computed from their start."""
-        self._scheduler.clear_prefix_cache()
+        self._scheduler.pool.clear_cache()
         for observer in self._observers:
             observer.cache_cleared()
 
@@ -353,7 +353,7 @@ class Engine:
         scheduler = self._scheduler
         return self._measurements.snapshot(
             scheduler.limits,
-            block_size=scheduler.block_size,
+            block_size=scheduler.pool.block_size,
             num_outstanding_tokens=scheduler.num_outstanding_tokens,
             num_padding_tokens=self.runner.num_padding_tokens,
             tuning=self.tuning,

@@ -252,7 +252,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def every_block_has_its_owners_and_no_others(self) -> None:
         scheduler = self.engine._scheduler
-        pool = scheduler._pool
+        pool = scheduler.pool
         for sequence in scheduler._running:
             assert [block.block_id for block in sequence.blocks] == sequence.block_ids
             assert len(set(sequence.block_ids)) == len(sequence.block_ids)

@@ -264,7 +264,7 @@ def test_a_waiting_request_that_lacks_blocks_keeps_the_match_of_its_prefix() -> 
     waiting = make_request((*shared, *([44] * 40)), max_tokens=2)
     engine.add(waiting)
     engine.step()
-    pool = engine._scheduler._pool
+    pool = engine._scheduler.pool
     pool._cached = cache = CountedCache(pool._cached)
     for _ in range(10):
         engine.step()

@@ -145,7 +145,7 @@ class RecordedMachine(EngineMachine):
 
     def run_to_the_end(self) -> None:
         super().run_to_the_end()
-        pool = self.engine._scheduler._pool
+        pool = self.engine._scheduler.pool
         cache = CacheConfig(block_size=pool.block_size)
         header = header_of(self.runner, self.first_settings, num_blocks=pool.num_blocks, cache=cache)
         assert assert_replayed(header, self.recorded).made == Replay(header, self.recorded.lines).made
