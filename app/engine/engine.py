@@ -351,14 +351,16 @@ class Engine:
     def measurements(self) -> EngineMeasurements:
         """All measurements since the start. Any thread may call."""
         scheduler = self._scheduler
-        return self._measurements.snapshot(
-            scheduler.limits,
+        return EngineMeasurements(
+            max_running=scheduler.limits.max_running,
             block_size=scheduler.pool.block_size,
             num_outstanding_tokens=scheduler.num_outstanding_tokens,
             num_padding_tokens=self.runner.num_padding_tokens,
             tuning=self.tuning,
             adapters=None if self.adapters is None else self.adapters.stats(),
+            sleep=None,  # an engine in its thread may have a sleeper
             store=scheduler.fetches.stats(),
+            **self._measurements.distributions(),
         )
 
     def _new_tuner(self) -> Tuner | None:
