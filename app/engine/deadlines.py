@@ -38,10 +38,9 @@ class Deadlines:
         count: no request is refused by a guess. An idle engine (`is_idle`) starts every sequence: otherwise it
         would not learn that it has become faster.
         """
-        deadline_at = _deadline_at(sequence)
         num_tokens = sequence.request.sampling.min_tokens if num_expected_tokens is None else num_expected_tokens
-        give_up_at = deadline_at if is_idle else self._give_up_at(sequence, policy, chunk_tokens, num_tokens)
-        self._heap.push(sequence, min(give_up_at, deadline_at))
+        give_up_at = None if is_idle else self._give_up_at(sequence, policy, chunk_tokens, num_tokens)
+        self._heap.push(sequence, give_up_at)
 
     def overdue(self, now: float) -> Iterator[Sequence]:
         """The sequences that must end now: expired, or too late to be started. The caller ends each before the next."""
@@ -64,8 +63,7 @@ class Deadlines:
         deadline_at = _deadline_at(sequence)
         if sequence.arrived_at + service_s > deadline_at:
             return sequence.arrived_at  # it would be late even if it started now
-        give_up_at = policy.give_up_at(sequence, service_s)
-        return deadline_at if give_up_at is None else give_up_at
+        return deadline_at - service_s if policy.refuses_late else deadline_at
 
 
 def deadline_missed(sequence: Sequence, now: float) -> DeadlineMissed:

@@ -64,6 +64,7 @@ class SchedulingPolicy(ABC):
 
     preempts = False  # whether a waiting foreground sequence may take the place of a running one
     counts_steps = False  # whether `computed` does anything
+    refuses_late = False  # a sequence that waits, as soon as it can no longer be finished by its deadline
 
     def order_key(self, sequence: Sequence) -> OrderKey:
         """The sequence's place, lowest first. Called when it begins to wait and again when it joins.
@@ -85,13 +86,6 @@ class SchedulingPolicy(ABC):
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
         """Whether `waiting` may take the place of `running`, which then waits behind it."""
         return running.request.is_background and not waiting.request.is_background
-
-    def give_up_at(self, sequence: Sequence, service_s: float) -> float | None:
-        """When a sequence that has not started is refused for its deadline; None when it has none.
-
-        `service_s` is the time from its start to its end. In seconds of the engine's clock.
-        """
-        return sequence.deadline_at
 
     def joined(self, sequence: Sequence) -> None:
         """A sequence has started to run, for the first time or after a preemption."""
@@ -194,6 +188,8 @@ class EarliestDeadlineFirst(FairShare):
     refused.
     """
 
+    refuses_late = True
+
     def foreground_key(self, sequence: Sequence) -> OrderKey:
         # Of one tenant alone, the running one with the latest deadline is preempted first; its counter says nothing.
         return super().foreground_key(sequence) if len(self.shares) > 1 else (0.0, *self.own_key(sequence))
@@ -201,9 +197,6 @@ class EarliestDeadlineFirst(FairShare):
     def own_key(self, sequence: Sequence) -> OrderKey:
         at = sequence.deadline_at
         return (sequence.arrived_at + DEFAULT_DEADLINE_S if at is None else at, sequence.arrival)
-
-    def give_up_at(self, sequence: Sequence, service_s: float) -> float | None:
-        return None if sequence.deadline_at is None else sequence.deadline_at - service_s
 
 
 class _TenantsQueue:
