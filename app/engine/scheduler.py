@@ -239,7 +239,7 @@ class Scheduler:
             self._preempt(sequence)
         plan = self._strategy.plan(self._view(now))
         builder = self._new_builder(plan)
-        self._schedule_running(builder, plan.taking_part(self._running.in_order, is_ahead=is_ahead))
+        self._schedule_running(builder, self._taking_part(is_ahead=is_ahead))
         num_running = len(builder.sequences)
         # After a preemption for blocks memory is short: a sequence that joined now would be preempted next.
         wait_reason = WaitReason.BLOCKS if builder.has_preempted else self._admit(builder, plan, now)
@@ -285,6 +285,13 @@ class Scheduler:
         )  # fmt: skip
 
     # -- running sequences
+
+    def _taking_part(self, *, is_ahead: bool) -> list[Sequence]:
+        """The running sequences, as a new list; those that get their last token in the step before are left out."""
+        if is_ahead:
+            # A sequence that generates nothing takes part until its prompt is computed, like every other.
+            return [s for s in self._running if len(s.generated_token_ids) < (s.request.sampling.max_tokens or 1)]
+        return list(self._running)
 
     def _schedule_running(self, builder: BatchBuilder, running: list[Sequence]) -> None:
         block_size = self.pool.block_size

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections import abc
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from app.config import (
@@ -22,10 +22,6 @@ from app.config import (
 )
 from app.engine.sequence import Sequence
 from app.engine.waiting_queue import Bucket, WaitingQueue
-
-# Of `selective`: a sequence below SHORT_TOKENS is short; a chunk of a prompt above LONG_TOKENS is long. A chat turn is
-# short, a document is long; anything between them disturbs neither much.
-SHORT_TOKENS, LONG_TOKENS = 64, 1024
 
 # Of bucketed batching, in prompt tokens: each class holds prompts of up to twice the length of the one before, so that
 # a batch takes at most twice as long as its shortest prompt needs.
@@ -48,7 +44,7 @@ def make_strategy(config: StrategyConfig) -> BatchingStrategy:
         case HybridConfig():
             return Hybrid(config)
         case ContinuousConfig():
-            return Continuous(config)
+            return Continuous()
 
 
 # ---------------------------------------------------------------------- the interface
@@ -61,7 +57,7 @@ class SchedulerView:
     now: float  # seconds of the engine's clock
     max_running: int
     max_step_tokens: int
-    running: abc.Sequence[Sequence]
+    running: Several[Sequence]
     waiting: WaitingQueue
 
     @property
@@ -76,22 +72,10 @@ class StepPlan:
     num_admissible: int  # waiting sequences that may join, if budget and memory suffice
     buckets: tuple[int, ...] = ()  # where each of them comes from, in turn; empty: all from bucket 0
     max_prefill_tokens: int | None = None  # for all chunks of the step together; None: the whole budget
-    includes: abc.Callable[[Sequence], bool] | None = None  # which running sequences take part; None: all
 
     def bucket(self, number: int) -> int:
         """The bucket of one of the sequences that may join, by its place in their order."""
         return self.buckets[number] if self.buckets else 0
-
-    def taking_part(self, running: list[Sequence], *, is_ahead: bool) -> list[Sequence]:
-        """The running sequences of this step, as a new list.
-
-        With `is_ahead` a sequence that gets its last token in the step before is left out.
-        """
-        taking_part = running if self.includes is None else filter(self.includes, running)
-        if is_ahead:
-            # A sequence that generates nothing takes part until its prompt is computed, like every other.
-            return [s for s in taking_part if len(s.generated_token_ids) < (s.request.sampling.max_tokens or 1)]
-        return list(taking_part)
 
 
 CLOSED = StepPlan(num_admissible=0)
@@ -140,21 +124,14 @@ class Continuous(BatchingStrategy):
 
     joins_any_step = True
 
-    def __init__(self, config: ContinuousConfig | HybridConfig) -> None:
-        self._selective = Selective() if config.selective else None
-
     def plan(self, view: SchedulerView) -> StepPlan:
         return StepPlan(
             num_admissible=max(0, min(view.num_free_slots, len(view.waiting))),
             max_prefill_tokens=self._max_prefill_tokens(view),
-            includes=None if self._selective is None else self._selective.begin_step(view),
         )
 
     def opens_at(self, view: SchedulerView) -> float | None:
         return view.now if len(view.waiting) else None
-
-    def admits(self, sequence: Sequence) -> bool:
-        return self._selective is None or self._selective.admits(sequence)
 
     def _max_prefill_tokens(self, view: SchedulerView) -> int | None:
         return None
@@ -168,56 +145,12 @@ class Hybrid(Continuous):
     """
 
     def __init__(self, config: HybridConfig) -> None:
-        super().__init__(config)
         self._prefill_share = config.prefill_share
 
     def _max_prefill_tokens(self, view: SchedulerView) -> int | None:
         if not any(sequence.is_decoding for sequence in view.running):
             return None
         return max(1, int(self._prefill_share * view.max_step_tokens))
-
-
-class Selective:
-    """An option of the two above: short sequences and chunks of long prompts are computed in different steps.
-
-    Where both are present, they take turns: one step for the short ones, one for the long prompts. Any other sequence
-    takes part in every step, so no sequence waits for more than one step.
-    """
-
-    def __init__(self) -> None:
-        self._is_turn_of_long = False
-        self._has_short = False  # in the step that is being built
-        self._has_long = False
-
-    def begin_step(self, view: SchedulerView) -> abc.Callable[[Sequence], bool] | None:
-        """Which running sequences take part in the next step; None for all of them."""
-        running, waiting = view.running, view.waiting
-        self._has_short = any(map(self._is_short, running))
-        self._has_long = any(map(self._is_long, running))
-        candidates = [*running, waiting.peek()] if len(waiting) and view.num_free_slots > 0 else running
-        if not (any(map(self._is_short, candidates)) and any(map(self._is_long, candidates))):
-            return None
-        self._is_turn_of_long = not self._is_turn_of_long
-        if self._is_turn_of_long:
-            self._has_short = False
-            return lambda sequence: not self._is_short(sequence)
-        self._has_long = False
-        return lambda sequence: not self._is_long(sequence)
-
-    def admits(self, sequence: Sequence) -> bool:
-        """Whether a sequence may join the step; if so, the step has one of its kind."""
-        is_short, is_long = self._is_short(sequence), self._is_long(sequence)
-        if (is_short and self._has_long) or (is_long and self._has_short):
-            return False
-        self._has_short |= is_short
-        self._has_long |= is_long
-        return True
-
-    def _is_short(self, sequence: Sequence) -> bool:
-        return sequence.num_tokens < SHORT_TOKENS
-
-    def _is_long(self, sequence: Sequence) -> bool:
-        return sequence.num_prompt_tokens > LONG_TOKENS and not sequence.is_decoding
 
 
 # ---------------------------------------------------------------------- request-level batching

@@ -34,7 +34,6 @@ pytestmark = pytest.mark.usefixtures("small_lengths")
 
 STRATEGIES: list[Any] = [
     "continuous",
-    {"name": "continuous", "selective": True},
     {"name": "hybrid", "prefill_share": 0.3},
     {"name": "static", "batch_size": 3, "max_wait_ms": 40},
     {"name": "dynamic", "batch_size": 4, "max_batch_tokens": 12, "max_wait_ms": 40},
