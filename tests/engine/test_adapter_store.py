@@ -139,17 +139,6 @@ def test_all_that_wait_for_one_that_cannot_be_read_hear_it_at_once() -> None:
     assert num_tries == 1
 
 
-def test_tenants_take_turns_to_load() -> None:
-    store, read, gate = gated_store(20)
-    flood = [store.hold_soon(adapter(f"flood-{n}"), tenant="flood") for n in range(9)]
-    eventually(lambda: read)
-    others = [store.hold_soon(adapter(name), tenant=name) for name in ("first", "second")]
-    gate.release(20)
-    for each in (*flood, *others):
-        each.result()
-    assert read[:5] == ["flood-0", "flood-1", "first", "second", "flood-2"]
-
-
 def test_the_adapters_of_one_tenant_do_not_push_out_those_of_another() -> None:
     store, _ = store_of(3)
     for tenant, name in (("first", "a"), ("second", "b"), *[("flood", f"flood-{n}") for n in range(9)]):

@@ -108,19 +108,6 @@ def test_a_slot_goes_to_the_owner_with_the_fewest_and_none_is_lost(steps: list[t
     asyncio.run(main())
 
 
-async def test_owners_take_turns_at_the_only_slot() -> None:
-    slots, order = OwnerSlots(1), []
-
-    async def use(owner: str) -> None:
-        await slots.acquire(owner)
-        order.append(owner)
-        await asyncio.sleep(0)
-        slots.release(owner)
-
-    await asyncio.gather(*(use(owner) for owner in "aaaabbc"))
-    assert "".join(order) == "aabcaba"
-
-
 async def test_a_slot_that_comes_as_its_task_is_cancelled_is_given_back() -> None:
     slots = OwnerSlots(1)
     await slots.acquire("a")
