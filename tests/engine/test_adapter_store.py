@@ -63,11 +63,12 @@ def test_one_that_a_request_uses_stays() -> None:
     assert store.stats().loaded == ("e", "f")
 
 
-def test_all_in_use_is_overload() -> None:
-    store, _ = store_of(1)
+def test_all_in_use_is_overload_and_nothing_is_read() -> None:
+    store, read = store_of(1)
     held = store.hold(adapter("a"))
     with pytest.raises(Overloaded, match="1 adapters are in use"):
         store.hold(adapter("b"))
+    assert read == ["a"]
     held.release()
     assert store.hold(adapter("b")).weights is not held.weights
 
@@ -83,28 +84,13 @@ def test_requests_share_what_is_loaded_and_each_releases_its_own() -> None:
         store.hold(adapter("b"))
 
 
-def test_one_that_cannot_be_read_takes_no_place() -> None:
+def test_one_that_cannot_be_read_takes_no_place_and_none_of_another() -> None:
     store, _ = store_of(1)
-    with pytest.raises(UnsupportedAdapter):
-        store.hold(adapter("broken"))
-    assert store.stats().loaded == ()
-    store.hold(adapter("a"))
-
-
-def test_one_that_cannot_be_read_takes_no_place_of_another() -> None:
-    store, _ = store_of(1)
-    store.hold(adapter("a")).release()
-    with pytest.raises(UnsupportedAdapter):
-        store.hold(adapter("broken"))
-    assert store.stats().loaded == ("a",)
-
-
-def test_nothing_is_read_while_all_are_in_use() -> None:
-    store, read = store_of(1)
-    store.hold(adapter("a"))
-    with pytest.raises(Overloaded):
-        store.hold(adapter("b"))
-    assert read == ["a"]
+    for loaded in ((), ("a",)):
+        with pytest.raises(UnsupportedAdapter):
+            store.hold(adapter("broken"))
+        assert store.stats().loaded == loaded
+        store.hold(adapter("a")).release()
 
 
 def test_threads_that_need_one_adapter_read_it_once() -> None:
