@@ -174,13 +174,13 @@ def instructions_of_steps(strategy: str, policy: str, *, num_waiting: int) -> in
     return work.num_instructions
 
 
-# Every strategy under a policy of one order and under one of several, and every policy under two strategies: a queue
-# is a heap of its policy's keys, whatever asks it.
+# Every strategy under one policy, and every policy under two strategies: a queue is a heap of its policy's keys,
+# whatever asks it.
 @pytest.mark.parametrize(
     ("strategy", "policy"),
     [
-        *product(("static", "dynamic", "bucketed", "sorted", "adaptive", "continuous", "hybrid"), ("fcfs", "fair")),
-        *product(("sorted", "continuous"), ("sjf", "priority", "deadline")),
+        *product(("static", "dynamic", "bucketed", "sorted", "adaptive", "continuous", "hybrid"), ("fcfs",)),
+        *product(("sorted", "continuous"), ("sjf", "priority", "fair", "deadline")),
     ],
 )
 def test_under_no_strategy_and_policy_does_a_step_cost_more_because_more_wait(strategy: str, policy: str) -> None:
