@@ -52,19 +52,13 @@ class AdaptiveConfig(WholeBatchesConfig):
     target_latency_ms: float = Field(2000.0, gt=0, le=3_600_000, description="ms that a batch should take")
 
 
-class AnyStepConfig(Settings):
-    """What the strategies have in common that let requests join at any step."""
-
-    selective: bool = Field(False, description="short sequences and chunks of long prompts never in one step")
-
-
-class ContinuousConfig(AnyStepConfig):
+class ContinuousConfig(Settings):
     """At every step, as slots, blocks and the token budget allow."""
 
     name: Literal["continuous"] = "continuous"
 
 
-class HybridConfig(AnyStepConfig):
+class HybridConfig(Settings):
     """Continuous, with a share of the step's budget that prefill may take while anything decodes."""
 
     name: Literal["hybrid"] = "hybrid"

@@ -65,11 +65,6 @@ class AdapterStore:
         # One at a time: each may need the place that another would free.
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
 
-    def hold_if_loaded(self, adapter: Adapter, *, tenant: str = "") -> HeldAdapter | None:
-        """As `hold`, of an adapter that is loaded; else None. Never waits for a load."""
-        with self._lock:
-            return self._take(adapter.digest, tenant) if adapter.digest in self._loaded else None
-
     def hold(self, adapter: Adapter, *, tenant: str = "") -> HeldAdapter:
         """An adapter for one request, loaded if it is not there.
 
@@ -80,7 +75,10 @@ class AdapterStore:
         return self.hold_soon(adapter, tenant=tenant).result()
 
     def hold_soon(self, adapter: Adapter, *, tenant: str = "") -> Future[HeldAdapter]:
-        """What `hold` returns or raises, once the tenant has had its turn. It may be cancelled until then."""
+        """What `hold` returns or raises, once the tenant has had its turn; at once of an adapter that is loaded.
+
+        It may be cancelled until then.
+        """
         held: Future[HeldAdapter] = Future()
         with self._lock:
             loaded = self._take(adapter.digest, tenant) if adapter.digest in self._loaded else None

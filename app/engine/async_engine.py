@@ -79,9 +79,8 @@ class AsyncEngine:
         self._num_entering_tokens = 0  # of their prompts
         self._retry_times = RetryTimes()  # guarded by _wake
         self._calls: set[Future[None]] = set()  # commands with a caller that waits for the end; guarded by _wake
-        self._receivers: dict[
-            str, _Subscription
-        ] = {}  # by request id; added by callers, removed by any thread when the request ends
+        # By request id; added by callers, removed by any thread when the request ends.
+        self._receivers: dict[str, _Subscription] = {}
         self._foreground: set[str] = set()  # the ids of those that are foreground requests
         self._commands: list[Callable[[], None]] = []  # guarded by _wake
         self._is_stopping = False  # guarded by _wake
@@ -166,10 +165,9 @@ class AsyncEngine:
         store = self.adapters
         if store is None:
             raise UnsupportedAdapter(NO_ADAPTERS)
-        held = store.hold_if_loaded(adapter, tenant=tenant)
-        if held is not None:
-            return held
         loading = store.hold_soon(adapter, tenant=tenant)
+        if loading.done():
+            return loading.result()
         try:
             return await asyncio.wrap_future(loading)
         except asyncio.CancelledError:

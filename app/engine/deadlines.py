@@ -16,7 +16,7 @@ class Deadlines:
 
     def __init__(self, throughput: Throughput) -> None:
         self._throughput = throughput
-        self._heap: LazyHeap[float] = LazyHeap()
+        self._heap = LazyHeap(_deadline_at)
 
     @property
     def next_at(self) -> float | None:
@@ -38,25 +38,23 @@ class Deadlines:
         count: no request is refused by a guess. An idle engine (`is_idle`) starts every sequence: otherwise it
         would not learn that it has become faster.
         """
-        deadline_at = _deadline_at(sequence)
         num_tokens = sequence.request.sampling.min_tokens if num_expected_tokens is None else num_expected_tokens
-        give_up_at = deadline_at if is_idle else self._give_up_at(sequence, policy, chunk_tokens, num_tokens)
-        self._heap.push(min(give_up_at, deadline_at), sequence)
+        give_up_at = None if is_idle else self._give_up_at(sequence, policy, chunk_tokens, num_tokens)
+        self._heap.push(sequence, give_up_at)
 
     def overdue(self, now: float) -> Iterator[Sequence]:
         """The sequences that must end now: expired, or too late to be started. The caller ends each before the next."""
         while (at := self.next_at) is not None and at <= now:
             sequence = self._heap.peek()
-            deadline_at = _deadline_at(sequence)
-            if now < deadline_at and sequence.has_started:
-                self._heap.push(deadline_at, self._heap.pop())
+            if now < _deadline_at(sequence) and sequence.has_started:
+                self._heap.push(self._heap.pop())
             else:
                 yield sequence
                 assert sequence.is_finished, "the caller ends it before it asks for the next"
 
-    def note_finished(self) -> None:
+    def note_finished(self, sequence: Sequence) -> None:
         """Account for a watched sequence that has just become finished."""
-        self._heap.note_finished()
+        self._heap.note_finished(sequence)
 
     def _give_up_at(self, sequence: Sequence, policy: SchedulingPolicy, chunk_tokens: int, num_tokens: int) -> float:
         """When a sequence is refused if it has not started by then."""
@@ -65,8 +63,7 @@ class Deadlines:
         deadline_at = _deadline_at(sequence)
         if sequence.arrived_at + service_s > deadline_at:
             return sequence.arrived_at  # it would be late even if it started now
-        give_up_at = policy.give_up_at(sequence, service_s)
-        return deadline_at if give_up_at is None else give_up_at
+        return deadline_at - service_s if policy.refuses_late else deadline_at
 
 
 def deadline_missed(sequence: Sequence, now: float) -> DeadlineMissed:

@@ -7,16 +7,17 @@ together have theirs together. Of others each has its turn, first come, first se
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
+
+import msgspec
 
 from app.config import GIB
 from app.errors import InvalidSetup
@@ -38,18 +39,6 @@ class LeaseHolder:
     switch_s: float  # how long it takes to sleep and wake again, as measured last
     is_waiting: bool
     since: float  # when it began to wait or its turn began, by `time.monotonic`, which all processes of a host share
-
-
-def _encode(occupants: list[LeaseHolder]) -> bytes:
-    return json.dumps([asdict(each) for each in occupants]).encode()
-
-
-def _decode(written: bytes) -> list[LeaseHolder]:
-    """Nothing of what another version wrote."""
-    try:
-        return [LeaseHolder(**each) for each in json.loads(written or b"[]")]
-    except (ValueError, TypeError):
-        return []
 
 
 class DeviceLease:
@@ -171,7 +160,7 @@ class DeviceLease:
             written = self._path.read_bytes() if self._path.exists() else b""
             occupants = self._known(written)
             yield occupants
-            changed = _encode(occupants)
+            changed = msgspec.json.encode(occupants)
             if changed != written:
                 temporary = self._path.with_suffix(".tmp")
                 temporary.write_bytes(changed)
@@ -185,7 +174,9 @@ class DeviceLease:
 
     def _known(self, written: bytes) -> list[LeaseHolder]:
         """Those of the file without processes that have ended; this engine is as it knows itself."""
-        found, own = _decode(written), self._own
+        found, own = list[LeaseHolder](), self._own
+        with suppress(ValueError):  # of what another version wrote, nothing
+            found = msgspec.json.decode(written, type=list[LeaseHolder])
         if self._is_in and all(each.key != own.key for each in found):
             found.append(own)  # the file was removed
         return [own if each.key == own.key else each for each in found if each.key == own.key or _lives(each.key)]

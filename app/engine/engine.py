@@ -268,7 +268,7 @@ class Engine:
 
     def on_prefixes(self, note_held: Callable[[int, bool], None]) -> None:
         """See `BlockPool.on_prefixes`. The engine's thread calls."""
-        self._scheduler.on_prefixes(note_held)
+        self._scheduler.pool.on_prefixes(note_held)
 
     def serve_prefixes(self, host: str) -> Address | None:
         """Let other replicas fetch the prefixes in the KV memory, at this address; None: it cannot.
@@ -279,7 +279,7 @@ class Engine:
 
     def clear_prefix_cache(self) -> None:
         """Forget every shared prefix: later prompts are computed from their start."""
-        self._scheduler.clear_prefix_cache()
+        self._scheduler.pool.clear_cache()
         for observer in self._observers:
             observer.cache_cleared()
 
@@ -358,14 +358,16 @@ class Engine:
     def measurements(self) -> EngineMeasurements:
         """All measurements since the start. Any thread may call."""
         scheduler = self._scheduler
-        return self._measurements.snapshot(
-            scheduler.limits,
-            block_size=scheduler.block_size,
+        return EngineMeasurements(
+            max_running=scheduler.limits.max_running,
+            block_size=scheduler.pool.block_size,
             num_outstanding_tokens=scheduler.num_outstanding_tokens,
             num_padding_tokens=self.runner.num_padding_tokens,
             tuning=self.tuning,
             adapters=None if self.adapters is None else self.adapters.stats(),
+            sleep=None,  # an engine in its thread may have a sleeper
             store=scheduler.fetches.stats(),
+            **self._measurements.distributions(),
         )
 
     def _new_tuner(self) -> Tuner | None:

@@ -6,7 +6,6 @@ To add one: its settings in `app/config/scheduler.py`, a class here, a line in `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from itertools import repeat
 
@@ -34,11 +33,7 @@ OrderKey = tuple[float, ...]
 
 
 def make_policy(config: PolicyConfig) -> SchedulingPolicy:
-    """A new policy, without the memory of an earlier one; background requests come last under each."""
-    return BackgroundLast(_make_foreground_policy(config))
-
-
-def _make_foreground_policy(config: PolicyConfig) -> SchedulingPolicy:
+    """A new policy, without the memory of an earlier one."""
     match config:
         case FcfsConfig():
             return FirstComeFirstServed()
@@ -61,32 +56,36 @@ class SchedulingPolicy(ABC):
     Most orders are a rank that does not change while a sequence waits. Where waiting improves the place, the rank
     contains the time of arrival: two sequences then compare at any time as their ages would. So nothing is sorted
     again, and the cost of a step does not grow with the number of waiting sequences.
+
+    Under each, background requests are behind all others, by arrival. They join when no other request waits, and are
+    preempted first: for memory, and for any other request that waits for a slot. What they had computed stays in the
+    prefix cache as long as there is room.
     """
 
-    preempts = False  # whether a waiting sequence may take the place of a running one
+    preempts = False  # whether a waiting foreground sequence may take the place of a running one
     counts_steps = False  # whether `computed` does anything
+    refuses_late = False  # a sequence that waits, as soon as it can no longer be finished by its deadline
 
-    @abstractmethod
     def order_key(self, sequence: Sequence) -> OrderKey:
-        """The sequence's place, lowest first. Called when it arrives and again when it joins.
+        """The sequence's place, lowest first. Called when it begins to wait and again when it joins.
 
         The running sequence of the highest rank is preempted first.
         """
+        if sequence.request.is_background:
+            return (1.0, sequence.arrival)
+        return (0.0, *self.foreground_key(sequence))
+
+    @abstractmethod
+    def foreground_key(self, sequence: Sequence) -> OrderKey:
+        """The place of a foreground sequence among the others, lowest first."""
 
     def new_queue(self) -> PolicyQueue:
         """An empty queue in this order."""
-        return RankQueue()
+        return LazyHeap(self.order_key)
 
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
         """Whether `waiting` may take the place of `running`, which then waits behind it."""
-        return False
-
-    def give_up_at(self, sequence: Sequence, service_s: float) -> float | None:
-        """When a sequence that has not started is refused for its deadline; None when it has none.
-
-        `service_s` is the time from its start to its end. In seconds of the engine's clock.
-        """
-        return sequence.deadline_at
+        return running.request.is_background and not waiting.request.is_background
 
     def joined(self, sequence: Sequence) -> None:
         """A sequence has started to run, for the first time or after a preemption."""
@@ -95,40 +94,13 @@ class SchedulingPolicy(ABC):
         """A step has been computed, and its results are processed. `num_kept`: as in `StepResult`."""
 
 
-class RankQueue:
-    """Sequences by their rank: a heap."""
-
-    def __init__(self) -> None:
-        self._heap: LazyHeap[OrderKey] = LazyHeap()
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._heap)
-
-    def push(self, sequence: Sequence) -> None:
-        self._heap.push(sequence.order_key, sequence)
-
-    def peek(self) -> Sequence:
-        return self._heap.peek()
-
-    def pop(self) -> Sequence:
-        return self._heap.pop()
-
-    def note_finished(self, sequence: Sequence) -> None:
-        self._heap.note_finished()
-
-    remove = note_finished  # as a `Line` of a fair queue
-
-
 # ---------------------------------------------------------------------- orders by rank
 
 
 class FirstComeFirstServed(SchedulingPolicy):
     """By arrival. A preempted sequence keeps its place, so no sequence starves."""
 
-    def order_key(self, sequence: Sequence) -> OrderKey:
+    def foreground_key(self, sequence: Sequence) -> OrderKey:
         return (sequence.arrival,)
 
 
@@ -140,7 +112,7 @@ class ShortestJobFirst(SchedulingPolicy):
     whatever arrives.
     """
 
-    def order_key(self, sequence: Sequence) -> OrderKey:
+    def foreground_key(self, sequence: Sequence) -> OrderKey:
         handicap_s = sequence.estimated_work / AGEING_TOKENS_PER_S
         return (sequence.arrived_at + min(handicap_s, MAX_OVERTAKING_S), sequence.arrival)
 
@@ -154,11 +126,13 @@ class PriorityFirst(SchedulingPolicy):
 
     preempts = True
 
-    def order_key(self, sequence: Sequence) -> OrderKey:
+    def foreground_key(self, sequence: Sequence) -> OrderKey:
         handicap_s = sequence.request.priority * AGEING_S
         return (sequence.arrived_at + handicap_s, sequence.request.priority, sequence.arrival)
 
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
+        if waiting.request.is_background or running.request.is_background:
+            return super().may_preempt(waiting, running)
         # Both: a better class, and a better rank as well. With the better class alone the other would return at once.
         return waiting.request.priority < running.request.priority and waiting.order_key < running.order_key
 
@@ -177,7 +151,7 @@ class FairShare(SchedulingPolicy):
     def __init__(self) -> None:
         self.shares = FairShares(max_idle=10_000)
 
-    def order_key(self, sequence: Sequence) -> OrderKey:
+    def foreground_key(self, sequence: Sequence) -> OrderKey:
         # Set when it joins: of the running ones, the one that joined at its tenant's highest counter goes last.
         return (self.shares.served(sequence.request.tenant), *self.own_key(sequence))
 
@@ -214,107 +188,38 @@ class EarliestDeadlineFirst(FairShare):
     refused.
     """
 
-    def order_key(self, sequence: Sequence) -> OrderKey:
+    refuses_late = True
+
+    def foreground_key(self, sequence: Sequence) -> OrderKey:
         # Of one tenant alone, the running one with the latest deadline is preempted first; its counter says nothing.
-        return super().order_key(sequence) if len(self.shares) > 1 else (0.0, *self.own_key(sequence))
+        return super().foreground_key(sequence) if len(self.shares) > 1 else (0.0, *self.own_key(sequence))
 
     def own_key(self, sequence: Sequence) -> OrderKey:
         at = sequence.deadline_at
         return (sequence.arrived_at + DEFAULT_DEADLINE_S if at is None else at, sequence.arrival)
 
-    def give_up_at(self, sequence: Sequence, service_s: float) -> float | None:
-        return None if sequence.deadline_at is None else sequence.deadline_at - service_s
-
 
 class _TenantsQueue:
-    """The sequences of each tenant by their own rank, and the tenants by what they were served."""
+    """Foreground sequences of each tenant by their own key, the tenants by what they were served; background behind."""
 
     def __init__(self, policy: FairShare) -> None:
-        self._policy = policy
-        self._queue: FairQueue[Sequence] = FairQueue(policy.shares, new_line=RankQueue)
-
-    def push(self, sequence: Sequence) -> None:
-        sequence.order_key = self._policy.own_key(sequence)
-        self._queue.push(sequence.request.tenant, sequence)
-
-    def peek(self) -> Sequence:
-        return self._queue.peek()
-
-    def pop(self) -> Sequence:
-        return self._queue.pop()
-
-    def note_finished(self, sequence: Sequence) -> None:
-        self._queue.remove(sequence.request.tenant, sequence)
-
-
-# ---------------------------------------------------------------------- background requests
-
-
-class BackgroundLast(SchedulingPolicy):
-    """The order of another policy, with background requests behind all others, by arrival.
-
-    They join when no other request waits, and are preempted first: for memory, and for any other request that waits
-    for a slot. What they had computed stays in the prefix cache as long as there is room.
-    """
-
-    def __init__(self, inner: SchedulingPolicy) -> None:
-        self._inner = inner
-        self.preempts = inner.preempts
-        self.counts_steps = inner.counts_steps
-
-    def order_key(self, sequence: Sequence) -> OrderKey:
-        if sequence.request.is_background:
-            return (1.0, sequence.arrival)
-        return (0.0, *self._inner.order_key(sequence))
-
-    def new_queue(self) -> PolicyQueue:
-        return _ForegroundFirst(self, self._inner.new_queue())
-
-    def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
-        if waiting.request.is_background:
-            return False
-        return running.request.is_background or (self._inner.preempts and self._inner.may_preempt(waiting, running))
-
-    def give_up_at(self, sequence: Sequence, service_s: float) -> float | None:
-        return self._inner.give_up_at(sequence, service_s)
-
-    def joined(self, sequence: Sequence) -> None:
-        self._inner.joined(sequence)
-
-    def computed(self, batch: StepBatch, num_kept: Several[int] = ()) -> None:
-        self._inner.computed(batch, num_kept)
-
-
-class _ForegroundFirst:
-    """Foreground sequences in their policy's order; background ones behind them."""
-
-    def __init__(self, policy: BackgroundLast, foreground: PolicyQueue) -> None:
-        self._policy = policy
-        self._foreground = foreground
-        self._background = RankQueue()
-        self._num_foreground = 0
+        self._foreground: FairQueue[Sequence] = FairQueue(policy.shares, new_line=lambda: LazyHeap(policy.own_key))
+        self._background = LazyHeap(policy.order_key)
 
     def push(self, sequence: Sequence) -> None:
         if sequence.request.is_background:
             self._background.push(sequence)
-            return
-        self._num_foreground += 1
-        self._foreground.push(sequence)
-        # A queue may set a rank of its own; running sequences are compared by this one.
-        sequence.order_key = self._policy.order_key(sequence)
+        else:
+            self._foreground.push(sequence.request.tenant, sequence)
 
     def peek(self) -> Sequence:
-        return self._foreground.peek() if self._num_foreground else self._background.peek()
+        return self._foreground.peek() if self._foreground.lines else self._background.peek()
 
     def pop(self) -> Sequence:
-        if not self._num_foreground:
-            return self._background.pop()
-        self._num_foreground -= 1
-        return self._foreground.pop()
+        return self._foreground.pop() if self._foreground.lines else self._background.pop()
 
     def note_finished(self, sequence: Sequence) -> None:
         if sequence.request.is_background:
             self._background.note_finished(sequence)
-            return
-        self._num_foreground -= 1
-        self._foreground.note_finished(sequence)
+        else:
+            self._foreground.remove(sequence.request.tenant, sequence)

@@ -35,11 +35,8 @@ class ModelInfo:
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> ModelInfo:
-        """Those that were written as JSON. Raises TypeError if they are none."""
-        fields: dict[str, Any] = {}
-        for name, value in found.items():
-            fields[name] = tuple(value) if isinstance(value, list) else value
-        return cls(**fields)
+        """Those that were written as JSON. Raises ValueError if they are none."""
+        return msgspec.convert(found, cls)
 
 
 ModelFacts = ModelInfo  # as replicas of 598b9f6 call it, from which an ingress learns while an update goes on

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from app.engine.request import (
-    MAX_DEADLINE_S,
     MAX_GRAMMAR_CHARACTERS,
-    MAX_PRIORITY,
-    MAX_TENANT_LENGTH,
     Grammar,
     ModelInfo,
     Pooling,
@@ -24,7 +20,6 @@ def check_request(request: Request, facts: ModelInfo) -> None:
     _check_lengths(request, facts)
     _check_logprobs(request.sampling, facts)
     _check_pooling(request, facts)
-    _check_scheduling(request)
     if request.sampling.grammar is not None:
         _check_grammar(request.sampling.grammar, request.sampling, facts)
     _check_token_ids(request, facts)
@@ -77,23 +72,6 @@ def _check_pooling(request: Request, facts: ModelInfo) -> None:
         raise InvalidRequest(
             f"second_text_at is {request.second_text_at}; the prompt has {len(request.prompt_token_ids):,} tokens",
             param="prompt",
-        )
-
-
-def _check_scheduling(request: Request) -> None:
-    """Priority, tenant and deadline."""
-    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
-        raise InvalidRequest(
-            f"priority is {request.priority}; it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}", param="priority"
-        )
-    if len(request.tenant) > MAX_TENANT_LENGTH:
-        raise InvalidRequest(
-            f"tenant has {len(request.tenant):,} characters; at most {MAX_TENANT_LENGTH} are accepted", param="tenant"
-        )
-    deadline_s = request.deadline_s
-    if deadline_s is not None and not (math.isfinite(deadline_s) and 0 < deadline_s <= MAX_DEADLINE_S):
-        raise InvalidRequest(
-            f"deadline_s is {deadline_s}; it must be above 0 and at most {MAX_DEADLINE_S:g} seconds", param="deadline_s"
         )
 
 

@@ -7,7 +7,7 @@ al., 2023), prefix hits, preempted and decoding sequences are one code path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from app.config import SchedulerConfig
@@ -26,7 +26,7 @@ from app.engine.block_store import BlockStore
 from app.engine.deadlines import Deadlines, deadline_missed
 from app.engine.fetches import PrefixFetches
 from app.engine.matcher import Matcher
-from app.engine.policies import SchedulingPolicy, make_policy
+from app.engine.policies import make_policy
 from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
 from app.engine.result_processor import ResultProcessor
 from app.engine.running import RunningSequences
@@ -59,21 +59,20 @@ class Scheduler:
         config: SchedulerConfig,
         pool: BlockPool,
         eos_token_ids: Iterable[int],
-        policy: SchedulingPolicy | None = None,
         takes_whole_prompts: bool = False,
         drafter: Drafter | None = None,
         store: BlockStore | None = None,
     ) -> None:
-        """`policy` is that of the config, unless another is given. Whole prompts are computed in one step each.
+        """Whole prompts are computed in one step each.
 
         Without a drafter nothing is speculated, without a store no blocks are kept beside the pool's.
         """
-        self._config = config
-        self._limits = StepLimits.of(config)
+        self.config = config  # with the limits as configured
+        self.limits = StepLimits.of(config)  # those in force
         self._settings = config.version
-        self._pool = pool
+        self.pool = pool
         self._strategy = make_strategy(config.strategy)
-        self._policy = policy or make_policy(config.policy)
+        self._policy = make_policy(config.policy)
         self.drafter = drafter
         self._eos_token_ids = frozenset(eos_token_ids)
         self._takes_whole_prompts = takes_whole_prompts
@@ -96,11 +95,6 @@ class Scheduler:
         self.last_gap_s = 0.0  # from the end of the step before to its own, where requests went on
         self._goes_on_since: float | None = None  # the end of the last step, if requests went on
         self._decision = SchedulingDecision()  # of the last `schedule`, until `take_decision`
-
-    @property
-    def config(self) -> SchedulerConfig:
-        """The settings, with the limits as configured."""
-        return self._config
 
     @property
     def has_work(self) -> bool:
@@ -142,18 +136,22 @@ class Scheduler:
             matcher=matcher,
             adapter=adapter,
         )
-        sequence.order_key = self._policy.order_key(sequence)
         self._num_arrived += 1
         if sequence.deadline_at is not None:
             self._deadlines.watch(
                 sequence,
                 self._policy,
-                chunk_tokens=self._limits.prefill_chunk_tokens,
+                chunk_tokens=self.limits.prefill_chunk_tokens,
                 num_expected_tokens=num_expected_tokens,
                 is_idle=not self._sequences,
             )
         self._sequences[request.request_id] = sequence
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        """Queue a sequence; one that has waited before gets its old place."""
         self._waiting.push(sequence)
+        sequence.order_key = self._policy.order_key(sequence)
 
     def _expected_tokens(self, request: Request) -> int | None:
         sampling = request.sampling
@@ -219,7 +217,7 @@ class Scheduler:
         if was_waiting:
             self._waiting.note_finished(sequence)
         if sequence.deadline_at is not None:
-            self._deadlines.note_finished()
+            self._deadlines.note_finished(sequence)
         if sequence.adapter is not None:
             sequence.adapter.release()
 
@@ -235,12 +233,13 @@ class Scheduler:
         if not len(self._running):
             self._goes_on_since = None
         self._finish_overdue(now)
-        self._wait_again(self.fetches.collect(now))
+        for sequence in self.fetches.collect(now):
+            self._wait(sequence)
         for sequence in self._to_preempt_for_waiting():
             self._preempt(sequence)
         plan = self._strategy.plan(self._view(now))
         builder = self._new_builder(plan)
-        self._schedule_running(builder, plan.taking_part(self._running.in_order, is_ahead=is_ahead))
+        self._schedule_running(builder, self._taking_part(is_ahead=is_ahead))
         num_running = len(builder.sequences)
         # After a preemption for blocks memory is short: a sequence that joined now would be preempted next.
         wait_reason = WaitReason.BLOCKS if builder.has_preempted else self._admit(builder, plan, now)
@@ -253,14 +252,14 @@ class Scheduler:
     def _view(self, now: float) -> SchedulerView:
         return SchedulerView(
             now=now,
-            max_running=self._limits.max_running - len(self.fetches),  # they have slots as soon as they come back
-            max_step_tokens=self._limits.max_step_tokens,
+            max_running=self.limits.max_running - len(self.fetches),  # they have slots as soon as they come back
+            max_step_tokens=self.limits.max_step_tokens,
             running=self._running.in_order,
             waiting=self._waiting,
         )
 
     def _new_builder(self, plan: StepPlan) -> BatchBuilder:
-        limits = self._limits
+        limits = self.limits
         return BatchBuilder(
             budget=limits.max_step_tokens,
             max_prefill_tokens=plan.max_prefill_tokens,
@@ -281,14 +280,21 @@ class Scheduler:
         preempted, self._preempted = self._preempted, []
         num_waiting = len(self._waiting)
         self._decision = SchedulingDecision(
-            joined, preempted, wait_reason if num_waiting else None, num_waiting, self._pool.num_free,
+            joined, preempted, wait_reason if num_waiting else None, num_waiting, self.pool.num_free,
             *self.fetches.take_notes(),
         )  # fmt: skip
 
     # -- running sequences
 
+    def _taking_part(self, *, is_ahead: bool) -> list[Sequence]:
+        """The running sequences, as a new list; those that get their last token in the step before are left out."""
+        if is_ahead:
+            # A sequence that generates nothing takes part until its prompt is computed, like every other.
+            return [s for s in self._running if len(s.generated_token_ids) < (s.request.sampling.max_tokens or 1)]
+        return list(self._running)
+
     def _schedule_running(self, builder: BatchBuilder, running: list[Sequence]) -> None:
-        block_size = self._pool.block_size
+        block_size = self.pool.block_size
         num_behind = len(running)
         for sequence in running:
             num_behind -= 1
@@ -324,20 +330,15 @@ class Scheduler:
         self._totals.preemptions += 1
         self._preempted.append(sequence)
         self._strategy.preempted(sequence)
-        self._waiting.push(sequence)
+        self._wait(sequence)
 
     def give_up_memory(self) -> None:
         """Let every running sequence wait and compute again, and forget every shared prefix."""
         while len(self._running):
             self._preempt(self._running.last)
-        self._wait_again(self.fetches.give_up())
-        self.clear_prefix_cache()
-
-    def _wait_again(self, fetched: Iterable[Sequence]) -> None:
-        """Sequences that waited for blocks of a store: each gets its old place."""
-        for sequence in fetched:
-            sequence.order_key = self._policy.order_key(sequence)
-            self._waiting.push(sequence)
+        for sequence in self.fetches.give_up():
+            self._wait(sequence)
+        self.pool.clear_cache()
 
     # -- waiting sequences
 
@@ -358,7 +359,7 @@ class Scheduler:
             if sequence.is_scoring and not builder.has_room_for_scores:
                 return WaitReason.BUDGET
             cached, num_blocks = self._running.blocks_to_join(sequence)
-            if not self._pool.can_allocate(num_blocks):
+            if not self.pool.can_allocate(num_blocks):
                 return WaitReason.BLOCKS
             if self.fetches.begin(sequence, cached, now=now, tokens_per_s=self._prefill_tokens_per_s):
                 self._waiting.pop(bucket)
@@ -367,12 +368,12 @@ class Scheduler:
             num_tokens = builder.chunk(sequence)
             self._running.extend(sequence, num_tokens)
             builder.add_prefill(sequence, num_tokens)
-        return WaitReason.SLOTS if len(self._running) >= self._limits.max_running else WaitReason.STRATEGY
+        return WaitReason.SLOTS if len(self._running) >= self.limits.max_running else WaitReason.STRATEGY
 
     @property
     def _prefill_tokens_per_s(self) -> float:
         """0 while it is not known."""
-        return self._throughput.tokens_per_s_at(self._limits.prefill_chunk_tokens)
+        return self._throughput.tokens_per_s_at(self.limits.prefill_chunk_tokens)
 
     def _join(self, sequence: Sequence, cached: list[Block], bucket: int) -> None:
         """Start the first waiting sequence after the cached blocks of its prefix; all of its tokens find room."""
@@ -396,13 +397,13 @@ class Scheduler:
             return []
         first = self._waiting.peek()
         victims = self._running.to_preempt_for(
-            first, may_preempt=self._policy.may_preempt, max_running=self._limits.max_running
+            first, may_preempt=self._policy.may_preempt, max_running=self.limits.max_running
         )
         return victims if first.request.is_background else victims + self._more_background_to_preempt(victims)
 
     def _more_background_to_preempt(self, victims: list[Sequence]) -> list[Sequence]:
         """Background sequences, beside the victims, for the other foreground requests: a burst joins in one step."""
-        num_slots = self._limits.max_running - len(self._running) + len(victims)
+        num_slots = self.limits.max_running - len(self._running) + len(victims)
         num_missing = self._waiting.num_foreground - num_slots
         if num_slots <= 0 or num_missing <= 0:
             return []
@@ -483,23 +484,15 @@ class Scheduler:
 
     # ------------------------------------------------------------------ between two steps
 
-    def on_prefixes(self, note_held: Callable[[int, bool], None]) -> None:
-        """See `BlockPool.on_prefixes`."""
-        self._pool.on_prefixes(note_held)
-
-    def clear_prefix_cache(self) -> None:
-        """Forget every shared prefix. Running sequences keep their blocks."""
-        self._pool.clear_cache()
-
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Use other settings from the next step on; no request is lost.
 
         A strategy or policy with unchanged settings keeps what it has learnt. Running sequences go on; when
         fewer may run now, the last in order are preempted.
         """
-        is_new_policy, is_new_strategy = config.policy != self._config.policy, config.strategy != self._config.strategy
-        self._config, self._settings = config, config.version
-        self._limits = StepLimits.of(config)
+        is_new_policy, is_new_strategy = config.policy != self.config.policy, config.strategy != self.config.strategy
+        self.config, self._settings = config, config.version
+        self.limits = StepLimits.of(config)
         if is_new_policy or is_new_strategy:
             waiting = self._waiting.take_all()
             self._policy = make_policy(config.policy) if is_new_policy else self._policy
@@ -507,20 +500,19 @@ class Scheduler:
             self._waiting = WaitingQueue(self._policy.new_queue, self._strategy.bucket_of)
             self._running.reorder(self._policy.order_key)
             for sequence in waiting:
-                sequence.order_key = self._policy.order_key(sequence)
-                self._waiting.push(sequence)
+                self._wait(sequence)
         while len(self._running) > config.max_running:
             self._preempt(self._running.last)
 
     def limit(self, limits: StepLimits) -> None:
         """Use other limits from the next step on, until `reconfigure`. No running sequence is preempted for them."""
-        self._limits = limits
+        self.limits = limits
 
     def stats(self) -> EngineStats:
         totals = self._totals
         return EngineStats(
-            strategy=self._config.strategy.name,
-            policy=self._config.policy.name,
+            strategy=self.config.strategy.name,
+            policy=self.config.policy.name,
             settings=self._settings,
             batch_size=self._strategy.batch_size,
             num_running=len(self._running),
@@ -532,10 +524,10 @@ class Scheduler:
             estimated_wait_s=self._estimated_wait_s(),
             ended_per_s=self._throughput.ended_per_s,
             mean_length_error_tokens=self._mean_length_error,
-            num_free_blocks=self._pool.num_free,
-            num_blocks=self._pool.num_blocks,
-            block_size=self._pool.block_size,
-            max_running=self._limits.max_running,
+            num_free_blocks=self.pool.num_free,
+            num_blocks=self.pool.num_blocks,
+            block_size=self.pool.block_size,
+            max_running=self.limits.max_running,
             speed=self._throughput.tokens_per_s_at(SPEED_STEP_TOKENS),
             total_steps=totals.steps,
             total_prompt_tokens=totals.prompt_tokens,
@@ -556,12 +548,8 @@ class Scheduler:
         """Still to compute for all requests: prompts, and outputs as far as predicted. Any thread may read it."""
         return self._waiting.work + sum([each.remaining_work for each in list(self._running)])
 
-    @property
-    def block_size(self) -> int:
-        return self._pool.block_size
-
     def _estimated_wait_s(self) -> float:
-        if not len(self._waiting) and len(self._running) < self._limits.max_running:
+        if not len(self._waiting) and len(self._running) < self.limits.max_running:
             return 0.0
         return self.expected_wait_s(self._waiting.work)
 
@@ -571,16 +559,6 @@ class Scheduler:
     def running(self) -> list[Sequence]:
         """In order; for reading."""
         return self._running.in_order
-
-    @property
-    def limits(self) -> StepLimits:
-        """Those in force."""
-        return self._limits
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Free blocks with content that can still be shared."""
-        return self._pool.num_evictable
 
     def first_waiting(self, number: int) -> list[Sequence]:
         """The next to join, see `WaitingQueue.first`."""

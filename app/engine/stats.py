@@ -11,7 +11,7 @@ from msgspec import structs
 
 from app.config import SchedulerConfig
 from app.engine.adapter_store import AdapterStats
-from app.engine.batch import SchedulingDecision, StepBatch, StepLimits
+from app.engine.batch import SchedulingDecision, StepBatch
 from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram
 from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import EngineTimes
@@ -200,29 +200,12 @@ class MeasurementCollector(StepObserver):
         self._prefilling = still
         return times
 
-    def snapshot(
-        self,
-        limits: StepLimits,
-        *,
-        block_size: int,
-        num_outstanding_tokens: int,
-        num_padding_tokens: int,
-        tuning: Tuning | None,
-        adapters: AdapterStats | None,
-        store: StoreStats | None,
-    ) -> EngineMeasurements:
-        """The distributions now, with what others know. Any thread may call: each value is counted as a whole."""
-        return EngineMeasurements(
-            max_running=limits.max_running,
-            block_size=block_size,
-            num_outstanding_tokens=num_outstanding_tokens,
-            queue_s=self._queue_s.snapshot(),
-            prefill_s=self._prefill_s.snapshot(),
-            step_s=self._step_s.snapshot(),
-            step_tokens=self._step_tokens.snapshot(),
-            step_requests=self._step_requests.snapshot(),
-            num_padding_tokens=num_padding_tokens,
-            tuning=tuning,
-            adapters=adapters,
-            store=store,
-        )
+    def distributions(self) -> dict[str, Distribution]:
+        """Those of `EngineMeasurements` now. Any thread may call: each value is counted as a whole."""
+        return {
+            "queue_s": self._queue_s.snapshot(),
+            "prefill_s": self._prefill_s.snapshot(),
+            "step_s": self._step_s.snapshot(),
+            "step_tokens": self._step_tokens.snapshot(),
+            "step_requests": self._step_requests.snapshot(),
+        }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections import abc
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from app.config import (
@@ -22,10 +22,6 @@ from app.config import (
 )
 from app.engine.sequence import Sequence
 from app.engine.waiting_queue import Bucket, WaitingQueue
-
-# Of `selective`: a sequence below SHORT_TOKENS is short; a chunk of a prompt above LONG_TOKENS is long. A chat turn is
-# short, a document is long; anything between them disturbs neither much.
-SHORT_TOKENS, LONG_TOKENS = 64, 1024
 
 # Of bucketed batching, in prompt tokens: each class holds prompts of up to twice the length of the one before, so that
 # a batch takes at most twice as long as its shortest prompt needs.
@@ -48,7 +44,7 @@ def make_strategy(config: StrategyConfig) -> BatchingStrategy:
         case HybridConfig():
             return Hybrid(config)
         case ContinuousConfig():
-            return Continuous(config)
+            return Continuous()
 
 
 # ---------------------------------------------------------------------- the interface
@@ -61,7 +57,7 @@ class SchedulerView:
     now: float  # seconds of the engine's clock
     max_running: int
     max_step_tokens: int
-    running: abc.Sequence[Sequence]
+    running: Several[Sequence]
     waiting: WaitingQueue
 
     @property
@@ -76,22 +72,10 @@ class StepPlan:
     num_admissible: int  # waiting sequences that may join, if budget and memory suffice
     buckets: tuple[int, ...] = ()  # where each of them comes from, in turn; empty: all from bucket 0
     max_prefill_tokens: int | None = None  # for all chunks of the step together; None: the whole budget
-    includes: abc.Callable[[Sequence], bool] | None = None  # which running sequences take part; None: all
 
     def bucket(self, number: int) -> int:
         """The bucket of one of the sequences that may join, by its place in their order."""
         return self.buckets[number] if self.buckets else 0
-
-    def taking_part(self, running: list[Sequence], *, is_ahead: bool) -> list[Sequence]:
-        """The running sequences of this step, as a new list.
-
-        With `is_ahead` a sequence that gets its last token in the step before is left out.
-        """
-        taking_part = running if self.includes is None else filter(self.includes, running)
-        if is_ahead:
-            # A sequence that generates nothing takes part until its prompt is computed, like every other.
-            return [s for s in taking_part if len(s.generated_token_ids) < (s.request.sampling.max_tokens or 1)]
-        return list(taking_part)
 
 
 CLOSED = StepPlan(num_admissible=0)
@@ -140,21 +124,14 @@ class Continuous(BatchingStrategy):
 
     joins_any_step = True
 
-    def __init__(self, config: ContinuousConfig | HybridConfig) -> None:
-        self._selective = Selective() if config.selective else None
-
     def plan(self, view: SchedulerView) -> StepPlan:
         return StepPlan(
             num_admissible=max(0, min(view.num_free_slots, len(view.waiting))),
             max_prefill_tokens=self._max_prefill_tokens(view),
-            includes=None if self._selective is None else self._selective.begin_step(view),
         )
 
     def opens_at(self, view: SchedulerView) -> float | None:
         return view.now if len(view.waiting) else None
-
-    def admits(self, sequence: Sequence) -> bool:
-        return self._selective is None or self._selective.admits(sequence)
 
     def _max_prefill_tokens(self, view: SchedulerView) -> int | None:
         return None
@@ -168,56 +145,12 @@ class Hybrid(Continuous):
     """
 
     def __init__(self, config: HybridConfig) -> None:
-        super().__init__(config)
         self._prefill_share = config.prefill_share
 
     def _max_prefill_tokens(self, view: SchedulerView) -> int | None:
         if not any(sequence.is_decoding for sequence in view.running):
             return None
         return max(1, int(self._prefill_share * view.max_step_tokens))
-
-
-class Selective:
-    """An option of the two above: short sequences and chunks of long prompts are computed in different steps.
-
-    Where both are present, they take turns: one step for the short ones, one for the long prompts. Any other sequence
-    takes part in every step, so no sequence waits for more than one step.
-    """
-
-    def __init__(self) -> None:
-        self._is_turn_of_long = False
-        self._has_short = False  # in the step that is being built
-        self._has_long = False
-
-    def begin_step(self, view: SchedulerView) -> abc.Callable[[Sequence], bool] | None:
-        """Which running sequences take part in the next step; None for all of them."""
-        running, waiting = view.running, view.waiting
-        self._has_short = any(map(self._is_short, running))
-        self._has_long = any(map(self._is_long, running))
-        candidates = [*running, waiting.peek()] if len(waiting) and view.num_free_slots > 0 else running
-        if not (any(map(self._is_short, candidates)) and any(map(self._is_long, candidates))):
-            return None
-        self._is_turn_of_long = not self._is_turn_of_long
-        if self._is_turn_of_long:
-            self._has_short = False
-            return lambda sequence: not self._is_short(sequence)
-        self._has_long = False
-        return lambda sequence: not self._is_long(sequence)
-
-    def admits(self, sequence: Sequence) -> bool:
-        """Whether a sequence may join the step; if so, the step has one of its kind."""
-        is_short, is_long = self._is_short(sequence), self._is_long(sequence)
-        if (is_short and self._has_long) or (is_long and self._has_short):
-            return False
-        self._has_short |= is_short
-        self._has_long |= is_long
-        return True
-
-    def _is_short(self, sequence: Sequence) -> bool:
-        return sequence.num_tokens < SHORT_TOKENS
-
-    def _is_long(self, sequence: Sequence) -> bool:
-        return sequence.num_prompt_tokens > LONG_TOKENS and not sequence.is_decoding
 
 
 # ---------------------------------------------------------------------- request-level batching
@@ -227,9 +160,8 @@ class Selective:
 class _OpenBatch:
     """The running batch. A sequence that belongs to it may join in a later step, and again after a preemption."""
 
-    bucket: int
     began_at: float
-    num_seats: int  # not taken
+    seats: dict[int, int]  # not taken, by bucket
     num_tokens_left: int | None  # of prompts; None: no limit
     is_empty: bool = True
 
@@ -250,17 +182,21 @@ class WholeBatches(BatchingStrategy):
 
     def plan(self, view: SchedulerView) -> StepPlan:
         if not view.running:
-            self._batch = self._next_batch(view)
-        batch = self._batch
-        if batch is None:
+            opens_at = self.opens_at(view)
+            is_open = opens_at is not None and opens_at <= view.now
+            self._batch = _OpenBatch(view.now, self._new_seats(view), self._max_batch_tokens) if is_open else None
+        if self._batch is None:
             return CLOSED
-        num_waiting = view.waiting.bucket(batch.bucket).num_waiting
-        num_admissible = max(0, min(batch.num_seats, num_waiting, view.num_free_slots))
-        return StepPlan(num_admissible=num_admissible, buckets=(batch.bucket,) * num_admissible)
+        buckets = [
+            number
+            for number, num_seats in self._batch.seats.items()
+            for _ in range(min(num_seats, view.waiting.bucket(number).num_waiting))
+        ]
+        buckets = buckets[: max(0, view.num_free_slots)]
+        return StepPlan(num_admissible=len(buckets), buckets=tuple(buckets))
 
     def opens_at(self, view: SchedulerView) -> float | None:
-        due = [self._due_at(bucket, view) for bucket in view.waiting.buckets]
-        return min(due, default=None)
+        return min((self._due_at(bucket, view) for bucket in view.waiting.buckets), default=None)
 
     def admits(self, sequence: Sequence) -> bool:
         """Whether the batch has tokens left for it; a prompt above the limit runs alone."""
@@ -269,7 +205,7 @@ class WholeBatches(BatchingStrategy):
         left = batch.num_tokens_left
         if left is None or batch.is_empty or sequence.num_prompt_tokens <= left:
             return True
-        batch.num_seats = 0  # full, so that no later sequence overtakes this one
+        batch.seats.clear()  # full, so that no later sequence overtakes this one
         return False
 
     def joined(self, sequence: Sequence) -> None:
@@ -283,15 +219,13 @@ class WholeBatches(BatchingStrategy):
             self._batch_ended(now - self._batch.began_at)
         self._batch = None
 
-    def _next_batch(self, view: SchedulerView) -> _OpenBatch | None:
-        """A new batch, from the bucket that has been due for longest."""
-        due = [(self._due_at(bucket, view), bucket.number) for bucket in view.waiting.buckets]
-        if not due or min(due)[0] > view.now:
-            return None
-        _, number = min(due)
-        # Seats only for the sequences that wait now: a partial batch is not filled up by later arrivals.
-        num_seats = min(self.batch_size, view.waiting.bucket(number).num_waiting)
-        return _OpenBatch(number, view.now, num_seats, self._max_batch_tokens)
+    def _new_seats(self, view: SchedulerView) -> dict[int, int]:
+        """By bucket, for sequences that wait now: a partial batch is not filled up by later arrivals.
+
+        All of them in the bucket that has been due for longest; some bucket is due.
+        """
+        _, number = min((self._due_at(bucket, view), bucket.number) for bucket in view.waiting.buckets)
+        return {number: min(self.batch_size, view.waiting.bucket(number).num_waiting)}
 
     def _due_at(self, bucket: Bucket, view: SchedulerView) -> float:
         """When a bucket's next batch starts if no other sequence arrives."""
@@ -308,7 +242,8 @@ class WholeBatches(BatchingStrategy):
         if batch is None:
             return  # the sequence has been running since before this strategy was chosen
         batch.is_empty = False
-        batch.num_seats -= number
+        bucket = self.bucket_of(sequence)
+        batch.seats[bucket] = batch.seats.get(bucket, 0) - number
         if batch.num_tokens_left is not None:
             batch.num_tokens_left -= number * sequence.num_prompt_tokens
 
@@ -344,7 +279,7 @@ class Bucketed(WholeBatches):
         return bisect_left(BUCKET_BOUNDARIES, sequence.num_prompt_tokens)
 
 
-class Sorted(BatchingStrategy):
+class Sorted(WholeBatches):
     """Whole batches of the sequence that has waited longest and those whose prompts are nearest to its in length.
 
     So a sequence waits for no more batches than older ones wait before it. A batch starts as a static one does.
@@ -354,45 +289,18 @@ class Sorted(BatchingStrategy):
     _STEP = 16  # lengths are compared in steps of so many tokens; within one the policy decides
 
     def __init__(self, config: SortedConfig) -> None:
-        self.batch_size = config.batch_size
-        self._max_wait_s = config.max_wait_ms / 1e3
-        self._seats: dict[int, int] = {}  # of the running batch, not taken, by bucket
+        super().__init__(batch_size=config.batch_size, max_wait_s=config.max_wait_ms / 1e3)
 
     def bucket_of(self, sequence: Sequence) -> int:
         """From 0 for foreground sequences; below 0 for those of the background."""
         number = sequence.num_prompt_tokens // self._STEP
         return ~number if sequence.request.is_background else number
 
-    def plan(self, view: SchedulerView) -> StepPlan:
-        if not view.running:
-            opens_at = self.opens_at(view)
-            self._seats = self._new_seats(view) if opens_at is not None and opens_at <= view.now else {}
-        buckets = [
-            number
-            for number, num_seats in self._seats.items()
-            for _ in range(min(num_seats, view.waiting.bucket(number).num_waiting))
-        ]
-        buckets = buckets[: max(0, view.num_free_slots)]
-        return StepPlan(num_admissible=len(buckets), buckets=tuple(buckets)) if buckets else CLOSED
-
     def opens_at(self, view: SchedulerView) -> float | None:
         if not len(view.waiting):
             return None
         timer_ends = min(bucket.oldest_at for bucket in view.waiting.buckets) + self._max_wait_s
         return min(view.now, timer_ends) if len(view.waiting) >= min(self.batch_size, view.max_running) else timer_ends
-
-    def joined(self, sequence: Sequence) -> None:
-        self._take_seats(1, sequence)
-
-    def preempted(self, sequence: Sequence) -> None:
-        self._take_seats(-1, sequence)
-
-    def emptied(self, now: float) -> None:
-        self._seats = {}
-
-    def _take_seats(self, number: int, sequence: Sequence) -> None:
-        bucket = self.bucket_of(sequence)
-        self._seats[bucket] = self._seats.get(bucket, 0) - number
 
     def _new_seats(self, view: SchedulerView) -> dict[int, int]:
         """Seats for sequences that wait now, nearest first."""

@@ -171,7 +171,9 @@ class LazyHeap(Generic[KeyT]):
     finished ones once they are half of the heap. So every operation costs O(log n) on average.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, key: Callable[[Sequence], KeyT]) -> None:
+        """`key` is asked once for each push."""
+        self._key = key
         self._heap: list[tuple[KeyT, int, Sequence]] = []
         self._num_finished = 0
 
@@ -181,8 +183,9 @@ class LazyHeap(Generic[KeyT]):
     def __iter__(self) -> Iterator[Sequence]:
         return (sequence for _, _, sequence in self._heap if not sequence.is_finished)
 
-    def push(self, key: KeyT, sequence: Sequence) -> None:
-        heappush(self._heap, (key, sequence.arrival, sequence))
+    def push(self, sequence: Sequence, key: KeyT | None = None) -> None:
+        """Add a sequence, by another key where one is given."""
+        heappush(self._heap, (self._key(sequence) if key is None else key, sequence.arrival, sequence))
 
     def first_key(self) -> KeyT:
         """The lowest key. The heap must not be empty."""
@@ -199,13 +202,15 @@ class LazyHeap(Generic[KeyT]):
         self._drop_finished()
         return heappop(self._heap)[2]
 
-    def note_finished(self) -> None:
-        """Account for one sequence inside that has just become finished."""
+    def note_finished(self, sequence: Sequence) -> None:
+        """Account for a sequence inside that has just become finished."""
         self._num_finished += 1
         if self._num_finished > len(self._heap) // 2:
             self._heap = [entry for entry in self._heap if not entry[2].is_finished]
             heapify(self._heap)
             self._num_finished = 0
+
+    remove = note_finished  # as a `Line` of a fair queue
 
     def _drop_finished(self) -> None:
         while self._heap[0][2].is_finished:

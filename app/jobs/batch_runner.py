@@ -13,7 +13,7 @@ import math
 import shutil
 import sqlite3
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, closing
 from contextvars import Context
@@ -32,7 +32,7 @@ from app.jobs.items import InputRules, OpenFile, check, pieces_of, read_items
 from app.jobs.job import Counts, Item, ItemError, ItemResult, Job, StoredFile, counted
 from app.jobs.outputs import BatchFiles, write_batch_files
 from app.jobs.results import ResultStore
-from app.jobs.runner import read_in_thread
+from app.jobs.runner import RecentRate, read_in_thread
 from app.jobs.space import shortage_of_disk, shortage_of_share
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,6 @@ STORAGE_FAILURES = (OSError, sqlite3.Error)
 SPACE_LOOK_EVERY_S = 1.0
 # Parts of the disk's reserve that stay free. A batch that is paused for a full disk still finds room for its files.
 _RESERVE_OF_WORK, _RESERVE_OF_FILES = 0.5, 0.25
-RATE_WINDOW_S = 60
 
 # What a batch becomes at its end, by what it was when its items stopped.
 _ENDS = {
@@ -49,29 +48,6 @@ _ENDS = {
     JobState.CANCELLING: JobState.CANCELLED,
     JobState.IN_PROGRESS: JobState.EXPIRED,
 }
-
-
-class TokenRate:
-    """How fast an owner's tokens have come in the last minute, in whole seconds."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._began_at = clock()
-        self._seconds: dict[str, deque[tuple[int, int]]] = {}  # (second, tokens) by owner
-
-    def add(self, owner: str, num_tokens: int) -> None:
-        """Count tokens that have come now."""
-        second = int(self._clock())
-        seconds = self._seconds.setdefault(owner, deque(maxlen=RATE_WINDOW_S))
-        if seconds and seconds[-1][0] == second:
-            num_tokens += seconds.pop()[1]
-        seconds.append((second, num_tokens))
-
-    def per_second(self, owner: str) -> float:
-        """Tokens a second over the last minute, or since it began to count if that was later."""
-        now = self._clock()
-        counted_s = min(max(now - self._began_at, 1.0), RATE_WINDOW_S)
-        return sum(num for second, num in self._seconds.get(owner, ()) if second > now - RATE_WINDOW_S) / counted_s
 
 
 class BatchRunner:
@@ -102,7 +78,7 @@ class BatchRunner:
         self._config = config
         self._clock = clock
         self._on_end = on_end
-        self.rate = TokenRate(clock)  # output tokens of items
+        self._rates: dict[str, RecentRate] = {}  # of output tokens, by owner
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._owners: dict[str, str] = {}  # by the batch's id, as all here
         # By owner: reading or writing whole files takes seconds of a thread, and all owners share the threads.
@@ -135,6 +111,10 @@ class BatchRunner:
     def num_paused(self) -> int:
         """Batches that wait for the storage."""
         return len(self._pauses)
+
+    def tokens_per_s(self, owner: str) -> float:
+        """How fast an owner's output tokens have come in the last minute."""
+        return self._rates[owner].per_second(self._clock()) if owner in self._rates else 0.0
 
     def counts(self, job_id: str) -> Counts | None:
         """What has come of a batch that has begun and not ended."""
@@ -332,12 +312,16 @@ class BatchRunner:
                 async for piece in pieces:
                     yield [item for item in piece if item.number not in results.ended]
 
-        await self._execution.run(job, results, unfinished, self._count, partial(self.rate.add, job.owner))
+        await self._execution.run(job, results, unfinished, self._count, partial(self._count_tokens, job.owner))
 
     def _count(self, results: Sequence[ItemResult]) -> None:
         num_failed = sum(result.is_error for result in results)
         self.num_failed += num_failed
         self.num_completed += len(results) - num_failed
+
+    def _count_tokens(self, owner: str, num_tokens: int) -> None:
+        now = self._clock()
+        self._rates.setdefault(owner, RecentRate(60, began_at=now)).add(num_tokens, at=now)
 
     async def _finish(self, job: Job, end: JobState, **changes: object) -> None:
         results = await self._open_results(job)

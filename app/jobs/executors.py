@@ -40,11 +40,6 @@ class FleetExecution:
         self.slots = OwnerSlots(max_in_flight)
         self.turn = asyncio.Lock()  # a large answer's line takes some ten times its memory
         self.one_suspect = asyncio.Lock()
-        self._executors: dict[str, tuple[str, FleetExecutor]] = {}  # (owner, executor) by the batch's id
-
-    def num_in_flight(self, owner: str) -> int:
-        """Items of this owner that are computed."""
-        return sum(executor.num_sent for each, executor in self._executors.values() if each == owner)
 
     async def run(
         self,
@@ -57,12 +52,7 @@ class FleetExecution:
         """Return when every item has ended. Cancelled, it leaves what has not ended to a later run."""
         form = BatchFormat(job.id)
         run = JobRun[Item](results, form.invalid, on_results=on_results, on_tokens=on_tokens, deaths=results.deaths)
-        executor = FleetExecutor(run, self, job, form)
-        self._executors[job.id] = job.owner, executor
-        try:
-            await run.run(executor, source)
-        finally:
-            del self._executors[job.id]
+        await run.run(FleetExecutor(run, self, job, form), source)
 
 
 class FleetExecutor(Executor[Item]):
@@ -73,7 +63,7 @@ class FleetExecutor(Executor[Item]):
         super().__init__(run)
         self._shared = shared
         self._slots = shared.slots
-        self._window = Window(shared.max_in_flight, limit=shared.max_in_flight)
+        self._window = Window(shared.max_in_flight)
         self._job = job
         self._form = form
         self._sent_at: dict[int, float] = {}  # items under way
@@ -88,11 +78,6 @@ class FleetExecutor(Executor[Item]):
     def num_wanted(self) -> int:
         min_read_ahead = 16  # items
         return max(min_read_ahead, self._window.limit)
-
-    @property
-    def num_sent(self) -> int:
-        """Items that the fleet has and has not answered."""
-        return len(self._sent_at)
 
     @property
     def _num_under_way(self) -> int:
@@ -220,9 +205,8 @@ class Window:
     gives the exact number of those; there is nothing to halve, as TCP must, which learns of a full queue by its losses.
     """
 
-    def __init__(self, max_limit: int, limit: int = 1) -> None:
-        self._max_limit = max_limit
-        self.limit = limit
+    def __init__(self, max_limit: int) -> None:
+        self._max_limit = self.limit = max_limit
         self._increase = 1
         self._grows_at = 0.0
 
@@ -254,6 +238,10 @@ class OwnerSlots:
     def locked(self) -> bool:
         """Whether `acquire` would wait."""
         return not self._num_free
+
+    def num_held(self, owner: str) -> int:
+        """How many the owner has."""
+        return self._queue.num_running(owner)
 
     async def acquire(self, owner: str) -> None:
         """Returns when the owner has one more."""

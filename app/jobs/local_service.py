@@ -381,7 +381,7 @@ class LocalBatchService(BatchService):
         unfinished = [job for job in await self._run(opened.catalog.unfinished) if job.owner == owner]
         runner = opened.runner
         counts = [*ended, *((_as_it_is(job, runner), 1) for job in unfinished)]
-        return stats_object(counts, self._execution.num_in_flight(owner), runner.rate.per_second(owner))
+        return stats_object(counts, self._execution.slots.num_held(owner), runner.tokens_per_s(owner))
 
     async def _shown(self, jobs: Sequence[Job]) -> list[Json]:
         opened = self._opened_now()

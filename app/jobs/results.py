@@ -151,9 +151,7 @@ class Recovery:
 
     runs: int = 0
     engines_lost: int = 0
-    continued_items: int = (
-        0  # items that had begun when their engine or the driver died, and continued after their tokens
-    )
+    continued_items: int = 0  # that had begun when their engine or the driver died, and continued after their tokens
     recomputed_items: int = 0  # such items of which no token was known, so that they began again
 
 

@@ -20,7 +20,7 @@ from app.jobs.backlog import Backlog, ItemT, Loss
 from app.jobs.job import EngineOutput, InvalidItem, ItemResult
 from app.jobs.results import ResultStore
 
-RATE_WINDOW_S = 30.0
+RATE_WINDOW_S = 30
 
 PieceT = TypeVar("PieceT")
 
@@ -232,29 +232,50 @@ class Executor(ABC, Generic[ItemT]):
         return self._input_is_over and self._backlog.is_empty
 
 
+class RecentRate:
+    """How fast something comes, over the last `window_s` seconds, in whole seconds. No clock here."""
+
+    def __init__(self, window_s: int, *, began_at: float) -> None:
+        """`began_at`: when it began to count. All times are in seconds of one clock that does not go back."""
+        self._window_s = window_s
+        self._began_at = began_at
+        self._seconds: deque[tuple[int, int]] = deque(maxlen=window_s)  # (second, number)
+
+    def add(self, number: int, *, at: float) -> None:
+        """So many more have come."""
+        second = int(at)
+        if self._seconds and self._seconds[-1][0] == second:
+            number += self._seconds.pop()[1]
+        self._seconds.append((second, number))
+
+    def per_second(self, now: float) -> float:
+        """In the window, or since it began to count if that was later."""
+        counted_s = min(max(now - self._began_at, 1.0), self._window_s)
+        return sum(number for second, number in self._seconds if second > now - self._window_s) / counted_s
+
+
 class RunProgress:
     """How fast a run is now, over the last half minute, and when it will be done."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
-        self._num_tokens = 0
-        self._marks: deque[tuple[float, int, int]] = deque()  # (time, rows, tokens)
+        self._num_tokens = 0  # since the last line
+        self.begin(0.0, 0)
 
     def begin(self, now: float, num_ended: int) -> None:
         """The clock runs from here on."""
-        self._marks.append((now, num_ended, self._num_tokens))
+        self._num_ended = num_ended  # at the last line
+        self._rows, self._tokens = (RecentRate(RATE_WINDOW_S, began_at=now) for _ in range(2))
 
     def generated(self, num_tokens: int) -> None:
         self._num_tokens += num_tokens
 
     def line(self, now: float, num_ended: int) -> str:
         """One line of progress. `now` is in seconds, on any clock that does not go back."""
-        self._marks.append((now, num_ended, self._num_tokens))
-        while len(self._marks) > 2 and now - self._marks[0][0] > RATE_WINDOW_S:
-            self._marks.popleft()
-        began, rows, tokens = self._marks[0]
-        seconds = max(now - began, 1e-9)
-        rows_per_s, tokens_per_s = (num_ended - rows) / seconds, (self._num_tokens - tokens) / seconds
+        self._rows.add(num_ended - self._num_ended, at=now)
+        self._tokens.add(self._num_tokens, at=now)
+        self._num_ended, self._num_tokens = num_ended, 0
+        rows_per_s, tokens_per_s = self._rows.per_second(now), self._tokens.per_second(now)
         left = self._num_rows - num_ended
         eta = f"{_duration(left / rows_per_s)} left" if rows_per_s > 0 else "pace not known yet"
         share = num_ended / self._num_rows

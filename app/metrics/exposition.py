@@ -6,8 +6,9 @@ for each replica of what replicas measure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from prometheus_client import generate_latest
@@ -19,7 +20,7 @@ from app.engine.stats import SleepState, SleepStats, StoreStats
 from app.engine.tuner import Tuning
 from app.metrics.event_loop import LoopSnapshot
 from app.metrics.families import Family, metrics_of
-from app.metrics.reports import BatchCounts, EngineReport
+from app.metrics.reports import EngineReport
 from app.metrics.requests import Latencies, ModelSnapshot, Snapshot, merge, without_requests
 from app.metrics.vllm_names import ModelReport, vllm_families
 
@@ -36,7 +37,8 @@ class Scrape:
     gone: Mapping[str, Sequence[EngineReport]] = field(default_factory=dict)
     gone_requests: Sequence[Snapshot] = ()
     loops: Mapping[tuple[str, str], LoopSnapshot] = field(default_factory=dict)  # by a process's kind and its id
-    batches: Sequence[BatchCounts] = ()  # of the one process that runs them, if it answered
+    # `LocalBatchService.counts` of the one process that runs them; empty where none answered.
+    batches: Mapping[str, int] = field(default_factory=dict)
     num_missing: int = 0  # ingresses and replicas that did not answer in time
 
 
@@ -233,24 +235,19 @@ _LOOPS: Sequence[Family[LoopSnapshot]] = (
     Family("gauge", "carousel_thread_queue", "Calls that wait for a thread beside an event loop.",
         lambda loop: loop.queued, ("threads",)),
 )  # fmt: skip
-
-
-def _sum(field_name: str) -> Callable[[Sequence[BatchCounts]], int]:
-    return lambda counts: sum(getattr(each, field_name) for each in counts)
-
-
-_BATCHES: Sequence[Family[Sequence[BatchCounts]]] = (
-    Family(
-        "counter", "carousel_batch_lines_completed", "Lines of batches that were answered.", _sum("num_lines_completed")
-    ),
-    Family(
-        "counter", "carousel_batch_lines_failed", "Lines of batches that ended with an error.", _sum("num_lines_failed")
-    ),
-    Family(
-        "counter", "carousel_webhook_attempts", "Messages sent to receivers, again too.", _sum("num_webhook_attempts")
-    ),
-    Family("counter", "carousel_webhooks_delivered", "Messages that have arrived.", _sum("num_webhooks_delivered")),
-    Family("counter", "carousel_webhooks_given_up", "Messages that are not sent again.", _sum("num_webhooks_given_up")),
-    Family("gauge", "carousel_webhooks_pending", "Messages that have still to arrive.", _sum("num_webhooks_pending")),
-    Family("gauge", "carousel_batches_paused", "Batches that wait for their storage.", _sum("num_paused")),
-)
+# What the process of batches has counted since it opened its folder; the last two are of this moment.
+_BATCHES: Sequence[Family[Mapping[str, int]]] = (
+    Family("counter", "carousel_batch_lines_completed", "Lines of batches that were answered.",
+        itemgetter("num_lines_completed")),
+    Family("counter", "carousel_batch_lines_failed", "Lines of batches that ended with an error.",
+        itemgetter("num_lines_failed")),
+    Family("counter", "carousel_webhook_attempts", "Messages sent to receivers, again too.",
+        itemgetter("num_webhook_attempts")),
+    Family("counter", "carousel_webhooks_delivered", "Messages that have arrived.",
+        itemgetter("num_webhooks_delivered")),
+    Family("counter", "carousel_webhooks_given_up", "Messages that are not sent again.",
+        itemgetter("num_webhooks_given_up")),
+    Family("gauge", "carousel_webhooks_pending", "Messages that have still to arrive.",
+        itemgetter("num_webhooks_pending")),
+    Family("gauge", "carousel_batches_paused", "Batches that wait for their storage.", itemgetter("num_paused")),
+)  # fmt: skip

@@ -51,16 +51,3 @@ class KnownReports(Generic[ReportT]):
     def gone(self, present: Collection[str]) -> list[ReportT]:
         """The reports of processes that are not among these ids."""
         return [report for name, report in self._last.items() if name not in present]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchCounts:
-    """What the process of batches has counted since it opened its folder; the last two are of this moment."""
-
-    num_lines_completed: int
-    num_lines_failed: int
-    num_webhook_attempts: int
-    num_webhooks_delivered: int
-    num_webhooks_given_up: int
-    num_webhooks_pending: int
-    num_paused: int  # batches that wait for their storage

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+import msgspec
 from msgspec import structs
 
 from app.engine.batch import ScheduledSequence, StepBatch, StepResult
@@ -24,7 +25,6 @@ from app.engine.trace.entries import (
     OutputHashes,
     RedactedArrival,
     StepRecord,
-    sampling_of,
 )
 
 
@@ -209,5 +209,5 @@ class StandIns:
         num_prompt, num_generated = given.pop("num_prompt_tokens"), given.pop("num_generated_tokens", 0)
         del given["block_hashes"]
         tokens = tuple(self.token(arrival.number, position) for position in range(num_prompt + num_generated))
-        given["sampling"] = sampling_of(given["sampling"])
-        return Request(prompt_token_ids=tokens[:num_prompt], generated_token_ids=tokens[num_prompt:], **given)
+        given |= {"prompt_token_ids": tokens[:num_prompt], "generated_token_ids": tokens[num_prompt:]}
+        return msgspec.convert(given, Request)

@@ -164,7 +164,7 @@ class SimulatedScheduler(Scheduler):
         if not (is_plain and running) or self._deadlines.next_at is not None or not all(map(_decodes_plainly, running)):
             return 0
         number = min(each.request.sampling.max_tokens - each.num_generated_tokens for each in running) - 1
-        while number > 0 and not self._pool.can_allocate(
+        while number > 0 and not self.pool.can_allocate(
             sum(max(0, self._running.num_missing_blocks(each, number)) for each in running)
         ):
             number //= 2
@@ -176,7 +176,7 @@ class SimulatedScheduler(Scheduler):
         Changes what `schedule` and `update` would change step by step, but for `take_decision`. Blocks are taken, and
         shared when they are full, in the order of these steps.
         """
-        size, num_steps, running = self._pool.block_size, len(ends_at), self.running
+        size, num_steps, running = self.pool.block_size, len(ends_at), self.running
         changes: list[tuple[int, bool, int]] = []  # step, whether it is after the step, the sequence's place
         for place, sequence in enumerate(running):
             computed = sequence.num_computed_tokens

@@ -15,7 +15,6 @@ from app.config import ApplicationConfig
 from app.errors import CarouselError, Failure, Unavailable, traceback_of
 from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
-from app.metrics import BatchCounts
 from deployments.serve.metrics import IngressReport
 from deployments.serve.sender import Sender
 
@@ -51,7 +50,7 @@ class Batches(Sender):
         """What this process has measured of the lines that it sent, and what has come of them."""
         is_open = self._opening.done() and not self._opening.exception()
         counts = await self._opening.result().counts() if is_open else {}
-        return replace(await super().metrics_report(), batches=BatchCounts(**counts) if counts else None)
+        return replace(await super().metrics_report(), batches=counts)
 
     def check_health(self) -> None:
         """Called by Serve; raises when the batches could not be opened or the keys' file is not followed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray import serve
@@ -15,7 +15,6 @@ from ray.serve.handle import DeploymentHandle
 from app.api.endpoints.admin import Answers
 from app.errors import described
 from app.metrics import (
-    BatchCounts,
     EngineReport,
     KnownReports,
     LoopMonitor,
@@ -44,7 +43,7 @@ class IngressReport:
     # The last report of each that it has: of replicas by model and id, of processes that send requests by id.
     replicas: Mapping[str, Mapping[str, EngineReport]]
     senders: Mapping[str, Snapshot]
-    batches: BatchCounts | None = None  # where it works batches off
+    batches: Mapping[str, int] = field(default_factory=dict)  # `LocalBatchService.counts` where it has the folder
 
 
 class MetricsCollector:
@@ -84,7 +83,7 @@ class MetricsCollector:
         scrape = Scrape(
             requests=[report.requests for report in by_id.values()],
             loops={(report.deployment, ingress_id): report.loop for ingress_id, report in by_id.items()},
-            batches=[report.batches for report in ingresses if report.batches is not None],
+            batches=next((report.batches for report in ingresses if report.batches), {}),
             replicas=replicas,
             gone_requests=self._known_senders.gone(by_id),
             gone={

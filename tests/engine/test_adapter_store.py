@@ -63,47 +63,34 @@ def test_one_that_a_request_uses_stays() -> None:
     assert store.stats().loaded == ("e", "f")
 
 
-def test_all_in_use_is_overload() -> None:
-    store, _ = store_of(1)
+def test_all_in_use_is_overload_and_nothing_is_read() -> None:
+    store, read = store_of(1)
     held = store.hold(adapter("a"))
     with pytest.raises(Overloaded, match="1 adapters are in use"):
         store.hold(adapter("b"))
+    assert read == ["a"]
     held.release()
     assert store.hold(adapter("b")).weights is not held.weights
 
 
 def test_requests_share_what_is_loaded_and_each_releases_its_own() -> None:
     store, read = store_of(1)
-    first, second = store.hold(adapter("a")), store.hold(adapter("a"))
-    assert first.weights is second.weights
+    first, second = store.hold(adapter("a")), store.hold_soon(adapter("a"))
+    assert second.done(), "nothing waits for what is there"
+    assert first.weights is second.result().weights
     assert read == ["a"]
     first.release()
     with pytest.raises(Overloaded):
         store.hold(adapter("b"))
 
 
-def test_one_that_cannot_be_read_takes_no_place() -> None:
+def test_one_that_cannot_be_read_takes_no_place_and_none_of_another() -> None:
     store, _ = store_of(1)
-    with pytest.raises(UnsupportedAdapter):
-        store.hold(adapter("broken"))
-    assert store.stats().loaded == ()
-    store.hold(adapter("a"))
-
-
-def test_one_that_cannot_be_read_takes_no_place_of_another() -> None:
-    store, _ = store_of(1)
-    store.hold(adapter("a")).release()
-    with pytest.raises(UnsupportedAdapter):
-        store.hold(adapter("broken"))
-    assert store.stats().loaded == ("a",)
-
-
-def test_nothing_is_read_while_all_are_in_use() -> None:
-    store, read = store_of(1)
-    store.hold(adapter("a"))
-    with pytest.raises(Overloaded):
-        store.hold(adapter("b"))
-    assert read == ["a"]
+    for loaded in ((), ("a",)):
+        with pytest.raises(UnsupportedAdapter):
+            store.hold(adapter("broken"))
+        assert store.stats().loaded == loaded
+        store.hold(adapter("a")).release()
 
 
 def test_threads_that_need_one_adapter_read_it_once() -> None:
@@ -136,17 +123,6 @@ def test_all_that_wait_for_one_that_cannot_be_read_hear_it_at_once() -> None:
     gate.set()
     assert all(isinstance(each.exception(), UnsupportedAdapter) for each in waiting)
     assert num_tries == 1
-
-
-def test_tenants_take_turns_to_load() -> None:
-    store, read, gate = gated_store(20)
-    flood = [store.hold_soon(adapter(f"flood-{n}"), tenant="flood") for n in range(9)]
-    eventually(lambda: read)
-    others = [store.hold_soon(adapter(name), tenant=name) for name in ("first", "second")]
-    gate.release(20)
-    for each in (*flood, *others):
-        each.result()
-    assert read[:5] == ["flood-0", "flood-1", "first", "second", "flood-2"]
 
 
 def test_the_adapters_of_one_tenant_do_not_push_out_those_of_another() -> None:
@@ -189,15 +165,3 @@ def test_all_that_no_request_uses_are_unloaded_for_sleep() -> None:
     held.release()
     store.hold(adapter("b")).release()
     assert read == ["a", "b", "b"]
-
-
-def test_an_adapter_is_held_without_reading_it_only_where_it_is_loaded() -> None:
-    store, read = store_of(1)
-    assert store.hold_if_loaded(adapter("a")) is None
-    assert read == []
-    store.hold(adapter("a")).release()
-    held = store.hold_if_loaded(adapter("a"))
-    assert held is not None
-    with pytest.raises(Overloaded):  # nothing evicts it from now on
-        store.hold(adapter("b"))
-    assert read == ["a"]

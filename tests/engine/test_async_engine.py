@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
@@ -11,12 +10,12 @@ from typing import Any
 import pytest
 
 from app.config import SchedulerConfig
-from app.engine.adapter_store import AdapterStore
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import DeviceLost, StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.request import Adapter, Request
 from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, InvalidSetup, Overloaded, Quarantined, StepFailed
+from tests.engine.test_adapter_store import gated_store
 from tests.kit.engine import (
     CountingRunner,
     FakeClock,
@@ -357,56 +356,41 @@ async def test_settings_that_a_stopped_engine_cannot_take_are_refused_and_no_cal
             await engine.reconfigure(SchedulerConfig())
 
 
-class GatedAdapters:
-    """A store that reads one adapter for each release of its gate."""
-
-    def __init__(self, max_loaded: int) -> None:
-        self.read: list[str] = []  # begun
-        self.gate = threading.Semaphore(0)
-        self.store = AdapterStore(self._load, unload=lambda weights: None, max_loaded=max_loaded)
-
-    def _load(self, adapter: Adapter, make_room: Callable[[], None]) -> object:
-        self.read.append(adapter.name)
-        self.gate.acquire()
-        make_room()
-        return object()
-
-
 def with_adapter(name: str, **fields: Any) -> Request:
     return make_request(adapter=Adapter(name=name, path=f"/{name}", digest=name), **fields)
 
 
 async def test_however_many_adapters_a_tenant_asks_for_another_waits_for_two_of_them() -> None:
-    adapters = GatedAdapters(20)
-    with async_engine(adapters=adapters.store) as engine:
+    store, read, gate = gated_store(20)
+    with async_engine(adapters=store) as engine:
         flood = [asyncio.create_task(collect(engine, with_adapter(f"{n}", tenant="flood"))) for n in range(12)]
-        await until(lambda: adapters.read)
+        await until(lambda: read)
         other = asyncio.create_task(collect(engine, with_adapter("other", tenant="other")))
         await asyncio.sleep(0)
-        adapters.gate.release(20)
+        gate.release(20)
         await asyncio.gather(other, *flood)
-    assert adapters.read[:3] == ["0", "1", "other"]
+    assert read[:3] == ["0", "1", "other"]
 
 
 async def test_loads_of_adapters_take_no_thread_of_the_event_loops() -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-    adapters = GatedAdapters(1)
-    with async_engine(adapters=adapters.store) as engine:
+    store, read, gate = gated_store(1)
+    with async_engine(adapters=store) as engine:
         waiting = asyncio.create_task(collect(engine, with_adapter("a")))
-        await until(lambda: adapters.read)
+        await until(lambda: read)
         assert await asyncio.to_thread(lambda: True)
-        adapters.gate.release()
+        gate.release()
         await waiting
 
 
 async def test_a_request_that_goes_while_its_adapter_is_read_leaves_it_free() -> None:
-    adapters = GatedAdapters(1)
-    with async_engine(adapters=adapters.store) as engine:
+    store, read, gate = gated_store(1)
+    with async_engine(adapters=store) as engine:
         gone = asyncio.create_task(collect(engine, with_adapter("a")))
-        await until(lambda: adapters.read)
+        await until(lambda: read)
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gone
-        adapters.gate.release(2)
+        gate.release(2)
         assert len(await collect(engine, with_adapter("b"))) == 4  # in the only place
-    assert adapters.read == ["a", "b"]
+    assert read == ["a", "b"]

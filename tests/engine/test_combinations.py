@@ -22,7 +22,6 @@ STRATEGIES: list[Any] = [
     {"name": "continuous"},
     {"name": "hybrid", "prefill_share": 0.25},
 ]
-SELECTIVE: list[Any] = [{"name": name, "selective": True} for name in ("continuous", "hybrid")]
 POLICIES = ["fcfs", "sjf", "priority", "fair", "deadline"]
 NUM_REQUESTS = 64
 
@@ -47,9 +46,7 @@ def workload() -> list[Request]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    "strategy", STRATEGIES + SELECTIVE, ids=lambda strategy: strategy["name"] + "-selective" * ("selective" in strategy)
-)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy["name"])
 def test_the_tokens_are_the_same_under_every_strategy_and_policy(strategy: Any, policy: str) -> None:
     requests, limits = workload(), {"num_blocks": 14, "max_running": 6, "max_waiting": 100}
     timed = TimedEngine(strategy=strategy, policy=policy, **limits)

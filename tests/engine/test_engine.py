@@ -74,24 +74,6 @@ def test_a_device_that_fails_on_every_request_ends_those_of_the_batch_and_no_oth
     assert engine.stats().total_failed == 2
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"priority": 101}, "priority"),
-        ({"priority": -101}, "priority"),
-        ({"tenant": "x" * 257}, "tenant"),
-        ({"deadline_s": 0.0}, "deadline_s"),
-        ({"deadline_s": -1.0}, "deadline_s"),
-        ({"deadline_s": float("nan")}, "deadline_s"),
-        ({"deadline_s": 1e9}, "deadline_s"),
-    ],
-)
-def test_a_place_in_the_queue_that_cannot_be_is_refused_by_name(fields, param) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(InvalidRequest, match=param) as refused:
-        build_fake_engine().add(make_request(**fields))
-    assert refused.value.param == param
-
-
 @pytest.mark.parametrize("num_done", [1, 3, 7])
 def test_a_request_generated_in_part_elsewhere_continues_after_its_tokens(num_done: int) -> None:
     prompt = (5, 6, 7, 8, 9)

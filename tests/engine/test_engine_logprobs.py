@@ -8,12 +8,10 @@ from dataclasses import replace
 import pytest
 
 from app.engine.request import FinishReason, MergedDelta, Request, TokenDelta, TokenLogprobs
-from app.errors import StepFailed
 from tests.engine.test_overlapped_engine import LateRunner
 from tests.kit.engine import (
     CountingRunner,
     Outcome,
-    PoisonedRunner,
     build_fake_engine,
     logprobs_after,
     make_request,
@@ -90,28 +88,6 @@ def test_the_prefix_cache_is_read_as_far_as_the_prompt_is_scored_already() -> No
         logprobs_after(tokens[:at], tokens[at], 0) for at in range(15, 30)
     ]
     assert engine.stats().total_cached_tokens == 12  # whole blocks of 4
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_preempted_prompts_are_scored_once(runner: Callable[[], CountingRunner]) -> None:
-    engine = build_fake_engine(runner=runner(), num_blocks=16, max_step_tokens=12, prefill_chunk_tokens=5)
-    requests = [make_request(prompt(20, first=n), max_tokens=16, prompt_logprobs=1, logprobs=1) for n in range(4)]
-    outcome = run_to_end(engine, *requests)
-    assert engine.stats().total_preemptions > 0
-    for request in requests:
-        check(outcome, request)
-
-
-def test_requests_in_a_step_with_a_failing_one_lose_nothing() -> None:
-    names = ["a", "b", "bad", "c", "d"]
-    requests = [
-        make_request(prompt(20, first=n), request_id=name, prompt_logprobs=1, logprobs=2)
-        for n, name in enumerate(names)
-    ]
-    outcome = run_to_end(build_fake_engine(runner=PoisonedRunner(), max_step_tokens=64), *requests)
-    assert isinstance(outcome.errors["bad"], StepFailed)
-    for request in (*requests[:2], *requests[3:]):
-        check(outcome, request)
 
 
 def test_joined_deltas_have_the_logprobs_of_all() -> None:

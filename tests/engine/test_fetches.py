@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from app.engine.engine import Engine
 from app.engine.fetches import FIRST_PATIENCE_S
 from app.engine.request import FinishReason, Pooling, Request
 from tests.kit.engine import (
@@ -211,50 +209,6 @@ def test_a_preempted_sequence_fetches_what_was_evicted() -> None:
     side.outcome.check(first, second)
     assert side.engine.stats().total_preemptions
     assert side.engine.measurements().store.num_fetched_tokens > 2 * BLOCK_SIZE  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_answers_are_the_same_whatever_comes_and_goes(seed: int) -> None:
-    rng, clock = random.Random(seed), FakeClock()
-    runner = TimedRunner(clock, block_size=2)
-    store, outcome = SlotStore(runner), Outcome()
-    engine: Engine = build_fake_engine(
-        num_blocks=12, block_size=2, runner=runner, clock=clock, store=store, max_running=3,
-        policy=rng.choice(["fcfs", "sjf", "fair"]),
-        strategy=rng.choice(["continuous", "hybrid", {"name": "static", "batch_size": 3, "max_wait_ms": 40}]),
-    )  # fmt: skip
-    talks = [tuple(rng.randrange(5, 40) for _ in range(18)) for _ in range(3)]
-    sent: dict[str, Request] = {}
-    for _ in range(300):
-        match rng.randrange(8):
-            case 0 if len(sent) - len(outcome.reasons) < 5:
-                prompt = rng.choice(talks)[: rng.randrange(1, 18)]
-                request = make_request(prompt, max_tokens=rng.randrange(1, 5), tenant=rng.choice("ab"))
-                engine.add(request)
-                sent[request.request_id] = request
-            case 1:
-                store.move(rng.randrange(4), fails=rng.random() < 0.2)
-            case 2 if rng.random() < 0.3:
-                engine.clear_prefix_cache()
-            case 3 if sent and rng.random() < 0.3:
-                request_id = rng.choice([*sent])
-                if engine.abort(request_id) is not None:
-                    del sent[request_id]
-            case 4 if rng.random() < 0.1:
-                engine.sleep()
-                engine.wake()
-            case _:
-                clock.advance(engine.idle_s or 0.0)
-                outcome.book(engine.step())
-    while engine.has_work or store.fetches:
-        store.move(3)
-        clock.advance(engine.idle_s or 0.0)
-        outcome.book(engine.step())
-    engine.step()
-    assert engine.stats().num_free_blocks == 12
-    for request_id, request in sent.items():
-        assert outcome.token_ids[request_id] == expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
-    assert store.num_fetched, "something came from the store"
 
 
 def test_a_prefix_is_kept_when_it_comes_again_or_is_long() -> None:

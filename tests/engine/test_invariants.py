@@ -34,7 +34,6 @@ pytestmark = pytest.mark.usefixtures("small_lengths")
 
 STRATEGIES: list[Any] = [
     "continuous",
-    {"name": "continuous", "selective": True},
     {"name": "hybrid", "prefill_share": 0.3},
     {"name": "static", "batch_size": 3, "max_wait_ms": 40},
     {"name": "dynamic", "batch_size": 4, "max_batch_tokens": 12, "max_wait_ms": 40},
@@ -252,7 +251,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def every_block_has_its_owners_and_no_others(self) -> None:
         scheduler = self.engine._scheduler
-        pool = scheduler._pool
+        pool = scheduler.pool
         for sequence in scheduler._running:
             assert [block.block_id for block in sequence.blocks] == sequence.block_ids
             assert len(set(sequence.block_ids)) == len(sequence.block_ids)

@@ -292,18 +292,3 @@ def test_an_embedding_is_whole_though_its_request_is_preempted_while_its_last_st
         num_preempted += engine.stats().total_preemptions
         assert outcome.embeddings == {pooled.request_id: expected_embedding(pooled.prompt_token_ids, pooling)}
     assert num_preempted
-
-
-@pytest.mark.parametrize("strategy", ["static", "dynamic", "bucketed", "sorted", "adaptive", "continuous", "hybrid"])
-@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "deadline"])
-def test_the_tokens_are_the_same_ahead_under_every_strategy_and_policy(strategy: str, policy: str) -> None:
-    clock = FakeClock()
-    engine = build_fake_engine(
-        runner=LateRunner(clock), clock=clock, num_blocks=10, max_running=4, strategy=strategy, policy=policy
-    )
-    requests = [
-        make_request((5, 6, n), max_tokens=6 + n, priority=n % 3 - 1, tenant="ab"[n % 2], deadline_s=1e4)
-        for n in range(14)
-    ]
-    run_to_end(engine, *requests, clock=clock).check(*requests)
-    assert engine.stats().total_preemptions > 0

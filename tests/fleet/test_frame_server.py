@@ -22,7 +22,8 @@ from app.errors import Failure, InvalidRequest, Overloaded
 from app.fleet import Address, Frame, FrameServer, IngressSession, connect
 from app.fleet.frame_server import MAX_HELLO_BYTES, Hello
 from app.fleet.frames import AbortRequest, Message, SubmitRequest, WatchEngine, encode, frame_decoder
-from tests.engine.test_async_engine import GatedAdapters, with_adapter
+from tests.engine.test_adapter_store import gated_store
+from tests.engine.test_async_engine import with_adapter
 from tests.engine.test_sleep_controller import dozing_service, turns_on
 from tests.fleet.test_frames import REPORT
 from tests.kit.engine import async_engine, build_fake_engine, expected_tokens, make_request
@@ -220,21 +221,21 @@ async def test_an_abort_reaches_the_engine_once_and_only_for_requests_that_run()
 
 
 async def test_a_request_that_is_aborted_while_its_adapter_is_read_leaves_it_free() -> None:
-    adapters = GatedAdapters(1)
-    with async_engine(adapters=adapters.store) as engine:
+    store, read, gate = gated_store(1)
+    with async_engine(adapters=store) as engine:
         server = FrameServer("127.0.0.1", engine, lambda: REPORT)
         async with a_server(server) as (_, address), frames_from(address, "ingress") as frames:
             await frames.next()
             frames.send(SubmitRequest(with_adapter("a", request_id="aborted")))
-            await until(lambda: adapters.read)
+            await until(lambda: read)
             frames.send(AbortRequest("aborted"))
             await until(lambda: server.is_idle)
-            adapters.gate.release(2)
+            gate.release(2)
             frames.send(SubmitRequest(with_adapter("b", request_id="next")))  # in the only place
             (first,) = await frames.deltas()
             assert first.request_id == "next"
             assert first.error is None
-    assert adapters.read == ["a", "b"]
+    assert read == ["a", "b"]
 
 
 async def test_after_aborts_a_frame_says_that_their_places_are_free_and_one_does_for_several() -> None:

@@ -60,7 +60,7 @@ def test_every_ingress_knows_what_the_engine_has_however_seldom_it_reads(seed: i
         each.read()
     for talk in talks:
         asked = (*talk, 1)  # the last token is never matched
-        found = len(engine._scheduler._pool.match(asked, salt="")) * BLOCK_SIZE
+        found = len(engine._scheduler.pool.match(asked, salt="")) * BLOCK_SIZE
         assert {each.matched(talk) for each in ingresses} == {found}
 
 

@@ -11,6 +11,13 @@ from app.jobs.executors import TRY_EVERY_S, OwnerSlots, Window
 MAX = 100
 
 
+def window_of(limit: int) -> Window:
+    """One that has found so many slots, and may grow at once."""
+    window = Window(MAX)
+    window.refused(-1.0, limit, retry_after_s=0.0)
+    return window
+
+
 def grown_to(window: Window, seconds: float, *, begin_at: float = 0.0) -> int:
     """The limit after so long at a service that takes everything at once."""
     now = begin_at
@@ -35,12 +42,12 @@ def settled(window: Window, capacity: int, seconds: float, *, begin_at: float = 
 
 
 def test_it_doubles_what_it_adds_up_to_its_bound_while_no_request_is_refused() -> None:
-    assert grown_to(Window(MAX), 3 * TRY_EVERY_S) == 1 + 1 + 2 + 4
-    assert grown_to(Window(MAX), 3.0) == MAX
+    assert grown_to(window_of(1), 3 * TRY_EVERY_S) == 1 + 1 + 2 + 4
+    assert grown_to(window_of(1), 3.0) == MAX
 
 
 def test_it_does_not_grow_while_it_is_not_used() -> None:
-    window = Window(MAX)
+    window = window_of(1)
     window.grow(0.0, 0)
     assert window.limit == 1
 
@@ -99,19 +106,6 @@ def test_a_slot_goes_to_the_owner_with_the_fewest_and_none_is_lost(steps: list[t
             task.cancel()
 
     asyncio.run(main())
-
-
-async def test_owners_take_turns_at_the_only_slot() -> None:
-    slots, order = OwnerSlots(1), []
-
-    async def use(owner: str) -> None:
-        await slots.acquire(owner)
-        order.append(owner)
-        await asyncio.sleep(0)
-        slots.release(owner)
-
-    await asyncio.gather(*(use(owner) for owner in "aaaabbc"))
-    assert "".join(order) == "aabcaba"
 
 
 async def test_a_slot_that_comes_as_its_task_is_cancelled_is_given_back() -> None:

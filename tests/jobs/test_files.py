@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from app.disk import take_lock
 from app.errors import InvalidSetup
 from app.jobs.files import FileStore
 
@@ -50,17 +48,6 @@ def test_a_sweep_removes_nothing_that_another_process_has_begun_meanwhile(tmp_pa
     folder.sweep(known)
     begun[1].keep()
     assert names(tmp_path) == {draft.id for draft in begun}
-
-
-def test_only_one_holds_the_folder(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "lock"):
-        first = take_lock(path)
-        assert first is not None
-        assert take_lock(path) is None
-        os.close(first)
-        second = take_lock(path)
-        assert second is not None
-        os.close(second)
 
 
 def test_no_other_user_of_the_machine_may_look_into_it(tmp_path: Path) -> None:

@@ -150,13 +150,3 @@ def test_a_full_disk_fails_cleanly_and_keeps_what_was_written(tmp_path: Path) ->
     assert f"{num_settled} of 100 rows are safe there" in message
     with opened(tmp_path / "out", run={}, num_rows=100, resume=True) as folder:
         assert len(folder.results.ended) == int(num_settled)
-
-
-def test_a_summary_tells_of_deaths_only_if_there_were_any() -> None:
-    settings = {"rows": 10, "ok": 9, "failed": 1, "prompt_tokens": 5, "completion_tokens": 6, "seconds": 2.0}
-    rates = {"rows_per_s": 5.0, "tokens_per_s": 3.0}
-    smooth = Summary(**settings, **rates, runs=1, engines_lost=0, continued_rows=0, recomputed_rows=0)  # type: ignore[arg-type]
-    rough = Summary(**settings, **rates, runs=2, engines_lost=1, continued_rows=3, recomputed_rows=1)  # type: ignore[arg-type]
-    assert "9 ok, 1 failed" in str(smooth)
-    assert "lost" not in str(smooth)
-    assert "2 runs, 1 engines lost; 3 rows went on where they were, 1 began again (10.00%)" in str(rough)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from app.jobs.runner import RATE_WINDOW_S, RunProgress
+from app.jobs.runner import RATE_WINDOW_S, RecentRate, RunProgress
 
 
 def test_a_line_of_progress_has_rates_of_now_and_what_is_left() -> None:
@@ -24,3 +24,23 @@ def test_the_pace_forgets_what_was_long_ago() -> None:
         line = pace.line(float(second), 100 if second <= 50 else 100 + 20 * (second - 50))
     assert second > 2 * RATE_WINDOW_S
     assert "20.0 rows/s" in line
+
+
+def test_what_came_in_the_window_counts() -> None:
+    rate = RecentRate(60, began_at=1000.5)
+    assert rate.per_second(1000.5) == 0
+    rate.add(30, at=1000.5)
+    rate.add(30, at=1000.5)
+    assert rate.per_second(1000.5) == 60, "a second at least"
+    rate.add(240, at=1030.5)
+    assert rate.per_second(1030.5) == 10
+    assert rate.per_second(1060.5) == 4, "the first ones are a minute old"
+    assert rate.per_second(1091.5) == 0
+
+
+def test_what_it_remembers_is_bounded() -> None:
+    rate = RecentRate(60, began_at=0.0)
+    for number in range(10_000):
+        rate.add(1, at=number / 2)
+    assert len(rate._seconds) <= 60
+    assert round(rate.per_second(5_000)) == 2

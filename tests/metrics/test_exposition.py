@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.engine.histogram import SECONDS, Histogram
 from app.engine.stats import SleepState, SleepStats
-from app.metrics import BatchCounts, CallMetrics, EngineReport, LoopSnapshot, RequestMetrics, Scrape, exposition
+from app.metrics import CallMetrics, EngineReport, LoopSnapshot, RequestMetrics, Scrape, exposition
 from tests.kit.engine import FakeClock, TimedRunner, build_fake_engine, make_request
 
 # What tools outside look for, by family: the type, and the labels beside `model_name`.
@@ -167,16 +167,16 @@ def test_calls_without_a_model_are_counted_without_one() -> None:
 def test_batches_and_webhooks_are_told_of_where_there_are_any() -> None:
     scrape = after_one_request()
     assert not any("webhook" in name or "batch_lines" in name for name in parsed(exposition(scrape)))
-    counts = BatchCounts(
-        num_lines_completed=5,
-        num_lines_failed=1,
-        num_webhook_attempts=4,
-        num_webhooks_delivered=2,
-        num_webhooks_given_up=1,
-        num_webhooks_pending=3,
-        num_paused=2,
-    )
-    text = exposition(replace(scrape, batches=[counts]))
+    counts = {
+        "num_lines_completed": 5,
+        "num_lines_failed": 1,
+        "num_webhook_attempts": 4,
+        "num_webhooks_delivered": 2,
+        "num_webhooks_given_up": 1,
+        "num_webhooks_pending": 3,
+        "num_paused": 2,
+    }
+    text = exposition(replace(scrape, batches=counts))
     names = ("batch_lines_completed_total", "batch_lines_failed_total", "webhook_attempts_total")
     names += ("webhooks_delivered_total", "webhooks_given_up_total", "webhooks_pending", "batches_paused")
     assert [value(text, f"carousel_{name}") for name in names] == [5, 1, 4, 2, 1, 3, 2]

@@ -25,9 +25,11 @@ from enum import StrEnum
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
+import msgspec
+
 from app.config import SchedulerConfig
 from app.engine.batch import StepLimits, WaitReason
-from app.engine.request import Adapter, Grammar, GrammarKind, Request, SamplingParams, Thought
+from app.engine.request import Request, SamplingParams
 
 FORMAT = 2
 UNKNOWN = -1  # in place of the number of a request that is no longer known
@@ -225,7 +227,7 @@ def parse(line: str) -> Entry:
         return _step(found)
     match found:
         case {"arrival": number, "at": at, "request": {"prompt_token_ids": _} as request}:
-            return Arrival(number, at, _request(request))
+            return Arrival(number, at, msgspec.convert(request, Request))
         case {"arrival": number, "at": at, "request": {"num_prompt_tokens": _, "block_hashes": _} as request}:
             return RedactedArrival(number, at, request)
         case {"output": number, "block_hashes": hashes}:
@@ -259,33 +261,12 @@ def request_fields(request: Request) -> dict[str, Any]:
     return found
 
 
-def sampling_of(given: dict[str, Any]) -> SamplingParams:
-    """The sampling parameters that `request_fields` wrote."""
-    values = {name: _frozen(value) for name, value in given.items()}
-    if "grammar" in values:
-        grammar = values["grammar"]
-        thought = grammar.get("thought") and Thought(**grammar["thought"])
-        values["grammar"] = Grammar(**grammar | {"kind": GrammarKind(grammar["kind"]), "thought": thought})
-    return SamplingParams(**values)
-
-
 _dumps = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 def _non_default_fields(given: Request | SamplingParams) -> dict[str, Any]:
     values = {each.name: (getattr(given, each.name), each.default) for each in fields(given)}
     return {name: value for name, (value, default) in values.items() if value != default}
-
-
-def _request(given: dict[str, Any]) -> Request:
-    values = {name: _frozen(value) for name, value in given.items() if name != "sampling"}
-    if "adapter" in values:
-        values["adapter"] = Adapter(**values["adapter"])
-    return Request(**values, sampling=sampling_of(given["sampling"]))
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _step_fields(record: StepRecord) -> dict[str, Any]:

@@ -35,9 +35,8 @@ class Redactor:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._key = secrets.token_bytes(32)
-        self._tokens: dict[
-            int, array[int]
-        ] = {}  # of requests that have not ended, by number, beyond full prompt blocks
+        # Of requests that have not ended, by number, beyond full prompt blocks.
+        self._tokens: dict[int, array[int]] = {}
         self._scheduled = NOTHING  # of the step before
 
     def redacted(self, entry: Entry) -> Iterable[Entry]:

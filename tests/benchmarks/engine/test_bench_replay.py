@@ -29,7 +29,7 @@ from benchmarks.engine.divergence import Comparison
 from benchmarks.engine.reenacting_runner import StandIns
 from benchmarks.engine.reenactment import Reenactment
 from benchmarks.engine.replay import Found, main, reenact
-from tests.engine.test_combinations import POLICIES, SELECTIVE, STRATEGIES, workload
+from tests.engine.test_combinations import POLICIES, STRATEGIES, workload
 from tests.engine.test_invariants import EngineMachine
 from tests.engine.test_matcher import LateMatchedRunner
 from tests.engine.test_overlapped_engine import LateRunner, OverlappedMachine
@@ -145,7 +145,7 @@ class RecordedMachine(EngineMachine):
 
     def run_to_the_end(self) -> None:
         super().run_to_the_end()
-        pool = self.engine._scheduler._pool
+        pool = self.engine._scheduler.pool
         cache = CacheConfig(block_size=pool.block_size)
         header = header_of(self.runner, self.first_settings, num_blocks=pool.num_blocks, cache=cache)
         assert assert_replayed(header, self.recorded).made == Replay(header, self.recorded.lines).made
@@ -242,7 +242,7 @@ def test_grammars_are_replayed_without_being_compiled_and_fail_where_they_failed
 @pytest.mark.parametrize(
     ("strategy", "policy"),
     [
-        *((strategy, "fcfs") for strategy in STRATEGIES + SELECTIVE),
+        *((strategy, "fcfs") for strategy in STRATEGIES),
         *(("continuous", policy) for policy in POLICIES[1:]),
     ],
     ids=str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 
 from app.engine.histogram import SECONDS, Distribution
 from app.errors import Overloaded
-from app.metrics import BatchCounts, CallMetrics, LoopSnapshot, RequestMetrics, Scrape, exposition
+from app.metrics import CallMetrics, LoopSnapshot, RequestMetrics, Scrape, exposition
 from deployments.dashboards.__main__ import FOLDER, files
 from deployments.dashboards.boards import BOARDS
 from deployments.dashboards.rules import ALERTS, rules
@@ -51,17 +52,13 @@ def everything() -> dict[str, Metric]:
     loop = LoopSnapshot(
         delay_s=Distribution.empty(SECONDS), num_stalls=0, stalled_s=0.0, num_tasks=1, queued={"bodies": 0}
     )
-    batches = BatchCounts(
-        num_lines_completed=1, num_lines_failed=0, num_webhook_attempts=0, num_webhooks_delivered=0,
-        num_webhooks_given_up=0, num_webhooks_pending=0, num_paused=0,
-    )  # fmt: skip
     return parsed(
         exposition(
             Scrape(
                 requests=[metrics.snapshot()],
                 replicas={"demo": [report("a", 1)]},
                 loops={("ingress", "i"): loop},
-                batches=[batches],
+                batches=defaultdict(int, num_lines_completed=1),
             )
         )
     )

@@ -114,7 +114,7 @@ def test_a_seed_gives_the_same_run_again() -> None:
 
 @pytest.mark.parametrize("num_replicas", [1, 3])
 @pytest.mark.parametrize("dispatch", ["least_loaded", "round_robin"])
-@pytest.mark.parametrize("settings", [{}, {"strategy": "static"}, {"strategy": {"name": "hybrid", "selective": True}}])
+@pytest.mark.parametrize("settings", [{}, {"strategy": "static"}, {"strategy": "hybrid"}])
 def test_many_decode_steps_at_once_are_the_same_as_one_after_the_other(
     num_replicas: int, dispatch: str, settings: dict[str, object]
 ) -> None:

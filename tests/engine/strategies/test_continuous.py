@@ -1,4 +1,4 @@
-"""Continuous and hybrid batching, and the selective option."""
+"""Continuous and hybrid batching."""
 
 from __future__ import annotations
 
@@ -66,31 +66,3 @@ def test_hybrid_never_stops_prefill_altogether() -> None:
     requests = [make_request(prompt(6, first=n), max_tokens=30) for n in range(3)]
     outcome = run_to_end(engine, *requests)
     outcome.check(*requests)
-
-
-SELECTIVE = {"name": "continuous", "selective": True}
-
-
-def test_selective_keeps_short_sequences_and_long_prefill_in_steps_of_their_own_by_turns() -> None:
-    runner = CountingRunner()
-    engine = build_fake_engine(runner=runner, strategy=SELECTIVE, prefill_chunk_tokens=8, num_blocks=100)
-    engine.add(make_request(prompt(3), request_id="short", max_tokens=4))
-    engine.step()
-    engine.add(make_request(prompt(24), request_id="long", max_tokens=2))
-    run_to_end(engine)
-    steps = [set(step) for step in chunks(runner)]
-    assert steps == [{"short"}, {"long"}, {"short"}, {"long"}, {"short"}, {"long"}, {"short", "long"}]
-
-
-def test_selective_leaves_alone_what_is_neither_short_nor_long() -> None:
-    runner = CountingRunner()
-    engine = build_fake_engine(runner=runner, strategy=SELECTIVE, prefill_chunk_tokens=8, num_blocks=100)
-    engine.add(make_request(prompt(10), request_id="middle", max_tokens=6))
-    engine.add(make_request(prompt(3), request_id="short", max_tokens=6))
-    engine.add(make_request(prompt(24), request_id="long", max_tokens=1))
-    outcome = run_to_end(engine)
-    for step in chunks(runner)[1:5]:
-        assert "middle" in step
-    for step in chunks(runner):
-        assert not ("short" in step and step.get("long", 0) > 1)
-    assert set(outcome.reasons) == {"middle", "short", "long"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from app.engine.request import Grammar, GrammarKind
+import msgspec
+
+from app.engine.request import Grammar, GrammarKind, SamplingParams
 from app.engine.trace.entries import (
     Arrival,
     Entry,
@@ -11,7 +13,6 @@ from app.engine.trace.entries import (
     ScheduledTokens,
     StepRecord,
     parse,
-    sampling_of,
     to_line,
 )  # fmt: skip
 from app.engine.trace.redaction import Redactor
@@ -51,7 +52,7 @@ def test_the_text_of_a_grammar_is_not_written_but_that_there_is_one() -> None:
     assert "secret" not in line
     again = parse(line)
     assert isinstance(again, RedactedArrival)
-    sampling = sampling_of(again.request["sampling"])
+    sampling = msgspec.convert(again.request["sampling"], SamplingParams)
     assert sampling.needs_output_history
     assert sampling.grammar is not None
     assert sampling.grammar.kind is GrammarKind.REGEX
