@@ -13,7 +13,7 @@
 namespace carousel {
 
 struct DecoderShape {
-    int64_t hidden_size, num_heads, num_kv_heads, head_dim, rotary_dim, intermediate_size, vocab_size, block_size,
+    int64_t hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size, block_size,
         num_layers, weight_bits;  // weight_bits: of the layers' matrices; 0: they and the head are of the model's type
     float epsilon, scaling;
     ExpertsShape experts;
@@ -48,7 +48,7 @@ struct DecoderStep {
     const int32_t* tables;
     const int64_t* rows;         // [num_rows], ascending: the tokens of which anything is wanted
     const int64_t* logits_rows;  // [num_logits], ascending: the rows of which logits are wanted
-    const void *cosine, *sine;   // [num_positions][rotary_dim]
+    const void *cosine, *sine;   // [num_positions][head_dim]
     float* logits;               // [num_logits][vocab_size]
     int64_t* likeliest;          // [num_logits], the first of the greatest logits of each
     float* hidden;               // [num_rows][hidden_size], behind the final norm; null: all rows have logits instead
@@ -156,14 +156,14 @@ class Decoder {
 
     // Rotary positions on a token's queries and keys; keys and values to KV memory.
     void rotate_and_keep(const DecoderStep& step, const LayerWeights& layer, const Pages<T>& pages, int64_t token) {
-        const int64_t turn = step.positions[token] * shape_.rotary_dim;
+        const int64_t turn = step.positions[token] * shape_.head_dim;
         const T *cosine = static_cast<const T*>(step.cosine) + turn, *sine = static_cast<const T*>(step.sine) + turn;
         T* heads = projected(token);
         for (int64_t head = 0; head < shape_.num_heads + shape_.num_kv_heads; ++head) {
             T* own = heads + head * shape_.head_dim;
             const void* norm = head < shape_.num_heads ? layer.query_norm : layer.key_norm;
             if (norm) normalise_row(own, static_cast<const T*>(norm), shape_.head_dim, own);
-            rotate(own, cosine, sine, shape_.rotary_dim / 2);
+            rotate(own, cosine, sine, shape_.head_dim / 2);
         }
         for (int64_t head = 0; head < shape_.num_kv_heads; ++head)
             pages.write(step.slots[token], head, heads + query_size_ + head * shape_.head_dim,

@@ -52,7 +52,7 @@ class NativeDecoder:
         num_layers = num_layers or len(weights.layers)
         settings = weights.settings
         shape = DecoderShape(
-            settings.hidden_size, settings.num_heads, settings.num_kv_heads, settings.head_dim, settings.head_dim,
+            settings.hidden_size, settings.num_heads, settings.num_kv_heads, settings.head_dim,
             settings.intermediate_size, settings.vocab_size, pages.block_size, num_layers, weights.weight_bits,
             settings.epsilon, settings.scaling, ExpertsShape(*dataclasses.astuple(settings.experts)),
         )  # fmt: skip

@@ -102,7 +102,7 @@ class ExpertsShape(ctypes.Structure):
 class DecoderShape(ctypes.Structure):
     _fields_ = (
         *_fields(
-            _INT64, "hidden_size", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "intermediate_size",
+            _INT64, "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
             "vocab_size", "block_size", "num_layers", "weight_bits",
         ),
         *_fields(_FLOAT, "epsilon", "scaling"), ("experts", ExpertsShape),
