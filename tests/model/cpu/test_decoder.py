@@ -129,7 +129,7 @@ def test_a_decoder_that_computes_something_else_is_not_used(tiny_model_path, mon
     assert not isinstance(model, NativeModel)
     assert "the first layer's output differs by" in caplog.text
     assert isinstance(model, TransformersModel)
-    assert model.module.get_input_embeddings().weight.numel() > 0, "its weights are still there"
+    assert not any(weight.is_meta for weight in model.module.parameters()), "its weights are read by transformers"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
