@@ -23,6 +23,7 @@ from app.grammar.compiling import Unusable, new_matcher, tags_of
 from app.grammar.free_text import FreeText, TokenTable, Trigger
 from app.grammar.matchers import GrammarMatcher, MatchingTime, TagContent, TaggedMatcher
 from app.grammar.sandbox import Sandbox, WorkerKilled
+from app.grammar.tags import Tag
 from app.grammar.thoughts import ThoughtMatcher, ThoughtText
 from app.grammar.vocabulary import Vocabulary
 
@@ -40,44 +41,13 @@ _NUM_THREADS = 2
 Key = tuple[str, GrammarKind, str, bool, str]
 
 
-Begin = Callable[[LLMatcher], GrammarMatcher]  # of one request
-
-
-class _Plain:
-    """A grammar of a whole output: a matcher at its beginning, to be copied."""
-
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
-
-    def begun(self, begin: Begin) -> GrammarMatcher:
-        return begin(self._matcher.deep_copy())
-
-
-class _Tagged:
-    """A grammar of pieces in a free text: a matcher at the beginning of each, to be copied when one begins."""
-
-    def __init__(self, text: FreeText, pieces: Sequence[tuple[LLMatcher, bool]]) -> None:
-        """Each piece with whether it is the last."""
-        self._text = text
-        self._pieces = pieces
-
-    def begun(self, begin: Begin) -> TaggedMatcher:
-        def piece(matcher: LLMatcher, is_last: bool) -> TagContent:
-            return TagContent(lambda: begin(matcher.deep_copy()), is_last)
-
-        return TaggedMatcher(self._text, [piece(matcher, is_last) for matcher, is_last in self._pieces])
-
-
-class _AnyText:
-    """No form at all."""
-
-    def begun(self, begin: Begin) -> None:
-        return None
+Begin = Callable[[LLMatcher], GrammarMatcher]  # of one request, with a copy of a matcher at its beginning
+Begun = GrammarMatcher | TaggedMatcher | None  # None: any text
 
 
 @dataclass(slots=True)
 class _Compiled:
-    grammar: _Plain | _Tagged | _AnyText
+    begin: Callable[[Begin], Begun]
     end_token_ids: tuple[int, ...]  # the model's
     thought: ThoughtText | None = None
     matched: MatchingTime = field(default_factory=MatchingTime)
@@ -280,15 +250,19 @@ class Grammars:
             self._remember(key, compiled)
         return compiled
 
-    def _form(self, tools: _Tools, grammar: Grammar) -> _Plain | _Tagged | _AnyText:
+    def _form(self, tools: _Tools, grammar: Grammar) -> Callable[[Begin], Begun]:
         if grammar.kind is GrammarKind.TEXT:
-            return _AnyText()
+            return lambda begin: None
         with tools.sandbox() as sandbox:
             larks = sandbox.compile(grammar)
         matchers = [new_matcher(tools.tokenizer, lark) for lark in larks]
         for matcher in matchers:
             matcher.compute_bitmask()  # the first takes longest, and would else be waited for in a step
-        return self._tagged(tools, grammar.text, matchers) if grammar.kind is GrammarKind.TAGS else _Plain(matchers[0])
+        if grammar.kind is GrammarKind.TAGS:
+            tags = tags_of(grammar.text, tools.vocabulary.special_texts)
+            if tags[0].trigger:
+                return self._in_free_text(tools, tags, matchers)
+        return lambda begin: begin(matchers[0].deep_copy())
 
     def _make_tools(self) -> _Tools | None:
         """What grammars are compiled with; None where the tokenizer cannot be used."""
@@ -301,14 +275,20 @@ class Grammars:
             logger.warning("structured outputs are refused: %s", error)
             return None
 
-    def _tagged(self, tools: _Tools, text: str, matchers: Sequence[LLMatcher]) -> _Plain | _Tagged:
-        tags = tags_of(text, tools.vocabulary.special_texts)
-        if not tags[0].trigger:
-            return _Plain(matchers[0])
+    def _in_free_text(
+        self, tools: _Tools, tags: Sequence[Tag], matchers: Sequence[LLMatcher]
+    ) -> Callable[[Begin], TaggedMatcher]:
         with self._making_tools:
             table = tools.table
         free = FreeText(table, [Trigger(tag.trigger.encode(), tag.is_opening) for tag in tags])
-        return _Tagged(free, [(matcher, tag.is_last) for matcher, tag in zip(matchers, tags, strict=True)])
+
+        def begun(begin: Begin) -> TaggedMatcher:
+            def piece(matcher: LLMatcher, tag: Tag) -> TagContent:
+                return TagContent(lambda: begin(matcher.deep_copy()), tag.is_last)
+
+            return TaggedMatcher(free, [piece(matcher, tag) for matcher, tag in zip(matchers, tags, strict=True)])
+
+        return begun
 
     def _refuse(self, key: Key, reason: str) -> None:
         max_remembered_refusals = 1024
@@ -334,7 +314,7 @@ class Grammars:
                 on_failure=partial(self._drop, key),
             )
 
-        begin_output = partial(compiled.grammar.begun, begin)
+        begin_output = partial(compiled.begin, begin)
         grammar = request.sampling.grammar
         begun: GrammarMatcher | TaggedMatcher | ThoughtMatcher | None
         if compiled.thought is not None and grammar is not None and grammar.thought is not None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from queue import SimpleQueue
 from typing import Protocol
 
 
@@ -24,9 +22,7 @@ class MatcherPreparer:
     """
 
     def __init__(self) -> None:
-        self._wanted: SimpleQueue[deque[Preparable] | None] = SimpleQueue()
-        self._busy = threading.Lock()  # held while the thread prepares anything
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, "masks")
 
     @contextmanager
     def preparing(self, matchers: Iterable[Preparable]) -> Iterator[None]:
@@ -35,33 +31,19 @@ class MatcherPreparer:
         if not left:
             yield
             return
-        self._start()
-        self._wanted.put(left)
+        elsewhere = self._thread.submit(_prepare_all, left)
         try:
             yield
         finally:
-            while left:
-                _prepare_one(left)
-            with self._busy:  # wait for the one that the thread prepares now
-                pass
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=_work, args=(self._wanted, self._busy), name="masks", daemon=True)
-            self._thread.start()
-            weakref.finalize(self, self._wanted.put, None)
+            _prepare_all(left)
+            if not elsewhere.cancel():
+                elsewhere.result()  # it may still prepare the last that it took
 
 
-def _work(wanted: SimpleQueue[deque[Preparable] | None], busy: threading.Lock) -> None:
-    while (left := wanted.get()) is not None:
-        with busy:
-            while left:
-                _prepare_one(left)
-
-
-def _prepare_one(left: deque[Preparable]) -> None:
+def _prepare_all(left: deque[Preparable]) -> None:
     # Both threads take from the same end, and each matcher is taken once: `popleft` is atomic.
     with suppress(IndexError):
-        matcher = left.popleft()
-        with suppress(Exception):  # `allowed` raises the same error, and there the request at fault is found
-            matcher.prepare()
+        while True:
+            matcher = left.popleft()
+            with suppress(Exception):  # `allowed` raises the same error, and there the request at fault is found
+                matcher.prepare()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
+from app.text.begun import num_begun
 from app.text.tokenizer import Tokenizer
 from app.text.tool_calls.parser import MAX_HELD_BLANKS
 
@@ -110,7 +111,7 @@ class ReasoningSplitter:
         if end:
             self.phase = ReasoningPhase.BEHIND
             return self._said(reasoning), rest
-        num_held = _num_begun(text, self._marks.end)
+        num_held = num_begun(text, self._marks.end)
         said, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
         return self._said(said), ""
 
@@ -123,9 +124,3 @@ class ReasoningSplitter:
         before = "".join(self._blanks) if self._has_said else ""
         self._has_said, self._blanks = True, [text[len(text.rstrip()) :]]
         return before + kept
-
-
-def _num_begun(text: str, mark: str) -> int:
-    """How many characters at the end of a text may begin a mark."""
-    longest = min(len(mark) - 1, len(text))
-    return next((number for number in range(longest, 0, -1) if mark.startswith(text[-number:])), 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.text.pattern import Pattern
+from app.text.begun import num_begun
 
 
 class StopStrings:
@@ -16,7 +16,7 @@ class StopStrings:
 
     def __init__(self, stop: Sequence[str], *, is_shown: bool = False) -> None:
         """`is_shown`: the stop string itself comes out, what follows does not."""
-        self._patterns = [Pattern(text) for text in stop]
+        self._stop = tuple(stop)
         self._is_shown = is_shown
         self._held = ""
         self.found: str | None = None
@@ -25,14 +25,12 @@ class StopStrings:
         """Take the next text and return what is certainly before any stop string."""
         if self.found is not None:
             return ""
-        text = self._held + piece
-        for end, character in enumerate(piece, start=len(self._held) + 1):
-            complete = [pattern.text for pattern in self._patterns if pattern.advance(character)]
-            if complete:
-                self.found = max(complete, key=len)
-                self._held = ""
-                return text[:end] if self._is_shown else text[: end - len(self.found)]
-        num_held = max((pattern.num_matched for pattern in self._patterns), default=0)
+        text, self._held = self._held + piece, ""
+        complete = [(at + len(stop), -len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if complete:
+            end, _, self.found = min(complete)
+            return text[:end] if self._is_shown else text[: end - len(self.found)]
+        num_held = max((num_begun(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
 

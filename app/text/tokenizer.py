@@ -121,29 +121,9 @@ class Tokenizer:
                 break
         return num_tokens
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        add_special_tokens: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_variables: Mapping[str, Any] | None = None,
-    ) -> tuple[int, ...]:
-        """Token ids of a conversation in the model's chat template.
-
-        `template_variables` are extra names for the template (`enable_thinking` and the like). Raises InvalidRequest
-        when the model has no chat template or the template refuses the messages.
-        """
-        text = self.render_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            template_variables=template_variables,
-        )
-        return self.encode(text, add_special_tokens=add_special_tokens)
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[int, ...]:
+        """Token ids of a conversation as `render_chat` writes it with these options."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
     def render_chat(
         self,
@@ -154,7 +134,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that `encode_chat` encodes; `continue_final_message`: it ends within the last message.
+        """A conversation in the model's chat template; `continue_final_message`: it ends within the last message.
+
+        `template_variables` are extra names for the template (`enable_thinking` and the like). Raises InvalidRequest
+        when the model has no chat template or the template refuses the messages.
 
         Templates get the arguments of tool calls as the objects that most of them want, or as the JSON text that they
         came as where a template cannot take objects.
@@ -216,9 +199,6 @@ class Tokenizer:
             "vocab_size": self._backend.get_vocab_size(),
             "chat_template": self._pretrained.chat_template,
         } | {name: getattr(self._pretrained, name) for name in names}
-
-
-# Names that the call of the template fills itself.
 
 
 @cache

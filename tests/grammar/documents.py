@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind, Request, SamplingParams
@@ -15,14 +16,28 @@ def request_for(grammar: Grammar, **fields: object) -> Request:
     return Request(request_id="r", prompt_token_ids=(5,), sampling=sampling, **fields)  # type: ignore[arg-type]
 
 
-def matcher_for(grammars: Grammars, kind: GrammarKind, text: str, **fields: object) -> Matcher:
-    matcher = grammars.matcher_of(request_for(Grammar(kind, text), **fields)).result()
+def begun(grammars: Grammars, grammar: Grammar, **fields: object) -> Matcher:
+    """A matcher of a request with this grammar, and these other fields."""
+    matcher = grammars.matcher_of(request_for(grammar, **fields)).result()
     assert matcher is not None
     return matcher
 
 
+def matcher_for(grammars: Grammars, kind: GrammarKind, text: str) -> Matcher:
+    return begun(grammars, Grammar(kind, text))
+
+
 def allowed_ids(matcher: Matcher) -> list[int]:
     return [8 * index + bit for index, byte in enumerate(matcher.allowed()) for bit in range(8) if byte >> bit & 1]
+
+
+def advance(matcher: Matcher, token_ids: Iterable[int]) -> Matcher:
+    """The same matcher behind these tokens, of which each has to be allowed."""
+    for token_id in token_ids:
+        assert token_id in allowed_ids(matcher), (token_id, matcher.failure)
+        matcher.advance(token_id)
+        assert matcher.failure is None
+    return matcher
 
 
 def write(matcher: Matcher, vocabulary: Vocabulary, seed: int, *, max_tokens: int = 4000) -> bytes:

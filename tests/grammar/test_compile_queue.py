@@ -21,25 +21,6 @@ def turns(queue: CompileQueue) -> str:
     return found
 
 
-def test_tenants_take_turns_whatever_each_has_sent() -> None:
-    queue = CompileQueue(100)
-    for tenant in "aaaaaabbc":
-        queue.add(waiting(tenant))
-    assert turns(queue) == "abcabaaaa"
-
-
-def test_of_one_tenant_the_oldest_goes_first() -> None:
-    queue = CompileQueue(100)
-    sent = [waiting("a") for _ in range(3)]
-    for each in sent:
-        queue.add(each)
-    taken = []
-    while (each := queue.take()) is not None:
-        taken.append(each)
-        queue.end(each)
-    assert taken == sent
-
-
 def test_of_one_tenant_one_grammar_is_compiled_at_a_time() -> None:
     queue = CompileQueue(100)
     for tenant in "aab":

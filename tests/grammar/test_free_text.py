@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind
 from app.errors import InvalidRequest
 from app.grammar.free_text import FreePlace, FreeText, TokenTable, Trigger
 from app.grammar.grammars import Grammars
 from app.grammar.vocabulary import Vocabulary
-from tests.grammar.documents import allowed_ids, request_for
+from tests.grammar.documents import advance, allowed_ids, begun, request_for
 
 # The bytes, texts that write up to and past triggers, and special tokens.
 LONGER = (
@@ -56,26 +55,13 @@ def tags(*each: dict[str, Any], schemas: Sequence[Any] = (SCHEMA,)) -> Grammar:
 CALL = {"trigger": "<tool_call>", "content": [{"schema": 0}, "</tool_call>"]}
 
 
-def matcher(grammars: Grammars, grammar: Grammar, **fields: Any) -> Matcher:
-    found = grammars.matcher_of(request_for(grammar, **fields)).result()
-    assert found is not None
-    return found
-
-
 def ids(text: bytes) -> list[int]:
     """Byte by byte."""
     return list(text)
 
 
-def write(matcher: Matcher, token_ids: Sequence[int]) -> None:
-    for token_id in token_ids:
-        assert token_id in allowed_ids(matcher), (TOKENS[token_id], matcher.failure)
-        matcher.advance(token_id)
-        assert matcher.failure is None
-
-
 def test_outside_of_pieces_every_token_may_be_drawn(small: Grammars) -> None:
-    text = matcher(small, tags(CALL))
+    text = begun(small, tags(CALL))
     draw = random.Random(1)
     everything = set(range(len(TOKENS)))
     past = {TOKENS.index(b"<tool_call>[")}  # and what writes past a trigger that has begun
@@ -96,20 +82,20 @@ def test_a_piece_begins_where_its_trigger_is_complete_however_it_is_written(smal
         [*ids(b"<tool"), OTHER, *ids(b"_call>")],  # with special tokens hidden it reads as the trigger
     ]
     for way in ways:
-        text = matcher(small, tags(CALL))
-        write(text, way)
+        text = begun(small, tags(CALL))
+        advance(text, way)
         assert allowed_ids(text) == ids(b"{"), way
-        write(text, ids(b'{"a":22}</tool_call>'))
+        advance(text, ids(b'{"a":22}</tool_call>'))
         assert len(allowed_ids(text)) > 250, "free again"
-        write(text, ids(b" And <tool_call>"))
+        advance(text, ids(b" And <tool_call>"))
         assert allowed_ids(text) == ids(b"{")
 
 
 def test_no_token_writes_past_a_trigger(small: Grammars) -> None:
-    text = matcher(small, tags(CALL))
+    text = begun(small, tags(CALL))
     assert TOKENS.index(b"<tool_call>[") not in allowed_ids(text)
     assert TOKENS.index(b"_call>{") in allowed_ids(text), "nothing has begun"
-    write(text, ids(b"<tool"))
+    advance(text, ids(b"<tool"))
     assert TOKENS.index(b"_call>{") not in allowed_ids(text)
 
 
@@ -117,8 +103,8 @@ def test_a_special_token_is_a_trigger_as_its_text_is(small: Grammars) -> None:
     tag = {"trigger": "[CALLS]", "content": ["f", "[CALLS]", {"schema": 0}], "is_last": True}
     for begin in ([CALLS], ids(b"[CALLS]")):
         for again in ([CALLS], ids(b"[CALLS]")):
-            text = matcher(small, tags(tag))
-            write(text, [*begin, *ids(b"f"), *again, *ids(b'{"a":1}')])
+            text = begun(small, tags(tag))
+            advance(text, [*begin, *ids(b"f"), *again, *ids(b'{"a":1}')])
             assert allowed_ids(text) == [END], "it is the last"
 
 
@@ -126,41 +112,40 @@ def test_several_triggers_have_each_their_own(small: Grammars) -> None:
     one = {"trigger": "<a", "content": ["=", {"schema": 0}, ">"]}
     other = {"trigger": "<bc", "content": [{"pattern": "[0-9]+"}]}
     third = {"trigger": "<a", "content": ["x"]}
-    text = matcher(small, tags(one, other, third))
-    write(text, ids(b"<b<a"))
+    text = begun(small, tags(one, other, third))
+    advance(text, ids(b"<b<a"))
     assert set(allowed_ids(text)) == {*b"=x"}
-    write(text, ids(b'={"a":1}><bc7'))
+    advance(text, ids(b'={"a":1}><bc7'))
     assert set(b"0123456789") < set(allowed_ids(text))
     assert ord("!") in allowed_ids(text), "a piece that may end may be followed by text"
-    write(text, ids(b"7!<ax"))
+    advance(text, ids(b"7!<ax"))
 
 
 def test_an_opening_is_one_only_at_the_beginning(small: Grammars) -> None:
     opening = {"trigger": '{"name":"f"', "is_opening": True, "content": [",", {"schema": 0}, "}"], "is_last": True}
     for begin in (ids(b' {\n"name" : "f"'), [ord("{"), *ids(b'"name'), TOKENS.index(b'": "f"')],
                   [OTHER, TOKENS.index(b'{"name'), TOKENS.index(b'": "f"')]):  # fmt: skip
-        text = matcher(small, tags(opening))
-        write(text, begin)
+        text = begun(small, tags(opening))
+        advance(text, begin)
         assert allowed_ids(text) == ids(b",")
-        write(text, ids(b',{"a":1}}'))
+        advance(text, ids(b',{"a":1}}'))
         assert allowed_ids(text) == [END]
     for other in (b'{"name":"g"', b'{"na me":"f"', b'x{"name":"f"', b'\xc2\xa0{"name":"f"'):
-        text = matcher(small, tags(opening))
-        write(text, ids(other))
+        text = begun(small, tags(opening))
+        advance(text, ids(other))
         assert len(allowed_ids(text)) == len(TOKENS), other
-    text = matcher(small, tags(opening))
-    write(text, [TOKENS.index(b'{"name')])
+    text = begun(small, tags(opening))
+    advance(text, [TOKENS.index(b'{"name')])
     assert TOKENS.index(b'": "f",') not in allowed_ids(text), "it would write past it"
 
 
 def test_another_engine_goes_on_from_anywhere(small: Grammars) -> None:
     whole = [*ids(b"Well <tool"), TOKENS.index(b"_call>"), *ids(b'{"a":22}</tool_call> and <tool_call>{"a":1}')]
     for cut in range(len(whole) + 1):
-        resumed = matcher(small, tags(CALL), generated_token_ids=tuple(whole[:cut]))
-        begun = matcher(small, tags(CALL))
-        write(begun, whole[:cut])
-        assert resumed.allowed() == begun.allowed()
-        write(resumed, whole[cut:])
+        resumed = begun(small, tags(CALL), generated_token_ids=tuple(whole[:cut]))
+        other = advance(begun(small, tags(CALL)), whole[:cut])
+        assert resumed.allowed() == other.allowed()
+        advance(resumed, whole[cut:])
 
 
 def test_what_stands_in_a_piece_is_compiled_before_anything_is_written(small: Grammars) -> None:

@@ -5,30 +5,12 @@ from __future__ import annotations
 import json
 import re
 
-import jsonschema
 import pytest
 
 from app.engine.request import GrammarKind
 from app.grammar.grammars import Grammars
 from app.grammar.vocabulary import Vocabulary
 from tests.grammar.documents import matcher_for, write
-
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "tags": {"type": "array", "items": {"enum": ["a", "b", "é"]}, "maxItems": 3},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_schema_gives_documents_of_that_schema(grammars: Grammars, vocabulary: Vocabulary, seed: int) -> None:
-    matcher = matcher_for(grammars, GrammarKind.JSON_SCHEMA, json.dumps(PERSON))
-    jsonschema.validate(json.loads(write(matcher, vocabulary, seed)), PERSON)
 
 
 @pytest.mark.parametrize("pattern", [r"\d{3}-\d{4}", "(a+)+", "[a-zé€😀]{1,9}!?", "^x/y$", r"(yes|no)( [a-z]+){0,3}\."])

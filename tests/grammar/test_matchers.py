@@ -7,11 +7,10 @@ import random
 
 import pytest
 
-from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind, Thought
 from app.grammar.grammars import Grammars
 from app.grammar.vocabulary import Vocabulary
-from tests.grammar.documents import allowed_ids, matcher_for, request_for
+from tests.grammar.documents import advance, allowed_ids, begun
 
 RECORD = {
     "type": "object",
@@ -33,12 +32,6 @@ GRAMMARS = {
 }
 
 
-def begun(grammars: Grammars, grammar: Grammar) -> Matcher:
-    matcher = grammars.matcher_of(request_for(grammar)).result()
-    assert matcher is not None
-    return matcher
-
-
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_a_matcher_stays_where_it_is_while_others_go_ahead_of_it(grammars: Grammars, name: str) -> None:
     matcher, apart = begun(grammars, GRAMMARS[name]), begun(grammars, GRAMMARS[name])
@@ -58,12 +51,6 @@ def test_a_matcher_stays_where_it_is_while_others_go_ahead_of_it(grammars: Gramm
         assert ahead.allowed() == matcher.allowed()
 
 
-def written(matcher: Matcher, vocabulary: Vocabulary, text: str) -> Matcher:
-    for byte in text.encode():
-        matcher.advance(vocabulary.tokens.index(bytes([byte])))
-    return matcher
-
-
 @pytest.mark.parametrize(
     ("text", "forced"),
     [('[{"', 'kind"'), ('[{"kind": "', "sto"), ('[{"kind": "sto', ""), ('[{"kind": "stor', 'y"'), ('[{"kind', '"')],
@@ -71,7 +58,8 @@ def written(matcher: Matcher, vocabulary: Vocabulary, text: str) -> Matcher:
 def test_the_only_text_that_may_follow_is_forced(
     grammars: Grammars, vocabulary: Vocabulary, text: str, forced: str
 ) -> None:
-    matcher = written(matcher_for(grammars, SCHEMA.kind, SCHEMA.text), vocabulary, text)
+    token_ids = [vocabulary.tokens.index(bytes([byte])) for byte in text.encode()]
+    matcher = advance(begun(grammars, SCHEMA), token_ids)
     found = matcher.forced(64)
     assert b"".join(vocabulary.tokens[each] for each in found).decode() == forced
     assert matcher.forced(2) == found[:2]
@@ -80,10 +68,9 @@ def test_the_only_text_that_may_follow_is_forced(
 
 
 def test_a_draft_that_is_not_allowed_fails_the_matcher_behind_it_alone(grammars: Grammars) -> None:
-    matcher = matcher_for(grammars, SCHEMA.kind, SCHEMA.text)
+    matcher = begun(grammars, SCHEMA)
     behind = matcher.after(0)
     behind.allowed()
     assert behind.failure is not None
     assert matcher.failure is None
-    again = matcher_for(grammars, SCHEMA.kind, SCHEMA.text)
-    assert again.allowed() == matcher.allowed()
+    assert begun(grammars, SCHEMA).allowed() == matcher.allowed()

@@ -8,9 +8,9 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
 from app.grammar.compiling import lark_of, new_matcher, walk
 from app.grammar.grammars import CompileLimits, Grammars
 from app.grammar.vocabulary import Vocabulary
-from tests.grammar.documents import allowed_ids, request_for
+from tests.grammar.documents import allowed_ids, matcher_for, request_for
 from tests.grammar.hostile_grammars import Case, cases
 from tests.waiting import PATIENCE_S, eventually, stop_child
 
@@ -32,7 +32,7 @@ TIMEOUT_S = 1.0
 def grammars(vocabulary: Vocabulary) -> Iterator[Grammars]:
     limits = CompileLimits(timeout_s=TIMEOUT_S, memory_bytes=256_000_000)
     made = Grammars(lambda: vocabulary, limits=limits)
-    made.matcher_of(request_for(Grammar(GrammarKind.REGEX, "a"))).result()
+    compiled(made, "a")
     yield made
     made.close()
 
@@ -118,9 +118,8 @@ def test_time_and_memory_are_limited(vocabulary: Vocabulary, limits: CompileLimi
 
 
 def test_a_refusal_is_remembered(grammars: Grammars) -> None:
-    request = request_for(Grammar(GrammarKind.REGEX, "(((((("))
-    first = grammars.matcher_of(request).exception()
-    again = grammars.matcher_of(request)
+    first = asked(grammars, "((((((").exception()
+    again = asked(grammars, "((((((")
     assert again.done()
     assert str(again.exception()) == str(first)
 
@@ -138,14 +137,14 @@ def test_a_grammar_is_not_to_blame_for_a_process_that_had_died_before(vocabulary
         process = worker_of(grammars)
         process.kill()
         process.wait()
-        assert compiled(grammars, "after a death") is not None
+        compiled(grammars, "after a death")
 
 
 def test_a_grammar_is_tried_again_where_its_process_was_killed(vocabulary: Vocabulary) -> None:
     with closing(Grammars(lambda: vocabulary)) as grammars:
         process = worker_of(grammars)
         stop_child(process.pid)  # so that it is killed over this grammar
-        tried = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "once more")))
+        tried = asked(grammars, "once more")
         eventually(tried.running)
         time.sleep(0.05)
         process.kill()
@@ -156,14 +155,14 @@ def test_where_the_process_is_killed_each_time_the_grammar_is_not_refused_for_ev
     with closing(Grammars(lambda: vocabulary)) as grammars:
         process = worker_of(grammars)
         stop_child(process.pid)
-        tried = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "killed")))
+        tried = asked(grammars, "killed")
         while not tried.done():
             process.kill()
             process = newest_process(grammars) or process
         error = tried.exception()
         assert isinstance(error, Unavailable)
         assert "was ended by the signal 9" in str(error)
-        assert compiled(grammars, "killed") is not None
+        compiled(grammars, "killed")
 
 
 def test_waiting_for_the_processor_is_no_fault_of_a_grammar(vocabulary: Vocabulary) -> None:
@@ -188,28 +187,19 @@ def test_one_tenants_expensive_grammars_delay_no_other_tenant(vocabulary: Vocabu
     ]
     with closing(Grammars(lambda: vocabulary)) as grammars:
         worker_of(grammars)
-        one, other = ({"tenant": name} for name in ("one", "other"))
-        expensive = [grammars.matcher_of(request_for(Grammar(GrammarKind.JSON_SCHEMA, text), **one)) for text in large]
-        cheap = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "yes|no"), **other))
+        schemas = [request_for(Grammar(GrammarKind.JSON_SCHEMA, text), tenant="one") for text in large]
+        expensive = [grammars.matcher_of(schema) for schema in schemas]
+        cheap = asked(grammars, "yes|no", tenant="other")
         assert cheap.result() is not None
         assert not expensive[-1].done()  # all of them take seconds
 
 
 def test_one_tenant_does_not_take_all_places(vocabulary: Vocabulary) -> None:
-    let_go = threading.Event()
-
-    def read_late() -> Vocabulary:
-        let_go.wait(PATIENCE_S)
-        return vocabulary
-
-    def asked(text: str, tenant: str) -> Future[Matcher | None]:
-        return grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text), tenant=tenant))
-
-    with closing(Grammars(read_late, limits=CompileLimits(max_waiting=4))) as grammars:
-        many = [asked(f"a{number}", "one") for number in range(6)]
-        few = [asked(f"b{number}", "other") for number in range(2)]
+    with held_up(vocabulary, max_waiting=4) as (grammars, let_go):
+        many = [asked(grammars, f"a{number}", tenant="one") for number in range(6)]
+        few = [asked(grammars, f"b{number}", tenant="other") for number in range(2)]
         assert [isinstance(each.exception(1), Overloaded) for each in many[2:]] == [True] * 4
-        let_go.set()
+        let_go()
         assert all(each.result() is not None for each in [*many[:2], *few])
 
 
@@ -217,17 +207,17 @@ def test_at_the_end_those_that_wait_hear_of_it(vocabulary: Vocabulary) -> None:
     grammars = Grammars(lambda: vocabulary)
     process = worker_of(grammars)
     stop_child(process.pid)
-    asked = [grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text))) for text in ("now", "later")]
-    eventually(asked[0].running)
+    waiting = [asked(grammars, text) for text in ("now", "later")]
+    eventually(waiting[0].running)
     time.sleep(0.05)
     grammars.close()
-    assert all(isinstance(each.exception(), EngineStopped) for each in asked)
-    assert isinstance(grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "x"))).exception(1), EngineStopped)
+    assert all(isinstance(each.exception(), EngineStopped) for each in waiting)
+    assert isinstance(asked(grammars, "x").exception(1), EngineStopped)
 
 
 def worker_of(grammars: Grammars) -> subprocess.Popen[bytes]:
     """The process that the next grammar is compiled in, which runs."""
-    assert compiled(grammars, "a first one") is not None
+    compiled(grammars, "a first one")
     process = newest_process(grammars)
     assert process is not None
     return process
@@ -239,30 +229,40 @@ def newest_process(grammars: Grammars) -> subprocess.Popen[bytes] | None:
 
 
 def is_cached(grammars: Grammars, text: str) -> bool:
-    future = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text)))
+    future = asked(grammars, text)
     was_done = future.done()
     assert future.result() is not None
     return was_done
 
 
-def compiled(grammars: Grammars, text: str) -> Matcher | None:
-    return grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text))).result()
+def asked(grammars: Grammars, text: str, **fields: object) -> Future[Matcher | None]:
+    return grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text), **fields))
 
 
-def test_a_cancelled_request_takes_no_place_in_the_queue(vocabulary: Vocabulary) -> None:
+def compiled(grammars: Grammars, text: str) -> Matcher:
+    return matcher_for(grammars, GrammarKind.REGEX, text)
+
+
+@contextmanager
+def held_up(vocabulary: Vocabulary, *, max_waiting: int) -> Iterator[tuple[Grammars, Callable[[], None]]]:
+    """Grammars that wait for their vocabulary, and what lets them go."""
     let_go = threading.Event()
 
     def read_late() -> Vocabulary:
         let_go.wait(PATIENCE_S)
         return vocabulary
 
-    grammars = Grammars(read_late, limits=CompileLimits(max_waiting=2))
-    first = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "first")))
-    for number in range(5):
-        assert grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, f"{number}"))).cancel()
-    let_go.set()
-    assert first.result() is not None
-    grammars.close()
+    with closing(Grammars(read_late, limits=CompileLimits(max_waiting=max_waiting))) as grammars:
+        yield grammars, let_go.set
+
+
+def test_a_cancelled_request_takes_no_place_in_the_queue(vocabulary: Vocabulary) -> None:
+    with held_up(vocabulary, max_waiting=2) as (grammars, let_go):
+        first = asked(grammars, "first")
+        for number in range(5):
+            assert asked(grammars, f"{number}").cancel()
+        let_go()
+        assert first.result() is not None
 
 
 def test_compiled_grammars_are_kept_up_to_a_number(vocabulary: Vocabulary) -> None:
@@ -278,7 +278,6 @@ def test_a_grammar_that_has_learned_much_is_compiled_anew(
 ) -> None:
     with closing(Grammars(lambda: vocabulary)) as grammars:
         matcher = compiled(grammars, ".{0,1000}x")
-        assert matcher is not None
         assert is_cached(grammars, ".{0,1000}x")
         monkeypatch.setattr("app.grammar.grammars.MAX_MATCHING_S", 0.001)
         while is_cached(grammars, ".{0,1000}x"):
@@ -291,11 +290,10 @@ def test_of_all_cached_grammars_those_that_have_learned_most_are_forgotten(
 ) -> None:
     with closing(Grammars(lambda: vocabulary)) as grammars:
         large = [f".{{0,1000}}x{number}" for number in range(3)]
-        assert compiled(grammars, "a small one") is not None
+        compiled(grammars, "a small one")
         monkeypatch.setattr("app.grammar.grammars.MAX_CACHED_S", 0.001)
         for text in large:
             matcher = compiled(grammars, text)
-            assert matcher is not None
             for _ in range(300):
                 matcher.advance(allowed_ids(matcher)[0])
                 matcher.prepare()
@@ -304,17 +302,10 @@ def test_of_all_cached_grammars_those_that_have_learned_most_are_forgotten(
 
 
 def test_when_too_many_wait_others_are_told_to_come_back(vocabulary: Vocabulary) -> None:
-    let_go = threading.Event()
-
-    def read_late() -> Vocabulary:
-        let_go.wait(PATIENCE_S)
-        return vocabulary
-
-    grammars = Grammars(read_late, limits=CompileLimits(max_waiting=2))
-    waiting = [grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text))) for text in ("a", "b")]
-    with pytest.raises(Overloaded, match="2 requests wait for their grammars"):
-        grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "c"))).result(1)
-    let_go.set()
-    assert all(future.result() is not None for future in waiting)
-    assert grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "c"))).result() is not None
-    grammars.close()
+    with held_up(vocabulary, max_waiting=2) as (grammars, let_go):
+        waiting = [asked(grammars, text) for text in ("a", "b")]
+        with pytest.raises(Overloaded, match="2 requests wait for their grammars"):
+            asked(grammars, "c").result(1)
+        let_go()
+        assert all(future.result() is not None for future in waiting)
+        assert asked(grammars, "c").result() is not None

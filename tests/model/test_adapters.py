@@ -202,43 +202,36 @@ class TestRefusals:
         with pytest.raises(UnsupportedAdapter, match=message):
             self.read(self.saved(tmp_path, **config))
 
-    def test_of_another_base(self, tmp_path: Path) -> None:
-        save_adapter(tmp_path, build_tiny_model("llama", hidden_size=128))
-        with pytest.raises(UnsupportedAdapter, match=r"factors of 4 × 64 and 128 × 4; .*it is for another model"):
+    @pytest.mark.parametrize(
+        ("model", "message"),
+        [
+            ({"hidden_size": 128}, r"factors of 4 × 64 and 128 × 4; .*it is for another model"),
+            ({"num_hidden_layers": 3}, r"it adapts .*layers\.2"),
+        ],
+    )
+    def test_of_another_base(self, model: dict[str, int], message: str, tmp_path: Path) -> None:
+        save_adapter(tmp_path, build_tiny_model("llama", **model))
+        with pytest.raises(UnsupportedAdapter, match=message):
             self.read(tmp_path)
 
-    def test_of_a_layer_that_the_model_does_not_have(self, tmp_path: Path) -> None:
-        save_adapter(tmp_path, build_tiny_model("llama", num_hidden_layers=3))
-        with pytest.raises(UnsupportedAdapter, match=r"it adapts .*layers\.2"):
+    @pytest.mark.parametrize(
+        ("name", "tensor", "message"),
+        [
+            ("lora_magnitude_vector", torch.ones(64), "lora_magnitude_vector, which is no factor"),
+            ("lora_A.weight", torch.full((4, 64), math.inf), "not finite"),
+            ("lora_A.weight", torch.ones(4, 64, dtype=torch.int32), r"numbers of type torch\.int32"),
+        ],
+    )
+    def test_of_tensors(self, name: str, tensor: torch.Tensor, message: str, tmp_path: Path) -> None:
+        self.saved(tmp_path)
+        path = tmp_path / "adapter_model.safetensors"
+        save_file(load_file(path) | {f"base_model.model.model.layers.0.self_attn.q_proj.{name}": tensor}, path)
+        with pytest.raises(UnsupportedAdapter, match=message):
             self.read(tmp_path)
 
     def test_of_an_unknown_target(self, tmp_path: Path) -> None:
         with pytest.raises(UnsupportedAdapter, match=r"it adapts lm_head .*down_proj, .* can be adapted"):
             self.read(self.saved(tmp_path, targets=("q_proj", "lm_head")))
-
-    def test_of_tensors_that_are_no_factors(self, tmp_path: Path) -> None:
-        self.saved(tmp_path)
-        path = tmp_path / "adapter_model.safetensors"
-        name = "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"
-        save_file(load_file(path) | {name: torch.ones(64)}, path)
-        with pytest.raises(UnsupportedAdapter, match="lora_magnitude_vector, which is no factor"):
-            self.read(tmp_path)
-
-    def test_of_numbers_that_are_not_finite(self, tmp_path: Path) -> None:
-        self.saved(tmp_path)
-        path = tmp_path / "adapter_model.safetensors"
-        name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-        save_file(load_file(path) | {name: torch.full((4, 64), math.inf)}, path)
-        with pytest.raises(UnsupportedAdapter, match="not finite"):
-            self.read(tmp_path)
-
-    def test_of_numbers_of_other_types(self, tmp_path: Path) -> None:
-        self.saved(tmp_path)
-        path = tmp_path / "adapter_model.safetensors"
-        name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-        save_file(load_file(path) | {name: torch.ones(4, 64, dtype=torch.int32)}, path)
-        with pytest.raises(UnsupportedAdapter, match=r"numbers of type torch\.int32"):
-            self.read(tmp_path)
 
     @pytest.mark.parametrize(
         "text", ["[" * 200_000 + "]" * 200_000, '{"r": ' + "[" * 900 + "]" * 900 + "}", "[1]", "{"]

@@ -122,20 +122,6 @@ def test_a_model_may_leave_its_logits_as_they_are(tmp_path: Path) -> None:
     assert score == pytest.approx(alone(model, request, has_types=True).logits.item(), abs=TOLERANCE)
 
 
-def test_batches_with_padding_in_transformers_give_the_same(tmp_path: Path) -> None:
-    model = save_tiny_encoder("bert", tmp_path)
-    requests = some_requests(Pooling.MEAN, number=8)
-    longest = max(len(request.prompt_token_ids) for request in requests)
-    padded = [request.prompt_token_ids + (PADDING,) * (longest - len(request.prompt_token_ids)) for request in requests]
-    mask = [[int(at < len(request.prompt_token_ids)) for at in range(longest)] for request in requests]
-    with torch.inference_mode():
-        states = model(torch.tensor(padded), attention_mask=torch.tensor(mask)).last_hidden_state
-    outcome = run_to_end(build(tmp_path, max_step_tokens=1000), *requests)
-    for request, row in zip(requests, states, strict=True):
-        expected = row[: len(request.prompt_token_ids)].mean(dim=0)
-        assert relative_error(vector_of(outcome, request), expected) <= TOLERANCE
-
-
 def test_a_prompt_above_the_budget_has_a_step_of_its_own_and_no_block_is_ever_used(tmp_path: Path) -> None:
     save_tiny_encoder("bert", tmp_path)
     engine = build(tmp_path, max_step_tokens=33)

@@ -14,15 +14,10 @@ from tests.waiting import PATIENCE_S
 class GatedMatcher:
     """Counts how often it is prepared, and in which thread; waits at a gate where it has one."""
 
-    failure = None
-
     def __init__(self, gate: threading.Event | None = None, *, error: Exception | None = None) -> None:
         self.prepared_by: list[str] = []
         self.begun = threading.Event()
         self._gate, self._error = gate, error
-
-    def allowed(self) -> bytes:
-        return b"\xff"
 
     def prepare(self) -> None:
         self.begun.set()
@@ -32,9 +27,6 @@ class GatedMatcher:
         if self._error is not None:
             raise self._error
 
-    def advance(self, token_id: int) -> None:
-        """Nothing changes."""
-
 
 def test_all_are_prepared_once_while_something_is_computed() -> None:
     preparer = MatcherPreparer()
@@ -43,7 +35,7 @@ def test_all_are_prepared_once_while_something_is_computed() -> None:
         with preparer.preparing(matchers):
             assert matchers[0].begun.wait(PATIENCE_S)  # a computation, in which the other thread gets on
         assert [len(matcher.prepared_by) for matcher in matchers] == [1] * 9
-        assert matchers[0].prepared_by == ["masks"]
+        assert matchers[0].prepared_by == ["masks_0"]
 
 
 def test_matchers_that_the_thread_has_not_begun_are_prepared_by_the_caller() -> None:
@@ -55,7 +47,7 @@ def test_matchers_that_the_thread_has_not_begun_are_prepared_by_the_caller() -> 
         assert matchers[0].begun.wait(PATIENCE_S)
     # The thread was held at the first: it opened only when the last had been done by this one.
     opener.join()
-    assert matchers[0].prepared_by == ["masks"]
+    assert matchers[0].prepared_by == ["masks_0"]
     assert all(matcher.prepared_by == [threading.current_thread().name] for matcher in matchers[1:])
 
 
@@ -65,7 +57,7 @@ def test_an_error_of_one_matcher_does_not_end_the_thread() -> None:
         matchers = [GatedMatcher(error=ValueError("no")), GatedMatcher()]
         with preparer.preparing(matchers):
             assert matchers[1].begun.wait(PATIENCE_S)
-        assert [matcher.prepared_by for matcher in matchers] == [["masks"]] * 2
+        assert [matcher.prepared_by for matcher in matchers] == [["masks_0"]] * 2
 
 
 def test_a_computation_that_fails_leaves_no_matcher_half_prepared() -> None:

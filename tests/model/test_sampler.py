@@ -57,34 +57,33 @@ def test_greedy_takes_the_likeliest() -> None:
     assert sample(logits, [item(temperature=0.0)] * 5).tolist() == logits.argmax(-1).tolist()
 
 
-def test_draws_follow_the_softmax() -> None:
-    logits = [0.0, 1.0, 2.0, -1.0]
-    expected = torch.tensor(logits).softmax(-1).tolist()
-    assert draws(logits) == pytest.approx(expected, abs=0.025)
+def softmax(*logits: float) -> list[float]:
+    return torch.tensor(logits).softmax(-1).tolist()
 
 
-def test_temperature_sharpens() -> None:
-    logits = [0.0, 1.0, 2.0, -1.0]
-    expected = (torch.tensor(logits) / 0.5).softmax(-1).tolist()
-    assert draws(logits, temperature=0.5) == pytest.approx(expected, abs=0.025)
+LOGITS = [0.0, 1.0, 2.0, -1.0]
+SHARES = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
 
 
-def test_top_k_keeps_the_k_likeliest_in_proportion() -> None:
-    logits = [0.0, 1.0, 2.0, -1.0]
-    kept = torch.tensor([1.0, 2.0]).softmax(-1).tolist()
-    assert draws(logits, top_k=2) == pytest.approx([0.0, kept[0], kept[1], 0.0], abs=0.025)
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
-    logits = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
-    assert draws(logits, top_p=0.7) == pytest.approx([0.625, 0.375, 0.0, 0.0], abs=0.025)
-    assert draws(logits, top_p=0.01) == [1.0, 0.0, 0.0, 0.0]
-    assert draws([1.0, 1.0, 1.0, 1.0], top_p=0.5) == pytest.approx([0.5, 0.5, 0.0, 0.0], abs=0.025)  # they reach it
-
-
-def test_min_p_drops_what_is_far_below_the_likeliest() -> None:
-    logits = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
-    assert draws(logits, min_p=0.4) == pytest.approx([0.625, 0.375, 0.0, 0.0], abs=0.025)
+@pytest.mark.parametrize(
+    ("logits", "sampling", "expected"),
+    [
+        (LOGITS, {}, softmax(*LOGITS)),
+        (LOGITS, {"temperature": 0.5}, softmax(0.0, 2.0, 4.0, -2.0)),
+        (LOGITS, {"top_k": 2}, [0.0, *softmax(1.0, 2.0), 0.0]),
+        (SHARES, {"top_p": 0.7}, [0.625, 0.375, 0.0, 0.0]),
+        (SHARES, {"top_p": 0.01}, [1.0, 0.0, 0.0, 0.0]),
+        ([1.0] * 4, {"top_p": 0.5}, [0.5, 0.5, 0.0, 0.0]),  # they reach it
+        (SHARES, {"min_p": 0.4}, [0.625, 0.375, 0.0, 0.0]),
+    ],
+    ids=str,
+)
+def test_draws_follow_the_softmax_of_what_filters_leave(
+    logits: list[float], sampling: dict[str, float], expected: list[float]
+) -> None:
+    found = draws(logits, **sampling)
+    assert found == pytest.approx(expected, abs=0.025)
+    assert [share > 0 for share in found] == [share > 0 for share in expected]
 
 
 def test_penalties_count_what_they_should() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from app.text import Tokenizer
 
@@ -16,7 +17,7 @@ AWKWARD = (b"x\xc3", b"\xa9y\xc3", b"\xa9", b"\x98\x80\xf0\x9f", b"\xe2\x82", b"
 
 def build_byte_level(template: str | None = None, special: Sequence[str] = ()) -> Tokenizer:
     """Byte-level: ids 0-255 are the bytes themselves, then `AWKWARD`, then the `special` ones and `<end>`."""
-    symbols = _byte_symbols()
+    symbols = bytes_to_unicode()
     vocab = {symbols[byte]: byte for byte in range(256)}
     for token in AWKWARD:
         vocab.setdefault("".join(symbols[byte] for byte in token), len(vocab))
@@ -41,12 +42,3 @@ def build_byte_fallback() -> Tokenizer:
 
 def _with_end(backend: Backend, template: str | None = None) -> Tokenizer:
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", chat_template=template))
-
-
-def _byte_symbols() -> dict[int, str]:
-    """GPT-2's printable stand-ins for the 256 bytes."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    symbols = {byte: chr(byte) for byte in printable}
-    for number, byte in enumerate(byte for byte in range(256) if byte not in symbols):
-        symbols[byte] = chr(256 + number)
-    return symbols

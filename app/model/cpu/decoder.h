@@ -4,8 +4,6 @@
 // far as the order of summation allows.
 #pragma once
 
-#include <chrono>
-
 #include "adapters.h"
 #include "attention.h"
 #include "experts.h"
@@ -15,7 +13,7 @@
 namespace carousel {
 
 struct DecoderShape {
-    int64_t hidden_size, num_heads, num_kv_heads, head_dim, rotary_dim, intermediate_size, vocab_size, block_size,
+    int64_t hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size, block_size,
         num_layers, weight_bits;  // weight_bits: of the layers' matrices; 0: they and the head are of the model's type
     float epsilon, scaling;
     ExpertsShape experts;
@@ -50,18 +48,13 @@ struct DecoderStep {
     const int32_t* tables;
     const int64_t* rows;         // [num_rows], ascending: the tokens of which anything is wanted
     const int64_t* logits_rows;  // [num_logits], ascending: the rows of which logits are wanted
-    const void *cosine, *sine;   // [num_positions][rotary_dim]
+    const void *cosine, *sine;   // [num_positions][head_dim]
     float* logits;               // [num_logits][vocab_size]
     int64_t* likeliest;          // [num_logits], the first of the greatest logits of each
     float* hidden;               // [num_rows][hidden_size], behind the final norm; null: all rows have logits instead
     int64_t num_adapters;
     const AdapterLayer* const* adapters;  // [num_adapters][num_layers]
     const int64_t* adapter_of;            // [num_tokens]; -1: none
-};
-
-// Seconds spent since the decoder was made, as the calling thread saw them.
-struct DecoderTimes {
-    double linear, head, attention, rest;
 };
 
 template <typename T>
@@ -79,32 +72,12 @@ class Decoder {
         const AttentionShape shape = attention_shape(0);
         groups_.find(step.segments, step.num_segments, step.tables, shape, rows_together<T>(shape).most, threads_.size());
         find_adapted(step);
-        const auto caller = std::this_thread::get_id();
-        threads_.run([&] { work(step, Watch(std::this_thread::get_id() == caller ? &times_ : nullptr)); });
+        threads_.run([&] { work(step); });
     }
 
-    const DecoderTimes& times() const { return times_; }
-
   private:
-    // Adds the time since its last call to one of the counters.
-    class Watch {
-      public:
-        explicit Watch(DecoderTimes* times) : times_(times), last_(Clock::now()) {}
-        void spent(double DecoderTimes::* part) {
-            if (!times_) return;
-            const auto now = Clock::now();
-            times_->*part += std::chrono::duration<double>(now - last_).count();
-            last_ = now;
-        }
-
-      private:
-        using Clock = std::chrono::steady_clock;
-        DecoderTimes* times_;
-        Clock::time_point last_;
-    };
-
     // The work of every thread of the pool; all loops in it are shared.
-    void work(const DecoderStep& step, Watch watch) {
+    void work(const DecoderStep& step) {
         embed(step);
         int64_t num_rows = step.num_tokens;
         const AdaptedRows* adapted = &adapted_;
@@ -113,7 +86,7 @@ class Decoder {
                 return Addition<T>(*adapted, step.adapters, step.num_adapters, layer, product, parts, low_.data());
             };
             const bool is_last = layer + 1 == shape_.num_layers;
-            attention(step, layers_[layer], added(&AdapterLayer::query_key_value, {{query_size_, kv_size_, kv_size_}}), watch);
+            attention(step, layers_[layer], added(&AdapterLayer::query_key_value, {{query_size_, kv_size_, kv_size_}}));
             if (is_last) {  // from here on only the wanted rows are computed
                 keep_rows(step);
                 num_rows = step.num_rows;
@@ -122,9 +95,8 @@ class Decoder {
             const LayerWeights& own = layers_[layer];
             add_projection(attended_.data(), num_rows, output(own), own.output_bias,
                            own.router ? Matrix{} : gate_up(own.mlps[0]), added(&AdapterLayer::output, {{shape_.hidden_size}}));
-            watch.spent(&DecoderTimes::linear);
             const Matrix next = is_last ? head() : query_key_value(layers_[layer + 1]);
-            feed_forward(own, num_rows, watch, next,
+            feed_forward(own, num_rows, next,
                          added(&AdapterLayer::gate_up, {{shape_.intermediate_size, shape_.intermediate_size}, true}),
                          added(&AdapterLayer::down, {{shape_.hidden_size}}));
         }
@@ -133,9 +105,7 @@ class Decoder {
             give_hidden(step);
             num_rows = step.num_logits;
         }
-        watch.spent(&DecoderTimes::rest);
         compute_logits(step, num_rows);
-        watch.spent(&DecoderTimes::head);
     }
 
     Matrix head() const { return {head_, shape_.hidden_size, shape_.vocab_size}; }
@@ -164,11 +134,10 @@ class Decoder {
                 shape_.scaling, 0.0f,                sliding_window,  nullptr};
     }
 
-    void attention(const DecoderStep& step, const LayerWeights& layer, const Addition<T>& added, Watch& watch) {
+    void attention(const DecoderStep& step, const LayerWeights& layer, const Addition<T>& added) {
         const AttentionShape shape = attention_shape(layer.sliding_window);
         const Pages<T> pages(shape, layer.keys, layer.values, layer.scales);
         normalise(static_cast<const T*>(layer.input_norm), step.num_tokens, shape_.weight_bits);
-        watch.spent(&DecoderTimes::rest);
         added.reduce(threads_, normed_.data(), shape_.hidden_size);
         linear(normed_.data(), step.num_tokens, query_key_value(layer), shape_.weight_bits, output(layer),
                [&](int64_t row, int64_t column, Vector left, Vector right) {
@@ -176,28 +145,25 @@ class Decoder {
                    put(right, layer.query_key_value_bias, projected(row), column + LANES, projected_size_);
                },
                added);
-        watch.spent(&DecoderTimes::linear);
         threads_.share(step.num_tokens, [&](int64_t token) { rotate_and_keep(step, layer, pages, token); });
-        watch.spent(&DecoderTimes::rest);
         const Heads<const T> query{projected_.data(), projected_size_, shape_.head_dim};
         const Heads<T> output{attended_.data(), query_size_, shape_.head_dim};
         threads_.share(groups_.size() * shape_.num_kv_heads, [&](int64_t task) {
             const Group& group = groups_[task / shape_.num_kv_heads];
             attend<T>(shape, pages, groups_, group, step.tables, task % shape_.num_kv_heads, query, output);
         });
-        watch.spent(&DecoderTimes::attention);
     }
 
     // Rotary positions on a token's queries and keys; keys and values to KV memory.
     void rotate_and_keep(const DecoderStep& step, const LayerWeights& layer, const Pages<T>& pages, int64_t token) {
-        const int64_t turn = step.positions[token] * shape_.rotary_dim;
+        const int64_t turn = step.positions[token] * shape_.head_dim;
         const T *cosine = static_cast<const T*>(step.cosine) + turn, *sine = static_cast<const T*>(step.sine) + turn;
         T* heads = projected(token);
         for (int64_t head = 0; head < shape_.num_heads + shape_.num_kv_heads; ++head) {
             T* own = heads + head * shape_.head_dim;
             const void* norm = head < shape_.num_heads ? layer.query_norm : layer.key_norm;
             if (norm) normalise_row(own, static_cast<const T*>(norm), shape_.head_dim, own);
-            rotate(own, cosine, sine, shape_.rotary_dim / 2);
+            rotate(own, cosine, sine, shape_.head_dim / 2);
         }
         for (int64_t head = 0; head < shape_.num_kv_heads; ++head)
             pages.write(step.slots[token], head, heads + query_size_ + head * shape_.head_dim,
@@ -244,16 +210,14 @@ class Decoder {
     }
 
     // next: the matrix that is read afterwards.
-    void feed_forward(const LayerWeights& layer, int64_t num_rows, Watch& watch, const Matrix& next,
+    void feed_forward(const LayerWeights& layer, int64_t num_rows, const Matrix& next,
                       const Addition<T>& added_to_gate_up, const Addition<T>& added_to_down) {
         // Rows of experts are rounded in the order of the experts.
         normalise(static_cast<const T*>(layer.post_attention_norm), num_rows, layer.router ? 0 : shape_.weight_bits);
-        watch.spent(&DecoderTimes::rest);
         if (layer.router)
             mix_experts(layer, num_rows);
         else
             run_mlp(layer.mlps[0], num_rows, next, added_to_gate_up, added_to_down);
-        watch.spent(&DecoderTimes::linear);
     }
 
     void run_mlp(const MlpWeights& mlp, int64_t num_rows, const Matrix& next, const Addition<T>& added_to_gate_up,
@@ -483,7 +447,6 @@ class Decoder {
     const uint32_t* const head_;
     ThreadPool& threads_;
     const int64_t query_size_, kv_size_, projected_size_;
-    DecoderTimes times_ = {};
     Groups groups_;         // of the step
     AdaptedRows adapted_, adapted_wanted_;  // all rows of the step, and those that are left in the last layer
     int64_t capacity_ = 0;  // tokens that the buffers hold

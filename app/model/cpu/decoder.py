@@ -20,7 +20,6 @@ from app.model.cpu.library import (
     DTYPES,
     DecoderShape,
     DecoderStep,
-    DecoderTimes,
     ExpertsShape,
     LayerWeights,
     MlpWeights,
@@ -50,11 +49,10 @@ class NativeDecoder:
         self.adapting = AdaptedModel.of(weights)
         suffix = DTYPES[weights.dtype]
         self._run = getattr(threads.code, f"carousel_decoder_run_{suffix}")
-        self._times = getattr(threads.code, f"carousel_decoder_times_{suffix}")
         num_layers = num_layers or len(weights.layers)
         settings = weights.settings
         shape = DecoderShape(
-            settings.hidden_size, settings.num_heads, settings.num_kv_heads, settings.head_dim, settings.head_dim,
+            settings.hidden_size, settings.num_heads, settings.num_kv_heads, settings.head_dim,
             settings.intermediate_size, settings.vocab_size, pages.block_size, num_layers, weights.weight_bits,
             settings.epsilon, settings.scaling, ExpertsShape(*dataclasses.astuple(settings.experts)),
         )  # fmt: skip
@@ -97,12 +95,6 @@ class NativeDecoder:
         if num_positions > len(self._cosine):
             positions = torch.arange(_num_rotary(num_positions))
             self._cosine, self._sine = self._weights.settings.rotary(positions, self._weights.dtype)
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds spent in C++ so far: linear, head (the output layer), attention, rest."""
-        times = DecoderTimes()
-        self._times(self._decoder, ctypes.byref(times))
-        return {field[0]: getattr(times, field[0]) for field in DecoderTimes._fields_}
 
     def _pointers(self, layer: NativeLayer, index: int) -> LayerWeights:
         names = [each.name for each in dataclasses.fields(layer) if each.name not in ("mlps", "sliding_window")]

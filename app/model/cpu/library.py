@@ -102,7 +102,7 @@ class ExpertsShape(ctypes.Structure):
 class DecoderShape(ctypes.Structure):
     _fields_ = (
         *_fields(
-            _INT64, "hidden_size", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "intermediate_size",
+            _INT64, "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
             "vocab_size", "block_size", "num_layers", "weight_bits",
         ),
         *_fields(_FLOAT, "epsilon", "scaling"), ("experts", ExpertsShape),
@@ -140,10 +140,6 @@ class DecoderStep(ctypes.Structure):
     )  # fmt: skip
 
 
-class DecoderTimes(ctypes.Structure):
-    _fields_ = _fields(ctypes.c_double, "linear", "head", "attention", "rest")
-
-
 # Name → argument types and result type; a name that ends in {} stands for one function of each dtype.
 _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "thread_pool_new": ((_INT32,), _POINTER),
@@ -157,7 +153,6 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "attention_step_{}": ((_POINTER,) * 7 + (_INT64,) + (_POINTER,) * 4 + (_INT64,) + (_POINTER,) * 2, None),
     "decoder_new_{}": ((_POINTER,) * 6, _POINTER),
     "decoder_run_{}": ((_POINTER,) * 2, None),
-    "decoder_times_{}": ((_POINTER,) * 2, None),
     "decoder_delete_{}": ((_POINTER,), None),
     "pack": ((_POINTER, _POINTER, _INT64, _INT64, _POINTER), None),
     "pack_in_8_bits_{}": ((_POINTER, _POINTER, _INT64, _INT64, _POINTER), None),

@@ -66,10 +66,6 @@ void OF_TYPE(decoder_run)(void* decoder, const DecoderStep* step) {
     static_cast<Decoder<T>*>(decoder)->run(*step);
 }
 
-void OF_TYPE(decoder_times)(void* decoder, DecoderTimes* times) {
-    *times = static_cast<Decoder<T>*>(decoder)->times();
-}
-
 void OF_TYPE(decoder_delete)(void* decoder) { delete static_cast<Decoder<T>*>(decoder); }
 
 void OF_TYPE(pack_in_8_bits)(void* threads, const void* rows, int64_t num_outputs, int64_t num_inputs,

@@ -95,14 +95,6 @@ class TritonAttention:
             pieces=Pieces(longer, self.device) if longer else None,
         )
 
-    def begin_captured(self, slots: torch.Tensor, *, single: torch.Tensor, pieces: Pieces | None = None) -> TritonStep:
-        """A step with inputs that are on the device already.
-
-        slots: [num_tokens]; single: [4, num_single] as in `kernels.py`; both int64. The work of the step
-        depends on their sizes only; their content may change between replays of a CUDA graph.
-        """
-        return TritonStep(self, slots, single=single, pieces=pieces)
-
     def segments(self, items: Sequence[ScheduledSequence]) -> tuple[list[Segment], list[Segment]]:
         """The sequences with one token, and those with several; brings their block tables up to date."""
         sizes = [len(item.token_ids) for item in items]
@@ -175,6 +167,9 @@ class TritonStep:
         single: torch.Tensor | None,
         pieces: Pieces | None,
     ) -> None:
+        """single: as in `kernels.py`. Of int64 inputs on the device the work depends on their sizes only: their content
+        may change between replays of a CUDA graph.
+        """
         self._attention = attention
         self.slots = slots  # [num_tokens]
         self._single = single  # [4, num_segments]

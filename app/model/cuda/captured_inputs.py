@@ -124,7 +124,7 @@ class CapturedInputs:
             self._pieces.fill(longer, first_spare=len(packed.token_ids))
 
     def begin(self) -> TritonStep:
-        return self._attention.begin_captured(self._slots, single=self._single, pieces=self._pieces)
+        return TritonStep(self._attention, self._slots, single=self._single, pieces=self._pieces)
 
     def _columns(self, batch: StepBatch, packed: PackedColumns, single: Sequence[Segment]) -> list[list[int]]:
         attention, adapters = self._attention, self._adapters

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, Protocol
 
-from app.text.pattern import Pattern
+from app.text.begun import num_begun
 from app.text.tool_calls.format import ToolFormat
 from app.text.tool_calls.readers import BLANKS, CallReader, NameFirstReader, ObjectReader, PlainReader, Reading
 
@@ -85,9 +85,9 @@ class ToolParser:
         self._names = names
         self._only_first = only_first
         self._is_strict = is_strict
-        self._begin = Pattern(form.begin) if form.begin else None
         self._advance: Callable[[str], None] = self._in_text if form.begin else self._in_lead
-        self._blanks: list[str] = []  # white space held back; behind it what `_begin` has matched of the marker
+        self._blanks: list[str] = []  # white space held back, before what may be the marker
+        self._num_opened = 0  # how much of the opening marker the text ends with
         self._raw: list[str] = []  # a call so far, while it may turn out to be none
         self._reader: CallReader = ObjectReader()
         self._num_closed = 0  # how much of the closing marker was read
@@ -140,22 +140,21 @@ class ToolParser:
         self._has_text = self._has_text or bool(text.strip())
 
     def _in_text(self, character: str) -> None:
-        begin = self._begin
-        assert begin is not None, "without a marker there is no text before calls"
         if character == "{" and self._may_begin_unmarked():
             self._begin_call(character, self._unmarked_reader(), before=self._blanks)
             return
-        num_before = begin.num_matched
-        if begin.advance(character):
-            self._raw, self._blanks = [*self._blanks, begin.text], []
-            begin.num_matched = 0
+        begin, num_before = self._form.begin, self._num_opened
+        held = begin[:num_before] + character
+        self._num_opened = num_begun(held, begin)
+        if held == begin:
+            self._raw, self._blanks = [*self._blanks, begin], []
+            self._num_opened = 0
             self._advance = self._in_lead
-        elif begin.num_matched <= num_before:  # what was held of the marker is text, or its beginning is
-            self._say_certain(begin.text[:num_before] + character, num_held=begin.num_matched)
+        elif self._num_opened <= num_before:  # what was held of the marker is text, or its beginning is
+            self._say_certain(held, num_held=self._num_opened)
 
     def _may_begin_unmarked(self) -> bool:
-        assert self._begin is not None
-        if not self._form.may_begin_bare or self._has_text or self._begin.num_matched:
+        if not self._form.may_begin_bare or self._has_text or self._num_opened:
             return False
         return not self._is_strict or all(blank in BLANKS for blank in self._blanks)
 
@@ -173,8 +172,7 @@ class ToolParser:
             self._blanks = []
 
     def _say_held(self) -> None:
-        matched = "" if self._begin is None else self._begin.text[: self._begin.num_matched]
-        self._say("".join(self._blanks) + matched)
+        self._say("".join(self._blanks) + self._form.begin[: self._num_opened])
 
     def _unmarked_reader(self) -> CallReader:
         return NameFirstReader(self._names) if self._is_strict else ObjectReader(self._names)
@@ -196,8 +194,7 @@ class ToolParser:
 
     def _begin_call(self, character: str, reader: CallReader, *, before: list[str]) -> None:
         self._raw, self._blanks = before, []
-        if self._begin is not None:
-            self._begin.num_matched = 0
+        self._num_opened = 0
         self._reader = reader
         self._advance = self._in_call
         self._in_call(character)
@@ -254,10 +251,7 @@ class ToolParser:
 
     def _back_to_text(self, characters: str) -> None:
         self._num_closed = 0
-        if self._begin is None:
-            self._advance = self._say
-        else:
-            self._advance = self._in_text
+        self._advance = self._in_text if self._form.begin else self._say
         for character in characters:
             self._advance(character)
 

@@ -15,7 +15,7 @@ from app.model.cpu.checkpoint import Checkpoint
 from app.model.cpu.library import library
 from app.model.ways.native_decoder import NativeModel
 from app.model.ways.transformers_code import TransformersModel
-from tests.kit.models import computing_otherwise, load, load_native, logits_of
+from tests.kit.models import load, load_native, logits_of
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 ALL = [("llama", dtype, quantization) for dtype in ("float32", "bfloat16") for quantization in ("none", "int8")]
@@ -129,13 +129,3 @@ def test_a_head_that_is_neither_in_the_files_nor_tied_is_not_taken_from_the_embe
     assert not Checkpoint(model_path, torch.float32).has_weights_of(module)
     module.config.tie_word_embeddings = True
     assert Checkpoint(model_path, torch.float32).has_weights_of(module)
-
-
-def test_a_model_that_native_code_computes_otherwise_is_read_by_transformers(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    computing_otherwise(monkeypatch, epsilon=0.5)
-    model = load(model_path)
-    assert not isinstance(model, NativeModel)
-    assert isinstance(model, TransformersModel)
-    assert not any(weight.is_meta for weight in model.module.parameters())

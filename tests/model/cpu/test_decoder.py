@@ -114,13 +114,6 @@ def test_with_keys_and_values_in_int8_logits_do_not_depend_on_it_either(
     assert 0 < float((in_int8 - plain).norm() / plain.norm()) < 0.1
 
 
-def test_time_is_counted_by_part(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    decoder = decoder_of(load_native(tiny_model_path("llama")))
-    before = decoder.seconds()
-    step(decoder, chunk(PROMPT, 0, 70, BLOCKS))
-    assert all(after > before[part] for part, after in decoder.seconds().items())
-
-
 def test_rotary_positions_that_follow_the_batch_are_left_to_transformers(tmp_path: Path, caplog) -> None:  # type: ignore[no-untyped-def]
     caplog.set_level("INFO")
     model = build_tiny_model("llama")
@@ -136,7 +129,7 @@ def test_a_decoder_that_computes_something_else_is_not_used(tiny_model_path, mon
     assert not isinstance(model, NativeModel)
     assert "the first layer's output differs by" in caplog.text
     assert isinstance(model, TransformersModel)
-    assert model.module.get_input_embeddings().weight.numel() > 0, "its weights are still there"
+    assert not any(weight.is_meta for weight in model.module.parameters()), "its weights are read by transformers"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

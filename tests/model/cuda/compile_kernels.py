@@ -1,14 +1,11 @@
 """Compiles every kernel launch of a few steps for GPUs that are not here: run by `test_triton_compiles.py`.
 
-    TRITON_INTERPRET=0 python -m tests.model.cuda.compile_kernels --markdown
-
-Prints for each kernel, shape and architecture: registers of a thread, bytes that it spills, bytes of shared memory. A
-process of its own, because Triton decides when it is imported whether it compiles or interprets.
+Prints for each kernel, shape and architecture: bytes that a thread spills, bytes of shared memory. A process of its
+own, because Triton decides when it is imported whether it compiles or interprets.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import tempfile
@@ -48,7 +45,6 @@ from app.model.llama import ExpertSettings
 from tests.kit.models import CPU, scheduled
 
 ARCHITECTURES = (80, 89, 90, 100)  # A100; L4, L40, RTX 4090; H100 and H200; B200
-FP8_ARCHITECTURES = (89, 90, 100)
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32",
     torch.uint8: "*u8", fp8.FP8: "*fp8e4nv",
@@ -61,7 +57,6 @@ class Compiled(NamedTuple):
     kernel: str
     shape: str
     architecture: int
-    registers: int  # of a thread
     spilled: int  # bytes of a thread's stack
     shared: int  # bytes of a program
 
@@ -90,15 +85,13 @@ class CompileOnly:
                 fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned(parameters, arguments)
             )
             compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-            registers, spilled = used(compiled.asm["cubin"])
-            self._results.append(
-                Compiled(self._kernel.__name__, self._shape, architecture, registers, spilled, compiled.metadata.shared)
-            )
+            spilled, shared = spilled_bytes(compiled.asm["cubin"]), compiled.metadata.shared
+            self._results.append(Compiled(self._kernel.__name__, self._shape, architecture, spilled, shared))
 
 
 @contextmanager
 def compiling(
-    launching: Any, kernels: Any, shape: str, results: list[Compiled], architectures: tuple[int, ...] = ARCHITECTURES
+    launching: Any, kernels: Any, shape: str, results: list[Compiled], architectures: tuple[int, ...]
 ) -> Iterator[None]:
     """What a module launches meanwhile is compiled. kernels: the module that has them."""
     names = [name for name, found in vars(kernels).items() if isinstance(found, triton.JITFunction)]
@@ -112,15 +105,15 @@ def compiling(
         launching.kernels_of = before
 
 
-def used(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack: what did not fit into them."""
+def spilled_bytes(cubin: bytes) -> int:
+    """Of a thread's stack: what did not fit into its registers."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    found = re.search(r"STACK:(\d+)", usage)
     assert found is not None, usage
-    return int(found[1]), int(found[2])
+    return int(found[1])
 
 
 def type_of(value: Any) -> str:
@@ -289,21 +282,16 @@ TELLING = {
 }  # fmt: skip
 
 DECODERS = {
-    "llama8b": {
-        "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "inner_size": 14336, "has_norm": False,
-    },
     "llama70b": {
         "hidden_size": 8192, "num_heads": 64, "num_kv_heads": 8, "inner_size": 28672, "has_norm": False,
     },
     "qwen0.6b": {"hidden_size": 1024, "num_heads": 16, "num_kv_heads": 8, "inner_size": 3072, "has_norm": True},
 }  # fmt: skip
 
-
 EXPERTS = {
     "mixtral": {
         "hidden_size": 4096, "inner_size": 14336, "num_experts": 8, "per_token": 2, "dtype": torch.bfloat16,
     },
-    "qwen30b": {"hidden_size": 2048, "inner_size": 768, "num_experts": 128, "per_token": 8, "dtype": torch.bfloat16},
     "qwen1.5moe": {
         "hidden_size": 2048, "inner_size": 1408, "num_experts": 60, "per_token": 4, "dtype": torch.bfloat16,
         "num_shared": 4,
@@ -312,69 +300,38 @@ EXPERTS = {
 }  # fmt: skip
 
 
-def compile_all(*, is_whole: bool) -> list[Compiled]:
-    """is_whole: every shape for every architecture; else each kernel for those that can tell something of their own.
+def compile_all() -> list[Compiled]:
+    """Each kernel for the architectures that can tell something of their own.
 
     Kernels without products are compiled alike for all. Of those with products, Triton has another way for each
     generation; sm_80 has that of sm_89, which has the least shared memory.
     """
     results: list[Compiled] = []
-    plain, generations = (ARCHITECTURES, ARCHITECTURES) if is_whole else ((89,), (89, 90, 100))
-    decoders = DECODERS if is_whole else {name: DECODERS[name] for name in ("llama70b", "qwen0.6b")}
-    experts_of = EXPERTS if is_whole else {name: EXPERTS[name] for name in ("mixtral", "qwen1.5moe", "float32")}
-    for shape_name, decoder in decoders.items():
+    plain, generations = (89,), (89, 90, 100)
+    for shape_name, decoder in DECODERS.items():
         with compiling(triton_decoder, decoder_kernels, shape_name, results, plain):
             launch_decoder(**decoder)  # type: ignore[arg-type]
-    for shape_name in DECODERS if is_whole else ("llama70b",):
-        with compiling(triton_adapters, adapter_kernels, shape_name, results, generations):
-            launch_adapters(**DECODERS[shape_name])  # type: ignore[arg-type]
-    for shape_name in ("llama8b", "llama70b") if is_whole else ("llama70b",):
-        with compiling(
-            triton_decoder, decoder_kernels, f"{shape_name}-fp8", results, FP8_ARCHITECTURES if is_whole else (90,)
-        ):
-            launch_decoder(**DECODERS[shape_name], in_fp8=True)  # type: ignore[arg-type]
-        with compiling(
-            triton_adapters, adapter_kernels, f"{shape_name}-fp8", results, FP8_ARCHITECTURES if is_whole else (90,)
-        ):
-            launch_adapters(**DECODERS[shape_name], in_fp8=True)  # type: ignore[arg-type]
-    for shape_name, experts in experts_of.items():
+    largest = DECODERS["llama70b"]
+    with compiling(triton_adapters, adapter_kernels, "llama70b", results, generations):
+        launch_adapters(**largest)  # type: ignore[arg-type]
+    with compiling(triton_decoder, decoder_kernels, "llama70b-fp8", results, (90,)):
+        launch_decoder(**largest, in_fp8=True)  # type: ignore[arg-type]
+    with compiling(triton_adapters, adapter_kernels, "llama70b-fp8", results, (90,)):
+        launch_adapters(**largest, in_fp8=True)  # type: ignore[arg-type]
+    for shape_name, experts in EXPERTS.items():
         with compiling(triton_experts, expert_kernels, shape_name, results, generations):
             launch_experts(**experts)  # type: ignore[arg-type]
     for dtype in (torch.bfloat16, torch.float32):
         with compiling(batch_invariant, invariant_kernels, str(dtype).removeprefix("torch."), results, generations):
             launch_invariant(dtype)
-    for dtype in (torch.bfloat16, torch.float32) if is_whole else (torch.bfloat16,):
-        with compiling(sampler, sampler_kernels, str(dtype).removeprefix("torch."), results, plain):
-            launch_sampler(dtype)
+    with compiling(sampler, sampler_kernels, "bfloat16", results, plain):
+        launch_sampler(torch.bfloat16)
     for shape_name, case in (CASES | IN_FP8).items():
-        every = FP8_ARCHITECTURES if "kv_dtype" in case else ARCHITECTURES
-        for architecture in every if is_whole else TELLING[shape_name]:
+        for architecture in TELLING[shape_name]:
             with compiling(triton_attention, attention_kernels, shape_name, results, (architecture,)):
                 launch_attention(architecture, **case)  # type: ignore[arg-type]
     return results
 
 
-def as_markdown(results: list[Compiled]) -> str:
-    lines = [
-        f"Triton {triton.__version__}. Each cell: registers of a thread, bytes that it spills, KiB of shared memory.",
-        "",
-        "| Kernel | Shape | " + " | ".join(f"sm_{each}" for each in ARCHITECTURES) + " |",
-        "|---|---" + "|---" * len(ARCHITECTURES) + "|",
-    ]
-    cells: dict[tuple[str, str], dict[int, str]] = {}
-    for each in results:
-        cell = f"{each.registers}, {each.spilled}, {each.shared / 1024:.0f}"
-        cells.setdefault((each.kernel, each.shape), {})[each.architecture] = cell
-    for names, found in cells.items():
-        lines.append(f"| {' | '.join([*names, *(found.get(each, '') for each in ARCHITECTURES)])} |")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--markdown", action="store_true", help="print a Markdown table of all shapes and architectures"
-    )
-    is_markdown = parser.parse_args().markdown
-    found = compile_all(is_whole=is_markdown)
-    print(as_markdown(found) if is_markdown else "\n".join(" ".join(map(str, each)) for each in found))
+    print("\n".join(" ".join(map(str, each)) for each in compile_all()))

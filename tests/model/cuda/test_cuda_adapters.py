@@ -33,8 +33,8 @@ from app.model.cuda.captured_inputs import CapturedInputs, StepSize, decode_size
 from app.model.cuda.fp8 import in_fp8
 from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
 from tests.model.cuda.counting import counting
-from tests.model.cuda.test_cuda_decoder import attention_for, load, piece
-from tests.model.cuda.test_graph_runner import RunAgain, RunsOutAt
+from tests.model.cuda.test_cuda_decoder import load, piece, runner_of
+from tests.model.cuda.test_graph_runner import RunAgain, RunsOutAt, attention_for
 
 RANKS = {"first": 5, "second": 64, "third": 16}  # one that is odd, the largest, and a whole tile
 NUM_SLOTS = 2
@@ -65,10 +65,6 @@ def load_adapting(path: Path, **changes: Any) -> tuple[LoadedModel, AdapterSlots
     model = load(path, max_loaded_adapters=NUM_SLOTS, **changes)
     assert model.adapters is not None
     return model, model.adapters
-
-
-def runner_of(model: LoadedModel) -> GraphModelRunner:
-    return GraphModelRunner(model, attention_for(model), max_rows=6, capture=None)
 
 
 def under(adapter: object, item: ScheduledSequence) -> ScheduledSequence:
@@ -128,9 +124,7 @@ def test_biases_stay_and_of_layers_with_experts_attention_is_adapted(tmp_path: P
 def test_a_sequences_logits_do_not_depend_on_the_adapters_beside_it(folder: Path) -> None:
     """Bit for bit: alone, in chunks, beside rows of another adapter and of none."""
     model, _ = load_adapting(folder / "base")
-    alone, among = (
-        GraphModelRunner(model, attention_for(model, batch_invariant=True), max_rows=6, capture=None) for _ in range(2)
-    )
+    alone, among = (runner_of(model, batch_invariant=True) for _ in range(2))
     first, second = (alone.load_adapter(folder / name) for name in ("first", "second"))
     blocks = [0, 1, 2, 3, 4, 5]
     expected = compute(alone, under(first, piece(TOKENS, 0, blocks)))[0]

@@ -29,14 +29,13 @@ from tests.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
-from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
 from app.model.cuda.fp8 import LEAST_CAPABILITY
 from app.model.cuda.graph_runner import GraphModelRunner
+from tests.model.cuda.test_graph_runner import attention_for
 
 pytestmark = pytest.mark.usefixtures("triton_here")
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "qwen2_moe")
-NUM_BLOCKS = 8
 PROMPTS = (tuple(range(3, 15)), (5, 6, 7), tuple(range(3, 9)))
 
 
@@ -61,13 +60,6 @@ def load_transformers(path: Path, **changes: Any) -> LoadedModel:
 
 def load(path: Path, **changes: Any) -> LoadedModel:
     return kit.load(path, device="auto", **changes)
-
-
-def attention_for(model: LoadedModel, *, batch_invariant: bool = False) -> TritonAttention:
-    return TritonAttention(
-        model.layers, num_blocks=NUM_BLOCKS, block_size=4, max_rows=6, max_blocks=NUM_BLOCKS, dtype=model.dtype,
-        device=model.device, batch_invariant=batch_invariant,
-    )  # fmt: skip
 
 
 def runner_of(model: LoadedModel, *, batch_invariant: bool = False) -> GraphModelRunner:

@@ -19,7 +19,7 @@ from tests.kit.models import DEVICE, attend, config_of, scheduled
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
-from app.model.cuda.attention import TritonAttention
+from app.model.cuda.attention import TritonAttention, TritonStep
 from app.model.cuda.graph_runner import GraphModelRunner
 
 NUM_BLOCKS = 12
@@ -198,7 +198,7 @@ def test_a_step_of_facts_that_lie_on_the_device_is_the_same_step_and_its_spare_r
     spare = static.tables.scratch_row
     segments = torch.tensor([[0, 1, 2], [1, 1, 1], [33, 0, 0], [row, spare, spare]], device=DEVICE)
     padded = [torch.cat([t, torch.randn(2, *t.shape[1:]).to(t)]) for t in qkv]
-    result = static.begin_captured(slots, single=segments).attend(0, *padded, rules)
+    result = TritonStep(static, slots, single=segments, pieces=None).attend(0, *padded, rules)
     assert torch.equal(result[:1], expected)
     for mine, theirs in zip(static.cache.layer(0), eager.cache.layer(0), strict=True):
         assert torch.equal(mine[:NUM_BLOCKS], theirs[:NUM_BLOCKS])

@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from app.model.cuda.tuning import tuning_for, tuning_of
-
-
-@pytest.mark.parametrize(
-    ("capability", "of_128", "of_256"), [((8, 0), 128, 64), ((9, 0), 128, 128), ((10, 0), 128, 128)]
-)
-def test_wide_heads_have_fewer_rows_where_registers_do_not_suffice(
-    capability: tuple[int, int], of_128: int, of_256: int
-) -> None:
-    tuning = tuning_of(capability)
-    assert (tuning.rows(64), tuning.rows(128), tuning.rows(256)) == (128, of_128, of_256)
-
-
-def test_masks_of_padded_heads_take_registers() -> None:
-    assert tuning_of((8, 0)).rows(128, is_padded=True) == 64
-    assert tuning_of((9, 0)).rows(128, is_padded=True) == 128
 
 
 def test_an_architecture_that_is_not_known_gets_what_takes_least() -> None:

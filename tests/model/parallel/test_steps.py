@@ -22,9 +22,9 @@ def facts_of(batch: StepBatch) -> list[tuple[object, ...]]:
     ] + [(batch.has_logprobs, batch.has_targets, batch.has_drafts)]
 
 
-def sent(writer: StepWriter, reader: StepReader, *items: ScheduledSequence, has_logprobs: bool = False) -> int:
+def sent(writer: StepWriter, reader: StepReader, *items: ScheduledSequence, **has: bool) -> int:
     """Send a step and compare what arrives; returns its bytes."""
-    batch = StepBatch(items, (), has_logprobs=has_logprobs)
+    batch = StepBatch(items, (), **has)
     message = writer.message(batch)
     assert facts_of(reader.batch(message)) == facts_of(batch)
     return len(message)
@@ -34,11 +34,7 @@ def test_a_step_arrives_with_all_that_a_forward_pass_needs() -> None:
     writer, reader = StepWriter(), StepReader()
     sent(writer, reader, item([4, 2], 11, 12, 13, samples=False), item([9], -1, start=7))
     sent(writer, reader, item([1, 2], 5, 6, 7, targets=(6, 7)), has_logprobs=True)
-
-
-def test_drafts_arrive_as_drafts() -> None:
-    batch = StepBatch((item([4, 2], 11, 12, 13, start=5), item([9], 7, start=3)), (), has_drafts=True)
-    assert facts_of(StepReader().batch(StepWriter().message(batch))) == facts_of(batch)
+    sent(writer, reader, item([4, 2], 11, 12, 13, start=5), item([9], 7, start=3), has_drafts=True)
 
 
 def test_only_new_block_ids_are_sent() -> None:
@@ -49,12 +45,6 @@ def test_only_new_block_ids_are_sent() -> None:
     later = sent(writer, reader, item(blocks, 1, start=16_000))
     assert first > 4000
     assert later < 60
-
-
-def test_a_sequence_that_was_preempted_has_its_new_blocks() -> None:
-    writer, reader = StepWriter(), StepReader()
-    sent(writer, reader, item([3, 4], 1, 2, 3))
-    sent(writer, reader, item([7], 1, 2))
 
 
 def test_sequences_of_long_ago_are_forgotten_on_both_sides_and_may_come_back() -> None:
