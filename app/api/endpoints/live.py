@@ -10,11 +10,10 @@ from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
-from app.api.http.errors import ClientGone
-from app.api.http.sse import EventStream, WhileConnected
+from app.api.http.operations import EVENTS, TEXT, RouteGroup, operation
+from app.api.http.sse import EventResponse
 from app.engine.snapshot import EngineSnapshot, QueueEntry, SlotUse, StepSums, TuningView
 from app.errors import InvalidRequest, Overloaded
 
@@ -136,26 +135,21 @@ class LiveFeed:
         return {"replicas": fleet.describe(), "decision": fleet.last_decision, "views": views}
 
 
-class LiveRoute:
+class LiveRoutes(RouteGroup):
     """`GET /admin/live`, for admins."""
 
     def __init__(self, feed: LiveFeed, *, heartbeat_s: float) -> None:
         self._feed = feed
         self._heartbeat_s = heartbeat_s
 
-    def route(self) -> Route:
-        return Route("/admin/live", self, methods=["GET"])
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
+    @operation(
+        "get", "/admin/live", "What all engines do now", None, ("400",), media=(EVENTS,),
+        after={"schema": TEXT, "description": "the `at` of the last event that came"},
+    )  # fmt: skip
+    async def live(self, request: Request) -> Response:
+        """The events later than the one that a viewer has."""
         events = self._feed.events(_after(request.query_params.get("after", "0")))
-        async with WhileConnected(receive):
-            stream = EventStream(events, headers=dict, heartbeat_s=self._heartbeat_s, may_begin=lambda: True)
-            try:
-                async with asyncio.timeout(STREAM_S + _SLOWNESS_S):
-                    await stream.send_to(send)
-            except TimeoutError:
-                raise ClientGone from None
+        return EventResponse(events, heartbeat_s=self._heartbeat_s, timeout_s=STREAM_S + _SLOWNESS_S)
 
 
 def _after(given: str) -> int:
