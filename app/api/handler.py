@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -230,33 +230,14 @@ class RequestHandler:
             if error is None or trace.has_replica:
                 self.tracer.record(trace)
 
-    async def handle_items(
+    async def outcomes(
         self, common: SharedBody, prompts: Sequence[Json], context: RequestContext
-    ) -> list[Answered]:
-        """The responses to several prompts of one client, in their order, computed side by side.
+    ) -> AsyncGenerator[ItemOutcome, None]:
+        """What comes of several prompts of one client, computed side by side, each as soon as it is there.
 
-        Each prompt is a body with no other fields. Raises Overloaded, Unavailable or EngineStopped when none of them
-        could be served now.
+        Each prompt is a body with no other fields. Closing it ends those that still run.
         """
-        async with aclosing(self._outcomes(common, prompts, context)) as ended:
-            outcomes = sorted([outcome async for outcome in ended], key=lambda each: each.index)
-        errors = [each.outcome for each in outcomes if isinstance(each.outcome, Exception)]
-        if len(errors) == len(outcomes) and all(map(_may_pass, errors)):
-            raise errors[0]
-        return [each.answered(common.endpoint.path) for each in outcomes]
-
-    async def items_as_they_end(
-        self, common: SharedBody, prompts: Sequence[Json], context: RequestContext
-    ) -> AsyncGenerator[tuple[int, Answered], None]:
-        """The same responses, each with its index, as soon as it is there. Closing it ends those that still run."""
-        async with aclosing(self._outcomes(common, prompts, context)) as ended:
-            async for outcome in ended:
-                yield outcome.index, outcome.answered(common.endpoint.path)
-
-    async def _outcomes(
-        self, common: SharedBody, prompts: Sequence[Json], context: RequestContext
-    ) -> AsyncGenerator[_ItemOutcome, None]:
-        """What comes of each prompt, as they end. Not a TaskGroup, which must not span a `yield`."""
+        # Not a TaskGroup, which must not span a `yield`.
         context = replace(context, is_strict=False, limits=context.limits.shared_by(len(prompts)))
         tasks = [
             asyncio.create_task(self._outcome(index, common, prompt, context), name=task_name())
@@ -270,7 +251,7 @@ class RequestHandler:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _outcome(self, index: int, common: SharedBody, prompt: Json, context: RequestContext) -> _ItemOutcome:
+    async def _outcome(self, index: int, common: SharedBody, prompt: Json, context: RequestContext) -> ItemOutcome:
         began_at = self.metrics.clock()
         context = replace(context, request_id=f"{context.request_id}-{index}", arrived_at=began_at, begun=[])
         outcome: Json | Exception
@@ -278,7 +259,7 @@ class RequestHandler:
             outcome = await (await self._handle_shared(common, prompt, context)).full_response()
         except Exception as error:
             outcome = error
-        return _ItemOutcome(index, context.request_id, outcome, self.metrics.clock() - began_at)
+        return ItemOutcome(index, context.request_id, outcome, self.metrics.clock() - began_at)
 
     async def _handle_shared(self, common: SharedBody, prompt: Json, context: RequestContext) -> ResponseState:
         """As `handle`, for a body of which all but the prompt is checked."""
@@ -345,13 +326,18 @@ class RequestHandler:
 
 
 @dataclass(frozen=True, slots=True)
-class _ItemOutcome:
+class ItemOutcome:
     """What came of one prompt of a list."""
 
     index: int
     request_id: str
     outcome: Json | Exception
     latency_s: float
+
+    @property
+    def refusal(self) -> Exception | None:
+        """Overloaded, Unavailable or EngineStopped, where it could not be served now."""
+        return self.outcome if isinstance(self.outcome, Exception) and _may_pass(self.outcome) else None
 
     def answered(self, path: str) -> Answered:
         """As an HTTP client would have got it at this path."""

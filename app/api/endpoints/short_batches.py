@@ -184,8 +184,13 @@ class ShortBatchRoutes(RouteGroup):
 
     async def _answer(self, request: Request, prompts: PromptList, context: RequestContext) -> Json:
         began_at = time.monotonic()
-        async with WhileConnected(request.receive):
-            answers = await self._handler.handle_items(prompts.common, prompts.own_bodies(), context)
+        outcomes = self._handler.outcomes(prompts.common, prompts.own_bodies(), context)
+        async with WhileConnected(request.receive), aclosing(outcomes):
+            ended = sorted([each async for each in outcomes], key=lambda each: each.index)
+        refusals = [each.refusal for each in ended if each.refusal is not None]
+        if len(refusals) == len(ended):  # none of them could be served now
+            raise refusals[0]
+        answers = [each.answered(prompts.endpoint) for each in ended]
         results = [result(index, str(index), answered) for index, answered in enumerate(answers)]
         return _answered_at_once(prompts, answers, time.monotonic() - began_at) | {"results": results}
 
@@ -232,10 +237,11 @@ def _with_progress(batch: Json) -> Json:
 async def _events(handler: RequestHandler, prompts: PromptList, context: RequestContext) -> AsyncGenerator[bytes, None]:
     """The entries of a list as events, each as soon as it is there, then the object without them, then [DONE]."""
     began_at, answers = time.monotonic(), list[Answered]()
-    async with aclosing(handler.items_as_they_end(prompts.common, prompts.own_bodies(), context)) as items:
-        async for index, answered in items:
+    async with aclosing(handler.outcomes(prompts.common, prompts.own_bodies(), context)) as outcomes:
+        async for each in outcomes:
+            answered = each.answered(prompts.endpoint)
             answers.append(replace(answered, body={"usage": answered.body.get("usage")}))
-            yield b"".join(event_pieces(result(index, str(index), answered)))
+            yield b"".join(event_pieces(result(each.index, str(each.index), answered)))
     yield event(_answered_at_once(prompts, answers, time.monotonic() - began_at) | {"results": None}) + DONE
 
 
