@@ -68,7 +68,7 @@ class Stage:
         batches: Path | None = None,
         **engine: Any,
     ) -> None:
-        """`engine`: branches of the engine's settings; else the model is simulated. Batches, if any, are in a folder."""
+        """`engine`: branches of the engine's settings; else a simulated model's. Batches, if any, are in a folder."""
         self._batches = batches
         self._exits = AsyncExitStack()
         self._path = str(demo_path)
