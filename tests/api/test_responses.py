@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
-from app.errors import Overloaded, StepFailed
+from app.errors import StepFailed
 from app.jobs.job import Item
 from app.jobs.outputs import BatchFormat
 from app.text import Tokenizer
@@ -136,11 +136,6 @@ def test_a_response_without_words_is_an_empty_message(tokenizer: Tokenizer, stre
     assert response["output"][0]["content"][0]["text"] == ""
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_refusal_has_a_status_of_its_own(tokenizer: Tokenizer, stream: bool) -> None:
-    assert ask(Service(tokenizer, lambda request: [Overloaded("full")]), stream=stream).status == 429
-
-
 def test_a_failure_in_mid_stream_makes_a_failed_response(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, lambda request: [(20,), StepFailed("secret")])
     *_, last = events_of(ask(service, stream=True))
@@ -161,20 +156,6 @@ def test_null_is_not_given_and_harmless_values_ask_for_nothing(service: Service)
 def test_strict_responses_look_into_items_of_all_types(service: Service) -> None:
     items = [{"type": "message", "role": "user", "content": "Hi", "mood": 1}]
     assert ask(service, {"x-strict": "true"}, input=items).error["param"] == "input[0].mood"
-
-
-async def test_the_openai_package_reads_responses(service: Service) -> None:
-    async with openai_client(service.app) as client:
-        response = await client.responses.create(model="demo", input="Hi", instructions="Count.")
-        assert response.output_text == "3 4 5."
-        assert response.usage is not None
-        assert response.usage.output_tokens == 5
-        async with client.responses.stream(model="demo", input="Hi") as stream:
-            kinds = [event.type async for event in stream]
-            final = await stream.get_final_response()
-        assert kinds[0] == "response.created"
-        assert kinds[-1] == "response.completed"
-        assert final.output_text == "3 4 5."
 
 
 async def test_the_openai_package_goes_on_with_a_call(tools_tokenizer: Tokenizer) -> None:
