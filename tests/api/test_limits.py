@@ -204,6 +204,9 @@ def test_two_keys_share_no_session(tokenizer: Tokenizer) -> None:
 def test_without_keys_the_user_of_the_body_is_the_tenant(service: Service) -> None:
     assert service.complete(user="somebody", cache_salt="mine").status == 200
     assert (service.request.tenant, service.request.cache_salt) == ("somebody", "mine")
+    line = {"prompt": "Hi", "user": "somebody"}
+    asyncio.run(service.handler.handle_item("alice", "/v1/completions", line))
+    assert service.generate.requests[-1].tenant == "alice", "of a line, its owner"
 
 
 def test_keys_share_no_cached_prefixes(tokenizer: Tokenizer) -> None:
