@@ -20,12 +20,12 @@ from tests.kit.service import (
     KEY,
     OTHER_KEY,
     WAIT,
-    Connection,
     Service,
     bearer,
     begun_batch,
     client_of,
     entry,
+    hang_up,
     http_client,
     job_ended,
     line_of,
@@ -200,12 +200,8 @@ async def test_one_that_no_replica_has_room_for_is_an_error_of_its_own(tokenizer
 
 async def test_a_disconnect_ends_all_prompts_of_the_call(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, lambda request: [WAIT])
-    async with http_client(service, tmp_path) as client:
-        app = client._transport.app  # type: ignore[attr-defined]
-        async with Connection(app, "POST", "/v1/batch", {"prompts": ["Hi"] * 5}, {}) as connection:
-            await until(lambda: len(service.generate.open) == 5)
-            connection.hang_up()
-            await connection.finished()
+    async with served(service, tmp_path) as app:
+        await hang_up(app, "/v1/batch", {"prompts": ["Hi"] * 5}, lambda: len(service.generate.open) == 5)
         assert service.generate.open == set()
 
 
