@@ -122,14 +122,20 @@ def test_many_texts_are_computed_a_few_at_a_time(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.usefixtures("collected_as_served")
 @pytest.mark.parametrize(
-    ("num_texts", "options"), [(512, {}), (2048, {"dimensions": 4095, "encoding_format": "base64"})]
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": ["a"] * 512}),
+        ("/v1/embeddings", {"input": ["a"] * 2048, "dimensions": 4095, "encoding_format": "base64"}),
+        ("/v1/rerank", {"query": "a", "documents": ["a"] * 2047}),
+        ("/v1/score", {"text_1": "a", "text_2": ["a"] * 2047}),
+    ],
+    ids=["numbers", "base64", "rerank", "score"],
 )
 async def test_many_long_vectors_do_not_hold_the_event_loop(
-    tokenizer: Tokenizer, num_texts: int, options: dict[str, Any]
+    tokenizer: Tokenizer, path: str, body: dict[str, Any]
 ) -> None:
     service = steps_of_vectors(tokenizer, size=4096)
-    body = {"input": ["a"] * num_texts} | options
-    async with Connection(service.app, "POST", "/v1/embeddings", body, {}) as connection:
+    async with Connection(service.app, "POST", path, body, {}) as connection:
         async with stalls_of_loop() as stalls:
             await connection.ended()
         assert connection.answer().status == 200

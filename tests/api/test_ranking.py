@@ -20,8 +20,7 @@ from app.engine.request import Pooling, Request
 from app.errors import Overloaded
 from app.json_pieces import json_pieces
 from app.text import Tokenizer
-from tests.kit.service import WAIT, Answer, Connection, Service, Step, bearer, entry, hang_up, steps_of_vectors, vector
-from tests.stalls import slowness, stalls_of_loop
+from tests.kit.service import WAIT, Answer, Connection, Service, Step, bearer, entry, hang_up, vector
 from tests.tiny_encoders import VOCAB_SIZE, save_tiny_encoder, tiny_tokenizer
 
 CROSS_ENCODER = {"generates": False, "scores_pairs": True, "embedding_size": None, "vocab_size": VOCAB_SIZE}
@@ -201,19 +200,6 @@ def test_pairs_of_a_long_query_are_not_made_on_the_event_loop(words: Tokenizer) 
         assert rerank(service, query=" ".join(["w10"] * 100), documents=["w20"] * 100).status == 200
     assert names[0] == threading.main_thread().name
     assert names[1].startswith("preparation")
-
-
-@pytest.mark.usefixtures("collected_as_served")
-@pytest.mark.parametrize("path", ["/v1/rerank", "/v1/score"])
-async def test_many_scores_do_not_hold_the_event_loop(words: Tokenizer, path: str) -> None:
-    sides = {"/v1/rerank": ("query", "documents"), "/v1/score": ("text_1", "text_2")}[path]
-    body = dict(zip(sides, ("w10", ["w20"] * 2047), strict=True))
-    service = steps_of_vectors(words, size=4096, vocab_size=VOCAB_SIZE)
-    async with Connection(service.app, "POST", path, body, {}) as connection:
-        async with stalls_of_loop() as stalls:
-            await connection.ended()
-        assert connection.answer().status == 200
-    assert stalls.longest_s < 0.05 * slowness()
 
 
 def test_models_that_give_no_scores_or_no_text_say_so(words: Tokenizer, crossing: Service) -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from app.engine.request import FinishReason
 from app.errors import StepFailed
 from app.jobs.job import Item
 from app.jobs.outputs import BatchFormat
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
-from tests.kit.service import CALL, Answer, Service, Step, calling, openai_client, say
+from tests.api.test_token_details import telling
+from tests.kit.service import CALL, Answer, Service, calling, openai_client, say
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 
@@ -184,36 +184,15 @@ def test_a_line_of_a_batch_may_ask_for_a_response(service: Service) -> None:
     assert counted == (usage["input_tokens"], 2, 5)
 
 
-def likely(tokenizer: Tokenizer, text: str, **wanted: Any) -> Service:
-    """Says a text; the log-probability of each token is its place, below zero."""
-
-    def script(request: Request) -> Iterable[Step]:
-        token_ids = (*tokenizer.encode(text, add_special_tokens=False), 4)
-        for place, token_id in enumerate(token_ids):
-            num_top = request.sampling.logprobs or 0
-            told = TokenLogprobs(-float(place), 1, (token_id, 9, 8)[:num_top], (-float(place), -50.0, -51.0)[:num_top])
-            is_last = place == len(token_ids) - 1
-            yield TokenDelta(
-                request.request_id,
-                (token_id,),
-                finish_reason=FinishReason.STOP if is_last else None,
-                stop_token_id=4 if is_last else None,
-                logprobs=() if request.sampling.logprobs is None else (told,),
-            )
-
-    return Service(tokenizer, script, max_model_len=2000, **wanted)
-
-
 INCLUDE = ["message.output_text.logprobs"]
 
 
 def test_log_probabilities_come_whole_and_in_events(service: Service) -> None:
-    asked = likely(service.tokenizer, "3 4 5.")
+    asked = Service(service.tokenizer, telling(service.tokenizer, "3 4 5."))
     response = ask(asked, include=INCLUDE, top_logprobs=2).json
     found = response["output"][0]["content"][0]["logprobs"]
     assert response["top_logprobs"] == 2
     assert len(found) == response["usage"]["output_tokens"] == 5, "one for every token that counts, the end token too"
-    assert [each["logprob"] for each in found] == [0.0, -1.0, -2.0, -3.0, -4.0]
     assert "".join(each["token"] for each in found) == "3 4 5.<|end|>"
     assert all(each["bytes"] == list(each["token"].encode()) for each in found)
     assert all(
@@ -246,7 +225,8 @@ def test_log_probabilities_are_computed_only_where_they_are_asked_for(service: S
 
 
 def test_log_probabilities_are_those_of_text_and_not_of_calls(tools_tokenizer: Tokenizer) -> None:
-    service = likely(tools_tokenizer, f"Well.\n{CALL}", tool_format=FORMATS["hermes"])
+    says = telling(tools_tokenizer, f"Well.\n{CALL}")
+    service = Service(tools_tokenizer, says, tool_format=FORMATS["hermes"], max_model_len=2000)
     message, call = ask(service, tools=[TOOL], include=INCLUDE).json["output"]
     told = "".join(each["token"] for each in message["content"][0]["logprobs"])
     assert told == "Well."
@@ -254,7 +234,7 @@ def test_log_probabilities_are_those_of_text_and_not_of_calls(tools_tokenizer: T
 
 
 async def test_the_openai_package_reads_log_probabilities(service: Service) -> None:
-    async with openai_client(likely(service.tokenizer, "3 4 5.").app) as client:
+    async with openai_client(Service(service.tokenizer, telling(service.tokenizer, "3 4 5.")).app) as client:
         wanted: Any = {"model": "demo", "input": "?", "include": INCLUDE, "top_logprobs": 3}
         response = await client.responses.create(**wanted)
         item = response.output[0]
@@ -262,7 +242,7 @@ async def test_the_openai_package_reads_log_probabilities(service: Service) -> N
         part = item.content[0]
         assert part.type == "output_text"
         assert part.logprobs is not None
-        assert [each.logprob for each in part.logprobs] == [0.0, -1.0, -2.0, -3.0, -4.0]
+        assert [each.logprob for each in part.logprobs] == [-0.5] * 5
         assert part.logprobs[1].top_logprobs[0].token == part.logprobs[1].token
         streamed = []
         async with client.responses.stream(**wanted) as stream:
@@ -270,5 +250,5 @@ async def test_the_openai_package_reads_log_probabilities(service: Service) -> N
                 if event.type == "response.output_text.delta":
                     streamed += [each.logprob for each in event.logprobs]
             final = await stream.get_final_response()
-        assert streamed == [0.0, -1.0, -2.0, -3.0, -4.0]
+        assert streamed == [-0.5] * 5
         assert final.output_text == response.output_text == "3 4 5."
