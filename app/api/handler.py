@@ -303,16 +303,15 @@ class RequestHandler:
         )
 
     async def prepare_item(
-        self, owner: str, path: str, body: Mapping[str, Any], check: Callable[[QueuedRequest], None]
+        self, path: str, body: Mapping[str, Any], check: Callable[[QueuedRequest], None]
     ) -> PreparedRequest | Answered:
-        """What an item asks of engines of its own, or the response to an item that cannot run.
+        """What an item asks of engines of its own, where there are no keys, or the response to one that cannot run.
 
-        What its key may never have is refused here. The key's limits by the minute do not count, as the item uses no
-        slot of this service. `check` raises InvalidRequest for what those engines cannot do.
+        `check` raises InvalidRequest for what those engines cannot do.
         """
         request_id = uuid.uuid4().hex
         try:
-            account = self.authenticator.account_named(owner)
+            account = self.authenticator.account_named("")
             endpoint, size = ENDPOINTS[path], size_of(body, MAX_SMALL_SIZE)
             parsed = await self.parse(body, size, endpoint.schema, account)
             model = self.names.answering(parsed, account)
@@ -320,7 +319,7 @@ class RequestHandler:
             check(parsed)
             context = self.context(Reservation(account), request_id)
             work = partial(endpoint.prepare, parsed, model, context, None)
-            return await self.threads.encode(owner, parsed.encoded_size(size), work)
+            return await self.threads.encode("", parsed.encoded_size(size), work)
         except Exception as error:
             return _refusal(error, request_id, path)
 
