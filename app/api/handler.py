@@ -11,19 +11,18 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from app.api.auth.keys import Authenticator, without_keys
 from app.api.auth.limits import Account, Reservation
 from app.api.endpoints.table import ENDPOINTS, Endpoint
-from app.api.generation import SharedFields, shared_fields
+from app.api.generation import shared_fields
 from app.api.http.errors import error_body, error_status, log_error
 from app.api.json_structure import size_of
 from app.api.model_names import ModelNames
 from app.api.output.response_state import ResponseState
 from app.api.pipelines import Pipeline, PipelineRun
-from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
+from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel, SharedFields
 from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace, Tracer
 from app.api.schemas.parameters import UnknownFields, parse
@@ -111,11 +110,9 @@ class RequestHandler:
         target: ServedModel | Pipeline,
         context: RequestContext,
         size: int,
-        shared: Mapping[str, SharedFields] = MappingProxyType({}),
     ) -> ResponseState:
-        """`shared`: what is known of the body already, by the name of each model that may answer."""
         if isinstance(target, ServedModel):
-            prepared = await self._prepare(endpoint, parsed, target, context, size, shared.get(target.name))
+            prepared = await self._prepare(endpoint, parsed, target, context, size)
             state = ResponseState.begin(prepared, context, self.metrics)
         else:
             run = PipelineRun(
@@ -125,7 +122,6 @@ class RequestHandler:
                 prepare=self._prepare,
                 metrics=self.metrics,
                 size=size,
-                shared=shared,
             )
             answer = await run.answer(target)
             state = answer.state
@@ -159,7 +155,6 @@ class RequestHandler:
         model: ServedModel,
         context: RequestContext,
         size: int,
-        shared: SharedFields | None = None,
         *,
         reserves: bool = True,
         known: PreparedRequest | None = None,
@@ -174,7 +169,7 @@ class RequestHandler:
                 model = self.names.current(model)
             prepared = known
             if prepared is None:
-                work = partial(endpoint.prepare, parsed, model, context, shared)
+                work = partial(endpoint.prepare, parsed, model, context)
                 prepared = await self.threads.encode(reservation.account.name, parsed.encoded_size(size), work)
             if reserves:
                 reservation.reserve(
@@ -238,7 +233,8 @@ class RequestHandler:
         Each prompt is a body with no other fields. Closing it ends those that still run.
         """
         # Not a TaskGroup, which must not span a `yield`.
-        context = replace(context, is_strict=False, limits=context.limits.shared_by(len(prompts)))
+        limits = context.limits.shared_by(len(prompts))
+        context = replace(context, is_strict=False, limits=limits, shared=common.fields)
         tasks = [
             asyncio.create_task(self._outcome(index, common, prompt, context), name=task_name())
             for index, prompt in enumerate(prompts)
@@ -267,7 +263,7 @@ class RequestHandler:
         with self.counting_refusals():
             own = await self.parse(prompt, size, endpoint.schema, context.reservation.account)
         parsed = common.parsed.model_copy(update={name: getattr(own, name) for name in prompt})
-        return await self._respond(endpoint, parsed, common.target, context, size + common.size, common.fields)
+        return await self._respond(endpoint, parsed, common.target, context, size + common.size)
 
     async def check_shared(
         self, context: RequestContext, path: str, body: Mapping[str, Any], *, num_bodies: int
@@ -290,8 +286,8 @@ class RequestHandler:
             written = parsed if isinstance(target, ServedModel) else parsed.model_copy(update={"documents": []})
 
             def check(model: ServedModel) -> SharedFields:
-                shared = shared_fields(parsed, model, context.limits)
-                endpoint.prepare(written, model, context, shared)
+                shared = shared_fields(parsed, model, context)
+                endpoint.prepare(written, model, replace(context, shared={model.name: shared}))
                 return shared
 
             models = (target,) if isinstance(target, ServedModel) else target.answering_models
@@ -318,7 +314,7 @@ class RequestHandler:
             assert isinstance(model, ServedModel), "a bulk run has one model, and no pipelines"
             check(parsed)
             context = self.context(Reservation(account), request_id)
-            work = partial(endpoint.prepare, parsed, model, context, None)
+            work = partial(endpoint.prepare, parsed, model, context)
             return await self.threads.encode("", parsed.encoded_size(size), work)
         except Exception as error:
             return _refusal(error, request_id, path)
