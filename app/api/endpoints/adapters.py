@@ -14,7 +14,7 @@ from app.api.endpoints.admin import Answers
 from app.api.handler import RequestHandler
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
-from app.api.http.operations import OF_A_BODY, RouteGroup, operation
+from app.api.http.operations import OF_A_BODY, Operation, RouteGroup
 from app.api.schemas.fields import Schema
 from app.config import Name
 from app.engine.request import Adapter
@@ -69,7 +69,7 @@ class AdapterRoutes(RouteGroup):
         self._handler = handler
         self._fleets = fleets
 
-    @operation("get", "/admin/adapters", "The LoRA adapters, and which replicas have them", "AdapterList")
+    @Operation("get", "/admin/adapters", "The LoRA adapters, and which replicas have them", "AdapterList")
     async def show(self, request: Request) -> Response:
         """The adapters of every model, and which replicas have them loaded."""
         found = {model: await fleet.loaded() for model, fleet in self._fleets.items()}
@@ -82,7 +82,7 @@ class AdapterRoutes(RouteGroup):
         num_missing = sum(of.num_missing for of in found.values())
         return JSONResponse({"object": "list", "data": entries, "replicas": replicas, "missing": num_missing})
 
-    @operation("post", "/admin/adapters", "Load an adapter", "Adapter", (*OF_A_BODY, "503"), AdapterToLoad)
+    @Operation("post", "/admin/adapters", "Load an adapter", "Adapter", (*OF_A_BODY, "503"), (AdapterToLoad,))
     async def load(self, request: Request) -> Response:
         """Load one; an adapter of the same name is replaced. Answers with its entry."""
         body = await read_json_object(request, self._handler.limits)
@@ -96,7 +96,7 @@ class AdapterRoutes(RouteGroup):
             raise InvalidRequest(error.message, param="path", code="unsupported_adapter") from error
         return JSONResponse(_entry(model, adapter, await fleet.loaded()))
 
-    @operation("delete", "/admin/adapters/{name:path}", "Serve an adapter no longer", "Anything", ("404",))
+    @Operation("delete", "/admin/adapters/{name:path}", "Serve an adapter no longer", "Anything", ("404",))
     async def unload(self, request: Request) -> Response:
         """Serve one no longer."""
         name = request.path_params["name"]

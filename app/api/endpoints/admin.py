@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from app.api.auth.keys import Authenticator
 from app.api.auth.limits import Account, Usage
-from app.api.http.operations import RouteGroup, operation
+from app.api.http.operations import Operation, RouteGroup
 from app.json_pieces import Json
 
 ReportT = TypeVar("ReportT")
@@ -44,7 +44,7 @@ class AdminRoutes(RouteGroup):
         self._authenticator = authenticator
         self._collect = collect
 
-    @operation("get", "/admin/keys", "What each API key has used", "AdminKeys")
+    @Operation("get", "/admin/keys", "What each API key has used", "AdminKeys")
     async def keys(self, request: Request) -> Response:
         """The use of each key, summed over all processes, and its limits, which each process applies by itself."""
         answers = await self._collect()
@@ -54,7 +54,7 @@ class AdminRoutes(RouteGroup):
         ]
         return _list(entries, answers)
 
-    @operation("get", "/admin/fleet", "The replicas as each process sees them", "AdminFleet")
+    @Operation("get", "/admin/fleet", "The replicas as each process sees them", "AdminFleet")
     async def fleet(self, request: Request) -> Response:
         """Each process's view of each model's replicas: they differ where a network is cut."""
         answers = await self._collect()

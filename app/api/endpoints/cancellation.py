@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from app.api.endpoints.live import WatchedFleet
 from app.api.http.guard import reservation_of
-from app.api.http.operations import RouteGroup, operation
+from app.api.http.operations import Operation, RouteGroup
 from app.api.request_context import RequestContext
 from app.errors import NotFound
 
@@ -50,7 +50,7 @@ class CancelRoutes(RouteGroup):
     def __init__(self, cancel: Cancel) -> None:
         self._cancel = cancel
 
-    @operation("post", "/v1/requests/{request_id}/cancel", "End a request that runs", "Cancelled", ("404",))
+    @Operation("post", "/v1/requests/{request_id}/cancel", "End a request that runs", "Cancelled", ("404",))
     async def cancel(self, request: Request) -> Response:
         """Cancel one request. Raises NotFound."""
         account, request_id = reservation_of(request).account, request.path_params["request_id"]

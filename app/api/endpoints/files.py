@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from app.api.http.multipart import Form, read_form
-from app.api.http.operations import OF_A_LIST, TEXT, RouteGroup, operation, page_query
+from app.api.http.operations import OF_A_LIST, TEXT, Operation, RouteGroup, page_query
 from app.api.request_context import asks_for
 from app.api.schemas.fields import Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_names
@@ -37,7 +37,7 @@ class FileRoutes(RouteGroup):
         self._owner_of = owner_of
         self._max_file_bytes = max_file_bytes
 
-    @operation("post", "/v1/files", "Upload a file", "File", (*OF_A_LIST, "413"))
+    @Operation("post", "/v1/files", "Upload a file", "File", (*OF_A_LIST, "413"))
     async def create(self, request: Request) -> Response:
         """Keep an uploaded file."""
         service = self._service
@@ -49,9 +49,9 @@ class FileRoutes(RouteGroup):
                 refuse_names(sorted(form.fields.keys() - _FIELDS))
             return JSONResponse(await service.finish_upload(upload_id, _new_file(form)))
 
-    @operation(
+    @Operation(
         "get", "/v1/files", "The files", "FileList", OF_A_LIST,
-        **page_query(MAX_FILES_OF_PAGE), purpose={"schema": TEXT},
+        query=page_query(MAX_FILES_OF_PAGE) | {"purpose": {"schema": TEXT}},
     )  # fmt: skip
     async def list(self, request: Request) -> Response:
         """A page of files, the newest first unless asked otherwise."""
@@ -60,17 +60,17 @@ class FileRoutes(RouteGroup):
         )
         return JSONResponse(await self._service.files(page))
 
-    @operation("get", "/v1/files/{file_id}", "One file", "File", OF_A_LIST)
+    @Operation("get", "/v1/files/{file_id}", "One file", "File", OF_A_LIST)
     async def retrieve(self, request: Request) -> Response:
         """One file's object."""
         return JSONResponse(await self._service.file(self._owner_of(request), request.path_params["file_id"]))
 
-    @operation("delete", "/v1/files/{file_id}", "Delete a file", "Anything", OF_A_LIST)
+    @Operation("delete", "/v1/files/{file_id}", "Delete a file", "Anything", OF_A_LIST)
     async def delete(self, request: Request) -> Response:
         """Delete a file."""
         return JSONResponse(await self._service.delete_file(self._owner_of(request), request.path_params["file_id"]))
 
-    @operation("get", "/v1/files/{file_id}/content", "What is in a file", None, OF_A_LIST, media=("application/jsonl",))
+    @Operation("get", "/v1/files/{file_id}/content", "What is in a file", None, OF_A_LIST, media=("application/jsonl",))
     async def content(self, request: Request) -> Response:
         """The content of a file."""
         file = await self._service.file(self._owner_of(request), request.path_params["file_id"])

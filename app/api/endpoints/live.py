@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.api.http.operations import EVENTS, TEXT, RouteGroup, operation
+from app.api.http.operations import EVENTS, TEXT, Operation, RouteGroup
 from app.api.http.sse import EventResponse
 from app.engine.snapshot import EngineSnapshot, QueueEntry, SlotUse, StepSums, TuningView
 from app.errors import InvalidRequest, Overloaded
@@ -142,9 +142,9 @@ class LiveRoutes(RouteGroup):
         self._feed = feed
         self._heartbeat_s = heartbeat_s
 
-    @operation(
+    @Operation(
         "get", "/admin/live", "What all engines do now", None, ("400",), media=(EVENTS,),
-        after={"schema": TEXT, "description": "the `at` of the last event that came"},
+        query={"after": {"schema": TEXT, "description": "the `at` of the last event that came"}},
     )  # fmt: skip
     async def live(self, request: Request) -> Response:
         """The events later than the one that a viewer has."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.api.http.operations import RouteGroup, operation
+from app.api.http.operations import Operation, RouteGroup
 from app.errors import NotFound
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -31,12 +31,12 @@ class PageRoutes(RouteGroup):
         folder = Path(__file__).parent.parent / "page"
         self._files = {path.name: _File(path) for path in folder.iterdir() if path.suffix in _TYPES}
 
-    @operation("get", "/", "The live page", media=("text/html",))
+    @Operation("get", "/", "The live page", media=("text/html",))
     async def index(self, request: Request) -> Response:
         """The page."""
         return self._files["index.html"].response(request)
 
-    @operation("get", "/page/{name}", "A file of the live page", None, ("404",), media=tuple(_TYPES.values()))
+    @Operation("get", "/page/{name}", "A file of the live page", None, ("404",), media=tuple(_TYPES.values()))
     async def file(self, request: Request) -> Response:
         """One of its other files."""
         name = request.path_params["name"]

@@ -14,7 +14,7 @@ from app.api.endpoints.admin import Answers
 from app.api.handler import RequestHandler
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
-from app.api.http.operations import OF_A_BODY, RouteGroup, operation
+from app.api.http.operations import OF_A_BODY, Operation, RouteGroup
 from app.api.schemas.fields import Schema
 from app.config import Policy, PolicyConfig, SchedulerConfig, Strategy, StrategyConfig, names_of
 from app.errors import NotFound
@@ -72,15 +72,15 @@ class SchedulerRoutes(RouteGroup):
         self._handler = handler
         self._switches = switches
 
-    @operation("get", "/admin/scheduler", "The strategy and policy of each replica", "SchedulerList")
+    @Operation("get", "/admin/scheduler", "The strategy and policy of each replica", "SchedulerList")
     async def show(self, request: Request) -> Response:
         """What is in force on every replica of every model."""
         entries = [_entry(model, await switch.in_force()) for model, switch in self._switches.items()]
         return JSONResponse({"object": "list", "data": entries, **CHOICES})
 
-    @operation(
+    @Operation(
         "post", "/admin/scheduler", "Switch the strategy and policy of a model's replicas", "Scheduler",
-        (*OF_A_BODY, "503"), SchedulerChange,
+        (*OF_A_BODY, "503"), (SchedulerChange,),
     )  # fmt: skip
     async def switch(self, request: Request) -> Response:
         """Switch one model; answers with what is in force then."""

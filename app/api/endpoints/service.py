@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from app.api.handler import RequestHandler
 from app.api.http.guard import reservation_of
-from app.api.http.operations import OF_A_MODEL, RouteGroup, operation
+from app.api.http.operations import OF_A_MODEL, Operation, RouteGroup
 from app.errors import Unavailable, traceback_of
 from app.json_pieces import Json
 from app.metrics import CONTENT_TYPE, RequestMetrics, Scrape, exposition
@@ -26,25 +26,25 @@ class ServiceRoutes(RouteGroup):
         self._handler = handler
         self._openapi = openapi
 
-    @operation("get", "/v1/models", "The models", "ModelList")
+    @Operation("get", "/v1/models", "The models", "ModelList")
     async def models(self, request: Request) -> Response:
         """All models and pipelines that the key may use."""
         entries = self._handler.names.entries(reservation_of(request).account)
         ends = {"first_id": entries[0]["id"], "last_id": entries[-1]["id"]} if entries else {}
         return JSONResponse({"object": "list", "data": entries, "has_more": False, **ends})
 
-    @operation("get", "/v1/models/{model_id:path}", "One model", "Model", OF_A_MODEL)
+    @Operation("get", "/v1/models/{model_id:path}", "One model", "Model", OF_A_MODEL)
     async def model(self, request: Request) -> Response:
         """One of them, by its name or an alias, which may have slashes."""
         name, account = request.path_params["model_id"], reservation_of(request).account
         return JSONResponse(self._handler.names.entry(name, account))
 
-    @operation("get", "/version", "The version of the server", "Version")
+    @Operation("get", "/version", "The version of the server", "Version")
     async def version(self, request: Request) -> Response:
         """The version of this server."""
         return JSONResponse({"version": versions()["carousel"]})
 
-    @operation("get", "/openapi.json", "This description", "Anything")
+    @Operation("get", "/openapi.json", "This description", "Anything")
     async def openapi(self, request: Request) -> Response:
         """The description of the API."""
         return JSONResponse(self._openapi)
@@ -56,12 +56,12 @@ class HealthRoutes(RouteGroup):
     def __init__(self, is_ready: Callable[[], Awaitable[bool]]) -> None:
         self._is_ready = is_ready
 
-    @operation("get", "/health", "The process lives", "Anything")
+    @Operation("get", "/health", "The process lives", "Anything")
     async def health(self, request: Request) -> Response:
         """The process lives and its event loop runs."""
         return JSONResponse({"status": "ok"})
 
-    @operation("get", "/ready", "A request could be served", "Anything", ("503",))
+    @Operation("get", "/ready", "A request could be served", "Anything", ("503",))
     async def ready(self, request: Request) -> Response:
         """A request sent now could be served."""
         try:
@@ -80,7 +80,7 @@ class MetricsRoutes(RouteGroup):
     def __init__(self, expose: Callable[[], Awaitable[bytes]]) -> None:
         self._expose = expose
 
-    @operation("get", "/metrics", "What is measured, for Prometheus", media=("text/plain",))
+    @Operation("get", "/metrics", "What is measured, for Prometheus", media=("text/plain",))
     async def metrics(self, request: Request) -> Response:
         """As Prometheus text."""
         return Response(await self._expose(), headers={"Content-Type": CONTENT_TYPE})

@@ -20,7 +20,7 @@ from app.api.handler import RequestHandler, SharedBody
 from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
-from app.api.http.operations import EVENTS, OF_A_LIST, OF_GENERATION, RouteGroup, operation
+from app.api.http.operations import EVENTS, OF_A_LIST, OF_GENERATION, Operation, RouteGroup
 from app.api.http.sse import DONE, EventResponse, WhileConnected, event, event_pieces
 from app.api.request_context import RequestContext, asks_for, with_deadline
 from app.api.schemas.fields import MAX_PROMPTS, Schema
@@ -134,9 +134,9 @@ class ShortBatchRoutes(RouteGroup):
         self._handler = handler
         self._owner_of = owner_of
 
-    @operation(
+    @Operation(
         "post", "/v1/batch", "Answer many prompts, at once or as a job", "BatchResults", OF_GENERATION,
-        PromptListRequest, media=(EVENTS,),
+        (PromptListRequest,), (EVENTS,),
     )  # fmt: skip
     async def create(self, request: Request) -> Response:
         """Answer a list of prompts, or begin a job that does."""
@@ -159,12 +159,12 @@ class ShortBatchRoutes(RouteGroup):
         return JsonAnswer(await self._answer(request, prompts, context), self._handler.turns)
 
     # Before the ids: it is none.
-    @operation("get", "/v1/batch/stats", "What batches have to do and have done", "BatchStats", OF_A_LIST)
+    @Operation("get", "/v1/batch/stats", "What batches have to do and have done", "BatchStats", OF_A_LIST)
     async def stats(self, request: Request) -> Response:
         """What the caller's batches have to do and have done."""
         return JSONResponse(await self._service.stats(self._owner_of(request)))
 
-    @operation("get", "/v1/batch/{batch_id}", "A batch and its results", "BatchResults", OF_A_LIST)
+    @Operation("get", "/v1/batch/{batch_id}", "A batch and its results", "BatchResults", OF_A_LIST)
     async def retrieve(self, request: Request) -> Response:
         """A batch, how far it is, and once it has ended what came of each prompt."""
         owner = self._owner_of(request)

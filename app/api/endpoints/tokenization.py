@@ -16,7 +16,7 @@ from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.errors import MESSAGES_PATH
 from app.api.http.guard import reservation_of
-from app.api.http.operations import OF_A_BODY, OF_A_MODEL, TEXT, RouteGroup, operation
+from app.api.http.operations import OF_A_BODY, OF_A_MODEL, TEXT, Operation, RouteGroup
 from app.api.json_structure import size_of
 from app.api.prepared_request import ServedModel, check_token_ids
 from app.api.request_context import asks_for
@@ -33,7 +33,9 @@ class TokenizationRoutes(RouteGroup):
     def __init__(self, handler: RequestHandler) -> None:
         self._handler = handler
 
-    @operation("post", "/tokenize", "Words to token ids", "Tokens", OF_A_BODY, TokenizeTextRequest, TokenizeChatRequest)
+    @Operation(
+        "post", "/tokenize", "Words to token ids", "Tokens", OF_A_BODY, (TokenizeTextRequest, TokenizeChatRequest)
+    )
     async def tokenize(self, request: Request) -> Response:
         """The ids of a text or of a conversation in the model's template, beside their number."""
         body = await read_json_object(request, self._handler.limits, self._handler.threads)
@@ -42,7 +44,7 @@ class TokenizationRoutes(RouteGroup):
         model = self._model(request, parsed.model)
         return await self._answer(request, size_of(body, MAX_SMALL_SIZE), lambda: _tokenized(parsed, model))
 
-    @operation("post", "/detokenize", "Token ids to words", "Text", OF_A_BODY, DetokenizeRequest)
+    @Operation("post", "/detokenize", "Token ids to words", "Text", OF_A_BODY, (DetokenizeRequest,))
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special ones included."""
         body = await read_json_object(request, self._handler.limits, self._handler.threads)
@@ -55,9 +57,9 @@ class TokenizationRoutes(RouteGroup):
 
         return await self._answer(request, len(token_ids), detokenized)
 
-    @operation(
+    @Operation(
         "post", f"{MESSAGES_PATH}/count_tokens", "The number of tokens of a prompt", "TokenCount", OF_A_BODY,
-        CountTokensRequest,
+        (CountTokensRequest,),
     )  # fmt: skip
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens the prompt of a message has."""
@@ -77,9 +79,9 @@ class TokenizationRoutes(RouteGroup):
 
         return await self._answer(request, size_of(body, MAX_SMALL_SIZE), counted)
 
-    @operation(
+    @Operation(
         "get", "/tokenizer_info", "Special tokens, chat template", "TokenizerInfo", OF_A_MODEL,
-        model={"schema": TEXT, "description": "required where there are several"},
+        query={"model": {"schema": TEXT, "description": "required where there are several"}},
     )  # fmt: skip
     async def tokenizer_info(self, request: Request) -> Response:
         """For clients that apply the chat template themselves."""

@@ -26,7 +26,7 @@ EVENTS = "text/event-stream"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path."""
+    """One method of one path. As a decorator it makes a method of a `RouteGroup` its handler."""
 
     method: str
     path: str
@@ -37,25 +37,9 @@ class Operation:
     media: tuple[str, ...] = ()  # other types of the response, each a text
     query: Json = field(default_factory=dict)  # parameters by name
 
-
-def operation(
-    method: str,
-    path: str,
-    summary: str,
-    response: str | None = None,
-    refusals: tuple[str, ...] = (),
-    *body: type[Schema],
-    media: tuple[str, ...] = (),
-    **query: Json,
-) -> Callable[[HandlerT], HandlerT]:
-    """Makes a method of a `RouteGroup` the handler of an operation."""
-    described = Operation(method, path, summary, response, refusals, body, media, query)
-
-    def describe(handler: HandlerT) -> HandlerT:
-        vars(handler)["operation"] = described
+    def __call__(self, handler: HandlerT) -> HandlerT:
+        vars(handler)["operation"] = self
         return handler
-
-    return describe
 
 
 class RouteGroup:
@@ -73,7 +57,7 @@ class RouteGroup:
         return [Route(each.path, getattr(self, name), methods=[each.method]) for name, each in operations]
 
 
-def page_query(most: int) -> dict[str, Json]:
+def page_query(most: int) -> Json:
     """The parameters of a list."""
     return {
         "after": {"schema": TEXT, "description": "the id behind which the page begins"},
