@@ -139,32 +139,6 @@ def test_long_documents_are_cut_where_that_is_wanted(embedding: Service, crossin
     assert rerank(crossing, query=" ".join(["w20"] * 30), max_tokens_per_doc=5).status == 400
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({"query": None}, "query", "is required"),
-        ({"query": ""}, "query", "at least 1 character"),
-        ({"documents": []}, "documents", "at least one"),
-        ({"documents": "w20"}, "documents", "a list of strings"),
-        ({"documents": [3]}, "documents", "only strings or objects"),
-        ({"documents": [{"title": "w20"}]}, "documents", "only strings or objects"),
-        ({"documents": ["w20"] * 2049}, "documents", "2,049 texts; this server accepts 2,048"),
-        ({"documents": [{}] * 10_001}, "documents", "10,001 texts; at most 10,000"),
-        ({"top_n": 0}, "top_n", "greater than or equal to 1"),
-        ({"max_tokens_per_doc": 0}, "max_tokens_per_doc", "greater than or equal to 1"),
-        ({"rank_fields": ["title"]}, "rank_fields", "not supported"),
-        ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "not supported"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_by_name(
-    embedding: Service, fields: dict[str, Any], param: str, words: str
-) -> None:
-    answer = rerank(embedding, **fields)
-    assert (answer.status, answer.error["param"]) == (400, param)
-    assert words in answer.error["message"]
-    assert not embedding.generate.requests
-
-
 def test_a_small_body_cannot_ask_for_any_number_of_tokens(words: Tokenizer) -> None:
     service = Service(words, judge, facts=CROSS_ENCODER, max_model_len=2000)
     answer = rerank(service, query=" ".join(["w10"] * 1000), documents=["w20"] * 1000)
