@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -92,7 +93,7 @@ class LiveFeed:
 
     def _begin(self) -> None:
         for model, fleet in self._fleets.items():
-            fleet.watch(self._receiver_of(model))
+            fleet.watch(partial(self._receive, model))
         self._watched_at = asyncio.get_running_loop().time()
         self._tick()
 
@@ -116,11 +117,8 @@ class LiveFeed:
         self._views.clear()
         self._recent.clear()
 
-    def _receiver_of(self, model: str) -> Callable[[str, EngineSnapshot], None]:
-        def receive(replica_id: str, view: EngineSnapshot) -> None:
-            self._views.setdefault(model, []).append((replica_id, self._now(), view))
-
-        return receive
+    def _receive(self, model: str, replica_id: str, view: EngineSnapshot) -> None:
+        self._views.setdefault(model, []).append((replica_id, self._now(), view))
 
     def _now(self) -> int:
         return round(1000 * self._clock())
@@ -128,11 +126,11 @@ class LiveFeed:
     def _event(self) -> tuple[int, bytes]:
         at, views = self._now(), self._views
         self._views = {}
-        models = {model: self._described(fleet, views.get(model, ())) for model, fleet in self._fleets.items()}
+        models = {
+            model: {"replicas": fleet.describe(), "decision": fleet.last_decision, "views": views.get(model, ())}
+            for model, fleet in self._fleets.items()
+        }
         return at, b"data: %b\n\n" % msgspec.json.encode({"at": at, "models": models})
-
-    def _described(self, fleet: WatchedFleet, views: object) -> dict[str, Any]:
-        return {"replicas": fleet.describe(), "decision": fleet.last_decision, "views": views}
 
 
 class LiveRoutes(RouteGroup):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ class LogprobsCollector:
         found = logprobs if first else (None, *logprobs)
         token_ids = self._prompt[first : first + len(found)]
         self._num_prompt_tokens += len(token_ids)
-        offsets = self._prompt_offsets.push(token_ids) if most else repeat(0)
+        offsets: Iterable[int] = self._prompt_offsets.push(token_ids) if most else repeat(0)
         return tuple(
             TokenLogprob(token_id, each, min(offset, most))
             for token_id, each, offset in zip(token_ids, found, offsets, strict=False)
