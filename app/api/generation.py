@@ -8,14 +8,19 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from app.api.json_structure import MAX_STRUCTURE, check_structure
 from app.api.output.structured_output import grammar_of
-from app.api.output.tool_calls import ToolUse, tool_use
-from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel, TokenDetailOptions, check_token_ids
+from app.api.output.tool_calls import tool_use
+from app.api.prepared_request import (
+    PreparedRequest,
+    RequestLimits,
+    ServedModel,
+    SharedFields,
+    TokenDetailOptions,
+    check_token_ids,
+)
 from app.api.request_context import TIMINGS_HEADER, RequestContext, asks_for
 from app.api.schemas.conversation import Conversation, template_messages
 from app.api.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, QueuedRequest
@@ -65,19 +70,11 @@ def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLim
             check_token_ids(token_ids, model, param)
 
 
-@dataclass(frozen=True, slots=True)
-class SharedFields:
-    """What all prompts of a body have in common, checked and made once."""
-
-    sampling: Mapping[str, Any]  # fields of `SamplingParams`: all but what each request has of its own
-    grammar: Grammar | None
-    details: TokenDetailOptions | None
-    tools: ToolUse | None
-
-
-def shared_fields(body: GenerationRequest, model: ServedModel, limits: RequestLimits) -> SharedFields:
-    """Raises InvalidRequest."""
-    check_limits(body, model, limits)
+def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestContext) -> SharedFields:
+    """As another body with the same fields has them, else checked and made. Raises InvalidRequest."""
+    if model.name in context.shared:
+        return context.shared[model.name]
+    check_limits(body, model, context.limits)
     tools = tool_use(body, model.tokenizer, model.tool_format) if isinstance(body, ChatRequest) and body.tools else None
     details = TokenDetailOptions(
         logprobs=body.asked_logprobs[1],

@@ -8,22 +8,21 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from app.api.auth.keys import Authenticator, without_keys
 from app.api.auth.limits import Account, Reservation
 from app.api.endpoints.table import ENDPOINTS, Endpoint
-from app.api.generation import SharedFields, shared_fields
+from app.api.generation import shared_fields
 from app.api.http.errors import error_body, error_status, log_error
 from app.api.json_structure import size_of
 from app.api.model_names import ModelNames
 from app.api.output.response_state import ResponseState
 from app.api.pipelines import Pipeline, PipelineRun
-from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
+from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel, SharedFields
 from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace, Tracer
 from app.api.schemas.parameters import UnknownFields, parse
@@ -111,11 +110,9 @@ class RequestHandler:
         target: ServedModel | Pipeline,
         context: RequestContext,
         size: int,
-        shared: Mapping[str, SharedFields] = MappingProxyType({}),
     ) -> ResponseState:
-        """`shared`: what is known of the body already, by the name of each model that may answer."""
         if isinstance(target, ServedModel):
-            prepared = await self._prepare(endpoint, parsed, target, context, size, shared.get(target.name))
+            prepared = await self._prepare(endpoint, parsed, target, context, size)
             state = ResponseState.begin(prepared, context, self.metrics)
         else:
             run = PipelineRun(
@@ -125,7 +122,6 @@ class RequestHandler:
                 prepare=self._prepare,
                 metrics=self.metrics,
                 size=size,
-                shared=shared,
             )
             answer = await run.answer(target)
             state = answer.state
@@ -159,7 +155,6 @@ class RequestHandler:
         model: ServedModel,
         context: RequestContext,
         size: int,
-        shared: SharedFields | None = None,
         *,
         reserves: bool = True,
         known: PreparedRequest | None = None,
@@ -174,7 +169,7 @@ class RequestHandler:
                 model = self.names.current(model)
             prepared = known
             if prepared is None:
-                work = partial(endpoint.prepare, parsed, model, context, shared)
+                work = partial(endpoint.prepare, parsed, model, context)
                 prepared = await self.threads.encode(reservation.account.name, parsed.encoded_size(size), work)
             if reserves:
                 reservation.reserve(
@@ -230,34 +225,16 @@ class RequestHandler:
             if error is None or trace.has_replica:
                 self.tracer.record(trace)
 
-    async def handle_items(
+    async def outcomes(
         self, common: SharedBody, prompts: Sequence[Json], context: RequestContext
-    ) -> list[Answered]:
-        """The responses to several prompts of one client, in their order, computed side by side.
+    ) -> AsyncGenerator[ItemOutcome, None]:
+        """What comes of several prompts of one client, computed side by side, each as soon as it is there.
 
-        Each prompt is a body with no other fields. Raises Overloaded, Unavailable or EngineStopped when none of them
-        could be served now.
+        Each prompt is a body with no other fields. Closing it ends those that still run.
         """
-        async with aclosing(self._outcomes(common, prompts, context)) as ended:
-            outcomes = sorted([outcome async for outcome in ended], key=lambda each: each.index)
-        errors = [each.outcome for each in outcomes if isinstance(each.outcome, Exception)]
-        if len(errors) == len(outcomes) and all(map(_may_pass, errors)):
-            raise errors[0]
-        return [each.answered(common.endpoint.path) for each in outcomes]
-
-    async def items_as_they_end(
-        self, common: SharedBody, prompts: Sequence[Json], context: RequestContext
-    ) -> AsyncGenerator[tuple[int, Answered], None]:
-        """The same responses, each with its index, as soon as it is there. Closing it ends those that still run."""
-        async with aclosing(self._outcomes(common, prompts, context)) as ended:
-            async for outcome in ended:
-                yield outcome.index, outcome.answered(common.endpoint.path)
-
-    async def _outcomes(
-        self, common: SharedBody, prompts: Sequence[Json], context: RequestContext
-    ) -> AsyncGenerator[_ItemOutcome, None]:
-        """What comes of each prompt, as they end. Not a TaskGroup, which must not span a `yield`."""
-        context = replace(context, is_strict=False, limits=context.limits.shared_by(len(prompts)))
+        # Not a TaskGroup, which must not span a `yield`.
+        limits = context.limits.shared_by(len(prompts))
+        context = replace(context, is_strict=False, limits=limits, shared=common.fields)
         tasks = [
             asyncio.create_task(self._outcome(index, common, prompt, context), name=task_name())
             for index, prompt in enumerate(prompts)
@@ -270,7 +247,7 @@ class RequestHandler:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _outcome(self, index: int, common: SharedBody, prompt: Json, context: RequestContext) -> _ItemOutcome:
+    async def _outcome(self, index: int, common: SharedBody, prompt: Json, context: RequestContext) -> ItemOutcome:
         began_at = self.metrics.clock()
         context = replace(context, request_id=f"{context.request_id}-{index}", arrived_at=began_at, begun=[])
         outcome: Json | Exception
@@ -278,7 +255,7 @@ class RequestHandler:
             outcome = await (await self._handle_shared(common, prompt, context)).full_response()
         except Exception as error:
             outcome = error
-        return _ItemOutcome(index, context.request_id, outcome, self.metrics.clock() - began_at)
+        return ItemOutcome(index, context.request_id, outcome, self.metrics.clock() - began_at)
 
     async def _handle_shared(self, common: SharedBody, prompt: Json, context: RequestContext) -> ResponseState:
         """As `handle`, for a body of which all but the prompt is checked."""
@@ -286,7 +263,7 @@ class RequestHandler:
         with self.counting_refusals():
             own = await self.parse(prompt, size, endpoint.schema, context.reservation.account)
         parsed = common.parsed.model_copy(update={name: getattr(own, name) for name in prompt})
-        return await self._respond(endpoint, parsed, common.target, context, size + common.size, common.fields)
+        return await self._respond(endpoint, parsed, common.target, context, size + common.size)
 
     async def check_shared(
         self, context: RequestContext, path: str, body: Mapping[str, Any], *, num_bodies: int
@@ -309,8 +286,8 @@ class RequestHandler:
             written = parsed if isinstance(target, ServedModel) else parsed.model_copy(update={"documents": []})
 
             def check(model: ServedModel) -> SharedFields:
-                shared = shared_fields(parsed, model, context.limits)
-                endpoint.prepare(written, model, context, shared)
+                shared = shared_fields(parsed, model, context)
+                endpoint.prepare(written, model, replace(context, shared={model.name: shared}))
                 return shared
 
             models = (target,) if isinstance(target, ServedModel) else target.answering_models
@@ -322,36 +299,40 @@ class RequestHandler:
         )
 
     async def prepare_item(
-        self, owner: str, path: str, body: Mapping[str, Any], check: Callable[[QueuedRequest], None]
+        self, path: str, body: Mapping[str, Any], check: Callable[[QueuedRequest], None]
     ) -> PreparedRequest | Answered:
-        """What an item asks of engines of its own, or the response to an item that cannot run.
+        """What an item asks of engines of its own, where there are no keys, or the response to one that cannot run.
 
-        What its key may never have is refused here. The key's limits by the minute do not count, as the item uses no
-        slot of this service. `check` raises InvalidRequest for what those engines cannot do.
+        `check` raises InvalidRequest for what those engines cannot do.
         """
         request_id = uuid.uuid4().hex
         try:
-            account = self.authenticator.account_named(owner)
+            account = self.authenticator.account_named("")
             endpoint, size = ENDPOINTS[path], size_of(body, MAX_SMALL_SIZE)
             parsed = await self.parse(body, size, endpoint.schema, account)
             model = self.names.answering(parsed, account)
             assert isinstance(model, ServedModel), "a bulk run has one model, and no pipelines"
             check(parsed)
             context = self.context(Reservation(account), request_id)
-            work = partial(endpoint.prepare, parsed, model, context, None)
-            return await self.threads.encode(owner, parsed.encoded_size(size), work)
+            work = partial(endpoint.prepare, parsed, model, context)
+            return await self.threads.encode("", parsed.encoded_size(size), work)
         except Exception as error:
             return _refusal(error, request_id, path)
 
 
 @dataclass(frozen=True, slots=True)
-class _ItemOutcome:
+class ItemOutcome:
     """What came of one prompt of a list."""
 
     index: int
     request_id: str
     outcome: Json | Exception
     latency_s: float
+
+    @property
+    def refusal(self) -> Exception | None:
+        """Overloaded, Unavailable or EngineStopped, where it could not be served now."""
+        return self.outcome if isinstance(self.outcome, Exception) and _may_pass(self.outcome) else None
 
     def answered(self, path: str) -> Answered:
         """As an HTTP client would have got it at this path."""

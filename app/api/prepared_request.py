@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -12,7 +12,7 @@ from typing import Any
 from app.api.output.tool_calls import ToolUse
 from app.api.schemas.fields import MAX_ALLOWED_TOKEN_IDS
 from app.batches import MAX_REQUEST_BYTES
-from app.engine.request import Adapter, Generate, ModelInfo, Pooling, Request
+from app.engine.request import Adapter, Generate, Grammar, ModelInfo, Pooling, Request
 from app.errors import InvalidRequest
 from app.text import Reasoning, ReasoningMarks, Tokenizer
 from app.text.tool_calls import ToolFormat
@@ -108,6 +108,16 @@ class TokenDetailOptions:
     token_ids: bool = False
     echo: bool = False  # the prompt is part of the text
     choose_best: bool = False  # of several samples, by how likely they were
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFields:
+    """What all prompts of a body have in common, checked and made once."""
+
+    sampling: Mapping[str, Any]  # fields of `SamplingParams`: all but what each request has of its own
+    grammar: Grammar | None
+    details: TokenDetailOptions | None
+    tools: ToolUse | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.types import Scope
 
 from app.api.auth.limits import Reservation
-from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
+from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel, SharedFields
 from app.api.request_trace import RequestTrace
 from app.api.schemas.requests import QueuedRequest
 from app.engine.request import MAX_SESSION_LENGTH
@@ -39,6 +39,7 @@ class RequestContext:
     shares_prefixes: bool = True  # with requests of other accounts
     arrived_at: float = 0.0  # by the clock of the metrics
     trace: RequestTrace | None = None  # where traces are sent
+    shared: Mapping[str, SharedFields] = field(default_factory=dict)  # by model: what is known of its body already
     begun: list[PreparedRequest] = field(default_factory=list)  # all that it computes, from its beginning
 
     def response_id(self, prefix: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
@@ -63,24 +63,18 @@ class PipelineStepTimes:
     name: str
     model: str
     began_ns: int
-    clock_ns: Callable[[], int]
     ended_ns: int | None = None
 
     def end(self) -> None:
         """The step has its result."""
-        self.ended_ns = self.clock_ns()
+        self.ended_ns = time.time_ns()
 
 
 class RequestTrace:
     """The times of one HTTP request or item, with those that replicas report. Belongs to one event loop."""
 
     def __init__(
-        self,
-        name: str,
-        headers: Mapping[str, str] = MappingProxyType({}),
-        clock_ns: Callable[[], int] = time.time_ns,
-        *,
-        trace_id: int | None = None,
+        self, name: str, headers: Mapping[str, str] = MappingProxyType({}), *, trace_id: int | None = None
     ) -> None:
         """`headers` in lower case; those of W3C's Trace Context say which trace it belongs to.
 
@@ -92,8 +86,7 @@ class RequestTrace:
         self.parent = {each: headers[each] for each in propagated if each in headers}
         self.attributes: dict[str, str | int | float] = {}
         self.error: BaseException | None = None
-        self._clock_ns = clock_ns
-        self.began_ns = self.ended_ns = clock_ns()
+        self.began_ns = self.ended_ns = time.time_ns()
         self._checked_ns: int | None = None
         self._attempts: list[_Attempt] = []
         self._steps: list[PipelineStepTimes] = []
@@ -113,17 +106,17 @@ class RequestTrace:
 
     def checked(self) -> None:
         """The request is checked, and its first call begins."""
-        self._checked_ns = self._checked_ns or self._clock_ns()
+        self._checked_ns = self._checked_ns or time.time_ns()
 
     def step(self, name: str, model: str) -> PipelineStepTimes:
         """A step of a pipeline begins on a model."""
-        step = PipelineStepTimes(name, model, self._clock_ns(), self._clock_ns)
+        step = PipelineStepTimes(name, model, time.time_ns())
         self._steps.append(step)
         return step
 
     def accepted(self, index: int, replica_id: str) -> None:
         """A replica has queued one of the choices; not the first replica if another was lost."""
-        now, number = self._clock_ns(), 0
+        now, number = time.time_ns(), 0
         for before in self._of_choice(index):
             before.ended_ns, number = before.ended_ns or now, number + 1
         self._attempts.append(_Attempt(index=index, number=number, replica_id=replica_id, accepted_ns=now))
@@ -131,16 +124,16 @@ class RequestTrace:
     def first_token(self, index: int, times: EngineTimes) -> None:
         """The first token that this replica gave has come."""
         for attempt in [*self._of_choice(index)][-1:]:
-            attempt.first_token_ns, attempt.times = self._clock_ns(), times
+            attempt.first_token_ns, attempt.times = time.time_ns(), times
 
     def finished(self, index: int) -> None:
         """One of the choices has come to its end by itself."""
         for attempt in [*self._of_choice(index)][-1:]:
-            attempt.ended_ns = self._clock_ns()
+            attempt.ended_ns = time.time_ns()
 
     def end(self, error: BaseException | None = None) -> None:
         """The last byte is sent, or an error ended the request."""
-        self.ended_ns = self._clock_ns()
+        self.ended_ns = time.time_ns()
         self.error = self.error or error
 
     def spans(self) -> Iterator[Span]:

@@ -130,7 +130,7 @@ def _elsewhere(request: Request) -> AsyncIterator[TokenDelta]:
 
 async def prepare_row(item: Item, handler: RequestHandler) -> PreparedItem | InvalidItem:
     """An item of a bulk run, checked and tokenized. What is wrong with it is the reason why it is not run."""
-    call = await handler.prepare_item("", item.url, item.body, check_fits_engines)
+    call = await handler.prepare_item(item.url, item.body, check_fits_engines)
     if isinstance(call, Answered):
         return InvalidItem(number=item.number, id=item.id, reason=str(call.body["error"]["message"])[:1000])
     [request] = call.requests

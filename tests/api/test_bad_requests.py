@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from app.api.http import body as http_body
 from app.api.schemas.fields import MAX_DETOKENIZED
 from app.api.schemas.requests import ChatRequest, CompletionRequest, DetokenizeRequest
-from app.api.schemas.responses import ResponsesRequest
+from app.api.schemas.responses import LOGPROBS, ResponsesRequest
 from app.engine.request import Pooling
 from app.text import Tokenizer
 from tests.kit.service import MAX_MODEL_LEN, Answer, Connection, Service, check_error, say
@@ -29,6 +29,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "completions": ("/v1/completions", {"prompt": "Hi"}),
     "responses": ("/v1/responses", {"input": "Hi"}),
     "embeddings": ("/v1/embeddings", {"input": [7]}),
+    "rerank": ("/v1/rerank", {"query": "Hi", "documents": ["Hi", {"text": "Ho"}]}),
     "tokenize": ("/tokenize", {"prompt": "Hi"}),
     "detokenize": ("/detokenize", {"tokens": [7]}),
 }
@@ -165,6 +166,11 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
         ({"tools": [RESPONSES_TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "tools has f"),
         ({"tools": [RESPONSES_TOOL]}, "tools", "no place for tools"),
+        ({"top_logprobs": 3}, "top_logprobs", "send both"),
+        ({"include": [LOGPROBS], "top_logprobs": 21}, "top_logprobs", "at most 20"),
+        ({"include": [LOGPROBS], "top_logprobs": -1}, "top_logprobs", "greater than or equal to 0"),
+        ({"include": ["file_search_call.results"]}, "include[0]", LOGPROBS),
+        ({"include": "all"}, "include", "valid list"),
     ],
     "embeddings": [
         ({"input": ""}, "input", "without tokens"),
@@ -177,6 +183,20 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({"encoding_format": "hex"}, "encoding_format", "got 'hex'"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
+    ],
+    "rerank": [
+        ({"query": None}, "query", "is required"),
+        ({"query": ""}, "query", "at least 1 character"),
+        ({"documents": []}, "documents", "at least one"),
+        ({"documents": "Hi"}, "documents", "a list of strings"),
+        ({"documents": [3]}, "documents", "only strings or objects"),
+        ({"documents": [{"title": "Hi"}]}, "documents", "only strings or objects"),
+        ({"documents": ["Hi"] * 2049}, "documents", "2,049 texts; this server accepts 2,048"),
+        ({"documents": [{}] * 10_001}, "documents", "10,001 texts; at most 10,000"),
+        ({"top_n": 0}, "top_n", "greater than or equal to 1"),
+        ({"max_tokens_per_doc": 0}, "max_tokens_per_doc", "greater than or equal to 1"),
+        ({"rank_fields": ["title"]}, "rank_fields", "not supported"),
+        ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "not supported"),
     ],
     "tokenize": [
         ({"prompt": None}, "prompt", "is required"),

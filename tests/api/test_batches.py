@@ -16,32 +16,22 @@ import httpx
 import openai
 import pytest
 
-from app.api import RequestHandler, batch_routes, build_app
 from app.batches import BatchLimits
-from app.config import ApiConfig, BatchesConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
-from app.errors import Overloaded
-from app.jobs.executors import FleetExecution
-from app.jobs.local_service import LocalBatchService
 from app.text import Tokenizer
-from app.text.tool_calls import FORMATS
 from tests.kit.service import (
     CASCADE,
     ENDED,
     Service,
     bearer,
-    begun_batch,
     entry,
     http_client,
-    job_ended,
     line_of,
     openai_batches,
-    say,
     sent_batch,
     without_times,
 )
 from tests.stalls import slowness, stalls_of_loop
-from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
@@ -341,31 +331,6 @@ async def test_a_page_that_cannot_be(service: Service, tmp_path: Path, query: st
         assert response.json()["error"]["param"] == query.partition("=")[0]
 
 
-async def test_an_owner_sees_only_what_is_theirs_and_is_the_tenant_of_their_lines(
-    service: Service, tmp_path: Path
-) -> None:
-    handler = RequestHandler(service.models, ApiConfig())
-    execution = FleetExecution(handler.handle_item, max_in_flight=8)
-    async with LocalBatchService(tmp_path, BatchesConfig(), execution) as batches:
-        routes = batch_routes(
-            batches, handler, max_file_bytes=10_000, owner_of=lambda request: request.headers["owner"]
-        )
-        app = build_app(handler, service._is_ready, batch_routes=routes)
-        transport = httpx.ASGITransport(app=app)
-        base_url, owner = "http://localhost", {"owner": "ann"}
-        async with httpx.AsyncClient(transport=transport, base_url=base_url, headers=owner) as client:
-            file = (await send(client, chat_line("one", user="bob"))).json()
-            assert "owner" not in file
-            body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
-            refused = await client.post("/v1/batches", json=body, headers={"owner": "bob"})
-            assert refused.status_code == 404
-            batch = (await client.post("/v1/batches", json=body)).json()
-            path = f"/v1/batches/{batch['id']}"
-            assert (await client.get(path, headers={"owner": "bob"})).status_code == 404
-            await until(lambda: client.get(path), lambda shown: shown.json()["status"] in ENDED)
-    assert service.request.tenant == "ann"
-
-
 async def test_a_file_says_when_it_goes(service: Service, tmp_path: Path) -> None:
     async with http_client(service, tmp_path) as client:
         given = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
@@ -373,28 +338,6 @@ async def test_a_file_says_when_it_goes(service: Service, tmp_path: Path) -> Non
         assert file["expires_at"] == file["created_at"] + 3600
         kept = (await send(client)).json()
         assert kept["expires_at"] == kept["created_at"] + 30 * 86_400
-
-
-async def test_a_batch_goes_on_after_a_restart_and_waits_out_a_full_fleet(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    is_full = True
-    hello = say(tokenizer, "3 4 5.")
-    service = Service(
-        tokenizer, lambda request: [Overloaded("full", retry_after_s=0.01)] if is_full else hello(request)
-    )
-    content = b"".join(chat_line(f"line-{n}") for n in range(5))
-    async with openai_batches(service, tmp_path) as client:
-        file = await client.files.create(file=("a.jsonl", content), purpose="batch")
-        batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-        # Every line has been refused, one of them twice.
-        await until(lambda: len(service.generate.requests) > 5)
-        counts = (await client.batches.retrieve(batch.id)).request_counts
-        assert counts is not None
-        assert counts.model_dump() == {"total": 5, "completed": 0, "failed": 0}
-    is_full = False
-    async with openai_batches(service, tmp_path) as client:
-        done = await ended(client, batch.id)
-        assert done.status == "completed"
-        assert len(await lines_of(client, done.output_file_id)) == 5
 
 
 def test_without_batches_there_are_no_such_routes(service: Service) -> None:
@@ -411,44 +354,6 @@ async def test_files_and_batches_are_of_the_key_that_sent_them(service: Service,
         file = (await send(client, chat_line("one"))).json()
         assert (await client.get(f"/v1/files/{file['id']}")).status_code == 200
         assert (await client.get(f"/v1/files/{file['id']}", headers=bearer(keys["bob"]))).status_code == 404
-
-
-async def test_a_tool_call_that_names_no_character_ends_as_its_own_item(tmp_path: Path) -> None:
-    """A lone surrogate cannot be encoded: it is replaced, and the batches of others are not concerned."""
-    written = '<tool_call>\n{"name": "\\ud800", "arguments": {"a": "\\udfff"}}\n</tool_call>'
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    tokenizer = tokenizer_with(TEMPLATES["hermes"])
-    service = Service(tokenizer, say(tokenizer, written), tool_format=FORMATS["hermes"], max_model_len=2000)
-    keys = {"ann": "a" * 40, "bob": "b" * 40}
-    entries = [entry(key, name) for name, key in keys.items()]
-    asked = {"tools": tools, "structured_outputs": {"choice": [written]}}
-    content = {"ann": chat_line("tool", **asked) + chat_line("text"), "bob": chat_line("one") + chat_line("two")}
-    async with http_client(service, tmp_path, keys=entries) as client:
-        batches = {}
-        for name, key in keys.items():
-            client.headers.update(bearer(key))
-            batches[name] = await begun_batch(client, content[name], CHAT)
-        for name, key in keys.items():
-            client.headers.update(bearer(key))
-            batch = await job_ended(client, batches[name])
-            assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 2)
-        client.headers.update(bearer(keys["ann"]))
-        [result, _] = (await job_ended(client, batches["ann"]))["results"]
-        [call] = result["response"]["choices"][0]["message"]["tool_calls"]
-        assert "\ufffd" in call["function"]["name"]
-
-
-async def test_a_line_may_name_its_model_by_an_alias(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    async with openai_batches(Service(tokenizer, say(tokenizer, "3"), aliases=("gpt-4o",)), tmp_path) as client:
-        content = chat_line("alias", model="gpt-4o") + chat_line("stranger", model="gpt-5")
-        file = await client.files.create(file=("mine.jsonl", content), purpose="batch")
-        batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-        batch = await ended(client, batch.id)
-        [line] = (await lines_of(client, batch.output_file_id)).values()
-        assert line["custom_id"] == "alias"
-        assert line["response"]["body"]["model"] == "demo"
-        [line] = (await lines_of(client, batch.error_file_id)).values()
-        assert "there is no model 'gpt-5'; this server has demo" in line["response"]["body"]["error"]["message"]
 
 
 def ending(request: Request) -> list[TokenDelta]:

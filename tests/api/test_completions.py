@@ -219,12 +219,6 @@ def test_the_four_forms_of_prompt(service: Service, prompt: Any, expected: list[
         assert request.prompt_token_ids == ids
 
 
-def test_request_ids_are_unique_whatever_the_client_calls_itself(service: Service) -> None:
-    for _ in range(2):
-        service.call("POST", "/v1/completions", {"prompt": ["a", "b"], "n": 2}, {"x-request-id": "same"})
-    assert len({request.request_id for request in service.generate.requests}) == 8
-
-
 # ---- stop strings
 
 

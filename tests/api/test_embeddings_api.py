@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import math
 from array import array
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,6 @@ from app.build import build_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta
 from app.errors import Overloaded
-from app.json_pieces import json_pieces
 from app.text import Tokenizer
 from tests.kit.service import (
     Answer,
@@ -124,14 +122,20 @@ def test_many_texts_are_computed_a_few_at_a_time(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.usefixtures("collected_as_served")
 @pytest.mark.parametrize(
-    ("num_texts", "options"), [(512, {}), (2048, {"dimensions": 4095, "encoding_format": "base64"})]
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": ["a"] * 512}),
+        ("/v1/embeddings", {"input": ["a"] * 2048, "dimensions": 4095, "encoding_format": "base64"}),
+        ("/v1/rerank", {"query": "a", "documents": ["a"] * 2047}),
+        ("/v1/score", {"text_1": "a", "text_2": ["a"] * 2047}),
+    ],
+    ids=["numbers", "base64", "rerank", "score"],
 )
 async def test_many_long_vectors_do_not_hold_the_event_loop(
-    tokenizer: Tokenizer, num_texts: int, options: dict[str, Any]
+    tokenizer: Tokenizer, path: str, body: dict[str, Any]
 ) -> None:
     service = steps_of_vectors(tokenizer, size=4096)
-    body = {"input": ["a"] * num_texts} | options
-    async with Connection(service.app, "POST", "/v1/embeddings", body, {}) as connection:
+    async with Connection(service.app, "POST", path, body, {}) as connection:
         async with stalls_of_loop() as stalls:
             await connection.ended()
         assert connection.answer().status == 200
@@ -178,13 +182,6 @@ def test_tokens_count_for_the_key(tokenizer: Tokenizer) -> None:
     assert service.request.tenant == "alice"
 
 
-def test_it_is_measured(service: Service) -> None:
-    ask(service, input=[[5, 6], [7]])
-    text = service.call("GET", "/metrics").body.decode()
-    assert 'request_success_total{finished_reason="stop",model_name="demo"} 2.0' in text
-    assert 'vllm:request_prompt_tokens_sum{model_name="demo"} 3.0' in text
-
-
 async def test_the_openai_package_gets_the_models_own_hidden_states(demo_path: Path, tokenizer: Tokenizer) -> None:
     model = AutoModelForCausalLM.from_pretrained(demo_path, dtype=torch.float32).eval()
     texts = ["Count from 3 to 5.", "Name a colour.", "3 4 5 6 7 8 9"]
@@ -207,10 +204,3 @@ async def test_the_openai_package_gets_the_models_own_hidden_states(demo_path: P
                 assert (torch.tensor(data.embedding) - expected(text)).norm() < 1e-4
     finally:
         engine.shutdown()
-
-
-def test_a_line_of_a_batch_may_ask_for_embeddings(service: Service) -> None:
-    answered = asyncio.run(service.handler.handle_item("", "/v1/embeddings", {"input": [7]}))
-    assert answered.status_code == 200
-    assert json.loads(b"".join(json_pieces(answered.body)))["data"] == ask(service).json["data"]
-    assert service.generate.requests[0].is_background

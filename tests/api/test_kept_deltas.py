@@ -90,7 +90,8 @@ async def test_details_follow_one_another_and_scores_of_prompts_do_not_pile_up()
     likely = TokenLogprobs(-0.5, 1)
 
     def of(token_id: int, num_scores: int = 0) -> TokenDetails:
-        return TokenDetails((token_id,), [TokenLogprob(token_id, likely, token_id)], (likely,), (likely,) * num_scores)
+        told = TokenLogprob(token_id, likely, token_id)
+        return TokenDetails((token_id,), [told], (likely,), (told,) * num_scores)
 
     [one] = await replayed(delta("a", details=of(1)), delta("b", details=of(2)), delta(num_tokens=0))
     assert one.details == TokenDetails(

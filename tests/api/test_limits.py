@@ -15,47 +15,40 @@ from app.config import KeyConfig
 from app.errors import InvalidRequest, LimitReached, NotPermitted, Overloaded
 from app.fair import SharedPool
 from app.text import Tokenizer
+from tests.kit.engine import FakeClock
 from tests.kit.service import KEY, OTHER_KEY, WAIT, Answer, Connection, Service, bearer, entry, say
 from tests.waiting import until
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def account(clock: Clock, **limits: Any) -> Account:
+def account(clock: FakeClock, **limits: Any) -> Account:
     return Account(KeyConfig.model_validate(entry(**limits)), clock)
 
 
 def test_a_bucket_gives_a_minutes_worth_at_once_and_fills_evenly() -> None:
-    clock = Clock()
+    clock = FakeClock()
     bucket = TokenBucket(60, clock)
     bucket.take(60)
     assert (bucket.remaining, bucket.reset_s) == (0, 60)
     assert bucket.wait_s(1) == 1
-    clock.now += 1.5
+    clock.advance(1.5)
     assert bucket.remaining == 1
     assert bucket.wait_s(1) == 0
-    clock.now += 1000
+    clock.advance(1000)
     assert (bucket.remaining, bucket.reset_s) == (60, 0)
 
 
 def test_a_bucket_pays_its_debt_before_it_gives_again() -> None:
-    clock = Clock()
+    clock = FakeClock()
     bucket = TokenBucket(60, clock)
     bucket.take(90)
     assert bucket.remaining == 0
     assert bucket.wait_s(1) == 31
-    clock.now += 31
+    clock.advance(31)
     assert bucket.wait_s(1) == 0
 
 
 def test_more_than_a_minutes_worth_is_given_when_the_bucket_is_full() -> None:
-    clock = Clock()
+    clock = FakeClock()
     bucket = TokenBucket(60, clock)
     assert bucket.wait_s(1000) == 0
     bucket.take(1)
@@ -63,14 +56,14 @@ def test_more_than_a_minutes_worth_is_given_when_the_bucket_is_full() -> None:
 
 
 def test_what_is_given_back_never_makes_a_bucket_more_than_full() -> None:
-    bucket = TokenBucket(60, Clock())
+    bucket = TokenBucket(60, FakeClock())
     bucket.take(10)
     bucket.take(-30)
     assert bucket.remaining == 60
 
 
 def test_requests_beyond_the_minutes_are_refused_with_the_time_to_wait() -> None:
-    clock = Clock()
+    clock = FakeClock()
     limited = account(clock, requests_per_minute=2)
     for _ in range(2):
         with limited.reserve():
@@ -78,13 +71,13 @@ def test_requests_beyond_the_minutes_are_refused_with_the_time_to_wait() -> None
     with pytest.raises(LimitReached, match="2 requests a minute") as caught, limited.reserve():
         pass
     assert caught.value.retry_after_s == 30
-    clock.now += 30
+    clock.advance(30)
     with limited.reserve():
         pass
 
 
 def test_requests_at_once_are_counted_to_their_end_however_they_end() -> None:
-    limited = account(Clock(), max_concurrency=1)
+    limited = account(FakeClock(), max_concurrency=1)
 
     def fail() -> None:
         with limited.reserve():
@@ -99,7 +92,7 @@ def test_requests_at_once_are_counted_to_their_end_however_they_end() -> None:
 
 
 def test_a_refused_request_uses_nothing() -> None:
-    limited = account(Clock(), requests_per_minute=5, max_concurrency=1)
+    limited = account(FakeClock(), requests_per_minute=5, max_concurrency=1)
     with limited.reserve():
         for _ in range(3):
             with pytest.raises(LimitReached), limited.reserve():
@@ -108,7 +101,7 @@ def test_a_refused_request_uses_nothing() -> None:
 
 
 def test_tokens_are_reserved_at_the_start_and_settled_at_the_end() -> None:
-    limited = account(Clock(), tokens_per_minute=100)
+    limited = account(FakeClock(), tokens_per_minute=100)
     with limited.reserve() as reservation:
         reservation.reserve(80)
         assert limited.headers()["x-ratelimit-remaining-tokens"] == "20"
@@ -119,7 +112,7 @@ def test_tokens_are_reserved_at_the_start_and_settled_at_the_end() -> None:
 
 
 def test_what_was_reserved_comes_back_when_nothing_was_computed() -> None:
-    limited = account(Clock(), tokens_per_minute=100)
+    limited = account(FakeClock(), tokens_per_minute=100)
 
     def fail() -> None:
         with limited.reserve() as reservation:
@@ -132,7 +125,7 @@ def test_what_was_reserved_comes_back_when_nothing_was_computed() -> None:
 
 
 def test_a_line_that_a_limit_turns_away_has_used_nothing() -> None:
-    limited = account(Clock(), requests_per_minute=5, tokens_per_minute=100)
+    limited = account(FakeClock(), requests_per_minute=5, tokens_per_minute=100)
     with limited.reserve_item() as first:
         first.reserve(60)
         for _ in range(3):
@@ -143,11 +136,11 @@ def test_a_line_that_a_limit_turns_away_has_used_nothing() -> None:
 
 
 def test_headers_tell_only_of_the_limits_that_there_are() -> None:
-    assert account(Clock()).headers() == {}
-    clock = Clock()
+    assert account(FakeClock()).headers() == {}
+    clock = FakeClock()
     limited = account(clock, requests_per_minute=60)
     with limited.reserve():
-        clock.now += 0.25
+        clock.advance(0.25)
         assert limited.headers() == {
             "x-ratelimit-limit-requests": "60",
             "x-ratelimit-remaining-requests": "59",
@@ -156,8 +149,8 @@ def test_headers_tell_only_of_the_limits_that_there_are() -> None:
 
 
 def test_a_key_is_for_its_models_or_for_all() -> None:
-    assert account(Clock()).may_use("any")
-    limited = account(Clock(), models=["small"])
+    assert account(FakeClock()).may_use("any")
+    limited = account(FakeClock(), models=["small"])
     limited.check_model("small")
     with pytest.raises(NotPermitted, match="'large'") as caught:
         limited.check_model("large")
@@ -165,7 +158,7 @@ def test_a_key_is_for_its_models_or_for_all() -> None:
 
 
 def test_an_output_that_is_too_long_for_the_key_is_refused_by_name() -> None:
-    limited = account(Clock(), max_tokens=10)
+    limited = account(FakeClock(), max_tokens=10)
     assert limited.max_tokens(10, "max_tokens") == 10
     assert limited.max_tokens(None, "max_tokens") == 10
     with pytest.raises(
@@ -173,7 +166,7 @@ def test_an_output_that_is_too_long_for_the_key_is_refused_by_name() -> None:
     ) as caught:
         limited.max_tokens(11, "max_completion_tokens")
     assert caught.value.param == "max_completion_tokens"
-    assert account(Clock()).max_tokens(10**6, "max_tokens") is None
+    assert account(FakeClock()).max_tokens(10**6, "max_tokens") is None
 
 
 def with_keys(tokenizer: Tokenizer, *keys: dict[str, Any], names: tuple[str, ...] = ("demo",), **more: Any) -> Service:
@@ -204,6 +197,9 @@ def test_two_keys_share_no_session(tokenizer: Tokenizer) -> None:
 def test_without_keys_the_user_of_the_body_is_the_tenant(service: Service) -> None:
     assert service.complete(user="somebody", cache_salt="mine").status == 200
     assert (service.request.tenant, service.request.cache_salt) == ("somebody", "mine")
+    line = {"prompt": "Hi", "user": "somebody"}
+    asyncio.run(service.handler.handle_item("alice", "/v1/completions", line))
+    assert service.generate.requests[-1].tenant == "alice", "of a line, its owner"
 
 
 def test_keys_share_no_cached_prefixes(tokenizer: Tokenizer) -> None:
@@ -328,7 +324,7 @@ def test_an_account_may_hold_as_much_as_is_free_and_one_that_comes_later_finds_s
 def test_without_a_limit_of_its_own_a_key_may_have_half_of_the_places_and_others_find_some() -> None:
     pools = SharedPools(max_requests=8)
     keys = [KeyConfig.model_validate(entry(name, name)) for name in ("alice", "bob")]
-    alice, bob = (Account(key, Clock(), pools) for key in keys)
+    alice, bob = (Account(key, FakeClock(), pools) for key in keys)
     with ExitStack() as running:
         for _ in range(4):
             running.enter_context(alice.reserve())
@@ -344,7 +340,7 @@ def test_without_a_limit_of_its_own_a_key_may_have_half_of_the_places_and_others
 
 def test_a_limit_of_its_own_goes_before_the_places_that_are_free() -> None:
     key = KeyConfig.model_validate(entry(max_concurrency=3))
-    account = Account(key, Clock(), SharedPools(max_requests=2))
+    account = Account(key, FakeClock(), SharedPools(max_requests=2))
     with ExitStack() as running:
         for _ in range(3):
             running.enter_context(account.reserve())

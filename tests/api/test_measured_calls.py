@@ -7,9 +7,8 @@ import asyncio
 from app.engine.request import FinishReason
 from app.errors import Overloaded, StepFailed
 from app.text import Tokenizer
-from tests.kit.service import WAIT, Connection, Service, last, say
+from tests.kit.service import WAIT, Service, hang_up, last, say
 from tests.metrics.test_exposition import parsed, value
-from tests.waiting import until
 
 
 def metrics_of(service: Service) -> bytes:
@@ -65,15 +64,8 @@ def test_a_stream_that_breaks_off_is_a_failure_and_no_refusal(tokenizer: Tokeniz
 
 def test_a_client_that_hangs_up_aborts_and_is_not_in_flight_any_more(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, lambda request: [(20,), (21,), WAIT])
-
-    async def hang_up() -> None:
-        body = {"prompt": "Hi", "stream": True}
-        async with Connection(service.app, "POST", "/v1/completions", body, {}) as connection:
-            await until(lambda: len(connection.messages) > 1)
-            connection.hang_up()
-            await connection.finished()
-
-    asyncio.run(hang_up())
+    body = {"prompt": "Hi", "stream": True}
+    asyncio.run(hang_up(service.app, "/v1/completions", body, lambda: service.generate.open))
     text = metrics_of(service)
     assert value(text, "vllm:request_success_total", finished_reason="abort") == 1
     assert value(text, "carousel_requests_in_flight") == 0

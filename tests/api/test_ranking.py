@@ -20,8 +20,7 @@ from app.engine.request import Pooling, Request
 from app.errors import Overloaded
 from app.json_pieces import json_pieces
 from app.text import Tokenizer
-from tests.kit.service import WAIT, Answer, Connection, Service, Step, bearer, entry, hang_up, steps_of_vectors, vector
-from tests.stalls import slowness, stalls_of_loop
+from tests.kit.service import WAIT, Answer, Connection, Service, Step, bearer, entry, hang_up, vector
 from tests.tiny_encoders import VOCAB_SIZE, save_tiny_encoder, tiny_tokenizer
 
 CROSS_ENCODER = {"generates": False, "scores_pairs": True, "embedding_size": None, "vocab_size": VOCAB_SIZE}
@@ -140,32 +139,6 @@ def test_long_documents_are_cut_where_that_is_wanted(embedding: Service, crossin
     assert rerank(crossing, query=" ".join(["w20"] * 30), max_tokens_per_doc=5).status == 400
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({"query": None}, "query", "is required"),
-        ({"query": ""}, "query", "at least 1 character"),
-        ({"documents": []}, "documents", "at least one"),
-        ({"documents": "w20"}, "documents", "a list of strings"),
-        ({"documents": [3]}, "documents", "only strings or objects"),
-        ({"documents": [{"title": "w20"}]}, "documents", "only strings or objects"),
-        ({"documents": ["w20"] * 2049}, "documents", "2,049 texts; this server accepts 2,048"),
-        ({"documents": [{}] * 10_001}, "documents", "10,001 texts; at most 10,000"),
-        ({"top_n": 0}, "top_n", "greater than or equal to 1"),
-        ({"max_tokens_per_doc": 0}, "max_tokens_per_doc", "greater than or equal to 1"),
-        ({"rank_fields": ["title"]}, "rank_fields", "not supported"),
-        ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "not supported"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_by_name(
-    embedding: Service, fields: dict[str, Any], param: str, words: str
-) -> None:
-    answer = rerank(embedding, **fields)
-    assert (answer.status, answer.error["param"]) == (400, param)
-    assert words in answer.error["message"]
-    assert not embedding.generate.requests
-
-
 def test_a_small_body_cannot_ask_for_any_number_of_tokens(words: Tokenizer) -> None:
     service = Service(words, judge, facts=CROSS_ENCODER, max_model_len=2000)
     answer = rerank(service, query=" ".join(["w10"] * 1000), documents=["w20"] * 1000)
@@ -201,19 +174,6 @@ def test_pairs_of_a_long_query_are_not_made_on_the_event_loop(words: Tokenizer) 
         assert rerank(service, query=" ".join(["w10"] * 100), documents=["w20"] * 100).status == 200
     assert names[0] == threading.main_thread().name
     assert names[1].startswith("preparation")
-
-
-@pytest.mark.usefixtures("collected_as_served")
-@pytest.mark.parametrize("path", ["/v1/rerank", "/v1/score"])
-async def test_many_scores_do_not_hold_the_event_loop(words: Tokenizer, path: str) -> None:
-    sides = {"/v1/rerank": ("query", "documents"), "/v1/score": ("text_1", "text_2")}[path]
-    body = dict(zip(sides, ("w10", ["w20"] * 2047), strict=True))
-    service = steps_of_vectors(words, size=4096, vocab_size=VOCAB_SIZE)
-    async with Connection(service.app, "POST", path, body, {}) as connection:
-        async with stalls_of_loop() as stalls:
-            await connection.ended()
-        assert connection.answer().status == 200
-    assert stalls.longest_s < 0.05 * slowness()
 
 
 def test_models_that_give_no_scores_or_no_text_say_so(words: Tokenizer, crossing: Service) -> None:

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.engine.async_engine import AsyncEngine
-from app.engine.request import FinishReason, Request, Thought, TokenDelta, TokenLogprobs
+from app.engine.request import FinishReason, Request, Thought
 from app.text import Tokenizer
 from app.text.reasoning import MARKS
 from app.text.tool_calls import FORMATS
 from tests.api.test_messages import together
-from tests.kit.service import CALL, Answer, Service, Step, calling, last, say
+from tests.kit.service import CALL, Answer, Service, Step, calling, last, say, say_likely
 from tests.text.tool_calls.templates import HERMES, tokenizer_with
 
 THINK = MARKS[0]
@@ -124,14 +124,8 @@ def test_tools_are_called_after_the_reasoning(tokenizer: Tokenizer) -> None:
 
 
 def test_stop_strings_and_log_probabilities(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(TEXT, add_special_tokens=False)
-
-    def script(request: Request) -> Iterable[Step]:
-        for token_id in ids:
-            yield TokenDelta(request.request_id, (token_id,), logprobs=(TokenLogprobs(-0.5, 1),))
-        yield last(request, (), FinishReason.LENGTH)
-
-    service = Service(tokenizer, script, reasoning_marks=THINK, max_model_len=2000)
+    says = say_likely(tokenizer, TEXT, -0.5)
+    service = Service(tokenizer, says, reasoning_marks=THINK, max_model_len=2000)
     answer = service.chat(stop=["3"], logprobs=True)
     message = message_of(answer)
     assert (message["reasoning"], message["content"]) == ("Hm, 3.", "It is ")

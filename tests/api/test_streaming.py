@@ -133,14 +133,6 @@ def test_choices_are_generated_at_the_same_time(tokenizer: Tokenizer) -> None:
     assert texts(service.complete(prompt=["a", "b"], stream=True).chunks) == {0: "3", 1: "3"}
 
 
-def test_characters_are_never_cut_between_events(tokenizer: Tokenizer) -> None:
-    service = Service(tokenizer, say(tokenizer, "é😀漢"))
-    answer = service.chat(stream=True)
-    contents = [chunk["choices"][0]["delta"].get("content") for chunk in answer.chunks]
-    assert contents == ["", "é", "😀", "漢", None]
-    assert "é".encode() in answer.body, "text goes out as UTF-8, not as escapes"
-
-
 @pytest.mark.parametrize("name", ["demo", "\0", 'a"\0"'])
 def test_awkward_text_and_names_are_written_as_json_writes_them(tokenizer: Tokenizer, name: str) -> None:
     text = 'a "quoted" \\ back\\slash\n\t\0 \x1f\x7f é\u2028'
@@ -150,14 +142,6 @@ def test_awkward_text_and_names_are_written_as_json_writes_them(tokenizer: Token
     assert {chunk["model"] for chunk in answer.chunks} == {name}
     for written in answer.data[:-1]:
         assert written == json.dumps(json.loads(written), ensure_ascii=False, separators=(",", ":"))
-
-
-def test_a_stop_string_across_tokens_never_shows(tokenizer: Tokenizer) -> None:
-    service = Service(tokenizer, say(tokenizer, "3 4 5 6 7"))
-    answer = service.chat(stream=True, stop="4 5")
-    assert texts(answer.chunks) == {0: "3 "}
-    assert answer.chunks[-1]["choices"][0]["stop_reason"] == "4 5"
-    assert not service.generate.open
 
 
 # ---- errors

@@ -27,20 +27,6 @@ class Gate:
         return name
 
 
-def test_waiting_tenants_take_turns() -> None:
-    threads, gate, order = FairThreads(1, max_per_tenant=1), Gate(), []
-    futures = [threads.submit("alice", lambda: gate.work("first"))]
-    assert gate.has_begun.acquire(timeout=PATIENCE_S)
-    for tenant in ("alice", "alice", "bob", "carol", "bob"):
-        futures.append(threads.submit(tenant, lambda tenant=tenant: order.append(tenant)))  # type: ignore[misc]
-    assert threads.num_waiting == 5
-    gate.open.set()
-    for future in futures:
-        future.result()
-    assert order == ["alice", "bob", "carol", "alice", "bob"]
-    assert threads.num_waiting == 0
-
-
 def test_a_tenant_never_has_more_threads_than_its_share() -> None:
     threads, gate = FairThreads(3, max_per_tenant=2), Gate()
     futures = [threads.submit("alice", lambda: gate.work("alice")) for _ in range(4)]

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-import openai
 import pytest
 
 from app.config import SchedulerConfig
@@ -67,12 +66,6 @@ def test_usage_has_the_timings_on_request(tokenizer: Tokenizer, path: str) -> No
     answer = timed(tokenizer).call("POST", path, body, ASKING)
     assert answer.status == 200
     assert answer.json["usage"]["timings"]["queue_ms"] == 250.0
-
-
-def test_openais_client_reads_an_answer_with_timings(tokenizer: Tokenizer) -> None:
-    usage = timed(tokenizer).call("POST", "/v1/completions", {"prompt": "Hi"}, ASKING).json["usage"]
-    read = openai.types.CompletionUsage.model_validate(usage)
-    assert read.completion_tokens == 2
 
 
 class RealEngine:

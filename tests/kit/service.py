@@ -361,7 +361,7 @@ def vector(request: Request, numbers: Iterable[float]) -> list[Step]:
     return [TokenDelta(request.request_id, (), FinishReason.STOP, embedding=array("f", numbers).tobytes())]
 
 
-def steps_of_vectors(tokenizer: Tokenizer, *, size: int, **facts: Any) -> Service:
+def steps_of_vectors(tokenizer: Tokenizer, *, size: int) -> Service:
     """A model of which all requests that wait end at once with a vector, as those of one step of an engine do."""
     numbers = array("f", (0.01 * index for index in range(size))).tobytes()
     waiting: list[asyncio.Future[None]] = []
@@ -380,8 +380,7 @@ def steps_of_vectors(tokenizer: Tokenizer, *, size: int, **facts: Any) -> Servic
         await waiting[-1]
         yield TokenDelta(request.request_id, (), FinishReason.STOP, embedding=numbers)
 
-    facts = {"embedding_size": size, **facts}
-    return Service(tokenizer, generate=generate, pooling=Pooling.LAST, facts=facts)
+    return Service(tokenizer, generate=generate, pooling=Pooling.LAST, facts={"embedding_size": size})
 
 
 def by_angle(tokenizer: Tokenizer, angles: Mapping[str, float], *, reason: FinishReason = FinishReason.STOP) -> Script:

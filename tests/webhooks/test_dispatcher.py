@@ -20,7 +20,6 @@ from app.errors import InvalidRequest, Overloaded, Unavailable
 from app.jobs.local_service import LocalBatchService
 from app.webhooks.client import WebhookClient
 from app.webhooks.dispatcher import RetrySchedule
-from app.webhooks.receiver import WebhookReceiver
 from tests import waiting
 from tests.jobs.test_batch_runner import raising
 from tests.kit.engine import FakeClock
@@ -246,26 +245,6 @@ async def test_owners_take_turns(tmp_path: Path) -> None:
         await begin(service, quick.url, owner="bob")
         await quick.got(1)
         assert len(slow.received) - before <= 32, "a turn or two of others, not all of them again and again"
-
-
-@pytest.mark.parametrize(
-    ("url", "secret", "param"),
-    [
-        ("http://example.com/x", SECRET, "webhook.url"),
-        ("https://127.0.0.1/x", SECRET, "webhook.url"),
-        ("https://example.com/x", "canary", "webhook.secret"),
-    ],
-)
-async def test_a_webhook_that_cannot_be_begins_no_batch(tmp_path: Path, url: str, secret: str, param: str) -> None:
-    async with service_in(tmp_path, webhooks=WebhooksConfig()) as service:
-        file_id = await upload(service, ONE)
-        new = NewBatch(
-            owner=OWNER, endpoint=CHAT, input_file_id=file_id, webhook=WebhookReceiver(url=url, secret=secret)
-        )
-        with pytest.raises(InvalidRequest) as refused:
-            await service.create_batch(new)
-        assert refused.value.param == param
-        assert secret not in repr(new) + refused.value.message
 
 
 async def test_a_default_receiver_hears_of_batches_that_name_none(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from app.api.auth.limits import Account, SharedPools
@@ -32,10 +32,7 @@ class Authenticator(Protocol):
 class KeyRing:
     """All keys, each with its account."""
 
-    def __init__(
-        self, keys: Iterable[KeyConfig], clock: Callable[[], float] = time.monotonic, pools: SharedPools | None = None
-    ) -> None:
-        self._clock = clock
+    def __init__(self, keys: Iterable[KeyConfig], pools: SharedPools | None = None) -> None:
         self._pools = pools or SharedPools()
         self._accounts: dict[bytes, Account] = {}
         self.replace(keys)
@@ -45,7 +42,7 @@ class KeyRing:
         accounts: dict[bytes, Account] = {}
         for key in keys:
             digest = bytes.fromhex(key.sha256)
-            account = self._accounts.get(digest) or Account(key, self._clock, self._pools)
+            account = self._accounts.get(digest) or Account(key, time.monotonic, self._pools)
             if account.key != key:
                 account.set_limits(key)
             accounts[digest] = account

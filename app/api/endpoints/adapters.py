@@ -9,12 +9,12 @@ from typing import Protocol
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from app.api.endpoints.admin import Answers
 from app.api.handler import RequestHandler
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
+from app.api.http.operations import OF_A_BODY, Operation, RouteGroup
 from app.api.schemas.fields import Schema
 from app.config import Name
 from app.engine.request import Adapter
@@ -61,7 +61,7 @@ class AdapterToLoad(Schema):
     model: str | None = None
 
 
-class AdapterRoutes:
+class AdapterRoutes(RouteGroup):
     """The routes, for admins."""
 
     def __init__(self, handler: RequestHandler, fleets: Mapping[str, AdapterFleet]) -> None:
@@ -69,14 +69,7 @@ class AdapterRoutes:
         self._handler = handler
         self._fleets = fleets
 
-    def routes(self) -> list[Route]:
-        """All of them."""
-        return [
-            Route("/admin/adapters", self.show, methods=["GET"]),
-            Route("/admin/adapters", self.load, methods=["POST"]),
-            Route("/admin/adapters/{name:path}", self.unload, methods=["DELETE"]),
-        ]
-
+    @Operation("get", "/admin/adapters", "The LoRA adapters, and which replicas have them", "AdapterList")
     async def show(self, request: Request) -> Response:
         """The adapters of every model, and which replicas have them loaded."""
         found = {model: await fleet.loaded() for model, fleet in self._fleets.items()}
@@ -89,6 +82,7 @@ class AdapterRoutes:
         num_missing = sum(of.num_missing for of in found.values())
         return JSONResponse({"object": "list", "data": entries, "replicas": replicas, "missing": num_missing})
 
+    @Operation("post", "/admin/adapters", "Load an adapter", "Adapter", (*OF_A_BODY, "503"), (AdapterToLoad,))
     async def load(self, request: Request) -> Response:
         """Load one; an adapter of the same name is replaced. Answers with its entry."""
         body = await read_json_object(request, self._handler.limits)
@@ -102,6 +96,7 @@ class AdapterRoutes:
             raise InvalidRequest(error.message, param="path", code="unsupported_adapter") from error
         return JSONResponse(_entry(model, adapter, await fleet.loaded()))
 
+    @Operation("delete", "/admin/adapters/{name:path}", "Serve an adapter no longer", "Anything", ("404",))
     async def unload(self, request: Request) -> Response:
         """Serve one no longer."""
         name = request.path_params["name"]

@@ -8,10 +8,10 @@ from typing import Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from app.api.auth.keys import Authenticator
 from app.api.auth.limits import Account, Usage
+from app.api.http.operations import Operation, RouteGroup
 from app.json_pieces import Json
 
 ReportT = TypeVar("ReportT")
@@ -37,17 +37,14 @@ class Answers(Generic[ReportT]):
 Collect = Callable[[], Awaitable[Answers[ProcessReport]]]
 
 
-class AdminRoutes:
+class AdminRoutes(RouteGroup):
     """`GET /admin/keys` and `GET /admin/fleet`."""
 
     def __init__(self, authenticator: Authenticator, collect: Collect) -> None:
         self._authenticator = authenticator
         self._collect = collect
 
-    def routes(self) -> list[Route]:
-        """All of them, for admins only."""
-        return [Route("/admin/keys", self.keys, methods=["GET"]), Route("/admin/fleet", self.fleet, methods=["GET"])]
-
+    @Operation("get", "/admin/keys", "What each API key has used", "AdminKeys")
     async def keys(self, request: Request) -> Response:
         """The use of each key, summed over all processes, and its limits, which each process applies by itself."""
         answers = await self._collect()
@@ -57,6 +54,7 @@ class AdminRoutes:
         ]
         return _list(entries, answers)
 
+    @Operation("get", "/admin/fleet", "The replicas as each process sees them", "AdminFleet")
     async def fleet(self, request: Request) -> Response:
         """Each process's view of each model's replicas: they differ where a network is cut."""
         answers = await self._collect()

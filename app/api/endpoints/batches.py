@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from app.api.endpoints.files import ExpiresAfter, page_of
 from app.api.endpoints.table import ENDPOINTS
 from app.api.http.body import read_json_object
+from app.api.http.operations import OF_A_LIST, OF_GENERATION, Operation, RouteGroup, page_query
 from app.api.prepared_request import RequestLimits
 from app.api.request_context import asks_for
 from app.api.schemas.fields import MAX_ID_LENGTH, Schema
@@ -73,22 +73,14 @@ class BatchRequest(Schema):
         return endpoint
 
 
-class BatchRoutes:
+class BatchRoutes(RouteGroup):
     """The endpoints, over the service that keeps batches."""
 
     def __init__(self, service: BatchService, owner_of: Callable[[Request], str]) -> None:
         self._service = service
         self._owner_of = owner_of
 
-    def routes(self) -> list[Route]:
-        """An id in a path is one segment, and only looked up."""
-        return [
-            Route("/v1/batches", self.create, methods=["POST"]),
-            Route("/v1/batches", self.list, methods=["GET"]),
-            Route("/v1/batches/{batch_id}", self.retrieve, methods=["GET"]),
-            Route("/v1/batches/{batch_id}/cancel", self.cancel, methods=["POST"]),
-        ]
-
+    @Operation("post", "/v1/batches", "Begin a batch over a file", "Batch", OF_GENERATION, (BatchRequest,))
     async def create(self, request: Request) -> Response:
         """Begin a batch."""
         body = await read_json_object(request, _BODY_LIMITS)
@@ -106,15 +98,18 @@ class BatchRoutes:
         )
         return JSONResponse(await self._service.create_batch(new))
 
+    @Operation("get", "/v1/batches", "The batches", "BatchList", OF_A_LIST, query=page_query(MAX_BATCHES_OF_PAGE))
     async def list(self, request: Request) -> Response:
         """A page of batches, the newest first."""
         page = page_of(self._owner_of(request), request.query_params, max_limit=MAX_BATCHES_OF_PAGE, default_limit=20)
         return JSONResponse(await self._service.batches(page))
 
+    @Operation("get", "/v1/batches/{batch_id}", "One batch", "Batch", OF_A_LIST)
     async def retrieve(self, request: Request) -> Response:
         """One batch's object."""
         return JSONResponse(await self._service.batch(self._owner_of(request), request.path_params["batch_id"]))
 
+    @Operation("post", "/v1/batches/{batch_id}/cancel", "Stop a batch", "Batch", OF_A_LIST)
     async def cancel(self, request: Request) -> Response:
         """Stop a batch."""
         return JSONResponse(await self._service.cancel_batch(self._owner_of(request), request.path_params["batch_id"]))

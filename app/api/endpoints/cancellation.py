@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from app.api.endpoints.live import WatchedFleet
 from app.api.http.guard import reservation_of
+from app.api.http.operations import Operation, RouteGroup
 from app.api.request_context import RequestContext
 from app.errors import NotFound
 
@@ -44,15 +44,13 @@ class RunningCalls:
         return any(ended)
 
 
-class CancelRoute:
+class CancelRoutes(RouteGroup):
     """The route. A request of another account is not found, except by an admin."""
 
     def __init__(self, cancel: Cancel) -> None:
         self._cancel = cancel
 
-    def route(self) -> Route:
-        return Route("/v1/requests/{request_id}/cancel", self.cancel, methods=["POST"])
-
+    @Operation("post", "/v1/requests/{request_id}/cancel", "End a request that runs", "Cancelled", ("404",))
     async def cancel(self, request: Request) -> Response:
         """Cancel one request. Raises NotFound."""
         account, request_id = reservation_of(request).account, request.path_params["request_id"]

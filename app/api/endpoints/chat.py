@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from app.api.generation import SharedFields, encode_chat, prepare_generation, shared_fields, truncated
+from app.api.generation import encode_chat, prepare_generation, shared_fields, truncated
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.fields import ReasoningEffort
@@ -21,14 +21,10 @@ _EFFORTS: dict[ReasoningEffort, float] = {
 
 
 def prepare_chat(
-    body: ChatRequest,
-    model: ServedModel,
-    context: RequestContext,
-    shared: SharedFields | None = None,
-    prefix: str = "chatcmpl-",
+    body: ChatRequest, model: ServedModel, context: RequestContext, prefix: str = "chatcmpl-"
 ) -> PreparedRequest:
-    """Check and tokenize a chat. `shared` is known where another body has the same. Raises InvalidRequest."""
-    shared = shared or shared_fields(body, model, context.limits)
+    """Check and tokenize a chat. Raises InvalidRequest."""
+    shared = shared_fields(body, model, context)
     if body.documents:
         body = body.with_documents_written()
     prompt = encode_chat(

@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from app.api.generation import SharedFields, encode_prompts, prepare_generation, shared_fields, truncated
+from app.api.generation import encode_prompts, prepare_generation, shared_fields, truncated
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.requests import CompletionRequest
 from app.errors import InvalidRequest
 
 
-def prepare_completion(
-    body: CompletionRequest, model: ServedModel, context: RequestContext, shared: SharedFields | None = None
-) -> PreparedRequest:
-    """Check and tokenize one prompt or several. `shared` is known where another body has the same.
-
-    Raises InvalidRequest.
-    """
-    limits = context.limits
-    shared = shared or shared_fields(body, model, limits)
+def prepare_completion(body: CompletionRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
+    """Check and tokenize one prompt or several. Raises InvalidRequest."""
+    limits, shared = context.limits, shared_fields(body, model, context)
     if len(body.prompt) > limits.max_prompts:
         raise InvalidRequest(
             f"prompt holds {len(body.prompt):,} prompts; this server accepts {limits.max_prompts:,} in one call",

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from app.api.generation import SharedFields, encode_prompts, prepare_pooling
+from app.api.generation import encode_prompts, prepare_pooling
 from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import ResponseState, Writer
 from app.api.prepared_request import PreparedRequest, ServedModel
@@ -25,9 +25,7 @@ Vector = npt.NDArray[np.float32]
 T = TypeVar("T")
 
 
-def prepare_embeddings(
-    body: EmbeddingsRequest, model: ServedModel, context: RequestContext, shared: SharedFields | None = None
-) -> PreparedRequest:
+def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Check and tokenize the texts. Raises InvalidRequest."""
     size = model.facts.embedding_size
     if model.pooling is None or size is None:

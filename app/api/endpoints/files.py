@@ -9,9 +9,9 @@ from typing import Literal
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from app.api.http.multipart import Form, read_form
+from app.api.http.operations import OF_A_LIST, TEXT, Operation, RouteGroup, page_query
 from app.api.request_context import asks_for
 from app.api.schemas.fields import Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_names
@@ -29,7 +29,7 @@ class ExpiresAfter(Schema):
     seconds: int = Field(ge=3600, le=2_592_000)
 
 
-class FileRoutes:
+class FileRoutes(RouteGroup):
     """The endpoints, over the service that keeps files."""
 
     def __init__(self, service: BatchService, owner_of: Callable[[Request], str], *, max_file_bytes: int) -> None:
@@ -37,16 +37,7 @@ class FileRoutes:
         self._owner_of = owner_of
         self._max_file_bytes = max_file_bytes
 
-    def routes(self) -> list[Route]:
-        """An id in a path is one segment, and only looked up."""
-        return [
-            Route("/v1/files", self.create, methods=["POST"]),
-            Route("/v1/files", self.list, methods=["GET"]),
-            Route("/v1/files/{file_id}", self.retrieve, methods=["GET"]),
-            Route("/v1/files/{file_id}", self.delete, methods=["DELETE"]),
-            Route("/v1/files/{file_id}/content", self.content, methods=["GET"]),
-        ]
-
+    @Operation("post", "/v1/files", "Upload a file", "File", (*OF_A_LIST, "413"))
     async def create(self, request: Request) -> Response:
         """Keep an uploaded file."""
         service = self._service
@@ -58,6 +49,10 @@ class FileRoutes:
                 refuse_names(sorted(form.fields.keys() - _FIELDS))
             return JSONResponse(await service.finish_upload(upload_id, _new_file(form)))
 
+    @Operation(
+        "get", "/v1/files", "The files", "FileList", OF_A_LIST,
+        query=page_query(MAX_FILES_OF_PAGE) | {"purpose": {"schema": TEXT}},
+    )  # fmt: skip
     async def list(self, request: Request) -> Response:
         """A page of files, the newest first unless asked otherwise."""
         page = page_of(
@@ -65,14 +60,17 @@ class FileRoutes:
         )
         return JSONResponse(await self._service.files(page))
 
+    @Operation("get", "/v1/files/{file_id}", "One file", "File", OF_A_LIST)
     async def retrieve(self, request: Request) -> Response:
         """One file's object."""
         return JSONResponse(await self._service.file(self._owner_of(request), request.path_params["file_id"]))
 
+    @Operation("delete", "/v1/files/{file_id}", "Delete a file", "Anything", OF_A_LIST)
     async def delete(self, request: Request) -> Response:
         """Delete a file."""
         return JSONResponse(await self._service.delete_file(self._owner_of(request), request.path_params["file_id"]))
 
+    @Operation("get", "/v1/files/{file_id}/content", "What is in a file", None, OF_A_LIST, media=("application/jsonl",))
     async def content(self, request: Request) -> Response:
         """The content of a file."""
         file = await self._service.file(self._owner_of(request), request.path_params["file_id"])

@@ -6,15 +6,15 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
-from app.api.http.errors import ClientGone
-from app.api.http.sse import EventStream, WhileConnected
+from app.api.http.operations import EVENTS, TEXT, Operation, RouteGroup
+from app.api.http.sse import EventResponse
 from app.engine.snapshot import EngineSnapshot, QueueEntry, SlotUse, StepSums, TuningView
 from app.errors import InvalidRequest, Overloaded
 
@@ -93,7 +93,7 @@ class LiveFeed:
 
     def _begin(self) -> None:
         for model, fleet in self._fleets.items():
-            fleet.watch(self._receiver_of(model))
+            fleet.watch(partial(self._receive, model))
         self._watched_at = asyncio.get_running_loop().time()
         self._tick()
 
@@ -117,11 +117,8 @@ class LiveFeed:
         self._views.clear()
         self._recent.clear()
 
-    def _receiver_of(self, model: str) -> Callable[[str, EngineSnapshot], None]:
-        def receive(replica_id: str, view: EngineSnapshot) -> None:
-            self._views.setdefault(model, []).append((replica_id, self._now(), view))
-
-        return receive
+    def _receive(self, model: str, replica_id: str, view: EngineSnapshot) -> None:
+        self._views.setdefault(model, []).append((replica_id, self._now(), view))
 
     def _now(self) -> int:
         return round(1000 * self._clock())
@@ -129,33 +126,28 @@ class LiveFeed:
     def _event(self) -> tuple[int, bytes]:
         at, views = self._now(), self._views
         self._views = {}
-        models = {model: self._described(fleet, views.get(model, ())) for model, fleet in self._fleets.items()}
+        models = {
+            model: {"replicas": fleet.describe(), "decision": fleet.last_decision, "views": views.get(model, ())}
+            for model, fleet in self._fleets.items()
+        }
         return at, b"data: %b\n\n" % msgspec.json.encode({"at": at, "models": models})
 
-    def _described(self, fleet: WatchedFleet, views: object) -> dict[str, Any]:
-        return {"replicas": fleet.describe(), "decision": fleet.last_decision, "views": views}
 
-
-class LiveRoute:
+class LiveRoutes(RouteGroup):
     """`GET /admin/live`, for admins."""
 
     def __init__(self, feed: LiveFeed, *, heartbeat_s: float) -> None:
         self._feed = feed
         self._heartbeat_s = heartbeat_s
 
-    def route(self) -> Route:
-        return Route("/admin/live", self, methods=["GET"])
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
+    @Operation(
+        "get", "/admin/live", "What all engines do now", None, ("400",), media=(EVENTS,),
+        query={"after": {"schema": TEXT, "description": "the `at` of the last event that came"}},
+    )  # fmt: skip
+    async def live(self, request: Request) -> Response:
+        """The events later than the one that a viewer has."""
         events = self._feed.events(_after(request.query_params.get("after", "0")))
-        async with WhileConnected(receive):
-            stream = EventStream(events, headers=dict, heartbeat_s=self._heartbeat_s, may_begin=lambda: True)
-            try:
-                async with asyncio.timeout(STREAM_S + _SLOWNESS_S):
-                    await stream.send_to(send)
-            except TimeoutError:
-                raise ClientGone from None
+        return EventResponse(events, heartbeat_s=self._heartbeat_s, timeout_s=STREAM_S + _SLOWNESS_S)
 
 
 def _after(given: str) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 from pydantic_core import from_json
 
 from app.api.endpoints.chat import prepare_chat
-from app.api.generation import SharedFields
 from app.api.http.errors import MESSAGES_PATH, error_body
 from app.api.http.sse import named_event
 from app.api.output.choices import ChoiceDelta
@@ -24,11 +23,9 @@ from app.json_pieces import Json
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def prepare_message(
-    body: MessagesRequest, model: ServedModel, context: RequestContext, shared: SharedFields | None = None
-) -> PreparedRequest:
+def prepare_message(body: MessagesRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Check the body and tokenize its chat. Raises InvalidRequest."""
-    return prepare_chat(body.as_chat(), model, context, shared, prefix="msg_")
+    return prepare_chat(body.as_chat(), model, context, prefix="msg_")
 
 
 class MessagesWriter(Writer):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
+from app.api.http.operations import Operation, RouteGroup
 from app.errors import NotFound
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -24,21 +24,19 @@ _HEADERS = {
 }
 
 
-class PageRoutes:
-    """`/`, and `/page/NAME` for each file of the page."""
+class PageRoutes(RouteGroup):
+    """`/`, and `/page/NAME` for each file of the page. They need no key."""
 
     def __init__(self) -> None:
         folder = Path(__file__).parent.parent / "page"
         self._files = {path.name: _File(path) for path in folder.iterdir() if path.suffix in _TYPES}
 
-    def routes(self) -> list[Route]:
-        """Both, which need no key."""
-        return [Route("/", self.index, methods=["GET"]), Route("/page/{name}", self.file, methods=["GET"])]
-
+    @Operation("get", "/", "The live page", media=("text/html",))
     async def index(self, request: Request) -> Response:
         """The page."""
         return self._files["index.html"].response(request)
 
+    @Operation("get", "/page/{name}", "A file of the live page", None, ("404",), media=tuple(_TYPES.values()))
     async def file(self, request: Request) -> Response:
         """One of its other files."""
         name = request.path_params["name"]

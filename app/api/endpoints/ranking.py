@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from app.api.endpoints.embeddings import Vector, results_of, vectors_of
-from app.api.generation import SharedFields, check_call_tokens, check_texts, prepare_pooling
+from app.api.generation import check_call_tokens, check_texts, prepare_pooling
 from app.api.output.response_state import ResponseState, Writer
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
 from app.api.request_context import RequestContext
@@ -25,16 +25,12 @@ from app.json_pieces import Json, Rows
 from app.text.text_pairs import EncodedText
 
 
-def prepare_rerank(
-    body: RerankRequest, model: ServedModel, context: RequestContext, shared: SharedFields | None = None
-) -> PreparedRequest:
+def prepare_rerank(body: RerankRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Check and tokenize a query and its documents. Raises InvalidRequest."""
     return _prepared(_Comparison(body, model, ("query", "documents"), *body.sides), "rerank-", context)
 
 
-def prepare_score(
-    body: ScoreRequest, model: ServedModel, context: RequestContext, shared: SharedFields | None = None
-) -> PreparedRequest:
+def prepare_score(body: ScoreRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Check and tokenize the texts on both sides. Raises InvalidRequest."""
     if len(body.text_1) not in (1, len(body.text_2)):
         raise InvalidRequest(

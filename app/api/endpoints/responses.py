@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any
 
 from app.api.endpoints.chat import prepare_chat
-from app.api.generation import SharedFields
 from app.api.http.errors import error_body
 from app.api.http.sse import named_event, named_event_pieces
 from app.api.output.choices import ChoiceDelta
@@ -23,11 +22,9 @@ from app.api.schemas.responses import ResponsesRequest
 from app.json_pieces import Json, Rows, joined
 
 
-def prepare_response(
-    body: ResponsesRequest, model: ServedModel, context: RequestContext, shared: SharedFields | None = None
-) -> PreparedRequest:
+def prepare_response(body: ResponsesRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Check the body and tokenize its chat. Raises InvalidRequest."""
-    return prepare_chat(body.as_chat(), model, context, shared, prefix="resp_")
+    return prepare_chat(body.as_chat(), model, context, prefix="resp_")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from typing import Annotated, Protocol
 from pydantic import ConfigDict, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from app.api.endpoints.admin import Answers
 from app.api.handler import RequestHandler
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
+from app.api.http.operations import OF_A_BODY, Operation, RouteGroup
 from app.api.schemas.fields import Schema
 from app.config import Policy, PolicyConfig, SchedulerConfig, Strategy, StrategyConfig, names_of
 from app.errors import NotFound
@@ -64,7 +64,7 @@ class SchedulerChange(Schema):
     policy: Annotated[Policy | None, _named(CHOICES["policies"])] = None
 
 
-class SchedulerRoutes:
+class SchedulerRoutes(RouteGroup):
     """The routes, for admins."""
 
     def __init__(self, handler: RequestHandler, switches: Mapping[str, SchedulerSwitch]) -> None:
@@ -72,18 +72,16 @@ class SchedulerRoutes:
         self._handler = handler
         self._switches = switches
 
-    def routes(self) -> list[Route]:
-        """Both."""
-        return [
-            Route("/admin/scheduler", self.show, methods=["GET"]),
-            Route("/admin/scheduler", self.switch, methods=["POST"]),
-        ]
-
+    @Operation("get", "/admin/scheduler", "The strategy and policy of each replica", "SchedulerList")
     async def show(self, request: Request) -> Response:
         """What is in force on every replica of every model."""
         entries = [_entry(model, await switch.in_force()) for model, switch in self._switches.items()]
         return JSONResponse({"object": "list", "data": entries, **CHOICES})
 
+    @Operation(
+        "post", "/admin/scheduler", "Switch the strategy and policy of a model's replicas", "Scheduler",
+        (*OF_A_BODY, "503"), (SchedulerChange,),
+    )  # fmt: skip
     async def switch(self, request: Request) -> Response:
         """Switch one model; answers with what is in force then."""
         body = await read_json_object(request, self._handler.limits)

@@ -1,72 +1,67 @@
-"""The routes about the server itself: /v1/models, /health, /ready, /metrics, /version, /openapi.json."""
+"""The routes about the server itself, which compute nothing."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from app.api.handler import RequestHandler
 from app.api.http.guard import reservation_of
+from app.api.http.operations import OF_A_MODEL, Operation, RouteGroup
 from app.errors import Unavailable, traceback_of
-from app.metrics import CONTENT_TYPE, Scrape, exposition
+from app.json_pieces import Json
+from app.metrics import CONTENT_TYPE, RequestMetrics, Scrape, exposition
 from app.versions import versions
 
 logger = logging.getLogger(__name__)
 
 
-class ServiceRoutes:
-    """Routes that compute nothing."""
+class ServiceRoutes(RouteGroup):
+    """What is served."""
 
-    def __init__(
-        self,
-        handler: RequestHandler,
-        is_ready: Callable[[], Awaitable[bool]],
-        expose: Callable[[], Awaitable[bytes]] | None,
-        openapi: dict[str, Any],
-    ) -> None:
-        """`expose` writes the text of /metrics; by default, that of the handler's metrics."""
+    def __init__(self, handler: RequestHandler, openapi: Json) -> None:
         self._handler = handler
-        self._is_ready = is_ready
-        self._expose = expose or self._expose_this_process
         self._openapi = openapi
 
-    def open_routes(self) -> list[Route]:
-        """Those that never need a key."""
-        return [Route("/health", self.health, methods=["GET"]), Route("/ready", self.ready, methods=["GET"])]
-
-    def metrics_route(self) -> Route:
-        """The settings say which key it needs."""
-        return Route("/metrics", self.metrics, methods=["GET"])
-
-    def routes(self) -> list[Route]:
-        """The others. A model's id may have slashes."""
-        return [
-            Route("/v1/models", self.models, methods=["GET"]),
-            Route("/v1/models/{model_id:path}", self.model, methods=["GET"]),
-            Route("/version", self.version, methods=["GET"]),
-            Route("/openapi.json", self.openapi, methods=["GET"]),
-        ]
-
+    @Operation("get", "/v1/models", "The models", "ModelList")
     async def models(self, request: Request) -> Response:
         """All models and pipelines that the key may use."""
         entries = self._handler.names.entries(reservation_of(request).account)
         ends = {"first_id": entries[0]["id"], "last_id": entries[-1]["id"]} if entries else {}
         return JSONResponse({"object": "list", "data": entries, "has_more": False, **ends})
 
+    @Operation("get", "/v1/models/{model_id:path}", "One model", "Model", OF_A_MODEL)
     async def model(self, request: Request) -> Response:
-        """One of them, by its name or an alias."""
+        """One of them, by its name or an alias, which may have slashes."""
         name, account = request.path_params["model_id"], reservation_of(request).account
         return JSONResponse(self._handler.names.entry(name, account))
 
+    @Operation("get", "/version", "The version of the server", "Version")
+    async def version(self, request: Request) -> Response:
+        """The version of this server."""
+        return JSONResponse({"version": versions()["carousel"]})
+
+    @Operation("get", "/openapi.json", "This description", "Anything")
+    async def openapi(self, request: Request) -> Response:
+        """The description of the API."""
+        return JSONResponse(self._openapi)
+
+
+class HealthRoutes(RouteGroup):
+    """How the process is. They need no key."""
+
+    def __init__(self, is_ready: Callable[[], Awaitable[bool]]) -> None:
+        self._is_ready = is_ready
+
+    @Operation("get", "/health", "The process lives", "Anything")
     async def health(self, request: Request) -> Response:
         """The process lives and its event loop runs."""
         return JSONResponse({"status": "ok"})
 
+    @Operation("get", "/ready", "A request could be served", "Anything", ("503",))
     async def ready(self, request: Request) -> Response:
         """A request sent now could be served."""
         try:
@@ -78,17 +73,23 @@ class ServiceRoutes:
             raise Unavailable("no replica is ready to serve; try again")
         return JSONResponse({"status": "ready"})
 
+
+class MetricsRoutes(RouteGroup):
+    """What is measured. The settings say which key it needs."""
+
+    def __init__(self, expose: Callable[[], Awaitable[bytes]]) -> None:
+        self._expose = expose
+
+    @Operation("get", "/metrics", "What is measured, for Prometheus", media=("text/plain",))
     async def metrics(self, request: Request) -> Response:
-        """What is measured, as Prometheus text."""
+        """As Prometheus text."""
         return Response(await self._expose(), headers={"Content-Type": CONTENT_TYPE})
 
-    async def version(self, request: Request) -> Response:
-        """The version of this server."""
-        return JSONResponse({"version": versions()["carousel"]})
 
-    async def openapi(self, request: Request) -> Response:
-        """The description of the API."""
-        return JSONResponse(self._openapi)
+def only_measured_here(metrics: RequestMetrics) -> Callable[[], Awaitable[bytes]]:
+    """For an application of one process."""
 
-    async def _expose_this_process(self) -> bytes:
-        return exposition(Scrape(requests=[self._handler.metrics.snapshot()], replicas={}))
+    async def expose() -> bytes:
+        return exposition(Scrape(requests=[metrics.snapshot()], replicas={}))
+
+    return expose

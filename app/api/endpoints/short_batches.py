@@ -12,7 +12,6 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from app.api.endpoints.batch_results import encoded_json, result, results_of, speed
 from app.api.endpoints.batches import BatchRoutes, Metadata, WebhookRequest
@@ -21,7 +20,8 @@ from app.api.handler import RequestHandler, SharedBody
 from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
-from app.api.http.sse import DONE, EventStream, WhileConnected, event, event_pieces
+from app.api.http.operations import EVENTS, OF_A_LIST, OF_GENERATION, Operation, RouteGroup
+from app.api.http.sse import DONE, EventResponse, WhileConnected, event, event_pieces
 from app.api.request_context import RequestContext, asks_for, with_deadline
 from app.api.schemas.fields import MAX_PROMPTS, Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_unknown
@@ -126,7 +126,7 @@ async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context:
     return PromptList(asked=asked, endpoint=endpoint, shared=shared, common=common)
 
 
-class ShortBatchRoutes:
+class ShortBatchRoutes(RouteGroup):
     """The endpoints, over the request handler and the service that keeps batches."""
 
     def __init__(self, service: BatchService, handler: RequestHandler, owner_of: Callable[[Request], str]) -> None:
@@ -134,14 +134,10 @@ class ShortBatchRoutes:
         self._handler = handler
         self._owner_of = owner_of
 
-    def routes(self) -> list[Route]:
-        """`stats` stands before the ids: it is none."""
-        return [
-            Route("/v1/batch", self.create, methods=["POST"]),
-            Route("/v1/batch/stats", self.stats, methods=["GET"]),
-            Route("/v1/batch/{batch_id}", self.retrieve, methods=["GET"]),
-        ]
-
+    @Operation(
+        "post", "/v1/batch", "Answer many prompts, at once or as a job", "BatchResults", OF_GENERATION,
+        (PromptListRequest,), (EVENTS,),
+    )  # fmt: skip
     async def create(self, request: Request) -> Response:
         """Answer a list of prompts, or begin a job that does."""
         body = with_deadline(
@@ -158,9 +154,17 @@ class ShortBatchRoutes:
             return JSONResponse(await self._begin_job(self._owner_of(request), prompts))
         self._check_number(prompts)
         if prompts.asked.stream:
-            return _Streamed(self._handler, prompts, context)
+            events = _events(self._handler, prompts, context)
+            return EventResponse(events, heartbeat_s=self._handler.limits.heartbeat_s)
         return JsonAnswer(await self._answer(request, prompts, context), self._handler.turns)
 
+    # Before the ids: it is none.
+    @Operation("get", "/v1/batch/stats", "What batches have to do and have done", "BatchStats", OF_A_LIST)
+    async def stats(self, request: Request) -> Response:
+        """What the caller's batches have to do and have done."""
+        return JSONResponse(await self._service.stats(self._owner_of(request)))
+
+    @Operation("get", "/v1/batch/{batch_id}", "A batch and its results", "BatchResults", OF_A_LIST)
     async def retrieve(self, request: Request) -> Response:
         """A batch, how far it is, and once it has ended what came of each prompt."""
         owner = self._owner_of(request)
@@ -168,10 +172,6 @@ class ShortBatchRoutes:
         results = await results_of(self._service, owner, batch) if JobState(batch["status"]).has_ended else None
         shown = encoded_json(_with_progress(batch)).removesuffix(b"}") + b',"results":' + (results or b"null") + b"}"
         return Response(shown, media_type="application/json")
-
-    async def stats(self, request: Request) -> Response:
-        """What the caller's batches have to do and have done."""
-        return JSONResponse(await self._service.stats(self._owner_of(request)))
 
     def _check_number(self, prompts: PromptList) -> None:
         max_prompts = self._handler.limits.max_prompts
@@ -184,8 +184,13 @@ class ShortBatchRoutes:
 
     async def _answer(self, request: Request, prompts: PromptList, context: RequestContext) -> Json:
         began_at = time.monotonic()
-        async with WhileConnected(request.receive):
-            answers = await self._handler.handle_items(prompts.common, prompts.own_bodies(), context)
+        outcomes = self._handler.outcomes(prompts.common, prompts.own_bodies(), context)
+        async with WhileConnected(request.receive), aclosing(outcomes):
+            ended = sorted([each async for each in outcomes], key=lambda each: each.index)
+        refusals = [each.refusal for each in ended if each.refusal is not None]
+        if len(refusals) == len(ended):  # none of them could be served now
+            raise refusals[0]
+        answers = [each.answered(prompts.endpoint) for each in ended]
         results = [result(index, str(index), answered) for index, answered in enumerate(answers)]
         return _answered_at_once(prompts, answers, time.monotonic() - began_at) | {"results": results}
 
@@ -229,30 +234,15 @@ def _with_progress(batch: Json) -> Json:
     return batch | {"progress": num_ended / counts["total"] if counts["total"] else 0.0}
 
 
-class _Streamed(Response):
+async def _events(handler: RequestHandler, prompts: PromptList, context: RequestContext) -> AsyncGenerator[bytes, None]:
     """The entries of a list as events, each as soon as it is there, then the object without them, then [DONE]."""
-
-    def __init__(self, handler: RequestHandler, prompts: PromptList, context: RequestContext) -> None:
-        super().__init__()
-        self._handler = handler
-        self._prompts = prompts
-        self._context = context
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events = EventStream(
-            self._events(), headers=dict, heartbeat_s=self._handler.limits.heartbeat_s, may_begin=lambda: True
-        )
-        async with WhileConnected(receive):
-            await events.send_to(send)
-
-    async def _events(self) -> AsyncGenerator[bytes, None]:
-        prompts, began_at, answers = self._prompts, time.monotonic(), list[Answered]()
-        items = self._handler.items_as_they_end(prompts.common, prompts.own_bodies(), self._context)
-        async with aclosing(items):
-            async for index, answered in items:
-                answers.append(replace(answered, body={"usage": answered.body.get("usage")}))
-                yield b"".join(event_pieces(result(index, str(index), answered)))
-        yield event(_answered_at_once(prompts, answers, time.monotonic() - began_at) | {"results": None}) + DONE
+    began_at, answers = time.monotonic(), list[Answered]()
+    async with aclosing(handler.outcomes(prompts.common, prompts.own_bodies(), context)) as outcomes:
+        async for each in outcomes:
+            answered = each.answered(prompts.endpoint)
+            answers.append(replace(answered, body={"usage": answered.body.get("usage")}))
+            yield b"".join(event_pieces(result(each.index, str(each.index), answered)))
+    yield event(_answered_at_once(prompts, answers, time.monotonic() - began_at) | {"results": None}) + DONE
 
 
 def _answered_at_once(prompts: PromptList, answers: list[Answered], latency_s: float) -> Json:

@@ -12,7 +12,6 @@ from app.api.endpoints.embeddings import EmbeddingsWriter, prepare_embeddings
 from app.api.endpoints.messages import MessagesWriter, prepare_message
 from app.api.endpoints.ranking import RerankWriter, ScoreWriter, prepare_rerank, prepare_score
 from app.api.endpoints.responses import ResponsesWriter, prepare_response
-from app.api.generation import SharedFields
 from app.api.http.errors import MESSAGES_PATH
 from app.api.output.completion_writers import ChatFormat, ChoiceWriter, CompletionFormat
 from app.api.output.response_state import Writer
@@ -30,8 +29,7 @@ class Endpoint:
 
     path: str
     schema: type[QueuedRequest]
-    # Checks and tokenizes a body of the schema; what it shares with another body need not be made again.
-    prepare: Callable[[Any, ServedModel, RequestContext, SharedFields | None], PreparedRequest]
+    prepare: Callable[[Any, ServedModel, RequestContext], PreparedRequest]  # checks and tokenizes a body of the schema
     writer: Callable[[Any], Writer]  # writes the response to a body of the schema
     summary: str  # what it does, in the OpenAPI document
     response: str  # the schema of its response there

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from app.api.generation import encode_chat, encode_prompts
 from app.api.handler import ParsedT, RequestHandler
@@ -17,6 +16,7 @@ from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.errors import MESSAGES_PATH
 from app.api.http.guard import reservation_of
+from app.api.http.operations import OF_A_BODY, OF_A_MODEL, TEXT, Operation, RouteGroup
 from app.api.json_structure import size_of
 from app.api.prepared_request import ServedModel, check_token_ids
 from app.api.request_context import asks_for
@@ -27,31 +27,26 @@ from app.api.threads import MAX_SMALL_SIZE
 from app.json_pieces import Json, Rows
 
 
-class TokenizationRoutes:
+class TokenizationRoutes(RouteGroup):
     """The routes."""
 
     def __init__(self, handler: RequestHandler) -> None:
         self._handler = handler
 
-    def routes(self) -> list[Route]:
-        """All of them."""
-        return [
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
-            Route(f"{MESSAGES_PATH}/count_tokens", self.count_tokens, methods=["POST"]),
-            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
-        ]
-
+    @Operation(
+        "post", "/tokenize", "Words to token ids", "Tokens", OF_A_BODY, (TokenizeTextRequest, TokenizeChatRequest)
+    )
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize: the ids of a text or of a conversation in the model's template, beside their number."""
+        """The ids of a text or of a conversation in the model's template, beside their number."""
         body = await read_json_object(request, self._handler.limits, self._handler.threads)
         schema = TokenizeTextRequest if body.get("messages") is None else TokenizeChatRequest
         parsed: TokenizeTextRequest | TokenizeChatRequest = await self._parsed(request, body, schema)
         model = self._model(request, parsed.model)
         return await self._answer(request, size_of(body, MAX_SMALL_SIZE), lambda: _tokenized(parsed, model))
 
+    @Operation("post", "/detokenize", "Token ids to words", "Text", OF_A_BODY, (DetokenizeRequest,))
     async def detokenize(self, request: Request) -> Response:
-        """POST /detokenize: the text of token ids, special ones included."""
+        """The text of token ids, special ones included."""
         body = await read_json_object(request, self._handler.limits, self._handler.threads)
         parsed = await self._parsed(request, body, DetokenizeRequest)
         model, token_ids = self._model(request, parsed.model), parsed.tokens
@@ -62,8 +57,12 @@ class TokenizationRoutes:
 
         return await self._answer(request, len(token_ids), detokenized)
 
+    @Operation(
+        "post", f"{MESSAGES_PATH}/count_tokens", "The number of tokens of a prompt", "TokenCount", OF_A_BODY,
+        (CountTokensRequest,),
+    )  # fmt: skip
     async def count_tokens(self, request: Request) -> Response:
-        """POST /v1/messages/count_tokens: how many tokens the prompt of a message has."""
+        """How many tokens the prompt of a message has."""
         body = await read_json_object(request, self._handler.limits, self._handler.threads)
         parsed = await self._parsed(request, body, CountTokensRequest)
         model = self._model(request, parsed.model)
@@ -80,8 +79,12 @@ class TokenizationRoutes:
 
         return await self._answer(request, size_of(body, MAX_SMALL_SIZE), counted)
 
+    @Operation(
+        "get", "/tokenizer_info", "Special tokens, chat template", "TokenizerInfo", OF_A_MODEL,
+        query={"model": {"schema": TEXT, "description": "required where there are several"}},
+    )  # fmt: skip
     async def tokenizer_info(self, request: Request) -> Response:
-        """GET /tokenizer_info, for clients that apply the chat template themselves. `?model=` names the model."""
+        """For clients that apply the chat template themselves."""
         return JSONResponse(self._model(request, request.query_params.get("model")).tokenizer.description())
 
     async def _parsed(self, request: Request, body: Json, schema: type[ParsedT]) -> ParsedT:

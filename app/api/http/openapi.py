@@ -1,46 +1,36 @@
-"""The document at /openapi.json: endpoints from their table, bodies from typed requests, limits from settings."""
+"""The document at /openapi.json: operations from their routes, bodies from typed requests, limits from settings."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from app.api.endpoints.adapters import AdapterToLoad
-from app.api.endpoints.batches import MAX_BATCHES_OF_PAGE, BatchRequest
-from app.api.endpoints.files import MAX_FILES_OF_PAGE
-from app.api.endpoints.scheduler import SchedulerChange
-from app.api.endpoints.short_batches import PromptListRequest
+from app.api.endpoints.adapters import AdapterRoutes
+from app.api.endpoints.admin import AdminRoutes
+from app.api.endpoints.batches import BatchRoutes
+from app.api.endpoints.cancellation import CancelRoutes
+from app.api.endpoints.files import FileRoutes
+from app.api.endpoints.live import LiveRoutes
+from app.api.endpoints.page import PageRoutes
+from app.api.endpoints.scheduler import SchedulerRoutes
+from app.api.endpoints.service import HealthRoutes, MetricsRoutes, ServiceRoutes
+from app.api.endpoints.short_batches import ShortBatchRoutes
 from app.api.endpoints.table import ENDPOINTS
-from app.api.http.errors import MESSAGES_PATH, is_anthropic
+from app.api.endpoints.tokenization import TokenizationRoutes
+from app.api.http.errors import is_anthropic
+from app.api.http.operations import EVENTS, OF_GENERATION, TEXT, Operation, RouteGroup
 from app.api.prepared_request import RequestLimits
 from app.api.schemas.fields import Schema
-from app.api.schemas.messages import CountTokensRequest
 from app.api.schemas.parameters import unavailable
-from app.api.schemas.requests import (
-    DetokenizeRequest,
-    GenerationRequest,
-    ModelRequest,
-    TokenizeChatRequest,
-    TokenizeTextRequest,
-)
+from app.api.schemas.requests import GenerationRequest, ModelRequest
 from app.batches import JobState
 from app.config import ApiConfig
 from app.json_pieces import Json
 from app.versions import versions
-
-BODIES: tuple[type[ModelRequest], ...] = (
-    *(endpoint.schema for endpoint in ENDPOINTS.values()),
-    TokenizeTextRequest,
-    TokenizeChatRequest,
-    DetokenizeRequest,
-    CountTokensRequest,
-)
-BATCH_BODIES: tuple[type[Schema], ...] = (BatchRequest, PromptListRequest)
 
 _REFUSALS = {
     "400": "something in the request is wrong; `param` says what",
@@ -54,15 +44,9 @@ _REFUSALS = {
     "500": "the server failed",
     "503": "no replica can serve now; try again after `Retry-After`",
 }
-_OF_A_KEY = ("401", "429")
-_OF_AN_ADMIN = (*_OF_A_KEY, "403")
-_OF_A_MODEL = (*_OF_A_KEY, "400", "403", "404")
-_OF_A_BODY = (*_OF_A_MODEL, "408", "413", "415")
-_OF_GENERATION = (*_OF_A_BODY, "500", "503")
-_OF_A_LIST = (*_OF_A_KEY, "400", "404", "503")
 
 _TYPES: dict[type, str] = {str: "string", int: "integer", float: "number", dict: "object"}
-_TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+_TEXT_OR_NULL = {"type": ["string", "null"]}
 
 
 def _object(**properties: type | Json) -> Json:
@@ -83,59 +67,45 @@ def _reference(name: str) -> Json:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Operation:
-    """One method of one path."""
+def _computed() -> Iterator[Operation]:
+    """Those of the table of endpoints."""
+    for each in ENDPOINTS.values():
+        media = (EVENTS,) if issubclass(each.schema, GenerationRequest) else ()
+        for path in (each.path, *each.aliases):
+            yield Operation("post", path, each.summary, each.response, OF_GENERATION, (each.schema,), media)
 
-    method: str
-    path: str
-    summary: str
-    response: str | None  # the schema of a JSON response
-    refusals: tuple[str, ...]  # other statuses
-    body: tuple[type[Schema], ...] = ()  # one of these
-    media: tuple[str, ...] = ()  # other types of the response, each a text
-    query: Json = field(default_factory=dict)  # parameters by name
-    is_open: bool = False  # without a key
 
-    def as_json(self) -> Json:
-        """As OpenAPI has it."""
-        as_json = {"application/json": {"schema": _reference(self.response)}} if self.response else {}
-        texts = {kind: {"schema": _object(data=str) if kind == _EVENTS else _TEXT} for kind in self.media}
-        error = "AnthropicError" if is_anthropic(self.path) else "Error"
-        errors = {"application/json": {"schema": _reference(error)}}
-        operation: Json = {
-            "summary": self.summary,
-            "responses": {
-                "200": {"description": "done", "content": as_json | texts},
-                **{status: {"description": _REFUSALS[status], "content": errors} for status in sorted(self.refusals)},
-            },
-        }
-        if self.body:
-            references = [_reference(schema.__name__) for schema in self.body]
-            schema = references[0] if len(references) == 1 else {"anyOf": references}
-            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-        in_path = [{"name": name, "in": "path", "required": True} for name in re.findall(r"{(\w+)}", self.path)]
-        parameters = [each | {"schema": _TEXT} for each in in_path]
-        parameters += [{"name": name, "in": "query", **described} for name, described in self.query.items()]
-        if parameters:
-            operation["parameters"] = parameters
-        if self.is_open:
-            operation["security"] = []
-        return operation
+def _of(*groups: type[RouteGroup]) -> tuple[Operation, ...]:
+    return tuple(each for group in groups for each in group.operations().values())
+
+
+_OPEN = _of(HealthRoutes, PageRoutes)
+_FOR_KEYS = (*_computed(), *_of(TokenizationRoutes, ServiceRoutes, CancelRoutes))
+_OF_BATCHES = _of(FileRoutes, BatchRoutes, ShortBatchRoutes)
+_FOR_ADMINS = _of(AdminRoutes, SchedulerRoutes, AdapterRoutes, LiveRoutes)
+
+
+def _bodies(operations: Sequence[Operation]) -> tuple[type[Schema], ...]:
+    return tuple(dict.fromkeys(body for each in operations for body in each.body))
+
+
+BODIES, BATCH_BODIES = _bodies(_FOR_KEYS), _bodies(_OF_BATCHES)
 
 
 def openapi_document(
     config: ApiConfig, limits: RequestLimits, *, needs_key: bool = False, has_batches: bool = False
 ) -> Json:
     """The whole description, as OpenAPI 3.1; `has_batches`: files and batches are served too."""
-    metrics = _Operation(
-        "get", "/metrics", "What is measured, for Prometheus", None,
-        _OF_AN_ADMIN if config.metrics_for == "admins" else _OF_A_KEY,
-        media=("text/plain",), is_open=config.metrics_for == "public",
-    )  # fmt: skip
+    metrics, batches = _of(MetricsRoutes), _OF_BATCHES if has_batches else ()
     paths: dict[str, Json] = {}
-    for each in (*_computed(), *_OPERATIONS, metrics, *(_BATCH_OPERATIONS if has_batches else ())):
-        paths.setdefault(each.path, {})[each.method] = each.as_json()
+    for caller, operations, of_key in (
+        ("public", _OPEN, ()),
+        ("keys", (*_FOR_KEYS, *batches), ("401", "429")),
+        ("admins", _FOR_ADMINS, ("401", "403", "429")),
+    ):
+        for each in (*operations, *(metrics if config.metrics_for == caller else ())):
+            path = each.path.replace(":path}", "}")  # its name may have slashes
+            paths.setdefault(path, {})[each.method] = _written(each, path, of_key)
     if has_batches:
         form = _object(file={"type": "string", "format": "binary"}, purpose={"const": "batch"})
         upload = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
@@ -150,98 +120,37 @@ def openapi_document(
     }
 
 
-def _computed() -> Iterator[_Operation]:
-    """Those of the table of endpoints."""
-    for each in ENDPOINTS.values():
-        media = (_EVENTS,) if issubclass(each.schema, GenerationRequest) else ()
-        for path in (each.path, *each.aliases):
-            yield _Operation("post", path, each.summary, each.response, _OF_GENERATION, (each.schema,), media)
-
-
-_EVENTS = "text/event-stream"
-_MODEL = {"model": {"schema": _TEXT, "description": "required where there are several"}}
-_OPERATIONS = (
-    _Operation("get", "/v1/models", "The models", "ModelList", _OF_A_KEY),
-    _Operation("get", "/v1/models/{model_id}", "One model", "Model", _OF_A_MODEL),
-    _Operation(
-        "post", "/tokenize", "Words to token ids", "Tokens", _OF_A_BODY, (TokenizeTextRequest, TokenizeChatRequest)
-    ),
-    _Operation("post", "/detokenize", "Token ids to words", "Text", _OF_A_BODY, (DetokenizeRequest,)),
-    _Operation(
-        "post", f"{MESSAGES_PATH}/count_tokens", "The number of tokens of a prompt", "TokenCount", _OF_A_BODY,
-        (CountTokensRequest,),
-    ),
-    _Operation("get", "/tokenizer_info", "Special tokens, chat template", "TokenizerInfo", _OF_A_MODEL, query=_MODEL),
-    _Operation(
-        "post", "/v1/requests/{request_id}/cancel", "End a request that runs", "Cancelled", (*_OF_A_KEY, "404")
-    ),
-    _Operation("get", "/version", "The version of the server", "Version", _OF_A_KEY),
-    _Operation("get", "/openapi.json", "This description", "Anything", _OF_A_KEY),
-    _Operation("get", "/health", "The process lives", "Anything", (), is_open=True),
-    _Operation("get", "/ready", "A request could be served", "Anything", ("503",), is_open=True),
-    _Operation("get", "/", "The live page", None, (), media=("text/html",), is_open=True),
-    _Operation(
-        "get", "/page/{name}", "A file of the live page", None, ("404",),
-        media=("text/html", "text/css", "text/javascript", "image/svg+xml"), is_open=True,
-    ),
-    _Operation(
-        "get", "/admin/live", "What all engines do now", None, (*_OF_AN_ADMIN, "400"), media=(_EVENTS,),
-        query={"after": {"schema": _TEXT, "description": "the `at` of the last event that came"}},
-    ),
-    _Operation("get", "/admin/keys", "What each API key has used", "AdminKeys", _OF_AN_ADMIN),
-    _Operation("get", "/admin/fleet", "The replicas as each process sees them", "AdminFleet", _OF_AN_ADMIN),
-    _Operation("get", "/admin/adapters", "The LoRA adapters, and which replicas have them", "AdapterList",
-        _OF_AN_ADMIN,),
-    _Operation("post", "/admin/adapters", "Load an adapter", "Adapter", (*_OF_A_BODY, "503"), (AdapterToLoad,)),
-    _Operation(
-        "delete", "/admin/adapters/{name}", "Serve an adapter no longer", "Anything", (*_OF_AN_ADMIN, "404")
-    ),
-    _Operation(
-        "get", "/admin/scheduler", "The strategy and policy of each replica", "SchedulerList", _OF_AN_ADMIN
-    ),
-    _Operation(
-        "post", "/admin/scheduler", "Switch the strategy and policy of a model's replicas", "Scheduler",
-        (*_OF_A_BODY, "503"), (SchedulerChange,),
-    ),
-)  # fmt: skip
-
-
-def _page_of(most: int) -> Json:
-    """The parameters of a list."""
-    return {
-        "after": {"schema": _TEXT, "description": "the id behind which the page begins"},
-        "limit": {"schema": {"type": "integer", "minimum": 1, "maximum": most}},
-        "order": {"schema": {"enum": ["asc", "desc"]}},
+def _written(operation: Operation, path: str, of_key: tuple[str, ...]) -> Json:
+    """As OpenAPI has it; `of_key`: the refusals of its caller's key, none for one that needs none."""
+    as_json = {"application/json": {"schema": _reference(operation.response)}} if operation.response else {}
+    texts = {kind: {"schema": _object(data=str) if kind == EVENTS else TEXT} for kind in operation.media}
+    errors = {"application/json": {"schema": _reference("AnthropicError" if is_anthropic(path) else "Error")}}
+    statuses = sorted({*of_key, *operation.refusals})
+    written: Json = {
+        "summary": operation.summary,
+        "responses": {
+            "200": {"description": "done", "content": as_json | texts},
+            **{status: {"description": _REFUSALS[status], "content": errors} for status in statuses},
+        },
     }
-
-
-_BATCH_OPERATIONS = (
-    _Operation("post", "/v1/files", "Upload a file", "File", (*_OF_A_LIST, "413")),
-    _Operation(
-        "get", "/v1/files", "The files", "FileList", _OF_A_LIST,
-        query=_page_of(MAX_FILES_OF_PAGE) | {"purpose": {"schema": _TEXT}},
-    ),
-    _Operation("get", "/v1/files/{file_id}", "One file", "File", _OF_A_LIST),
-    _Operation("delete", "/v1/files/{file_id}", "Delete a file", "Anything", _OF_A_LIST),
-    _Operation(
-        "get", "/v1/files/{file_id}/content", "What is in a file", None, _OF_A_LIST, media=("application/jsonl",)
-    ),
-    _Operation("post", "/v1/batches", "Begin a batch over a file", "Batch", _OF_GENERATION, (BatchRequest,)),
-    _Operation("get", "/v1/batches", "The batches", "BatchList", _OF_A_LIST, query=_page_of(MAX_BATCHES_OF_PAGE)),
-    _Operation("get", "/v1/batches/{batch_id}", "One batch", "Batch", _OF_A_LIST),
-    _Operation("post", "/v1/batches/{batch_id}/cancel", "Stop a batch", "Batch", _OF_A_LIST),
-    _Operation(
-        "post", "/v1/batch", "Answer many prompts, at once or as a job", "BatchResults", _OF_GENERATION,
-        (PromptListRequest,), (_EVENTS,),
-    ),
-    _Operation("get", "/v1/batch/{batch_id}", "A batch and its results", "BatchResults", _OF_A_LIST),
-    _Operation("get", "/v1/batch/stats", "What batches have to do and have done", "BatchStats", _OF_A_LIST),
-)  # fmt: skip
+    if operation.body:
+        references = [_reference(schema.__name__) for schema in operation.body]
+        schema = references[0] if len(references) == 1 else {"anyOf": references}
+        written["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": TEXT} for name in re.findall(r"{(\w+)}", path)
+    ]
+    parameters += [{"name": name, "in": "query", **described} for name, described in operation.query.items()]
+    if parameters:
+        written["parameters"] = parameters
+    if not of_key:
+        written["security"] = []
+    return written
 
 
 @cache  # it takes 60 ms, and is the same for all applications of a process with these limits
 def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
-    bodies: tuple[type[Schema], ...] = (*BODIES, AdapterToLoad, SchedulerChange, *(BATCH_BODIES if has_batches else ()))
+    bodies = (*BODIES, *_bodies(_FOR_ADMINS), *(BATCH_BODIES if has_batches else ()))
     _, document = models_json_schema(
         [(body, "validation") for body in bodies],
         ref_template="#/components/schemas/{model}",
@@ -250,6 +159,7 @@ def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
     for schema in schemas.values():
         _accept_null(schema)
     for body in BODIES:
+        assert issubclass(body, ModelRequest), "what a key may send is for a model"
         _leave_out(schemas[body.__name__]["properties"], unavailable(body))
         if issubclass(body, GenerationRequest):
             _publish_limits(schemas[body.__name__]["properties"], limits)
@@ -301,9 +211,9 @@ def _answers() -> Json:
     chat_choice = _object(index=int, message=message, finish_reason=reason)
     choice = _object(index=int, text=str, finish_reason=reason)
     item = _object(id=str, type={"enum": ["reasoning", "message", "function_call"]}, status=str)
-    vector = {"anyOf": [_list({"type": "number"}), _TEXT]}
+    vector = {"anyOf": [_list({"type": "number"}), TEXT]}
     scheduler = _object(model=str, replicas=_list(_object(replica=str, strategy=dict, policy=dict)))
-    adapter = _object(name=str, object={"const": "adapter"}, model=str, path=str, digest=str, loaded_on=_list(_TEXT))
+    adapter = _object(name=str, object={"const": "adapter"}, model=str, path=str, digest=str, loaded_on=_list(TEXT))
     embedding = _object(object={"const": "embedding"}, index=int, embedding=vector)
     return {
         "Anything": {"type": "object"},
@@ -348,7 +258,7 @@ def _answers() -> Json:
         "AdapterList": _page(_reference("Adapter"), missing=int),
         "AdminFleet": _page(_object(process=str, model=str)),
         "Scheduler": scheduler,
-        "SchedulerList": _page(_reference("Scheduler"), strategies=_list(_TEXT), policies=_list(_TEXT)),
+        "SchedulerList": _page(_reference("Scheduler"), strategies=_list(TEXT), policies=_list(TEXT)),
     }
 
 

@@ -18,11 +18,11 @@ from app.api.auth.keys import Authenticator, NoAuthentication
 from app.api.auth.limits import rate_limit_headers
 from app.api.endpoints.adapters import AdapterFleet, AdapterRoutes
 from app.api.endpoints.admin import AdminRoutes, Collect, only_this_process
-from app.api.endpoints.cancellation import Cancel, CancelRoute, RunningCalls
-from app.api.endpoints.live import LiveFeed, LiveRoute, WatchedFleet
+from app.api.endpoints.cancellation import Cancel, CancelRoutes, RunningCalls
+from app.api.endpoints.live import LiveFeed, LiveRoutes, WatchedFleet
 from app.api.endpoints.page import PageRoutes
 from app.api.endpoints.scheduler import SchedulerRoutes, SchedulerSwitch
-from app.api.endpoints.service import ServiceRoutes
+from app.api.endpoints.service import HealthRoutes, MetricsRoutes, ServiceRoutes, only_measured_here
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.endpoints.tokenization import TokenizationRoutes
 from app.api.handler import RequestHandler
@@ -65,7 +65,6 @@ def build_app(
     admin = AdminRoutes(authenticator, collect or only_this_process(authenticator))
     needs_key = not isinstance(authenticator, NoAuthentication)
     openapi = openapi_document(config, handler.limits, needs_key=needs_key, has_batches=bool(batch_routes))
-    service = ServiceRoutes(handler, is_ready, expose, openapi)
     running = running or RunningCalls(fleets)
     for_keys = [
         *(
@@ -74,15 +73,16 @@ def build_app(
             for path in (endpoint.path, *endpoint.aliases)
         ),
         *TokenizationRoutes(handler).routes(),
-        *service.routes(),
-        CancelRoute(cancel or running.cancel).route(),
+        *ServiceRoutes(handler, openapi).routes(),
+        *CancelRoutes(cancel or running.cancel).routes(),
         *batch_routes,
     ]
-    live = LiveRoute(LiveFeed(fleets), heartbeat_s=handler.limits.heartbeat_s)
-    open_routes = [*service.open_routes(), *PageRoutes().routes()]
+    live = LiveRoutes(LiveFeed(fleets), heartbeat_s=handler.limits.heartbeat_s)
+    open_routes = [*HealthRoutes(is_ready).routes(), *PageRoutes().routes()]
     for_admins = [*admin.routes(), *SchedulerRoutes(handler, switches).routes()]
-    for_admins += [*AdapterRoutes(handler, adapters).routes(), live.route()]
-    {"public": open_routes, "keys": for_keys, "admins": for_admins}[config.metrics_for].append(service.metrics_route())
+    for_admins += [*AdapterRoutes(handler, adapters).routes(), *live.routes()]
+    metrics = MetricsRoutes(expose or only_measured_here(handler.metrics)).routes()
+    {"public": open_routes, "keys": for_keys, "admins": for_admins}[config.metrics_for].extend(metrics)
     is_for_this_machine = not needs_key and not config.allow_unauthenticated
     origins = OriginPolicy(config.allowed_origins, loopback_only=is_for_this_machine)
     return Application(Routes(open_routes, for_keys, for_admins), authenticator, origins)

@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from pydantic_core import to_json
-from starlette.types import Receive, Send
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from app.api.http.errors import ClientGone
 from app.json_pieces import json_pieces
@@ -196,3 +197,23 @@ class EventStream:
                 await self._begin()
             await self._send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})
         self._is_taken = True
+
+
+class EventResponse(Response):
+    """Events that begin at once, without headers of their own. They end when their client goes away."""
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], *, heartbeat_s: float, timeout_s: float | None = None
+    ) -> None:
+        """A client that has not taken them in `timeout_s` counts as gone."""
+        super().__init__()
+        self._stream = EventStream(events, headers=dict, heartbeat_s=heartbeat_s, may_begin=lambda: True)
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with WhileConnected(receive):
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await self._stream.send_to(send)
+            except TimeoutError:
+                raise ClientGone from None

@@ -197,16 +197,15 @@ def _last_piece(index: int, delta: TokenDelta, added: TextDelta, request: Reques
 
 async def _with_calls(pieces: AsyncGenerator[ChoiceDelta, None], tools: ToolUse) -> AsyncGenerator[ChoiceDelta, None]:
     """The deltas with tool calls taken out of their texts. They end with the first call where only one is allowed."""
-    calls = tools.calls()
+    parser = tools.make_parser()
     async with aclosing(pieces):
         async for piece in pieces:
-            is_last = piece.finish_reason is not None
-            parts = calls.push(piece.text, is_last=is_last)
-            if calls.are_done or (calls.has_any and piece.finish_reason == "stop"):
+            parts = tools.read(parser, piece.text, is_last=piece.finish_reason is not None)
+            if parser.is_done or (parser.has_calls and piece.finish_reason == "stop"):
                 piece.finish_reason = "tool_calls"
             for each in _in_parts(piece, parts):
                 yield each
-            if calls.are_done:
+            if parser.is_done:
                 return
 
 
@@ -246,10 +245,6 @@ async def token_deltas(generate: Generate, request: Request) -> AsyncGenerator[A
             await aclose()
 
 
-class _Exhausted:
-    """The end of one source in the queue."""
-
-
 async def _merge(
     sources: Sequence[AsyncGenerator[ChoiceDelta, None]], *, at_once: int
 ) -> AsyncGenerator[ChoiceDelta, None]:
@@ -257,7 +252,7 @@ async def _merge(
 
     Not a TaskGroup, which must not span a `yield`.
     """
-    queue: asyncio.Queue[ChoiceDelta | _Exhausted | Exception] = asyncio.Queue(maxsize=len(sources))
+    queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(maxsize=len(sources))
     slots = asyncio.Semaphore(at_once)
     pumps = [asyncio.create_task(_pump(source, queue, slots), name=task_name()) for source in sources]
     num_open = len(pumps)
@@ -266,7 +261,7 @@ async def _merge(
             item = await queue.get()
             if isinstance(item, Exception):
                 raise item
-            if isinstance(item, _Exhausted):
+            if item is None:
                 num_open -= 1
             else:
                 yield item
@@ -278,7 +273,7 @@ async def _merge(
 
 async def _pump(
     source: AsyncGenerator[ChoiceDelta, None],
-    queue: asyncio.Queue[ChoiceDelta | _Exhausted | Exception],
+    queue: asyncio.Queue[ChoiceDelta | Exception | None],
     slots: asyncio.Semaphore,
 ) -> None:
     try:
@@ -288,4 +283,4 @@ async def _pump(
     except Exception as error:
         await queue.put(error)
     else:
-        await queue.put(_Exhausted())
+        await queue.put(None)

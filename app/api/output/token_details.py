@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,7 +33,7 @@ class TokenDetails:
     token_ids: tuple[int, ...]  # that were generated
     text_logprobs: list[TokenLogprob]  # of the tokens in its text: of an echoed prompt, then the generated ones
     logprobs: tuple[TokenLogprobs, ...]  # of `token_ids`
-    prompt_logprobs: tuple[TokenLogprobs, ...]  # of the prompt's next tokens
+    prompt_logprobs: tuple[TokenLogprob, ...]  # of the prompt's next tokens
 
     def joined(self, following: TokenDetails | None) -> TokenDetails:
         """Its details and those that follow."""
@@ -53,7 +54,8 @@ class LogprobsCollector:
         """`index` is that of the choice's request."""
         tokenizer = prepared.model.tokenizer
         self._detail_options = options
-        self._prompt = prepared.requests[index].prompt_token_ids if options.echo else ()
+        is_scored = options.echo or options.prompt_logprobs is not None
+        self._prompt = prepared.requests[index].prompt_token_ids if is_scored else ()
         self._prompt_text = prepared.prompt_text(index)
         self._has_echoed = not options.echo
         self._num_prompt_tokens = 0
@@ -70,23 +72,23 @@ class LogprobsCollector:
         echoed = "" if self._has_echoed else self._prompt_text
         self._has_echoed = True
         token_ids = delta.token_ids[:num_tokens]
-        text_logprobs: list[TokenLogprob] = []
+        prompt, text_logprobs = self._prompt_tokens(delta.prompt_logprobs), list[TokenLogprob]()
         if self._detail_options.logprobs is not None:
-            text_logprobs = self._prompt_tokens(delta.prompt_logprobs) + self._generated_tokens(
-                token_ids, delta.logprobs
-            )
-        return echoed, TokenDetails(token_ids, text_logprobs, delta.logprobs[:num_tokens], delta.prompt_logprobs)
+            text_logprobs += prompt if self._detail_options.echo else ()
+            text_logprobs += self._generated_tokens(token_ids, delta.logprobs)
+        return echoed, TokenDetails(token_ids, text_logprobs, delta.logprobs[:num_tokens], prompt)
 
-    def _prompt_tokens(self, logprobs: tuple[TokenLogprobs, ...]) -> list[TokenLogprob]:
-        """The next tokens of an echoed prompt. Its first has no prediction, and comes with the first delta."""
+    def _prompt_tokens(self, logprobs: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprob, ...]:
+        """The next tokens of the prompt. Its first has no prediction, and comes with the first delta."""
         first, most = self._num_prompt_tokens, len(self._prompt_text)
         found = logprobs if first else (None, *logprobs)
         token_ids = self._prompt[first : first + len(found)]
         self._num_prompt_tokens += len(token_ids)
-        return [
+        offsets: Iterable[int] = self._prompt_offsets.push(token_ids) if most else repeat(0)
+        return tuple(
             TokenLogprob(token_id, each, min(offset, most))
-            for token_id, each, offset in zip(token_ids, found, self._prompt_offsets.push(token_ids), strict=False)
-        ]
+            for token_id, each, offset in zip(token_ids, found, offsets, strict=False)
+        )
 
     def _generated_tokens(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> list[TokenLogprob]:
         before = len(self._prompt_text)
@@ -181,7 +183,7 @@ class PackedLogprobs:
     def __bool__(self) -> bool:
         return bool(self._packed)
 
-    def add(self, tokens: list[TokenLogprob]) -> None:
+    def add(self, tokens: Sequence[TokenLogprob]) -> None:
         """Add the next tokens, a few of them."""
         if tokens:
             self._packed.append(_pack(tokens))
@@ -255,7 +257,6 @@ class ChoiceDetails:
     sum_logprobs: float = 0.0
     logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
     prompt_logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
-    num_prompt_logprobs: int = 0
 
 
 class DetailsWriter:
@@ -274,15 +275,8 @@ class DetailsWriter:
         kept.token_ids.extend(details.token_ids)
         kept.sum_logprobs += sum([each.logprob for each in details.logprobs])
         kept.logprobs.add(details.text_logprobs)
-        if self._detail_options.prompt_logprobs is not None and details.prompt_logprobs:
-            self._keep_prompt(index, kept, details.prompt_logprobs)
-
-    def _keep_prompt(self, index: int, kept: ChoiceDetails, logprobs: tuple[TokenLogprobs, ...]) -> None:
-        found = logprobs if kept.num_prompt_logprobs else (None, *logprobs)  # the first token has no prediction
-        first = kept.num_prompt_logprobs
-        token_ids = self._prepared.requests[index].prompt_token_ids[first : first + len(found)]
-        kept.num_prompt_logprobs += len(token_ids)
-        kept.prompt_logprobs.add([TokenLogprob(*each, 0) for each in zip(token_ids, found, strict=False)])
+        if self._detail_options.prompt_logprobs is not None:
+            kept.prompt_logprobs.add(details.prompt_logprobs)
 
     def mean_logprob(self, index: int) -> float:
         """The mean over the generated tokens of one of the requests."""
@@ -317,9 +311,7 @@ class DetailsWriter:
         if num_top is not None:
             first_sample = index - index % self._prepared.num_samples  # the only one that has them
             logprobs = self._kept[first_sample].prompt_logprobs
-            fields["prompt_logprobs"] = (
-                logprobs.rows(lambda tokens: [_ranked(each, self._names, num_top) for each in tokens])
-                if logprobs
-                else [None]  # of one token, which has no prediction
+            fields["prompt_logprobs"] = logprobs.rows(
+                lambda tokens: [_ranked(each, self._names, num_top) for each in tokens]
             )
         return fields

@@ -42,33 +42,11 @@ class ToolUse:
     token_ids: frozenset[int] = frozenset()  # special tokens of the format, which the parser must see
     grammar: Grammar | None = None  # of an output with forced or strict calls
 
-    def calls(self) -> Calls:
-        """The calls of one choice."""
-        return Calls(self.make_parser(), self.form)
-
-
-class Calls:
-    """The tool calls of one choice, with ids."""
-
-    def __init__(self, parser: CallParser, form: ToolFormat) -> None:
-        """`form` says what ids look like."""
-        self._parser = parser
-        self._form = form
-
-    @property
-    def has_any(self) -> bool:
-        return self._parser.has_calls
-
-    @property
-    def are_done(self) -> bool:
-        """Whether the only allowed call is complete."""
-        return self._parser.is_done
-
-    def push(self, text: str, *, is_last: bool) -> list[tuple[str, tuple[ToolCallDelta, ...]]]:
-        """Add text; returns in its order text outside calls, and what is new of calls after it."""
-        parsed = self._parser.push(text)
-        if is_last and not self._parser.is_done:
-            parsed += self._parser.flush()
+    def read(self, parser: CallParser, text: str, *, is_last: bool) -> list[tuple[str, tuple[ToolCallDelta, ...]]]:
+        """Add text of a choice to its parser: in its order text outside calls, and after it what is new of calls."""
+        parsed = parser.push(text)
+        if is_last and not parser.is_done:
+            parsed += parser.flush()
         return [
             (
                 part.text,
@@ -81,8 +59,8 @@ class Calls:
         ]
 
     def _new_id(self) -> str:
-        characters = [secrets.choice(string.ascii_letters + string.digits) for _ in range(self._form.id_length)]
-        return self._form.id_prefix + "".join(characters)
+        characters = [secrets.choice(string.ascii_letters + string.digits) for _ in range(self.form.id_length)]
+        return self.form.id_prefix + "".join(characters)
 
 
 def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -> ToolUse | None:

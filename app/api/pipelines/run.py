@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 from urllib.parse import quote
 
 from app.api.endpoints.table import Endpoint
-from app.api.generation import SharedFields
 from app.api.output.choices import KeptDeltas, token_deltas
 from app.api.output.response_state import ResponseState
 from app.api.output.token_details import LEAST_LOGPROB
@@ -116,7 +115,6 @@ class PipelineRun:
     prepare: Callable[..., Awaitable[PreparedRequest]]  # checks a body for a model, and reserves what it may need
     metrics: RequestMetrics
     size: int  # of the body, see `size_of`
-    shared: Mapping[str, SharedFields] = field(default_factory=dict)  # by the model's name
     sources: Sequence[Json] | None = None  # of the documents in the body, where a step has chosen them
     is_judged: bool = False  # it is of interest how sure a model is of its answer
     reports: list[StepReport] = field(default_factory=list)  # of all branches, in the order in which they began
@@ -175,7 +173,7 @@ class PipelineRun:
         self, model: ServedModel, *, reserves: bool = True, known: PreparedRequest | None = None
     ) -> PreparedRequest:
         """What the body asks of a model, checked, and what it may need reserved."""
-        of_body = (self.endpoint, self.body, model, self.context, self.size, self.shared.get(model.name))
+        of_body = (self.endpoint, self.body, model, self.context, self.size)
         return await self.prepare(*of_body, reserves=reserves, known=known)
 
     async def request_aside(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from app.api.auth.limits import Account, Reservation
 from app.api.endpoints.embeddings import Vector, results_of, vectors_of
 from app.api.endpoints.table import ENDPOINTS
-from app.api.generation import SharedFields, prepare_pooling
+from app.api.generation import prepare_pooling
 from app.api.output.response_state import ResponseState
 from app.api.pipelines.run import PipelineRun, Step, StepReport
 from app.api.prepared_request import PreparedRequest, ServedModel
@@ -81,9 +81,7 @@ async def own_vectors(
     return vectors
 
 
-def _prepare_vectors(
-    body: EmbeddingsRequest, model: ServedModel, context: RequestContext, shared: SharedFields | None = None
-) -> PreparedRequest:
+def _prepare_vectors(body: EmbeddingsRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """As for /v1/embeddings, but texts are cut to what the model reads, and a classifier gives its scores."""
     longest = model.facts.max_model_len
     texts = [text for text in body.input if isinstance(text, str)]

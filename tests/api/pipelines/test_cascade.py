@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.api.handler import RequestHandler
-from app.config import ApiConfig
-from app.errors import Overloaded
-from app.metrics import RequestMetrics, Scrape, exposition
 from app.text import Tokenizer
 from tests.kit.service import (
     CASCADE,
-    WAIT,
     Service,
-    bearer,
-    entry,
-    hang_up,
     http_client,
-    ring,
     say_likely,
     without_times,
 )
-from tests.metrics.test_exposition import value
 
 
 def cascade(tokenizer: Tokenizer, logprob: float, **settings: Any) -> Service:
@@ -77,63 +66,6 @@ def test_log_probabilities_are_in_the_answers_to_requests_for_them_only(tokenize
     assert service.complete(model="both", logprobs=0).json["choices"][0]["logprobs"]["token_logprobs"][0] == -0.4
 
 
-def test_each_model_is_measured_once(tokenizer: Tokenizer) -> None:
-    service = cascade(tokenizer, -0.4)
-    service.chat(model="both")
-    text = service.call("GET", "/metrics").body
-    assert value(text, "vllm:request_success_total", model_name="small", finished_reason="length") == 1
-    assert value(text, "vllm:request_success_total", model_name="large", finished_reason="length") == 0
-    service = cascade(tokenizer, -0.6)
-    service.chat(model="both")
-    text = service.call("GET", "/metrics").body
-    for name in ("small", "large"):
-        assert value(text, "vllm:request_success_total", model_name=name, finished_reason="length") == 1
-
-
-def test_it_is_listed_and_a_key_must_be_for_both(tokenizer: Tokenizer) -> None:
-    service = cascade(tokenizer, -0.4)
-    assert [model["id"] for model in service.call("GET", "/v1/models").json["data"]] == ["small", "large", "both"]
-    assert service.call("GET", "/v1/models/both").json["max_model_len"] == 200
-    service = cascade(tokenizer, -0.4, keys=[entry(models=["small"])])
-    body = {"model": "both", "prompt": "Hi"}
-    assert service.call("POST", "/v1/completions", body, bearer()).status == 403
-    assert [model["id"] for model in service.call("GET", "/v1/models", headers=bearer()).json["data"]] == ["small"]
-    assert not service.generate.requests
-
-
-def test_both_models_count_for_a_key(tokenizer: Tokenizer) -> None:
-    service = cascade(tokenizer, -0.6, keys=[entry(tokens_per_minute=1000)])
-    body = {"model": "both", "prompt": [5, 6, 7], "max_tokens": 50}
-    usage = service.call("POST", "/v1/completions", body, bearer()).json["usage"]
-    left = service.call("GET", "/v1/models", headers=bearer()).headers["x-ratelimit-remaining-tokens"]
-    assert int(left) == 1000 - 2 * usage["total_tokens"]
-
-
-@pytest.mark.parametrize(("logprob", "answers"), [(-0.4, "small"), (-0.6, "large")])
-@pytest.mark.parametrize("endpoint", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
-def test_a_line_of_a_batch_is_answered_as_the_call_is(
-    tokenizer: Tokenizer, logprob: float, answers: str, endpoint: str
-) -> None:
-    service = cascade(tokenizer, logprob)
-    metrics = RequestMetrics(["small", "large"])
-    handler = RequestHandler(service.models, ApiConfig(), metrics, pipelines=service.pipelines)
-    body: dict[str, Any] = {"model": "both"} | {
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
-        "/v1/completions": {"prompt": "Hi"},
-        "/v1/responses": {"input": "Hi"},
-    }[endpoint]
-    online = service.call("POST", endpoint, body).json
-    line = asyncio.run(handler.handle_item("", endpoint, body))
-    assert line.status_code == 200
-    assert line.body["model"] == answers
-    assert without_times(line.body["usage"]) == without_times(online["usage"])
-    assert all(request.is_background for request in service.generate.requests[len(service.generate.requests) // 2 :])
-    text = exposition(Scrape(requests=[metrics.snapshot()], replicas={}))
-    for name in ("small", "large"):
-        ended = 1 if name in ("small", answers) else 0
-        assert value(text, "vllm:request_success_total", model_name=name, finished_reason="length") == ended
-
-
 async def test_a_list_of_prompts_may_be_for_a_cascade(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = cascade(tokenizer, -0.6)
     async with http_client(service, tmp_path) as client:
@@ -142,30 +74,6 @@ async def test_a_list_of_prompts_may_be_for_a_cascade(tokenizer: Tokenizer, tmp_
         assert [usage["pipeline"]["steps"][-1]["model"] for usage in usages] == ["large"] * 2
         refused = await client.post("/v1/batch", json={"model": "both", "prompts": ["a"], "logprobs": 99})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
-
-
-def test_a_key_for_one_of_the_models_is_none_for_lines(tokenizer: Tokenizer) -> None:
-    service = cascade(tokenizer, -0.4)
-    keys = ring([entry(models=["small"])])
-    handler = RequestHandler(service.models, ApiConfig(), RequestMetrics(), keys, pipelines=service.pipelines)
-    owner = entry()["name"]
-    body = {"model": "both", "prompt": "Hi"}
-    assert asyncio.run(handler.handle_item(owner, "/v1/completions", body)).status_code == 403
-    assert not service.generate.requests
-
-
-def test_a_refusal_of_the_small_model_is_one_of_the_call(tokenizer: Tokenizer) -> None:
-    service = Service(tokenizer, lambda request: [Overloaded("full")], names=("small", "large"), pipelines=[CASCADE])
-    assert service.chat(model="both").status == 429
-    assert service.chat(model="both", max_tokens=1000).status == 400
-
-
-async def test_a_disconnect_ends_the_small_models_try(tokenizer: Tokenizer) -> None:
-    service = Service(tokenizer, lambda request: [(20,), WAIT], names=("small", "large"), pipelines=[CASCADE])
-    body = {"model": "both", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
-
-    await hang_up(service.app, "/v1/chat/completions", body, lambda: bool(service.generate.open))
-    assert not service.generate.open
 
 
 def test_the_large_model_has_the_time_that_is_left(tokenizer: Tokenizer) -> None:

@@ -12,7 +12,7 @@ from app.api.output.choices import MAX_TOKENS_AT_ONCE
 from app.engine.request import Request
 from app.errors import Overloaded
 from app.text import Tokenizer
-from tests.kit.service import CASCADE, WAIT, Connection, Service, Step, bearer, entry, hang_up, say_likely
+from tests.kit.service import CASCADE, WAIT, Connection, Service, Step, say_likely
 
 NAMES = ("a", "b", "c")
 
@@ -57,28 +57,11 @@ def test_the_chosen_answer_is_given(
     assert text == said[chosen][0]
 
 
-def test_all_of_them_count_for_a_key(tokenizer: Tokenizer) -> None:
-    service = ensemble(tokenizer, "vote", dict.fromkeys(NAMES, ("3 4", -0.1)), keys=[entry(tokens_per_minute=100_000)])
-    body = {"model": "all", "prompt": [5, 6, 7], "max_tokens": 50}
-    usage = service.call("POST", "/v1/completions", body, bearer()).json["usage"]
-    account = service.handler.authenticator.account_named(entry()["name"])
-    assert account.usage.num_tokens == 3 * usage["total_tokens"]
-
-
 def test_an_error_of_one_ends_the_others(tokenizer: Tokenizer) -> None:
     service = ensemble(tokenizer, "vote", dict.fromkeys(NAMES, ("3 4", -0.1)))
     service.script_of["b"] = lambda request: [Overloaded("full")]
     service.script_of["c"] = lambda request: [(20,), WAIT]
     assert service.chat(model="all").status == 429
-    assert not service.generate.open
-
-
-async def test_a_disconnect_ends_all_of_them(tokenizer: Tokenizer) -> None:
-    service = ensemble(tokenizer, "vote", dict.fromkeys(NAMES, ("3 4", -0.1)))
-    service.script_of.update(dict.fromkeys(NAMES, lambda request: [(20,), WAIT]))
-    body = {"model": "all", "messages": [{"role": "user", "content": "Hi"}]}
-
-    await hang_up(service.app, "/v1/chat/completions", body, lambda: len(service.generate.open) == 3)
     assert not service.generate.open
 
 

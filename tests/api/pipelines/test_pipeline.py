@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,11 +13,25 @@ from pydantic import ValidationError
 from app.api import pipelines_of
 from app.config import ApplicationConfig
 from app.engine.async_engine import AsyncEngine
-from app.engine.request import Pooling
-from app.errors import InvalidSetup
+from app.engine.request import Pooling, Request
+from app.errors import InvalidSetup, Overloaded
 from app.text import Tokenizer
 from deployments.serve.settings import parse
-from tests.kit.service import CASCADE, Service, bearer, entry, say
+from tests.kit.service import (
+    CASCADE,
+    WAIT,
+    Answer,
+    Service,
+    Step,
+    bearer,
+    entry,
+    hang_up,
+    say,
+    say_likely,
+    vector,
+    without_times,
+)
+from tests.metrics.test_exposition import value
 
 GENERATE = {"kind": "generate", "model": "a"}
 RERANK = {"kind": "rerank", "model": "b"}
@@ -74,6 +90,7 @@ def test_a_pipeline_may_name_another_of_a_later_place(tokenizer: Tokenizer) -> N
         "outer",
         "both",
     ]
+    assert service.call("GET", "/v1/models/outer").json["max_model_len"] == 200
 
 
 def test_pipelines_that_each_name_the_two_before_are_checked_and_listed_at_once(tokenizer: Tokenizer) -> None:
@@ -158,3 +175,101 @@ def test_a_pipeline_that_only_generates_answers_as_its_model_does(engine: AsyncE
     assert answers[0]["choices"] == answers[1]["choices"]
     assert answers[0]["usage"].items() < answers[1]["usage"].items()
     assert answers[1]["model"] == "demo"
+
+
+def classified(*names: str) -> dict[str, Any]:
+    """A route to one of these models by the examples of each."""
+    cases = [{"model": name, "examples": [name]} for name in names]
+    return {"kind": "route", "by": "classifier", "classifier": "b", "cases": cases}
+
+
+# Of each kind: the steps, how many requests are asked first, how many of those that answer run at the same time.
+KINDS: dict[str, tuple[list[dict[str, Any]], int, int]] = {
+    "generate": ([GENERATE], 1, 1),
+    "cascade": ([{"kind": "cascade", "small": "a", "large": "b", "min_mean_logprob": -0.5}], 1, 1),
+    "ensemble": ([{"kind": "ensemble", "models": ["a", "b"], "choose": "vote"}], 2, 2),
+    "rerank": ([RERANK | {"top_n": 1}, GENERATE], 3, 1),
+    "route": ([classified("a", "b")], 1, 1),
+}
+BODY = {"model": "p", "prompt": "Hi", "max_tokens": 8}
+
+
+class OfKind:
+    """A pipeline of one kind over the models `a` and `b`, of which none is sure."""
+
+    def __init__(self, tokenizer: Tokenizer, kind: str, **settings: Any) -> None:
+        steps, self.num_first, self.num_answering = KINDS[kind]
+        self.says, pipelines = say_likely(tokenizer, "3 4", -0.9), [{"name": "p", "steps": steps}]
+        self.service = Service(
+            tokenizer, self.answered, names=("a", "b"), pipelines=pipelines, pooling=Pooling.LAST, **settings
+        )
+        self.body = BODY | ({"documents": ["x", "y"]} if kind == "rerank" else {})
+
+    def answered(self, request: Request) -> Iterable[Step]:
+        return vector(request, [1.0, 0.0]) if request.pooling else self.says(request)
+
+    def ask(self) -> Answer:
+        return self.service.call("POST", "/v1/completions", self.body, bearer())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_counts_for_the_key_and_in_the_metrics_of_its_model(tokenizer: Tokenizer, kind: str) -> None:
+    """Examples of a route are the service's own."""
+    of = OfKind(tokenizer, kind, keys=[entry(tokens_per_minute=100_000)])
+    steps = of.ask().json["usage"]["pipeline"]["steps"]
+    used = sum(step["prompt_tokens"] + step["completion_tokens"] for step in steps)
+    assert of.service.handler.authenticator.account_named("alice").usage.num_tokens == used
+    text = of.service.call("GET", "/metrics", headers=bearer()).body
+    asked = [each for each in of.service.generate.requests if each.tenant == "alice"]
+    ended = sum(
+        value(text, "vllm:request_success_total", model_name=model, finished_reason=reason)
+        for model in "ab"
+        for reason in ("stop", "length")
+    )
+    assert ended == len(asked)
+    for model in "ab":
+        tokens = sum(step["completion_tokens"] for step in steps if step["model"] == model)
+        assert value(text, "vllm:generation_tokens_total", model_name=model) == tokens
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "generate"])
+def test_a_key_must_be_for_all_models_and_so_must_that_of_a_line(tokenizer: Tokenizer, kind: str) -> None:
+    of = OfKind(tokenizer, kind, keys=[entry(models=["a"])])
+    assert of.ask().status == 403
+    listed = of.service.call("GET", "/v1/models", headers=bearer()).json["data"]
+    assert [model["id"] for model in listed] == ["a"]
+    line = asyncio.run(of.service.handler.handle_item("alice", "/v1/completions", of.body))
+    assert line.status_code == 403
+    assert not of.service.generate.requests
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_line_of_a_batch_is_answered_as_the_call_is(tokenizer: Tokenizer, kind: str) -> None:
+    of = OfKind(tokenizer, kind)
+    online, before = of.ask().json, len(of.service.generate.requests)
+    line = asyncio.run(of.service.handler.handle_item("", "/v1/completions", of.body))
+    assert (line.status_code, line.body["model"]) == (200, online["model"])
+    assert without_times(line.body["usage"]) == without_times(online["usage"])
+    assert all(each.is_background for each in of.service.generate.requests[before:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_answering", [False, True])
+async def test_a_client_that_goes_ends_the_step_that_runs(tokenizer: Tokenizer, kind: str, is_answering: bool) -> None:
+    of = OfKind(tokenizer, kind)
+
+    def waiting(request: Request) -> Iterable[Step]:
+        return of.answered(request) if is_answering and request.pooling else [WAIT]
+
+    of.service.generate.script = waiting
+    number = of.num_answering if is_answering else of.num_first
+    await hang_up(of.service.app, "/v1/completions", of.body, lambda: len(of.service.generate.open) == number)
+    assert not of.service.generate.open
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_refusal_of_the_first_step_is_one_of_the_call(tokenizer: Tokenizer, kind: str) -> None:
+    of = OfKind(tokenizer, kind)
+    of.service.generate.script = lambda request: [Overloaded("full")]
+    assert of.ask().status == 429
+    assert len(of.service.generate.requests) <= of.num_first

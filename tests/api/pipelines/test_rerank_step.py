@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from app.engine.request import FinishReason, Pooling, Request
-from app.errors import Overloaded
+from app.engine.request import FinishReason, Pooling
 from app.text import Tokenizer
 from tests.api.test_request_trace import KeptTraces, named
-from tests.kit.service import WAIT, Answer, Service, Step, bearer, by_angle, entry, hang_up, without_times
-from tests.metrics.test_exposition import value
+from tests.kit.service import Answer, Service, bearer, by_angle, entry, without_times
 
 RAG = {
     "name": "rag",
@@ -137,17 +133,6 @@ def test_too_long_documents_are_cut_for_the_ranking(tokenizer: Tokenizer) -> Non
     assert [len(each.prompt_token_ids) for each in service.generate.requests if each.pooling][1] == 400
 
 
-def test_every_step_counts_for_a_key_which_must_be_for_all_models(tokenizer: Tokenizer) -> None:
-    service = rag(tokenizer, keys=[entry(tokens_per_minute=100_000)])
-    answer = ask(service, headers=bearer())
-    steps = answer.json["usage"]["pipeline"]["steps"]
-    used = sum(step["prompt_tokens"] + step["completion_tokens"] for step in steps)
-    assert service.handler.authenticator.account_named(entry()["name"]).usage.num_tokens == used
-    service = rag(tokenizer, keys=[entry(models=["writer"])])
-    assert ask(service, headers=bearer()).status == 403
-    assert [model["id"] for model in service.call("GET", "/v1/models", headers=bearer()).json["data"]] == ["writer"]
-
-
 def test_a_key_without_enough_tokens_for_the_answer_pays_for_the_ranking(tokenizer: Tokenizer) -> None:
     service = rag(tokenizer, keys=[entry(tokens_per_minute=100)])
     answer = ask(service, headers=bearer(), max_tokens=90)
@@ -155,48 +140,6 @@ def test_a_key_without_enough_tokens_for_the_answer_pays_for_the_ranking(tokeniz
     assert not prompts(service)
     account = service.handler.authenticator.account_named(entry()["name"])
     assert account.usage.num_tokens == sum(len(each.prompt_token_ids) for each in service.generate.requests)
-
-
-def test_each_model_is_measured(tokenizer: Tokenizer) -> None:
-    service = rag(tokenizer)
-    ask(service)
-    text = service.call("GET", "/metrics").body
-    assert value(text, "vllm:request_success_total", model_name="ranker", finished_reason="stop") == 5
-    assert value(text, "vllm:request_success_total", model_name="writer", finished_reason="length") == 1
-
-
-@pytest.mark.parametrize("waits", ["ranker", "writer"])
-async def test_a_disconnect_ends_the_step_that_runs(tokenizer: Tokenizer, waits: str) -> None:
-    usual = by_angle(tokenizer, ANGLES)
-
-    def script(request: Request) -> Iterable[Step]:
-        if (request.pooling is not None) == (waits == "ranker"):
-            return [WAIT]
-        return usual(request)
-
-    service = rag(tokenizer, script)
-    body = {"model": "rag", "documents": DOCUMENTS, "stream": True} | BODIES["/v1/chat/completions"]
-
-    await hang_up(
-        service.app, "/v1/chat/completions", body, lambda: len(service.generate.open) == (5 if waits == "ranker" else 1)
-    )
-    assert not service.generate.open
-
-
-def test_a_refusal_of_the_ranking_is_one_of_the_call(tokenizer: Tokenizer) -> None:
-    service = rag(tokenizer, lambda request: [Overloaded("full")])
-    assert ask(service).status == 429
-    assert not prompts(service)
-
-
-def test_a_line_of_a_batch_is_answered_as_the_call_is(tokenizer: Tokenizer) -> None:
-    service = rag(tokenizer)
-    online = ask(service, "/v1/completions").json
-    body = {"model": "rag", "documents": DOCUMENTS} | BODIES["/v1/completions"]
-    line = asyncio.run(service.handler.handle_item("", "/v1/completions", body))
-    assert line.status_code == 200
-    assert without_times(line.body["usage"]) == without_times(online["usage"])
-    assert all(each.is_background for each in service.generate.requests[6:])
 
 
 def test_a_trace_has_a_span_for_each_step(tokenizer: Tokenizer) -> None:

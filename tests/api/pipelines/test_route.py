@@ -184,12 +184,6 @@ def test_a_model_with_labels_gives_neither_vectors_nor_scores_of_pairs(tokenizer
         assert (answer.status, answer.error["param"]) == (400, "model")
 
 
-def test_a_key_must_be_for_the_classifier_too(tokenizer: Tokenizer) -> None:
-    cases = [{"model": "b", "examples": ["code"]}, {"model": "b", "examples": ["poem"]}]
-    service = routed(tokenizer, cases, by="classifier", classifier="a", keys=[entry(models=["b"])])
-    assert service.call("POST", "/v1/completions", {"model": "auto", "prompt": "Sing"}, bearer()).status == 403
-
-
 def test_a_preset_of_an_adapter_is_of_the_groups_of_its_model() -> None:
     groups = [{"name": "fast", "scheduler": {"preset": "latency"}}]
     models = [{"name": "a", "adapters": {"sql": "/sql"}, "replicas": {"groups": groups}}]
