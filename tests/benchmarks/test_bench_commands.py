@@ -24,7 +24,7 @@ ALLOWED = ("app", "benchmarks", "torch", "transformers", "tokenizers", "pydantic
 # Imported only when they are asked for. Those of clients are run by `make clients`, each in its own environment.
 EXTRA = {
     "counted": ("deployments",),  # puts a counting engine in the place of a bulk run's own
-    **dict.fromkeys(("crowd", "fleet", "online"), ("deployments",)),  # as many open files as a service
+    **dict.fromkeys(("fleet", "online"), ("deployments",)),  # as many open files as a service
     "groups": ("numpy", "prometheus_client"),  # reads a live service, beside which both are
     "mutants": ("mutmut",),  # not among those of the tests
     "openvino_genai": ("openvino", "openvino_genai"),
