@@ -32,6 +32,7 @@ EXTRA = {
     "prefixes": ("deployments",),  # a fleet that is simulated by the planner's means
     "random_adapter": ("numpy", "safetensors"),
     "reenacting_runner": ("msgspec",),  # steps of the engine are its structs
+    "service": ("deployments",),  # starts it as the launcher does
     "vllm_cpu": ("vllm",),
     "with_langchain": ("langchain_openai",),
     **{f"with_{name}": (name,) for name in ("anthropic", "cohere", "litellm", "lm_eval", "openai")},
