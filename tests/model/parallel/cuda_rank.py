@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from app.engine.batch import StepBatch
@@ -19,6 +20,7 @@ from app.model.inputs import build_inputs
 from app.model.parallel.group import RankGroup
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.loaded_model import LoadedModel
+from tests.kit.interpreter import quicken_interpreter
 from tests.kit.models import load, scheduled
 
 BLOCK_SIZE = 4
@@ -58,6 +60,7 @@ def wrong(*given: Any) -> Any:
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
+    quicken_interpreter(pytest.MonkeyPatch())
     TritonAttention.fits = staticmethod(lambda device: device.type != "meta")  # type: ignore[method-assign]
     verification.NUM_TOKENS = NUM_PROBE_TOKENS
     group = group_of(asked["rank"], asked["size"], asked["store"])

@@ -6,12 +6,14 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.parallel.group import RankGroup
 from app.model.ways.loaded_model import LoadedModel
 from app.rank import follow
+from tests.kit.interpreter import quicken_interpreter
 from tests.kit.models import load
 from tests.model.cuda.test_graph_runner import RunAgain, attention_for
 from tests.model.parallel.fake_rank import joined
@@ -25,6 +27,7 @@ def model_and_runner(path: Path, group: RankGroup) -> tuple[LoadedModel, GraphMo
 
 def main(descriptor: int, parent: int, path: Path) -> None:
     torch.set_num_threads(1)
+    quicken_interpreter(pytest.MonkeyPatch())
     channel, group = joined(descriptor, parent)
     follow(channel, model_and_runner(path, group)[1], group)
 
