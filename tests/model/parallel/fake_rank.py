@@ -1,4 +1,4 @@
-"""A rank that computes nothing: python -m tests.model.parallel.fake_rank SOCKET PARENT HOW"""
+"""A rank that computes nothing, forked from the tests: torch is imported already, which takes seconds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -43,12 +44,38 @@ def start_child(module: str, argument: str, descriptor: int) -> subprocess.Popen
     return subprocess.Popen(command, env=child_environment(), pass_fds=[descriptor])
 
 
-def joined(descriptor: int, parent: int, *, ends: bool = False) -> tuple[Channel, RankGroup]:
-    """What a rank has once all have come. ends: it does so before that."""
+class ForkedRank(subprocess.Popen[bytes]):
+    """The process of a rank, with `how` it behaves."""
+
+    def __init__(self, how: str, descriptor: int) -> None:
+        super().__init__([how, str(descriptor)])
+
+    def _execute_child(self, args: list[str], *_: object) -> None:
+        """In place of another program."""
+        [how, descriptor], parent = args, os.getpid()
+        self.pid = os.fork()
+        self._child_created = True
+        if self.pid:
+            return
+        try:
+            os.closerange(3, int(descriptor))  # among them the other ends of the sockets
+            os.closerange(int(descriptor) + 1, 4096)
+            main(int(descriptor), parent, how)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+
+def joined(descriptor: int, parent: int, how: str = "") -> tuple[Channel, RankGroup]:
+    """What a rank has once all have come. how: "exit" and "stop-at-start" keep it from that."""
     die_with(parent)
+    if how == "stop-at-start":
+        os.kill(os.getpid(), signal.SIGSTOP)
     channel = Channel(socket.socket(fileno=descriptor))
     settings = settings_of(channel.receive()[1])
-    if ends:
+    if how == "exit":
         sys.exit(1)
     channel.send(Kind.SYNC)
     group = RankGroup(
@@ -59,15 +86,10 @@ def joined(descriptor: int, parent: int, *, ends: bool = False) -> tuple[Channel
 
 def main(descriptor: int, parent: int, how: str) -> None:
     torch.set_num_threads(1)
-    channel, group = joined(descriptor, parent, ends=how == "exit")
+    channel, group = joined(descriptor, parent, how)
     if how == "refuse":
         channel.send_error(InvalidSetup("the memory of rank 1 is too small"))
         return
     if how == "stop-at-load":
         os.kill(os.getpid(), signal.SIGSTOP)
     follow(channel, ExchangingFollower(group.size - 1 if how == "stop-last" else None), group)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
-    os._exit(0)
