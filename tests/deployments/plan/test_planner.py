@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ import yaml
 from app.config import CacheConfig, SchedulerConfig
 from app.errors import InvalidSetup
 from deployments.plan.__main__ import main
-from deployments.plan.planner import MAX_PART, Plan, Planner, ServiceLevel, WholeFleet
-from deployments.plan.simulation import SimulatedRun, simulate
+from deployments.plan.planner import Plan, Planner, ServiceLevel
 from deployments.plan.traces import Trace
 from tests.deployments.plan.measured import measured_replica, trace_of
 
@@ -96,21 +94,3 @@ def test_the_command_prints_a_plan_and_writes_a_config(tmp_path: Path, capsys: p
     assert main([*command, "--slo", "ttft_p99=1ms"]) == 1
     assert "no setting holds" in capsys.readouterr().err
     assert main([*command, "--slo", "soon"]) == 1
-
-
-def test_all_requests_are_simulated_in_parts_as_in_the_whole() -> None:
-    num_replicas, trace = 2 * MAX_PART + 1, trace_of(*((0.001 * number, 50, 10) for number in range(2000)))
-    fleet = WholeFleet(
-        trace=trace, measured=measured_replica(), scheduler=SchedulerConfig(), cache=CacheConfig(),
-        dispatch="least_loaded", num_replicas=num_replicas,
-    )  # fmt: skip
-    run = SimulatedRun()
-    run.share = 0.0
-    for number in range(fleet.num_parts):
-        sent = pickle.loads(pickle.dumps(fleet))  # to another process, and what it gives back
-        run.add(pickle.loads(pickle.dumps(sent.part(number))))
-    whole = simulate(trace, measured_replica(), SchedulerConfig(), CacheConfig(), num_replicas=num_replicas)
-    assert (fleet.num_parts, run.share) == (3, pytest.approx(1.0))
-    assert (run.num_requests, run.num_output_tokens) == (2000, 20_000)
-    assert run.output_tokens_per_s == pytest.approx(whole.output_tokens_per_s, rel=0.05)
-    assert run.percentile_s("itl", 50) == pytest.approx(whole.percentile_s("itl", 50), rel=0.1)
