@@ -1,4 +1,5 @@
-"""A rank that computes nothing, forked from the tests: torch is imported already, which takes seconds."""
+"""Ranks forked from the tests, where torch and transformers are imported already, which takes seconds; one of them
+computes nothing."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ import socket
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from app.child_process import child_command, child_environment, die_with
+from app.child_process import die_with
 from app.engine.batch import StepBatch
 from app.errors import InvalidSetup
 from app.model.parallel.channel import Channel, Kind, settings_of
@@ -39,28 +41,25 @@ class ExchangingFollower:
         self._group.all_reduce(torch.ones(4))
 
 
-def start_child(module: str, argument: str, descriptor: int) -> subprocess.Popen[bytes]:
-    command = child_command(module, str(descriptor), str(os.getpid()), argument)
-    return subprocess.Popen(command, env=child_environment(), pass_fds=[descriptor])
-
-
 class ForkedRank(subprocess.Popen[bytes]):
-    """The process of a rank, with `how` it behaves."""
+    """The process of a rank. It has one thread for torch: those of the pool are not forked."""
 
-    def __init__(self, how: str, descriptor: int) -> None:
-        super().__init__([how, str(descriptor)])
+    def __init__(self, main: Callable[[int, int], None], descriptor: int) -> None:
+        self._main, self._descriptor = main, descriptor
+        super().__init__(())
 
-    def _execute_child(self, args: list[str], *_: object) -> None:
+    def _execute_child(self, *_: object) -> None:
         """In place of another program."""
-        [how, descriptor], parent = args, os.getpid()
+        parent, descriptor = os.getpid(), self._descriptor
         self.pid = os.fork()
         self._child_created = True
         if self.pid:
             return
         try:
-            os.closerange(3, int(descriptor))  # among them the other ends of the sockets
-            os.closerange(int(descriptor) + 1, 4096)
-            main(int(descriptor), parent, how)
+            os.closerange(3, descriptor)  # among them the other ends of the sockets
+            os.closerange(descriptor + 1, 4096)
+            torch.set_num_threads(1)
+            self._main(descriptor, parent)
             os._exit(0)
         except BaseException:
             traceback.print_exc()
@@ -84,8 +83,7 @@ def joined(descriptor: int, parent: int, how: str = "") -> tuple[Channel, RankGr
     return channel, group
 
 
-def main(descriptor: int, parent: int, how: str) -> None:
-    torch.set_num_threads(1)
+def main(how: str, descriptor: int, parent: int) -> None:
     channel, group = joined(descriptor, parent, how)
     if how == "refuse":
         channel.send_error(InvalidSetup("the memory of rank 1 is too small"))

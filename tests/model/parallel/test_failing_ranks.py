@@ -22,7 +22,7 @@ from app.engine.batch import DeviceLost, StepBatch, StepResult
 from app.errors import EngineStopped, Failure, InvalidSetup
 from app.model.parallel.ranks import Ranks, VisibleCard, check_cards, check_heads
 from tests.kit.engine import CountingRunner, build_fake_engine, make_request
-from tests.model.parallel.fake_rank import ForkedRank
+from tests.model.parallel.fake_rank import ForkedRank, main
 from tests.waiting import eventually, stop_child
 
 STEP_TIMEOUT_S = 4.0
@@ -31,7 +31,7 @@ NUM_TOKENS = 3_000  # a second of steps at least
 
 def started(size: int = 2, how: str = "follow", start_timeout_s: float = 60.0) -> Ranks:
     return Ranks(
-        size=size, device=torch.device("cpu"), settings={}, start=partial(ForkedRank, how),
+        size=size, device=torch.device("cpu"), settings={}, start=partial(ForkedRank, partial(main, how)),
         step_timeout_s=STEP_TIMEOUT_S, start_timeout_s=start_timeout_s,
     )  # fmt: skip
 
