@@ -17,7 +17,8 @@ from app.api.prepared_request import RequestLimits
 from app.config import ApiConfig, ApplicationConfig, KeysConfig, leaves
 from app.metrics import BatchCounts, exposition
 from deployments.serve.settings import parse
-from scripts import configuration_page
+from scripts import configuration_page, draw_pictures
+from scripts.draw_pictures import imported
 from tests.doc_pages import COMMANDS, GUIDES, OUTPUT, PAGES, PROJECT, Block, blocks
 from tests.metrics.test_exposition import after_one_request
 from tests.test_imports import ALLOWED
@@ -150,9 +151,18 @@ def test_the_table_of_borders_is_that_of_the_test_that_keeps_them() -> None:
 def test_the_page_of_dependencies_has_all_of_them() -> None:
     page = (PROJECT / "docs" / "reference" / "dependencies.md").read_text()
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    needed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    needed = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["dev"],
+        *project["optional-dependencies"]["plots"],
+    ]
     names = [re.split(r"[^\w-]", requirement)[0] for requirement in needed]
     assert not [each for each in names if each != project["name"] and each.lower() not in page.lower()]
+
+
+def test_the_picture_of_the_packages_has_all_of_them() -> None:
+    packages = imported().keys()
+    assert packages == draw_pictures.PLACES.keys() | (packages & draw_pictures.EVERYWHERE)
 
 
 def prose(page: Path) -> str:
