@@ -90,6 +90,7 @@ ALLOWED = {
         "app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc", "opentelemetry",
         "prometheus_client",
     },
+    "deployments.plan.report": {"app", "deployments.plan", "matplotlib", "yaml"},
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
@@ -88,6 +89,8 @@ def _trace(options: argparse.Namespace) -> None:
     from deployments.plan.step_cost import MeasuredReplica, measure
     from deployments.plan.traces import read_trace
 
+    if options.plot is not None and find_spec("matplotlib") is None:
+        raise InvalidSetup("--plot needs matplotlib: pip install -c constraints.txt -e '.[plots]'")
     level = ServiceLevel.parse(options.slo)
     once = read_trace(options.trace).with_lengths(options.lengths)
     trace = once.repeated(options.requests or len(once.requests))
@@ -107,6 +110,8 @@ def _trace(options: argparse.Namespace) -> None:
     print(report.plan_in_words(plan, trace, level, cost_per_hour=options.cost_per_hour))
     report.write_config(options.config, model.name, plan, options.out)
     print(f"\nrun it: make serve CONFIG={options.out}")
+    if options.plot is not None:
+        report.draw(options.plot, plan, trace, level)
 
 
 def _model_of(config: Path, name: str | None) -> ServedModelConfig:
@@ -165,6 +170,7 @@ def _add_trace(trace: argparse.ArgumentParser) -> None:
     trace.add_argument(
         "--out", type=Path, default=Path("planned.yaml"), metavar="FILE", help="the config to run (planned.yaml)"
     )
+    trace.add_argument("--plot", type=Path, metavar="FILE", help="latency and goodput against load; needs matplotlib")
 
 
 def _add_memory(memory: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""A plan for people: a table, and a Serve config file to run."""
+"""A plan for people: a table, a Serve config file to run, and a picture."""
 
 from __future__ import annotations
 
@@ -119,3 +119,31 @@ def _set_plan(model: dict[str, Any], plan: Plan) -> None:
     replicas = model.setdefault("replicas", {})
     replicas["num_replicas"] = plan.num_replicas
     replicas.pop("autoscaling", None)
+
+
+def draw(path: Path, plan: Plan, trace: Trace, level: ServiceLevel) -> None:
+    """Latency and goodput against the rate of arrivals, with the knee. Raises InvalidSetup if it cannot be written."""
+    from matplotlib.figure import Figure  # only here: it is an extra
+
+    rates = [point.rate for point in plan.curve]
+    figure = Figure(figsize=(11, 3.6), dpi=90, layout="constrained")
+    figure.suptitle(f"{trace.name}, {plan.num_replicas} replicas, {plan.scheduler.strategy.name}: predicted")
+    for number, metric in enumerate(_METRICS, start=1):
+        axes = figure.add_subplot(1, 3, number)
+        for percent in (50, 99):
+            times = [1000 * point.run.percentile_s(metric, percent) for point in plan.curve]
+            axes.plot(rates, times, marker="o", label=f"p{percent}")
+        for target in level.targets:
+            if target.metric == metric:
+                axes.axhline(1000 * target.limit_s, color="grey", linestyle="--", label=str(target))
+        axes.axvline(plan.knee.rate, color="grey", linestyle=":", label="knee")
+        axes.set(xlabel="requests/s", ylabel=f"{metric.upper()}, ms", yscale="log")
+        axes.legend(fontsize=8)
+    axes = figure.add_subplot(1, 3, 3)
+    axes.plot(rates, [level.good_per_s(point.run) for point in plan.curve], marker="o")
+    axes.axvline(plan.knee.rate, color="grey", linestyle=":")
+    axes.set(xlabel="requests/s", ylabel="goodput, requests/s")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise InvalidSetup(f"--plot {path} cannot be written: {error}") from error
