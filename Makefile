@@ -6,6 +6,7 @@
 #   make native   builds the C++ code for other x86-64 machines too, as the Dockerfile does
 #   make chaos    faults made on purpose, three to four hours: the reliability table
 #   make browser  tests of the live page in a real Chromium, which must be installed
+#   make mutants  faults made on purpose in FILES=..., or in the core: do the tests notice? docs/results/security.md
 #   make clients  other people's clients against the live service: docs/results/clients.md; CLIENTS="openai lm-eval" for some
 
 PYTHON ?= python3
@@ -17,10 +18,10 @@ TEST_PROCESSES ?= 3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help serve bulk native test browser check chaos clients format clean
+.PHONY: help serve bulk native test browser check chaos mutants clients format clean
 
 help:
-	@sed -n '2,10s/^# *//p' Makefile
+	@sed -n '2,11s/^# *//p' Makefile
 
 serve: .venv/runtime.done
 	@exec $(BIN)/carousel serve $(if $(MODEL),"$(MODEL)" $(filter-out $(DEFAULT),$(CONFIG)),$(CONFIG))
@@ -49,6 +50,10 @@ check: .venv/dev.done
 
 chaos: .venv/runtime.done
 	$(BIN)/python -m benchmarks.chaos --runs 50 --streams 64 --json reliability.jsonl
+
+mutants: .venv/dev.done
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.mutants $(FILES)
 
 clients: .venv/runtime.done
 	$(BIN)/python -m benchmarks.clients --environments .clients $(if $(CLIENTS),--only $(CLIENTS))

@@ -26,6 +26,7 @@ EXTRA = {
     "counted": ("deployments",),  # puts a counting engine in the place of a bulk run's own
     **dict.fromkeys(("fleet", "online"), ("deployments",)),  # as many open files as a service
     "groups": ("numpy", "prometheus_client"),  # reads a live service, beside which both are
+    "mutants": ("mutmut",),  # not among those of the tests
     "openvino_genai": ("openvino", "openvino_genai"),
     "plan_error": ("deployments",),  # compares the planner's word with what is served
     "prefixes": ("deployments",),  # a fleet that is simulated by the planner's means
