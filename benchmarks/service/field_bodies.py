@@ -17,6 +17,7 @@ from app.api.json_structure import MAX_STRINGS, MAX_STRUCTURE, MAX_VALUES
 
 Json = dict[str, Any]
 
+LARGEST_ANSWER = "the largest answer"
 DEPTH = 180  # the service's parser of JSON accepts some 200
 _LENGTH_FIELDS = {
     "/v1/chat/completions": "max_tokens", "/v1/completions": "max_tokens", "/v1/batch": "max_tokens",
@@ -59,7 +60,7 @@ class FieldBody:
 
     @property
     def value(self) -> Json:
-        """Made anew each time: all bodies together are gigabytes."""
+        """Made anew each time: the bodies of a sweep together are gigabytes."""
         return self.make()
 
     def data(self) -> bytes:
@@ -106,7 +107,7 @@ def field_bodies(
             yield _body(path, f"{first.place} + {second.place}", partial(_both, first.make, second.make))
         if "temperature" in schema["properties"]:
             largest = filler.minimal(schema) | _large_answer(schema, max_model_len // 2)
-            yield _body(path, "the largest answer", partial(dict, largest))
+            yield _body(path, LARGEST_ANSWER, partial(dict, largest))
 
 
 def _endpoints(document: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:

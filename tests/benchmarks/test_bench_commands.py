@@ -15,7 +15,7 @@ import benchmarks
 from app.config import ApplicationConfig
 from benchmarks.chaos import stage
 from benchmarks.clients import __main__ as clients
-from benchmarks.service import fleet, soak
+from benchmarks.service import fields, fleet, soak
 from tests.test_imports import imported_modules, is_within
 
 FOLDER = Path(benchmarks.__file__).parent
@@ -67,6 +67,7 @@ def test_every_command_prints_its_options(name: str, capsys: pytest.CaptureFixtu
     ("names", "application"),
     [
         ("demo", clients.served("models/demo")),
+        ("swept vectors", fields.application(fields._parser().parse_args([]), "models/demo", "folder")),
         ("simulated", fleet.served(fleet._parser().parse_args([]))),
         ("chaos", stage.application(crash_token_id=0, silence_timeout_s=0.8, place_timeout_s=1.0)),
         ("chaos", stage.application(weights=True)),

@@ -1,13 +1,17 @@
-"""A body for every field: what there is, and that none of them holds the event loop."""
+"""A body for every field: what there is, what the sweep measures, and that none of them holds the event loop."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
+import json
+import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,8 +23,19 @@ from app.config import ApiConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
+from benchmarks.harness.http_call import Target
 from benchmarks.service.field_bodies import MAX_INPUTS, FieldBody, field_bodies
+from benchmarks.service.fields import (
+    EMBEDDING_SIZE,
+    Cost,
+    HonestStream,
+    application,
+    figures_of,
+    longest_step_s,
+    sent_bodies,
+)
 from deployments.serve.process import freeze_loaded
+from deployments.serve.settings import parse
 from tests.kit.service import MAX_MODEL_LEN, Service, Step, client_of, say, served
 from tests.stalls import slowness, stalls_of_loop
 
@@ -35,6 +50,10 @@ PATHS = [
     for path, operations in DOCUMENT["paths"].items()
     if "application/json" in operations.get("post", {}).get("requestBody", {}).get("content", {})
 ]
+
+
+def bodies(size: int, document: Mapping[str, Any] = DOCUMENT) -> list[FieldBody]:
+    return list(field_bodies(document, size=size, max_model_len=MAX_MODEL_LEN))
 
 
 @contextmanager
@@ -75,7 +94,7 @@ def service_at(demo_path: Path, embedding_size: int = 4) -> Service:
 @pytest.mark.parametrize("path", [path for path in PATHS if path != "/v1/messages/count_tokens"])
 def test_no_field_holds_the_event_loop(path: str, demo_path: Path, tmp_path: Path) -> None:
     document = DOCUMENT | {"paths": {path: DOCUMENT["paths"][path]}}
-    # With as many values as are parsed a body is none of a sixteenth: these are for `service.soak`, and so are all
+    # With as many values as are parsed a body is none of a sixteenth: these are for the sweep itself, and so are all
     # kinds of text, of which a prompt has each.
     left = {"within"} if path == "/v1/completions" else {"within", "letter", "spaces", "signs"}
     sent = [
@@ -97,7 +116,7 @@ def test_no_list_beside_the_least_numbers_holds_the_event_loop_with_long_vectors
         if body.is_full and body.name.endswith("+ least numbers")
     ]
     assert any(len(value) == MAX_INPUTS for body in sent for value in body.value.values() if isinstance(value, list))
-    assert over_the_bound(service_at(demo_path, embedding_size=4096), sent, tmp_path) == {}
+    assert over_the_bound(service_at(demo_path, EMBEDDING_SIZE), sent, tmp_path) == {}
 
 
 def over_the_bound(service: Service, sent: Iterable[FieldBody], folder: Path) -> dict[str, list[float]]:
@@ -129,15 +148,74 @@ def test_what_has_more_values_than_are_parsed_is_there_with_so_many_too() -> Non
     assert len(within.value["structured_outputs"]["json"]["k"]) > 0.8 * MAX_VALUES
 
 
+def test_lists_go_to_long_vectors_and_prompts_to_pipelines_and_one_answer_is_not_read() -> None:
+    sent = [each for body in bodies(2000) for each in sent_bodies(body)]
+
+    def models(of: str) -> dict[str, Any]:
+        [found] = [json.loads(each.data) for each in sent if each.name.startswith(f"{of}, ")]
+        return dict(found)
+
+    assert models("/v1/rerank documents most + least numbers of long vectors")["model"] == "vectors"
+    assert models("/v1/rerank documents most + least numbers")["max_tokens_per_doc"] == 1
+    assert models("/v1/chat/completions messages most to pipelines")["model"] == "nested"
+    assert models("/v1/chat/completions documents most to pipelines")["model"] == "ranked"
+    unread = [each for each in sent if not each.is_read]
+    assert {each.path for each in unread} == {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/batch"}
+    assert all(json.loads(each.data)["stream"] for each in unread)
+
+
+def test_the_swept_service_may_be_started(demo_path: Path, tmp_path: Path) -> None:
+    given = argparse.Namespace(step_ms=20.0)
+    config = parse(application(given, str(demo_path), str(tmp_path)))
+    assert [each.name for each in config.pipelines] == ["together", "nested", "ranked"]
+
+
 def test_there_is_a_body_for_every_field_of_every_schema() -> None:
-    bodies = list(field_bodies(DOCUMENT, size=2000, max_model_len=MAX_MODEL_LEN))
-    names = {body.name.split()[1].partition(".")[0].partition("[")[0] for body in bodies}
+    names = {body.name.split()[1].partition(".")[0].partition("[")[0] for body in bodies(2000)}
     expected = {
         field.alias or name for schema in (*BODIES, *BATCH_BODIES) for name, field in schema.model_fields.items()
     }
     assert expected - names == NOT_FILLED
-    assert {body.path for body in bodies} == set(PATHS)
+    assert {body.path for body in bodies(2000)} == set(PATHS)
 
 
 # Constants and what an endpoint takes only where it asks for nothing.
 NOT_FILLED = {"completion_window", "previous_response_id", "store"}
+
+
+def test_the_longest_pause_ends_with_a_token_or_has_not_ended() -> None:
+    now_s = time.perf_counter()
+    honest = HonestStream(Target.parse("http://127.0.0.1:1"), 8, arrived_s=[now_s - 9, now_s - 5, now_s - 4])
+    assert honest.longest_pause_s(now_s - 4.5) >= 4  # since the last token
+    assert 4 <= honest.longest_pause_s(now_s - 10) < 4.5
+    assert 0 <= honest.longest_pause_s(now_s) < 1
+
+
+def test_the_longest_step_is_that_of_the_model_which_the_honest_stream_goes_to() -> None:
+    def scraped(**counts: tuple[int, int, int]) -> list[tuple[str, str, float]]:
+        bounds = ("0.02", "0.03", "+Inf")
+        return [
+            ("carousel_step_seconds_bucket", f'model_name="{model}",replica="a",le="{bound}"', float(count))
+            for model, of_model in counts.items()
+            for bound, count in zip(bounds, of_model, strict=True)
+        ]
+
+    before = scraped(swept=(5, 9, 9), vectors=(1, 1, 1))
+    assert longest_step_s(before, scraped(swept=(8, 12, 12), vectors=(1, 1, 7))) == 0.02
+    assert longest_step_s(before, scraped(swept=(8, 13, 13), vectors=(1, 1, 7))) == 0.03
+
+
+def test_a_body_is_over_the_targets_that_it_does_not_keep() -> None:
+    calm = cost(step_ms=20.0)
+    assert cost(step_ms=30.0, pause_ms=100.0, grown_mib=100.0).over(calm) == []
+    assert cost(step_ms=50.0, stall_ms=51.0, status="503").over(calm) == ["stall_ms", "step_ms", "status"]
+    figures = figures_of({"one": cost(), "other": cost(pause_ms=300.0)}, calm)
+    assert [(each["body"], each["targets"], each["pause_ms"]) for each in figures["over"]] == [
+        ("other", ["pause_ms"], 300.0)
+    ]
+    assert (figures["bodies"], figures["pause_ms"], figures["statuses"]) == (2, 300.0, {"200": 2})
+
+
+def cost(**figures: Any) -> Cost:
+    nothing = {"seconds": 0.1, "stall_ms": 0.0, "pause_ms": 10.0, "step_ms": 10.0, "cpu_s": 0.1, "grown_mib": 0.0}
+    return Cost(**{"status": "200", "grown": "ingress", **nothing, **figures})
