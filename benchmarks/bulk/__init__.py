@@ -1,1 +1,1 @@
-"""Bulk runs measured: what a service lends them, and what deaths cost them."""
+"""Bulk runs measured: what deaths cost them."""

@@ -10,13 +10,12 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from app.jobs.results import journals_in
 from benchmarks.harness.command import BenchmarkError
-from benchmarks.harness.processes import Process, family, kill_family
+from benchmarks.harness.processes import family, kill_family
 from benchmarks.harness.service import application, serve_file
 
 ENGINE, READER = "engine", "reader"
@@ -27,9 +26,7 @@ _READ_BYTES = 1 << 20
 class BulkRun:
     """One output folder, and the processes that work on it, one after the other."""
 
-    def __init__(
-        self, out: Path, arguments: Sequence[str], *, program: Sequence[str] = ("-m", "deployments.bulk")
-    ) -> None:
+    def __init__(self, out: Path, arguments: Sequence[str], *, program: Sequence[str]) -> None:
         """`program`: what the interpreter runs; `arguments`: beside the output folder."""
         self._out = out
         self._command = [sys.executable, *program, "--output", str(out), *arguments]
@@ -37,25 +34,14 @@ class BulkRun:
         self._num_records = 0
         self._offsets: Counter[Path] = Counter()  # how much of each journal was counted
 
-    def start(self, *more: str) -> None:
-        self._process = subprocess.Popen([*self._command, *more], stdout=sys.stderr, start_new_session=True)
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=sys.stderr, start_new_session=True)
 
     def wait(self) -> None:
         """Until it ends. Raises BenchmarkError when it fails."""
         status = self.process.wait()
         if status:
             raise BenchmarkError(f"the bulk run ended with status {status}")
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Runs beside the block and is killed at its end. Raises BenchmarkError when it ends before."""
-        self.start()
-        try:
-            yield
-            if self.has_ended:
-                raise BenchmarkError(f"the bulk run ended too soon, with status {self.process.returncode}")
-        finally:
-            self.kill_all()
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -66,16 +52,9 @@ class BulkRun:
     def has_ended(self) -> bool:
         return self.process.poll() is not None
 
-    def processes(self, kind: str | None = None) -> list[Process]:
-        """Those of a kind, or the driver."""
-        members = family(self.process.pid).values()
-        if kind is None:
-            return [each for each in members if each.pid == self.process.pid]
-        return [each for each in members if each.title.startswith(_TITLES[kind])]
-
     def kill(self, kind: str, chance: random.Random) -> bool:
         """Kill one process of a kind; returns whether there was one."""
-        found = [each.pid for each in self.processes(kind)]
+        found = [pid for pid, each in family(self.process.pid).items() if each.title.startswith(_TITLES[kind])]
         if found:
             os.kill(chance.choice(found), signal.SIGKILL)
         return bool(found)
@@ -95,12 +74,6 @@ class BulkRun:
                     self._num_records += content.count(b"\n")
                 self._offsets[journal] = file.tell()
         return self._num_records
-
-    def num_tokens(self) -> int:
-        """Generated tokens of the records so far; the last record may be torn and does not count."""
-        lines = [line for path in journals_in(self._out) for line in path.read_bytes().splitlines(keepends=True)]
-        # Checksum, number, error, then the counts of prompt tokens, cached tokens and generated tokens.
-        return sum(int(line.split(b" ", 6)[5]) for line in lines if line.endswith(b"\n"))
 
     def results(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self._out / "results.jsonl").read_text(encoding="utf-8").splitlines()]

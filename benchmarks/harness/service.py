@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +25,7 @@ from benchmarks.harness.command import BenchmarkError, ran
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.machine import environment
 from benchmarks.harness.processes import Process, family
+from deployments.launcher.supervisor import free_ports
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
@@ -35,7 +34,6 @@ _CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # which the launcher sets to 0, 
 _TEMPLATE = "chat_template.jinja"
 _TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
-_PORTS = range(20_000, 30_000)  # neither the kernel nor Ray takes ports from here by itself
 
 
 def write_keys(path: Path, keys: Mapping[str, str]) -> Path:
@@ -109,7 +107,7 @@ def service(
     Raises:
         BenchmarkError: it does not start; its own words are on stderr.
     """
-    port, layout = free_port(), layout or Layout()
+    port, layout = next(free_ports()), layout or Layout()
     with tempfile.TemporaryDirectory(prefix="carousel-benchmark-") as folder:
         config = Path(folder) / "serve.json"
         config.write_text(json.dumps(serve_file(application, port, layout)), encoding="utf-8")  # JSON is YAML
@@ -196,17 +194,6 @@ def _wait_until_ready(launcher: subprocess.Popen[bytes], port: int) -> None:
             pass
         time.sleep(0.25)
     raise BenchmarkError(f"the service was not ready after {START_TIMEOUT_S:.0f} s")
-
-
-def free_port() -> int:
-    for port in random.sample(_PORTS, len(_PORTS)):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
-    raise BenchmarkError(f"no port from {_PORTS.start:,} to {_PORTS.stop - 1:,} is free")
 
 
 def got(target: Target, path: str, headers: Mapping[str, str] = MappingProxyType({}), timeout_s: float = 10.0) -> bytes:

@@ -15,19 +15,6 @@ times after a warm-up. Progress goes to stderr; the last line of stdout is one J
     dispatch_imbalance   requests on the fullest replica over the mean; null when answers do not name their replica
 
 The client is one process; its CPU time is told too, because it takes from what the service has of the machine.
-
-    python -m benchmarks.service.fleet --idle 5000 --others 1000 --over --step-ms 250 --streams 16 --rounds 1
-
-plays a round again beside clients in a process of their own (`crowd.py`), and says under `beside`:
-
-    files                    that each of client, HAProxy and ingress may open
-    idle, others             what came of connections that do nothing after one small answer, and of streams, by status
-    kib_of_a_connection, kib_of_a_stream   what processes hold more, over their number, without the kernel's buffers
-    times                    of the round alone, beside the idle connections, and beside all; itl: between two tokens
-    full                     with `--over`: what came of more idle connections until one had no answer, how many there
-                             were then with the streams; some made way for a round: what a client saw that came beside
-                             it, within five seconds, how many of the round came to their end, and after how long that
-                             client had a token when the idle ones were gone
 """
 
 from __future__ import annotations
@@ -36,11 +23,10 @@ import argparse
 import asyncio
 import gc
 import random
-import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +35,8 @@ from benchmarks.harness.answer import Answer, ask, random_prompt, streamed
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
 from benchmarks.harness.figures import percentiles
 from benchmarks.harness.http_call import Target
-from benchmarks.harness.processes import cpu_between, resident_mib
+from benchmarks.harness.processes import cpu_between
 from benchmarks.harness.service import Service, application, service
-from benchmarks.harness.timeline import times_of
-from benchmarks.service.crowd import Crowd, crowd
 from deployments.open_files import allow_many_files
 
 MODEL_NAME = "simulated"
@@ -60,10 +44,6 @@ REPLICA_HEADER = "x-carousel-replica"
 IDLE_S = 3.0
 WARM_UP_TOKENS = 16
 _PATIENCE_S = 60.0  # beyond what a round takes at least
-_OTHER_TOKENS = 2000  # of a prompt and its stream in the crowd: little less than the model's context
-_NEWCOMER_S = 5.0
-_OWN_FILES = 100  # of the client, beside connections
-_OURS, _PROXY = "ray::ServeReplica:carousel:", "haproxy"
 _KV_BLOCK = 16
 
 
@@ -101,15 +81,13 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 def served(given: argparse.Namespace) -> dict[str, Any]:
     """The application's `args`: room for all streams on each replica, so that nothing is measured but the way there."""
     blocks_of_one = -(-(given.prompt_tokens + given.tokens + 1) // _KV_BLOCK)
-    num_blocks = given.streams * blocks_of_one + given.others * (-(-_OTHER_TOKENS // _KV_BLOCK) + 1)
-    num_streams = given.streams + given.others
     engine = {
         "model": {"path": given.model, "simulated": {"step_ms": given.step_ms}},
-        "cache": {"num_blocks": num_blocks, "block_size": _KV_BLOCK},
+        "cache": {"num_blocks": given.streams * blocks_of_one, "block_size": _KV_BLOCK},
         "scheduler": {
-            "max_running": num_streams,
-            "max_waiting": num_streams,
-            "max_step_tokens": num_streams * given.prompt_tokens,
+            "max_running": given.streams,
+            "max_waiting": given.streams,
+            "max_step_tokens": given.streams * given.prompt_tokens,
             "prefill_chunk_tokens": given.prompt_tokens,
         },
     }
@@ -133,7 +111,7 @@ def drive(running: Service, given: argparse.Namespace, *, idle_s: float = IDLE_S
         done = rounds[-1]
         tell(f"round {number} of {given.rounds}: {done.num_tokens:,} tokens in {done.seconds:.2f} s")
     client_cpu_s, after = machine.own_cpu_s() - client_before, running.processes()
-    figures = figures_of(
+    return figures_of(
         rounds,
         step_ms=given.step_ms,
         num_replicas=given.replicas,
@@ -142,85 +120,6 @@ def drive(running: Service, given: argparse.Namespace, *, idle_s: float = IDLE_S
         idle_cpu_per_s=idle_cpu_s,
         num_processes=len(after),
     )
-    is_alone = not (given.idle or given.others or given.over)
-    return figures if is_alone else figures | {"beside": beside(running, given, source, alone=rounds[-1])}
-
-
-def beside(running: Service, given: argparse.Namespace, source: random.Random, *, alone: Round) -> dict[str, Any]:
-    """The figures beside a crowd, in the order of the page's docstring."""
-    prompt = random_prompt(source, given.prompt_tokens)
-    body = streamed(prompt, _OTHER_TOKENS - given.prompt_tokens, model=MODEL_NAME, ignore_eos=True)
-    found: dict[str, Any] = {"files": files_allowed(running)}
-    times = {"alone": times_of(alone.answers, (50, 99))}
-    with crowd(running.target, running.target.request("completions", body)) as others:
-        empty = memory_kib(running)
-        found["idle"] = others.connect(given.idle)
-        with_idle = memory_kib(running)
-        found["kib_of_a_connection"] = of_one(empty, with_idle, given.idle)
-        tell(f"idle connections: {dict(found['idle'])}")
-        times["beside_idle"] = _times_of_round(running, given, source)
-        found["others"] = others.stream(given.others)
-        tell(f"other streams: {dict(found['others'])}; the idle ones: {dict(others.ask_again())}")
-        times["beside_all"] = _times_of_round(running, given, source)
-        found["kib_of_a_stream"] = of_one(with_idle, memory_kib(running), given.others)
-        found["times"] = times
-        if given.over:
-            found["full"] = asyncio.run(filled(running, others, given, source))
-    return found
-
-
-def _times_of_round(running: Service, given: argparse.Namespace, source: random.Random) -> dict[str, float | None]:
-    return times_of(asyncio.run(play(running.target, source, given, tokens=given.tokens)).answers, (50, 99))
-
-
-async def filled(
-    running: Service, others: Crowd, given: argparse.Namespace, source: random.Random
-) -> dict[str, Any]:  # fmt: skip
-    """As many connections as the service takes, a round in place of some, and what a client sees that comes then."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    of_more = others.connect(most - others.ask_again()["200"] - given.others - given.streams - _OWN_FILES)
-    num_idle = others.ask_again()["200"]
-    tell(f"until it is full: {dict(of_more)}; then {num_idle:,} idle connections beside {given.others:,} streams")
-    others.hang_up(given.streams)
-    under_way = asyncio.create_task(play(running.target, source, given, tokens=given.tokens))
-    await asyncio.sleep(1 + 4 * given.step_ms / 1000)  # for all of it to have begun
-    newcomer = requests_of(running.target, given, source, given.tokens)[0]
-    refused = await ask(running.target, newcomer, timeout_s=_NEWCOMER_S)
-    is_in_time = not under_way.done()
-    done = await under_way
-    others.hang_up(num_idle)
-    began_s = time.perf_counter()
-    answered = await ask(running.target, newcomer, timeout_s=_PATIENCE_S + given.tokens * given.step_ms / 1000)
-    return {
-        "of_more": dict(of_more),
-        "connections": num_idle + given.others,
-        "newcomer": refused.outcome if is_in_time else "too late: give the round more --tokens",
-        "under_way_completed": len(done.answers),
-        "answered_after_s": round(answered.delivered_s[0] - began_s, 3) if answered.has_succeeded else None,
-    }
-
-
-def files_allowed(running: Service) -> dict[str, int]:
-    """The soft limits of the client, of HAProxy and of the ingresses."""
-    found = {"client": resource.getrlimit(resource.RLIMIT_NOFILE)[0]}
-    for pid, process in running.processes().items():
-        if process.title in (f"{_OURS}ingress", _PROXY):
-            found[process.title] = resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]
-    return found
-
-
-def memory_kib(running: Service) -> dict[str, float]:
-    """What HAProxy and the processes of the application hold, by what they call themselves."""
-    found = Counter[str]()
-    for pid, process in running.processes().items():
-        if process.title == _PROXY or process.title.startswith(_OURS):
-            found[process.title] += round(1024 * resident_mib(pid))
-    return dict(found)
-
-
-def of_one(before: Mapping[str, float], after: Mapping[str, float], number: int) -> dict[str, float]:
-    """KiB more over a number, by process; nothing for no number."""
-    return {title: round((kib - before.get(title, 0.0)) / number, 2) for title, kib in after.items() if number}
 
 
 def requests_of(target: Target, given: argparse.Namespace, source: random.Random, tokens: int) -> list[bytes]:
@@ -291,9 +190,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=positive, default=128, metavar="N", help="of each stream")
     parser.add_argument("--prompt-tokens", type=positive, default=32, metavar="N", help="of each stream")
     parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS", help="of a simulated step")
-    parser.add_argument("--idle", type=int, default=0, metavar="N", help="connections beside that do nothing")
-    parser.add_argument("--others", type=int, default=0, metavar="N", help="streams beside that are not measured")
-    parser.add_argument("--over", action="store_true", help="then as many connections as the service takes")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N")
     parser.add_argument("--model", default="models/demo", metavar="DIR", help="its tokenizer is used")
     return parser

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import get_args
 
 from app.config import EngineConfig, KvType, ServedModelConfig
-from app.cores import num_cores
 from app.errors import CarouselError, InvalidSetup
 from deployments.cli import positive
 from deployments.plan.cards import card_of
@@ -107,9 +106,7 @@ def _trace(options: argparse.Namespace) -> None:
             measured.write(options.costs)
     print(report.cost_in_words(measured.cost))
     once.check_lengths(measured.facts.max_model_len)
-    plan = Planner(
-        trace, level, measured, engine.scheduler, engine.cache, dispatch=model.replicas.dispatch
-    ).plan(whole_with=num_cores() if options.whole else None)  # fmt: skip
+    plan = Planner(trace, level, measured, engine.scheduler, engine.cache, dispatch=model.replicas.dispatch).plan()
     print(report.plan_in_words(plan, trace, level, cost_per_hour=options.cost_per_hour))
     report.write_config(options.config, model.name, plan, options.out)
     print(f"\nrun it: make serve CONFIG={options.out}")
@@ -165,9 +162,6 @@ def _add_trace(trace: argparse.ArgumentParser) -> None:
         "--lengths", type=_above_zero, default=1.0, metavar="F", help="prompts and outputs F times as long"
     )
     trace.add_argument("--requests", type=positive, metavar="N", help="the first so many, or the trace again and again")
-    trace.add_argument(
-        "--whole", action="store_true", help="simulate all requests on all replicas in the end, not on a part of them"
-    )
     trace.add_argument("--seconds", type=_above_zero, default=60.0, metavar="S", help="for measuring steps (60)")
     trace.add_argument(
         "--costs", type=Path, metavar="FILE", help="step times, as JSON: read if the file is there, else written"

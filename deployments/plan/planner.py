@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import re
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, get_args
@@ -16,11 +14,10 @@ from pydantic import ValidationError
 
 from app.config import CacheConfig, RolesConfig, SchedulerConfig, StrategyConfig, choice_of
 from app.errors import InvalidSetup
-from deployments.plan.simulation import FleetSimulation, SimulatedRun, simulate
+from deployments.plan.simulation import SimulatedRun, simulate
 from deployments.plan.step_cost import MeasuredReplica
 from deployments.plan.traces import Trace
 
-MAX_PART = 16  # replicas of a whole fleet, simulated by one process
 # The requests that settings are compared by, the first of the trace; the number of replicas is found on all of them.
 _NUM_COMPARED = 400
 # Of a larger fleet so many replicas are simulated, with their share of the requests, chosen at random: a request of the
@@ -169,10 +166,8 @@ class Planner:
         self._sample = trace.first(_NUM_COMPARED)
         self._full_rates: dict[str, float] = {}  # by the version of the settings
 
-    def plan(self, *, whole_with: int | None = None) -> Plan:
+    def plan(self) -> Plan:
         """The best settings found, and the fewest replicas that hold the promise with them.
-
-        With `whole_with` processes all requests are simulated on all replicas in the end, not on a part of them.
 
         Raises:
             InvalidSetup: nothing that was tried holds it; the message has the best that there is.
@@ -180,12 +175,6 @@ class Planner:
         scheduler, rate = self._best_settings()
         num_replicas, run = self._fewest_replicas(scheduler, rate)
         full_rate = self._full_rate(scheduler)
-        if whole_with is not None and run.share < 1:
-            whole = WholeFleet(
-                trace=self._trace, measured=self._measured, scheduler=scheduler, cache=self._cache,
-                dispatch=self._dispatch, num_replicas=num_replicas,
-            )  # fmt: skip
-            run = whole.simulate(num_processes=whole_with)
         loads = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3)  # of what the planned fleet can do, in the table of loads
         curve = [self._at_load(scheduler, num_replicas, load, full_rate * num_replicas) for load in loads]
         return Plan(
@@ -288,47 +277,6 @@ class Planner:
             trace, self._measured, scheduler, self._cache, num_replicas=num_replicas, dispatch=self._dispatch,
             max_replicas=min(max(max_replicas, _MIN_SIMULATED), _MAX_SIMULATED), roles=roles,
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeFleet:
-    """All requests on all replicas of a large fleet, in parts that are simulated beside one another.
-
-    Dispatch compares every replica of a fleet for every request, so a part of a few replicas costs far less for each
-    request. A request has fewer replicas to choose from than in the whole: it waits a little longer.
-    """
-
-    trace: Trace
-    measured: MeasuredReplica
-    scheduler: SchedulerConfig
-    cache: CacheConfig
-    dispatch: str
-    num_replicas: int
-
-    def simulate(self, *, num_processes: int) -> SimulatedRun:
-        """Every request to its end."""
-        whole = SimulatedRun()
-        numbers = range(self.num_parts)
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(num_processes, self.num_parts), mp_context=context) as processes:
-            for part in processes.map(self.part, numbers):
-                whole.add(part)
-        whole.share = 1.0  # the sum of the parts', without its rounding
-        return whole
-
-    @property
-    def num_parts(self) -> int:
-        return -(-self.num_replicas // MAX_PART)
-
-    def part(self, number: int) -> SimulatedRun:
-        """One part, with its share of the requests, chosen at random."""
-        first, last = (number * self.num_replicas // self.num_parts, (number + 1) * self.num_replicas // self.num_parts)
-        fleet = FleetSimulation(
-            [self.measured] * (last - first), self.scheduler, self.cache, dispatch=self.dispatch, seed=number + 1
-        )  # fmt: skip
-        run = fleet.run(self.trace.dealt(first / self.num_replicas, last / self.num_replicas))
-        run.share = (last - first) / self.num_replicas
-        return run
 
 
 def full_rate(trace: Trace, measured: MeasuredReplica, scheduler: SchedulerConfig, cache: CacheConfig) -> float:

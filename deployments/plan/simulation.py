@@ -363,14 +363,6 @@ class SimulatedRun:
             self.last_tokens_s[number] = ended_at[-1]
             self.num_tokens[number] += len(ended_at)
 
-    def add(self, other: SimulatedRun) -> None:
-        """Another part of the same fleet, with other requests."""
-        for name in ("arrivals_s", "first_tokens_s", "last_tokens_s", "num_tokens", "gaps_s"):
-            getattr(self, name).extend(getattr(other, name))
-        for name in ("num_refused", "num_failed", "num_steps", "num_preemptions", "computing_s", "share"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.seconds = max(self.seconds, other.seconds)
-
     @property
     def num_output_tokens(self) -> int:
         return int(_numbers(self.num_tokens).sum())
@@ -637,6 +629,6 @@ def simulate(
     num_simulated = min(num_replicas, max_replicas or num_replicas)
     share = num_simulated / num_replicas
     fleet = FleetSimulation([measured] * num_simulated, scheduler, cache, dispatch=dispatch, seed=seed, roles=roles)
-    run = fleet.run(trace if share == 1.0 else trace.dealt(0.0, share))
+    run = fleet.run(trace if share == 1.0 else trace.thinned(share))
     run.share = share
     return run

@@ -109,14 +109,14 @@ class RepeatedRequests(Sequence[TracedRequest]):
         """The same with gaps so many times as long."""
         return RepeatedRequests(self._cycle, self._numbers, cycle_s=self._cycle_s, slowness=self._slowness * factor)
 
-    def dealt(self, low: float, high: float) -> RepeatedRequests:
-        """Those that draw a number from `low` to `high`, of 0 to 1; requests of a session draw the same."""
+    def thinned(self, share: float) -> RepeatedRequests:
+        """Those that draw a number below `share`, of 0 to 1; requests of a session draw the same."""
         numbers = np.asarray(self._numbers)
         drawn = np.random.default_rng(1).random(len(numbers), dtype=np.float32)
         if any(each.session for each in self._cycle):
             of_sessions = np.array([_drawn_by(each.session) for each in self._cycle])[numbers % len(self._cycle)]
             drawn = np.where(np.isnan(of_sessions), drawn, of_sessions)
-        return self._with(numbers[(drawn >= low) & (drawn < high)])
+        return self._with(numbers[drawn < share])
 
     def mean(self, value: Callable[[TracedRequest], int]) -> float:
         """Of a number that each has."""
@@ -172,12 +172,9 @@ class Trace:
         requests = tuple(self.requests)
         return Trace(self.name, RepeatedRequests(requests, range(number), cycle_s=self.seconds, slowness=1.0))
 
-    def dealt(self, low: float, high: float) -> Trace:
-        """About `high` - `low` of the requests, chosen at random, at their times; a session stays whole.
-
-        Parts that do not overlap share no request.
-        """
-        kept = self._repeated.dealt(low, high)
+    def thinned(self, share: float) -> Trace:
+        """About this share of the requests, chosen at random, at their times; a session stays whole."""
+        kept = self._repeated.thinned(share)
         return Trace(self.name, kept if len(kept) else self.requests[:1])
 
     def at_rate(self, rate: float) -> Trace:

@@ -24,7 +24,7 @@ ALLOWED = ("app", "benchmarks", "torch", "transformers", "tokenizers", "pydantic
 # Imported only when they are asked for. Those of clients are run by `make clients`, each in its own environment.
 EXTRA = {
     "counted": ("deployments",),  # puts a counting engine in the place of a bulk run's own
-    **dict.fromkeys(("crowd", "fleet", "online"), ("deployments",)),  # as many open files as a service
+    **dict.fromkeys(("fleet", "online"), ("deployments",)),  # as many open files as a service
     "groups": ("numpy", "prometheus_client"),  # reads a live service, beside which both are
     "mutants": ("mutmut",),  # not among those of the tests
     "openvino_genai": ("openvino", "openvino_genai"),
@@ -32,6 +32,7 @@ EXTRA = {
     "prefixes": ("deployments",),  # a fleet that is simulated by the planner's means
     "random_adapter": ("numpy", "safetensors"),
     "reenacting_runner": ("msgspec",),  # steps of the engine are its structs
+    "service": ("deployments",),  # starts it as the launcher does
     "vllm_cpu": ("vllm",),
     "with_langchain": ("langchain_openai",),
     **{f"with_{name}": (name,) for name in ("anthropic", "cohere", "litellm", "lm_eval", "openai")},

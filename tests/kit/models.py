@@ -86,19 +86,21 @@ def own_model(path: Path | str, dtype: torch.dtype = torch.float32, **options: A
 
 
 def generate_plainly(model: PreTrainedModel | Path, requests: Sequence[Request]) -> dict[str, list[int]]:
-    """The tokens of the model's own greedy `generate`, each request alone."""
+    """The tokens of the model's own greedy `generate`, of all requests at once: prompts are padded on the left."""
     model = own_model(model) if isinstance(model, Path) else model
     assert model.generation_config is not None, "it generates"
     model.generation_config.eos_token_id = None
-    token_ids = {}
-    for request in requests:
-        prompt = torch.tensor([request.prompt_token_ids])
-        output: torch.Tensor = model.generate(  # type: ignore[operator]
-            input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0,
-            max_new_tokens=request.sampling.max_tokens,
-        )  # fmt: skip
-        token_ids[request.request_id] = output[0, prompt.shape[1] :].tolist()
-    return token_ids
+    longest = max(len(each.prompt_token_ids) for each in requests)
+    padding = [longest - len(each.prompt_token_ids) for each in requests]
+    output: torch.Tensor = model.generate(  # type: ignore[operator]
+        input_ids=torch.tensor([(0,) * n + each.prompt_token_ids for n, each in zip(padding, requests, strict=True)]),
+        attention_mask=torch.tensor([(0,) * n + (1,) * (longest - n) for n in padding]),
+        do_sample=False, pad_token_id=0, max_new_tokens=max(each.sampling.max_tokens for each in requests),
+    )  # fmt: skip
+    return {
+        each.request_id: row[longest : longest + each.sampling.max_tokens].tolist()
+        for each, row in zip(requests, output, strict=True)
+    }
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,10 +1,10 @@
-"""The benchmarks of bulk runs: their inputs and verdicts. The runs themselves are tested with the Ray tests."""
+"""The benchmark of kills: its rows and its verdict. Bulk runs themselves are tested with the Ray tests."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.bulk import kills, memory
+from benchmarks.bulk import kills
 
 
 def record(row: int, text: str = "so", error: str | None = None) -> dict[str, Any]:
@@ -24,12 +24,3 @@ def test_the_rows_to_kill_have_ids_of_their_own_and_the_lengths_asked_for() -> N
     rows = list(kills.rows(given))
     assert len({row["id"] for row in rows}) == 50
     assert all(4 <= row["max_tokens"] <= 12 for row in rows)
-
-
-def test_growth_is_that_of_the_second_half_of_the_rows() -> None:
-    def look(rows: int, driver: float) -> memory.Look:
-        return memory.Look(seconds=0.0, rows=rows, driver=driver, readers=0.0, engines=0.0)
-
-    looks = [look(0, 100), look(300_000, 300), look(600_000, 310), look(800_000, 314), look(1_000_000, 400)]
-    assert memory.growth(looks, 1_000_000) == 2.0
-    assert memory.growth(looks[:3], 1_000_000) is None

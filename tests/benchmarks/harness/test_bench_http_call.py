@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import suppress
 
 import pytest
@@ -19,7 +20,13 @@ EVENTS = (
     b'data: {"choices":[],"usage":{"completion_tokens":7}}\n\n',
     b"data: [DONE]\n\n",
 )
+ERROR = b'{"error":{"message":"gone","type":"server_error","code":"unavailable"}}'
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nX-Carousel-Replica: r1\r\n"
+
+
+def piece(text: str, finish_reason: str | None = None, index: int = 0) -> bytes:
+    chunk = {"choices": [{"index": index, "text": text, "finish_reason": finish_reason}]}
+    return b"data: %s\n\n" % json.dumps(chunk).encode()
 
 
 def chunked(*parts: bytes) -> bytes:
@@ -85,23 +92,37 @@ def test_a_body_may_end_with_a_length_or_with_its_connection() -> None:
     assert answer_to(HEAD + b"\r\n" + body).has_succeeded
 
 
+def test_a_whole_answer_is_complete_with_all_its_choices() -> None:
+    sent = piece("a"), piece("x", index=1), piece("b", "stop"), piece("y", "length", 1), EVENTS[-2], EVENTS[-1]
+    answer = answer_to(HEAD + b"\r\n", *sent)
+    assert answer.said == ([(0, "ab"), (1, "xy")], [(0, "stop"), (1, "length")], 7)
+    assert (answer.is_complete, answer.is_well_formed, answer.outcome) == (True, True, "completed")
+    assert len(answer.events_s) == 4
+
+
 @pytest.mark.parametrize(
-    ("pieces", "outcome"),
+    ("pieces", "is_well_formed", "outcome"),
     [
-        ((), "no connection"),
-        ((b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 2\r\nContent-Length: 2\r\n\r\n{}",), "status 429"),
-        ((b"HTTP/1.1 200 OK\r\n",), "no connection"),
-        ((b"SSH-2.0-OpenSSH_9\r\n\r\n",), "no connection"),
-        ((HEAD + b"Transfer-Encoding: chunked\r\n\r\n", chunked(*EVENTS[:3])[:-9]), "cut off: CutOff"),
-        ((HEAD + b"Transfer-Encoding: chunked\r\n\r\n", chunked(*EVENTS[:3])), "malformed"),
-        ((HEAD + b"\r\n", *EVENTS[:4], b'data: {"error":{"message":"it broke"}}\n\n', EVENTS[-1]), "error event: None"),
-        ((HEAD + b"\r\n", *EVENTS[-2:]), "no text"),
+        ((), False, "no connection"),
+        ((b"HTTP/1.1 200 OK\r\n",), False, "no connection"),
+        ((b"SSH-2.0-OpenSSH_9\r\n\r\n",), False, "no connection"),
+        ((b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 2\r\nContent-Length: 2\r\n\r\n{}",), False, "status 429"),
+        ((b"HTTP/1.1 503 Service Unavailable\r\n\r\n", ERROR), True, "status 503"),
+        ((HEAD + b"Transfer-Encoding: chunked\r\n\r\n", chunked(*EVENTS[:3])[:-9]), False, "cut off: CutOff"),
+        ((HEAD + b"Transfer-Encoding: chunked\r\n\r\n", chunked(*EVENTS[:3])), False, "malformed"),
+        ((HEAD + b"\r\n", *EVENTS[:4], b"data: %s\n\n" % ERROR, EVENTS[-1]), True, "error event: unavailable"),
+        ((HEAD + b"\r\n", *EVENTS[:4], b"data: %s\n\n" % ERROR), False, "error event: unavailable"),
+        ((HEAD + b"\r\n", piece("a", "stop"), piece("", "stop"), *EVENTS[-2:]), False, "malformed"),
+        ((HEAD + b"\r\n", piece("a", "stop"), *EVENTS[-2:], piece("b")), False, "malformed"),
+        ((HEAD + b"\r\n", *EVENTS[-2:]), True, "no text"),
     ],
 )
-def test_an_answer_that_is_not_whole_has_not_succeeded(pieces: tuple[bytes, ...], outcome: str) -> None:
+def test_an_answer_that_is_not_whole_is_told_apart_from_one_that_is_broken(
+    pieces: tuple[bytes, ...], is_well_formed: bool, outcome: str
+) -> None:
     answer = answer_to(*pieces)
-    assert not answer.has_succeeded
-    assert answer.outcome == outcome
+    assert (answer.is_well_formed, answer.outcome) == (is_well_formed, outcome)
+    assert not answer.has_succeeded or outcome == "malformed"
 
 
 def test_a_request_times_out_and_without_a_server_there_is_no_connection() -> None:

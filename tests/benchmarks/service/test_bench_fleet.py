@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import resource
-import socket
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,7 +13,7 @@ from benchmarks.harness.answer import Answer
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.processes import cpu_between, family
 from benchmarks.harness.service import Service
-from benchmarks.service import crowd, fleet
+from benchmarks.service import fleet
 from benchmarks.service.fleet import Round, drive, figures_of
 from tests.benchmarks.servers import simulated_service
 from tests.waiting import eventually
@@ -57,44 +53,6 @@ def test_an_engine_behind_the_api_is_driven_to_the_last_token(demo_path: Path) -
     assert figures["cpu_us_per_token"] > 0
     assert figures["added_ttft_p50_ms"] > 0
     assert figures["num_processes"] >= 1
-
-
-def test_a_round_is_played_again_beside_a_crowd(demo_path: Path) -> None:
-    options = f"{OPTIONS} --idle 7 --others 3"
-    with simulated_service(demo_path, step_ms=10) as url:
-        running = Service(Target.parse(url), os.getpid())
-        found = drive(running, fleet._parser().parse_args(options.split()), idle_s=0.1)["beside"]
-    assert (found["idle"], found["others"]) == ({"200": 7}, {"200": 3})
-    assert set(found["times"]) == {"alone", "beside_idle", "beside_all"}
-    assert all(times["itl_p99_s"] > 0 for times in found["times"].values())
-    assert found["files"]["client"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    assert "full" not in found
-
-
-def test_the_crowd_says_where_no_more_connections_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowd, "_PATIENCE_S", 0.2)
-    members = crowd._Members(Target.parse("http://127.0.0.1:1"), b"")
-    assert asyncio.run(members.connect(3)) == {"ConnectionRefusedError": 3}
-    with socket.create_server(("127.0.0.1", 0)) as listening:  # the kernel takes connections, and nothing answers
-        members = crowd._Members(Target.parse(f"http://127.0.0.1:{listening.getsockname()[1]}"), b"")
-        assert asyncio.run(members.connect(1000)) == {crowd.WAITS: crowd._AT_ONCE}
-
-
-async def _asked_and_closed(members: crowd._Members) -> list[Counter[str]]:
-    kept = [await members.connect(2), await members.ask_again()]
-    return [*kept, await members.hang_up(1), await members.ask_again(), await members.hang_up(9)]
-
-
-def test_an_idle_connection_is_kept_and_asked_again(demo_path: Path) -> None:
-    with simulated_service(demo_path, step_ms=10) as url:
-        done = asyncio.run(_asked_and_closed(crowd._Members(Target.parse(url), b"")))
-    assert done == [{"200": 2}, {"200": 2}, {"closed": 1}, {"200": 1}, {"closed": 1}]
-
-
-def test_memory_is_of_one_of_those_that_are_more() -> None:
-    before, after = {"haproxy": 1000.0, "ingress": 10.0}, {"haproxy": 1500.0, "ingress": 10.0, "new": 50.0}
-    assert fleet.of_one(before, after, 100) == {"haproxy": 5.0, "ingress": 0.0, "new": 0.5}
-    assert fleet.of_one(before, after, 0) == {}
 
 
 def test_cpu_time_is_of_a_process_its_children_and_their_daemons() -> None:

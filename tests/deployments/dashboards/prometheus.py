@@ -19,8 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.harness.service import free_port
 from deployments.dashboards.rules import rules
+from deployments.launcher.supervisor import free_ports
 
 _START_TIMEOUT_S = 30.0
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
@@ -90,7 +90,7 @@ def prometheus(url: str, *, factor: float, every_s: int) -> Iterator[Prometheus]
     reason = why_no_prometheus()
     if reason is not None:
         raise RuntimeError(reason)
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{next(free_ports())}"
     with TemporaryDirectory(prefix="carousel-prometheus-") as name:
         folder = Path(name)
         (folder / "rules.yaml").write_text(json.dumps(faster_rules(factor)), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +11,8 @@ import yaml
 from app.config import CacheConfig, SchedulerConfig
 from app.errors import InvalidSetup
 from deployments.plan.__main__ import main
-from deployments.plan.planner import MAX_PART, Plan, Planner, ServiceLevel, WholeFleet
+from deployments.plan.planner import Plan, Planner, ServiceLevel
 from deployments.plan.report import plan_in_words
-from deployments.plan.simulation import SimulatedRun, simulate
 from deployments.plan.traces import Trace
 from tests.deployments.plan.measured import measured_replica, trace_of
 
@@ -22,11 +20,21 @@ from tests.deployments.plan.measured import measured_replica, trace_of
 STEADY = trace_of(*((0.01 * number, 50, 10) for number in range(120)))
 
 
-def plan_of(trace: Trace, level: str, **settings: object) -> Plan:
+LEVEL = ServiceLevel.parse("ttft_p99=100ms,itl_p99=40ms")
+
+
+def planner_of(trace: Trace, level: ServiceLevel, **settings: object) -> Planner:
     scheduler = SchedulerConfig.model_validate(settings)
-    return Planner(
-        trace, ServiceLevel.parse(level), measured_replica(), scheduler, CacheConfig(), dispatch="least_loaded"
-    ).plan()
+    return Planner(trace, level, measured_replica(), scheduler, CacheConfig(), dispatch="least_loaded")
+
+
+def plan_of(trace: Trace, level: str, **settings: object) -> Plan:
+    return planner_of(trace, ServiceLevel.parse(level), **settings).plan()
+
+
+@pytest.fixture(scope="module")
+def steady_plan() -> Plan:
+    return planner_of(STEADY, LEVEL).plan()
 
 
 def test_a_promise_is_read_and_written() -> None:
@@ -38,21 +46,13 @@ def test_a_promise_is_read_and_written() -> None:
             ServiceLevel.parse(wrong)
 
 
-def test_more_requests_need_more_replicas() -> None:
-    few = plan_of(STEADY, "ttft_p99=100ms,itl_p99=40ms")
-    many = plan_of(STEADY.at_rate(500.0), "ttft_p99=100ms,itl_p99=40ms")
-    assert few.num_replicas == 1
-    assert 3 <= many.num_replicas <= 8
-    assert ServiceLevel.parse("ttft_p99=100ms,itl_p99=40ms").is_met(many.run)
-
-
-def test_one_replica_less_does_not_hold_the_promise() -> None:
-    level = ServiceLevel.parse("ttft_p99=100ms")
-    trace = STEADY.at_rate(400.0)
-    planner = Planner(trace, level, measured_replica(), SchedulerConfig(), CacheConfig(), dispatch="least_loaded")
+def test_more_requests_need_more_replicas_and_no_fewer(steady_plan: Plan) -> None:
+    planner = planner_of(STEADY.at_rate(500.0), LEVEL)
     plan = planner.plan()
-    assert plan.num_replicas > 1
-    assert not level.is_met(planner.fleet(plan.scheduler, plan.num_replicas - 1))
+    assert steady_plan.num_replicas == 1
+    assert 3 <= plan.num_replicas <= 8
+    assert LEVEL.is_met(plan.run)
+    assert not LEVEL.is_met(planner.fleet(plan.scheduler, plan.num_replicas - 1))
 
 
 def test_a_step_budget_is_found_that_keeps_gaps_short() -> None:
@@ -69,11 +69,11 @@ def test_static_batching_is_left_where_it_costs() -> None:
 
 def test_a_promise_that_nothing_holds_is_answered_with_the_best() -> None:
     with pytest.raises(InvalidSetup, match=r"no setting holds --slo ttft_p99=5ms: .* the best is ttft_p99=15ms"):
-        plan_of(STEADY, "ttft_p99=5ms")
+        plan_of(STEADY.first(30), "ttft_p99=5ms")
 
 
-def test_the_knee_is_below_the_full_load_and_overload_is_past_it() -> None:
-    plan = plan_of(STEADY, "ttft_p99=100ms")
+def test_the_knee_is_below_the_full_load_and_overload_is_past_it(steady_plan: Plan) -> None:
+    plan = steady_plan
     assert plan.knee.load <= 1.0
     full = next(point for point in plan.curve if point.load == 1.0)
     assert plan.curve[-1].run.percentile_s("ttft", 99) > full.run.percentile_s("ttft", 99)
@@ -115,21 +115,3 @@ def test_the_command_prints_a_plan_and_writes_a_config(tmp_path: Path, capsys: p
     assert main([*command, "--slo", "ttft_p99=1ms"]) == 1
     assert "no setting holds" in capsys.readouterr().err
     assert main([*command, "--slo", "soon"]) == 1
-
-
-def test_all_requests_are_simulated_in_parts_as_in_the_whole() -> None:
-    num_replicas, trace = 2 * MAX_PART + 1, trace_of(*((0.001 * number, 50, 10) for number in range(2000)))
-    fleet = WholeFleet(
-        trace=trace, measured=measured_replica(), scheduler=SchedulerConfig(), cache=CacheConfig(),
-        dispatch="least_loaded", num_replicas=num_replicas,
-    )  # fmt: skip
-    run = SimulatedRun()
-    run.share = 0.0
-    for number in range(fleet.num_parts):
-        sent = pickle.loads(pickle.dumps(fleet))  # to another process, and what it gives back
-        run.add(pickle.loads(pickle.dumps(sent.part(number))))
-    whole = simulate(trace, measured_replica(), SchedulerConfig(), CacheConfig(), num_replicas=num_replicas)
-    assert (fleet.num_parts, run.share) == (3, pytest.approx(1.0))
-    assert (run.num_requests, run.num_output_tokens) == (2000, 20_000)
-    assert run.output_tokens_per_s == pytest.approx(whole.output_tokens_per_s, rel=0.05)
-    assert run.percentile_s("itl", 50) == pytest.approx(whole.percentile_s("itl", 50), rel=0.1)

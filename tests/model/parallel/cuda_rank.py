@@ -1,18 +1,14 @@
-"""A rank of the decoder for CUDA, in Triton's interpreter: python -m tests.model.parallel.cuda_rank JSON"""
+"""A rank of the decoder for CUDA, in Triton's interpreter."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from app.engine.batch import StepBatch
-from app.model import verification
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
 from app.model.inputs import build_inputs
@@ -22,7 +18,6 @@ from app.model.ways.loaded_model import LoadedModel
 from tests.kit.models import load, scheduled
 
 BLOCK_SIZE = 4
-right = CudaModel.output
 NUM_PROBE_TOKENS = 6  # of the comparison at load: less work for the interpreter
 
 
@@ -50,22 +45,8 @@ def logits_of_tokens(model: LoadedModel, token_ids: Sequence[int]) -> torch.Tens
     return torch.cat(found)
 
 
-def wrong(*given: Any) -> Any:
-    """As a card that adds wrongly would compute it."""
-    output = right(*given)
-    return replace(output, logits=-output.logits)
-
-
-def main() -> None:
-    asked = json.loads(sys.argv[1])
-    TritonAttention.fits = staticmethod(lambda device: device.type != "meta")  # type: ignore[method-assign]
-    verification.NUM_TOKENS = NUM_PROBE_TOKENS
-    group = group_of(asked["rank"], asked["size"], asked["store"])
-    if asked.get("is_wrong", False):
-        CudaModel.output = wrong  # type: ignore[method-assign]
-    model = load(asked["path"], block_size=BLOCK_SIZE, group=group)
-    print("null" if not isinstance(model, CudaModel) else logits_of_tokens(model, asked["token_ids"]).tolist())
-
-
-if __name__ == "__main__":
-    main()
+def answer(pipe: Connection, rank: int, size: int, store: str, path: str, token_ids: Sequence[int]) -> None:
+    """Sends the logits of another rank, in a process that was forked for it; None where it runs transformers' code."""
+    torch.set_num_threads(1)
+    model = load(path, block_size=BLOCK_SIZE, group=group_of(rank, size, store), num_threads=1)
+    pipe.send(logits_of_tokens(model, token_ids).tolist() if isinstance(model, CudaModel) else None)

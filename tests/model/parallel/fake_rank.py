@@ -1,4 +1,5 @@
-"""A rank that computes nothing: python -m tests.model.parallel.fake_rank SOCKET PARENT HOW"""
+"""Ranks forked from the tests, where torch and transformers are imported already, which takes seconds; one of them
+computes nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from app.child_process import child_command, child_environment, die_with
+from app.child_process import die_with
 from app.engine.batch import StepBatch
 from app.errors import InvalidSetup
 from app.model.parallel.channel import Channel, Kind, settings_of
@@ -38,17 +41,40 @@ class ExchangingFollower:
         self._group.all_reduce(torch.ones(4))
 
 
-def start_child(module: str, argument: str, descriptor: int) -> subprocess.Popen[bytes]:
-    command = child_command(module, str(descriptor), str(os.getpid()), argument)
-    return subprocess.Popen(command, env=child_environment(), pass_fds=[descriptor])
+class ForkedRank(subprocess.Popen[bytes]):
+    """The process of a rank. It has one thread for torch: those of the pool are not forked."""
+
+    def __init__(self, main: Callable[[int, int], None], descriptor: int) -> None:
+        self._main, self._descriptor = main, descriptor
+        super().__init__(())
+
+    def _execute_child(self, *_: object) -> None:
+        """In place of another program."""
+        parent, descriptor = os.getpid(), self._descriptor
+        self.pid = os.fork()
+        self._child_created = True
+        if self.pid:
+            return
+        try:
+            os.closerange(3, descriptor)  # among them the other ends of the sockets
+            os.closerange(descriptor + 1, 4096)
+            torch.set_num_threads(1)
+            self._main(descriptor, parent)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
 
 
-def joined(descriptor: int, parent: int, *, ends: bool = False) -> tuple[Channel, RankGroup]:
-    """What a rank has once all have come. ends: it does so before that."""
+def joined(descriptor: int, parent: int, how: str = "") -> tuple[Channel, RankGroup]:
+    """What a rank has once all have come. how: "exit" and "stop-at-start" keep it from that."""
     die_with(parent)
+    if how == "stop-at-start":
+        os.kill(os.getpid(), signal.SIGSTOP)
     channel = Channel(socket.socket(fileno=descriptor))
     settings = settings_of(channel.receive()[1])
-    if ends:
+    if how == "exit":
         sys.exit(1)
     channel.send(Kind.SYNC)
     group = RankGroup(
@@ -57,17 +83,11 @@ def joined(descriptor: int, parent: int, *, ends: bool = False) -> tuple[Channel
     return channel, group
 
 
-def main(descriptor: int, parent: int, how: str) -> None:
-    torch.set_num_threads(1)
-    channel, group = joined(descriptor, parent, ends=how == "exit")
+def main(how: str, descriptor: int, parent: int) -> None:
+    channel, group = joined(descriptor, parent, how)
     if how == "refuse":
         channel.send_error(InvalidSetup("the memory of rank 1 is too small"))
         return
     if how == "stop-at-load":
         os.kill(os.getpid(), signal.SIGSTOP)
     follow(channel, ExchangingFollower(group.size - 1 if how == "stop-last" else None), group)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
-    os._exit(0)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from app.model.cuda.attention import TritonAttention
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.transformers_code import TransformersModel
 from tests.kit.models import load
-from tests.model.parallel.cuda_rank import BLOCK_SIZE, NUM_PROBE_TOKENS, group_of, logits_of_tokens
+from tests.model.parallel.cuda_rank import BLOCK_SIZE, NUM_PROBE_TOKENS, answer, group_of, logits_of_tokens
 from tests.tiny_models import build_tiny_model
 from tests.waiting import PATIENCE_S
 
@@ -34,6 +34,7 @@ def saved_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     """Saves a tiny model of an architecture, which runs on Triton's interpreter."""
     monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta"))
     monkeypatch.setattr("app.model.verification.NUM_TOKENS", NUM_PROBE_TOKENS)
+    torch.set_num_threads(1)  # as in the forked rank: bits of a product depend on it
 
     def save(architecture: str, **changes: Any) -> str:
         build_tiny_model(architecture, **changes).save_pretrained(tmp_path / "model")
@@ -43,24 +44,23 @@ def saved_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 
 @contextmanager
-def other_rank(store: str, path: str, **more: object) -> Iterator[Callable[[], Any]]:
-    """Yields what waits for the other rank and has what it says."""
-    asked = {"rank": 1, "size": 2, "store": store, "path": path, "token_ids": TOKEN_IDS, **more}
-    other = subprocess.Popen(
-        [sys.executable, "-m", "tests.model.parallel.cuda_rank", json.dumps(asked)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+def other_rank(store: str, path: str) -> Iterator[Callable[[], Any]]:
+    """Yields what waits for the other rank and has what it says. Forked: imports take seconds."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    other = context.Process(target=answer, args=(theirs, 1, 2, store, path, TOKEN_IDS))
+    other.start()
+    theirs.close()
 
     def said() -> Any:
-        output, error = other.communicate(timeout=PATIENCE_S)
-        assert other.returncode == 0, error
-        return json.loads(output)
+        assert ours.poll(PATIENCE_S)
+        return ours.recv()
 
     try:
         yield said
     finally:
         other.kill()
-        other.communicate()
+        other.join()
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,18 @@ def test_two_ranks_have_the_logits_of_one_decoder(
 
 
 def test_all_ranks_run_transformers_code_where_one_computes_something_else(
-    tmp_path: Path, saved_model: Callable[..., str]
+    tmp_path: Path, saved_model: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, store = saved_model("llama", num_hidden_layers=1), str(tmp_path / "store")
-    with other_rank(store, path, is_wrong=True) as said:
+    right, first = CudaModel.output, os.getpid()
+
+    def output(*given: Any) -> Any:
+        """The second computes as a card that adds wrongly would."""
+        found = right(*given)
+        return found if os.getpid() == first else replace(found, logits=-found.logits)
+
+    monkeypatch.setattr(CudaModel, "output", output)
+    with other_rank(store, path) as said:
         model = load(path, block_size=BLOCK_SIZE, group=group_of(0, 2, store))
         assert said() is None
     assert not isinstance(model, CudaModel)

@@ -23,7 +23,7 @@ from app.model.runner import TorchModelRunner
 from tests.engine.test_combinations import STRATEGIES
 from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import config_of
-from tests.model.parallel.fake_rank import start_child
+from tests.model.parallel.fake_rank import ForkedRank
 from tests.model.test_equivalence import random_requests
 from tests.tiny_models import VOCAB_SIZE
 
@@ -102,12 +102,12 @@ def test_two_ranks_score_and_embed_prompts_as_one_process_does(pair: tuple[Engin
 def test_overlapped_steps_of_two_ranks_give_the_tokens_of_one_process(tiny_model_path: Callable[[str], Path]) -> None:
     pytest.importorskip("triton")
     from tests.model.cuda.test_graph_runner import LIMITS, plain_engine, some_requests
-    from tests.model.parallel.graph_rank import model_and_runner
+    from tests.model.parallel.graph_rank import main, model_and_runner
 
     path = tiny_model_path("llama")
     ranks = Ranks(
         size=2, device=torch.device("cpu"), settings={}, step_timeout_s=60,
-        start=partial(start_child, "tests.model.parallel.graph_rank", str(path)),
+        start=partial(ForkedRank, partial(main, path)),
     )  # fmt: skip
     with ranks.loading():
         model, runner = model_and_runner(path, ranks.group)

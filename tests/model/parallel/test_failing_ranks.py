@@ -22,7 +22,7 @@ from app.engine.batch import DeviceLost, StepBatch, StepResult
 from app.errors import EngineStopped, Failure, InvalidSetup
 from app.model.parallel.ranks import Ranks, VisibleCard, check_cards, check_heads
 from tests.kit.engine import CountingRunner, build_fake_engine, make_request
-from tests.model.parallel.fake_rank import start_child
+from tests.model.parallel.fake_rank import ForkedRank, main
 from tests.waiting import eventually, stop_child
 
 STEP_TIMEOUT_S = 4.0
@@ -30,10 +30,9 @@ NUM_TOKENS = 3_000  # a second of steps at least
 
 
 def started(size: int = 2, how: str = "follow", start_timeout_s: float = 60.0) -> Ranks:
-    start = partial(start_child, "tests.model.parallel.fake_rank", how)
     return Ranks(
-        size=size, device=torch.device("cpu"), settings={}, start=start, step_timeout_s=STEP_TIMEOUT_S,
-        start_timeout_s=start_timeout_s,
+        size=size, device=torch.device("cpu"), settings={}, start=partial(ForkedRank, partial(main, how)),
+        step_timeout_s=STEP_TIMEOUT_S, start_timeout_s=start_timeout_s,
     )  # fmt: skip
 
 
@@ -139,7 +138,7 @@ def test_a_rank_that_ends_at_its_start_is_an_error() -> None:
 
 def test_a_rank_that_does_not_start_is_named() -> None:
     with pytest.raises(Failure, match=r"the start of the ranks has taken more than 0.01 s; rank 1 hangs"):
-        started(start_timeout_s=0.01)
+        started(how="stop-at-start", start_timeout_s=0.01)
 
 
 @pytest.mark.parametrize("exchanges", [False, True])
