@@ -36,7 +36,7 @@ native: .venv/runtime.done
 # One process takes the live tests, one after the other; two for two cores take files, in the order of folders: by their
 # number of tests, slow files would come last. See tests/conftest.py.
 test: .venv/dev.done
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not browser" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 browser: .venv/dev.done
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'

@@ -1,4 +1,4 @@
-"""The real page, API, fleet, frames and engines in one process, with a model that only sleeps or another. No Ray."""
+"""The real page, API, fleet, frames and engines in one process, with a model that only sleeps. No Ray."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Stage:
         batches: Path | None = None,
         **engine: Any,
     ) -> None:
-        """`engine`: branches of the engine's settings; else a simulated model's. Batches, if any, are in a folder."""
+        """`engine` are branches of the engine's settings; the model is simulated. Batches, if any, are in a folder."""
         self._batches = batches
         self._exits = AsyncExitStack()
         self._path = str(demo_path)

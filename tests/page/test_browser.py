@@ -118,17 +118,6 @@ def test_times_of_tokens_never_go_back_where_a_view_came_late(page: Any, stage: 
     assert times == [950, 1020, 1090, 1090, 1140]
 
 
-def test_a_model_that_computes_answers_a_chat(page: Any, demo_path: Path, picture: Picture) -> None:
-    with Stage(demo_path, num_replicas=1, model={"path": str(demo_path)}, **ENGINE) as stage:
-        page.goto(f"{stage.url}/#playground")
-        page.wait_for_selector("#model option", state="attached")
-        page.fill("#prompt", "Count from 3 to 40.")
-        page.click("#send")
-        page.wait_for_selector(".cost:has-text('first token after')")
-        assert "3 4 5 6" in page.inner_text(".message.assistant").replace(",", "")
-        picture(page, "chat")
-
-
 def test_a_chat_streams(page: Any, stage: Stage) -> None:
     page.goto(f"{stage.url}/#playground")
     page.wait_for_selector("#model option", state="attached")
