@@ -22,10 +22,10 @@ WAYS = [(architecture, "torch") for architecture in ARCHITECTURES]
 WAYS += [("llama", "attention"), *((architecture, "decoder") for architecture in KNOWN_TO_THE_DECODER)]
 
 
-def some_requests(num_requests: int = 9) -> list[Request]:
+def some_requests(vocab_size: int, num_requests: int = 9) -> list[Request]:
     """Every third generates, the others want an embedding."""
     requests = []
-    for number, request in enumerate(random_requests(num_requests, VOCAB_SIZE, seed=3)):
+    for number, request in enumerate(random_requests(num_requests, vocab_size, seed=3)):
         pooling = (None, Pooling.LAST, Pooling.MEAN)[number % 3]
         asked = request if pooling is None else replace(request, sampling=replace(request.sampling, max_tokens=0))
         requests.append(replace(asked, pooling=pooling))
@@ -46,7 +46,7 @@ def check(model: PreTrainedModel, requests: list[Request], outcome: Outcome) -> 
 @pytest.mark.parametrize(("architecture", "way"), WAYS)
 def test_hidden_states_are_the_models_own(architecture: str, way: str, tiny_model_path: Callable[[str], Path]) -> None:
     path = tiny_model_path(architecture)
-    model, requests = own_model(path), some_requests()
+    model, requests = own_model(path), some_requests(VOCAB_SIZE)
     engine = build(path, way=way)
     assert engine.facts.embedding_size == 64
     first = run_to_end(engine, *requests)
@@ -61,8 +61,14 @@ def test_hidden_states_are_the_models_own(architecture: str, way: str, tiny_mode
 @pytest.mark.parametrize(("architecture", "way"), [("llama", "torch"), ("llama", "decoder"), ("gemma2", "torch")])
 def test_in_chunks_and_after_preemption(architecture: str, way: str, tiny_model_path: Callable[[str], Path]) -> None:
     path = tiny_model_path(architecture)
-    requests = some_requests(18)
+    requests = some_requests(VOCAB_SIZE, 18)
     engine = build(path, way=way, num_slots=192, max_running=12, prefill_chunk_tokens=7, max_step_tokens=40)
     outcome = run_to_end(engine, *requests)
     assert engine.stats().total_preemptions
     check(own_model(path), requests, outcome)
+
+
+@pytest.mark.parametrize("way", ["decoder", "torch"])
+def test_of_the_bundled_model(demo_path: Path, way: str) -> None:
+    requests = some_requests(763, 6)
+    check(own_model(demo_path), requests, run_to_end(build(demo_path, way=way, prefill_chunk_tokens=16), *requests))

@@ -46,6 +46,12 @@ def random_requests(num_requests: int, vocab_size: int, *, seed: int = 1) -> tup
     return tuple(requests)
 
 
+@pytest.fixture(scope="module")
+def reference_of_the_bundled_model(demo_path: Path) -> Reference:
+    requests = random_requests(11, 763, seed=2)
+    return Reference(requests, generate_plainly(demo_path, requests))
+
+
 def build(
     path: Path,
     *,
@@ -136,6 +142,13 @@ def test_the_references_tell_tokens_apart(reference) -> None:  # type: ignore[no
     for architecture in ARCHITECTURES:
         tokens = {t for output in reference(architecture).token_ids.values() for t in output}
         assert len(tokens) > 20, architecture
+
+
+@pytest.mark.parametrize("way", ["torch", "attention", "decoder"])
+def test_the_bundled_model(demo_path: Path, way: str, reference_of_the_bundled_model: Reference) -> None:
+    requests, expected = reference_of_the_bundled_model.requests, reference_of_the_bundled_model.token_ids
+    for settings in ({"num_slots": 3200}, {"num_slots": 240, "max_step_tokens": 40, "prefill_chunk_tokens": 7}):
+        assert run_to_end(build(demo_path, way=way, **settings), *requests).token_ids == expected
 
 
 SAMPLED = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "presence_penalty": 0.4, "repetition_penalty": 1.2}

@@ -16,7 +16,7 @@ from app.engine.request import Request, TokenLogprobs
 from app.model.cpu.library import ThreadPool, library
 from app.model.cpu.sampling import NativeSampler
 from app.model.logprobs import compute_logprobs
-from tests.kit.engine import Outcome, run_to_end
+from tests.kit.engine import Outcome, make_request, run_to_end
 from tests.kit.models import own_model
 from tests.model.test_equivalence import build, random_requests
 from tests.tiny_models import VOCAB_SIZE
@@ -39,8 +39,8 @@ def asking(request: Request, number: int) -> Request:
     return replace(request, sampling=sampling)
 
 
-def some_requests() -> list[Request]:
-    return [asking(request, number) for number, request in enumerate(random_requests(33, VOCAB_SIZE, seed=5))]
+def some_requests(vocab_size: int) -> list[Request]:
+    return [asking(request, number) for number, request in enumerate(random_requests(33, vocab_size, seed=5))]
 
 
 def check(model: PreTrainedModel, request: Request, outcome: Outcome) -> None:
@@ -78,7 +78,7 @@ def check_place(found: TokenLogprobs, token: int, expected: torch.Tensor, num_to
 def test_values_are_the_models_own(
     architecture: str, way: str, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, requests = tiny_model_path(architecture), some_requests()
+    path, requests = tiny_model_path(architecture), some_requests(VOCAB_SIZE)
     model = own_model(path)
     roomy = build(path, way=way, num_slots=3200)
     cramped = build(path, way=way, num_slots=240, max_step_tokens=40, prefill_chunk_tokens=7)
@@ -90,13 +90,40 @@ def test_values_are_the_models_own(
     assert cramped.stats().total_preemptions > 0
 
 
+@pytest.mark.parametrize("way", ["torch", "attention", "decoder"])
+def test_log_likelihoods_of_the_bundled_model(demo_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an evaluation wants them: many ragged contexts, each with a continuation; each sum is within 1e-4."""
+    monkeypatch.setattr("app.engine.batch.MAX_SCORED_TOKENS", 100)
+    contexts = [
+        replace(request, sampling=replace(request.sampling, temperature=1.0, seed=n, max_tokens=20))
+        for n, request in enumerate(random_requests(30, 763, seed=9))
+    ]
+    engine = build(demo_path, way=way, num_slots=3200)
+    continuations = run_to_end(engine, *contexts).token_ids
+    model = own_model(demo_path)
+    requests = {
+        context.request_id: make_request(
+            (*context.prompt_token_ids, *continuations[context.request_id]), max_tokens=0, prompt_logprobs=1
+        )
+        for context in contexts
+    }
+    outcome = run_to_end(engine, *requests.values())
+    for context in contexts:
+        request, num_context = requests[context.request_id], len(context.prompt_token_ids)
+        tokens = torch.tensor([request.prompt_token_ids])
+        with torch.inference_mode():
+            expected = model(tokens).logits[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[num_context - 1 :]
+        found = outcome.prompt_logprobs[request.request_id][num_context - 1 :]
+        assert sum(each.logprob for each in found) == pytest.approx(float(expected.double().sum()), abs=TOLERANCE)
+
+
 def values_of(engine: Engine, *requests: Request) -> dict[str, tuple[list[TokenLogprobs], list[TokenLogprobs]]]:
     outcome = run_to_end(engine, *requests)
     return {each: (outcome.logprobs[each], outcome.prompt_logprobs[each]) for each in outcome.reasons}
 
 
 def test_in_the_decoder_no_bit_depends_on_the_others(tiny_model_path: Callable[[str], Path]) -> None:
-    path, requests = tiny_model_path("llama"), some_requests()
+    path, requests = tiny_model_path("llama"), some_requests(VOCAB_SIZE)
     alone = build(path, way="decoder", num_slots=3200)
     expected: dict[str, tuple[list[TokenLogprobs], list[TokenLogprobs]]] = {}
     for request in requests:
