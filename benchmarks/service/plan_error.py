@@ -31,7 +31,8 @@ from benchmarks.harness.figures import table
 from benchmarks.harness.service import Service, application, service
 from benchmarks.service.online import LEAD_S, completion_request, play
 from deployments.plan.planner import full_rate, limits_to_measure
-from deployments.plan.simulation import SimulatedRun, simulate
+from deployments.plan.simulated_run import SimulatedRun
+from deployments.plan.simulation import simulate
 from deployments.plan.step_cost import MeasuredReplica, measure
 from deployments.plan.traces import Trace, read_trace
 

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from app.config import CacheConfig, RolesConfig, SchedulerConfig, StrategyConfig, choice_of
 from app.errors import InvalidSetup
-from deployments.plan.simulation import SimulatedRun, simulate
+from deployments.plan.simulated_run import SimulatedRun
+from deployments.plan.simulation import simulate
 from deployments.plan.step_cost import MeasuredReplica
 from deployments.plan.traces import Trace
 

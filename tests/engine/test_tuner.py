@@ -15,7 +15,8 @@ from app.config import CacheConfig, SchedulerConfig, TargetsConfig
 from app.engine.batch import StepLimits
 from app.engine.observer import EndedStep, StepObserver
 from app.engine.tuner import MIN_PREFILL_TOKENS, RecentTimes, Tuner, Tuning, TuningReason
-from deployments.plan.simulation import FleetSimulation, SimulatedRun, simulate
+from deployments.plan.simulated_run import SimulatedRun
+from deployments.plan.simulation import FleetSimulation, simulate
 from deployments.plan.step_cost import StepCost
 from deployments.plan.traces import Trace
 from tests.deployments.plan.measured import measured_replica, step_cost, trace_of

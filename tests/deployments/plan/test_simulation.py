@@ -17,7 +17,8 @@ from app.engine.request import Request, SamplingParams
 from app.engine.trace.entries import Arrival, Entry, StepRecord, to_line
 from app.engine.trace.recorder import StepRecorder
 from app.engine.trace.step_log import log_header
-from deployments.plan.simulation import FleetSimulation, SimulatedClock, SimulatedRun, _Replica, simulate
+from deployments.plan.simulated_run import SimulatedRun
+from deployments.plan.simulation import FleetSimulation, SimulatedClock, _Replica, simulate
 from deployments.plan.step_cost import MeasuredReplica, StepCost, StepShape
 from deployments.plan.traces import Trace, TracedRequest, read_trace
 from tests.deployments.plan.measured import measured_replica, step_cost, trace_of
