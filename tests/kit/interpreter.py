@@ -77,7 +77,9 @@ def _know_types(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
         self.numel, self.shape = sizes(kind.shape if kind.is_block() else ())
 
     def block_type(self: Any, element_type: Any, shape: Any) -> None:
-        self.element_ty, self.shape = element_type, tuple(core._unwrap_shape(shape))
+        given = shape.value if isinstance(shape, constant) else shape
+        self.shape = tuple([each.value if isinstance(each, constant) else each for each in given])
+        self.element_ty = element_type
         self.numel, text = block(self.shape)
         self.name = f"<{text}, {element_type.name}>"
 
