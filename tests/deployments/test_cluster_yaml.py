@@ -31,6 +31,7 @@ def test_it_is_valid_for_the_cluster_launcher(config: dict[str, Any]) -> None:
 def test_every_node_starts_ray_in_serves_fast_modes(config: dict[str, Any], commands: str) -> None:
     start = next(command for command in config[commands] if "ray start" in command)
     assert "RAY_SERVE_THROUGHPUT_OPTIMIZED=1 RAY_SERVE_ENABLE_HA_PROXY=1" in start
+    assert "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S=3600" in start, "else streams end 120 s after ingresses change"
     assert start.index("RAY_SERVE_") < start.index("ray start")
 
 
