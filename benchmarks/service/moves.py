@@ -34,7 +34,7 @@ from benchmarks.harness.turns import turns
 _NAME = "moves"
 _TIMEOUT_S = 300.0
 _DRAIN_S = 4.0  # streams leave after three quarters of it
-_LEAVING, _LEAVING_TOKENS = 2, 300
+_LEAVING, _LEAVING_TOKENS = 2, 500
 _ROLE_STREAMS, _ROLE_TOKENS, _ROLE_PROMPTS = 16, 300, 4
 _SHORT, _SHORT_PROMPT, _SHORT_TOKENS, _SHORT_BLOCKS = 3, 700, 500, 150
 _MODES = {"with": True, "without": False}
