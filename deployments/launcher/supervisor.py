@@ -133,8 +133,8 @@ def environment(
         # the ingress's workers and answers 500. HAProxy tries a failed connection again, at another ingress if it can;
         # its health checks find an ingress that is dead.
         "RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED": "0",
-        # When ingresses change, a new HAProxy takes over and the one before ends its streams, by default for 120 s. This
-        # is as long as a client may be silent.
+        # When ingresses change, a new HAProxy takes over, and the one before ends its streams: by default for 120 s.
+        # This is as long as a client may be silent.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
         # Most of what an idle service computes is its controller looking for changes, by default ten times a second.
         # Streams do not wait for it when a replica dies: the ingress sees that its line broke.
