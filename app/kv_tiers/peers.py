@@ -26,9 +26,9 @@ from app.kv_tiers.folder import HEADER, header_of
 
 logger = logging.getLogger(__name__)
 
-# Of connecting, and of each send and receive. Whoever waits for blocks computes them after less.
+# Of connecting, and of each send and receive. A sequence that waits for blocks computes them after less.
 TIMEOUT_S = 1.0
-MAX_SENT_AT_ONCE = 4  # prefixes; who asks for more computes
+MAX_SENT_AT_ONCE = 4  # prefixes; a replica that asks for more computes
 MAX_WANTED_BYTES = 16 << 20  # of one question: two million tokens
 
 _LENGTH = struct.Struct(">I")

@@ -99,9 +99,7 @@ class TierStore(BlockStore):
         return found
 
     def expected_s(self, num_blocks: int) -> float:
-        # What was slow for a while is tried again.
-        is_known = time.monotonic() - self._measured_at <= MEASURED_LIFE_S
-        return self._block_s * (self._num_to_fetch + num_blocks) if is_known else 0.0
+        return self._block_s * (self._num_to_fetch + num_blocks) if self._is_measured else 0.0
 
     def begin(self, fetch: Fetch) -> None:
         with self._wake:
@@ -256,10 +254,14 @@ class TierStore(BlockStore):
         wanted = Wanted(self.namespace, request.prefix_salt, token_ids.tobytes(), num_before + fetch.num_filled)
         return BlocksOfPeer(address, wanted)
 
+    @property
+    def _is_measured(self) -> bool:
+        """Whether a fetch has been measured lately: what was slow for a while is tried again."""
+        return time.monotonic() - self._measured_at <= MEASURED_LIFE_S
+
     def _measure(self, seconds: float) -> None:
         """Of one block."""
-        is_known = time.monotonic() - self._measured_at <= MEASURED_LIFE_S
-        self._block_s += (seconds - self._block_s) * (0.1 if is_known else 1.0)
+        self._block_s += (seconds - self._block_s) * (0.1 if self._is_measured else 1.0)
         self._measured_at = time.monotonic()
 
     def _keep_all(self, folder: BlockFolder, prefix: Prefix, content: memoryview) -> None:

@@ -28,7 +28,7 @@ from app.engine.sequence import Sequence as EngineSequence
 from app.engine.stats import StoreStats
 from app.errors import Overloaded
 from app.fleet import report_of
-from app.fleet.dispatch import DECODE, PREFILL, Group, GroupChooser, group_of_rank, make_policy
+from app.fleet.dispatch import PREFILL, GroupChooser, group_of_rank, groups_of_roles, make_policy
 from app.fleet.prefix_feed import PrefixFeed, PrefixReader
 from app.fleet.replica_registry import ReplicaRegistry
 from deployments.plan.simulated_run import SimulatedRun
@@ -339,7 +339,7 @@ class FleetSimulation:
         self._rng = random.Random(seed or 0)
         self._registry_of: list[ReplicaRegistry] = []  # by the number of the request
         self._max_tokens: list[int] = []  # likewise
-        groups = [] if roles is None else [Group(PREFILL, roles.prefill), Group(DECODE, roles.decode)]
+        groups = [] if roles is None else groups_of_roles(prefill=roles.prefill, decode=roles.decode)
         self._split: dict[str, Request] = {}  # that go on elsewhere after their prompt
         self._replicas = {
             f"replica-{number:04d}": _Replica(

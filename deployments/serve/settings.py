@@ -23,7 +23,7 @@ from app.config import (
 )
 from app.config.checks import check_branches
 from app.errors import InvalidSetup
-from app.fleet.dispatch import DECODE, PREFILL, Group
+from app.fleet.dispatch import Group, groups_of_roles
 from app.model.simulated import SimulatedCosts
 from app.webhooks.receiver import check_default
 
@@ -204,7 +204,7 @@ def groups_of(model: ServedModelConfig) -> list[Group]:
     """The arms of a model's trial, or its roles, as dispatch knows them."""
     roles = model.replicas.roles
     if roles is not None:
-        return [Group(PREFILL, roles.prefill), Group(DECODE, roles.decode)]
+        return groups_of_roles(prefill=roles.prefill, decode=roles.decode)
     return [Group(group.name, group.share, model.scheduler_of(group.name).preset) for group in model.replicas.groups]
 
 

@@ -94,7 +94,7 @@ def test_the_beginning_of_a_prompt_is_fetched_from_the_replica_that_has_much_of_
     prompt = tuple(range(2, 500))
     for digest in digests_of(prompt, salt="", block_size=4)[:num_blocks]:
         feed.note(digest, True)
-    for at in (None, address):  # nobody can fetch it before it is known from where
+    for at in (None, address):  # it can be fetched once it is known from where
         feed.address = at
         registry.note("b", make_report(), feed.open().take())
         for _ in range(2):

@@ -2,7 +2,7 @@
 
 from app.fleet.dispatch.affinity import PrefixChanges, PrefixIndex, Sessions
 from app.fleet.dispatch.decision import Candidate, Decision, RequestSize
-from app.fleet.dispatch.groups import DECODE, PREFILL, Group, GroupChooser, group_of_rank, of_group
+from app.fleet.dispatch.groups import DECODE, PREFILL, Group, GroupChooser, group_of_rank, groups_of_roles, of_group
 from app.fleet.dispatch.ledger import Ledger, ReplicaReport
 from app.fleet.dispatch.policies import (
     DispatchPolicy,
@@ -31,6 +31,7 @@ __all__ = [
     "RoundRobin",
     "Sessions",
     "group_of_rank",
+    "groups_of_roles",
     "make_policy",
     "near_adapter",
     "of_group",

@@ -75,6 +75,11 @@ def _check(asked: str, names: Collection[str], *, param: str, what: str = "") ->
         raise InvalidRequest(f"there is no group {what}{asked!r}; {there_are}", param=param)
 
 
+def groups_of_roles(*, prefill: int, decode: int) -> list[Group]:
+    """The two roles, with so many replicas each."""
+    return [Group(PREFILL, prefill), Group(DECODE, decode)]
+
+
 def group_of_rank(rank: int, groups: Sequence[Group]) -> str:
     """The group of the replica with this rank (0, 1, 2, …); "" when there are no groups.
 
