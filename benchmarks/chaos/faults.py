@@ -61,7 +61,7 @@ class Fault:
 
     row: str
     text: str
-    choose: Choose  # the process or the host that it hits
+    choose: Choose  # the process or the host that it hits; called in a thread, since it may wait
     quiet_s: tuple[float, float] = _QUIET_S
     source: str = ""  # names its random numbers; default: row and text
     recovery: str = "recovery_s"  # from the fault, or from its end, until all replicas answer
@@ -82,7 +82,7 @@ class Fault:
         async with traffic.flowing():
             for run in range(size.runs):
                 await asyncio.sleep(source.uniform(*self.quiet_s))
-                strike = self.choose(running, source)
+                strike = await asyncio.to_thread(self.choose, running, source)
                 is_replaced = self._replacement(running)
                 struck_s.append(time.perf_counter())
                 ended_s = await _lasting(strike)
@@ -106,19 +106,19 @@ async def _lasting(strike: Strike) -> float | None:
     return time.perf_counter()
 
 
-def _kill(pids: Sequence[int]) -> None:
+def kill(pids: Sequence[int]) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
 
 
-def _stop(pid: int) -> Mend:
+def stop(pid: int) -> Mend:
     os.kill(pid, signal.SIGSTOP)
     return partial(os.kill, pid, signal.SIGCONT)
 
 
 def kill_replicas(number: int) -> Choose:
     """Kill so many replicas at once."""
-    return lambda running, source: partial(_kill, source.sample(running.replicas(), number))
+    return lambda running, source: partial(kill, source.sample(running.replicas(), number))
 
 
 def _rank(number: signal.Signals) -> Choose:
@@ -193,7 +193,7 @@ async def stop_one_of_three(size: Size) -> list[Row]:
     for silence_s in (3.0, 0.8):
         fault = Fault(
             row="R4", text=f"SIGSTOP one of 3 replicas for {LASTS_S:g} s, silence_timeout_s {silence_s:g}", source="R4",
-            choose=lambda running, source: partial(_stop, source.choice(running.replicas())),
+            choose=lambda running, source: partial(stop, source.choice(running.replicas())),
             recovery="answers_after_sigcont_s",
         )  # fmt: skip
         rows += await _all([fault], size, silence_timeout_s=silence_s)
@@ -215,7 +215,7 @@ async def kill_several(size: Size) -> list[Row]:
 
 def _infrastructure(row: str, text: str, processes: Callable[[Stage], list[int]]) -> Fault:
     return Fault(
-        row=row, text=text, choose=lambda running, _: partial(_kill, processes(running)), quiet_s=(1.0, 1.0),
+        row=row, text=text, choose=lambda running, _: partial(kill, processes(running)), quiet_s=(1.0, 1.0),
         replaced=processes, after_s=_AFTER_S,
     )  # fmt: skip
 
@@ -323,7 +323,7 @@ async def _killing_at(
         await moment(partial(_is_now, fresh.answers, first, is_now))
         victim = source.choice(running.replicas())
         struck_s.append(time.perf_counter())
-        _kill([victim])
+        kill([victim])
         await answering
         await running.is_whole()
         tell(f"R3: {phase}: run {run + 1} of {size.runs}")

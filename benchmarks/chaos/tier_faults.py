@@ -1,4 +1,4 @@
-"""Row R15: what happens to the folder of `cache.tiers` while streams read and write it."""
+"""Row R15: prefixes in a folder of `cache.tiers`, or from another replica, while something happens to either."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import os
 import random
 import shutil
 import stat
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from benchmarks.chaos.faults import LASTS_S, Fault, Mend, Strike, kill_replicas
+from benchmarks.chaos.faults import LASTS_S, Choose, Fault, Mend, Strike, kill, kill_replicas, stop
 from benchmarks.chaos.stage import Size, Stage, under_traffic
 from benchmarks.chaos.traffic import Asked, mixed
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.disk import fill, small_disk
+from benchmarks.harness.processes import connections
 from benchmarks.harness.service import scraped
 
 _DISK_MIB = 512
@@ -26,12 +29,13 @@ _NUM_BLOCKS = 1024  # of a replica: less than its streams' prompts
 _PROMPT_TOKENS = (560, 760)  # what comes once is kept from 512 on
 _MAX_TOKENS = (60, 160)
 _FLIPPED_BITS = 1000
+_TRANSFER_WITHIN_S = 30.0
 _TOKENS_READ = "carousel_tier_tokens_total"
 
 
 async def break_tier(size: Size) -> list[dict[str, Any]]:
     """R15: replicas share a folder of prefixes that their memory does not hold: kill -9, a folder that is deleted,
-    damaged, full or hangs."""
+    damaged, full or hangs. Without a folder they fetch prefixes from one another: kill -9 of either in a transfer."""
     with small_disk(_DISK_MIB) as disk:
         folder = disk / "kv"
         faults = {
@@ -42,23 +46,30 @@ async def break_tier(size: Size) -> list[dict[str, Any]]:
             f"reads hang for {LASTS_S:g} s": _on(folder, _hang),
         }
         requests = mixed(size.streams, max_tokens=_MAX_TOKENS, prompt_tokens=_PROMPT_TOKENS)
-        compared = {"no tier, for comparison: kill -9 one of 3 replicas": kill_replicas(1)}
-        return await _with_tier(None, compared, requests, size) + await _with_tier(folder, faults, requests, size)
+        compared = {"nothing is fetched, for comparison: kill -9 one of 3 replicas": kill_replicas(1)}
+        peers = {
+            f"kill -9 the replica that {what} blocks of another": partial(_in_transfer, end)
+            for end, what in enumerate(("sends", "receives"))
+        }
+        return [
+            *await _under(compared, requests, size, fetch_prefixes=False),
+            *await _under(peers, requests, size, dispatch="round_robin"),
+            *await _under(faults, requests, size, cache={"tiers": [{"path": str(folder), "max_gib": 0.25}]}),
+        ]
 
 
-async def _with_tier(
-    folder: Path | None, faults: dict[str, Callable[..., Strike]], requests: Sequence[Asked], size: Size
-) -> list[dict[str, Any]]:
-    tiers = [] if folder is None else [{"path": str(folder), "max_gib": 0.25}]
-    cache = {"num_blocks": _NUM_BLOCKS, "tiers": tiers}
+async def _under(
+    faults: Mapping[str, Choose], requests: Sequence[Asked], size: Size, *,
+    cache: Mapping[str, Any] = MappingProxyType({}), **settings: Any,
+) -> list[dict[str, Any]]:  # fmt: skip
+    cache = {"num_blocks": _NUM_BLOCKS, "tiers": [], **cache}
     rows = []
-    async with under_traffic(size, requests=requests, weights=True, cache=cache) as (running, traffic):
+    async with under_traffic(size, requests=requests, weights=True, cache=cache, **settings) as (running, traffic):
         for text, choose in faults.items():
             fault = Fault(row="R15", text=text, choose=choose, source=text, after_s=LASTS_S)
             read_before = _tokens_read(running)
             rows.append(await fault.figures(running, replace(traffic, answers=[]), size))
-            if folder is not None:
-                rows[-1]["tokens_read"] = _tokens_read(running) - read_before  # a replica that dies begins at 0
+            rows[-1]["tokens_read"] = _tokens_read(running) - read_before  # a replica that dies begins at 0
     return rows
 
 
@@ -66,7 +77,22 @@ def _tokens_read(running: Stage) -> int:
     return round(sum(value for name, _, value in scraped(running.target) if name == _TOKENS_READ))
 
 
-def _on(folder: Path, strike: Callable[[Path, random.Random], Mend | None]) -> Callable[..., Strike]:
+def _in_transfer(end: int, running: Stage, _source: random.Random) -> Strike:
+    """Kill the sender (0) or the receiver (1) of a prefix, which stands still until then.
+
+    Raises BenchmarkError where no replica fetches a prefix: then the row would tell nothing.
+    """
+    replicas, deadline_s = running.replicas(), time.perf_counter() + _TRANSFER_WITHIN_S
+    while time.perf_counter() < deadline_s:
+        for transfer in connections(replicas):
+            go_on = stop(transfer[end])
+            if transfer in connections(replicas):
+                return partial(kill, [transfer[end]])
+            go_on()
+    raise BenchmarkError(f"no replica fetched a prefix from another within {_TRANSFER_WITHIN_S:g} s")
+
+
+def _on(folder: Path, strike: Callable[[Path, random.Random], Mend | None]) -> Choose:
     return lambda _running, source: partial(strike, folder, source)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,28 @@ def resident_mib(pid: int) -> float:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     except OSError:
         return 0.0
+
+
+def connections(pids: Sequence[int]) -> set[tuple[int, int]]:
+    """The TCP connections (IPv4) between these processes: the one that listens, and the one that has connected."""
+    owners = {socket: pid for pid in pids for socket in _sockets(pid)}
+    # sl local_address rem_address st tx:rx tr:tm retrnsmt uid timeout inode ...; an address is IP:port in hex
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ports = [(local.split(":")[1], remote.split(":")[1], state, owners.get(inode))
+             for _, local, remote, state, *_, inode in (row[:10] for row in rows)]  # fmt: skip
+    listening = {port: pid for port, _, state, pid in ports if state == "0A" and pid}
+    return {(listening[to], pid) for _, to, state, pid in ports if state == "01" and pid and to in listening}
+
+
+def _sockets(pid: int) -> set[str]:
+    """The inodes of a process's sockets; none when it has ended."""
+    found = set()
+    with suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):  # closed in this moment
+                target = os.readlink(f"/proc/{pid}/fd/{name}")
+                found |= {target[8:-1]} if target.startswith("socket:[") else set()
+    return found
 
 
 def kill_family(root: int) -> None:

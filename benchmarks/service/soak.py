@@ -12,7 +12,7 @@ Progress goes to stderr; the last line of stdout is one JSON object:
 
     tenants       outcomes by tenant: `right` answers say what the same request said before, token for token; `leaked`:
                   with words of another request; `unexplained`: with cached tokens that no request of its own key and
-                  salt explains; times in ms, calm and attacked; the first findings in full
+                  salt explains; times in ms, calm and attacked; the slowest answers; the first findings in full
     searched      answers by kind in which words of other requests were looked for; `own`: in how many their own were
     sang          share of the whole greedy answers that say their own words
     attack        answers by status, and those of 500 and above
@@ -44,6 +44,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,13 @@ from benchmarks.harness.random_adapter import projections_in, save_random_adapte
 from benchmarks.harness.service import application, got, scraped, with_tools, write_keys
 from benchmarks.service.field_bodies import field_bodies
 from benchmarks.service.hostile_requests import HostileRequest, Tally, attack, hostile_requests, post
-from benchmarks.service.tenants import BLOCK_SIZE, DOCUMENTS, FINE, TIMEOUT_S, Found, Tenants
+from benchmarks.service.tenants import BLOCK_SIZE, DOCUMENTS, FINE, TIMEOUT_S, Answered, Found, Tenants
 
 _BATCHES = "ray::ServeReplica:carousel:batches"
 _SAMPLE_EVERY_S = 5.0
 _TELL_EVERY_S = 60.0
 _MIN_AGE_S = 60.0  # of a process whose memory counts: before, it still grows into its work
+_AFTER_KILL_S = 30.0  # a new replica may not be there yet
 _LATE_MS = 20_000.0  # an honest answer takes about half a second
 _PATIENCE_S = 300.0  # with the last batch
 _MAX_HOSTILE_AT_ONCE = 128
@@ -89,8 +91,12 @@ class Watched:
 
     samples: list[Sample] = field(default_factory=list)
     killed: set[int] = field(default_factory=set)
-    num_killed: Counter[str] = field(default_factory=Counter)
+    kills: list[tuple[float, str]] = field(default_factory=list)  # when, and what
     full_s: float = 0.0
+
+    @property
+    def num_killed(self) -> dict[str, int]:
+        return dict(Counter(what for _, what in self.kills))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -197,11 +203,11 @@ class _Soak:
         ended = set(before) - set(self._ours()) - self._watched.killed
         samples = await asyncio.to_thread(scraped, self._running.target)
         return (
-            figures_of(tenants.found, began, attacked_s)
+            figures_of(tenants.found, began, attacked_s, self._watched.kills)
             | attack_figures(self._tally)
             | process_figures(self._watched.samples, attacked_s, seconds)
             | {
-                "killed": dict(self._watched.num_killed),
+                "killed": self._watched.num_killed,
                 "disk_full_s": round(self._watched.full_s),
                 "restarts": sorted(before[pid] for pid in ended),
                 "preemptions": round(sum(n for name, _, n in samples if name == "carousel_engine_preemptions_total")),
@@ -252,7 +258,7 @@ class _Soak:
             if time.monotonic() > told_s + _TELL_EVERY_S:
                 told_s = time.monotonic()
                 tell(f"{sum((each.outcomes for each in self._tenants.found.values()), Counter())}")
-                tell(f"hostile: {dict(self._tally.outcomes)}, killed: {dict(self._watched.num_killed)}")
+                tell(f"hostile: {dict(self._tally.outcomes)}, killed: {self._watched.num_killed}")
             await asyncio.sleep(_SAMPLE_EVERY_S)
 
     def _sampled(self) -> list[Sample]:
@@ -276,7 +282,7 @@ class _Soak:
                 self._watched.killed.add(pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                    self._watched.num_killed[what] += 1
+                    self._watched.kills.append((time.monotonic(), what))
 
     async def _fill_disk(self, began_s: float, seconds: float) -> None:
         filler = self._folder / ".soak-fills-the-disk"
@@ -302,7 +308,9 @@ def _entries(pid: int, folder: str) -> int:
         return 0
 
 
-def figures_of(tenants: Mapping[str, Found], began_s: float, attacked_s: float) -> dict[str, Any]:
+def figures_of(
+    tenants: Mapping[str, Found], began_s: float, attacked_s: float, kills: Sequence[tuple[float, str]]
+) -> dict[str, Any]:
     """What the honest tenants got."""
     num_greedy = sum(each.num_greedy for each in tenants.values())
     return {
@@ -311,7 +319,8 @@ def figures_of(tenants: Mapping[str, Found], began_s: float, attacked_s: float) 
                 "outcomes": dict(sorted(found.outcomes.items())),
                 "calm_ms": {f"p{p}": found.times_ms(p, began_s, attacked_s) for p in (50, 99)},
                 "attacked_ms": {f"p{p}": found.times_ms(p, attacked_s) for p in (50, 99, 100)},
-                "late": sum(1000 * took_s > _LATE_MS for _, took_s in found.times_s),
+                "late": sum(1000 * each.took_s > _LATE_MS for each in found.answered),
+                "slowest": [_told(each, kills) for each in nlargest(5, found.answered, key=lambda each: each.took_s)],
                 "cached": found.num_cached,
                 "findings": found.details,
             }
@@ -320,6 +329,20 @@ def figures_of(tenants: Mapping[str, Found], began_s: float, attacked_s: float) 
         "searched": dict(sum((each.answers for each in tenants.values()), Counter())),
         "own": dict(sum((each.own for each in tenants.values()), Counter())),
         "sang": round(sum(each.num_sang for each in tenants.values()) / num_greedy, 4) if num_greedy else None,
+    }
+
+
+def _told(answer: Answered, kills: Sequence[tuple[float, str]]) -> dict[str, Any]:
+    """What may say why; `kills`: what was killed shortly before or during it, and how long after its first try."""
+    asked_s = answer.at_s - answer.took_s
+    return {
+        "kind": answer.kind,
+        "model": answer.model,
+        "took_s": round(answer.took_s, 1),
+        "tries": answer.num_tries,
+        "kills": [
+            (what, round(at_s - asked_s, 1)) for at_s, what in kills if asked_s - _AFTER_KILL_S <= at_s <= answer.at_s
+        ],
     }
 
 

@@ -7,6 +7,7 @@ sent before: with `batch_invariant` their answers must be the same, token for to
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -33,6 +34,17 @@ _BATCH_POLL_S, _AFTER_REFUSAL_S = 1.0, 2.0
 _CHAT = "chat/completions"
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A right answer: when it was there, and how long after the first try."""
+
+    at_s: float
+    took_s: float
+    kind: str
+    model: str
+    num_tries: int
+
+
 @dataclass(slots=True)
 class Found:
     """What one tenant got."""
@@ -40,9 +52,7 @@ class Found:
     outcomes: Counter[str] = field(default_factory=Counter)
     answers: Counter[str] = field(default_factory=Counter)  # searched, by kind
     own: Counter[str] = field(default_factory=Counter)  # those of them in which the search found their own secret
-    times_s: list[tuple[float, float]] = field(
-        default_factory=list
-    )  # of right answers: when, and how long from the ask
+    answered: list[Answered] = field(default_factory=list)
     details: list[Json] = field(default_factory=list)
     num_cached: int = 0  # answers with `cached_tokens`
     num_greedy: int = 0
@@ -56,7 +66,7 @@ class Found:
 
     def times_ms(self, percent: float, from_s: float = 0.0, to_s: float = float("inf")) -> float | None:
         """A percentile of the times of answers that ended in this span."""
-        return percentile([1000 * took_s for at_s, took_s in self.times_s if from_s <= at_s < to_s], percent)
+        return percentile([1000 * each.took_s for each in self.answered if from_s <= each.at_s < to_s], percent)
 
 
 class Reply:
@@ -170,7 +180,7 @@ class Tenants:
         prompts = [self._tokenizer.encode_chat(each, tools=tools) for each in asked.conversations]
         self._prefixes.add(asked, prompts)
         try:
-            reply = await self._answer(asked)
+            reply, num_tries = await self._answer(asked)
         except TimeoutError:
             found.count("hung", kind=asked.kind)
             return
@@ -194,7 +204,8 @@ class Tenants:
             found.count("wrong", kind=asked.kind, said=answer.texts, expected=expected.texts)
             return
         found.outcomes["right"] += 1
-        found.times_s.append((time.monotonic(), time.monotonic() - began_s))
+        now = time.monotonic()
+        found.answered.append(Answered(now, now - began_s, asked.kind, asked.body["model"], num_tries))
 
     def _search(self, asked: Question, answer: Heard, num_explained: int) -> None:
         """For the words of others, and for cached tokens that none of its own explains."""
@@ -214,10 +225,10 @@ class Tenants:
             found.num_greedy += 1
             found.num_sang += answer.first == asked.secrets[0].sentence
 
-    async def _answer(self, asked: Question) -> Reply:
-        """Raises OSError or TimeoutError when there is none."""
+    async def _answer(self, asked: Question) -> tuple[Reply, int]:
+        """The last reply, and how many there were. Raises OSError or TimeoutError when there is none."""
         request = self._target.request(asked.endpoint, asked.body, self._auth(asked.tenant))
-        while True:
+        for num_tries in itertools.count(1):
             reply = Reply(asked.leaves_after)
             async with asyncio.timeout(TIMEOUT_S):
                 sending = asyncio.create_task(call(self._target, request, reply))
@@ -228,9 +239,10 @@ class Tenants:
                     if not reply.has_enough:
                         raise
             if reply.status != 429 or time.monotonic() > self.patience_ends_s:
-                return reply
+                return reply, num_tries
             self.found[asked.tenant].outcomes["tried_again"] += 1
             await asyncio.sleep(_RETRY_S)
+        raise AssertionError("it counts for ever")
 
     def _auth(self, tenant: str) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._keys[tenant]}"}

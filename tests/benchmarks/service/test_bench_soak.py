@@ -27,7 +27,7 @@ from benchmarks.harness.http_call import Target
 from benchmarks.service.canaries import KINDS, Secrets, heard
 from benchmarks.service.hostile_requests import Tally, attack, hostile_requests
 from benchmarks.service.soak import Sample, attack_figures, figures_of, is_bad, process_figures
-from benchmarks.service.tenants import FINE, Found, Reply, Tenants
+from benchmarks.service.tenants import FINE, Answered, Found, Reply, Tenants
 from tests.benchmarks.servers import served, simulated_service
 from tests.kit.service import ring
 
@@ -98,12 +98,23 @@ def test_in_a_sound_service_all_answers_are_right(
 ) -> None:
     tenants = found_in(number=150)
     assert outcomes(tenants).keys() <= FINE, [each.details for each in tenants.values()]
-    figures = figures_of(tenants, 0.0, 0.0)
+    figures = figures_of(tenants, 0.0, 0.0, [])
     assert figures["sang"] > 0.9
     assert set(figures["own"]) == set(figures["searched"]) == set(KINDS_HERE)
     assert all(figures["own"].values()), "of every kind the search sees what is in it"
     assert sum(each.num_cached for each in tenants.values()) > 0
     assert engine.stats().total_preemptions > 0
+
+
+def test_the_slowest_answers_are_told_with_the_kills_that_were_shortly_before_them() -> None:
+    answers = [Answered(at_s, took_s, "stream", "demo", 2) for at_s, took_s in ((50.0, 1.0), (150.0, 21.0))]
+    kills = [(60.0, "replica"), (128.0, "batches"), (130.0, "replica"), (151.0, "replica")]
+    found = figures_of({"one": Found(answered=answers)}, 0.0, 1.0, kills)["tenants"]["one"]
+    assert found["late"] == 1
+    assert [(each["took_s"], each["kills"]) for each in found["slowest"]] == [
+        (21.0, [("batches", -1.0), ("replica", 1.0)]),
+        (1.0, []),
+    ]
 
 
 def test_what_is_given_to_another_is_found(found_in: Callable[..., dict[str, Found]], engine: AsyncEngine) -> None:
@@ -161,7 +172,7 @@ def test_no_hostile_request_is_a_server_error_and_honest_ones_are_answered(demo_
 
 def _figures(tenants: dict[str, Found], **changes: Any) -> dict[str, Any]:
     processes: dict[str, Any] = {"growth": {}, "restarts": [], "left": {"running": 0}, "max_growth": 1.05}
-    return figures_of(tenants, 0.0, 1.0) | attack_figures(Tally()) | processes | changes
+    return figures_of(tenants, 0.0, 1.0, []) | attack_figures(Tally()) | processes | changes
 
 
 @pytest.mark.parametrize(
