@@ -29,7 +29,8 @@ _NUM_BLOCKS = 1024  # of a replica: less than its streams' prompts
 _PROMPT_TOKENS = (560, 760)  # what comes once is kept from 512 on
 _MAX_TOKENS = (60, 160)
 _FLIPPED_BITS = 1000
-_TRANSFER_WITHIN_S = 30.0
+_TRANSFER_WITHIN_S = 60.0
+_STANDS_STILL_S = 1.0
 _TOKENS_READ = "carousel_tier_tokens_total"
 
 
@@ -77,19 +78,28 @@ def _tokens_read(running: Stage) -> int:
     return round(sum(value for name, _, value in scraped(running.target) if name == _TOKENS_READ))
 
 
-def _in_transfer(end: int, running: Stage, _source: random.Random) -> Strike:
-    """Kill the sender (0) or the receiver (1) of a prefix, which stands still until then.
+def _in_transfer(end: int, running: Stage, source: random.Random) -> Strike:
+    """Kill the sender (0) or the receiver (1) of a prefix. The sender stands still until one asks it: a second at most.
 
     Raises BenchmarkError where no replica fetches a prefix: then the row would tell nothing.
     """
     replicas, deadline_s = running.replicas(), time.perf_counter() + _TRANSFER_WITHIN_S
     while time.perf_counter() < deadline_s:
-        for transfer in connections(replicas):
-            go_on = stop(transfer[end])
-            if transfer in connections(replicas):
-                return partial(kill, [transfer[end]])
-            go_on()
+        sender = source.choice(replicas)
+        go_on, until_s = stop(sender), time.perf_counter() + _STANDS_STILL_S
+        while time.perf_counter() < until_s:
+            for transfer in connections(replicas):
+                if transfer[0] == sender:
+                    return partial(_kill_and_go_on, transfer[end], go_on)
+        go_on()
+        time.sleep(_STANDS_STILL_S)
     raise BenchmarkError(f"no replica fetched a prefix from another within {_TRANSFER_WITHIN_S:g} s")
+
+
+def _kill_and_go_on(victim: int, go_on: Mend) -> None:
+    kill([victim])
+    with suppress(ProcessLookupError):  # it was the victim
+        go_on()
 
 
 def _on(folder: Path, strike: Callable[[Path, random.Random], Mend | None]) -> Choose:
