@@ -1,4 +1,4 @@
-"""A whole batch by the real `openai` package on a live cluster, whose process is killed in the middle of it."""
+"""A batch by the real `openai` package and a job, on a live cluster, whose process is killed in the middle of both."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import openai
 import pytest
@@ -19,7 +20,7 @@ from tests.waiting import PATIENCE_S, eventually
 
 MODEL = "switched"
 CHAT = "/v1/chat/completions"
-NUM_LINES = 200
+NUM_LINES, NUM_PROMPTS = 200, 60
 SECRET = "whsec_" + "QUJD" * 8
 
 
@@ -65,26 +66,62 @@ def line(number: int) -> str:
     return json.dumps({"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": body})
 
 
-def test_every_line_ends_once_though_the_process_is_killed(client: openai.OpenAI) -> None:
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """What was under way when the process was killed."""
+
+    batch_id: str
+    num_completed: int  # lines
+    job_id: str
+
+
+def num_completed(client: openai.OpenAI, batch_id: str) -> int:
+    counts = client.batches.retrieve(batch_id).request_counts
+    assert counts is not None
+    return counts.completed
+
+
+@pytest.fixture(scope="module")
+def killed(client: openai.OpenAI, inbox: Inbox) -> Killed:
     content = "\n".join(map(line, range(NUM_LINES))).encode()
     file = client.files.create(file=("night.jsonl", content), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-
-    def completed() -> int:
-        counts = client.batches.retrieve(batch.id).request_counts
-        assert counts is not None
-        return counts.completed
-
-    done = eventually(completed, lambda done: done >= NUM_LINES // 10)
+    done = eventually(lambda: num_completed(client, batch.id), lambda done: done >= NUM_LINES // 10)
+    webhook = {"url": f"http://127.0.0.1:{inbox.server_port}/hook", "secret": SECRET}
+    body = {"model": MODEL, "prompts": ["Once"] * NUM_PROMPTS, "max_tokens": 8, "ignore_eos": True}
+    body |= {"async": True, "webhook": webhook}
+    job = client.post("/batch", body=body, cast_to=object)
+    assert isinstance(job, dict)
     assert done < NUM_LINES
     kill_batches(SHARED)
-    assert completed() >= done  # asked again and again until the next process answers
-    batch = eventually(lambda: client.batches.retrieve(batch.id), lambda batch: batch.status == "completed")
+    return Killed(batch.id, done, job["id"])
+
+
+def test_every_line_ends_once_though_the_process_is_killed(client: openai.OpenAI, killed: Killed) -> None:
+    # Asked again and again until the next process answers.
+    assert num_completed(client, killed.batch_id) >= killed.num_completed
+    batch = eventually(lambda: client.batches.retrieve(killed.batch_id), lambda batch: batch.status == "completed")
     assert batch.output_file_id is not None
     assert batch.error_file_id is None
     lines = [json.loads(each) for each in client.files.content(batch.output_file_id).content.splitlines()]
     assert sorted(each["custom_id"] for each in lines) == sorted(f"line-{n}" for n in range(NUM_LINES))
     assert all(each["response"]["body"]["usage"]["completion_tokens"] == 8 for each in lines)
+
+
+def test_a_job_ends_and_its_webhook_comes_though_the_process_is_killed(
+    client: openai.OpenAI, killed: Killed, inbox: Inbox
+) -> None:
+    sent, headers = inbox.received.get(timeout=PATIENCE_S)
+    event = openai.OpenAI(api_key="none").webhooks.unwrap(sent, headers, secret=SECRET)
+    assert event.type == "batch.completed"
+    assert event.data.id == killed.job_id
+    job = client.get(f"/batch/{killed.job_id}", cast_to=object)
+    assert isinstance(job, dict)
+    assert (job["status"], job["progress"], job["webhook"]["id"]) == ("completed", 1, event.id)
+    assert [each["index"] for each in job["results"]] == list(range(NUM_PROMPTS))
+    stats = client.get("/batch/stats", cast_to=object)
+    assert isinstance(stats, dict)
+    assert stats["batches"]["completed"] >= 1
 
 
 def test_a_large_file_comes_back_as_it_was_sent(client: openai.OpenAI) -> None:
@@ -94,8 +131,12 @@ def test_a_large_file_comes_back_as_it_was_sent(client: openai.OpenAI) -> None:
     assert client.files.delete(file.id).deleted
 
 
+@pytest.mark.usefixtures("killed")
 def test_lines_are_measured_as_requests_are(client: openai.OpenAI) -> None:
-    text = client._client.get(str(client.base_url).replace("/v1/", "/metrics")).text
+    def metrics() -> str:
+        return client._client.get(str(client.base_url).replace("/v1/", "/metrics")).text
+
+    text = eventually(metrics, lambda text: value(text.encode(), "carousel_webhooks_pending") == 0)
     finished = [
         sample.value
         for family in text_string_to_metric_families(text)
@@ -104,8 +145,7 @@ def test_lines_are_measured_as_requests_are(client: openai.OpenAI) -> None:
     ]
     assert sum(finished) > 0
     # Since the process began that came after the killed one.
-    assert 0 < value(text.encode(), "carousel_batch_lines_completed_total") < NUM_LINES
-    assert value(text.encode(), "carousel_webhooks_pending") == 0
+    assert 0 < value(text.encode(), "carousel_batch_lines_completed_total") < NUM_LINES + NUM_PROMPTS
 
 
 def test_a_list_of_prompts_is_answered_at_once(client: openai.OpenAI) -> None:
@@ -115,23 +155,3 @@ def test_a_list_of_prompts_is_answered_at_once(client: openai.OpenAI) -> None:
     assert isinstance(answer, dict)
     assert [each["status_code"] for each in answer["results"]] == [200, 400, 200]
     assert answer["usage"]["output_tokens"] == 10
-
-
-def test_a_job_ends_and_its_webhook_comes_though_the_process_is_killed(client: openai.OpenAI, inbox: Inbox) -> None:
-    webhook = {"url": f"http://127.0.0.1:{inbox.server_port}/hook", "secret": SECRET}
-    body = {"model": MODEL, "prompts": ["Once"] * 60, "max_tokens": 8, "ignore_eos": True}
-    body |= {"async": True, "webhook": webhook}
-    job = client.post("/batch", body=body, cast_to=object)
-    assert isinstance(job, dict)
-    kill_batches(SHARED)
-    sent, headers = inbox.received.get(timeout=PATIENCE_S)
-    event = openai.OpenAI(api_key="none").webhooks.unwrap(sent, headers, secret=SECRET)
-    assert event.type == "batch.completed"
-    assert event.data.id == job["id"]
-    job = client.get(f"/batch/{job['id']}", cast_to=object)
-    assert isinstance(job, dict)
-    assert (job["status"], job["progress"], job["webhook"]["id"]) == ("completed", 1, event.id)
-    assert [each["index"] for each in job["results"]] == list(range(60))
-    stats = client.get("/batch/stats", cast_to=object)
-    assert isinstance(stats, dict)
-    assert stats["batches"]["completed"] >= 1
