@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
+from collections.abc import Callable
 
 import httpx
 import pytest
@@ -18,12 +16,9 @@ from tests.waiting import PATIENCE_S
 MODEL = "trial"
 
 
-def ask(service: Service, client: httpx.Client | ModuleType = httpx, **headers: str) -> httpx.Response:
+def ask(service: Service, **headers: str) -> httpx.Response:
     body = {"model": MODEL, "prompt": "Once", "max_tokens": 4, "ignore_eos": True, "seed": 5}
-    answer: httpx.Response = client.post(
-        f"{service.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S
-    )
-    return answer
+    return httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S)
 
 
 def test_a_header_chooses_the_group_and_shares_do_for_the_rest(service: Service) -> None:
@@ -59,26 +54,29 @@ def test_each_group_has_its_settings_and_is_reported_apart(service: Service) -> 
     assert len(texts) == 1
 
 
-def test_the_report_says_which_arm_is_better(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_says_which_arm_is_better(
+    service: Service, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of `bold`, a static batch of one request waits 200 ms for others; of `steady` it starts at once.
 
-    A part of a second and a half has requests of both on a machine that has much else to do.
+    A part ends when both have answered a request.
     """
-    is_over = threading.Event()
+    metrics_of = groups.metrics_of
 
-    def keep_asking(group: str) -> None:
-        with httpx.Client(timeout=PATIENCE_S) as client:
-            while not is_over.wait(0.2):
-                ask(service, client, **{"x-carousel-group": group})
+    def after_requests(base_url: str, key_file: str | None) -> Callable[[], str]:
+        text = metrics_of(base_url, key_file)
 
-    with ThreadPoolExecutor(4) as pool:
-        asking = [pool.submit(keep_asking, group) for group in ("steady", "bold") * 2]
-        try:
-            arguments = ["--base-url", service.url, "--model", MODEL, "--reference", "steady"]
-            assert groups.main([*arguments, "--seconds", "18", "--parts", "12"]) == 0
-        finally:
-            is_over.set()
-    assert [each.exception() for each in asking] == [None] * 4
+        def asked_and_read() -> str:
+            assert [ask(service, **{"x-carousel-group": group}).status_code for group in ("steady", "bold")] == [
+                200
+            ] * 2
+            return text()
+
+        return asked_and_read
+
+    monkeypatch.setattr(groups, "metrics_of", after_requests)
+    arguments = ["--base-url", service.url, "--model", MODEL, "--reference", "steady"]
+    assert groups.main([*arguments, "--seconds", "0.001", "--parts", "12"]) == 0
     findings = json.loads(capsys.readouterr().out.splitlines()[-1])["findings"]
     ttft = next(each for each in findings if each["figure"] == "TTFT mean s")
     assert (ttft["arm"], ttft["verdict"]) == ("bold", "worse")
