@@ -92,13 +92,6 @@ def results(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 
-def first_rows(number: int, folder: Path) -> Path:
-    """A file with so many of the bundled rows."""
-    path = folder / "some.jsonl"
-    path.write_text("".join(EXAMPLE.read_text().splitlines(keepends=True)[:number]))
-    return path
-
-
 def summary(out: Path) -> dict[str, Any]:
     return dict(json.loads((out / "summary.json").read_text()))
 
@@ -124,30 +117,6 @@ def test_a_killed_engine_and_a_killed_driver_cost_no_row(start: Start, tmp_path:
     assert told["recomputed_rows"] <= 8
 
 
-def test_bad_rows_say_why_and_the_others_are_answered(start: Start, tmp_path: Path) -> None:
-    body = {"messages": [{"role": "user", "content": "What is 7 plus 15?"}], "temperature": 0}
-    line = {"custom_id": "good", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    lines = [
-        json.dumps(line),
-        json.dumps(line | {"custom_id": "wrong-url", "url": "/v1/embeddings"}),
-        json.dumps(line | {"custom_id": "hot", "body": body | {"temperature": 9}}),
-        '{"custom_id": "torn", "met',
-        json.dumps(line | {"custom_id": "stopped", "body": body | {"stop": " is"}}),
-    ]
-    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
-    arguments = ["--input", tmp_path / "lines.jsonl", "--engines", 1, "--format", "parquet", "--fail-on-row-errors"]
-    process = start(*arguments)
-    printed, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 3, printed
-    told = {row["id"]: row for row in parquet.read_table(tmp_path / "out" / "results.parquet").to_pylist()}
-    assert told["good"]["text"] == "7 plus 15 is 22."
-    assert told["stopped"]["text"] == "7 plus 15"
-    assert [told[row_id]["error"] for row_id in ("good", "stopped")] == [None, None]
-    assert "url should be one of" in told["wrong-url"]["error"]
-    assert "temperature" in told["hot"]["error"]
-    assert "not valid JSON" in told["lines.jsonl:4"]["error"]
-
-
 POISONED = """
 import os, sys
 from deployments.bulk import pool
@@ -155,7 +124,7 @@ from deployments.bulk.__main__ import main
 
 class Fragile(pool.EngineActor):
     def exchange(self, rows, at_least, within_s):
-        if any(row.id == "add-001" for row in rows):
+        if any(row.id == "deadly" for row in rows):
             os._exit(1)
         return super().exchange(rows, at_least, within_s)
 
@@ -164,14 +133,34 @@ sys.exit(main())
 """
 
 
-def test_a_row_that_kills_every_engine_is_given_up_alone(start: Start, tmp_path: Path, config: Path) -> None:
-    arguments = ["--input", first_rows(20, tmp_path), "--config", config, "--engines", 1]
-    process = start(*arguments, program=("-c", POISONED))
+def test_bad_rows_and_one_that_kills_every_engine_say_why_and_the_others_are_answered(
+    start: Start, tmp_path: Path, config: Path
+) -> None:
+    body = {"messages": [{"role": "user", "content": "What is 7 plus 15?"}], "temperature": 0}
+    line = {"custom_id": "good", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    lines = [
+        json.dumps(line),
+        json.dumps(line | {"custom_id": "wrong-url", "url": "/v1/embeddings"}),
+        json.dumps(line | {"custom_id": "hot", "body": body | {"temperature": 9}}),
+        json.dumps(line | {"custom_id": "deadly"}),
+        '{"custom_id": "torn", "met',
+        *(json.dumps(line | {"custom_id": f"good-{number}"}) for number in range(10)),
+    ]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    arguments = ["--input", tmp_path / "lines.jsonl", "--config", config, "--engines", 1]
+    process = start(*arguments, "--format", "parquet", "--fail-on-row-errors", program=("-c", POISONED))
     printed, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, printed
-    failed = {result["id"]: result["error"] for result in results(tmp_path / "out") if result["error"]}
-    assert failed.keys() == {"add-001"}
-    assert "the engine died 4 times while it computed this item" in failed["add-001"]
+    assert process.returncode == 3, printed
+    told = {row["id"]: row for row in parquet.read_table(tmp_path / "out" / "results.parquet").to_pylist()}
+    failed = {row_id: row["error"] for row_id, row in told.items() if row["error"]}
+    assert failed.keys() == {"wrong-url", "hot", "lines.jsonl:5", "deadly"}
+    assert "url should be one of" in failed["wrong-url"]
+    assert "temperature" in failed["hot"]
+    assert "not valid JSON" in failed["lines.jsonl:5"]
+    assert "the engine died 4 times while it computed this item" in failed["deadly"]
+    answered = {row_id: row["text"] for row_id, row in told.items() if row_id not in failed}
+    assert answered.keys() == {"good", *(f"good-{number}" for number in range(10))}
+    assert None not in answered.values()
     assert summary(tmp_path / "out")["engines_lost"] == 4
 
 
