@@ -58,12 +58,13 @@ class Traffic:
 
 
 async def with_reference(target: Target, requests: Sequence[Asked]) -> Traffic:
-    """Ask everything while nothing is wrong, twice; gives the kind `stop` its stop strings.
+    """Ask everything while nothing is wrong, twice; gives the kind `stop`, which is asked without them first, its
+    stop strings.
 
     Raises:
         BenchmarkError: an answer is not whole, or is another one the second time.
     """
-    plain = await _answers(target, requests)
+    plain = await _answers(target, [asked for asked in requests if asked.kind == "stop"])
     given = [with_stop(asked, plain[asked.name].texts[0]) if asked.kind == "stop" else asked for asked in requests]
     reference, again = await _answers(target, given), await _answers(target, given)
     for name, answer in reference.items():

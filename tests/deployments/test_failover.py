@@ -59,16 +59,16 @@ TAGS = {
 }
 
 
-def structured(name: str, **wanted: Any) -> Asked:
+def asking(name: str, **wanted: Any) -> Asked:
     body = {"model": MODEL_NAME, "prompt": [300, 301], "max_tokens": 1000, "stream": True, "seed": len(name)}
     return Asked(name, "seeded", body | {"stream_options": {"include_usage": True}} | wanted)
 
 
 STRUCTURED = [
-    *(structured("r" * n, structured_outputs={"regex": PATTERN}) for n in range(1, 5)),
-    *(structured("s" * n, structured_outputs={"json": SCHEMA}) for n in range(1, 5)),
+    *(asking("r" * n, structured_outputs={"regex": PATTERN}) for n in range(1, 5)),
+    *(asking("s" * n, structured_outputs={"json": SCHEMA}) for n in range(1, 5)),
     *(
-        structured("t" * n, structured_outputs={"structural_tag": TAGS}, max_tokens=90, ignore_eos=True)
+        asking("t" * n, structured_outputs={"structural_tag": TAGS}, max_tokens=90, ignore_eos=True)
         for n in range(1, 3)
     ),
 ]
@@ -93,14 +93,9 @@ def traffic(cluster: str, demo_path: Path) -> Iterator[Traffic]:
 
 
 @pytest.fixture(scope="module")
-def structured_reference(traffic: Traffic) -> Traffic:
+def structured(traffic: Traffic) -> Traffic:
+    """Requests for structured outputs to the same replicas."""
     return asyncio.run(with_reference(traffic.target, STRUCTURED))
-
-
-@pytest.fixture
-def structured_traffic(structured_reference: Traffic) -> Traffic:
-    """Requests for structured outputs to the same replicas, with no answers yet."""
-    return replace(structured_reference, answers=[], timeout_s=PATIENCE_S)
 
 
 @pytest.fixture
@@ -131,9 +126,11 @@ def holds_nothing() -> bool:
     return held == [(0, 0, 0)] * NUM_REPLICAS
 
 
-def test_killing_a_replica_changes_no_token(fresh: Traffic) -> None:
-    struck(fresh, lambda: os.kill(replicas()[0], signal.SIGKILL))
-    assert_nothing_is_wrong(fresh)
+def test_killing_a_replica_changes_no_token(fresh: Traffic, structured: Traffic) -> None:
+    requests = [*fresh.requests, *structured.requests]
+    all_kinds = replace(fresh, requests=requests, reference=fresh.reference | structured.reference)
+    struck(all_kinds, lambda: os.kill(replicas()[0], signal.SIGKILL))
+    assert_nothing_is_wrong(all_kinds)
     eventually(holds_nothing)
 
 
@@ -181,8 +178,8 @@ def test_a_client_that_leaves_frees_its_blocks_at_once(fresh: Traffic) -> None:
         eventually(holds_nothing, timeout_s=15.0)  # the whole answer takes twice as long
 
 
-def test_structured_outputs_have_the_form_that_was_asked_for(structured_traffic: Traffic) -> None:
-    for name, stream in structured_traffic.reference.items():
+def test_structured_outputs_have_the_form_that_was_asked_for(structured: Traffic) -> None:
+    for name, stream in structured.reference.items():
         if name.startswith("t"):
             assert re.match(r"[^135]*[135]\{\s*(\"|$)", stream.texts[0]), stream.texts
             continue
@@ -193,17 +190,11 @@ def test_structured_outputs_have_the_form_that_was_asked_for(structured_traffic:
             jsonschema.validate(json.loads(stream.texts[0]), SCHEMA)
 
 
-def test_a_grammar_that_cannot_be_compiled_is_refused_before_any_answer_begins(structured_traffic: Traffic) -> None:
-    stream = asyncio.run(structured_traffic.ask(structured("refused", structured_outputs={"regex": "(("})))
+def test_a_grammar_that_cannot_be_compiled_is_refused_before_any_answer_begins(structured: Traffic) -> None:
+    stream = asyncio.run(structured.ask(asking("refused", structured_outputs={"regex": "(("})))
     assert stream.status == 400
     assert stream.error is not None
     assert (stream.error["code"], stream.error["param"]) == ("invalid_grammar", "structured_outputs.regex")
-
-
-@pytest.mark.usefixtures("fresh")
-def test_killing_a_replica_changes_no_token_of_structured_outputs(structured_traffic: Traffic) -> None:
-    struck(structured_traffic, lambda: os.kill(replicas()[0], signal.SIGKILL))
-    assert_nothing_is_wrong(structured_traffic)
 
 
 def num_ingresses() -> int:
