@@ -1,4 +1,7 @@
-"""Streams that survive the loss of a rank of their replica on a live cluster: a small R10 of `benchmarks.chaos`."""
+"""Streams that survive the loss of a rank of their replica on a live cluster: a small R10 of `benchmarks.chaos`.
+
+The rank is stopped; how a killed one is noticed, which ends in the same way, is in tests/model/parallel.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tests.deployments.strikes import assert_nothing_is_wrong, has_begun, replic
 from tests.waiting import PATIENCE_S, eventually
 
 APPLICATION = "ranks"
-NUM_REPLICAS = 3
+NUM_REPLICAS = 2
 NUM_STREAMS = 6
 STEP_TIMEOUT_S = 4.0
 
@@ -42,7 +45,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_a_rank_that_is_killed_or_stopped_costs_its_streams_a_pause(cluster: str, demo_path: Path) -> None:
+def test_a_rank_that_hangs_costs_its_streams_a_pause(cluster: str, demo_path: Path) -> None:
     args = application(
         num_replicas=NUM_REPLICAS, weights=True, model=str(demo_path), tensor_parallel=2, step_timeout_s=STEP_TIMEOUT_S
     )
@@ -50,12 +53,11 @@ def test_a_rank_that_is_killed_or_stopped_costs_its_streams_a_pause(cluster: str
     asked = mixed(NUM_STREAMS, max_tokens=(30, 60))
     traffic = asyncio.run(with_reference(Target.parse(f"{cluster}/{APPLICATION}"), asked))
     traffic.answers, traffic.timeout_s = [], PATIENCE_S
-    killed, stopped, untouched = ranks()
+    stopped, untouched = ranks()
 
     async def main() -> None:
         async with traffic.flowing():
             await has_begun(traffic)
-            os.kill(killed, signal.SIGKILL)
             os.kill(stopped, signal.SIGSTOP)
             await asyncio.to_thread(eventually, lambda: is_gone(stopped))
 
