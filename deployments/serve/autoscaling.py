@@ -19,6 +19,7 @@ from app.fleet.autoscaling import AutoscalingLoad, desired_replicas
 # Seconds of too much load before there are more replicas: five reports, so that one burst starts none, and short beside
 # the time that a model takes to load.
 UPSCALE_DELAY_S = 10.0
+REPORT_INTERVAL_S = 2.0  # how often replicas and handles report to the controller
 # What a replica reports.
 TOKENS = "num_outstanding_tokens"  # still to compute, of prompts and of outputs as far as they are predicted
 REQUESTS = "num_requests"  # running and waiting
@@ -56,8 +57,7 @@ def number_of_replicas(model: ServedModelConfig) -> dict[str, Any]:
     replicas, autoscaling = model.replicas, model.replicas.autoscaling
     if autoscaling is None:
         return {"num_replicas": replicas.num_replicas}
-    report_interval_s = 2.0  # how often replicas and handles report to the controller
-    look_back_s = 4.0  # must be longer than the interval; Serve asks each replica every fifth of it
+    look_back_s = 2 * REPORT_INTERVAL_S  # must be longer than the interval; Serve asks each replica every fifth of it
     with warnings.catch_warnings():
         # Ray 2.60 announces an environment variable in place of this field, and does not read it yet.
         warnings.filterwarnings("ignore", message="The `metrics_interval_s` field", category=DeprecationWarning)
@@ -69,7 +69,7 @@ def number_of_replicas(model: ServedModelConfig) -> dict[str, Any]:
                 upscale_delay_s=UPSCALE_DELAY_S,
                 downscale_delay_s=autoscaling.downscale_delay_s,
                 downscale_to_zero_delay_s=autoscaling.scale_to_zero_after_s,
-                metrics_interval_s=report_interval_s,
+                metrics_interval_s=REPORT_INTERVAL_S,
                 look_back_period_s=look_back_s,
                 policy=serve_config.AutoscalingPolicy(
                     policy_function="deployments.serve.autoscaling:TokenPolicy",

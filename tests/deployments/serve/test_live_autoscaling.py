@@ -101,6 +101,7 @@ def url(deployed: Deployed, demo_path: Path) -> Iterator[str]:
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deployments.serve.autoscaling.UPSCALE_DELAY_S", 0.5)
+        patch.setattr("deployments.serve.autoscaling.REPORT_INTERVAL_S", 0.5)
         with deployed("elastic", {"models": [elastic]}) as url:
             yield url
 
