@@ -94,7 +94,7 @@ def field_bodies(
     body, about. Bodies are the same each time.
     """
     filler = _Filler(document["components"]["schemas"], max_model_len, size)
-    for path, schema in _endpoints(document):
+    for path, schema in endpoint_schemas(document):
         least = _least_numbers(schema) if with_pairs else {}
         for filled in filler.fields(schema, size):
             if filled.place:  # not the body as a whole
@@ -110,7 +110,7 @@ def field_bodies(
             yield _body(path, LARGEST_ANSWER, partial(dict, largest))
 
 
-def _endpoints(document: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
+def endpoint_schemas(document: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
     """The path and the schema of each body of JSON."""
     schemas = document["components"]["schemas"]
     for path, operations in document["paths"].items():
