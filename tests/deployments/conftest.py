@@ -29,7 +29,6 @@ HERE = Path(__file__).parent
 STARTS_RAY = {"cluster", "hosts", "launch"}  # fixtures
 TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
 NATIVE: Mapping[str, Any] = {}
-PLAIN = {"backend": "torch"}
 STATIC = {"name": "static", "max_wait_ms": 200}  # four times its default: busy machines hide less
 TRIAL = (
     {"name": "steady", "share": 3},
@@ -152,9 +151,8 @@ def deployed(cluster: str) -> Deployed:
 def service(cluster: str, demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Service:
     """`turns` and `least` have two replicas, dispatched in turn and by load; `narrow` takes two requests in all.
 
-    `trial` has two groups of one replica each. The last two are simulated: a stream lasts as long on every machine,
-    so that it still runs when a test looks. `least` computes on plain torch: in native code the first questions are
-    answered before the last have come. `ranker` is a cross-encoder, `found` a pipeline with it.
+    `trial` has two groups of one replica each. The last three are simulated: a stream lasts as long on every machine,
+    so that it still runs when a test looks. `ranker` is a cross-encoder, `found` a pipeline with it.
 
     `dozing`, `first`, `second` sleep when they have nothing to do; the last two do not fit together on their device.
     """
@@ -165,7 +163,7 @@ def service(cluster: str, demo_path: Path, tmp_path_factory: pytest.TempPathFact
     large = {"simulated": {"step_ms": 10, "memory_gib": 6, "wake_ms": 50}}
     models = [
         _model("turns", demo_path, num_replicas=2, dispatch="round_robin"),
-        _model("least", demo_path, num_replicas=2, model=PLAIN),
+        _model("least", demo_path, num_replicas=2, model=steps_of(5)),
         _model("narrow", demo_path, num_replicas=1, model=steps_of(5), max_running=1, max_waiting=1),
         _model("trial", demo_path, num_replicas=2, model=steps_of(1), groups=TRIAL),
         _model("ranker", ranker, num_replicas=1),

@@ -125,7 +125,7 @@ def test_every_endpoint_that_says_how_it_goes_is_there(service: Service) -> None
 
 def test_log_probabilities_come_the_whole_way(service: Service) -> None:
     """From the engine's process over the frames: of a prompt and of what is generated, whole and streamed."""
-    asked: dict[str, Any] = {"model": "least", "prompt": [5, 20, 21, 22, 23], "max_tokens": 4, "temperature": 0}
+    asked: dict[str, Any] = {"model": "turns", "prompt": [5, 20, 21, 22, 23], "max_tokens": 4, "temperature": 0}
     asked |= {"echo": True, "logprobs": 2, "extra_body": {"ignore_eos": True}}
     with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
         [choice] = client.completions.create(**asked).choices
@@ -213,7 +213,7 @@ def test_mixed_questions_all_at_once_are_all_answered_right(service: Service) ->
 
     async def answer(client: httpx.AsyncClient, question: Question) -> str:
         body = {
-            "model": "least",
+            "model": "turns",
             "messages": [{"role": "user", "content": question.prompt}],
             "max_tokens": 200,
             "temperature": 0,
@@ -226,13 +226,12 @@ def test_mixed_questions_all_at_once_are_all_answered_right(service: Service) ->
         async with httpx.AsyncClient(timeout=PATIENCE_S, limits=httpx.Limits(max_connections=64)) as client:
             return await asyncio.gather(*(answer(client, question) for question in questions))
 
-    before = num_finished(service.stats("least"))
+    before = num_finished(service.stats("turns"))
     given = asyncio.run(answers())
     wrong = [(q.prompt, q.answer, text) for q, text in zip(questions, given, strict=True) if text.strip() != q.answer]
     assert not wrong
-    after = service.eventually("least", lambda stats: sum(num_finished(stats)) == sum(before) + 64)
+    after = service.eventually("turns", lambda stats: sum(num_finished(stats)) == sum(before) + 64)
     shares = [new - old for new, old in zip(num_finished(after), before, strict=True)]
-    # By measured speed, which differs on a busy machine: tests/fleet/dispatch holds the shares for given speeds.
     assert min(shares) > 0, f"two replicas shared 64 requests as {shares}"
 
 
@@ -326,8 +325,8 @@ def test_the_ingress_has_no_torch_and_replicas_with_weights_do(service: Service)
             loads_torch[title.rpartition(":")[2].partition(".")[0]] = (
                 "libtorch" in Path(f"/proc/{pid}/maps").read_text()
             )
-    with_weights = {"replica-turns", "replica-least", "replica-ranker", "replica-dozing"}
-    others = {"ingress", "replica-narrow", "replica-trial", "replica-first", "replica-second"}
+    with_weights = {"replica-turns", "replica-ranker", "replica-dozing"}
+    others = {"ingress", "replica-least", "replica-narrow", "replica-trial", "replica-first", "replica-second"}
     assert loads_torch == dict.fromkeys(with_weights, True) | dict.fromkeys(others, False)
 
 
