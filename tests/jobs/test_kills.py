@@ -17,8 +17,8 @@ from tests.kit.jobs import OWNER, Echo, ends, service_in
 from tests.waiting import PATIENCE_S
 
 PROJECT = Path(__file__).parents[2]
-NUM_LINES = 1000
-NUM_KILLS = 4
+NUM_LINES = 400
+NUM_KILLS = 3
 # Where the killing process is slow: so many lines a life, then it hangs and waits for its end.
 MOST_LINES = NUM_LINES // NUM_KILLS - 10
 
@@ -67,7 +67,7 @@ def test_a_process_that_was_stopped_past_its_lock_and_goes_on_changes_nothing(tm
     """As on storage of several machines, which gives away the locks of a machine that it does not hear from."""
     folder, log = tmp_path / "batches", tmp_path / "log"
     log.touch()
-    stopped = go_on(folder, log)
+    stopped = go_on(folder, log, most=NUM_LINES // 3)  # it does not end before it is stopped
     try:
         while log.stat().st_size < NUM_LINES // 4:
             assert stopped.poll() is None, "it ended before it could be stopped"
