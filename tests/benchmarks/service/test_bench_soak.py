@@ -96,7 +96,7 @@ def outcomes(tenants: dict[str, Found]) -> Counter[str]:
 def test_in_a_sound_service_all_answers_are_right(
     found_in: Callable[..., dict[str, Found]], engine: AsyncEngine
 ) -> None:
-    tenants = found_in(number=150)
+    tenants = found_in(number=90)
     assert outcomes(tenants).keys() <= FINE, [each.details for each in tenants.values()]
     figures = figures_of(tenants, 0.0, 0.0, [])
     assert figures["sang"] > 0.9
