@@ -26,7 +26,7 @@ from app.text import Tokenizer
 from tests.kit.service import Service, say, served
 from tests.waiting import PATIENCE_S, eventually
 
-EXAMPLES = 12  # of each mode, for each of the operations
+EXAMPLES = 8  # of each mode, for each of the operations
 # Not among them: that everything which fits the description is answered with a 2xx. What a model or a compiler has to
 # look at (token ids, grammars, dimensions, a context length) no description can say.
 CHECKS = [
