@@ -118,6 +118,15 @@ def same_number_of_threads(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def engines_of_one_thread() -> Iterator[None]:
+    """Unless a test asks for more. By default they have one for each core, and those that wait for others compute."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("app.build", "app.model.loader"):
+            patch.setattr(f"{module}.num_cores", lambda: 1)
+        yield
+
+
 @pytest.fixture(scope="session")
 def demo_path() -> Path:
     """The bundled model."""
