@@ -34,7 +34,9 @@ native: .venv/runtime.done
 	@$(BIN)/python -m app.model.cpu.library
 
 # One process takes the live tests, one after the other; two for two cores take files, in the order of folders: by their
-# number of tests, slow files would come last. See tests/conftest.py.
+# number of tests, slow files would come last. See tests/conftest.py. Some 150 processes are started: compiled modules are
+# kept between them, also where the environment says otherwise, as images of Python do.
+test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/dev.done
 	$(BIN)/python -m pytest -m "not browser" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
