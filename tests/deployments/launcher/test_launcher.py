@@ -22,8 +22,9 @@ import yaml
 from app.errors import InvalidSetup
 from deployments.launcher import rollout, supervisor
 from deployments.launcher.supervisor import check_folders, num_proxy_threads, session_members
+from deployments.serve.application import build
 from deployments.serve.settings import ServeFile, parse, read_serve_file
-from tests.deployments.conftest import PLAIN_ENVIRONMENT, free_port
+from tests.deployments.conftest import HTTP_PORT, PLAIN_ENVIRONMENT, free_port
 from tests.waiting import PATIENCE_S
 
 PROJECT = Path(__file__).parents[3]
@@ -65,13 +66,14 @@ def start(
     python: str | Path = sys.executable,
     at: Path = PROJECT,
     files: tuple[int, int] = resource.getrlimit(resource.RLIMIT_NOFILE),
+    program: str = PATIENT,
 ) -> subprocess.Popen[str]:
     """The launcher on a config, in a process group of its own as a shell would. files: soft and hard limit of them."""
     path = folder / "serve.yaml"
     path.write_text(yaml.safe_dump(config))
     environment = {name: value for name, value in PLAIN_ENVIRONMENT.items() if name != "PYTHONPATH"}
     return subprocess.Popen(
-        [python, "-c", PATIENT, str(path)],
+        [python, "-c", program, str(path)],
         cwd=at,
         env=environment | {"RAY_AUTH_MODE": "disabled", "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"},
         stdout=subprocess.PIPE,
@@ -93,8 +95,8 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     """Starts the launcher on a config."""
     started: list[subprocess.Popen[str]] = []
 
-    def start_one(config: dict[str, Any]) -> subprocess.Popen[str]:
-        started.append(start(config, tmp_path))
+    def start_one(config: dict[str, Any], **options: Any) -> subprocess.Popen[str]:
+        started.append(start(config, tmp_path, **options))
         return started[-1]
 
     yield start_one
@@ -202,19 +204,45 @@ def test_a_gguf_file_that_cannot_be_read_is_told(name: str, config: dict[str, An
     assert re.search("there is no such file here|cut short", refusal(config, tmp_path))
 
 
-def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(
-    launch: Launch, config: dict[str, Any], demo_path: Path, tmp_path: Path
+def test_a_model_that_cannot_be_loaded_fails_its_application_with_the_reason(
+    cluster: str, demo_path: Path, tmp_path: Path
 ) -> None:
     model = shutil.copytree(demo_path, tmp_path / "model")  # with a tokenizer: the ingress starts
     (model / "config.json").write_text(json.dumps({"model_type": "none-such"}))
-    config["applications"][0]["args"]["models"][0]["engine"]["model"]["path"] = str(model)
-    del config["applications"][0]["args"]["batches"]  # a process less to start
-    process = launch(config)
+    engine = {"model": {"path": str(model)}}
+    replicas = {"num_replicas": 1, "num_cpus": 0.1}
+    application = parse({"models": [{"name": "odd", "engine": engine, "replicas": replicas}]})
+    target = rollout.serve.RunTarget(build(application), name="odd", route_prefix="/odd")
+    rollout.serve.run_many([target], wait_for_applications_running=False)
+    with pytest.raises(InvalidSetup, match=r"^replica-odd: (?s:.*)none-such") as failed:
+        rollout._wait_until_ready(ServeFile(host="127.0.0.1", port=HTTP_PORT, applications={"odd": application}))
+    assert "Traceback" not in str(failed.value)
+    rollout.serve.delete("odd", _blocking=False)
+
+
+# The launcher. Its child is told that its application has failed where it would start Ray.
+FAILED = f"""
+import subprocess
+from deployments.launcher import supervisor
+popen = subprocess.Popen
+supervisor.subprocess.Popen = lambda command, **options: popen([command[0], "-c", child, *command[3:]], **options)
+child = '''
+import sys
+from app.errors import InvalidSetup
+from deployments.launcher import foreground
+def fail(**_):
+    raise InvalidSetup("replica-demo: none-such")
+foreground.start_own_cluster = fail
+sys.exit(foreground.main())
+'''
+{PATIENT}"""
+
+
+def test_an_application_that_fails_ends_it_with_the_reason(launch: Launch, config: dict[str, Any]) -> None:
+    process = launch(config, program=FAILED)
     output, _ = process.communicate(timeout=PATIENCE_S)
     shutil.rmtree(output.split("The logs are kept in ")[1].split("/session_latest")[0])
-    assert "The service did not start.\n" in output
-    assert "replica-demo: " in output
-    assert "none-such" in output
+    assert "The service did not start.\nreplica-demo: none-such\n" in output
     assert "Traceback" not in output
     assert process.returncode == 1
 
