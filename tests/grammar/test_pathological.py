@@ -25,7 +25,7 @@ from tests.grammar.documents import allowed_ids, matcher_for, request_for
 from tests.grammar.hostile_grammars import Case, cases
 from tests.waiting import PATIENCE_S, eventually, stop_child
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 0.5
 
 
 @pytest.fixture(scope="module")
