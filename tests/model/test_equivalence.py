@@ -92,8 +92,10 @@ def reference(tiny_model_path: Callable[[str], Path]) -> Callable[[str], Referen
 
 
 KNOWN_TO_THE_DECODER = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
-WAYS = [(architecture, way) for architecture in ARCHITECTURES for way in ("torch", "attention")]
-WAYS += [(architecture, "decoder") for architecture in KNOWN_TO_THE_DECODER]
+# Each architecture as a CPU computes it; on plain torch those that a CPU does not, and each rule of attention.
+WAYS = [(architecture, "decoder") for architecture in KNOWN_TO_THE_DECODER]
+WAYS += [(architecture, "attention") for architecture in ARCHITECTURES if architecture not in KNOWN_TO_THE_DECODER]
+WAYS += [(architecture, "torch") for architecture in (*KNOWN_TO_THE_DECODER, "gemma2")]
 
 
 @pytest.mark.parametrize(("architecture", "way"), WAYS)
@@ -101,7 +103,7 @@ class TestArchitecture:
     def test_alone_and_among_32_others(self, architecture, way, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
         expected = reference(architecture)
         engine = build(tiny_model_path(architecture), way=way, num_slots=3200)
-        for request in expected.requests[:6]:
+        for request in expected.requests[:3]:
             outcome = run_to_end(engine, request)
             assert outcome.token_ids[request.request_id] == expected.token_ids[request.request_id]
             engine.clear_prefix_cache()
@@ -157,8 +159,8 @@ SAMPLED = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "presence_penalty": 0
 @pytest.mark.parametrize("way", ["torch", "attention", "decoder"])
 def test_seeded_sampling_gives_the_same_tokens_alone_in_a_batch_and_after_preemption(demo_path: Path, way: str) -> None:
     requests = tuple(
-        make_request(r.prompt_token_ids, max_tokens=14, ignore_eos=True, seed=n, **SAMPLED)
-        for n, r in enumerate(random_requests(14, 763, seed=3))
+        make_request(r.prompt_token_ids, max_tokens=10, ignore_eos=True, seed=n, **SAMPLED)
+        for n, r in enumerate(random_requests(10, 763, seed=3))
     )
     alone: dict[str, list[int]] = {}
     engine = build(demo_path, way=way)
