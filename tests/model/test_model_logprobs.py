@@ -22,7 +22,7 @@ from tests.model.test_equivalence import build, random_requests
 from tests.tiny_models import VOCAB_SIZE
 
 TOLERANCE = 1e-4  # of a natural logarithm, in float32
-WAYS = [("llama", "torch"), ("llama", "attention"), ("llama", "decoder"), ("qwen3", "decoder"), ("gemma2", "torch")]
+WAYS = [("llama", "torch"), ("llama", "attention"), ("llama", "decoder"), ("gemma2", "torch")]
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "presence_penalty": 0.4, "logit_bias": ((7, 5.0),), "seed": 3}
 
 
@@ -40,7 +40,7 @@ def asking(request: Request, number: int) -> Request:
 
 
 def some_requests(vocab_size: int) -> list[Request]:
-    return [asking(request, number) for number, request in enumerate(random_requests(33, vocab_size, seed=5))]
+    return [asking(request, number) for number, request in enumerate(random_requests(21, vocab_size, seed=5))]
 
 
 def check(model: PreTrainedModel, request: Request, outcome: Outcome) -> None:
@@ -96,7 +96,7 @@ def test_log_likelihoods_of_the_bundled_model(demo_path: Path, way: str, monkeyp
     monkeypatch.setattr("app.engine.batch.MAX_SCORED_TOKENS", 100)
     contexts = [
         replace(request, sampling=replace(request.sampling, temperature=1.0, seed=n, max_tokens=20))
-        for n, request in enumerate(random_requests(30, 763, seed=9))
+        for n, request in enumerate(random_requests(12, 763, seed=9))
     ]
     engine = build(demo_path, way=way, num_slots=3200)
     continuations = run_to_end(engine, *contexts).token_ids
