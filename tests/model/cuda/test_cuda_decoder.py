@@ -39,11 +39,29 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "
 PROMPTS = (tuple(range(3, 15)), (5, 6, 7), tuple(range(3, 9)))
 
 
+@pytest.fixture(scope="module")
+def small_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """architecture → folder with its tiny model, of which a mixture has few experts."""
+    few = {"qwen3_moe": {"num_experts": 6, "num_hidden_layers": 2}, "qwen2_moe": {"num_experts": 4}}
+    root = tmp_path_factory.mktemp("small")
+
+    def path(architecture: str) -> Path:
+        folder = root / architecture
+        if not folder.exists():
+            build_tiny_model(architecture, **few.get(architecture, {})).save_pretrained(folder)
+        return folder
+
+    return path
+
+
 @pytest.mark.parametrize("architecture", ["mistral", "qwen2_moe"])
 def test_tokens_are_those_of_generate_beside_others_in_pieces_and_after_preemption(
-    architecture: str, tiny_model_path: Callable[[str], Path]
+    architecture: str, tmp_path: Path
 ) -> None:
-    path = tiny_model_path(architecture)
+    """Of one layer: the logits of two are compared below."""
+    path, changes = tmp_path, {"num_experts": 4, "layer_types": ["full_attention"]} if "moe" in architecture else {}
+    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    build_tiny_model(architecture, **small | changes).save_pretrained(path)
     scheduler = {"max_running": 3, "max_step_tokens": 24, "prefill_chunk_tokens": 9}
     cache = {"block_size": 4, "num_blocks": 7}
     engine = build_sync_engine(config_of(path, device="auto", dtype="float32", cache=cache, scheduler=scheduler))
@@ -88,9 +106,9 @@ def predict(model: LoadedModel, *items: ScheduledSequence, before: tuple[Schedul
     [*((each, "float32") for each in ARCHITECTURES), ("mistral", "bfloat16"), ("qwen2_moe", "bfloat16")],
 )
 def test_logits_and_hidden_states_are_those_of_transformers_code(
-    architecture: str, dtype: str, tiny_model_path: Callable[[str], Path]
+    architecture: str, dtype: str, small_path: Callable[[str], Path]
 ) -> None:
-    path = tiny_model_path(architecture)
+    path = small_path(architecture)
     before = (piece(tuple(range(3, 14)), 0, [3, 1, 4]), piece((5, 6), 0, [6]))
     items = (
         piece((14, 15), 11, [3, 1, 4, 5], Pooling.MEAN),
