@@ -134,11 +134,11 @@ def test_a_model_that_was_off_the_device_has_the_same_tokens_again(small_path: P
         each.data = each.data.clone()  # on a CPU they are mapped from their file
     engine = engine_with(model, RunAgain())
     engine.prepare()
-    has_tokens_of_eager_steps(engine, small_path)
+    has_tokens_of_eager_steps(engine, small_path, 2)
     engine.sleep()
     assert {each.untyped_storage().nbytes() for each in model.tensors() if each.numel()} == {0}
     engine.wake()
-    has_tokens_of_eager_steps(engine, small_path)
+    has_tokens_of_eager_steps(engine, small_path, 2)
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a GPU")
@@ -153,10 +153,11 @@ def test_a_gpus_memory_is_free_in_sleep(small_path: Path) -> None:
     has_tokens_of_eager_steps(engine, small_path)
 
 
-def test_replayed_steps_give_the_tokens_of_eager_ones(tiny_model_path: Callable[[str], Path]) -> None:
-    path, capture = tiny_model_path("llama"), RunAgain()
-    engine = engine_with(load(path), capture)
-    has_tokens_of_eager_steps(engine, path)
+def test_replayed_steps_give_the_tokens_of_eager_ones(tmp_path: Path) -> None:
+    build_tiny_model("llama", num_attention_heads=2, num_key_value_heads=1).save_pretrained(tmp_path)
+    capture = RunAgain()
+    engine = engine_with(load(tmp_path), capture)
+    has_tokens_of_eager_steps(engine, tmp_path)
     assert isinstance(engine, OverlappedEngine)
     assert engine.stats().total_preemptions > 0
     assert {1, 2, 4, 6} <= set(capture.replayed)  # 6: of steps with prompts
