@@ -212,8 +212,8 @@ def test_an_engine_takes_it_where_it_fits_and_generates_the_same_tokens(
         tiny_model_path(architecture), cache={"block_size": 4, "num_blocks": 20}, device="auto", dtype="float32",
         scheduler={"max_running": 3, "max_step_tokens": 16, "prefill_chunk_tokens": 9}, backend="torch",
     )  # fmt: skip
-    prompts = (tuple(range(3, 25)), (5, 6, 7))
-    requests = [make_request(prompt, max_tokens=4, ignore_eos=True) for prompt in prompts]
+    prompts = (tuple(range(3, 15)), (5, 6, 7))
+    requests = [make_request(prompt, max_tokens=3, ignore_eos=True) for prompt in prompts]
     tokens = []
     for fits in (True, False):
         monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device, fits=fits: fits))
