@@ -42,9 +42,9 @@ def engine_on(size: int, config: EngineConfig) -> Engine:
 
 
 def requests() -> tuple[Request, ...]:
-    greedy = random_requests(18, VOCAB_SIZE)
+    greedy = random_requests(10, VOCAB_SIZE)
     sampled = [make_request(r.prompt_token_ids, max_tokens=12, ignore_eos=True, seed=5, temperature=0.8, top_p=0.9,
-                            presence_penalty=0.3) for r in random_requests(4, VOCAB_SIZE, seed=2)]  # fmt: skip
+                            presence_penalty=0.3) for r in random_requests(2, VOCAB_SIZE, seed=2)]  # fmt: skip
     return (*greedy, *sampled)
 
 
