@@ -26,11 +26,11 @@ from tests.kit.models import (
     relative_error,
     step,
 )
-from tests.model.cpu.builds import PLAIN_AMX, QUICK, built_with
+from tests.model.cpu.builds import PLAIN_AMX, QUICK, built_with, program
 from tests.tiny_models import build_tiny_model
 
-SHAPE = {
-    "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 6, "head_dim": 64,
+SHAPE = {  # small: plain C++ computes whole tiles
+    "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 32,
     "initializer_range": 0.2,
 }  # fmt: skip
 MODELS = {"llama": {}, "mistral": {"sliding_window": 21}, "mixtral": {"sliding_window": None}}
@@ -45,22 +45,16 @@ def save_and_load(
     return load(folder, dtype=dtype, quantization=quantization)
 
 
-def test_products_have_the_units_order_of_sums_for_any_number_of_rows(tmp_path: Path) -> None:
+def test_products_have_the_units_order_of_sums_for_any_number_of_rows() -> None:
     """Under the address sanitiser: rows behind the last are neither read nor written."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    source, program = Path(__file__).with_name("amx_products.cpp"), tmp_path / "products"
-    subprocess.run(
-        [str(compiler), "-std=c++17", "-O1", "-g", "-march=native", "-pthread", "-fsanitize=address", PLAIN_AMX,
-         f"-I{native._SOURCES}", str(source), "-o", str(program)],
-        check=True,
-    )  # fmt: skip
-    done = subprocess.run([program], capture_output=True, text=True)
+    assert compiler is not None, "it has built the library"
+    products = program(compiler, "amx_products.cpp", "-g", "-march=native", "-fsanitize=address", PLAIN_AMX)
+    done = subprocess.run([products], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("kind", "in_int8"), [("llama", False), ("llama", True), ("mistral", True), ("mixtral", False)]
-)
+@pytest.mark.parametrize(("kind", "in_int8"), [("llama", True), ("mistral", False), ("mixtral", False)])
 @torch.inference_mode()
 def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(kind: str, in_int8: bool, tmp_path: Path) -> None:
     """Bit for bit: in one step alone, token by token, in chunks beside others, on other threads, with shared blocks."""
@@ -68,7 +62,7 @@ def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(kind: str, in
     with built_with(PLAIN_AMX, *QUICK):
         crowded, whole = check_same_bits_in_any_step(model, in_int8=in_int8)
 
-        sharing = [chunk(PROMPT, 69, 1, [*BLOCKS[:4], block]) for block in range(13, 32)]
+        sharing = [chunk(PROMPT, 69, 1, [*BLOCKS[:4], block]) for block in range(13, 20)]
         for item in sharing:
             step(crowded, chunk(PROMPT, 64, 5, item.block_ids))
         assert all(torch.equal(row, whole) for row in step(crowded, *sharing))
@@ -77,7 +71,7 @@ def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(kind: str, in
 @pytest.mark.parametrize("kind", ["llama", "mistral"])  # in a mixture, rounding may choose another expert
 @torch.inference_mode()
 def test_logits_are_those_of_vector_instructions_but_for_rounding(kind: str, tmp_path: Path) -> None:
-    model = save_and_load(tmp_path, kind)
+    model = save_and_load(tmp_path, kind, num_hidden_layers=3, head_dim=64, intermediate_size=160)  # rounding shows
     with built_with(PLAIN_AMX, *QUICK):
         in_tiles = decoder_of(model)
     by_vectors = decoder_of(model)

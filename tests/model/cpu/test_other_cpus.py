@@ -13,7 +13,7 @@ import torch
 
 from app.model.cpu import library as native
 from tests.kit.models import DTYPES, PROMPT, check_same_bits_in_any_step, chunk, decoder_of, load, own_model, step
-from tests.model.cpu.builds import QUICK, built_with
+from tests.model.cpu.builds import QUICK, built_with, program
 
 AVX2 = ("-march=x86-64-v3",)
 BLOCKS = [3, 8, 1, 0, 9, 13, 14]
@@ -89,36 +89,25 @@ BYTES, HALVES, SHORTS, ANY = 0, 1, 2, 3  # as in `Dot`
     ],
     ids=["native", "plain", "avx2", "avx512", "avx-vnni"],
 )
-def test_sums_of_products_of_bytes_are_exact(
-    flags: tuple[str, ...], needed: set[str], way: int | None, tmp_path: Path
-) -> None:
+def test_sums_of_products_of_bytes_are_exact(flags: tuple[str, ...], needed: set[str], way: int | None) -> None:
     compiler = shutil.which("g++")
     if compiler is None or platform.machine() != "x86_64":
         pytest.skip("needs g++ on x86")
-    program = byte_products(compiler, *flags, to=tmp_path)
+    products = program(compiler, "byte_products.cpp", *flags)
     if not needed <= set(native._cpu().split()):
         pytest.skip(f"compiled, but this CPU has no {', '.join(needed)}")
-    done = subprocess.run([program], capture_output=True, text=True)
+    done = subprocess.run([products], capture_output=True, text=True)
     assert done.returncode in (range(4) if way is None else (way,)), done.stdout
 
 
 @pytest.mark.parametrize(("march", "way"), [("armv8-a", ANY), ("armv8.2-a+dotprod", HALVES), ("armv8.6-a+i8mm", BYTES)])
-def test_sums_of_products_of_bytes_are_exact_on_arm(march: str, way: int, tmp_path: Path) -> None:
+def test_sums_of_products_of_bytes_are_exact_on_arm(march: str, way: int) -> None:
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
     if compiler is None or emulator is None:
         pytest.skip("there is no aarch64-linux-gnu-g++ or no qemu-aarch64")
-    program = byte_products(compiler, f"-march={march}", "-static", to=tmp_path)
-    done = subprocess.run([emulator, "-cpu", "max", program], capture_output=True, text=True)
+    products = program(compiler, "byte_products.cpp", f"-march={march}", "-static")
+    done = subprocess.run([emulator, "-cpu", "max", products], capture_output=True, text=True)
     assert done.returncode == way, done.stdout
-
-
-def byte_products(compiler: str, *flags: str, to: Path) -> Path:
-    source, program = Path(__file__).with_name("byte_products.cpp"), to / "products"
-    subprocess.run(
-        [compiler, "-std=c++17", "-O1", *flags, "-pthread", f"-I{native._SOURCES}", str(source), "-o", str(program)],
-        check=True, capture_output=True, timeout=300,
-    )  # fmt: skip
-    return program
 
 
 def test_it_compiles_for_arm(tmp_path: Path) -> None:
