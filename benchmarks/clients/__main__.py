@@ -85,7 +85,9 @@ def _outcomes(clients: Sequence[Client], environments: Path, model: Path) -> lis
 
 def served(model: str) -> dict[str, Any]:
     """The application's `args`: one model with everything that clients ask of it, and batches."""
-    return application(MODEL_NAME, {"model": {"path": model}}, model={"pooling": "last"}, batches={})
+    # The bundled model's template shows no format of calls; with one, calls may be offered without being forced.
+    branch = {"pooling": "last", "tool_parser": "hermes"}
+    return application(MODEL_NAME, {"model": {"path": model}}, model=branch, batches={})
 
 
 def check(client: Client, python: Path, url: str, model: str = MODEL_NAME, folder: Path | None = None) -> Outcome:

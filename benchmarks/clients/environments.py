@@ -43,6 +43,13 @@ CLIENTS = (
         worked_around="vectors with `check_embedding_ctx_length=False`: it would fetch OpenAI's tokenizer",
     ),
     Client(
+        "langchain-tests", "benchmarks.clients.with_langchain_tests", also=("langchain-openai",),
+        worked_around="the same",
+    ),
+    Client("openai-agents", "benchmarks.clients.with_openai_agents"),
+    Client("pydantic-ai-slim", "benchmarks.clients.with_pydantic_ai", requirement="pydantic-ai-slim[openai]"),
+    Client("instructor", "benchmarks.clients.with_instructor"),
+    Client(
         "litellm", "benchmarks.clients.with_litellm", also=("mcp",),
         worked_around="`mcp` is installed too, which it imports for calls with tools and does not require",
     ),

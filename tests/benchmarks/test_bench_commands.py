@@ -34,8 +34,11 @@ EXTRA = {
     "reenacting_runner": ("msgspec",),  # steps of the engine are its structs
     "service": ("deployments",),  # starts it as the launcher does
     "vllm_cpu": ("vllm",),
+    "with_instructor": ("instructor", "openai"),
     "with_langchain": ("langchain_openai",),
-    **{f"with_{name}": (name,) for name in ("anthropic", "cohere", "litellm", "lm_eval", "openai")},
+    "with_langchain_tests": ("langchain_core", "langchain_openai", "langchain_tests", "pytest"),
+    "with_openai_agents": ("agents", "openai"),
+    **{f"with_{name}": (name,) for name in ("anthropic", "cohere", "litellm", "lm_eval", "openai", "pydantic_ai")},
 }
 
 

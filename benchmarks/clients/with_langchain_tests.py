@@ -1,0 +1,75 @@
+"""LangChain's standard tests of chat models and of vectors, through langchain-openai; each of them is a check."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from langchain_core.embeddings import Embeddings
+from langchain_core.language_models import BaseChatModel
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from langchain_tests.integration_tests import ChatModelIntegrationTests, EmbeddingsIntegrationTests
+
+from benchmarks.clients.checks import BASE_URL, MODEL, expect, run, tell
+
+_WHERE = {"model": MODEL, "base_url": f"{BASE_URL}/v1", "api_key": "none", "max_retries": 0}
+
+# Of the bundled model: the end of a string, of an object and of a list; tab, line and space. Without this it goes on
+# with strings and white space until `max_tokens`.
+_ENDS = {6: 8, 97: 8, 65: 8, 202: -100, 203: -100, 225: -100}
+
+
+class TestChat(ChatModelIntegrationTests):
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatOpenAI
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return _WHERE | {"max_tokens": 400, "temperature": 1.0, "seed": 1, "logit_bias": _ENDS, "stream_usage": True}
+
+    @pytest.mark.xfail(reason="takes a model that calls a tool without being forced to")
+    @pytest.mark.parametrize("model", [{}, {"output_version": "v1"}], indirect=True)
+    def test_agent_loop(self, model: BaseChatModel) -> None:
+        super().test_agent_loop(model)
+
+    @pytest.mark.xfail(reason="takes a model that repeats Chinese")
+    def test_unicode_tool_call_integration(self, model: BaseChatModel) -> None:
+        super().test_unicode_tool_call_integration(model)
+
+
+class TestVectors(EmbeddingsIntegrationTests):
+    @property
+    def embeddings_class(self) -> type[Embeddings]:
+        return OpenAIEmbeddings
+
+    @property
+    def embedding_model_params(self) -> dict[str, Any]:
+        return _WHERE | {"check_embedding_ctx_length": False}
+
+
+class Outcomes:
+    """pytest's plugin: what came of each test."""
+
+    def __init__(self) -> None:
+        self.problems: dict[str, str] = {}  # by test, "" where it passed
+        self.skipped: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.partition("::")[2]
+        if report.skipped:
+            self.skipped.append(name)
+        elif report.failed or report.when == "call":
+            self.problems[name] = report.longreprtext[-400:]
+
+
+if __name__ == "__main__":
+    outcomes = Outcomes()
+    settings = {"asyncio_mode": "auto"}
+    # langchain-openai keeps connections from one test to the next, which only one event loop can use.
+    settings |= {f"asyncio_default_{kind}_loop_scope": "session" for kind in ("test", "fixture")}
+    options = [f"--override-ini={name}={value}" for name, value in settings.items()]
+    pytest.main(["-c", "/dev/null", "-p", "no:cacheprovider", "--tb=short", *options, __file__], plugins=[outcomes])
+    tell(f"skipped: {', '.join(outcomes.skipped)}")
+    run(**{name: partial(expect, not problem, problem) for name, problem in outcomes.problems.items()})
