@@ -9,6 +9,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 
 from app.api.json_structure import MAX_STRUCTURE, check_structure
 from app.api.output.structured_output import grammar_of
@@ -37,14 +38,19 @@ MAX_LONGER_TEXT = 1_000_000
 MAX_CALL_TOKENS = 1_000_000  # of all prompts of a call, or two contexts where that is more; a token takes 36 bytes
 
 
-def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLimits) -> None:
-    """What needs only the body, the limits and the facts of the model."""
+def check_generates(model: ServedModel) -> None:
+    """Raise InvalidRequest for a model that generates no text."""
     if not model.facts.generates:
         raise InvalidRequest(
             f"the model {model.name!r} is an encoder and generates no text; ask another, or ask it at /v1/embeddings, "
             f"/v1/rerank or /v1/score",
             param="model",
         )
+
+
+def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLimits) -> None:
+    """What needs only the body, the limits and the facts of the model."""
+    check_generates(model)
     for param, asked, most in (
         ("n", body.n, limits.max_choices),
         ("best_of", body.num_samples, limits.max_choices),
@@ -218,8 +224,20 @@ def prepare_pooling(
     pooling: Pooling | None,
 ) -> PreparedRequest:
     """Prompts that fit, of which each is computed for a vector or a score, and generates nothing."""
+    return prepare_prompts(prefix, body, model, context, prompts, repeat(SamplingParams(max_tokens=0)), pooling)
+
+
+def prepare_prompts(
+    prefix: str,
+    body: QueuedRequest,
+    model: ServedModel,
+    context: RequestContext,
+    prompts: Iterable[EncodedText],
+    samplings: Iterable[SamplingParams],
+    pooling: Pooling | None = None,
+) -> PreparedRequest:
+    """A request for each of the prompts, which fit, without what is in bodies that generate text."""
     response_id, fields = context.response_id(prefix), context.request_fields(body, model)
-    sampling = SamplingParams(max_tokens=0)
     requests = [
         Request(
             request_id=f"{response_id}-{index}",
@@ -229,7 +247,7 @@ def prepare_pooling(
             second_text_at=prompt.second_at,
             **fields,
         )
-        for index, prompt in enumerate(prompts)
+        for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=False))
     ]
     return PreparedRequest(
         response_id=response_id,

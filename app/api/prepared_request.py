@@ -145,6 +145,7 @@ class PreparedRequest:
     reasoning: Reasoning | None = None  # how reasoning is taken out of the text, where the model marks it
     tools: ToolUse | None = None  # how calls are taken out of the text, where tools are on offer
     max_at_once: int | None = None  # so many of the requests run at the same time; None: all
+    first_goes_ahead: bool = False  # the others run once it has ended: they begin as it does, which is cached then
     wants_timings: bool = False  # in `usage`
 
     @property

@@ -125,6 +125,7 @@ class SamplingParams:
     # tokens; None: no log-probabilities.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`: those of these tokens, in place of the likeliest
 
     @property
     def is_greedy(self) -> bool:
@@ -236,7 +237,7 @@ class EngineTimes(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """The log-probability of the token at one position, and the likeliest tokens there.
+    """The log-probability of the token at one position, and the likeliest tokens there or those that were named.
 
     Natural logarithms of the model's own distribution: the log-softmax of its logits in float32, before temperature,
     penalties, biases, bans and filters. A token that is the likeliest has exactly the value of `top_logprobs[0]`.
@@ -244,7 +245,7 @@ class TokenLogprobs(NamedTuple):
 
     logprob: float
     rank: int  # 1: no token is likelier
-    top_token_ids: tuple[int, ...] = ()  # the likeliest first
+    top_token_ids: tuple[int, ...] = ()  # the likeliest first; or `logprob_token_ids`, in their order
     top_logprobs: tuple[float, ...] = ()
 
 

@@ -110,4 +110,5 @@ def _token_ids(request: Request) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "logit_bias", tuple(token for token, _ in sampling.logit_bias)
     yield "stop_token_ids", sampling.stop_token_ids
     yield "allowed_token_ids", sampling.allowed_token_ids
+    yield "logprob_token_ids", sampling.logprob_token_ids
     yield "bad_words", tuple(token for word in sampling.bad_words for token in word)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
@@ -60,6 +61,8 @@ class WantedLogprobs:
         self._wanting = [at for at, each in enumerate(num_top) if each is not None]
         self._num_drawn_top = [each for each in num_top if each is not None]
         self._num_scored_top = [item.sampling.prompt_logprobs or 0 for item in self._scored]
+        # Tokens that are named are further tokens of the same row. Each costs less than those with which it was asked.
+        self._named = [batch.sampled[at].sampling.logprob_token_ids for at in self._wanting]
 
     def of_sampled(self, of_rows: torch.Tensor) -> torch.Tensor:
         """Of a tensor with all rows of the logits: the rows of `batch.sampled`."""
@@ -75,6 +78,10 @@ class WantedLogprobs:
         if self._targets:
             rows = [*rows, *self._target_rows]
             token_ids = torch.cat((token_ids, to_device(self._targets, device)))
+        if any(self._named):
+            named_rows = [[row] * len(named) for row, named in zip(rows, self._named, strict=False)]
+            rows = [*rows, *chain.from_iterable(named_rows)]
+            token_ids = torch.cat((token_ids, to_device(list(chain.from_iterable(self._named)), device)))
         return compute(logits, rows, token_ids, num_top=max((*self._num_drawn_top, *self._num_scored_top)))
 
     def result(self, token_ids: list[int], found: Logprobs) -> StepResult:
@@ -82,7 +89,14 @@ class WantedLogprobs:
         num_top = list(self._num_drawn_top)
         for item, num_scored_top in zip(self._scored, self._num_scored_top, strict=True):
             num_top += [num_scored_top] * len(item.targets)
-        by_row = _by_row(found, num_top)
+        by_row = _by_row(found, num_top + [0] * sum(map(len, self._named)))
+        if any(self._named):
+            of_named = (each.logprob for each in by_row[len(num_top) :])
+            for row, named in enumerate(self._named):
+                if named:
+                    by_row[row] = by_row[row]._replace(
+                        top_token_ids=named, top_logprobs=tuple(islice(of_named, len(named)))
+                    )
         logprobs = by_request(
             (self._batch.sampled[at].request_id, each) for at, each in zip(self._wanting, by_row, strict=False)
         )

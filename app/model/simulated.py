@@ -155,9 +155,9 @@ class SimulatedModelRunner(ModelRunner):
 
     def _with_logprobs(self, batch: StepBatch, token_ids: list[int]) -> StepResult:
         logprobs = by_request(
-            (item.request_id, self._logprobs(item, item.end - 1, token_id, item.sampling.logprobs))
+            (item.request_id, self._logprobs(item, item.end - 1, token_id, num_top, item.sampling.logprob_token_ids))
             for item, token_id in zip(batch.sampled, token_ids, strict=True)
-            if item.sampling.logprobs is not None
+            if (num_top := item.sampling.logprobs) is not None
         )
         prompt_logprobs = {
             item.request_id: tuple(
@@ -169,14 +169,18 @@ class SimulatedModelRunner(ModelRunner):
         }
         return StepResult(token_ids, logprobs, prompt_logprobs)
 
-    def _logprobs(self, item: ScheduledSequence, last: int, token_id: int, num_top: int) -> TokenLogprobs:
+    def _logprobs(
+        self, item: ScheduledSequence, last: int, token_id: int, num_top: int, named: tuple[int, ...] = ()
+    ) -> TokenLogprobs:
         """The token that would be drawn is the likeliest; the following ones in the list are less and less likely."""
         first, num_tokens = _mix(self._key(item, last)) % len(self._text), len(self._text)
-        place = self._places.get(token_id)
-        rank = 1 + (num_tokens if place is None else (place - first) % num_tokens)
-        num_top = min(num_top, num_tokens)
-        top_token_ids = tuple(self._text[(first + n) % num_tokens] for n in range(num_top))
-        return TokenLogprobs(-rank / 2, rank, top_token_ids, tuple(-(n + 1) / 2 for n in range(num_top)))
+
+        def rank(token_id: int) -> int:
+            place = self._places.get(token_id)
+            return 1 + (num_tokens if place is None else (place - first) % num_tokens)
+
+        top = named or tuple(self._text[(first + n) % num_tokens] for n in range(min(num_top, num_tokens)))
+        return TokenLogprobs(-rank(token_id) / 2, rank(token_id), top, tuple(-rank(each) / 2 for each in top))
 
     @cached_property
     def _places(self) -> dict[int, int]:

@@ -25,7 +25,7 @@ WHO_MAY = {
     "all": {"GET /health", "GET /ready", "GET /", "GET /page/{name}"},
     "keys": {
         "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST /v1/embeddings",
-        "POST /v1/rerank", "POST /v2/rerank", "POST /v1/score",
+        "POST /v1/rerank", "POST /v2/rerank", "POST /v1/score", "POST /v1/decisions",
         "GET /v1/models", "GET /v1/models/{model_id:path}", "POST /tokenize", "POST /detokenize", "GET /tokenizer_info",
         "GET /version", "GET /openapi.json", "GET /metrics", "POST /v1/messages", "POST /v1/messages/count_tokens",
         "POST /v1/requests/{request_id}/cancel",
@@ -38,7 +38,10 @@ WHO_MAY = {
         "GET /admin/adapters", "POST /admin/adapters", "DELETE /admin/adapters/{name:path}",
     },
 }  # fmt: skip
-RANKING = {"/v1/rerank", "/v2/rerank", "/v1/score"}
+WITH_OTHER_BODIES = {
+    "/v1/rerank", "/v2/rerank", "/v1/score", "/v1/decisions", "/detokenize", "/v1/embeddings", "/v1/responses",
+    "/v1/messages",
+}  # fmt: skip
 ADAPTER = "/admin/adapters/demo"  # only to be deleted
 CANCEL = "/v1/requests/demo/cancel"
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "TRACE", "get", "PROPFIND")
@@ -170,9 +173,7 @@ async def test_with_a_key_every_route_answers_and_odd_forms_are_still_no_routes(
     async def statuses(path: str) -> set[int]:
         return {await status_of(guarded_service.app, method, path, encoded(bearer())) for method in ("GET", "POST")}
 
-    for path in (
-        paths - ADMIN - {ADAPTER, "/detokenize", "/v1/embeddings", "/v1/responses", "/v1/messages", CANCEL} - RANKING
-    ):  # they want another body or id
+    for path in paths - ADMIN - WITH_OTHER_BODIES - {ADAPTER, CANCEL}:  # the last two want another id
         assert 200 in await statuses(path), path
     assert await statuses("//v1/models") == {404}
     assert await statuses("/health/../v1/models") == {404}

@@ -208,6 +208,21 @@ def test_documents_are_ranked_by_an_encoder_and_the_best_one_is_read_by_the_mode
     assert [each["index"] for each in step["kept"]] == [ranked[0]["index"]]
 
 
+def test_questions_about_a_text_are_answered_by_probabilities(service: Service) -> None:
+    levels = [{"label": "short"}, {"label": "long"}]
+    questions: list[Any] = [
+        {"type": "score", "instructions": f"How long is word {number}?", "levels": levels} for number in range(8)
+    ]
+    text = "Count from 3 to 9. " * 40
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none") as client:
+        decision = client.decisions.create(model="turns", input=text, questions=questions)
+    assert [each.type for each in decision.answers] == ["score"] * 8
+    usage = decision.usage
+    assert usage.output_tokens == 8
+    # On one of two replicas, seven of them begin with what the first one has left there.
+    assert usage.input_tokens_details.cached_tokens > usage.input_tokens / 2
+
+
 def test_mixed_questions_all_at_once_are_all_answered_right(service: Service) -> None:
     questions = mixed_questions(64, seed=5)
 

@@ -32,6 +32,7 @@ def asking(request: Request, number: int) -> Request:
         request.sampling,
         logprobs=(None, 0, 1, 5, 20)[number % 5],
         prompt_logprobs=(None, 1, 0, 5)[number % 4],
+        logprob_token_ids=((), (), (9, 3, 200, 4))[number % 3],
         **(SAMPLED if number % 6 == 5 else {}),
     )
     if number % 7 == 6:
@@ -55,20 +56,26 @@ def check(model: PreTrainedModel, request: Request, outcome: Outcome) -> None:
         (outcome.logprobs, sampling.logprobs, range(num_prompt, len(tokens))),
     ):
         assert len(given[request_id]) == (0 if num_top is None else len(places))
+        named = sampling.logprob_token_ids if given is outcome.logprobs else ()
         for at, found in zip(places, given[request_id], strict=False):
-            check_place(found, tokens[at], expected[at - 1], num_top or 0)
+            check_place(found, tokens[at], expected[at - 1], num_top or 0, named)
 
 
-def check_place(found: TokenLogprobs, token: int, expected: torch.Tensor, num_top: int) -> None:
+def check_place(
+    found: TokenLogprobs, token: int, expected: torch.Tensor, num_top: int, named: tuple[int, ...] = ()
+) -> None:
     assert found.logprob == pytest.approx(float(expected[token]), abs=TOLERANCE)
     # Tokens that are nearly equally likely may change places.
     assert (
         (expected > expected[token] + TOLERANCE).sum() < found.rank <= (expected >= expected[token] - TOLERANCE).sum()
     )
-    assert len(found.top_token_ids) == len(set(found.top_token_ids)) == len(found.top_logprobs) == num_top
-    assert list(found.top_logprobs) == pytest.approx(expected.topk(num_top).values.tolist(), abs=TOLERANCE)
+    if named:
+        assert found.top_token_ids == named
+    else:
+        assert len(found.top_token_ids) == len(set(found.top_token_ids)) == len(found.top_logprobs) == num_top
+        assert list(found.top_logprobs) == pytest.approx(expected.topk(num_top).values.tolist(), abs=TOLERANCE)
     assert [float(expected[each]) for each in found.top_token_ids] == pytest.approx(found.top_logprobs, abs=TOLERANCE)
-    if num_top:
+    if num_top and not named:
         assert (found.rank == 1) == (found.logprob == found.top_logprobs[0]), "equal to the last bit, or not at all"
     if token in found.top_token_ids:
         assert found.logprob == found.top_logprobs[found.top_token_ids.index(token)]

@@ -133,19 +133,8 @@ class ResponseBuilder:
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": "disabled",
-            "usage": None if self._status == "in_progress" else self._usage(),
+            "usage": None if self._status == "in_progress" else self._state.usage_of_responses(),
             "user": body.user or None,
-        }
-
-    def _usage(self) -> Json:
-        usage = self._state.usage()
-        return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": usage["completion_tokens_details"],
-            "total_tokens": usage["total_tokens"],
-            **self._state.more_usage(),
         }
 
     def _begin(self) -> Iterator[Json]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from app.api.endpoints.chat import prepare_chat
 from app.api.endpoints.completions import prepare_completion
+from app.api.endpoints.decisions import DecisionsWriter, prepare_decisions
 from app.api.endpoints.embeddings import EmbeddingsWriter, prepare_embeddings
 from app.api.endpoints.messages import MessagesWriter, prepare_message
 from app.api.endpoints.ranking import RerankWriter, ScoreWriter, prepare_rerank, prepare_score
@@ -17,6 +18,7 @@ from app.api.output.completion_writers import ChatFormat, ChoiceWriter, Completi
 from app.api.output.response_state import Writer
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
+from app.api.schemas.decisions import DecisionsRequest
 from app.api.schemas.messages import MessagesRequest
 from app.api.schemas.ranking import RerankRequest, ScoreRequest
 from app.api.schemas.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, QueuedRequest
@@ -87,6 +89,14 @@ ENDPOINTS = {
             ScoreWriter,
             summary="How well texts fit another text",
             response="Scores",
+        ),
+        Endpoint(
+            "/v1/decisions",
+            DecisionsRequest,
+            prepare_decisions,
+            DecisionsWriter,
+            summary="Answer questions about a text by probabilities",
+            response="Decisions",
         ),
         Endpoint(
             MESSAGES_PATH,

@@ -234,6 +234,13 @@ def _answers() -> Json:
             id=str, model=str, results=_list(_object(index=int, relevance_score=float)), meta=dict, usage=of_prompts
         ),
         "Scores": _page(_object(index=int, score=float), id=str, model=str, usage=of_prompts),
+        "Decisions": _object(
+            id=str,
+            model=str,
+            answers=_list(_object(type={"enum": ["predicate", "choice", "score"]}, name=_TEXT_OR_NULL)),
+            prompt_version=int,
+            usage=_object(input_tokens=int, output_tokens=int, total_tokens=int),
+        ),
         "CreatedMessage": _object(
             id=str,
             type={"const": "message"},

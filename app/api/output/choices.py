@@ -108,7 +108,10 @@ def generate_choices(prepared: PreparedRequest) -> AsyncGenerator[ChoiceDelta, N
     choices = [_choice_pieces(prepared, index) for index in range(len(prepared.requests))]
     if prepared.tools is not None:
         choices = [_with_calls(choice, prepared.tools) for choice in choices]
-    return choices[0] if len(choices) == 1 else _merge(choices, at_once=prepared.max_at_once or len(choices))
+    if len(choices) == 1:
+        return choices[0]
+    at_once = prepared.max_at_once or len(choices)
+    return _merge(choices, at_once=at_once, first_goes_ahead=prepared.first_goes_ahead)
 
 
 async def _choice_pieces(prepared: PreparedRequest, index: int) -> AsyncGenerator[ChoiceDelta, None]:
@@ -246,23 +249,28 @@ async def token_deltas(generate: Generate, request: Request) -> AsyncGenerator[A
 
 
 async def _merge(
-    sources: Sequence[AsyncGenerator[ChoiceDelta, None]], *, at_once: int
+    sources: Sequence[AsyncGenerator[ChoiceDelta, None]], *, at_once: int, first_goes_ahead: bool
 ) -> AsyncGenerator[ChoiceDelta, None]:
     """The deltas of all sources as they come. All sources are closed when this generator ends, also by an error.
 
     Not a TaskGroup, which must not span a `yield`.
     """
     queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(maxsize=len(sources))
-    slots = asyncio.Semaphore(at_once)
-    pumps = [asyncio.create_task(_pump(source, queue, slots), name=task_name()) for source in sources]
-    num_open = len(pumps)
+    slots, num_left = asyncio.Semaphore(at_once), len(sources)
+    pumps: list[asyncio.Task[None]] = []
+
+    def begin(some: Sequence[AsyncGenerator[ChoiceDelta, None]]) -> None:
+        pumps.extend([asyncio.create_task(_pump(source, queue, slots), name=task_name()) for source in some])
+
+    begin(sources[:1] if first_goes_ahead else sources)
     try:
-        while num_open:
+        while num_left:
             item = await queue.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:
-                num_open -= 1
+                num_left -= 1
+                begin(sources[len(pumps) :])
             else:
                 yield item
     finally:

@@ -225,6 +225,18 @@ class ResponseState:
         usage = usage_of(num_prompt_tokens, num_completion_tokens, num_cached=num_cached, num_reasoning=num_reasoning)
         return usage | self.more_usage()
 
+    def usage_of_responses(self) -> Json:
+        """The same by the names of OpenAI's newer endpoints."""
+        usage = self.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+            **self.more_usage(),
+        }
+
     def more_usage(self) -> Json:
         """The fields of `usage` that OpenAI's API does not have."""
         return self.extra_usage() | ({"timings": self.timings()} if self.prepared.wants_timings else {})

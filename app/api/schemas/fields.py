@@ -221,6 +221,8 @@ def from_validation_error(error: ValidationError, *, within: str | None = None) 
     param = _field_path(first["loc"] if within is None else (within, *first["loc"]))
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is required", param=param)
+    if first["type"] == "extra_forbidden":
+        return InvalidRequest(f"there is no field {param}; leave it out", param=param)
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     got = "" if first["type"] == "value_error" else f"; got {_short(first['input'])}"
     return InvalidRequest(f"{param} {message[0].lower()}{message[1:]}{got}", param=param)

@@ -1,0 +1,244 @@
+"""POST /v1/decisions: questions about one input, answered by the probabilities of labels as a reply's first token.
+
+A question is one request of one token. Its prompt is a message of the user that begins with the input, in the model's
+chat template, so that all questions share their beginning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, product
+from string import ascii_uppercase, digits
+
+from app.api.generation import check_call_tokens, check_generates, encode_prompts, prepare_prompts
+from app.api.output.choices import ChoiceDelta
+from app.api.output.response_state import ResponseState, Writer
+from app.api.prepared_request import PreparedRequest, ServedModel, TokenDetailOptions
+from app.api.request_context import RequestContext
+from app.api.schemas.decisions import AnyQuestion, Choice, DecisionsRequest, Level, Option, Predicate, Score
+from app.engine.request import SamplingParams
+from app.errors import ContextTooLong, Failure, InvalidRequest, Unavailable
+from app.json_pieces import Json, Rows
+from app.text import Tokenizer
+from app.text.text_pairs import EncodedText
+
+PROMPT_VERSION = 1  # of the wording: each change of it changes probabilities
+
+_YES_OR_NO = (("Yes", "No"), ("yes", "no"), ("A", "B"))  # the first pair of which both are one token
+# Where there are more choices than letters, pairs of letters that are one token follow.
+_LETTERS = tuple(ascii_uppercase)
+_PAIRS = tuple(map("".join, product(ascii_uppercase, repeat=2)))
+_Labels = Mapping[str, int]  # the labels of a question, in the order of its answers, and the token of each
+
+
+def prepare_decisions(body: DecisionsRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
+    """Check and tokenize the questions. Raises InvalidRequest."""
+    check_generates(model)
+    if not model.tokenizer.has_chat_template:
+        raise InvalidRequest(f"the model {model.name!r} has no chat template; ask another", param="model")
+    frame = _Frame.around(body.input, model)
+    labels = _labels_of(body.questions, frame.reply, model)
+    ends = [_message_end(each, its) for each, its in zip(body.questions, labels, strict=True)]
+    prepared = prepare_prompts(
+        "dec-",
+        body,
+        model,
+        context,
+        map(EncodedText, frame.prompts(ends, model)),
+        samplings=[
+            SamplingParams(
+                max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=0, logprob_token_ids=tuple(its.values())
+            )
+            for its in labels
+        ],
+    )
+    return replace(
+        prepared,
+        num_logprobs=sum(1 + len(its) for its in labels),
+        detail_options=TokenDetailOptions(logprobs=0),
+        first_goes_ahead=True,
+    )
+
+
+# ---------------------------------------------------------------------- prompts
+
+
+def _message_begin(text: str) -> str:
+    """What all questions share. It ends with a letter before a colon, where tokenizers end a token, too."""
+    return f"{text}\n\nQuestion"
+
+
+def _message_end(question: AnyQuestion, labels: _Labels) -> str:
+    """What follows of the message. It begins with a colon and ends with a full stop."""
+    if isinstance(question, Predicate):
+        answers = [Option(value="Yes"), Option(value="No")] if "A" in labels else []
+    else:
+        answers = question.choices if isinstance(question, Choice) else question.levels
+    if not answers:
+        asked = f"Answer with {' or '.join(labels)}."
+    elif isinstance(question, Score):
+        asked = f"{_listed(answers, labels)}\nAnswer with the number of one level."
+    else:
+        asked = f"{_listed(answers, labels)}\nAnswer with the letter of one option."
+    return f": {question.instructions}\n\n{asked}"
+
+
+def _listed(answers: Sequence[Option | Level], labels: Iterable[str]) -> str:
+    lines = []
+    for each, label in zip(answers, labels, strict=True):
+        name = each.label if isinstance(each, Level) else each.value
+        text = str(name).lower() if isinstance(name, bool) else name
+        lines.append(f"{label}. {text}: {each.description}\n" if each.description else f"{label}. {text}\n")
+    return "".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The text around what each question adds: the beginning with the input, and what leads to the reply."""
+
+    begin: str
+    reply: str
+
+    @classmethod
+    def around(cls, text: str, model: ServedModel) -> _Frame:
+        """As the chat template has it, without reasoning. Raises InvalidRequest."""
+        placeholder = ": the question of this request."
+        rendered = model.tokenizer.render_chat(
+            [{"role": "user", "content": _message_begin(text) + placeholder}],
+            template_variables={"enable_thinking": False, "reasoning_effort": "none"},
+        )
+        begin, found, reply = rendered.rpartition(placeholder)
+        if not found:
+            raise InvalidRequest(
+                f"the chat template of {model.name!r} changes what messages say; ask another model", param="model"
+            )
+        marks = model.reasoning_marks
+        if marks is not None and marks.are_open(reply):
+            reply += f"{marks.end}\n\n"
+        return cls(begin, reply)
+
+    def prompts(self, ends: Sequence[str], model: ServedModel) -> list[tuple[int, ...]]:
+        """The token ids of the prompts whose messages end like this. Raises InvalidRequest for one that is too long."""
+        ends = [end + self.reply for end in ends]
+        [first] = encode_prompts([self.begin + ends[0]], model, "input", add_special_tokens=False)
+        of_ends = encode_prompts(ends, model, "questions", add_special_tokens=False)
+        num_shared = len(first) - len(of_ends[0])
+        _check_lengths(num_shared, list(map(len, of_ends)), model)
+        if first[num_shared:] == of_ends[0]:
+            return [first[:num_shared] + end for end in of_ends]
+        # The tokenizer joins characters on both sides of the border.
+        return encode_prompts([self.begin + end for end in ends], model, "input", add_special_tokens=False)
+
+
+def _check_lengths(num_shared: int, num_own: Sequence[int], model: ServedModel) -> None:
+    most = model.facts.max_model_len - 1
+    for number, num_tokens in enumerate(num_own):
+        if num_shared + num_tokens > most:
+            raise ContextTooLong(
+                f"input has {num_shared:,} tokens and questions[{number}] {num_tokens:,}; this model accepts {most:,} "
+                f"together; shorten one of them",
+                param="input" if num_shared >= most else f"questions[{number}]",
+            )
+    num_all = num_shared * len(num_own) + sum(num_own)
+    check_call_tokens(num_all, model, f"{len(num_own):,} questions, each with the input,", "questions")
+
+
+def _labels_of(questions: Sequence[AnyQuestion], reply: str, model: ServedModel) -> list[_Labels]:
+    """Labels for each question's answers. Raises InvalidRequest where the tokenizer has too few of one token."""
+    most = max((len(each.choices) for each in questions if isinstance(each, Choice)), default=0)
+    choices = _single_tokens(_LETTERS + (_PAIRS if most > len(_LETTERS) else ()), reply, model.tokenizer)
+    levels, *pairs = (_single_tokens(each, reply, model.tokenizer) for each in (tuple(digits), *_YES_OR_NO))
+    yes_or_no = next((pair for pair in pairs if len(pair) == 2), pairs[0])
+    found = list[_Labels]()
+    for number, question in enumerate(questions):
+        if isinstance(question, Predicate):
+            labels, wanted, param = yes_or_no, 2, "type"
+        elif isinstance(question, Choice):
+            labels, wanted, param = choices, len(question.choices), "choices"
+        else:
+            labels, wanted, param = levels, len(question.levels), "levels"
+        if len(labels) < wanted:
+            param = f"questions[{number}].{param}"
+            raise InvalidRequest(
+                f"{param} asks for {wanted:,} answers; the tokenizer of {model.name!r} has {len(labels):,} labels of "
+                f"one token for them: it splits the others; ask another model, or for fewer answers",
+                param=param,
+            )
+        found.append(dict(islice(labels.items(), wanted)))
+    return found
+
+
+def _single_tokens(labels: Sequence[str], reply: str, tokenizer: Tokenizer) -> _Labels:
+    """Those of the labels that are one token where the reply begins."""
+    before, *encoded = tokenizer.encode_all([f".{reply}", *(f".{reply}{label}" for label in labels)])
+    return {
+        label: token_ids[-1]
+        for label, token_ids in zip(labels, encoded, strict=True)
+        if token_ids[:-1] == before and tokenizer.token_text(token_ids[-1]).strip() == label
+    }
+
+
+# ---------------------------------------------------------------------- answers
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionsWriter(Writer):
+    """Writes the response to one call."""
+
+    body: DecisionsRequest
+
+    async def full_response(self, state: ResponseState) -> Json:
+        """Wait for all answers and write them."""
+        logprobs = await label_logprobs(state)
+        state.log_end()
+        questions = self.body.questions
+        return {
+            "id": state.prepared.response_id,
+            "model": state.prepared.model.name,
+            "answers": Rows(lambda: ([_answer(*each)] for each in zip(questions, logprobs, strict=True))),
+            "prompt_version": PROMPT_VERSION,
+            "usage": state.usage_of_responses(),
+        }
+
+
+async def label_logprobs(state: ResponseState) -> list[tuple[float, ...]]:
+    """Wait for all requests of a call; the log-probabilities of each one's labels. Raises Unavailable and Failure."""
+    found: dict[int, tuple[float, ...]] = {}
+
+    def keep(piece: ChoiceDelta) -> None:
+        if piece.details is not None and piece.details.logprobs:
+            found[piece.index] = piece.details.logprobs[0].top_logprobs
+
+    await state.read(keep)
+    requests = state.prepared.requests
+    for index, request in enumerate(requests):
+        logprobs = found.get(index, ())
+        if len(logprobs) != len(request.sampling.logprob_token_ids):
+            raise Unavailable("a replica of a former version gave no probabilities of labels; try again")
+        if not math.isfinite(max(logprobs)):
+            raise Failure(f"the model gave the answers to question {index} the log-probabilities {logprobs[:10]}")
+    return [found[index] for index in range(len(requests))]
+
+
+def _answer(question: AnyQuestion, logprobs: Sequence[float]) -> Json:
+    """`confidence` is the likeliest label's share times the mass of all labels: its probability in the vocabulary."""
+    likeliest = max(logprobs)
+    weights = [math.exp(each - likeliest) for each in logprobs]
+    total = sum(weights)
+    shares = [weight / total for weight in weights]
+    common: Json = {"type": question.type, "name": question.name}
+    if isinstance(question, Predicate):
+        return common | {"probability": shares[0]}
+    if isinstance(question, Choice):
+        values = [each.value for each in question.choices]
+        common["choice"] = values[logprobs.index(likeliest)]
+        rows = [{"value": value, "probability": share} for value, share in zip(values, shares, strict=True)]
+    else:
+        common["score"] = sum(level * share for level, share in enumerate(shares))
+        rows = [
+            {"value": level, "label": each.label, "probability": share}
+            for level, (each, share) in enumerate(zip(question.levels, shares, strict=True))
+        ]
+    return common | {"probabilities": rows, "confidence": math.exp(likeliest)}

@@ -1,0 +1,156 @@
+"""The typed request of /v1/decisions: questions about one input, in the shape of OpenAI's Decisions API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+from app.api.schemas.fields import MAX_ID_LENGTH, MAX_MESSAGES, ListOf, NonEmpty, Schema, joined_text
+from app.api.schemas.requests import QueuedRequest
+
+MAX_QUESTIONS, MAX_CHOICES, MAX_LEVELS = 200, 255, 10
+
+_REFUSING_OTHERS = ConfigDict(extra="forbid")  # a field that is not known may be one that changes the answers
+
+
+def _numbering(least: int, most: int) -> BeforeValidator:
+    """Refuses a list with fewer or more items before it looks at any."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list) and not least <= len(value) <= most:
+            raise ValueError(f"has {len(value):,} items; {least} to {most} are accepted")
+        return value
+
+    return BeforeValidator(check)
+
+
+class InputText(Schema):
+    """A part of a text."""
+
+    type: Literal["input_text"]
+    text: str
+
+
+TextOrParts = Annotated[
+    NonEmpty,
+    BeforeValidator(joined_text({"input_text": "text"}), json_schema_input_type=NonEmpty | list[InputText]),
+]
+
+
+class InputMessage(Schema):
+    """A message of the user."""
+
+    model_config = _REFUSING_OTHERS
+
+    type: Literal["message"] = "message"
+    role: Literal["user"]
+    content: TextOrParts
+
+
+def _input(value: Any) -> Any:
+    """Messages as one text."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or len(value) > MAX_MESSAGES:
+        raise ValueError(f"should be a string or a list of at most {MAX_MESSAGES:,} messages of the user")
+    messages = [InputMessage.checked(each, within=f"input[{number}]") for number, each in enumerate(value)]
+    return "\n\n".join([message.content for message in messages])
+
+
+class Question(Schema):
+    """What the kinds of questions have in common."""
+
+    model_config = _REFUSING_OTHERS
+
+    instructions: TextOrParts
+    name: str | None = Field(None, max_length=MAX_ID_LENGTH)
+
+
+class Predicate(Question):
+    """Whether a statement about the input is true."""
+
+    type: Literal["predicate"]
+
+
+def _value(value: Any) -> Any:
+    if not isinstance(value, str | bool) or value == "":
+        raise ValueError("should be a boolean or a string that is not empty")
+    return value
+
+
+class Option(Schema):
+    """A value that may be chosen."""
+
+    model_config = _REFUSING_OTHERS
+
+    value: Annotated[str | bool, BeforeValidator(_value, json_schema_input_type=NonEmpty | bool)]
+    description: str | None = None
+
+
+def _differ(choices: list[Option]) -> list[Option]:
+    """`true` and "true" are two values."""
+    places: dict[tuple[type, str | bool], int] = {}
+    for place, choice in enumerate(choices):
+        first = places.setdefault((type(choice.value), choice.value), place)
+        if first != place:
+            raise ValueError(f"has the value {str(choice.value)[:60]!r} twice, at {first} and {place}")
+    return choices
+
+
+class Choice(Question):
+    """Which value fits the input."""
+
+    type: Literal["choice"]
+    choices: Annotated[
+        ListOf[Option],
+        Field(min_length=2, max_length=MAX_CHOICES),
+        _numbering(2, MAX_CHOICES),
+        AfterValidator(_differ),
+    ]
+
+
+class Level(Schema):
+    """A step of a scale."""
+
+    model_config = _REFUSING_OTHERS
+
+    label: NonEmpty
+    description: str | None = None
+
+
+class Score(Question):
+    """Which level of a scale, from its lowest on, fits the input."""
+
+    type: Literal["score"]
+    levels: Annotated[ListOf[Level], Field(min_length=2, max_length=MAX_LEVELS), _numbering(2, MAX_LEVELS)]
+
+
+def _has_kind(question: Any) -> Any:
+    if not isinstance(question, dict) or question.get("type") not in ("predicate", "choice", "score"):
+        raise ValueError('should be an object whose type is "predicate", "choice" or "score"')
+    return question
+
+
+AnyQuestion = Annotated[
+    Annotated[Predicate, Tag("#predicate")] | Annotated[Choice, Tag("#choice")] | Annotated[Score, Tag("#score")],
+    Discriminator(lambda question: f"#{question['type'] if isinstance(question, dict) else question.type}"),
+    BeforeValidator(_has_kind),
+]
+
+
+class DecisionsRequest(QueuedRequest):
+    """The body of POST /v1/decisions."""
+
+    model_config = _REFUSING_OTHERS
+
+    input: Annotated[NonEmpty, BeforeValidator(_input, json_schema_input_type=NonEmpty | list[InputMessage])]
+    questions: Annotated[
+        ListOf[AnyQuestion], Field(min_length=1, max_length=MAX_QUESTIONS), _numbering(1, MAX_QUESTIONS)
+    ]
+    safety_identifier: str | None = Field(None, max_length=128)  # this and the next: without effect
+    prompt_cache_key: str | None = Field(None, max_length=MAX_ID_LENGTH)
+
+    def encoded_size(self, size: int) -> int:
+        """The input is part of every prompt."""
+        return size + len(self.input) * len(self.questions)
