@@ -81,20 +81,25 @@ class RouteCaseConfig(Settings):
         (), max_length=256, description="by header: its values; by classifier: the model's labels, instead of examples"
     )
     examples: tuple[str, ...] = Field((), max_length=64, description="by classifier: texts of this kind")
+    description: str | None = Field(None, min_length=1, description="by decision: which requests it is for, in words")
 
 
 class RouteStepConfig(Settings):
     """The first case that a request fits says which model answers, before anything of the answer is queued."""
 
     kind: Literal["route"] = "route"
-    by: Literal["length", "header", "classifier"] = Field(
-        description="length of the prompt, a header, or the last text: the example nearest to it, or a model's "
-        "label for it"
+    by: Literal["length", "header", "classifier", "decision"] = Field(
+        description="length of the prompt, a header, or the last text: the example nearest to it, a model's label for "
+        "it, or the description that a model chooses for it"
     )
     header: str | None = Field(None, pattern=r"^[a-z0-9-]+$", description="by header: its name, in lower case")
-    classifier: Name | None = Field(None, description="by classifier: a model with embeddings, or one with labels")
+    classifier: Name | None = Field(
+        None, description="by classifier: a model with embeddings, or one with labels; by decision: one that generates"
+    )
     cases: tuple[RouteCaseConfig, ...] = Field(
-        min_length=2, max_length=64, description="in order; the last is for all others, except with examples"
+        min_length=2,
+        max_length=64,
+        description="in order; the last is for all others, except with examples and descriptions",
     )
 
     @property
@@ -104,15 +109,17 @@ class RouteStepConfig(Settings):
 
     @model_validator(mode="after")
     def _cases_are_told_apart(self) -> RouteStepConfig:
-        condition = {"length": "max_prompt_tokens", "header": "values", "classifier": "examples"}[self.by]
-        if self.has_labels:
-            condition = "values"
-        for name in ("header", "classifier"):
-            if (getattr(self, name) is None) == (self.by == name):
-                raise ValueError(f"{name} is for a route by {name}, which needs it, and this one is by {self.by}")
+        conditions = {
+            "length": "max_prompt_tokens", "header": "values", "classifier": "examples", "decision": "description",
+        }  # fmt: skip
+        condition = "values" if self.by == "classifier" and self.has_labels else conditions[self.by]
+        for name, kinds in (("header", ["header"]), ("classifier", ["classifier", "decision"])):
+            if (getattr(self, name) is None) == (self.by in kinds):
+                asked = " or ".join(kinds)
+                raise ValueError(f"{name} is for a route by {asked}, which needs it, and this one is by {self.by}")
         for index, case in enumerate(self.cases):
-            is_for_others = index == len(self.cases) - 1 and condition != "examples"
-            given = [name for name in ("max_prompt_tokens", "values", "examples") if getattr(case, name)]
+            is_for_others = index == len(self.cases) - 1 and condition not in ("examples", "description")
+            given = [name for name in dict.fromkeys(conditions.values()) if getattr(case, name)]
             wanted = [] if is_for_others else [condition]
             if given != wanted:
                 raise ValueError(

@@ -50,6 +50,14 @@ VALID: dict[str, dict[str, Any]] = {
         "max_tokens_per_doc": 5,
     },
     "/v1/score": {"text_1": "one", "text_2": ["one two", "three"]},
+    "/v1/decisions": {
+        "input": [{"role": "user", "content": "one two"}],
+        "questions": [
+            {"type": "predicate", "instructions": "one?", "name": "a"},
+            {"type": "choice", "instructions": "?", "choices": [{"value": "x", "description": "y"}, {"value": True}]},
+            {"type": "score", "instructions": "how?", "levels": [{"label": "low"}, {"label": "high"}]},
+        ],
+    },
     "/admin/adapters": {"name": "support", "path": "/nowhere", "model": "simulated"},
     "/tokenize": {"prompt": "one two", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"tokens": [5, 6, 7]},

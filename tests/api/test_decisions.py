@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Iterable
+from string import ascii_uppercase
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from app.engine.async_engine import AsyncEngine
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
@@ -147,6 +152,43 @@ def test_reasoning_that_the_template_begins_is_closed() -> None:
     assert ask(service, questions=[SCORE]).status == 200
     prompt = begun.decode(service.request.prompt_token_ids, skip_special_tokens=False)
     assert prompt.endswith("level.<|end|><think></think>\n\n")
+
+
+def joining(*pairs: str) -> Tokenizer:
+    """A token for each byte and for each of these pairs of characters, wherever they stand."""
+    symbols = bytes_to_unicode()
+    vocab = {symbols[byte]: byte for byte in range(256)} | {pair: 256 + at for at, pair in enumerate(pairs)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[(pair[0], pair[1]) for pair in pairs]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    template = "{{ messages[0].content }}\nReply:"
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template))
+
+
+def test_more_choices_than_letters_get_pairs_of_letters_that_are_one_token() -> None:
+    service = Service(joining("AB", "QX", "ZZ"), likely, max_model_len=2000)
+    choices = [{"value": f"v{number}"} for number in range(29)]
+    assert ask(service, questions=[CHOICE | {"choices": choices}]).status == 200
+    labels = [service.tokenizer.token_text(each) for each in service.request.sampling.logprob_token_ids]
+    assert labels == [*ascii_uppercase, "AB", "QX", "ZZ"]
+    prompt = service.tokenizer.decode(service.request.prompt_token_ids)
+    assert "\nZ. v25\nAB. v26\nQX. v27\nZZ. v28\n\nAnswer" in prompt
+
+
+def test_a_tokenizer_that_joins_what_questions_share_with_what_they_do_not_encodes_whole_prompts() -> None:
+    service = Service(joining("n:"), likely, max_model_len=2000)
+    assert ask(service).status == 200
+    for request in service.generate.requests:
+        text = service.tokenizer.decode(request.prompt_token_ids)
+        assert request.prompt_token_ids == service.tokenizer.encode(text, add_special_tokens=False)
+        assert 256 in request.prompt_token_ids
+
+
+def test_labels_that_the_tokenizer_joins_with_what_is_before_them_are_none() -> None:
+    service = Service(joining(":A"), likely, max_model_len=2000)
+    param, message = refused(service, questions=[CHOICE | {"choices": [{"value": str(n)} for n in range(26)]}])
+    assert param == "questions[0].choices"
+    assert "asks for 26 answers; the tokenizer of 'demo' has 25 labels of one token" in message
 
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [

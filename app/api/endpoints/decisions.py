@@ -72,6 +72,7 @@ def _message_begin(text: str) -> str:
 
 def _message_end(question: AnyQuestion, labels: _Labels) -> str:
     """What follows of the message. It begins with a colon and ends with a full stop."""
+    answers: Sequence[Option | Level]
     if isinstance(question, Predicate):
         answers = [Option(value="Yes"), Option(value="No")] if "A" in labels else []
     else:
@@ -139,7 +140,7 @@ def _check_lengths(num_shared: int, num_own: Sequence[int], model: ServedModel) 
             raise ContextTooLong(
                 f"input has {num_shared:,} tokens and questions[{number}] {num_tokens:,}; this model accepts {most:,} "
                 f"together; shorten one of them",
-                param="input" if num_shared >= most else f"questions[{number}]",
+                param="input" if num_shared >= num_tokens else f"questions[{number}]",
             )
     num_all = num_shared * len(num_own) + sum(num_own)
     check_call_tokens(num_all, model, f"{len(num_own):,} questions, each with the input,", "questions")

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from app.api.auth.limits import Account
 from app.api.pipelines.index import DocumentIndex, IndexStep, read_index
-from app.api.pipelines.route import ByExample, ByHeader, ByLabel, ByLength, Chooser, RouteCase, RouteStep
+from app.api.pipelines.route import ByDecision, ByExample, ByHeader, ByLabel, ByLength, Chooser, RouteCase, RouteStep
 from app.api.pipelines.run import PendingAnswer, PipelineRun, Target
 from app.api.pipelines.steps import CascadeStep, EnsembleStep, GenerateStep, RerankStep
 from app.api.prepared_request import ServedModel, by_any_name
@@ -190,6 +190,8 @@ class _Builder:
         raise AssertionError(f"the config is checked, and {step.kind} does not answer")
 
     def _chooser(self, step: RouteStepConfig) -> Chooser:
+        if step.classifier is not None and step.by == "decision":
+            return ByDecision(self._models[step.classifier], [case.description or "" for case in step.cases])
         if step.classifier is not None and step.has_labels:
             return ByLabel(self._models[step.classifier], [case.values for case in step.cases[:-1]])
         if step.classifier is not None:
@@ -208,6 +210,9 @@ def _why_not(step: PipelineStepConfig, named: NamedByStep, model: ServedModel) -
         return "" if model.facts.generates else "is an encoder, which answers nothing"
     if isinstance(step, RerankStepConfig) and model.facts.scores_pairs:
         return ""
+    if isinstance(step, RouteStepConfig) and step.by == "decision":
+        chats = model.facts.generates and model.tokenizer.has_chat_template
+        return "" if chats else "has no chat template, so it answers no questions"
     if isinstance(step, RouteStepConfig) and step.has_labels:
         wrong = {value for case in step.cases for value in case.values} - {*model.facts.labels}
         return f"has no label {min(wrong)!r}: it has {', '.join(model.facts.labels) or 'none'}" if wrong else ""

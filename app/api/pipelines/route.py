@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from app.api.endpoints.decisions import label_logprobs
+from app.api.endpoints.table import ENDPOINTS
 from app.api.pipelines.run import PendingAnswer, PipelineRun, StepReport, Target
 from app.api.pipelines.vectors import Matrix, cosines, own_vectors, question_scores, question_vector
 from app.api.prepared_request import PreparedRequest, ServedModel
+from app.api.schemas.decisions import Choice, Option
 from app.errors import ContextTooLong
 
 
@@ -53,7 +57,7 @@ class RouteStep:
     @property
     def others(self) -> tuple[ServedModel, ...]:
         """Models that run and do not answer."""
-        return (self.chooser.model,) if isinstance(self.chooser, ByExample | ByLabel) else ()
+        return (self.chooser.model,) if isinstance(self.chooser, ByExample | ByLabel | ByDecision) else ()
 
     async def answer(self, run: PipelineRun) -> PendingAnswer:
         """Choose, then as the case's target answers."""
@@ -121,6 +125,29 @@ class ByLabel:
         chosen = next((index for index, labels in enumerate(self.labels) if label in labels), len(self.labels))
         report.end(case=chosen, label=label, score=float(scores[best]))
         return Chosen(chosen, report)
+
+
+@dataclass(frozen=True, slots=True)
+class ByDecision:
+    """The case with the description that a model chooses for the last text of the user."""
+
+    model: ServedModel
+    descriptions: Sequence[str]  # of all cases
+
+    async def choose(self, run: PipelineRun, step: RouteStep) -> Chosen:
+        question = Choice(
+            type="choice",
+            instructions="What is this text?",
+            choices=[Option(value=each) for each in self.descriptions],
+        )
+        prepared = await run.request_aside(
+            ENDPOINTS["/v1/decisions"], self.model, question_param="input", input=run.question, questions=[question]
+        )
+        report = run.begin(prepared, step)
+        [logprobs] = await label_logprobs(report.state)
+        best = logprobs.index(max(logprobs))
+        report.end(case=best, confidence=math.exp(max(logprobs)))
+        return Chosen(best, report)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from app.api import RequestHandler, pipelines_of
 from app.config import ApiConfig, ApplicationConfig
-from app.engine.request import FinishReason, Pooling, Request, TokenDelta
+from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
 from app.errors import InvalidSetup
 from app.metrics import RequestMetrics
 from app.text import Tokenizer
@@ -88,6 +88,31 @@ def test_by_header_its_value_counts(tokenizer: Tokenizer) -> None:
     for headers, expected in (({"x-tier": "silver"}, ("a", 0)), ({"x-tier": "tin"}, ("b", 1)), ({}, ("b", 1))):
         body = {"model": "auto", "messages": [{"role": "user", "content": "Hi"}]}
         assert taken(service.call("POST", "/v1/chat/completions", body, headers)) == expected
+
+
+def test_by_decision_the_description_that_a_model_chooses_counts(tokenizer: Tokenizer) -> None:
+    def script(request: Request) -> Iterable[Step]:
+        named = request.sampling.logprob_token_ids
+        if not named:
+            return [last(request, (9,), FinishReason.LENGTH)]
+        logprobs = (-3.0, -1.0) if "Sing" in tokenizer.decode(request.prompt_token_ids) else (-1.0, -2.0)
+        told = TokenLogprobs(-9.0, 3, named, logprobs)
+        return [TokenDelta(request.request_id, (9,), FinishReason.LENGTH, logprobs=(told,))]
+
+    cases = [{"model": "a", "description": "a task for code"}, {"model": "b", "description": "a task for a poet"}]
+    service = routed(tokenizer, cases, by="decision", classifier="a")
+    service.generate.script = script
+    for text, expected in (("Write a function", ("a", 0)), ("Sing", ("b", 1))):
+        body = {"model": "auto", "messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        answer = service.call("POST", "/v1/chat/completions", body)
+        assert taken(answer) == expected
+        assert answer.json["usage"]["pipeline"]["steps"][0]["confidence"] == pytest.approx(math.exp(-1))
+    asked = tokenizer.decode(service.generate.requests[0].prompt_token_ids)
+    assert "Write a function\n\nQuestion: What is this text?\n\nA. a task for code\nB. a task for a poet\n" in asked
+    with pytest.raises(
+        ValidationError, match="cases\\[1\\] has no condition; of a route by decision it has description"
+    ):
+        routed(tokenizer, [cases[0], {"model": "b"}], by="decision", classifier="a")
 
 
 def test_by_classifier_the_nearest_example_counts_and_examples_are_computed_once(tokenizer: Tokenizer) -> None:
@@ -228,7 +253,7 @@ XS = {"model": "a", "values": ["x"]}
         ({"cases": [{"model": "a", "values": ["x"]}, {"model": "b", "values": ["y"]}]}, "for all others and has none"),
         ({"cases": [{"model": "a", "values": ["x"]}, {"model": "c"}]}, "steps[0].cases[1].model: there is no model or"),
         ({"cases": [{"model": "a", "values": ["x"], "preset": "batch"}, {"model": "b"}]}, "preset: got 'batch'"),
-        ({"by": "size"}, "'length', 'header' or 'classifier'"),
+        ({"by": "size"}, "'length', 'header', 'classifier' or 'decision'"),
         ({"by": "classifier", "classifier": "a", "cases": [XS, XS]}, "cases[1] has values; of a route by classifier"),
         ({"by": "classifier", "classifier": "a", "cases": [{"model": "a"}] * 2}, "by classifier it has examples"),
     ],
