@@ -25,7 +25,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
@@ -180,7 +179,7 @@ async def _judged(target: Target, fact: Fact) -> tuple[float, float]:
     return predicate["probability"], choice["confidence"] / largest
 
 
-def _draw(figures: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+def _draw(figures: Mapping[str, Mapping[str, Any]], path: str) -> None:
     """Of each kind of question the share of yes in each bin over its mean probability, as large as the bin."""
     from matplotlib.figure import Figure  # only here: it is an extra
 
@@ -235,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--questions", type=positive, default=32, metavar="N")
     parser.add_argument("--words", type=positive, default=1500, metavar="N", help="of the text")
     parser.add_argument("--facts", type=int, default=400, metavar="N", help="questions of the calibration; 0: none")
-    parser.add_argument("--plot", type=Path, metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE")
     parser.add_argument("--seed", type=int, default=1)
     return parser
 
