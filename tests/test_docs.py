@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from app.api.endpoints.table import ENDPOINTS
 from app.api.http.openapi import openapi_document
 from app.api.prepared_request import RequestLimits
+from app.api.schemas.parameters import unavailable
 from app.config import ApiConfig, ApplicationConfig, KeysConfig, leaves
 from app.metrics import exposition
 from deployments.serve.settings import parse
@@ -123,6 +125,13 @@ def test_the_metrics_page_has_every_metric() -> None:
     named = re.findall(r"^# HELP (\S+) ", text, flags=re.MULTILINE)
     assert named
     assert not [metric for metric in named if f"`{metric}`" not in page]
+
+
+def test_the_page_of_the_api_has_every_field_that_is_refused() -> None:
+    page = (PROJECT / "docs" / "reference" / "api.md").read_text()
+    refused = {name for endpoint in ENDPOINTS.values() for name in unavailable(endpoint.schema)}
+    assert len(refused) > 90
+    assert not [name for name in sorted(refused) if f"`{name}`" not in page]
 
 
 def test_the_readme_is_short() -> None:

@@ -150,7 +150,7 @@ def check_call_tokens(num_tokens: int, model: ServedModel, what: str, param: str
     most = max(MAX_CALL_TOKENS, 2 * model.facts.max_model_len)
     if num_tokens > most:
         raise InvalidRequest(
-            f"{what} have {num_tokens:,} tokens; at most {most:,} are accepted in one call; send fewer {param} at once",
+            f"{what} have {num_tokens:,} tokens; at most {most:,} are accepted in one call; send less of {param}",
             param=param,
         )
 
@@ -285,6 +285,10 @@ def prepare_generation(
     if body.allowed_token_ids:
         _check_allowed_token_ids(body, len(prompts) * body.num_samples, limits.max_allowed_token_ids)
     num_prompt_tokens, num_logprobs = sum(map(len, prompts)), 0
+    if body.num_samples > 1:
+        param = "n" if body.best_of is None else "best_of"
+        choices = f"{body.num_samples:,} choices of {num_prompt_tokens:,} prompt tokens"
+        check_call_tokens(body.num_samples * num_prompt_tokens, model, choices, param)
     if details is not None:
         is_open_ended = body.asked_tokens is None and default_max_tokens is None
         lengths = _with_bounded_logprobs(body, details, lengths, num_prompt_tokens, limits, is_open_ended=is_open_ended)

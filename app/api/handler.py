@@ -25,7 +25,7 @@ from app.api.pipelines import Pipeline, PipelineRun
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel, SharedFields
 from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace, Tracer
-from app.api.schemas.parameters import UnknownFields, parse
+from app.api.schemas.parameters import UnknownFields, ignored_fields, parse
 from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelRequest, QueuedRequest
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
 from app.batches import LOWEST_CLASS, Answered, ItemOrigin
@@ -101,7 +101,9 @@ class RequestHandler:
             if parsed.request_id is not None and not context.has_own_id:
                 context.request_id = parsed.request_id
             target = self.names.answering(parsed, account)
-        return await self._respond(endpoint, parsed, target, context, size)
+        state = await self._respond(endpoint, parsed, target, context, size)
+        state.ignored_fields = ignored_fields(body, endpoint.schema)
+        return state
 
     async def _respond(
         self,

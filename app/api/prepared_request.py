@@ -27,7 +27,7 @@ class RequestLimits:
 
     max_body_bytes: int = MAX_REQUEST_BYTES
     body_timeout_s: float = 60.0  # for the whole body; a slower one is no honest client
-    max_choices: int = 16  # highest `n` and `best_of`
+    max_choices: int = 128  # highest `n` and `best_of`, as OpenAI has it
     max_prompts: int = 128  # prompts × n in one call that waits for its response
     max_inputs: int = 2048  # texts in one embeddings call, as OpenAI has it; `max_prompts` of them computed at once
     max_logprobs: int = 20  # highest `top_logprobs`, `logprobs` and `prompt_logprobs`, as OpenAI has it

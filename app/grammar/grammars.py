@@ -59,7 +59,7 @@ class CompileLimits:
 
     timeout_s: float = 2.0  # of CPU for one grammar: other requests of its tenant wait for it
     memory_bytes: int = 1_024_000_000  # of a process that compiles one grammar first, which has no model
-    max_waiting: int = 64  # requests of all tenants, those being compiled too
+    max_waiting: int = 256  # requests of all tenants, those being compiled too; one call has up to 128 with one grammar
     max_cached: int = 256  # compiled grammars; `MAX_CACHED_CHARACTERS` bounds their memory
 
 

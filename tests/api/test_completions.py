@@ -188,6 +188,24 @@ def test_samples_have_seeds_of_their_own_and_the_first_has_the_given_one(service
     assert [request.sampling.seed for request in service.generate.requests[3:]] == seeds, "the same every time"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_has_up_to_128_choices(service: Service, stream: bool) -> None:
+    answer = service.chat(n=128, stream=stream, max_tokens=3)
+    assert answer.status == 200, answer.body
+    said = answer.chunks if stream else [answer.json]
+    assert {choice["index"] for chunk in said for choice in chunk["choices"]} == set(range(128))
+
+
+@pytest.mark.parametrize(("param", "n"), [("n", 63), ("best_of", 63)])
+def test_choices_have_no_more_prompt_tokens_than_several_prompts(tokenizer: Tokenizer, param: str, n: int) -> None:
+    service = Service(tokenizer, say(tokenizer, "3"), max_model_len=20_000)
+    answer = service.complete(prompt=[7] * 16_000, max_tokens=1, **{param: n})
+    assert (answer.status, answer.error["param"]) == (400, param)
+    words = "63 choices of 16,000 prompt tokens have 1,008,000 tokens; at most 1,000,000 are accepted in one call"
+    assert words in answer.error["message"]
+    assert service.complete(prompt=[7] * 16_000, max_tokens=1, **{param: n - 1}).status == 200
+
+
 @pytest.mark.parametrize("seed", [-1, -(2**63), 2**63 - 1, 0])
 def test_any_int64_is_a_seed(service: Service, seed: int) -> None:
     assert service.chat(seed=seed).status == 200

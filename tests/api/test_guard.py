@@ -28,7 +28,7 @@ WHO_MAY = {
         "POST /v1/rerank", "POST /v2/rerank", "POST /v1/score", "POST /v1/decisions",
         "GET /v1/models", "GET /v1/models/{model_id:path}", "POST /tokenize", "POST /detokenize", "GET /tokenizer_info",
         "GET /version", "GET /openapi.json", "GET /metrics", "POST /v1/messages", "POST /v1/messages/count_tokens",
-        "POST /v1/requests/{request_id}/cancel",
+        "GET /load", "POST /v1/requests/{request_id}/cancel",
         "POST /v1/files", "GET /v1/files", "GET /v1/files/{file_id}", "DELETE /v1/files/{file_id}",
         "GET /v1/files/{file_id}/content", "POST /v1/batches", "GET /v1/batches", "GET /v1/batches/{batch_id}",
         "POST /v1/batches/{batch_id}/cancel", "POST /v1/batch", "GET /v1/batch/stats", "GET /v1/batch/{batch_id}",
@@ -256,7 +256,8 @@ def test_metrics_are_for_whom_the_settings_say(
     keys = [entry(), entry(ADMIN_KEY, "root", admin=True)]
     service = Service(tokenizer, say(tokenizer, "3"), keys=keys, **settings)
     headers = ({}, bearer(), bearer(ADMIN_KEY))
-    assert [service.call("GET", "/metrics", headers=each).status for each in headers] == statuses
+    for path in ("/metrics", "/load"):
+        assert [service.call("GET", path, headers=each).status for each in headers] == statuses
     assert service.call("GET", "/v1/models").status == 401
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from app.errors import EngineStopped, InvalidSetup, Unavailable
 from app.text import Tokenizer
-from tests.kit.service import MAX_MODEL_LEN, Service, say
+from tests.kit.fleet import LocalFleet
+from tests.kit.service import MAX_MODEL_LEN, Connection, Service, say
 
 
 def test_models_are_listed_and_retrieved_by_ids_with_slashes(tokenizer: Tokenizer) -> None:
@@ -98,3 +101,23 @@ def test_the_operators_mistakes_are_not_shown_to_clients(tokenizer: Tokenizer) -
     answer = Service(tokenizer, lambda request: [InvalidSetup("/srv/secret is missing")]).chat()
     assert answer.status == 500
     assert "secret" not in answer.error["message"]
+
+
+async def test_load_is_the_number_of_requests_on_all_replicas(tokenizer: Tokenizer) -> None:
+    async with LocalFleet(2) as local:
+        service = Service(tokenizer, generate=local.fleet.generate)
+        app = service.built(fleets={"demo": local.fleet})
+
+        async def load() -> Any:
+            async with Connection(app, "GET", "/load", None, {}) as connection:
+                return (await connection.finished()).json
+
+        assert await load() == {"server_load": 0}
+        local.hold(*local.replicas, before=3)
+        body = {"prompt": [5, 6], "max_tokens": 10, "ignore_eos": True, "n": 3}
+        async with Connection(app, "POST", "/v1/completions", body, {}) as connection:
+            await local.held(*local.replicas)
+            assert await load() == {"server_load": 3}
+            local.go()
+            await connection.finished()
+        assert await load() == {"server_load": 0}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from app.api.prepared_request import RequestLimits
 from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind
 from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
@@ -203,6 +204,13 @@ def test_one_tenant_does_not_take_all_places(vocabulary: Vocabulary) -> None:
         assert all(each.result() is not None for each in [*many[:2], *few])
 
 
+def test_all_choices_of_one_call_have_a_place(vocabulary: Vocabulary) -> None:
+    with held_up(vocabulary) as (grammars, let_go):
+        choices = [asked(grammars, "a+", tenant="one") for _ in range(RequestLimits().max_choices)]
+        let_go()
+        assert all(each.result() is not None for each in choices)
+
+
 def test_at_the_end_those_that_wait_hear_of_it(vocabulary: Vocabulary) -> None:
     grammars = Grammars(lambda: vocabulary)
     process = worker_of(grammars)
@@ -244,7 +252,9 @@ def compiled(grammars: Grammars, text: str) -> Matcher:
 
 
 @contextmanager
-def held_up(vocabulary: Vocabulary, *, max_waiting: int) -> Iterator[tuple[Grammars, Callable[[], None]]]:
+def held_up(
+    vocabulary: Vocabulary, *, max_waiting: int = CompileLimits().max_waiting
+) -> Iterator[tuple[Grammars, Callable[[], None]]]:
     """Grammars that wait for their vocabulary, and what lets them go."""
     let_go = threading.Event()
 

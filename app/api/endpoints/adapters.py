@@ -85,7 +85,7 @@ class AdapterRoutes(RouteGroup):
     @Operation("post", "/admin/adapters", "Load an adapter", "Adapter", (*OF_A_BODY, "503"), (AdapterToLoad,))
     async def load(self, request: Request) -> Response:
         """Load one; an adapter of the same name is replaced. Answers with its entry."""
-        body = await read_json_object(request, self._handler.limits)
+        body = await read_json_object(request, self._handler.limits, self._handler.threads)
         asked = AdapterToLoad.checked(body)
         model = self._handler.names.model(asked.model, reservation_of(request).account).base
         self._check_name(asked.name, model)

@@ -118,6 +118,7 @@ class ResponseBuilder:
             "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata,
             "model": prepared.model.name,
             "output": [item.as_json() for item in self._output],

@@ -84,7 +84,7 @@ class SchedulerRoutes(RouteGroup):
     )  # fmt: skip
     async def switch(self, request: Request) -> Response:
         """Switch one model; answers with what is in force then."""
-        body = await read_json_object(request, self._handler.limits)
+        body = await read_json_object(request, self._handler.limits, self._handler.threads)
         change = SchedulerChange.checked(body)
         model = self._handler.names.model(change.model, reservation_of(request).account).name
         if model not in self._switches:

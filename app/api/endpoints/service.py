@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from app.api.endpoints.live import WatchedFleet
 from app.api.handler import RequestHandler
 from app.api.http.guard import reservation_of
 from app.api.http.operations import OF_A_MODEL, Operation, RouteGroup
@@ -77,13 +78,20 @@ class HealthRoutes(RouteGroup):
 class MetricsRoutes(RouteGroup):
     """What is measured. The settings say which key it needs."""
 
-    def __init__(self, expose: Callable[[], Awaitable[bytes]]) -> None:
+    def __init__(self, expose: Callable[[], Awaitable[bytes]], fleets: Mapping[str, WatchedFleet]) -> None:
         self._expose = expose
+        self._fleets = fleets.values()
 
     @Operation("get", "/metrics", "What is measured, for Prometheus", media=("text/plain",))
     async def metrics(self, request: Request) -> Response:
         """As Prometheus text."""
         return Response(await self._expose(), headers={"Content-Type": CONTENT_TYPE})
+
+    @Operation("get", "/load", "The number of requests on all replicas", "Load")
+    async def load(self, request: Request) -> Response:
+        """For routers, as vLLM has it: requests that run or wait, those of other ingresses by the last reports."""
+        replicas = [replica for fleet in self._fleets for replica in fleet.describe()]
+        return JSONResponse({"server_load": sum(replica.get("requests", 0) for replica in replicas)})
 
 
 def only_measured_here(metrics: RequestMetrics) -> Callable[[], Awaitable[bytes]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from pydantic_core import from_json
@@ -17,6 +20,7 @@ from app.api.request_context import headers_of
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
 from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, UnsupportedMediaType
 
+_ENCODINGS = ("gzip", "deflate")
 PATIENCE_S = 10.0
 MIN_BYTES_PER_S = 16 * 1024  # after that: no client holds a connection and what it has sent for next to nothing
 
@@ -24,13 +28,14 @@ MIN_BYTES_PER_S = 16 * 1024  # after that: no client holds a connection and what
 async def read_json_object(
     request: Request, limits: RequestLimits, threads: BodyThreads | None = None
 ) -> dict[str, Any]:
-    """The body as an object. `threads` parse what is large; without them it is parsed here.
+    """The body as an object, unpacked if it is packed. `threads` read what is large; without them it is read here.
 
-    Raises UnsupportedMediaType when it is not declared as JSON, BodyTooLarge as soon as that is certain, BodyTooSlow
-    when it is not there in time, InvalidRequest when it is no object or has too many values, LimitReached when too many
-    bytes of bodies are in memory.
+    Raises UnsupportedMediaType when it is not declared as JSON or is packed in another way, BodyTooLarge as soon as
+    that is certain, BodyTooSlow when it is not there in time, InvalidRequest when it is no object or has too many
+    values, LimitReached when too many bytes of bodies are in memory.
     """
-    declared = headers_of(request.scope).get("content-type", "")
+    headers = headers_of(request.scope)
+    declared, encoding = headers.get("content-type", ""), headers.get("content-encoding", "").strip().lower()
     json_media_type = "application/json"
     # A page may send what a form can declare, or nothing, to any address unasked.
     if declared.partition(";")[0].strip().lower() != json_media_type:
@@ -38,8 +43,14 @@ async def read_json_object(
             f"the body should be declared as JSON: send the header `Content-Type: {json_media_type}` "
             f"(got {declared[:100]!r})"
         )
-    reservation = reservation_of(request)
-    body = await _read(request, reservation, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s)
+    check_encoding(encoding, _ENCODINGS)
+    reservation, max_bytes = reservation_of(request), limits.max_body_bytes
+    body: bytes | bytearray = await _read(request, reservation, max_bytes=max_bytes, timeout_s=limits.body_timeout_s)
+    if encoding in _ENCODINGS:
+        unpack = partial(_unpacked, body, encoding, max_bytes)
+        tenant = reservation.account.name
+        body = unpack() if threads is None else await threads.encode(tenant, len(body), unpack)
+        reservation.hold_body(len(body))
     if threads is None or len(body) <= MAX_SMALL_SIZE:
         return _object_of(body)
 
@@ -48,6 +59,31 @@ async def read_json_object(
         return _object_of(body)
 
     return await threads.read(reservation.account.name, len(body), read)
+
+
+def check_encoding(encoding: str, accepted: Sequence[str] = ()) -> None:
+    """Raise UnsupportedMediaType for a body that is packed in none of the accepted ways."""
+    if encoding not in ("", "identity", *accepted):
+        ways = f" or with {' or '.join(accepted)}" if accepted else ""
+        raise UnsupportedMediaType(f"the body has the Content-Encoding {encoding[:40]!r}; send it without{ways}")
+
+
+def _unpacked(packed: bytearray, encoding: str, max_bytes: int) -> bytes:
+    """The body as it was before it was packed. Raises BodyTooLarge and InvalidRequest."""
+    # Some clients leave out the header of zlib, which deflate should have (RFC 9110, section 8.4.1.2).
+    is_bare = encoding == "deflate" and packed[:1] and packed[0] & 0x0F != zlib.DEFLATED
+    find_header = zlib.MAX_WBITS | 32
+    unpacking = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else find_header)
+    try:
+        body = unpacking.decompress(packed, max_bytes + 1)
+    except zlib.error as error:
+        raise InvalidRequest(f"the body is not valid {encoding}: {error}", code="invalid_json") from None
+    if len(body) > max_bytes:
+        raise _too_large(f"more than {max_bytes:,}", max_bytes, " once it is unpacked")
+    if not unpacking.eof or unpacking.unused_data:
+        wrong = "goes on after its end" if unpacking.eof else "has no end"
+        raise InvalidRequest(f"the body is not valid {encoding}: it {wrong}", code="invalid_json")
+    return body
 
 
 def _object_of(body: bytes | bytearray) -> dict[str, Any]:
@@ -92,5 +128,5 @@ async def _read(request: Request, reservation: Reservation, *, max_bytes: int, t
     return body
 
 
-def _too_large(size: str, max_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the body has {size} bytes; this server accepts {max_bytes:,}")
+def _too_large(size: str, max_bytes: int, when: str = "") -> BodyTooLarge:
+    return BodyTooLarge(f"the body has {size} bytes{when}; this server accepts {max_bytes:,}")

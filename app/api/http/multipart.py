@@ -11,6 +11,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
+from app.api.http.body import check_encoding
 from app.api.http.errors import ClientGone
 from app.batches import PIECE_BYTES
 from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
@@ -34,9 +35,10 @@ class Form:
 async def read_form(request: Request, *, max_file_bytes: int, sink: Sink) -> Form:
     """Read a form with one file. The file's content goes to `sink`.
 
-    Raises InvalidRequest for a body that is no such form or has no end, BodyTooLarge, BodyTooSlow, and what `sink`
-    raises.
+    Raises InvalidRequest for a body that is no such form or has no end, UnsupportedMediaType for one that is packed,
+    BodyTooLarge, BodyTooSlow, and what `sink` raises.
     """
+    check_encoding(request.headers.get("content-encoding", ""))
     reader = _Reader(_boundary(request.headers.get("content-type", "")))
     overhead_bytes = 256 * 1024  # for boundaries, headers and fields beside the file
     async for piece in _pieces(request, max_file_bytes + overhead_bytes):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
@@ -25,7 +24,7 @@ from app.api.http.errors import is_anthropic
 from app.api.http.operations import EVENTS, OF_GENERATION, TEXT, Operation, RouteGroup
 from app.api.prepared_request import RequestLimits
 from app.api.schemas.fields import Schema
-from app.api.schemas.parameters import unavailable
+from app.api.schemas.parameters import RefusedField, unavailable
 from app.api.schemas.requests import GenerationRequest, ModelRequest
 from app.batches import JobState
 from app.config import ApiConfig
@@ -175,10 +174,10 @@ def _accept_null(schema: Json) -> None:
             value["anyOf"] = [*(option for option in options if option != {"type": "null"}), {"type": "null"}]
 
 
-def _leave_out(properties: Json, unavailable: Mapping[str, tuple[Any, ...]]) -> None:
+def _leave_out(properties: Json, unavailable: Mapping[str, RefusedField]) -> None:
     """Fields that a schema shares with others but that its endpoint takes only where they ask for nothing."""
     for name in properties.keys() & unavailable.keys():
-        harmless = list(unavailable[name])
+        harmless = list(unavailable[name].harmless)
         properties[name]["anyOf"] = [*([{"enum": harmless}] if harmless else []), {"type": "null"}]
 
 
@@ -260,6 +259,7 @@ def _answers() -> Json:
         "TokenizerInfo": _object(tokenizer_class=str, eos_token=_TEXT_OR_NULL, chat_template=_TEXT_OR_NULL),
         "Cancelled": _object(id=str, object={"const": "request"}, status={"const": "cancelled"}),
         "Version": _object(version=_TEXT_OR_NULL),
+        "Load": _object(server_load=int),
         "AdminKeys": _page(_object(name=str, requests=int)),
         "Adapter": adapter,
         "AdapterList": _page(_reference("Adapter"), missing=int),

@@ -58,8 +58,9 @@ def build_app(
     `is_ready` answers whether a request could be served now. `expose` writes the text of /metrics; by default, what
     this process has measured. `batch_routes` are those of files and batches where they are served. `collect` asks all
     processes for the reports that the admin routes show; by default, only this one. `fleets`, by the model's name, are
-    those of the live view; `switches`, too, change the strategy and policy of their replicas, `adapters` their LoRA
-    adapters. `cancel` ends a request of any process; by default, one of this process's, which are in `running`.
+    those of the live view and of /load; `switches`, too, change the strategy and policy of their replicas, `adapters`
+    their LoRA adapters. `cancel` ends a request of any process; by default, one of this process's, which are in
+    `running`.
     """
     config, authenticator = handler.config, handler.authenticator
     admin = AdminRoutes(authenticator, collect or only_this_process(authenticator))
@@ -81,7 +82,7 @@ def build_app(
     open_routes = [*HealthRoutes(is_ready).routes(), *PageRoutes().routes()]
     for_admins = [*admin.routes(), *SchedulerRoutes(handler, switches).routes()]
     for_admins += [*AdapterRoutes(handler, adapters).routes(), *live.routes()]
-    metrics = MetricsRoutes(expose or only_measured_here(handler.metrics)).routes()
+    metrics = MetricsRoutes(expose or only_measured_here(handler.metrics), fleets).routes()
     {"public": open_routes, "keys": for_keys, "admins": for_admins}[config.metrics_for].extend(metrics)
     is_for_this_machine = not needs_key and not config.allow_unauthenticated
     origins = OriginPolicy(config.allowed_origins, loopback_only=is_for_this_machine)

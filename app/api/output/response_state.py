@@ -17,6 +17,7 @@ from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import PreparedRequest
 from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace
+from app.api.schemas.parameters import IGNORED_HEADER
 from app.engine.request import EngineTimes, Queued
 from app.json_pieces import Json
 from app.metrics import CallMetrics, RequestMetrics
@@ -79,6 +80,7 @@ class ResponseState:
     is_streamed: bool = False  # as the body asks
     shows_loads: bool = False  # to an admin only
     pipeline_headers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    ignored_fields: str = ""  # names of fields of the body that have no effect
 
     @classmethod
     def begin(
@@ -148,6 +150,8 @@ class ResponseState:
         sees the loads of all replicas too, which other clients' requests cause.
         """
         headers, queued = dict(self.pipeline_headers), self.queued
+        if self.ignored_fields:
+            headers[IGNORED_HEADER] = self.ignored_fields
         if queued is not None:
             headers["x-carousel-queue-position"] = str(queued.position)
             headers["x-carousel-estimated-wait-ms"] = str(round(queued.estimated_wait_s * 1e3))

@@ -22,24 +22,39 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 def grammar_of(body: GenerationRequest) -> Grammar | None:
     """The grammar of a request's output; None for free text. Raises InvalidRequest."""
-    from_format = None if body.response_format is None else _of_format(body.response_format, body.format_param)
-    from_vendor = None if body.structured_outputs is None else _of_vendor(body.structured_outputs)
-    if from_format is not None and from_vendor is not None:
+    asked = {
+        body.format_param: None
+        if body.response_format is None
+        else _of_format(body.response_format, body.format_param),
+        "structured_outputs": None if body.structured_outputs is None else _of_vendor(body.structured_outputs),
+    }
+    for name, part in _OTHER_NAMES:
+        given = getattr(body, name)
+        if given != "":
+            asked[name] = _of_part(part, given, name)
+    grammars = {name: grammar for name, grammar in asked.items() if grammar is not None}
+    if len(grammars) > 1:
         raise InvalidRequest(
-            f"{body.format_param} and structured_outputs both say what the output must look like; send one of them",
-            param="structured_outputs",
+            f"{' and '.join(grammars)} each say what the output must look like; send one of them",
+            param=list(grammars)[1],
         )
-    return from_format or from_vendor
+    return next(iter(grammars.values()), None)
+
+
+# Fields of a body that are parts of `structured_outputs` by other names, and those parts.
+_OTHER_NAMES = (("regex", "regex"), ("ebnf", "grammar"), ("grammar", "grammar"), ("json_schema", "json"))
 
 
 def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
-    """OpenAI's field. Without `strict` the schema is best effort, so unknown keywords are ignored."""
+    """OpenAI's field. Without `strict` its schema is best effort, so unknown keywords are ignored."""
     if given.type == "text":
         return None
-    if given.type == "json_object":
-        return schema_grammar(_ANY_OBJECT, param=param)
     if given.type == "structural_tag":
         return structural_tag_grammar(StructuralTag.checked(given.uncopied(), within=param), param)
+    if given.schema_ is not None:
+        return schema_grammar(given.schema_, param=f"{param}.schema")
+    if given.type == "json_object":
+        return schema_grammar(_ANY_OBJECT, param=param)
     if given.json_schema is None:
         raise InvalidRequest(f"{param}.json_schema is required with the type json_schema", param=f"{param}.json_schema")
     schema = given.json_schema.schema_ or {}
@@ -49,27 +64,31 @@ def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
 def _of_vendor(given: StructuredOutputs) -> Grammar | None:
     """vLLM's field: exactly one of its parts."""
     named = {field.alias or name: getattr(given, name) for name, field in StructuredOutputs.model_fields.items()}
-    named = {name: value for name, value in named.items() if value is not None and value is not False}
+    named = {name: value for name, value in named.items() if value is not None}
     if len(named) > 1:
         raise InvalidRequest(
             f"structured_outputs has {' and '.join(named)}; send one of them", param="structured_outputs"
         )
     for name, value in named.items():
-        param = f"structured_outputs.{name}"
-        match name:
-            case "json":
-                return schema_grammar(_object(value, param), param=param)
-            case "regex":
-                return checked_grammar(GrammarKind.REGEX, value, param=param)
-            case "choice":
-                return checked_grammar(GrammarKind.CHOICE, _written(value, param), param=param)
-            case "grammar":
-                return checked_grammar(GrammarKind.GRAMMAR, value, param=param)
-            case "structural_tag":
-                return structural_tag_grammar(StructuralTag.checked(_object(value, param), within=param), param)
-            case "json_object":
-                return schema_grammar(_ANY_OBJECT, param=param)
+        return _of_part(name, value, f"structured_outputs.{name}")
     return None
+
+
+def _of_part(name: str, value: Any, param: str) -> Grammar:
+    """One part of vLLM's field, which came in the field `param`."""
+    match name:
+        case "json":
+            return schema_grammar(_object(value, param), param=param)
+        case "regex":
+            return checked_grammar(GrammarKind.REGEX, value, param=param)
+        case "choice":
+            return checked_grammar(GrammarKind.CHOICE, _written(value, param), param=param)
+        case "grammar":
+            return checked_grammar(GrammarKind.GRAMMAR, value, param=param)
+        case "structural_tag":
+            return structural_tag_grammar(StructuralTag.checked(_object(value, param), within=param), param)
+        case _:
+            return schema_grammar(_ANY_OBJECT, param=param)
 
 
 def _object(given: dict[str, Any] | str, param: str) -> dict[str, Any]:

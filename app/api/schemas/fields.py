@@ -6,10 +6,12 @@ or `WithJsonSchema` says what.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from app.api.json_structure import is_longer
 from app.config import shown
@@ -217,22 +219,48 @@ class Schema(BaseModel):
 
 def from_validation_error(error: ValidationError, *, within: str | None = None) -> InvalidRequest:
     """The first mistake, as one sentence that starts with the field's name; `within` is the field around it."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    first, message = _first_mistake(error)
     param = _field_path(first["loc"] if within is None else (within, *first["loc"]))
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is required", param=param)
     if first["type"] == "extra_forbidden":
         return InvalidRequest(f"there is no field {param}; leave it out", param=param)
-    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = _OBJECT.sub("an object", message.removeprefix("Value error, ").removeprefix("Input "))
     got = "" if first["type"] == "value_error" else f"; got {_short(first['input'])}"
     return InvalidRequest(f"{param} {message[0].lower()}{message[1:]}{got}", param=param)
 
 
+_OBJECT = re.compile(r"a valid dictionary( or instance of \w+)?")
+
+
+def _first_mistake(error: ValidationError) -> tuple[ErrorDetails, str]:
+    """The first error and its message. Of a value that may be of several kinds, pydantic has an error for each kind."""
+    errors = error.errors(include_url=False, include_context=False)
+    first = errors[0]
+    at = next((index for index, part in enumerate(first["loc"]) if _is_kind(part)), None)
+    if at is None:
+        return first, first["msg"]
+    of_value = [each for each in errors if each["loc"][:at] == first["loc"][:at]]
+    inside = max(of_value, key=lambda each: len(each["loc"]))
+    if len(inside["loc"]) > at + 1:  # a mistake within one kind says more than that the value is of no other
+        return inside, inside["msg"]
+    kinds = [each["msg"].removeprefix("Input should be ") for each in of_value]
+    return first, f"Input should be {' or '.join(dict.fromkeys(kinds))}"
+
+
+def _is_kind(part: int | str) -> bool:
+    """Whether a part of a location is a kind that a value may have, as pydantic writes it, and not a field or index."""
+    return isinstance(part, str) and _KIND.fullmatch(part) is not None
+
+
+_KIND = re.compile(r"str|bool|int|float|constrained-str|[A-Z]\w*|.*\[.*", re.DOTALL)
+
+
 def _field_path(location: tuple[int | str, ...]) -> str:
-    """`("messages", 0, "role")` as `messages[0].role`, without the schema that was tried of several (`#…`)."""
+    """`("messages", 0, "role")` as `messages[0].role`, without the kind that was tried of several (`#…`)."""
     path = ""
     for part in location:
-        if not str(part).startswith("#"):
+        if not (str(part).startswith("#") or _is_kind(part)):
             path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path[:100]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -12,7 +14,7 @@ from pydantic import ValidationError
 from app.api.schemas.fields import Schema, as_int, from_validation_error
 from app.api.schemas.messages import MessagesRequest
 from app.api.schemas.ranking import RerankRequest, ScoreRequest
-from app.api.schemas.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, ModelRequest
+from app.api.schemas.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, GenerationRequest, ModelRequest
 from app.api.schemas.responses import ResponsesRequest
 from app.errors import InvalidRequest
 
@@ -20,91 +22,190 @@ logger = logging.getLogger(__name__)
 
 RequestT = TypeVar("RequestT", bound=ModelRequest)
 
-# Fields that ask for something that this version does not do, with the values that do not ask for it, beside `null`.
-_UNAVAILABLE_EVERYWHERE: dict[str, tuple[Any, ...]] = {
-    "guided_json": (),
-    "guided_regex": ("",),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
-    "logits_processors": ([],),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0, 1),
-}
-_UNAVAILABLE: dict[type[ModelRequest], dict[str, tuple[Any, ...]]] = {
-    ChatRequest: _UNAVAILABLE_EVERYWHERE
-    | {
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"], []),
-        "audio": ({},),
-        "prediction": (),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-        "chat_template": (),
-        "echo": (False,),
-    },
-    CompletionRequest: _UNAVAILABLE_EVERYWHERE | {"suffix": ("",), "prompt_embeds": ([],), "max_completion_tokens": ()},
-    ResponsesRequest: _UNAVAILABLE_EVERYWHERE
-    | {
-        "prompt_logprobs": (),
-        "return_token_ids": (False,),
-        "return_tokens_as_token_ids": (False,),
-        "conversation": (),
-        "prompt": (),
-        "background": (False,),
-        "truncation": ("disabled",),
-        "max_tool_calls": (),
-        "n": (1,),
-        "best_of": (1,),
-        "context_management": ([],),
-        "moderation": (),
-        "max_tokens": (),
-        "max_completion_tokens": (),
-        "response_format": (),
-    },
-    MessagesRequest: _UNAVAILABLE_EVERYWHERE
-    | {
-        "prompt_logprobs": (),
-        "return_token_ids": (False,),
-        "return_tokens_as_token_ids": (False,),
-        "n": (1,),
-        "best_of": (1,),
-        "stop": ([],),
-        "stream_options": (),
-        "response_format": (),
-        "max_completion_tokens": (),
-        "mcp_servers": ([],),
-        "container": (),
-        "context_management": (),
-    },
-    EmbeddingsRequest: {"truncate_prompt_tokens": (), "messages": ([],)},
-    RerankRequest: {"truncate_prompt_tokens": (), "rank_fields": (["text"],), "max_chunks_per_doc": ()},
-    ScoreRequest: {"truncate_prompt_tokens": ()},
-}
 
-# What to send in place of some of them.
-_INSTEAD = {
-    "guided_json": 'structured_outputs: {"json": ...}',
-    "guided_regex": 'structured_outputs: {"regex": ...}',
-    "guided_choice": 'structured_outputs: {"choice": [...]}',
-    "guided_grammar": 'structured_outputs: {"grammar": ...}',
-    "max_chunks_per_doc": "max_tokens_per_doc",
-    "stop": "stop_sequences",
+@dataclass(frozen=True, slots=True)
+class RefusedField:
+    """A field that asks for something that this version does not do, or that has another name here."""
+
+    harmless: tuple[Any, ...] = ()  # values that do not ask for it, beside `null`
+    instead: str = "leave it out"
+
+
+def _send(instead: str, *harmless: Any) -> RefusedField:
+    return RefusedField(harmless, f"send {instead}")
+
+
+def _off(*harmless: Any) -> RefusedField:
+    return RefusedField(harmless)
+
+
+_IN_THE_BODY = "its fields in the body itself"
+_ADAPTER = "the adapter's name as model"
+_TEMPLATE = "chat_template_kwargs, which the chat template reads"
+_OUTPUT_SCHEMA = 'structured_outputs: {"json": ...}'
+
+# Fields of vLLM, SGLang, llama.cpp, Ollama, TGI, OpenRouter and others that change what is generated: without an error
+# a client would take an output for one that keeps to them. A schema that has such a field keeps its own.
+_UNAVAILABLE_EVERYWHERE: dict[str, RefusedField] = {
+    # the form of the output
+    "guided_json": _send(_OUTPUT_SCHEMA),
+    "guided_regex": _send('structured_outputs: {"regex": ...}', ""),
+    "guided_choice": _send('structured_outputs: {"choice": [...]}', []),
+    "guided_grammar": _send('structured_outputs: {"grammar": ...}', ""),
+    "guided_whitespace_pattern": _off(""),
+    "structural_tag": _send('structured_outputs: {"structural_tag": ...}', ""),
+    "format": _send(_OUTPUT_SCHEMA, ""),
+    "output_format": _send(_OUTPUT_SCHEMA),
+    "grammar_lazy": _off(False),
+    "grammar_triggers": _off([]),
+    # its end
+    "stop_regex": _send('stop with texts, or structured_outputs: {"regex": ...}', "", []),
+    "no_stop_trim": _send("include_stop_str_in_output", False),
+    "max_new_tokens": _send("max_tokens"),
+    "n_predict": _send("max_tokens"),
+    "num_predict": _send("max_tokens"),
+    "min_new_tokens": _send("min_tokens", 0),
+    "repetition_detection": _off({}),
+    "t_max_predict_ms": _off(0, -1),
+    # how tokens are drawn
+    "logits_processors": _off([]),
+    "custom_logit_processor": _off("", []),
+    "custom_params": _off({}),
+    "vllm_xargs": _off({}),
+    "use_beam_search": _off(False),
+    "num_beams": _off(1),
+    "length_penalty": _off(1),
+    "early_stopping": _off(False),
+    "do_sample": _send("temperature: 0", True),
+    "sampling_seed": _send("seed"),
+    "random_seed": _send("seed"),
+    "repeat_penalty": _send("repetition_penalty", 1),
+    "samplers": _off([]),
+    "mirostat": _off(0),
+    "typical_p": _off(1),
+    "tfs_z": _off(1),
+    "top_a": _off(0),
+    "top_n_sigma": _off(-1),
+    "min_keep": _off(0),
+    "dynatemp_range": _off(0),
+    "dry_multiplier": _off(0),
+    "xtc_probability": _off(0),
+    "n_indent": _off(0),
+    "watermark": _off(False),
+    "watermarking": _off(False),
+    # objects of such fields
+    "options": _send(_IN_THE_BODY, {}),
+    "parameters": _send(_IN_THE_BODY, {}),
+    "sampling_params": _send(_IN_THE_BODY, {}),
+    "extra_body": _send(_IN_THE_BODY, {}),
+    # reasoning
+    "enable_thinking": _send('chat_template_kwargs: {"enable_thinking": ...}'),
+    "think": _send('reasoning_effort, or chat_template_kwargs: {"enable_thinking": ...}'),
+    "thinking": _send('thinking_token_budget, or chat_template_kwargs: {"enable_thinking": ...}', {}),
+    "thinking_budget": _send("thinking_token_budget"),
+    "thinking_budget_tokens": _send("thinking_token_budget", -1),
+    "reasoning": _send("reasoning_effort or thinking_token_budget", {}),
+    # the prompt
+    "chat_template": _off(""),
+    "template": _off(""),
+    "raw": _send("prompt to /v1/completions", False),
+    "system": _send("a message with the role system", ""),
+    "context": _off([]),
+    "images": _off([]),
+    "input_ids": _send("them as prompt to /v1/completions", []),
+    "session_params": _off({}),
+    "tool_prompt": _send(_TEMPLATE, ""),
+    "guideline": _send(_TEMPLATE, ""),
+    "truncate": _send("truncate_prompt_tokens"),
+    "truncation_side": _off("left"),
+    "verbosity": _send("a message that says how long the answer should be", "medium"),
+    "plugins": _off([]),
+    "preset": _off(""),
+    "moderation": _off(),
+    # the model, the number of choices
+    "lora_path": _send(_ADAPTER, "", []),
+    "lora": _send(_ADAPTER, []),
+    "adapter_id": _send(_ADAPTER, ""),
+    "n_cmpl": _send("n", 1),
+}
+_UNAVAILABLE: dict[type[ModelRequest], dict[str, RefusedField]] = {
+    ChatRequest: {
+        "functions": _send("tools", []),
+        "function_call": _send("tool_choice", "none", "auto"),
+        "modalities": _off(["text"], []),
+        "audio": _off({}),
+        "prediction": _off(),
+        "web_search_options": _off(),
+        "echo": _off(False),
+    },
+    CompletionRequest: {
+        "suffix": _send("a prompt with the model's own marks around the gap", ""),
+        "prompt_embeds": _off([]),
+        "raw": _off(True, False),
+        "max_completion_tokens": _send("max_tokens"),
+        "thinking_token_budget": _send("a chat to /v1/chat/completions"),
+        "reasoning_effort": _send("a chat to /v1/chat/completions"),
+    },
+    ResponsesRequest: {
+        "prompt_logprobs": _off(),
+        "return_token_ids": _off(False),
+        "return_tokens_as_token_ids": _off(False),
+        "conversation": _off(),
+        "prompt": _off(),
+        "background": _off(False),
+        "truncation": _off("disabled"),
+        "n": _off(1),
+        "best_of": _off(1),
+        "context_management": _off([]),
+        "max_tokens": _send("max_output_tokens"),
+        "max_completion_tokens": _send("max_output_tokens"),
+        "response_format": _send("text.format"),
+        "reasoning_effort": _send("reasoning.effort"),
+    },
+    MessagesRequest: {
+        "prompt_logprobs": _off(),
+        "return_token_ids": _off(False),
+        "return_tokens_as_token_ids": _off(False),
+        "n": _off(1),
+        "best_of": _off(1),
+        "stop": _send("stop_sequences", []),
+        "stream_options": _off(),
+        "response_format": _send("output_config.format"),
+        "output_format": _send("output_config.format"),
+        "max_completion_tokens": _send("max_tokens"),
+        "reasoning_effort": _send("thinking"),
+        "mcp_servers": _off([]),
+        "container": _off(),
+        "context_management": _off([]),
+    },
+    EmbeddingsRequest: {"truncate_prompt_tokens": _off(), "messages": _off([])},
+    RerankRequest: {
+        "truncate_prompt_tokens": _off(),
+        "rank_fields": _off(["text"]),
+        "max_chunks_per_doc": _send("max_tokens_per_doc"),
+    },
+    ScoreRequest: {"truncate_prompt_tokens": _off()},
 }
 
 # These change no text at OpenAI, and none here.
 _WITHOUT_EFFECT = frozenset(
-    "metadata store safety_identifier prompt_cache_key prompt_cache_retention spaces_between_special_tokens".split()
+    "metadata store safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention "
+    "spaces_between_special_tokens".split()
 )
 
 MAX_REMEMBERED_NAMES = 1000
 MAX_NAME_LENGTH = 100  # a longer name is cut: a thousand names as long as bodies would be gigabytes
 STRICT_HEADER = "x-strict"
+IGNORED_HEADER = "x-carousel-ignored"
+_NOT_OF_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
 
 
-def unavailable(schema: type[ModelRequest]) -> Mapping[str, tuple[Any, ...]]:
-    """The fields that ask for something that this version does not do, with the values that do not ask for it."""
-    return _UNAVAILABLE.get(schema, {})
+@cache
+def unavailable(schema: type[ModelRequest]) -> Mapping[str, RefusedField]:
+    """The fields of a body that ask for something that this version does not do."""
+    everywhere = _UNAVAILABLE_EVERYWHERE if issubclass(schema, GenerationRequest) else {}
+    of_others = {name: field for name, field in everywhere.items() if name not in schema.model_fields}
+    return of_others | _UNAVAILABLE.get(schema, {})
 
 
 def refuse_unknown(body: Mapping[str, Any], schema: type[Schema]) -> None:
@@ -166,9 +267,17 @@ class UnknownFields:
 
 
 @cache
-def _special_fields(schema: type[ModelRequest]) -> tuple[Mapping[str, tuple[Any, ...]], frozenset[str]]:
-    """`unavailable`, and the names of all known fields."""
-    return unavailable(schema), frozenset(schema.model_fields.keys() | unavailable(schema).keys() | _WITHOUT_EFFECT)
+def _known(schema: type[ModelRequest]) -> frozenset[str]:
+    """The names of all known fields."""
+    return frozenset(schema.model_fields.keys() | unavailable(schema).keys() | _WITHOUT_EFFECT)
+
+
+def ignored_fields(body: Mapping[str, Any], schema: type[ModelRequest]) -> str:
+    """The names of the unknown fields of a body, as the value of a header; "" where there are none."""
+    max_named, max_length, known = 20, 64, _known(schema)
+    names = [name for name in body if name not in known and body[name] is not None]
+    shown = [_NOT_OF_NAMES.sub("?", name[:max_length]) for name in names[:max_named]]
+    return ", ".join(shown + ["..."] * (len(names) > max_named))
 
 
 def parse(
@@ -176,10 +285,9 @@ def parse(
 ) -> RequestT:
     """The typed request. Raises InvalidRequest naming the first field at fault; `is_strict`: all unknown ones."""
     given = {name: value for name, value in body.items() if value is not None}
-    not_served, known = _special_fields(schema)
-    for name in not_served:
-        if name in given:
-            _refuse_unavailable(name, given[name], not_served[name])
+    not_served, known = unavailable(schema), _known(schema)
+    for name in sorted(given.keys() & not_served.keys()):
+        _refuse_unavailable(name, given[name], not_served[name])
     if is_strict:
         refuse_unknown(given, schema)
     if not given.keys() <= known:
@@ -190,9 +298,8 @@ def parse(
         raise from_validation_error(error) from None
 
 
-def _refuse_unavailable(name: str, value: Any, harmless: tuple[Any, ...]) -> None:
+def _refuse_unavailable(name: str, value: Any, field: RefusedField) -> None:
     """Raise InvalidRequest when the value of a field asks for something that this version does not do."""
     value = as_int(value)
-    if not any(type(value) is type(other) and value == other for other in harmless):
-        instead = f"send {_INSTEAD[name]}" if name in _INSTEAD else "leave it out"
-        raise InvalidRequest(f"{name} is not supported by this version; {instead}", param=name)
+    if not any(type(value) is type(other) and value == other for other in field.harmless):
+        raise InvalidRequest(f"{name} is not supported by this version; {field.instead}", param=name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 from app.api.schemas.conversation import Conversation, NamedTool
 from app.api.schemas.fields import (
@@ -84,16 +84,30 @@ class StructuralTag(Schema):
     triggers: Triggers
 
 
-class ResponseFormat(Schema):
-    """The form of the output, as OpenAI writes it, and vLLM's structural tags."""
+class _OutputForm(Schema):
+    """Base of the objects that say what the output must look like. One that asks for more than we know is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _false_is_not_given(cls, value: Any) -> Any:
+        if isinstance(value, dict) and False in value.values():
+            return {name: item for name, item in value.items() if item is not False}
+        return value
+
+
+class ResponseFormat(_OutputForm):
+    """The form of the output, as OpenAI writes it, vLLM's structural tags, and schemas as at llama.cpp."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: OutputSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # of the other types of JSON, as at llama.cpp
     structures: Structures | None = None  # this and the next: of a structural tag
     triggers: Triggers | None = None
 
 
-class StructuredOutputs(Schema):
+class StructuredOutputs(_OutputForm):
     """The form of the output as vLLM writes it: one of these fields."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
@@ -175,6 +189,11 @@ class GenerationRequest(QueuedRequest):
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    # Parts of `structured_outputs` by the names of SGLang and llama.cpp; an empty text asks for nothing.
+    regex: str = ""
+    ebnf: str = ""
+    grammar: str = ""
+    json_schema: dict[str, Any] | str = ""
     allowed_token_ids: Annotated[ListOf[int], Field(max_length=MAX_ALLOWED_TOKEN_IDS), AsInt] = Field(
         default_factory=list
     )

@@ -18,6 +18,7 @@ from app.api.schemas.fields import (
     ListOf,
     Natural,
     NonEmpty,
+    NumSamples,
     NumTokens,
     ReasoningEffort,
     Schema,
@@ -96,6 +97,8 @@ def _items(value: Any) -> Any:
     items = ("message", "function_call", "function_call_output", "reasoning")
     for number, item in enumerate(value):
         kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind == "item_reference":
+            raise ValueError(f"has a reference at {number}; nothing is stored here: send the item itself")
         if kind not in items:
             raise ValueError(f"has an item at {number} that is not of a type out of {', '.join(items)}")
     return value
@@ -143,6 +146,7 @@ class TextFormat(OutputSchema):
 
 class TextOptions(Schema):
     format: TextFormat = TextFormat()
+    verbosity: Literal["medium"] | None = None  # no model here has learned another
 
 
 class ReasoningOptions(Schema):
@@ -192,6 +196,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
     )
     tool_choice: ToolChoice[NamedFunctionTool] = "auto"
     parallel_tool_calls: bool = True
+    max_tool_calls: NumSamples | None = None  # of tools that the server runs, of which there are none
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     include: ListOf[Includable] = Field(default_factory=list, max_length=16)
