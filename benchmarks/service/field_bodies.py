@@ -43,7 +43,7 @@ _NEEDED: dict[str, Json] = {
 }
 # Of a call with the most work that few characters ask for.
 _LARGE_ANSWER: Json = {
-    "n": 16, "logprobs": 20, "top_logprobs": 20, "prompt_logprobs": 20, "echo": True, "return_token_ids": True,
+    "n": 128, "logprobs": 20, "top_logprobs": 20, "prompt_logprobs": 20, "echo": True, "return_token_ids": True,
     "ignore_eos": True, "repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 1.0, "min_p": 0.1,
     "top_k": 50, "top_p": 0.9, "include": ["message.output_text.logprobs"],
 }  # fmt: skip

@@ -154,7 +154,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"background": True}, "background", "not supported"),
         ({"n": 2}, "n", "not supported"),
         ({"max_tokens": 5}, "max_tokens", "not supported"),
-        ({"truncation": "auto"}, "truncation", "not supported"),
+        ({"truncation": "middle"}, "truncation", "should be 'auto' or 'disabled'"),
         ({"input": []}, "input", "at least 1"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "nothing is stored here: send the item itself"),
         ({"input": [{"type": "computer_call"}]}, "input", "an item at 0"),

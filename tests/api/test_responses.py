@@ -243,3 +243,42 @@ async def test_the_openai_package_reads_log_probabilities(service: Service) -> N
             final = await stream.get_final_response()
         assert streamed == [-0.5] * 5
         assert final.output_text == response.output_text == "3 4 5."
+
+
+def turns(number: int) -> list[dict[str, Any]]:
+    """Questions of which each has a call and its result."""
+    return [
+        item
+        for turn in range(number)
+        for item in (
+            {"role": "user", "content": f"Question {turn}?"},
+            {"type": "function_call", "call_id": f"c{turn}", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": f"c{turn}", "output": f"Result {turn}."},
+        )
+    ]
+
+
+@pytest.mark.parametrize("num_turns", [1, 2, 30, 31, 32, 100])
+def test_the_oldest_turns_are_left_out_where_all_do_not_fit(tools_tokenizer: Tokenizer, num_turns: int) -> None:
+    service = Service(tools_tokenizer, say(tools_tokenizer, "3"), max_model_len=2000, tool_format=FORMATS["hermes"])
+    given: dict[str, Any] = {"instructions": "Be brief.", "input": turns(num_turns), "max_output_tokens": 20}
+    whole = ask(service, **given)
+    answer = ask(service, truncation="auto", **given)
+    assert (answer.status, answer.json["truncation"]) == (200, "auto")
+    prompt = tools_tokenizer.decode(service.generate.requests[-1].prompt_token_ids)
+    kept = [turn for turn in range(num_turns) if f"Question {turn}?" in prompt]
+    assert kept == [turn for turn in range(num_turns) if f"Result {turn}." in prompt] == [*range(kept[0], num_turns)]
+    assert "Be brief." in prompt
+    if whole.status == 200:
+        assert kept[0] == 0
+    else:
+        assert whole.error["code"] == "context_length_exceeded"
+        more = given | {"input": given["input"][3 * (kept[0] - 1) :]}
+        assert ask(service, **more).status == 400, "as many as fit"
+
+
+def test_a_last_turn_that_does_not_fit_is_refused_with_its_numbers(service: Service) -> None:
+    items = [{"role": "user", "content": "Hi"}, {"role": "user", "content": "!" * 500}]
+    answer = ask(service, input=items, truncation="auto", max_output_tokens=5)
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    assert ask(service, input=[{"role": "system", "content": "!" * 500}], truncation="auto").status == 400

@@ -88,7 +88,7 @@ def test_what_is_not_named_is_as_deployed(switched: Switched) -> None:
             400, "strategy.static.batch_size", "less than or equal to 4096; got 5000",
         ),
         ({"model": "demo", "policy": {"name": "fcfs", "x": 1}}, 400, "policy", "fcfs has no parameter 'x'"),
-        ({"model": "demo", "stategy": "static"}, 400, "stategy", "got 'static'"),
+        ({"model": "demo", "stategy": "static"}, 400, "stategy", "there is no field stategy"),
         ({"model": "demo", "max_running": 2}, 400, "max_running", ""),
         ({"strategy": "static"}, 400, "model", "this server has demo, other"),
         ({"model": "none", "strategy": "static"}, 404, "model", "there is no model 'none'"),

@@ -88,3 +88,21 @@ async def test_a_structural_tag_holds_what_follows_its_triggers(app: Any) -> Non
         assert all(re.match('e=("owl"|7);', each) for each in found[:-1]), answer
         free = (await client.chat.completions.create(**asked)).choices[0].message.content or ""
         assert answer.startswith(free[: free.index("e") + 1]), "free until there"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"regex": "(owl|wren)"},
+        {"ebnf": 'root ::= bird\nbird ::= "owl" | "wren"\n'},
+        {"grammar": 'root ::= "owl" | "wren"'},
+        {"json_schema": '{"enum": ["owl", "wren"]}'},
+        {"response_format": {"type": "json_object", "schema": {"enum": ["owl", "wren"]}}},
+    ],
+    ids=str,
+)
+async def test_other_servers_names_for_a_form_hold_the_model_to_it(app: Any, fields: dict[str, Any]) -> None:
+    async with openai_client(app) as client:
+        for seed in range(3):
+            answer = await client.chat.completions.create(model="demo", messages=[USER], seed=seed, extra_body=fields)
+            assert (answer.choices[0].message.content or "").strip('"') in ("owl", "wren")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import uuid
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
+from itertools import chain, takewhile
 from typing import Any
 
 from app.api.endpoints.chat import prepare_chat
@@ -18,13 +20,44 @@ from app.api.output.token_details import CHAT_LOGPROBS, PackedLogprobs, TokenLog
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
+from app.api.schemas.requests import ChatRequest
 from app.api.schemas.responses import ResponsesRequest
+from app.errors import ContextTooLong
 from app.json_pieces import Json, Rows, joined
 
 
 def prepare_response(body: ResponsesRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
-    """Check the body and tokenize its chat. Raises InvalidRequest."""
-    return prepare_chat(body.as_chat(), model, context, prefix="resp_")
+    """Check the body and tokenize its chat, of which `truncation` may leave out old turns. Raises InvalidRequest."""
+    chat = body.as_chat()
+    prepare = partial(prepare_chat, model=model, context=context, prefix="resp_")
+    try:
+        return prepare(chat)
+    except ContextTooLong:
+        if body.truncation == "disabled":
+            raise
+    return _prepare_newest(chat, prepare)
+
+
+def _prepare_newest(chat: ChatRequest, prepare: Callable[[ChatRequest], PreparedRequest]) -> PreparedRequest:
+    """Of a chat that is too long its instructions and as many of its last turns as fit. Raises InvalidRequest.
+
+    A turn begins with a message of the user, so no call loses its result.
+    """
+    messages = chat.messages
+    instructions = list(takewhile(lambda message: message.role in ("system", "developer"), messages))
+    begins = [at for at, message in enumerate(messages) if message.role == "user"] or [len(instructions)]
+
+    def prepared(turn: int) -> PreparedRequest:
+        return prepare(chat.model_copy(update={"messages": [*instructions, *messages[begins[turn] :]]}))
+
+    def fits(turn: int) -> bool:
+        try:
+            return bool(prepared(turn))
+        except ContextTooLong:
+            return False
+
+    # The last one is not tried: where it does not fit, its error says how much there is too much.
+    return prepared(bisect_left(range(len(begins) - 1), True, key=fits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +166,7 @@ class ResponseBuilder:
             "tools": [dict(tool) for tool in body.tools],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation,
             "usage": None if self._status == "in_progress" else self._state.usage_of_responses(),
             "user": body.user or None,
         }

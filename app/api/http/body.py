@@ -43,7 +43,8 @@ async def read_json_object(
             f"the body should be declared as JSON: send the header `Content-Type: {json_media_type}` "
             f"(got {declared[:100]!r})"
         )
-    check_encoding(encoding, _ENCODINGS)
+    if encoding:
+        check_encoding(encoding, _ENCODINGS)
     reservation, max_bytes = reservation_of(request), limits.max_body_bytes
     body: bytes | bytearray = await _read(request, reservation, max_bytes=max_bytes, timeout_s=limits.body_timeout_s)
     if encoding in _ENCODINGS:
@@ -68,7 +69,7 @@ def check_encoding(encoding: str, accepted: Sequence[str] = ()) -> None:
         raise UnsupportedMediaType(f"the body has the Content-Encoding {encoding[:40]!r}; send it without{ways}")
 
 
-def _unpacked(packed: bytearray, encoding: str, max_bytes: int) -> bytes:
+def _unpacked(packed: bytes | bytearray, encoding: str, max_bytes: int) -> bytes:
     """The body as it was before it was packed. Raises BodyTooLarge and InvalidRequest."""
     # Some clients leave out the header of zlib, which deflate should have (RFC 9110, section 8.4.1.2).
     is_bare = encoding == "deflate" and packed[:1] and packed[0] & 0x0F != zlib.DEFLATED

@@ -153,7 +153,6 @@ _UNAVAILABLE: dict[type[ModelRequest], dict[str, RefusedField]] = {
         "conversation": _off(),
         "prompt": _off(),
         "background": _off(False),
-        "truncation": _off("disabled"),
         "n": _off(1),
         "best_of": _off(1),
         "context_management": _off([]),

@@ -198,6 +198,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
     parallel_tool_calls: bool = True
     max_tool_calls: NumSamples | None = None  # of tools that the server runs, of which there are none
     text: TextOptions = TextOptions()
+    truncation: Literal["auto", "disabled"] = "disabled"  # auto: the oldest turns are left out where all do not fit
     reasoning: ReasoningOptions = ReasoningOptions()
     include: ListOf[Includable] = Field(default_factory=list, max_length=16)
     top_logprobs: Natural | None = None
