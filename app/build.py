@@ -386,9 +386,9 @@ def _build_simulated(config: EngineConfig) -> Engine:
     )
 
 
-def drafter_of(settings: SpeculationConfig) -> Drafter | None:
-    """What drafts without a draft model by these settings; None: nothing."""
-    return LookupDrafter() if settings.method == "lookup" else None
+def drafter_of(settings: SpeculationConfig) -> Drafter:
+    """What drafts without a draft model by these settings: for all requests, or for those with a prediction."""
+    return LookupDrafter(only_predictions=settings.method != "lookup")
 
 
 def assemble(

@@ -109,7 +109,21 @@ def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestC
         "bad_words": _bad_words(body.bad_words, model.tokenizer) if body.bad_words else (),
         "logprobs": 0 if details.logprobs is None and details.choose_best else details.logprobs,
     }
-    return SharedFields(sampling, grammar, None if details == TokenDetailOptions() else details, tools)
+    predicted = body.prediction if isinstance(body, ChatRequest) else None
+    prediction = () if predicted is None else _encode_prediction(predicted.content, model)
+    return SharedFields(sampling, grammar, None if details == TokenDetailOptions() else details, tools, prediction)
+
+
+def _encode_prediction(text: str, model: ServedModel) -> tuple[int, ...]:
+    """The token ids of what much of an output may be. Raises InvalidRequest for more than the context holds."""
+    [token_ids] = encode_prompts([text], model, "prediction", add_special_tokens=False)
+    if len(token_ids) > model.facts.max_model_len:
+        raise ContextTooLong(
+            f"prediction has {len(token_ids):,} tokens; this model accepts {model.facts.max_model_len:,} of prompt and "
+            f"output together; leave out what is not to be written",
+            param="prediction",
+        )
+    return token_ids
 
 
 def encode_prompts(
@@ -210,7 +224,7 @@ def _check_text(text: str, model: ServedModel, param: str, *, may_be_longer: boo
     if num_tokens > 2 * max_model_len:
         raise ContextTooLong(
             f"{param} has a text of {len(text):,} characters, which has more than {max_model_len:,} tokens; this model "
-            f"accepts {max_model_len:,} together with its output; shorten the prompt",
+            f"accepts {max_model_len:,} together with its output; shorten it",
             param=param,
         )
 
@@ -306,7 +320,15 @@ def prepare_generation(
                 **shared.sampling,
             )
             request_id = f"{response_id}-{len(requests)}"
-            requests.append(Request(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, **fields))
+            requests.append(
+                Request(
+                    request_id=request_id,
+                    prompt_token_ids=prompt,
+                    sampling=sampling,
+                    prediction_token_ids=shared.prediction,
+                    **fields,
+                )
+            )
     include_usage = streaming is not None and bool(streaming.include_usage)
     wants_timings = asks_for(context.headers, TIMINGS_HEADER)
     return PreparedRequest(

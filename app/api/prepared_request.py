@@ -118,6 +118,7 @@ class SharedFields:
     grammar: Grammar | None
     details: TokenDetailOptions | None
     tools: ToolUse | None
+    prediction: tuple[int, ...] = ()  # token ids of what much of each output may be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

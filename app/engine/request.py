@@ -190,6 +190,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     generated_token_ids: tuple[int, ...] = ()  # fewer than max_tokens
+    prediction_token_ids: tuple[int, ...] = ()  # what much of the output may be: drafts are taken from it
     pooling: Pooling | None = None  # set for an embedding; max_tokens is 0
     second_text_at: int = 0  # in a pair of texts, the first token of the second; 0: there is one text
     num_scored_tokens: int = 0  # prompt tokens, after the first, that the client has log-probabilities of
@@ -269,6 +270,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens; the first of a prompt has none
     embedding: bytes | None = None  # on the last delta, where one is wanted: float32, not normalised
     times: EngineTimes | None = None  # with the first token of a stream
+    num_accepted: int = 0  # tokens of the request's prediction that were drafted and are among `token_ids`
+    num_rejected: int = 0  # that were drafted, and something else was drawn
 
 
 class MergedDelta:
@@ -280,6 +283,7 @@ class MergedDelta:
         self._token_ids = array("I")
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
+        self._num_accepted = self._num_rejected = 0
         for delta in (first, *others):
             self.add(delta)
 
@@ -290,6 +294,8 @@ class MergedDelta:
         self._token_ids.extend(delta.token_ids)
         self._logprobs.extend(delta.logprobs)
         self._prompt_logprobs.extend(delta.prompt_logprobs)
+        self._num_accepted += delta.num_accepted
+        self._num_rejected += delta.num_rejected
 
     def delta(self) -> TokenDelta:
         """All of them."""
@@ -300,6 +306,8 @@ class MergedDelta:
             logprobs=tuple(self._logprobs),
             prompt_logprobs=tuple(self._prompt_logprobs),
             times=self._times,
+            num_accepted=self._num_accepted,
+            num_rejected=self._num_rejected,
         )
 
 

@@ -107,6 +107,7 @@ def _token_ids(request: Request) -> Iterator[tuple[str, tuple[int, ...]]]:
     sampling = request.sampling
     yield "prompt", request.prompt_token_ids
     yield "generated_token_ids", request.generated_token_ids
+    yield "prediction", request.prediction_token_ids
     yield "logit_bias", tuple(token for token, _ in sampling.logit_bias)
     yield "stop_token_ids", sampling.stop_token_ids
     yield "allowed_token_ids", sampling.allowed_token_ids

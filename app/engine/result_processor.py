@@ -29,6 +29,7 @@ class ResultProcessor:
         """
         block_size, finished, has_drafts = self._pool.block_size, SequenceStatus.FINISHED, batch.has_drafts
         scores = _newly_scored(batch, result) if batch.has_logprobs else {}
+        predicted = _predicted(batch, result) if has_drafts else {}
         # The tokens of each sequence that samples; zip makes tuples of one.
         drawn: Iterator[tuple[int, ...]] = _kept(result) if has_drafts else zip(result.token_ids, strict=False)
         logprobs, has_pooling, drawn_delta = result.logprobs, batch.has_pooling, self._drawn
@@ -58,6 +59,8 @@ class ResultProcessor:
                 deltas.append(drawn_delta(sequence, token_ids, num_generated, likely))
             elif end == sequence.num_tokens and (is_current or sequence.request.pooling is None):
                 deltas.append(self._computed(sequence))
+        if predicted:
+            deltas = [_with_predicted(delta, predicted) for delta in deltas]
         return _with_scores(deltas, scores) if scores else deltas
 
     def commit_ahead(self, batch: StepBatch) -> None:
@@ -145,6 +148,24 @@ def _embedding(sequence: Sequence) -> bytes | None:
         return None
     divisor = sequence.num_prompt_tokens if sequence.request.pooling == Pooling.MEAN else 1
     return array("f", [value / divisor for value in sequence.pooled]).tobytes()
+
+
+Predicted = dict[str, tuple[int, int]]  # drafts from a prediction that were kept, and that were not; by request id
+
+
+def _predicted(batch: StepBatch, result: StepResult) -> Predicted:
+    return {
+        item.request_id: (num_kept - 1, len(item.token_ids) - num_kept)
+        for item, sequence, num_kept in zip(batch.scheduled, batch.sequences, result.num_kept, strict=True)
+        if len(item.token_ids) > 1 and sequence.drafts is not None and sequence.drafts.are_predicted
+    }
+
+
+def _with_predicted(delta: TokenDelta, predicted: Predicted) -> TokenDelta:
+    if delta.request_id not in predicted:
+        return delta
+    num_accepted, num_rejected = predicted[delta.request_id]
+    return structs.replace(delta, num_accepted=num_accepted, num_rejected=num_rejected)
 
 
 Scores = dict[str, tuple[TokenLogprobs, ...]]  # of prompt tokens, by request id

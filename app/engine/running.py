@@ -35,6 +35,7 @@ class RunningSequences:
         self._pool = pool
         self.in_order: list[Sequence] = []  # for reading
         self.num_background = 0  # of them
+        self.num_predicted = 0  # of them, with a prediction of their output
         self._match: _Match | None = None  # of the sequence that asked last
 
     def __len__(self) -> int:
@@ -84,6 +85,7 @@ class RunningSequences:
         """Put a sequence at the place of its rank."""
         insort(self.in_order, sequence, key=_order_key)
         self.num_background += sequence.request.is_background
+        self.num_predicted += bool(sequence.request.prediction_token_ids)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence and free its blocks; its computed tokens count as uncomputed."""
@@ -93,6 +95,7 @@ class RunningSequences:
             index += 1
         del self.in_order[index]
         self.num_background -= sequence.request.is_background
+        self.num_predicted -= bool(sequence.request.prediction_token_ids)
         self._pool.free(sequence.take_blocks())
 
     def reorder(self, order_key: Callable[[Sequence], OrderKey]) -> None:

@@ -339,7 +339,8 @@ FIELDS = (
     "model messages prompt max_tokens max_completion_tokens temperature top_p top_k min_p n stream stream_options stop "
     "seed presence_penalty frequency_penalty repetition_penalty logit_bias min_tokens ignore_eos stop_token_ids user "
     "priority deadline_s "
-    "tools tool_choice response_format logprobs best_of cache_salt request_id chat_template_kwargs echo suffix"
+    "tools tool_choice response_format logprobs best_of cache_salt request_id chat_template_kwargs echo suffix "
+    "prediction"
 ).split()
 LIKELY = st.sampled_from([0, 1, -1, 2, True, False, None, "demo", "Hi", [], {}, [1, 2], ["a"], [[1]], {"1": 1}, 1e308])
 _MESSAGES = st.lists(

@@ -95,6 +95,10 @@ HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
         {"messages": [USER], "tool_choice": "required", "tools": [
             {"type": "function", "function": {"name": "f", "parameters": {f"k{n}": 1 for n in range(50_000)}}}]},
     ),
+    "a prediction": (
+        "/v1/chat/completions",
+        {"messages": [USER], "prediction": {"type": "content", "content": LONG * 2}},
+    ),
     "template variables": ("/v1/chat/completions", {"messages": [USER], "chat_template_kwargs": {"a": [[]] * 50_000}}),
     "items": ("/v1/responses", {"input": [{"role": "user", "content": "x"}] * 4096}),
     "metadata": ("/v1/responses", {"input": "Hi", "metadata": {"a": [1] * 1_000_000}}),

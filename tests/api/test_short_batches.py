@@ -57,6 +57,16 @@ def texts(results: list[dict[str, Any]]) -> list[str]:
     return [each["response"]["choices"][0].get("text") for each in results]
 
 
+async def test_a_prediction_that_prompts_have_in_common_is_encoded_once(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    service = echoing(tokenizer)
+    async with http_client(service, tmp_path) as client:
+        prediction = {"type": "content", "content": "one two three"}
+        assert (await post(client, [chat("Hi"), chat("Ho")], prediction=prediction)).status_code == 200
+    first, second = (request.prediction_token_ids for request in service.generate.requests)
+    assert first is second
+    assert first == tokenizer.encode("one two three", add_special_tokens=False)
+
+
 @pytest.mark.parametrize("mode", [{}, JOB], ids=["at once", "as a job"])
 async def test_texts_are_answered_in_their_order(tokenizer: Tokenizer, tmp_path: Path, mode: dict[str, Any]) -> None:
     prompts = [f"{n} + {n}" for n in range(12)]

@@ -71,6 +71,26 @@ async def test_killing_replicas_in_mid_stream_changes_no_token(seed: int) -> Non
         assert local.counts.resumes.total() >= 2
 
 
+async def test_a_prediction_goes_with_its_request_to_another_replica() -> None:
+    request = make_request((5, 6, 7), max_tokens=80)
+    request = replace(request, prediction_token_ids=tuple(tokens_of(request)))
+    async with LocalFleet(2) as local:
+        local.hold(*local.replicas, before=4)
+        [answer] = local.start([request])
+        [serving] = await until(lambda: [replica for replica in local.replicas if replica.served])
+        await local.held(serving)
+        serving.kill()
+        local.go()
+        outcome = await answer
+        outcome.check(request)
+        [other] = [replica for replica in local.replicas if replica is not serving]
+        [resumed] = other.served
+        assert resumed.prediction_token_ids == request.prediction_token_ids
+        assert 0 < len(resumed.generated_token_ids) < 80
+        num_accepted, _ = outcome.predicted[request.request_id]
+        assert num_accepted > other.engine.stats().total_accepted_tokens > 0, "what the first one said counts, too"
+
+
 ADAPTER = Adapter(name="support", path="/support", digest="3")
 
 

@@ -49,6 +49,8 @@ DELTAS = st.builds(
     logprobs=LOGPROBS,
     prompt_logprobs=LOGPROBS,
     embedding=st.none() | st.binary(max_size=40),
+    num_accepted=st.integers(0, 2**31),
+    num_rejected=st.integers(0, 2**31),
 )
 FRAMES = st.builds(Frame, st.integers(0, 2**62), st.just(REPORT), st.lists(DELTAS, max_size=3).map(tuple))
 

@@ -48,15 +48,22 @@ async def test_what_is_read_late_says_all_that_came() -> None:
         TokenDelta(request_id, (), queued=queued),
         TokenDelta(request_id, (), prompt_logprobs=scores[:1]),
         TokenDelta(
-            request_id, (5,), num_cached_tokens=2, prompt_logprobs=scores[1:2], logprobs=scores[2:3], times=times
+            request_id,
+            (5,),
+            num_cached_tokens=2,
+            prompt_logprobs=scores[1:2],
+            logprobs=scores[2:3],
+            times=times,
+            num_rejected=3,
         ),
-        TokenDelta(request_id, (6, 7), num_cached_tokens=2, logprobs=scores[2:]),
+        TokenDelta(request_id, (6, 7), num_cached_tokens=2, logprobs=scores[2:], num_accepted=1, num_rejected=2),
         TokenDelta(request_id, (4,), FinishReason.STOP, stop_token_id=4, num_cached_tokens=2, embedding=b"0000"),
     ):
         in_flight.put(each)
     assert await in_flight.next() == TokenDelta(
         request_id, (5, 6, 7, 4), FinishReason.STOP, stop_token_id=4, num_cached_tokens=2, queued=queued,
         logprobs=(scores[2], *scores[2:]), prompt_logprobs=scores[:2], embedding=b"0000", times=times,
+        num_accepted=1, num_rejected=5,
     )  # fmt: skip
 
 

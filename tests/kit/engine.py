@@ -518,6 +518,7 @@ class Outcome:
         self.embeddings: dict[str, bytes] = {}
         self.reasons: dict[str, FinishReason] = {}  # in the order in which they ended
         self.errors: dict[str, CarouselError] = {}
+        self.predicted: dict[str, tuple[int, int]] = {}  # accepted and rejected tokens of predictions, where any
 
     def book(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
@@ -529,6 +530,9 @@ class Outcome:
                 self.embeddings[delta.request_id] = delta.embedding
             if delta.finish_reason is not None:
                 self.reasons[delta.request_id] = delta.finish_reason
+            if delta.num_accepted or delta.num_rejected:
+                before = self.predicted.get(delta.request_id, (0, 0))
+                self.predicted[delta.request_id] = before[0] + delta.num_accepted, before[1] + delta.num_rejected
             assert (delta.error is not None) == (delta.finish_reason is FinishReason.ERROR)
             if delta.error is not None:
                 self.errors[delta.request_id] = delta.error

@@ -18,6 +18,7 @@ from app.engine.async_engine import AsyncEngine
 from app.engine.batch import StepBatch, StepResult
 from app.engine.request import Adapter, FinishReason, Queued, Request
 from app.engine.snapshot import EngineSnapshot
+from app.engine.speculation.drafter import LookupDrafter
 from app.errors import UnsupportedAdapter
 from app.fleet import FailoverLimits, Fleet, Frame, FrameReader, IngressSession, ReplicaRegistry, report_of_engine
 from app.fleet.dispatch import Group, GroupChooser, ReplicaReport, make_policy
@@ -80,6 +81,7 @@ class LocalReplica:
         engine = build_fake_engine(
             runner=self.runner,
             num_blocks=400,
+            drafter=LookupDrafter(only_predictions=True),
             adapters=AdapterStore(self._load_adapter, unload=lambda weights: None, max_loaded=4),
         )
         self.prefixes = PrefixFeed()

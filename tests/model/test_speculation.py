@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from app.engine.engine import Engine
 from app.engine.request import Request
 from app.engine.sequence import Sequence
 from app.engine.speculation.drafter import Drafter
-from tests.kit.engine import EagerModelDrafter, Outcome, SteadyDrafter, make_request, run_to_end
+from tests.kit.engine import EagerModelDrafter, FakeClock, Outcome, SteadyDrafter, make_request, run_to_end
 from tests.model.test_equivalence import build, random_requests
 from tests.tiny_models import VOCAB_SIZE
 
@@ -50,12 +51,12 @@ def requests_of_all_kinds() -> tuple[Request, ...]:
     )
 
 
-def speculating(engine: Engine, drafter: Drafter, *, num_slots: int, block_size: int) -> Engine:
+def speculating(engine: Engine, drafter: Drafter, *, num_slots: int, block_size: int, **parts: Any) -> Engine:
     """Another engine on the same model."""
     return assemble(
         SchedulerConfig(max_running=33, max_step_tokens=60, prefill_chunk_tokens=9),
         CacheConfig(block_size=block_size), num_blocks=num_slots // block_size, runner=engine.runner,
-        facts=engine.facts, drafter=drafter,
+        facts=engine.facts, drafter=drafter, **parts,
     )  # fmt: skip
 
 
@@ -87,6 +88,26 @@ def test_all_that_callers_hear_is_the_same(architecture: str, way: str, tiny_mod
             assert heard(found) == heard(expected)
         assert stats.total_drafted_tokens > stats.total_accepted_tokens > 30
         assert (stats.total_preemptions > 0) == (num_slots == 320)
+
+
+def test_all_that_callers_hear_is_the_same_with_predictions(tiny_model_path: Callable[[str], Path]) -> None:
+    requests = requests_of_all_kinds()
+    engine = build(tiny_model_path("llama"), way="decoder", num_slots=1600)
+    expected = run_to_end(engine, *requests)
+    for num_slots in (1600, 320):  # the smaller one preempts
+        drafter = drafter_of(SpeculationConfig())
+        other = speculating(engine, drafter, num_slots=num_slots, block_size=16, clock=FakeClock())
+        found = run_to_end(other, *(predicting(each, expected.token_ids[each.request_id]) for each in requests))
+        assert heard(found) == heard(expected)
+        stats, counts = other.stats(), found.predicted.values()
+        assert sum(accepted for accepted, _ in counts) > 100
+        assert sum(rejected for _, rejected in counts) > 5
+        assert (stats.total_preemptions > 0) == (num_slots == 320)
+
+
+def predicting(request: Request, token_ids: list[int]) -> Request:
+    """A request that predicts an earlier version of its output: a token is another one, and one is not there."""
+    return replace(request, prediction_token_ids=(*token_ids[:6], 5, *token_ids[7:14], *token_ids[15:]))
 
 
 @pytest.mark.parametrize(

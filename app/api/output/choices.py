@@ -35,6 +35,8 @@ class ChoiceDelta(Struct, gc=False):  # one for every token, never in a circle; 
     details: TokenDetails | None = None  # where the call asks for them
     reasoning: str = ""  # before the text, as the text is before the calls
     num_reasoning_tokens: int = 0  # of the tokens
+    num_accepted: int = 0  # of the tokens, those that were drafted from the request's prediction
+    num_rejected: int = 0  # tokens of the prediction that were drafted in vain
 
     @property
     def says_nothing(self) -> bool:
@@ -88,6 +90,8 @@ def _join(last: ChoiceDelta, delta: ChoiceDelta) -> None:
     last.reasoning += delta.reasoning
     last.num_tokens += delta.num_tokens
     last.num_reasoning_tokens += delta.num_reasoning_tokens
+    last.num_accepted += delta.num_accepted
+    last.num_rejected += delta.num_rejected
     last.num_cached_tokens = max(last.num_cached_tokens, delta.num_cached_tokens)
     last.finish_reason, last.stop_reason = delta.finish_reason, delta.stop_reason
     last.queued, last.times = last.queued or delta.queued, last.times or delta.times
@@ -143,6 +147,8 @@ async def _choice_pieces(prepared: PreparedRequest, index: int) -> AsyncGenerato
                         times=delta.times,
                         reasoning=added.reasoning,
                         num_reasoning_tokens=added.num_reasoning_tokens,
+                        num_accepted=delta.num_accepted,
+                        num_rejected=delta.num_rejected,
                     )
                     yield piece if collector is None else _with_details(piece, collector, delta)
                     continue
@@ -195,6 +201,8 @@ def _last_piece(index: int, delta: TokenDelta, added: TextDelta, request: Reques
         times=delta.times,
         reasoning=added.reasoning,
         num_reasoning_tokens=added.num_reasoning_tokens,
+        num_accepted=min(delta.num_accepted, added.num_tokens),  # a stop string may have ended it before
+        num_rejected=delta.num_rejected,
     )
 
 

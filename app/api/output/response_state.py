@@ -42,6 +42,8 @@ class ChoiceOutput:
     num_tokens: int = 0
     num_reasoning_tokens: int = 0
     num_cached_tokens: int = 0
+    num_accepted: int = 0  # tokens of its prediction, as drafts
+    num_rejected: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     _calls: list[tuple[ToolCallDelta, GrowingText]] = field(default_factory=list)  # the first delta, all arguments
@@ -174,6 +176,9 @@ class ResponseState:
             output.num_reasoning_tokens += piece.num_reasoning_tokens
         if piece.num_cached_tokens > output.num_cached_tokens:
             output.num_cached_tokens = piece.num_cached_tokens
+        if piece.num_accepted or piece.num_rejected:
+            output.num_accepted += piece.num_accepted
+            output.num_rejected += piece.num_rejected
         if keep_text:
             output.text.add(piece.text)
             output.reasoning.add(piece.reasoning)
@@ -227,6 +232,11 @@ class ResponseState:
         num_cached = sum(output.num_cached_tokens for output in firsts)
         num_reasoning = sum(output.num_reasoning_tokens for output in self.outputs)
         usage = usage_of(num_prompt_tokens, num_completion_tokens, num_cached=num_cached, num_reasoning=num_reasoning)
+        if self.prepared.requests[0].prediction_token_ids:
+            usage["completion_tokens_details"] |= {
+                "accepted_prediction_tokens": sum(output.num_accepted for output in self.outputs),
+                "rejected_prediction_tokens": sum(output.num_rejected for output in self.outputs),
+            }
         return usage | self.more_usage()
 
     def usage_of_responses(self) -> Json:

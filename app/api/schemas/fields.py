@@ -188,6 +188,9 @@ class TextPart(BaseModel):
     text: str
 
 
+JoinedText = Annotated[str, BeforeValidator(joined_text({"text": "text"}), json_schema_input_type=str | list[TextPart])]
+
+
 class Schema(BaseModel):
     """Base of all bodies: no coercion (`"5"` is no number), unknown fields are ignored."""
 

@@ -16,13 +16,12 @@ from app.api.schemas.fields import (
     MAX_PARTS,
     MAX_TOOLS,
     MAX_TOOLS_SIZE,
+    JoinedText,
     ListOf,
     NonEmpty,
     NumTokens,
     Schema,
     TemplateVariables,
-    TextPart,
-    joined_text,
     not_larger,
 )
 from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelRequest, without_user
@@ -37,8 +36,6 @@ _ROLES: Mapping[str, tuple[str, ...]] = {  # of the messages that may have a blo
     "redacted_thinking": ("assistant",),
 }
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-
-JoinedText = Annotated[str, BeforeValidator(joined_text({"text": "text"}), json_schema_input_type=str | list[TextPart])]
 
 
 class CacheControl(Schema):

@@ -134,7 +134,6 @@ _UNAVAILABLE: dict[type[ModelRequest], dict[str, RefusedField]] = {
         "function_call": _send("tool_choice", "none", "auto"),
         "modalities": _off(["text"], []),
         "audio": _off({}),
-        "prediction": _off(),
         "web_search_options": _off(),
         "echo": _off(False),
     },

@@ -12,7 +12,14 @@ from app.engine.matcher import Matcher
 from app.engine.running import RunningSequences
 from app.engine.sequence import Sequence
 from app.engine.speculation.draft_pace import DraftPace
-from app.engine.speculation.prompt_lookup import FIRST_ACCEPTANCE, PromptLookup, SequenceDrafts, num_worthwhile, updated
+from app.engine.speculation.prompt_lookup import (
+    FIRST_ACCEPTANCE,
+    FIRST_OF_PREDICTIONS,
+    PromptLookup,
+    SequenceDrafts,
+    num_worthwhile,
+    updated,
+)
 
 # Gives a sequence the blocks for at most so many drafts; returns for how many there is room. Called once for each.
 Take = Callable[[Sequence, int], int]
@@ -20,6 +27,8 @@ Take = Callable[[Sequence, int], int]
 
 class Drafter(ABC):
     """Proposes the next tokens of sequences that decode. What it proposes costs time and never changes a token."""
+
+    only_predictions: bool = False  # drafts only for requests that bring a prediction of their output
 
     @abstractmethod
     def begin(self, num_sequences: int) -> bool:
@@ -51,7 +60,9 @@ def add_drafts(builder: BatchBuilder, drafter: Drafter, running: RunningSequence
     A step with a prompt in it is bound by computing. `is_short`: others wait for blocks, so drafts take none.
     """
     sequences = builder.sequences
-    # The first two conditions say so for most steps; the third looks at every sequence.
+    # These conditions say so for most steps; the last looks at every sequence.
+    if drafter.only_predictions and not running.num_predicted:
+        return
     if not builder.has_single_tokens or not drafter.begin(len(sequences)):
         return
     if not all(each.is_decoding for each in sequences):
@@ -84,16 +95,18 @@ def one_by_one(
 @dataclass(slots=True)
 class LookupDrafter(Drafter):
     """Drafts what a grammar forces, else by prompt lookup: as many as recent acceptance and step times make
-    worthwhile, `max_drafts` at most."""
+    worthwhile, `max_drafts` at most, of a prediction `max_predicted`."""
 
     max_drafts: int = 8
+    max_predicted: int = 32
+    only_predictions: bool = False
     _pace: DraftPace = field(default_factory=DraftPace)
     _acceptance: float = FIRST_ACCEPTANCE  # of all sequences
     _acceptance_of_forced: float = 0.9  # what a grammar forces is nearly always drawn
     _least_chance: float = 1.0
     _num_steps: int = 0
     _is_promising: bool = True  # any sequence of the last step that was looked at
-    _is_passing: bool = False  # the current step is not looked at
+    _is_passing: bool = True  # the current step is not looked at
 
     def begin(self, num_sequences: int) -> bool:
         self._num_steps += 1
@@ -113,12 +126,15 @@ class LookupDrafter(Drafter):
         return one_by_one(sequences, take, self._draft_of)
 
     def _draft_of(self, sequence: Sequence) -> Several[int]:
-        drafts = sequence.drafts
+        drafts, prediction = sequence.drafts, sequence.request.prediction_token_ids
+        if self.only_predictions and not prediction:
+            return ()
         if drafts is None:
-            lookup = PromptLookup(sequence.request.prompt_token_ids)
-            drafts = sequence.drafts = SequenceDrafts(lookup, acceptance=self._acceptance)
+            lookup = PromptLookup(sequence.request.prompt_token_ids, prediction)
+            acceptance = FIRST_OF_PREDICTIONS if prediction else self._acceptance
+            drafts = sequence.drafts = SequenceDrafts(lookup, acceptance=acceptance)
         forced = self._forced(sequence.matcher)
-        drafts.are_forced = bool(forced)
+        drafts.are_forced, drafts.are_predicted = bool(forced), False
         if forced:
             return forced
         drafts.lookup.follow(sequence.generated_token_ids)
@@ -130,7 +146,8 @@ class LookupDrafter(Drafter):
             self._is_promising = True
         if not has_match:
             return ()
-        found = drafts.lookup.draft(min(self.max_drafts, number))
+        drafts.are_predicted = drafts.lookup.is_predicted
+        found = drafts.lookup.draft(min(self.max_predicted if drafts.are_predicted else self.max_drafts, number))
         return found if sequence.matcher is None else found[: sequence.matcher.num_allowed(found)]
 
     def _forced(self, matcher: Matcher | None) -> list[int]:
@@ -143,6 +160,7 @@ class LookupDrafter(Drafter):
     def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:
         if not self._is_passing:
             self._pace.stepped(batch, result, seconds)
+        self._is_passing = True
         if batch.has_drafts:
             for item, sequence, num_kept in zip(batch.scheduled, batch.sequences, result.num_kept, strict=True):
                 number = len(item.token_ids) - 1
@@ -156,4 +174,6 @@ class LookupDrafter(Drafter):
             self._acceptance_of_forced = updated(self._acceptance_of_forced, number, num_kept, share)
         else:
             drafts.note(number, num_kept)
+            if drafts.are_predicted:
+                return
             self._acceptance = updated(self._acceptance, number, num_kept, newest_share_of_all)

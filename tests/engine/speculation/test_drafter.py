@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests.kit.engine import (
     build_fake_engine,
     make_request,
     run_to_end,
+    tokens_of,
 )
 
 pytestmark = pytest.mark.usefixtures("small_lengths")
@@ -194,6 +196,110 @@ def test_an_engine_that_launches_ahead_drafts_nothing() -> None:
     request = make_request(max_tokens=20)
     run_to_end(engine, request).check(request)
     assert engine.stats().total_drafted_tokens == 0
+
+
+def predicting(request: Request, *, num_wrong: int = 0) -> Request:
+    """With what it will generate as its prediction, in which so many tokens are others."""
+    tokens = tokens_of(request)
+    for place in range(3, len(tokens), max(1, len(tokens) // (num_wrong or 1))) if num_wrong else ():
+        tokens[place] = 2 + tokens[place] % 40
+    return replace(request, prediction_token_ids=tuple(tokens))
+
+
+def predictions_only(**settings: Any) -> Engine:
+    return build_fake_engine(drafter=LookupDrafter(only_predictions=True), clock=FakeClock(), **settings)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy["name"])
+def test_predictions_change_no_token_under_any_strategy_and_policy(strategy: object, policy: str) -> None:
+    requests = [
+        predicting(request, num_wrong=number % 3) if number % 2 else request
+        for number, request in enumerate(workload()[:32])
+    ]
+    limits = {"num_blocks": 14, "max_running": 6, "max_waiting": 100}
+    timed = TimedEngine(strategy=strategy, policy=policy, drafter=LookupDrafter(only_predictions=True), **limits)
+    timed.finish(*requests).check(*requests)
+    stats, outcome = timed.stats, timed.outcome
+    assert stats.total_preemptions > 0
+    assert stats.total_drafted_tokens > stats.total_accepted_tokens > 0
+    assert stats.num_free_blocks == stats.num_blocks
+    assert set(outcome.predicted) <= {request.request_id for request in requests if request.prediction_token_ids}
+
+
+def test_what_is_predicted_takes_few_steps_and_is_counted() -> None:
+    engine = predictions_only()
+    request = predicting(make_request(max_tokens=80, request_id="one"))
+    outcome = run_to_end(engine, request)
+    outcome.check(request)
+    stats = engine.stats()
+    assert stats.total_steps < 20
+    accepted, rejected = outcome.predicted["one"]
+    assert (accepted + rejected, accepted) == (stats.total_drafted_tokens, stats.total_accepted_tokens)
+    assert accepted == 80 - stats.total_steps
+    assert rejected == 0
+
+
+def test_a_prediction_of_something_else_costs_its_drafts_only() -> None:
+    engine = predictions_only()
+    request = make_request(max_tokens=80, request_id="one")
+    request = replace(request, prediction_token_ids=(tokens_of(request)[0], *(30,) * 200))
+    outcome = run_to_end(engine, request)
+    outcome.check(request)
+    accepted, rejected = outcome.predicted["one"]
+    assert 8 <= rejected < 80
+    assert accepted < rejected
+
+
+def test_only_a_request_with_a_prediction_is_drafted_for_where_the_settings_say_off() -> None:
+    engine = predictions_only()
+    copied = make_request((5, 6, 7, 8) * 6, max_tokens=40)
+    outcome = run_to_end(engine, copied, asked := predicting(make_request(max_tokens=40, request_id="asked")))
+    outcome.check(copied, asked)
+    assert list(outcome.predicted) == ["asked"]
+    assert engine.stats().total_drafted_tokens == sum(outcome.predicted["asked"])
+    for _ in range(3):
+        run_to_end(engine, make_request((5, 6, 7, 8) * 6, max_tokens=40))
+    assert engine.stats().total_drafted_tokens == sum(outcome.predicted["asked"])
+
+
+@pytest.mark.parametrize("drafter", [LookupDrafter(), LookupDrafter(only_predictions=True)], ids=["lookup", "off"])
+def test_a_request_that_another_replica_began_goes_on_in_its_prediction(drafter: LookupDrafter) -> None:
+    engine = build_fake_engine(drafter=drafter, clock=FakeClock())
+    request = predicting(make_request(max_tokens=80, request_id="one"), num_wrong=1)
+    begun = replace(request, generated_token_ids=tuple(tokens_of(request)[:40]))
+    outcome = run_to_end(engine, begun)
+    outcome.check(begun)
+    assert engine.stats().total_steps < 12
+
+
+def test_draws_that_look_back_and_grammars_are_the_same_with_a_prediction() -> None:
+    requests = [
+        asking("3 4 5 6"),
+        asking("9 10 11 !"),
+        make_request(max_tokens=60, request_id="penalties", presence_penalty=0.5, repetition_penalty=1.5),
+        make_request(max_tokens=60, request_id="words", bad_words=((30, 31),), min_tokens=60),
+    ]
+    outcomes = []
+    for predicts in (False, True):
+        engine = predictions_only(runner=MatchedRunner())
+        for request in requests:
+            given = replace(request, prediction_token_ids=tuple(tokens_of(request))) if predicts else request
+            engine.add(given, matcher=MadeMatchers().matcher_of(request).result())
+        outcomes.append(run_to_end(engine))
+    assert outcomes[0].token_ids == outcomes[1].token_ids
+    assert outcomes[0].reasons == outcomes[1].reasons
+    assert not outcomes[0].predicted
+    assert outcomes[1].predicted["penalties"][0] > 30
+
+
+def test_an_engine_that_launches_ahead_takes_a_prediction_and_drafts_nothing() -> None:
+    clock = FakeClock()
+    engine = build_fake_engine(runner=LateRunner(clock), clock=clock, drafter=LookupDrafter(only_predictions=True))
+    request = predicting(make_request(max_tokens=20))
+    outcome = run_to_end(engine, request)
+    outcome.check(request)
+    assert not outcome.predicted
 
 
 def test_tenants_are_charged_for_the_tokens_that_were_kept() -> None:

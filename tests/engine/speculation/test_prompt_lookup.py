@@ -52,3 +52,59 @@ def test_of_a_long_prompt_the_last_tokens_are_looked_up(monkeypatch: pytest.Monk
     monkeypatch.setattr(prompt_lookup, "MAX_PROMPT_TOKENS", 8)
     assert PromptLookup((1, 2, 3, 4, 9, 9, 9, 9, 9, 1, 2, 3)).draft(4) == []
     assert PromptLookup((9, 9, 9, 9, 1, 2, 3, 4, 5, 1, 2, 3)).draft(4) == [4, 5, 1]
+
+
+def follow(lookup: PromptLookup, *token_ids: int) -> list[int]:
+    """What is drafted behind these generated tokens, at most 8."""
+    lookup.follow(token_ids)
+    return lookup.draft(8)
+
+
+def test_a_prediction_is_followed_from_its_beginning_to_its_end() -> None:
+    lookup = PromptLookup((1, 2, 3), tuple(range(20, 32)))
+    assert lookup.draft(8) == [20, 21, 22, 23, 24, 25, 26, 27]
+    assert lookup.is_predicted
+    output = [20, 21, 22, 23, 24, 25, 26, 27, 28]
+    assert follow(lookup, *output) == [29, 30, 31]
+    assert follow(lookup, *output, 29, 30, 31) == []
+    assert follow(lookup, *output, 29, 30, 31, 1, 2) == []
+    assert not lookup.is_predicted, "the prompt does not follow the prediction"
+
+
+@pytest.mark.parametrize(
+    ("written", "goes_on"),
+    [((20, 21, 22, 90, 24), 25), ((20, 21, 22, 90, 91, 92, 23), 24), ((20, 21, 22, 26), 27), ((90, 91, 20), 21)],
+    ids=["replaced", "inserted", "left out", "before it"],
+)
+def test_behind_an_edit_one_equal_token_near_it_finds_the_place_again(written: tuple[int, ...], goes_on: int) -> None:
+    lookup = PromptLookup((1, 2, 3), tuple(range(20, 60)))
+    assert follow(lookup, *written) == list(range(goes_on, goes_on + 8))
+    assert follow(lookup, *written, goes_on, goes_on + 1) == list(range(goes_on + 2, goes_on + 10))
+
+
+def test_of_several_places_near_an_edit_the_one_with_most_equal_tokens_before_it_counts() -> None:
+    lookup = PromptLookup((), (20, 21, 22, 23, 5, 30, 31, 24, 5, 40, 41))
+    assert follow(lookup, 20, 21, 22, 24, 5)[:1] == [40]
+    assert follow(PromptLookup((), (20, 21, 22, 23, 5, 30, 31, 24, 5, 40, 41)), 20, 21, 22, 90, 5)[:1] == [30]
+
+
+def test_text_that_was_moved_is_found_by_an_ngram_and_before_the_prompts() -> None:
+    prediction = tuple(range(100, 200))
+    lookup = PromptLookup((1, 170, 171, 172, 50, 51), prediction)
+    assert follow(lookup, 100, 101, 102, 170, 171, 172)[:2] == [173, 174]
+    assert lookup.is_predicted
+    assert follow(lookup, 100, 101, 102, 170, 171, 172, 173, 103, 104, 105)[:1] == [106], "and back"
+
+
+def test_a_place_that_was_found_by_chance_is_forgotten() -> None:
+    prediction = (20, 21, 22, 23, *range(30, 40), 5, *range(40, 50))
+    lookup = PromptLookup((), prediction)
+    assert follow(lookup, 20, 21, 22, 90, 5)[:2] == [40, 41]
+    assert follow(lookup, 20, 21, 22, 90, 5, 91) == []
+    assert follow(lookup, 20, 21, 22, 90, 5, 91, 23)[:2] == [30, 31], "not only behind the 5"
+
+
+def test_without_a_match_in_the_prediction_the_prompt_is_looked_up() -> None:
+    lookup = PromptLookup((1, 2, 3, 4, 5, 6), (70, 71))
+    assert follow(lookup, 1, 2, 3) == [4, 5, 6]
+    assert not lookup.is_predicted
