@@ -23,7 +23,7 @@ from app.api.prepared_request import (
     check_token_ids,
 )
 from app.api.request_context import TIMINGS_HEADER, RequestContext, asks_for
-from app.api.schemas.conversation import Conversation, template_messages
+from app.api.schemas.conversation import Conversation, template_messages, template_tools
 from app.api.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, QueuedRequest
 from app.engine.request import Grammar, Pooling, Request, SamplingParams
 from app.errors import ContextTooLong, InvalidRequest
@@ -196,7 +196,7 @@ def encode_chat(
         template_messages(body.messages),
         add_generation_prompt=body.add_generation_prompt and not continue_final_message,
         continue_final_message=continue_final_message,
-        tools=[tool.for_template() for tool in body.tools] if with_tools else None,
+        tools=template_tools(body.tools) if with_tools else None,
         template_variables=body.template_variables,
     )
     _check_text(text, model, "messages", may_be_longer=may_be_longer)

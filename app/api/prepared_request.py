@@ -94,6 +94,7 @@ class ServedModel:
             "permission": [],
             "type": "model",
             "display_name": name,
+            "lifecycle": "active",
             "created_at": datetime.fromtimestamp(self.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
 

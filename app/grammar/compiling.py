@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from app.engine.request import GrammarKind
-from app.grammar.tags import Tag, read_tags
+from app.grammar.tags import larks_of_tags
 
 # Without it llguidance would encode fixed texts with the tokenizer, which is not available here.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
@@ -33,13 +33,8 @@ def larks_of(kind: GrammarKind, text: str, *, is_lenient: bool, special: Mapping
     `special`: the model's special tokens by their texts. Raises Unusable.
     """
     if kind is GrammarKind.TAGS:
-        return [tag.lark for tag in tags_of(text, special)]
+        return larks_of_tags(text, special, {"schema": _schema_rule, "lark": _lark_rule}, options=_OPTIONS)
     return [lark_of(kind, text, is_lenient=is_lenient)]
-
-
-def tags_of(text: str, special: Mapping[str, int]) -> list[Tag]:
-    """The tags of a grammar of tags, one for each trigger."""
-    return read_tags(text, special, write_schema=_json_rule, options=_OPTIONS)
 
 
 def lark_of(kind: GrammarKind, text: str, *, is_lenient: bool) -> str:
@@ -66,6 +61,26 @@ def _json_rule(schema: dict[str, Any], is_lenient: bool) -> str:
     return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': white_space, 'lenient': is_lenient}})}"
 
 
+def _schema_rule(form: dict[str, Any]) -> str:
+    return _json_rule(form["schema"], form["is_lenient"])
+
+
+def _lark_rule(form: dict[str, Any]) -> str:
+    """The rule for texts of a Lark grammar. Raises Unusable with the grammar's name and the place in it."""
+    lark = form["lark"]
+    try:
+        new_matcher(LLTokenizer("byte"), _without_options(lark))
+    except Unusable as error:
+        raise Unusable(f"the Lark grammar of {form['name']}: {error}") from error
+    return f"%lark {{\n{lark}\n}}"
+
+
+def _without_options(lark: str) -> str:
+    if "%llguidance" in lark:
+        raise Unusable("%llguidance is not accepted; leave it out")
+    return lark
+
+
 def _schema(text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
@@ -77,10 +92,10 @@ def _schema(text: str) -> dict[str, Any]:
 
 
 def _lark(text: str) -> str:
-    if "%llguidance" in text:
-        raise Unusable("%llguidance is not accepted; leave it out")
     try:
-        return any_to_lark(text)
+        return any_to_lark(_without_options(text))
+    except Unusable:
+        raise
     except Exception as error:  # a third-party converter, and any text
         raise Unusable(f"it is neither Lark nor GBNF: {reason_of(str(error))}") from error
 

@@ -19,11 +19,11 @@ from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind, Request
 from app.errors import EngineStopped, InvalidRequest, InvalidSetup, Overloaded, Unavailable
 from app.grammar.compile_queue import CompileQueue, WaitingRequest
-from app.grammar.compiling import Unusable, new_matcher, tags_of
+from app.grammar.compiling import Unusable, new_matcher
 from app.grammar.free_text import FreeText, TokenTable, Trigger
 from app.grammar.matchers import GrammarMatcher, MatchingTime, TagContent, TaggedMatcher
 from app.grammar.sandbox import Sandbox, WorkerKilled
-from app.grammar.tags import Tag
+from app.grammar.tags import Tag, read_tags
 from app.grammar.thoughts import ThoughtMatcher, ThoughtText
 from app.grammar.vocabulary import Vocabulary
 
@@ -259,7 +259,7 @@ class Grammars:
         for matcher in matchers:
             matcher.compute_bitmask()  # the first takes longest, and would else be waited for in a step
         if grammar.kind is GrammarKind.TAGS:
-            tags = tags_of(grammar.text, tools.vocabulary.special_texts)
+            tags = read_tags(grammar.text)
             if tags[0].trigger:
                 return self._in_free_text(tools, tags, matchers)
         return lambda begin: begin(matchers[0].deep_copy())

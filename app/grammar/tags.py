@@ -1,7 +1,7 @@
 """Grammars of the kind TAGS: free text, in which each trigger begins a piece that must match a grammar.
 
-The text of such a grammar is a JSON object of two lists. `schemas` has objects with a `schema` and `is_lenient`. `tags`
-has objects with
+The text of such a grammar is a JSON object of lists. `schemas` has objects with a `schema` and `is_lenient`, `larks`
+objects with a `lark`, which is a grammar, and the `name` of what it is for, and `tags` objects with
 
     trigger     the text that begins the piece; once it is complete, the rest of the piece must follow. A grammar of one
                 tag may have an empty trigger: then there is no free text
@@ -9,8 +9,9 @@ has objects with
     content     what follows the trigger: a list of parts
     is_last     the output ends after the piece; otherwise free text and other pieces may follow
 
-A part is a text, {"pattern": regular expression}, {"schema": number}, {"any": [content, …]}, or {"repeat": content}
-(zero or more times). Where a text contains the text of a special token, the token or its text may be generated.
+A part is a text, {"pattern": regular expression}, {"schema": number}, {"lark": number}, {"any": [content, …]}, or
+{"repeat": content} (zero or more times). Where a text contains the text of a special token, the token or its text may
+be generated.
 """
 
 from __future__ import annotations
@@ -22,57 +23,63 @@ from dataclasses import dataclass
 from typing import Any
 
 Json = dict[str, Any]
-WriteSchema = Callable[[Json, bool], str]
+WriteRule = Callable[[Json], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
-    """All pieces with one trigger; `lark` matches the content of any of them."""
+    """All pieces with one trigger, each with one of the contents."""
 
     trigger: str
     is_opening: bool
     is_last: bool
-    lark: str
+    contents: list[list[Any]]
 
 
-def read_tags(text: str, special: Mapping[str, int], *, write_schema: WriteSchema, options: str) -> list[Tag]:
-    """The tags of a grammar's text, one for each trigger.
-
-    `special`: the special tokens by their texts. `write_schema` turns a schema, which may be lenient, into a Lark rule.
-    `options` end each Lark grammar.
-    """
-    document = json.loads(text)
+def read_tags(text: str) -> list[Tag]:
+    """The tags of a grammar's text, one for each trigger."""
     groups: dict[tuple[str, bool], list[Json]] = {}
-    for tag in document["tags"]:
+    for tag in json.loads(text)["tags"]:
         groups.setdefault((tag["trigger"], tag["is_opening"]), []).append(tag)
     return [
         Tag(
             trigger=trigger,
             is_opening=is_opening,
             is_last=any(tag["is_last"] for tag in tags),
-            lark=_Lark(document["schemas"], special, write_schema).grammar([tag["content"] for tag in tags]) + options,
+            contents=[tag["content"] for tag in tags],
         )
         for (trigger, is_opening), tags in groups.items()
     ]
 
 
-class _Lark:
-    """Turns contents, and the schemas that they name, into Lark."""
+def larks_of_tags(
+    text: str, special: Mapping[str, int], writers: Mapping[str, WriteRule], *, options: str
+) -> list[str]:
+    """What follows each trigger, in Lark.
 
-    def __init__(self, schemas: list[Json], special: Mapping[str, int], write_schema: WriteSchema) -> None:
-        self._schemas = schemas
+    `special`: the special tokens by their texts. `writers`: of rules for the objects of `schemas` and `larks`, by the
+    names of their parts. `options` end each grammar.
+    """
+    forms = json.loads(text)
+    return [_Lark(forms, special, writers).grammar(tag.contents) + options for tag in read_tags(text)]
+
+
+class _Lark:
+    """Turns contents, and the schemas and grammars that they name, into Lark."""
+
+    def __init__(self, forms: Json, special: Mapping[str, int], writers: Mapping[str, WriteRule]) -> None:
+        self._forms = forms
         self._special = special
         self._specials = re.compile(f"({'|'.join(map(re.escape, special))})") if special else None
-        self._write_schema = write_schema
-        self._named: set[int] = set()
+        self._writers = writers
+        self._named: set[tuple[str, int]] = set()
 
     def grammar(self, contents: list[list[Any]]) -> str:
         start = f"start: {self._any(contents)}"
-        return "\n".join([start, *(f"schema_{number}: {self._schema(number)}" for number in sorted(self._named))])
+        return "\n".join([start, *(self._rule(kind, number) for kind, number in sorted(self._named))])
 
-    def _schema(self, number: int) -> str:
-        given = self._schemas[number]
-        return self._write_schema(given["schema"], given["is_lenient"])
+    def _rule(self, kind: str, number: int) -> str:
+        return f"{kind}_{number}: {self._writers[kind](self._forms[f'{kind}s'][number])}"
 
     def _any(self, contents: list[list[Any]]) -> str:
         return " | ".join(self._content(content) for content in contents)
@@ -87,9 +94,9 @@ class _Lark:
         match kind:
             case "pattern":
                 return f"/{value.replace('/', '[/]')}/"
-            case "schema":
-                self._named.add(value)
-                return f"schema_{value}"
+            case "schema" | "lark":
+                self._named.add((kind, value))
+                return f"{kind}_{value}"
             case "any":
                 return f"({self._any(value)})"
             case _:

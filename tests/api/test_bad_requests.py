@@ -109,7 +109,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls[0].id", "is required"),
         ({"messages": [USER | {"function_call": {"name": "f"}}]}, "messages[0].function_call", "send tool_calls"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "is required"),
-        ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type", "'function'"),
+        ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].custom", "is required"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "match pattern"),
         ({"tools": [TOOL] * 129}, "tools", "at most 128"),
         ({"tools": [TOOL]}, "tools", "no place for tools"),

@@ -64,7 +64,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
 def grammar_for(tokenizer: Tokenizer, form: ToolFormat, **fields: Any) -> Grammar | None:
     """What the engine is asked for."""
     service = Service(tokenizer, say(tokenizer, "."), tool_format=form, max_model_len=4000)
-    assert service.chat(tools=TOOLS, **fields).status == 200
+    assert service.chat(**{"tools": TOOLS} | fields).status == 200
     return service.request.sampling.grammar
 
 
@@ -95,7 +95,7 @@ def written(matcher: Matcher, begun: tuple[int, ...], draw: random.Random) -> li
 def calls_in(form: ToolFormat, text: str) -> list[CallPiece]:
     parser = ToolParser(form, SCHEMAS, is_strict=True)
     pieces = [piece for part in (*parser.push(text), *parser.flush()) for piece in part.calls]
-    return [CallPiece(number, name, arguments) for number, name, arguments in pieces if name is not None]
+    return [piece for piece in pieces if piece.name is not None]
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)

@@ -10,7 +10,7 @@ from app.api.output import structured_output
 from app.api.output.structured_output import grammar_of
 from app.api.schemas.conversation import Tool
 from app.api.schemas.requests import ChatRequest
-from app.api.schemas.responses import FunctionTool, TextFormat
+from app.api.schemas.responses import ResponsesTool, TextFormat
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [[[1]]]}}}
 
@@ -22,7 +22,7 @@ def test_of_tools_and_formats() -> None:
     written = parameters.for_template()
     assert written == {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
     assert written["function"]["parameters"] is parameters.function.parameters
-    tool = FunctionTool.model_validate({"type": "function", "name": "f", "parameters": SCHEMA})
+    tool = ResponsesTool.model_validate({"type": "function", "name": "f", "parameters": SCHEMA})
     assert tool.for_chat() == {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
     assert tool.for_chat()["function"]["parameters"] is tool.parameters
     text = TextFormat.model_validate({"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True})
@@ -34,9 +34,9 @@ def test_of_structures(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
     tags_grammar = structured_output.tags_grammar
 
-    def noted(tags: Any, schemas: Any, *, param: str) -> Any:
+    def noted(tags: Any, schemas: Any, **more: Any) -> Any:
         given.extend(schema for schema, _ in schemas)
-        return tags_grammar(tags, schemas, param=param)
+        return tags_grammar(tags, schemas, **more)
 
     monkeypatch.setattr(structured_output, "tags_grammar", noted)
     form = {"type": "structural_tag", "triggers": ["<f"], "structures": [{"begin": "<f>", "schema": SCHEMA}]}

@@ -88,7 +88,7 @@ class ResponseBuilder:
     def __init__(self, body: ResponsesRequest, state: ResponseState) -> None:
         self._body = body
         self._state = state
-        self._output: list[_ReasoningItem | _Message | _FunctionCall] = []
+        self._output: list[_ReasoningItem | _Message | _Call] = []
         self._status = "in_progress"
         self._error: Json | None = None
         self._num_events = 0
@@ -161,9 +161,11 @@ class ResponseBuilder:
             "service_tier": body.service_tier,
             "store": False,
             "temperature": body.temperature,
-            "text": {"format": body.text.format.uncopied()},
-            "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
-            "tools": [dict(tool) for tool in body.tools],
+            "text": {"format": body.text.format.as_json()},
+            "tool_choice": body.tool_choice
+            if isinstance(body.tool_choice, str)
+            else body.tool_choice.model_dump(exclude_none=True),
+            "tools": [tool.as_json() for tool in body.tools],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": body.truncation,
@@ -199,15 +201,15 @@ class ResponseBuilder:
 
     def _call(self, piece: ToolCallDelta) -> Iterator[Json]:
         if piece.name is not None:
-            yield from self._open(_FunctionCall(piece.call_id, piece.name))
+            yield from self._open(_Call(piece.call_id, piece.name, piece.is_custom))
         call = self._output[-1]
-        assert isinstance(call, _FunctionCall), "deltas of a call follow each other"
+        assert isinstance(call, _Call), "deltas of a call follow each other"
         self._pending_logprobs = []  # only text has log-probabilities
         call.arguments.add(piece.arguments)
         if piece.arguments:
-            yield self._event("response.function_call_arguments.delta", **self._place(), delta=piece.arguments)
+            yield self._event(f"response.{call.argument_kind}.delta", **self._place(), delta=piece.arguments)
 
-    def _open(self, item: _ReasoningItem | _Message | _FunctionCall) -> Iterator[Json]:
+    def _open(self, item: _ReasoningItem | _Message | _Call) -> Iterator[Json]:
         yield from self._close(is_complete=True)
         self._output.append(item)
         yield self._item_event("response.output_item.added")
@@ -228,9 +230,8 @@ class ResponseBuilder:
             place = self._place() | {"content_index": 0}
             yield self._event("response.reasoning_text.done", **place, text=str(item.text))
         else:
-            yield self._event(
-                "response.function_call_arguments.done", **self._place(), name=item.name, arguments=str(item.arguments)
-            )
+            named = {} if item.is_custom else {"name": item.name}  # which earlier versions of the API's types have
+            yield self._event(f"response.{item.argument_kind}.done", **self._place(), **named, **item.argument())
         yield self._item_event("response.output_item.done")
 
     def _end(self, *, is_complete: bool) -> Iterator[Json]:
@@ -296,21 +297,33 @@ class _Message:
 
 
 @dataclass(slots=True)
-class _FunctionCall:
-    """A function call."""
+class _Call:
+    """A call of a function, or of a custom tool, of which the arguments are the input."""
 
     call_id: str
     name: str
+    is_custom: bool
     arguments: GrowingText = field(default_factory=GrowingText)
     status: str = "in_progress"
-    item_id: str = field(default_factory=lambda: f"fc_{uuid.uuid4().hex}")
+    item_id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.item_id = f"{'ctc' if self.is_custom else 'fc'}_{uuid.uuid4().hex}"
+
+    @property
+    def argument_kind(self) -> str:
+        """The name of the events about it."""
+        return "custom_tool_call_input" if self.is_custom else "function_call_arguments"
+
+    def argument(self) -> Json:
+        return {"input" if self.is_custom else "arguments": str(self.arguments)}
 
     def as_json(self) -> Json:
         return {
             "id": self.item_id,
-            "type": "function_call",
+            "type": "custom_tool_call" if self.is_custom else "function_call",
             "status": self.status,
             "call_id": self.call_id,
             "name": self.name,
-            "arguments": str(self.arguments),
+            **self.argument(),
         }

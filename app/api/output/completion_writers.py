@@ -80,7 +80,10 @@ def _reasoning(text: str) -> Json:
 
 def _call_delta(piece: ToolCallDelta) -> Json:
     if piece.name is None:
-        return {"index": piece.number, "function": {"arguments": piece.arguments}}
+        more = (
+            {"custom": {"input": piece.arguments}} if piece.is_custom else {"function": {"arguments": piece.arguments}}
+        )
+        return {"index": piece.number, **more}
     return {"index": piece.number} | tool_call(piece)
 
 

@@ -324,6 +324,8 @@ class Writer(ABC):
 
 def tool_call(delta: ToolCallDelta) -> Json:
     """A tool call with the arguments of its first delta."""
+    if delta.is_custom:
+        return {"id": delta.call_id, "type": "custom", "custom": {"name": delta.name, "input": delta.arguments}}
     function = {"name": delta.name, "arguments": delta.arguments}
     return {"id": delta.call_id, "type": "function", "function": function}
 

@@ -144,13 +144,21 @@ def tag(trigger: str, content: Content, *, is_opening: bool = False, is_last: bo
     return {"trigger": trigger, "is_opening": is_opening, "content": content, "is_last": is_last}
 
 
-def tags_grammar(tags: Sequence[Json], schemas: Sequence[tuple[Json, bool]], *, param: str) -> Grammar:
+def tags_grammar(
+    tags: Sequence[Json],
+    schemas: Sequence[tuple[Json, bool]],
+    *,
+    param: str,
+    larks: Sequence[Json | None] = (),
+) -> Grammar:
     """Free text with tags. `schemas` are those that contents name by number, each with whether it is lenient.
 
-    Raises InvalidRequest when it is too long.
+    `larks` are the grammars that contents name, each with `lark` and `name`. Raises InvalidRequest when it is too long.
     """
     written = [{"schema": schema, "is_lenient": is_lenient} for schema, is_lenient in schemas]
-    return checked_grammar(GrammarKind.TAGS, _written({"schemas": written, "tags": list(tags)}, param), param=param)
+    return checked_grammar(
+        GrammarKind.TAGS, _written({"schemas": written, "larks": list(larks), "tags": list(tags)}, param), param=param
+    )
 
 
 def checked_grammar(kind: GrammarKind, text: str, *, param: str, is_lenient: bool = False) -> Grammar:

@@ -16,12 +16,12 @@ from app.api.output.tool_grammars import (
     document_or_calls_grammar,
     strict_calls_grammar,
 )
-from app.api.schemas.conversation import FunctionDefinition, NamedTool
+from app.api.schemas.conversation import CustomDefinition, Definition
 from app.api.schemas.requests import ChatRequest
 from app.engine.request import Grammar, GrammarKind
 from app.errors import InvalidRequest
 from app.text import Tokenizer
-from app.text.tool_calls import LIST, ArgumentsParser, CallParser, ToolFormat, ToolParser
+from app.text.tool_calls import LIST, ArgumentsParser, CallParser, InputParser, ToolFormat, ToolParser
 
 
 class ToolCallDelta(NamedTuple):
@@ -30,7 +30,8 @@ class ToolCallDelta(NamedTuple):
     number: int  # of the call, from 0
     call_id: str
     name: str | None
-    arguments: str
+    arguments: str  # of a custom tool, its input
+    is_custom: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,9 @@ class ToolUse:
             (
                 part.text,
                 tuple(
-                    ToolCallDelta(call.number, self._new_id() if call.name else "", call.name, call.arguments)
+                    ToolCallDelta(
+                        call.number, self._new_id() if call.name else "", call.name, call.arguments, call.is_custom
+                    )
                     for call in part.calls
                 ),
             )
@@ -75,39 +78,56 @@ def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -
             "the chat template of this model has no place for tools; leave tools out, or send tool_choice none",
             param="tools",
         )
-    functions = {tool.function.name: tool.function for tool in body.tools}
+    offered = {tool.definition.name: tool.definition for tool in body.tools}
+    choice = body.tool_choice
+    mode, allowed = choice, offered
+    if not isinstance(choice, str):
+        mode, allowed = choice.mode, {named.name: offered[named.name] for named in choice.named}
+    customs = {name for name, each in allowed.items() if isinstance(each, CustomDefinition)}
+    raw_names = {name for name, each in allowed.items() if each.lark is not None}
     only_first = not body.parallel_tool_calls
-    if isinstance(body.tool_choice, NamedTool):
-        chosen = functions[body.tool_choice.function.name]
+    if mode == "named":
+        [chosen] = allowed.values()
         return ToolUse(
-            make_parser=lambda: ArgumentsParser(chosen.name), form=form or LIST, grammar=arguments_grammar(chosen)
+            make_parser=lambda: ArgumentsParser(chosen.name, is_custom=bool(customs)),
+            form=form or LIST,
+            grammar=arguments_grammar(chosen),
         )
-    if body.tool_choice == "required":
-        grammar = calls_grammar(list(functions.values()), only_one=only_first)
-        return ToolUse(make_parser=lambda: ToolParser(LIST, functions), form=form or LIST, grammar=grammar)
+
+    def reading_inputs(parser: CallParser) -> CallParser:
+        return InputParser(parser, customs - raw_names) if customs > raw_names else parser
+
+    if mode == "required":
+        grammar = calls_grammar(list(allowed.values()), only_one=only_first)
+        return ToolUse(
+            make_parser=lambda: reading_inputs(ToolParser(LIST, allowed, raw_names=raw_names)),
+            form=form or LIST,
+            grammar=grammar,
+        )
     if form is None:
         raise InvalidRequest(
             "it is not known how this model writes tool calls; its operator can say so with the setting tool_parser, "
             "or send tool_choice none",
             param="tools",
         )
-    offered = list(functions.values())
-    is_strict = any(function.strict for function in offered)
+    # Of some of the tools only, a grammar alone keeps the model from calling another.
+    is_strict = len(allowed) < len(offered) or any(each.strict for each in allowed.values())
     return ToolUse(
-        make_parser=lambda: ToolParser(form, functions, only_first=only_first, is_strict=is_strict),
+        make_parser=lambda: reading_inputs(
+            ToolParser(form, allowed, only_first=only_first, is_strict=is_strict, raw_names=raw_names)
+        ),
         form=form,
         token_ids=tokenizer.special_ids(form.special_texts),
-        grammar=_free_calls_grammar(offered, form, grammar_of(body)),
+        grammar=_free_calls_grammar(list(allowed.values()), form, grammar_of(body), is_strict=is_strict),
     )
 
 
 def _free_calls_grammar(
-    functions: Sequence[FunctionDefinition], form: ToolFormat, document: Grammar | None
+    functions: Sequence[Definition], form: ToolFormat, document: Grammar | None, *, is_strict: bool
 ) -> Grammar | None:
     """The grammar of an output with free calls; None where only the request's own grammar applies."""
     if document is not None and document.kind is GrammarKind.JSON_SCHEMA:
         return document_or_calls_grammar(
             json.loads(document.text), functions, form, param=document.param, is_lenient=document.is_lenient
         )
-    is_strict = document is None and any(each.strict for each in functions)
-    return strict_calls_grammar(functions, form) if is_strict else None
+    return strict_calls_grammar(functions, form) if document is None and is_strict else None

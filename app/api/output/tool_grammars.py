@@ -6,11 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from app.api.output.structured_output import Content, schema_grammar, tag, tags_grammar
-from app.api.schemas.conversation import FunctionDefinition
-from app.engine.request import Grammar
+from app.api.output.structured_output import Content, checked_grammar, schema_grammar, tag, tags_grammar
+from app.api.schemas.conversation import Definition, FunctionDefinition
+from app.engine.request import Grammar, GrammarKind
+from app.errors import InvalidRequest
 from app.json_pieces import Json
-from app.text.tool_calls import ToolFormat
+from app.text.tool_calls import LIST, ToolFormat
 
 _SPACE = r"( ?|\n[ \t]{0,40})"  # white space between the tokens of a document
 _MAYBE_SPACE: Json = {"any": [[], [{"pattern": r"[ \n]{1,2}"}]]}
@@ -18,26 +19,28 @@ _CALL_ID: Json = {"any": [[], ["[CALL_ID]", {"pattern": "[A-Za-z0-9]{9}"}]]}
 ANY_ARGUMENTS: Json = {"type": "object"}
 
 
-def arguments_grammar(function: FunctionDefinition) -> Grammar:
-    """A document of this function's arguments. Raises InvalidRequest when the schema is too long."""
-    return schema_grammar(parameters_of(function), param="tools", is_lenient=not function.strict)
+def arguments_grammar(function: Definition) -> Grammar | None:
+    """A document of this function's arguments, or the input of a custom tool; None where that may be any text.
+
+    Raises InvalidRequest when the schema or grammar is too long.
+    """
+    if isinstance(function, FunctionDefinition):
+        return schema_grammar(parameters_of(function), param="tools", is_lenient=not function.strict)
+    given = function.format.grammar
+    if given is None:
+        return None
+    kind = GrammarKind.REGEX if given.syntax == "regex" else GrammarKind.GRAMMAR
+    return checked_grammar(kind, given.definition, param="tools")
 
 
-def calls_grammar(functions: Sequence[FunctionDefinition], *, only_one: bool) -> Grammar:
-    """A list of at least one call: `[{"name": "f", "parameters": {…}}]`. Raises InvalidRequest when it is too long."""
-    schema = {
-        "type": "array",
-        "minItems": 1,
-        **({"maxItems": 1} if only_one else {}),
-        "items": {"anyOf": [call_schema(each, number) for number, each in enumerate(functions)]},
-        "$defs": {
-            str(number): moved(parameters_of(each), f"#/$defs/{number}") for number, each in enumerate(functions)
-        },
-    }
-    return schema_grammar(schema, param="tools", is_lenient=not all(each.strict for each in functions))
+def calls_grammar(functions: Sequence[Definition], *, only_one: bool) -> Grammar:
+    """A list of at least one call: `[{"name": "f", "arguments": {…}}]`. Raises InvalidRequest when it is too long."""
+    tags = [tag("", content, is_last=True) for content in _marked(LIST, functions, only_one=only_one)]
+    schemas = [(parameters_of(each), not each.strict) for each in functions]
+    return tags_grammar(tags, schemas, param="tools", larks=_larks(functions))
 
 
-def call_schema(function: FunctionDefinition, number: int) -> Json:
+def call_schema(function: Definition, number: int) -> Json:
     """A call as an object, in a schema that defines its arguments by this number."""
     return {
         "type": "object",
@@ -47,7 +50,7 @@ def call_schema(function: FunctionDefinition, number: int) -> Json:
     }
 
 
-def parameters_of(function: FunctionDefinition) -> Json:
+def parameters_of(function: Definition) -> Json:
     """The schema of its arguments."""
     return ANY_ARGUMENTS if function.parameters is None else {**ANY_ARGUMENTS, **function.parameters}
 
@@ -66,25 +69,24 @@ def moved(schema: Any, place: str) -> Any:
     }
 
 
-def strict_calls_grammar(functions: Sequence[FunctionDefinition], form: ToolFormat) -> Grammar:
+def strict_calls_grammar(functions: Sequence[Definition], form: ToolFormat) -> Grammar:
     """Free text in which every call, as this format writes them, is one of these functions'.
 
     Its arguments are a document of the function's schema where that is strict, else any object. Raises InvalidRequest
     when the schemas are too long.
     """
-    calls = _calls(form, functions)
-    is_last = not form.end
-    tags = [tag(form.begin, content, is_last=is_last) for content in _marked(form, functions, calls)]
+    is_last = not form.end or any(_larks(functions))
+    tags = [tag(form.begin, content, is_last=is_last) for content in _marked(form, functions)]
     if form.may_begin_bare:  # one call: a grammar with all of them after each would take too long to compile
         tags += [
-            tag(f'{{"name":"{each.name}"', _arguments(form, number), is_opening=True, is_last=True)
+            tag(f'{{"name":"{each.name}"', _arguments(form, number, each), is_opening=True, is_last=True)
             for number, each in enumerate(functions)
         ]
-    return tags_grammar(tags, _schemas(functions), param="tools")
+    return tags_grammar(tags, _schemas(functions), param="tools", larks=_larks(functions))
 
 
 def document_or_calls_grammar(
-    schema: Json, functions: Sequence[FunctionDefinition], form: ToolFormat, *, param: str, is_lenient: bool
+    schema: Json, functions: Sequence[Definition], form: ToolFormat, *, param: str, is_lenient: bool
 ) -> Grammar:
     """A document of the schema, which came in the field `param`, or calls and nothing else, as above.
 
@@ -92,60 +94,80 @@ def document_or_calls_grammar(
     InvalidRequest as above.
     """
     contents: list[Content] = [[{"schema": len(functions)}]]
-    for content in _marked(form, functions, _calls(form, functions)):
-        again = [{"repeat": [_MAYBE_SPACE, form.begin, *content]}] if form.end else []
+    larks = _larks(functions)
+    for content in _marked(form, functions):
+        again = [{"repeat": [_MAYBE_SPACE, form.begin, *content]}] if form.end and not any(larks) else []
         contents.append([form.begin, *content, *again])
     schemas = _schemas(functions)
     if form.may_begin_bare:
+        if named := [each["name"] for each in larks if each]:
+            raise InvalidRequest(
+                f"tools has the Lark grammar of {named[0]!r} beside {param}: nothing marks a call of this model, "
+                f"so schemas alone tell calls from documents; leave out one of them",
+                param="tools",
+            )
         schema = _document_or_call(schema, schemas, functions)
         is_lenient = is_lenient or any(each for _, each in schemas)
     tags = [tag("", content, is_last=True) for content in contents]
     # Only strict functions have schemas of their own that may be wrong.
     param = "tools" if any(each.strict for each in functions) else param
-    return tags_grammar(tags, [*schemas, (schema, is_lenient)], param=param)
+    return tags_grammar(tags, [*schemas, (schema, is_lenient)], param=param, larks=larks)
 
 
-def _document_or_call(
-    schema: Json, arguments: Sequence[tuple[Json, bool]], functions: Sequence[FunctionDefinition]
-) -> Json:
+def _document_or_call(schema: Json, arguments: Sequence[tuple[Json, bool]], functions: Sequence[Definition]) -> Json:
     places = {str(number): moved(each, f"#/$defs/{number}") for number, (each, _) in enumerate(arguments)}
     calls = [call_schema(each, number) for number, each in enumerate(functions)]
     document = moved(schema, "#/$defs/document")
     return {"anyOf": [{"$ref": "#/$defs/document"}, *calls], "$defs": {"document": document, **places}}
 
 
-def _schemas(functions: Sequence[FunctionDefinition]) -> list[tuple[Json, bool]]:
+def _schemas(functions: Sequence[Definition]) -> list[tuple[Json, bool]]:
     return [(parameters_of(each) if each.strict else ANY_ARGUMENTS, not each.strict) for each in functions]
 
 
-def _calls(form: ToolFormat, functions: Sequence[FunctionDefinition]) -> Json:
-    """One of the calls, as an object."""
-    return {"any": [_call(form, each.name, number) for number, each in enumerate(functions)]}
+def _larks(functions: Sequence[Definition]) -> list[Json | None]:
+    """The Lark grammar of each input that has one."""
+    return [None if each.lark is None else {"lark": each.lark, "name": each.name} for each in functions]
 
 
-def _marked(form: ToolFormat, functions: Sequence[FunctionDefinition], calls: Json) -> list[Content]:
-    """The contents that may follow the marker before calls."""
+def _marked(form: ToolFormat, functions: Sequence[Definition], *, only_one: bool = False) -> list[Content]:
+    """The contents that may follow the marker before calls.
+
+    An input by a Lark grammar may be any text, which nothing can end but the end of the output: so where there is such
+    a tool, there is one call. In a JSON string two terminals may begin with a backslash, and llguidance looks one byte
+    ahead.
+    """
+    numbered = [(number, each) for number, each in enumerate(functions) if each.lark is None]
+    first = [_MAYBE_SPACE, "[", _MAYBE_SPACE] if form.lead else [_MAYBE_SPACE]
+    raw: list[Content] = [
+        [*first, *_call(form, number, each)] for number, each in enumerate(functions) if each.lark is not None
+    ]
+    if not numbered:
+        return raw
+    calls: Json = {"any": [_call(form, number, each) for number, each in numbered]}
+    more = [] if only_one or raw else _more(form, calls)
     if form.end:
-        return [[_MAYBE_SPACE, calls, _MAYBE_SPACE, form.end]]
+        return [[*first, calls, _MAYBE_SPACE, form.end], *raw]
     if not form.lead:
-        return [[_MAYBE_SPACE, calls, *_more(form, calls)]]
-    contents: list[Content] = [[_MAYBE_SPACE, "[", _MAYBE_SPACE, calls, *_more(form, calls), _MAYBE_SPACE, "]"]]
+        return [[*first, calls, *more], *raw]
+    contents: list[Content] = [[*first, calls, *more, _MAYBE_SPACE, "]"], *raw]
     if form.has_plain_names:
-        plain: Json = {
-            "any": [[each.name, _CALL_ID, "[ARGS]", {"schema": number}] for number, each in enumerate(functions)]
-        }
-        contents.append([plain, {"repeat": [form.begin, plain]}])
+        plain: Json = {"any": [[each.name, _CALL_ID, "[ARGS]", {"schema": number}] for number, each in numbered]}
+        contents.append([plain, *([] if raw else [{"repeat": [form.begin, plain]}])])
     return contents
 
 
-def _call(form: ToolFormat, name: str, number: int) -> Content:
+def _call(form: ToolFormat, number: int, function: Definition) -> Content:
     """A call as an object."""
-    return [{"pattern": rf'\{{{_SPACE}"name"{_SPACE}:{_SPACE}"{re.escape(name)}"'}, *_arguments(form, number)]
+    name = re.escape(function.name)
+    return [{"pattern": rf'\{{{_SPACE}"name"{_SPACE}:{_SPACE}"{name}"'}, *_arguments(form, number, function)]
 
 
-def _arguments(form: ToolFormat, number: int) -> Content:
-    """The rest of such an object after the name."""
+def _arguments(form: ToolFormat, number: int, function: Definition) -> Content:
+    """The rest of such an object after the name, and the input that follows empty arguments."""
     key = rf'{_SPACE},{_SPACE}"{form.arguments_key}"{_SPACE}:{_SPACE}'
+    if function.lark is not None:
+        return [{"pattern": key}, "{}}\n", {"lark": number}]
     return [{"pattern": key}, {"schema": number}, {"pattern": rf"{_SPACE}\}}"}]
 
 

@@ -290,7 +290,7 @@ class ReadAnswer:
     def texts(self) -> tuple[object, ...]:
         """Of each choice, what it says and calls; equal for answers that say the same."""
         outputs = self.of.state.outputs
-        calls = [[prepared["function"] for prepared in output.calls] for output in outputs]
+        calls = [[{**call, "id": ""} for call in output.calls] for output in outputs]
         return tuple((str(output.text).strip(), str(called)) for output, called in zip(outputs, calls, strict=True))
 
     def decided(self, **decided: object) -> None:

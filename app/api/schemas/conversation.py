@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
 
 from app.api.schemas.fields import (
     MAX_ID_LENGTH,
@@ -13,12 +24,23 @@ from app.api.schemas.fields import (
     MAX_TOOLS,
     MAX_TOOLS_SIZE,
     ListOf,
+    NonEmpty,
     Schema,
     TemplateVariables,
     TextPart,
     joined_text,
     not_larger,
 )
+from app.text.tool_calls import INPUT_KEY
+
+# Of what is no custom tool: the error about another type names both.
+FunctionType = Annotated[Literal["function", "custom"], WithJsonSchema({"const": "function"})]
+
+
+def by_type(value: Any) -> str:
+    """The tag of a part of a union."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"#{kind}" if kind in ("custom", "allowed_tools") else "#function"
 
 
 class CalledFunction(Schema):
@@ -26,14 +48,36 @@ class CalledFunction(Schema):
     arguments: str  # JSON, as the model wrote it
 
 
+class CalledCustom(Schema):
+    name: str = Field(max_length=MAX_ID_LENGTH)
+    input: str
+
+
 class MessageToolCall(Schema):
     """A call that the model made in an earlier turn."""
 
     id: str = Field(max_length=MAX_ID_LENGTH)
-    type: Literal["function"] = "function"
+    type: FunctionType = "function"
     function: CalledFunction
 
 
+class MessageCustomCall(Schema):
+    """Such a call of a custom tool."""
+
+    id: str = Field(max_length=MAX_ID_LENGTH)
+    type: Literal["custom"]
+    custom: CalledCustom
+
+    @cached_property
+    def function(self) -> CalledFunction:
+        """The call of the function that templates see in its place."""
+        arguments = json.dumps({INPUT_KEY: self.custom.input}, ensure_ascii=False)
+        return CalledFunction(name=self.custom.name, arguments=arguments)
+
+
+AnyToolCall = Annotated[
+    Annotated[MessageToolCall, Tag("#function")] | Annotated[MessageCustomCall, Tag("#custom")], Discriminator(by_type)
+]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
@@ -42,19 +86,99 @@ class FunctionDefinition(Schema):
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
     strict: bool | None = None  # calls keep to the schema; forced calls always do
+    lark: ClassVar[str | None] = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The function as chat templates expect it."""
+        function = self.uncopied()
+        function.pop("strict", None)
+        return function
+
+
+class CustomGrammar(Schema):
+    syntax: Literal["lark", "regex"]
+    definition: NonEmpty
+
+
+class CustomFormat(Schema):
+    """Which texts a custom tool takes: any, or those of a grammar."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"if": {"properties": {"type": {"const": "grammar"}}}, "then": {"required": ["grammar"]}}
+    )
+
+    type: Literal["text", "grammar"]
+    grammar: Annotated[CustomGrammar | None, Field(validate_default=True)] = None
+
+    @field_validator("grammar")
+    @classmethod
+    def _grammar_is_given(cls, value: CustomGrammar | None, info: ValidationInfo) -> CustomGrammar | None:
+        if value is None and info.data.get("type") == "grammar":
+            raise ValueError("is required with the type grammar")
+        return value
+
+
+class CustomDefinition(Schema):
+    """A tool that takes a text. For models and templates it is a strict function with one argument."""
+
+    name: FunctionName
+    description: str | None = None
+    format: CustomFormat = CustomFormat(type="text")
+    strict: ClassVar[bool] = True
+
+    @property
+    def lark(self) -> str | None:
+        """The Lark grammar of its input."""
+        grammar = self.format.grammar
+        return grammar.definition if grammar is not None and grammar.syntax == "lark" else None
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The schema of the function's arguments, of which a Lark grammar is no part."""
+        text: dict[str, Any] = {"type": "string"}
+        if self.lark is not None:
+            text["description"] = f"A text by this Lark grammar:\n{self.lark}"
+        elif self.format.grammar is not None:
+            text["pattern"] = f"^(?:{self.format.grammar.definition})$"
+        return {
+            "type": "object",
+            "properties": {INPUT_KEY: text},
+            "required": [INPUT_KEY],
+            "additionalProperties": False,
+        }
+
+    def for_template(self) -> dict[str, Any]:
+        """The function as chat templates expect it."""
+        described = {} if self.description is None else {"description": self.description}
+        return {"name": self.name, **described, "parameters": self.parameters}
+
+
+Definition = FunctionDefinition | CustomDefinition
 
 
 class Tool(Schema):
-    """A function that the model may call. There are no built-in and no custom tools."""
+    """A function that the model may call. There are no built-in tools."""
 
-    type: Literal["function"]
+    type: FunctionType
     function: FunctionDefinition
 
-    def for_template(self) -> dict[str, Any]:
-        """The form that chat templates expect."""
-        function = self.function.uncopied()
-        function.pop("strict", None)
-        return {"type": "function", "function": function}
+    @property
+    def definition(self) -> Definition:
+        return self.function
+
+
+class CustomTool(Schema):
+    """A tool of which the client gives the input's form, and not the arguments'."""
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+    @property
+    def definition(self) -> Definition:
+        return self.custom
+
+
+AnyTool = Annotated[Annotated[Tool, Tag("#function")] | Annotated[CustomTool, Tag("#custom")], Discriminator(by_type)]
 
 
 class ChosenFunction(Schema):
@@ -64,8 +188,65 @@ class ChosenFunction(Schema):
 class NamedTool(Schema):
     """`tool_choice` as an object: this function and no other."""
 
-    type: Literal["function"]
+    type: FunctionType
     function: ChosenFunction
+    mode: ClassVar[str] = "named"
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+    @property
+    def named(self) -> Sequence[NamedTool | NamedCustomTool]:
+        return [self]
+
+
+class NamedCustomTool(Schema):
+    """The same of a custom tool."""
+
+    type: Literal["custom"]
+    custom: ChosenFunction
+    mode: ClassVar[str] = "named"
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+    @property
+    def named(self) -> Sequence[NamedTool | NamedCustomTool]:
+        return [self]
+
+
+class AllowedTools(Schema):
+    mode: Literal["auto", "required"]
+    tools: ListOf[
+        Annotated[
+            Annotated[NamedTool, Tag("#function")] | Annotated[NamedCustomTool, Tag("#custom")], Discriminator(by_type)
+        ]
+    ] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedToolsChoice(Schema):
+    """`tool_choice` as an object: no tools but these. The prompt has all of them, so its prefix stays the same."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+    @property
+    def mode(self) -> str:
+        return self.allowed_tools.mode
+
+    @property
+    def named(self) -> Sequence[NamedTool | NamedCustomTool]:
+        return self.allowed_tools.tools
+
+
+ToolChoiceObject = Annotated[
+    Annotated[NamedTool, Tag("#function")]
+    | Annotated[NamedCustomTool, Tag("#custom")]
+    | Annotated[AllowedToolsChoice, Tag("#allowed_tools")],
+    Discriminator(by_type),
+]
 
 
 class Message(Schema):
@@ -88,7 +269,7 @@ class Message(Schema):
     reasoning: str | None = None  # another name for it
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: ListOf[MessageToolCall] | None = Field(None, max_length=128)
+    tool_calls: ListOf[AnyToolCall] | None = Field(None, max_length=128)
     function_call: Annotated[dict[str, Any] | None, WithJsonSchema({"type": "object", "maxProperties": 0})] = None
 
     @field_validator("function_call")
@@ -125,16 +306,24 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if message.tool_call_id is not None:
             one["tool_call_id"] = message.tool_call_id
         if message.tool_calls:
-            one["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+            one["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": call.function.model_dump()}
+                for call in message.tool_calls
+            ]
         written.append(one)
     return written
+
+
+def template_tools(tools: Sequence[Tool | CustomTool]) -> list[dict[str, Any]]:
+    """The tools as chat templates expect them."""
+    return [{"type": "function", "function": tool.definition.for_template()} for tool in tools]
 
 
 class Conversation(Schema):
     """What a chat template makes a prompt of."""
 
     messages: ListOf[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: Annotated[ListOf[Tool], not_larger(MAX_TOOLS_SIZE)] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tools: Annotated[ListOf[AnyTool], not_larger(MAX_TOOLS_SIZE)] = Field(default_factory=list, max_length=MAX_TOOLS)
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
-from app.api.schemas.conversation import Conversation, NamedTool
+from app.api.schemas.conversation import Conversation, ToolChoiceObject
 from app.api.schemas.fields import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_DETOKENIZED,
@@ -288,7 +288,7 @@ class ChatRequest(Conversation, GenerationRequest):
 
     prompt_param = "messages"
 
-    tool_choice: ToolChoice[NamedTool] = "auto"
+    tool_choice: ToolChoice[ToolChoiceObject] = "auto"
     parallel_tool_calls: bool = True
     max_completion_tokens: NumTokens | None = None
     logprobs: bool = False
@@ -310,11 +310,14 @@ class ChatRequest(Conversation, GenerationRequest):
         choice = self.tool_choice
         if not self.tools and choice not in ("none", "auto"):
             raise InvalidRequest("tool_choice needs tools; send them too", param="tool_choice")
-        names = [tool.function.name for tool in self.tools]
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise InvalidRequest(
-                f"tool_choice names {choice.function.name!r}; tools has {', '.join(names)[:200]}", param="tool_choice"
-            )
+        for named in () if isinstance(choice, str) else choice.named:
+            names = [tool.definition.name for tool in self.tools if tool.type == named.type]
+            if named.name not in names:
+                raise InvalidRequest(
+                    f"tool_choice names the {named.type} {named.name!r}; of that type tools has "
+                    f"{', '.join(names)[:200] or 'none'}",
+                    param="tool_choice",
+                )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true; send both or neither", param="top_logprobs")
         if (

@@ -7,9 +7,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
-from app.api.schemas.conversation import ChosenFunction, FunctionDefinition
+from app.api.schemas.conversation import FunctionDefinition, FunctionName, by_type
 from app.api.schemas.fields import (
     MAX_ID_LENGTH,
     MAX_MESSAGES,
@@ -71,10 +80,23 @@ class InputCall(Schema):
         return {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
+class InputCustomCall(Schema):
+    """Such a call of a custom tool."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str = Field(max_length=MAX_ID_LENGTH)
+    name: str = Field(max_length=MAX_ID_LENGTH)
+    input: str
+
+    def for_chat(self) -> dict[str, Any]:
+        """One call of a message of the assistant."""
+        return {"id": self.call_id, "type": "custom", "custom": {"name": self.name, "input": self.input}}
+
+
 class InputCallOutput(Schema):
     """The result of such a call."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str = Field(max_length=MAX_ID_LENGTH)
     output: Content
 
@@ -88,48 +110,108 @@ class InputReasoning(Schema):
     type: Literal["reasoning"]
 
 
+_ITEM_TYPES = (
+    "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning",
+)  # fmt: skip
+
+
 def _items(value: Any) -> Any:
     """`input`: a text stands for a message of the user."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list):
         raise ValueError("should be a text or a list of items")
-    items = ("message", "function_call", "function_call_output", "reasoning")
     for number, item in enumerate(value):
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "item_reference":
             raise ValueError(f"has a reference at {number}; nothing is stored here: send the item itself")
-        if kind not in items:
-            raise ValueError(f"has an item at {number} that is not of a type out of {', '.join(items)}")
+        if kind not in _ITEM_TYPES:
+            raise ValueError(f"has an item at {number} that is not of a type out of {', '.join(_ITEM_TYPES)}")
     return value
+
+
+def _item_tag(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else item.type
+    return "#call_output" if kind.endswith("_output") else f"#{kind}"
 
 
 InputItem = Annotated[
     Annotated[InputMessage, Tag("#message")]
     | Annotated[InputCall, Tag("#function_call")]
-    | Annotated[InputCallOutput, Tag("#function_call_output")]
+    | Annotated[InputCustomCall, Tag("#custom_tool_call")]
+    | Annotated[InputCallOutput, Tag("#call_output")]
     | Annotated[InputReasoning, Tag("#reasoning")],
-    Discriminator(lambda item: f"#{item.get('type', 'message') if isinstance(item, dict) else item.type}"),
+    Discriminator(_item_tag),
 ]
 
 
-class _TypedFunction(Schema):
-    type: Literal["function"]  # before the fields of the function: of another type of tool, the error names the type
+class InputFormat(Schema):
+    """Which texts a custom tool takes: any, or those of a grammar."""
 
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = Field(None, validate_default=True)
+    definition: NonEmpty | None = Field(None, validate_default=True)
 
-class FunctionTool(FunctionDefinition, _TypedFunction):
-    """A function that the model may call. There are no tools that the server runs itself."""
+    @field_validator("syntax", "definition")
+    @classmethod
+    def _grammar_is_given(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None and info.data.get("type") == "grammar":
+            raise ValueError("is required with the type grammar")
+        return value
 
     def for_chat(self) -> dict[str, Any]:
-        function = self.uncopied()
-        return {"type": function.pop("type"), "function": function}
+        if self.type == "text":
+            return {"type": "text"}
+        return {"type": "grammar", "grammar": {"syntax": self.syntax, "definition": self.definition}}
 
 
-class NamedFunctionTool(ChosenFunction, _TypedFunction):
-    """`tool_choice` as an object: this function and no other."""
+class _Typed(Schema):
+    type: Literal["function", "custom"]  # before the other fields: of another type of tool, the error names the type
+
+
+class ResponsesTool(FunctionDefinition, _Typed):
+    """A function that the model may call, or a custom tool. There are no tools that the server runs itself."""
+
+    format: InputFormat | None = None  # of a custom tool
 
     def for_chat(self) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": self.name}}
+        tool = self.uncopied()
+        kind = tool.pop("type")
+        if self.format is not None:
+            tool["format"] = self.format.for_chat()
+        return {"type": kind, kind: tool}
+
+    def as_json(self) -> dict[str, Any]:
+        """The tool as a response repeats it."""
+        shown = {"type": self.type, "name": self.name, "description": self.description}
+        if self.type == "custom":
+            form = {"type": "text"} if self.format is None else self.format.model_dump(exclude_none=True)
+            return shown | {"format": form}
+        return shown | {"parameters": self.parameters, "strict": self.strict}
+
+
+class NamedResponsesTool(_Typed):
+    name: FunctionName
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": self.type, self.type: {"name": self.name}}
+
+
+class AllowedResponsesTools(Schema):
+    """`tool_choice` as an object: no other than these tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: ListOf[NamedResponsesTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": self.type, self.type: {"mode": self.mode, "tools": [each.for_chat() for each in self.tools]}}
+
+
+ResponsesToolChoice = Annotated[
+    Annotated[NamedResponsesTool, Tag("#function")] | Annotated[AllowedResponsesTools, Tag("#allowed_tools")],
+    Discriminator(lambda value: by_type(value).replace("custom", "function")),
+]
 
 
 class TextFormat(OutputSchema):
@@ -138,10 +220,14 @@ class TextFormat(OutputSchema):
     type: Literal["text", "json_object", "json_schema"] = "text"
 
     def for_chat(self) -> dict[str, Any]:
+        schema = self.as_json()
         if self.type != "json_schema":
-            return {"type": self.type}
-        schema = self.uncopied()
+            return schema
         return {"type": schema.pop("type"), "json_schema": schema}
+
+    def as_json(self) -> dict[str, Any]:
+        """The form as a response repeats it."""
+        return self.uncopied() if self.type == "json_schema" else {"type": self.type}
 
 
 class TextOptions(Schema):
@@ -191,10 +277,10 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
     )
     instructions: str | None = None
     max_output_tokens: NumTokens | None = None
-    tools: Annotated[ListOf[FunctionTool], not_larger(MAX_TOOLS_SIZE)] = Field(
+    tools: Annotated[ListOf[ResponsesTool], not_larger(MAX_TOOLS_SIZE)] = Field(
         default_factory=list, max_length=MAX_TOOLS
     )
-    tool_choice: ToolChoice[NamedFunctionTool] = "auto"
+    tool_choice: ToolChoice[ResponsesToolChoice] = "auto"
     parallel_tool_calls: bool = True
     max_tool_calls: NumSamples | None = None  # of tools that the server runs, of which there are none
     text: TextOptions = TextOptions()
@@ -255,7 +341,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
         for item in self.input:
             if isinstance(item, InputReasoning):
                 continue
-            if not isinstance(item, InputCall):
+            if not isinstance(item, InputCall | InputCustomCall):
                 messages.append(item.for_chat())
             elif messages and messages[-1]["role"] == "assistant":  # the text and the calls of one turn are one message
                 messages[-1].setdefault("tool_calls", []).append(item.for_chat())

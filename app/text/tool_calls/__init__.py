@@ -1,15 +1,18 @@
 """Tool calls in what a model writes: the common formats, read while the text comes. Knows nothing of tokens."""
 
 from app.text.tool_calls.format import FORMATS, LIST, ToolFormat
+from app.text.tool_calls.inputs import INPUT_KEY, InputParser
 from app.text.tool_calls.parser import ArgumentsParser, CallParser, CallPiece, Parsed, ToolParser
 from app.text.tool_calls.template import format_of
 
 __all__ = [
     "FORMATS",
+    "INPUT_KEY",
     "LIST",
     "ArgumentsParser",
     "CallParser",
     "CallPiece",
+    "InputParser",
     "Parsed",
     "ToolFormat",
     "ToolParser",

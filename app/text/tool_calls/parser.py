@@ -18,7 +18,8 @@ class CallPiece(NamedTuple):
 
     number: int  # of the call, from 0
     name: str | None
-    arguments: str
+    arguments: str  # of a custom tool, its input
+    is_custom: bool = False
 
 
 class Parsed(NamedTuple):
@@ -47,10 +48,11 @@ class CallParser(Protocol):
 
 
 class ArgumentsParser:
-    """For a text that is nothing but the arguments of one function, because a grammar made it so."""
+    """For a text that is nothing but the arguments of one function, or the input of a custom tool."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_custom: bool = False) -> None:
         self._name = name
+        self._is_custom = is_custom
         self.has_calls = False
         self.is_done = False
 
@@ -59,7 +61,7 @@ class ArgumentsParser:
             return []
         name = None if self.has_calls else self._name
         self.has_calls = True
-        return [Parsed("", (CallPiece(0, name, text),))]
+        return [Parsed("", (CallPiece(0, name, text, self._is_custom),))]
 
     def flush(self) -> list[Parsed]:
         return []
@@ -74,17 +76,25 @@ class ToolParser:
     """
 
     def __init__(
-        self, form: ToolFormat, names: Collection[str], *, only_first: bool = False, is_strict: bool = False
+        self,
+        form: ToolFormat,
+        names: Collection[str],
+        *,
+        only_first: bool = False,
+        is_strict: bool = False,
+        raw_names: Collection[str] = (),
     ) -> None:
         """`names`: of the tools on offer. `only_first`: the text ends with the first call.
 
         `is_strict`: what nothing marks is a call only where it begins in the one way that a grammar of strict calls
-        knows. So no call can be made without it.
+        knows. So no call can be made without it. `raw_names`: of tools whose calls go to the end of the text, with the
+        input in a line of its own behind empty arguments.
         """
         self._form = form
         self._names = names
         self._only_first = only_first
         self._is_strict = is_strict
+        self._raw_names = raw_names
         self._advance: Callable[[str], None] = self._in_text if form.begin else self._in_lead
         self._blanks: list[str] = []  # white space held back, before what may be the marker
         self._num_opened = 0  # how much of the opening marker the text ends with
@@ -211,22 +221,35 @@ class ToolParser:
         if not was_certain:
             self._raw.append(character)
             if self._reader.name is not None:
-                self._calls.append(CallPiece(self._num_begun, self._reader.name, ""))
+                self._calls.append(CallPiece(self._num_begun, self._reader.name, "", self._is_raw))
                 self._num_begun += 1
         if reading is not Reading.MORE:
             self._end_call()
             if reading is Reading.BEYOND and not self._is_done:
-                self._after_call(character)
+                self._advance(character)
+
+    @property
+    def _is_raw(self) -> bool:
+        return self._reader.name in self._raw_names
 
     def _end_call(self) -> None:
         self._take_arguments()
         self._raw = []
-        self._advance = self._after_call
-        self._is_done = self._only_first
+        self._advance = self._before_input if self._is_raw else self._after_call
+        self._is_done = self._only_first and not self._is_raw
+
+    def _before_input(self, character: str) -> None:
+        """The end of the line before the input."""
+        self._advance = self._in_input
+        if character != "\n":
+            self._in_input(character)
+
+    def _in_input(self, character: str) -> None:
+        self._calls.append(CallPiece(self._num_begun - 1, None, character, is_custom=True))
 
     def _take_arguments(self) -> None:
         arguments = self._reader.take_arguments() if self._reader.name is not None else ""
-        if arguments:
+        if arguments and not self._is_raw:
             self._calls.append(CallPiece(self._num_begun - 1, None, arguments))
 
     def _after_call(self, character: str) -> None:
@@ -261,7 +284,5 @@ def _merged(pieces: Iterable[CallPiece]) -> tuple[CallPiece, ...]:
     calls: dict[int, CallPiece] = {}
     for piece in pieces:
         before = calls.get(piece.number)
-        calls[piece.number] = (
-            piece if before is None else CallPiece(piece.number, before.name, before.arguments + piece.arguments)
-        )
+        calls[piece.number] = piece if before is None else before._replace(arguments=before.arguments + piece.arguments)
     return tuple(calls.values())

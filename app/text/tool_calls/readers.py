@@ -85,7 +85,7 @@ class ObjectReader:
     def _in_key(self, character: str) -> Reading:
         self._value.append(character)
         if self._end.advance(character) is JsonPlace.LAST:
-            self._key = _string("".join(self._value)) or ""
+            self._key = decoded_string("".join(self._value)) or ""
             self._advance = self._before_colon
         return Reading.MORE
 
@@ -135,7 +135,7 @@ class ObjectReader:
         if self._streams:
             self._streams = False
         elif self._key == "name" and self._written_name is None:
-            self._written_name = _string("".join(self._value))
+            self._written_name = decoded_string("".join(self._value))
             return self._is_offered()
         elif self._key in _ARGUMENT_KEYS and self._arguments is None:
             self._arguments = [_as_arguments("".join(self._value))]
@@ -289,7 +289,7 @@ class JsonEnd:
         return JsonPlace.INSIDE
 
 
-def _string(written: str) -> str | None:
+def decoded_string(written: str) -> str | None:
     """What a JSON string says; None for anything else.
 
     `\\ud800` alone is no character: it becomes U+FFFD here, because text with it could not be encoded for any client.
@@ -305,5 +305,5 @@ def _string(written: str) -> str | None:
 
 def _as_arguments(written: str) -> str:
     """Arguments that are no object: what a string says, nothing for null, all else as it stands."""
-    said = _string(written)
+    said = decoded_string(written)
     return "{}" if written == "null" or not (written if said is None else said).strip() else said or written

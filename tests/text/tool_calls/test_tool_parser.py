@@ -126,9 +126,9 @@ def test_text_after_a_call_comes_after_it() -> None:
 def test_arguments_stream_as_they_come() -> None:
     parser = ToolParser(FORMATS["hermes"], NAMES)
     assert parser.push('<tool_call>{"name": "f", "argum') == []
-    assert parser.push('ents": {"a') == [("", ((0, "f", '{"a'),))]
-    assert parser.push('": 1') == [("", ((0, None, '": 1'),))]
-    assert parser.push("}}") == [("", ((0, None, "}"),))]
+    assert parser.push('ents": {"a') == [("", ((0, "f", '{"a', False),))]
+    assert parser.push('": 1') == [("", ((0, None, '": 1', False),))]
+    assert parser.push("}}") == [("", ((0, None, "}", False),))]
 
 
 @pytest.mark.parametrize("form", [FORMATS["hermes"], FORMATS["llama3"], LIST], ids=lambda form: form.name)
