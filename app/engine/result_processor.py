@@ -21,7 +21,7 @@ class ResultProcessor:
         self._pool = pool
         self._end = end
 
-    def process(self, batch: StepBatch, result: StepResult, *, is_ahead: bool = False) -> list[TokenDelta]:
+    def process(self, batch: StepBatch, result: StepResult, *, is_ahead: bool) -> list[TokenDelta]:
         """Apply the result of a computed batch; returns one delta for each request that has news.
 
         Of a batch with drafts it holds the tokens that were kept. The KV of rejected drafts is not counted: the next

@@ -124,6 +124,21 @@ def test_what_was_reserved_comes_back_when_nothing_was_computed() -> None:
     assert limited.headers()["x-ratelimit-remaining-tokens"] == "100"
 
 
+def test_log_probabilities_of_calls_under_way_share_what_a_process_holds_at_once() -> None:
+    limited = account(FakeClock())
+    pool = limited.pools.logprobs
+    with limited.reserve() as first:
+        first.reserve(10)
+        assert pool.held(limited) == 0, "it asks for none"
+        for number in (1_000_000, 2_000_000):
+            first.reserve(10, num_logprobs=number)
+        with pytest.raises(LimitReached, match="others under way of this API key may have 3,000,000") as caught:
+            first.reserve(10, num_logprobs=2_000_001)
+        assert caught.value.retry_after_s == 1.0
+        assert pool.held(limited) == 3_000_000
+    assert pool.held(limited) == 0
+
+
 def test_a_line_that_a_limit_turns_away_has_used_nothing() -> None:
     limited = account(FakeClock(), requests_per_minute=5, tokens_per_minute=100)
     with limited.reserve_item() as first:

@@ -8,7 +8,7 @@ from app.build import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
 from app.engine.model_runner import ModelRunner
-from app.engine.request import FinishReason, ModelInfo
+from app.engine.request import FinishReason, ModelInfo, TokenDelta
 from app.errors import InvalidSetup
 from tests.kit.engine import EOS, CountingRunner, Outcome, TimedEngine, build_fake_engine, make_request, run_to_end
 
@@ -53,14 +53,15 @@ def test_no_step_exceeds_the_token_budget_and_every_running_request_gets_a_token
         assert steps == list(range(steps[0], steps[-1] + 1))  # none was left out of a step while it ran
 
 
-def test_equal_prompts_share_their_full_blocks() -> None:
+@pytest.mark.parametrize(("length", "num_cached"), [(10, 8), (8, 4), (5, 4), (4, 0)])
+def test_equal_prompts_share_their_full_blocks_and_one_token_is_always_computed(length: int, num_cached: int) -> None:
     runner = CountingRunner()
     engine = build_fake_engine(runner=runner)
-    first, second = make_request(prompt(10), max_tokens=2), make_request(prompt(10), max_tokens=2)
+    first, second = make_request(prompt(length), max_tokens=2), make_request(prompt(length), max_tokens=2)
     run_to_end(engine, first)
     run_to_end(engine, second).check(second)
-    assert batch_sizes(runner)[-2:] == [[2], [1]]  # 8 of 10 tokens were there
-    assert engine.stats().total_cached_tokens == 8
+    assert batch_sizes(runner)[-2:] == [[length - num_cached], [1]]
+    assert engine.stats().total_cached_tokens == num_cached
 
 
 def test_a_later_turn_reuses_what_was_generated() -> None:
@@ -156,9 +157,7 @@ def test_an_aborted_request_frees_its_blocks_and_the_others_go_on() -> None:
     engine.add(stays)
     outcome = Outcome()
     outcome.book(engine.step())
-    delta = engine.abort(gone.request_id)
-    assert delta is not None
-    assert delta.finish_reason is FinishReason.ABORT
+    assert engine.abort(gone.request_id) == TokenDelta(gone.request_id, (), FinishReason.ABORT)
     assert engine.abort(gone.request_id) is None
     run_to_end(engine, outcome=outcome).check(stays)
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
@@ -192,6 +191,16 @@ def test_the_queue_is_counted_in_requests_and_tokens_and_its_wait_follows_the_pa
     assert timed.stats.ended_per_s == pytest.approx(2 / 1.0, rel=0.4)
 
 
+def test_a_short_request_waits_until_one_that_runs_is_expected_to_end() -> None:
+    timed = TimedEngine(step_s=0.1, max_running=1)
+    timed.finish(*(make_request(max_tokens=20, cache_salt=str(n)) for n in range(3)))
+    timed.add(make_request(max_tokens=20))
+    timed.step()
+    timed.add(make_request((5,), max_tokens=1, ignore_eos=True))
+    assert timed.stats.ended_per_s == pytest.approx(0.5, rel=0.1)
+    assert timed.stats.estimated_wait_s == pytest.approx(2.0, rel=0.1)
+
+
 def test_fewer_may_run_from_one_step_to_the_next_and_the_last_in_order_wait_again() -> None:
     timed = TimedEngine(max_running=6)
     requests = [make_request(prompt(4, first=n), request_id=str(n), max_tokens=8) for n in range(6)]
@@ -199,6 +208,7 @@ def test_fewer_may_run_from_one_step_to_the_next_and_the_last_in_order_wait_agai
     timed.step()
     timed.engine.reconfigure(SchedulerConfig(max_running=2, max_step_tokens=4, prefill_chunk_tokens=4))
     assert timed.step() == ["0", "1"]
+    assert timed.stats.total_preemptions == 4
     timed.finish().check(*requests)
 
 

@@ -1,14 +1,40 @@
-"""What an engine measures beside its stats: times and sizes on a clock that only its steps turn."""
+"""An engine's stats, and the times and sizes that it measures beside them, on a clock that only its steps turn."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from msgspec import structs
 
 from app.engine.observer import EndedStep, StepObserver
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.stats import EngineMeasurements
 from tests.engine.test_overlapped_engine import LateRunner
 from tests.kit.engine import FakeClock, TimedEngine, build_fake_engine, make_request, run_to_end
+
+
+def test_the_stats_are_what_there_is_and_what_has_been() -> None:
+    timed = TimedEngine(step_s=0.1, max_running=2, num_blocks=32, policy="sjf", strategy="hybrid")
+    timed.finish(make_request((5,) * 9, max_tokens=51, stop_token_ids=tuple(range(2, 50))))  # ends at its first token
+    timed.add(*(make_request((5,) * number, max_tokens=20, ignore_eos=True) for number in (12, 5)))
+    timed.step(2)
+    night = replace(make_request((7,) * 3, max_tokens=30), is_background=True)
+    timed.add(make_request((8,) * 6, max_tokens=40, ignore_eos=True), night)
+    timed.add(make_request(request_id="gone"), make_request((7,), deadline_s=0.05))
+    timed.engine.abort("gone")
+    timed.step()
+    assert structs.asdict(timed.stats) == {
+        "strategy": "hybrid", "policy": "sjf", "settings": timed.engine._scheduler.config.version,
+        "batch_size": 0, "num_running": 2, "num_waiting": 2, "num_waiting_tokens": 9,
+        "num_waiting_foreground_tokens": 6, "num_background": 1, "num_staying_background": 0,
+        "estimated_wait_s": pytest.approx(79 / 45, rel=0.1), "ended_per_s": pytest.approx(5, rel=0.1),
+        "mean_length_error_tokens": 1.0,  # 0.02 * (51 - 1)
+        "num_free_blocks": 27, "num_blocks": 32, "block_size": 4, "max_running": 2, "speed": pytest.approx(640),
+        "total_steps": 4, "total_prompt_tokens": 26, "total_cached_tokens": 12, "total_generated_tokens": 7,
+        "total_preemptions": 0, "total_memory_preemptions": 0, "total_finished": 1, "total_aborted": 1,
+        "total_failed": 0, "total_missed": 1, "total_drafted_tokens": 0, "total_accepted_tokens": 0,
+    }  # fmt: skip
 
 
 def sizes(measurements: EngineMeasurements) -> list[int]:

@@ -52,9 +52,10 @@ def test_a_ban_holds_unless_it_would_leave_a_matcher_nothing() -> None:
     assert sample(logits, banned).tolist() == [17, max((3, 17), key=lambda token: logits[1, token].item())]
 
 
-def test_greedy_takes_the_likeliest() -> None:
-    logits = random_logits(5)
-    assert sample(logits, [item(temperature=0.0)] * 5).tolist() == logits.argmax(-1).tolist()
+@pytest.mark.parametrize("num_rows", [0, 5])
+def test_greedy_takes_the_likeliest(num_rows: int) -> None:
+    logits = random_logits(num_rows)
+    assert torch.equal(sample(logits, [item(temperature=0.0)] * num_rows), logits.argmax(-1))
 
 
 def softmax(*logits: float) -> list[float]:
@@ -95,7 +96,8 @@ def test_penalties_count_what_they_should() -> None:
     assert sample(logits + torch.tensor([0.2, 0.0, 0.0, 0.0]), [item(presence_penalty=2.0, **rows)]).item() == 0
     # Repetition looks at the prompt too, and makes negative logits more negative.
     assert sample(logits + torch.tensor([0.2, 0.0, 0.0, 0.0]), [item(repetition_penalty=1.2, **rows)]).item() == 3
-    assert sample(torch.tensor([[-1.0, -1.0, -1.0, -1.1]]), [item(repetition_penalty=1.2, **rows)]).item() == 3
+    for seen, unseen in ((0.5, 0.45), (-1.0, -1.1)):
+        assert sample(torch.tensor([[seen, seen, seen, unseen]]), [item(repetition_penalty=1.2, **rows)]).item() == 3
 
 
 def test_bias_and_bans_change_what_is_drawn() -> None:

@@ -72,9 +72,10 @@ def test_a_batch_that_the_token_budget_does_not_take_at_once_fills_its_seats_in_
     assert steps[-1] == ["a", "b", "c"]
 
 
-def test_a_preempted_member_of_a_batch_has_its_seat_back() -> None:
+@pytest.mark.parametrize("limit", [{"name": "static"}, {"name": "dynamic", "max_batch_tokens": 12}])
+def test_a_preempted_member_of_a_batch_has_its_seat_back(limit: dict[str, Any]) -> None:
     # 40 slots for 80 tokens.
-    bench = TimedEngine(strategy={"name": "static", "batch_size": 4, "max_wait_ms": 0}, num_blocks=10)
+    bench = TimedEngine(strategy=limit | {"batch_size": 4, "max_wait_ms": 0}, num_blocks=10)
     members = [make_request((5, 6, n), max_tokens=17) for n in range(4)]
     bench.finish(*members).check(*members)
     assert bench.stats.total_preemptions > 0
