@@ -55,7 +55,7 @@ chaos: .venv/runtime.done
 
 mutants: .venv/dev.done
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.mutants $(FILES)
+	$(BIN)/python -m benchmarks.mutants $(FILES)
 
 clients: .venv/runtime.done
 	$(BIN)/python -m benchmarks.clients --environments .clients $(if $(CLIENTS),--only $(CLIENTS))

@@ -3,12 +3,13 @@
     make mutants FILES=app/engine/block_pool.py
     python -m benchmarks.mutants app/engine/block_pool.py app/api/http/sse.py --sample 30 --seed 1
 
-Works in a folder of its own (`--folder` keeps it), where mutmut copies this checkout, runs the tests that `TESTS` names
-for these files once, then for each mutant those of them that call the mutated function. Prints each mutant that no test
-noticed as a diff: it is a gap in the tests, or the same program in other words. mutmut changes the bodies of functions,
-but not of those with a decorator other than staticmethod and classmethod (so no properties), and one fault each. Lines
-that only log or that assert an invariant of ours are left as they are. A mutant may compute 30 times as long as its
-tests, and 2 minutes more; half of that is how long it may wait.
+Works in a folder of its own (`--folder` keeps it), with copies of `app` and `tests`. For each file one process runs the
+tests that `TESTS` names once, then for each mutant those of them that call the mutated function, the fastest first, in
+a fork of itself, until one fails. Prints each mutant that no test noticed as a diff: it is a gap in the tests, or the
+same program in other words. mutmut changes the bodies of functions, but not of those with a decorator other than
+staticmethod and classmethod (so no properties), and one fault each. Lines that only log or that assert an invariant of
+ours are left as they are. A mutant is noticed too where it computes 30 times as long as its tests and a minute more, or
+sleeps for 40 seconds on end: so what else the machine does, or a stop of all these processes, changes no verdict.
 """
 
 from __future__ import annotations
@@ -18,16 +19,22 @@ import json
 import os
 import random
 import re
+import resource
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import chdir
+from contextlib import chdir, suppress
+from difflib import unified_diff
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.command import BenchmarkError, command_parser, did_you_mean, positive, ran, run_command, tell
+from benchmarks.harness.command import BenchmarkError, command_parser, did_you_mean, positive, run_command, tell
 from benchmarks.harness.figures import table
 from benchmarks.harness.machine import PROJECT
 
@@ -36,6 +43,7 @@ STRATEGIES, DRAFTS = "tests/engine/strategies", "tests/engine/speculation"
 STEPS = "tests/engine/test_overlapped_engine.py tests/engine/test_isolation.py tests/engine/test_pooling.py"
 VIEWS = "tests/engine/test_stats.py tests/engine/test_fetches.py tests/engine/test_whole_prompts.py"
 API, JOBS = "tests/api/test_streaming.py tests/api/test_completions.py", "tests/jobs/test_batch_runner.py"
+PARTS = "tests/api/test_reasoning.py tests/api/test_token_details.py tests/api/test_tools.py"
 FLEET = "tests/fleet/test_fleet.py tests/fleet/test_patience.py tests/fleet/test_deadly_requests.py"
 TESTS = {
     "app/engine/block_pool.py": "tests/engine/test_block_pool.py tests/engine/test_scheduler.py",
@@ -49,14 +57,14 @@ TESTS = {
     "app/fleet/fleet.py": FLEET,
     "app/api/auth/limits.py": "tests/api/test_limits.py tests/api/test_admin.py",
     "app/api/http/sse.py": "tests/api/test_sse.py tests/api/test_streaming.py",
-    "app/api/output/choices.py": f"{API} tests/api/test_kept_deltas.py tests/api/test_token_details.py",
+    "app/api/output/choices.py": f"{API} {PARTS} tests/api/test_kept_deltas.py tests/api/test_request_trace.py",
     "app/jobs/results.py": "tests/jobs/test_results.py tests/jobs/test_full_disk.py tests/jobs/test_backlog.py",
-    "app/jobs/batch_runner.py": f"{JOBS} tests/jobs/test_bad_input.py",
+    "app/jobs/batch_runner.py": f"{JOBS} tests/jobs/test_bad_input.py tests/api/test_batches.py",
     "app/model/sampler.py": "tests/model/test_sampler.py",
 }  # fmt: skip
 COPIED = "benchmarks deployments docs models scripts Makefile Dockerfile README.md constraints.txt cluster.yaml".split()
 LEFT_AS_THEY_ARE = [r"\blogger\.", r"^\s*assert "]
-WAIT_S, SLOWER = 4.0, 15.0  # a mutant may wait for (its tests' seconds + WAIT_S) * SLOWER, and compute twice as long
+HANGS_AFTER_S, LOOK_EVERY_S = 40.0, 0.1
 NOTICED = ("killed", "timeout", "segfault")
 
 
@@ -72,12 +80,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             raise BenchmarkError(f"{file} has no tests in TESTS{did_you_mean(file, TESTS)}")
     with tempfile.TemporaryDirectory() as made:
         folder = Path(given.folder or made)
-        verdicts = _verdicts(files, folder, given)
-        for name, verdict in verdicts.items():
-            if verdict not in NOTICED:
-                tell(ran(["mutmut", "show", name], cwd=folder))
-    of_file = {file: {name: each for name, each in verdicts.items() if _module(file) in name} for file in files}
-    figures = {file: counted(found) for file, found in of_file.items() if found}
+        figures = {file: counted(found) for file, found in _verdicts(files, folder, given).items() if found}
     print(in_words(figures))
     return {"files": figures}
 
@@ -101,58 +104,124 @@ def in_words(figures: Mapping[str, Mapping[str, int]]) -> str:
     return table(["file", "mutants tried", "noticed", "share"], rows)
 
 
-def _verdicts(files: Sequence[str], folder: Path, given: argparse.Namespace) -> dict[str, str]:
-    """mutmut's, by the names of the mutants drawn."""
+def _verdicts(files: Sequence[str], folder: Path, given: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """By file and mutant."""
     try:
         from mutmut.mutation.file_mutation import mutate_file_contents
-        from mutmut.stats import status_by_exit_code
     except ImportError as error:
         raise BenchmarkError(f"{error}; `make mutants` installs it") from error
-    _lay_out(files, folder)
-    chosen: list[str] = []
+    _lay_out(folder)
+    found: dict[str, dict[str, str]] = {}
     with chdir(folder):  # where mutmut reads its settings
         for file in files:
-            mutants = mutate_file_contents(file, Path(file).read_text(encoding="utf-8")).mutant_names
-            names = [f"{_module(file)}{name}" for name in drawn(mutants, given.sample, given.seed)]
-            tell(f"{file}: {len(names)} of {len(mutants)} mutants")
-            chosen += [name for name in names if re.search(given.only, name)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # a process that is forked has no more
-    with (folder / "mutmut.log").open("wb") as log:  # it says on stdout what fails
-        command = ["mutmut", "run", "--max-children", str(given.processes), *chosen]
-        status = subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, check=False).returncode
-    if status:
-        said = (folder / "mutmut.log").read_text(encoding="utf-8", errors="replace")
-        raise BenchmarkError(f"mutmut ended with status {status}: {said[-3000:]}")
-    found: dict[str, int] = {}
-    for file in files:
-        kept = json.loads((folder / "mutants" / f"{file}.meta").read_text(encoding="utf-8"))
-        found |= kept["exit_code_by_key"]
-    return {name: status_by_exit_code[found[name]] for name in chosen}
+            source, module = Path(file).read_text(encoding="utf-8"), file.removesuffix(".py").replace("/", ".")
+            mutated = mutate_file_contents(file, source)
+            names = [
+                name for name in drawn(mutated.mutant_names, given.sample, given.seed) if re.search(given.only, name)
+            ]
+            tell(f"{file}: {len(names)} of {len(mutated.mutant_names)} mutants")
+            Path(file).write_text(mutated.code, encoding="utf-8")
+            verdicts = found[file] = _run([f"{module}.{name}" for name in names], TESTS[file].split())
+            Path(file).write_text(source, encoding="utf-8")
+            for name in names:
+                if (verdict := verdicts[f"{module}.{name}"]) not in NOTICED:
+                    tell(f"{name}: {verdict}\n{_diff(mutated, name)}")
+    return found
 
 
-def _module(file: str) -> str:
-    """What the names of its mutants begin with."""
-    return file.removesuffix(".py").replace("/", ".") + "."
+def _diff(mutated: Any, name: str) -> str:
+    """What one mutant of a mutated file changes."""
+    lines, original = mutated.code.splitlines(), f"{name.partition('__mutmut_')[0]}__mutmut_orig"
+    before, after = (
+        [line.replace(each, "") for line in lines[span.start - 1 : span.end]]
+        for each, span in ((each, mutated.line_span_by_function_name[each]) for each in (original, name))
+    )
+    return "\n".join([*unified_diff(before, after, lineterm="")][2:])
 
 
-def _lay_out(files: Sequence[str], folder: Path) -> None:
-    """A folder with this checkout's files, by links, and with mutmut's settings for these files."""
+def _lay_out(folder: Path) -> None:
+    """A folder with copies of what is mutated and of the tests, links to the rest, and mutmut's settings."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("app", "tests", *COPIED):
+    for name in ("app", "tests"):
+        shutil.copytree(PROJECT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in COPIED:
         (folder / name).symlink_to(PROJECT / name)
-    settings = {
-        "source_paths": ["app"],
-        "only_mutate": files,
-        "also_copy": COPIED,
-        "do_not_mutate_patterns": LEFT_AS_THEY_ARE,
-        "pytest_add_cli_args_test_selection": sorted({test for file in files for test in TESTS[file].split()}),
-        "timeout_constant": WAIT_S,
-        "timeout_multiplier": SLOWER,
-        "use_git_change_detection": False,
-    }
-    lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+    settings = f'source_paths = ["app"]\ndo_not_mutate_patterns = {json.dumps(LEFT_AS_THEY_ARE)}\n'
     project = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
-    (folder / "pyproject.toml").write_text("\n".join([project, "[tool.mutmut]", *lines, ""]), encoding="utf-8")
+    (folder / "pyproject.toml").write_text(f"{project}\n[tool.mutmut]\n{settings}", encoding="utf-8")
+
+
+# ---------------------------------------------------------------------- in the process that runs tests
+
+
+def _run(names: Sequence[str], tests: Sequence[str]) -> dict[str, str]:
+    """The verdicts of these tests on mutants, which `pytest_runtestloop` writes. Raises BenchmarkError."""
+    Path("mutants.json").write_text(json.dumps(names), encoding="utf-8")
+    options = ["-q", "-p", "benchmarks.mutants", "-p", "no:cacheprovider", "-o", "timeout=0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MUTANT_UNDER_TEST": "stats"}  # a fork has one thread
+    with Path("pytest.log").open("wb") as log:
+        command = [sys.executable, "-m", "pytest", *options, *tests]
+        status = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode
+    if status:
+        said = Path("pytest.log").read_text(encoding="utf-8", errors="replace")
+        raise BenchmarkError(f"without a mutant, pytest ended with status {status}: {said[-3000:]}")
+    verdicts: dict[str, str] = json.loads(Path("verdicts.json").read_text(encoding="utf-8"))
+    return verdicts
+
+
+def pytest_runtestloop(session: Any) -> bool:
+    """In place of pytest's own, where this module is its plugin: all tests, and then the mutants."""
+    from mutmut.mutation import trampoline
+
+    called: set[str] = set()
+    trampoline.record_trampoline_hit = lambda name, **_: called.add(name)
+    tests: defaultdict[str, list[tuple[float, Any]]] = defaultdict(list)  # of each function, with the CPU seconds
+    for item, following in zip(session.items, [*session.items[1:], None], strict=True):
+        called.clear()
+        began = time.process_time()
+        if _fails(item, following):
+            return True  # the session counts it
+        for name in called:
+            tests[name].append((time.process_time() - began, item))
+    names = json.loads(Path("mutants.json").read_text(encoding="utf-8"))
+    verdicts = {
+        name: _verdict(name, sorted(tests[name.partition("__mutmut_")[0]], key=itemgetter(0))) for name in names
+    }
+    Path("verdicts.json").write_text(json.dumps(verdicts), encoding="utf-8")
+    return True
+
+
+def _fails(item: Any, following: Any) -> bool:
+    num_before = item.session.testsfailed
+    item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    return bool(item.session.testsfailed > num_before)
+
+
+def _verdict(name: str, tests: Sequence[tuple[float, Any]]) -> str:
+    """Of these tests, which are sorted by their CPU seconds, on one mutant."""
+    if not tests:
+        return "no tests"
+    limit_s = int(time.process_time() + 60 + 30 * sum(seconds for seconds, _ in tests))
+    pid = os.fork()
+    if not pid:
+        with suppress(BaseException):
+            os.environ["MUTANT_UNDER_TEST"] = name
+            resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+            items = [item for _, item in tests]
+            os._exit(any(map(_fails, items, [*items[1:], None])))
+        os._exit(1)
+    ticks_before, asleep_s = [""], 0.0
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        time.sleep(LOOK_EVERY_S)
+        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        ticks = fields[10:12]  # computed in user and in kernel mode
+        asleep_s = asleep_s + LOOK_EVERY_S if state == "S" and ticks == ticks_before else 0.0
+        ticks_before = ticks
+        if asleep_s > HANGS_AFTER_S:
+            os.kill(pid, signal.SIGKILL)
+    if os.WIFSIGNALED(ended[1]):
+        return "timeout" if os.WTERMSIG(ended[1]) in (signal.SIGKILL, signal.SIGXCPU) else "segfault"
+    return "killed" if os.WEXITSTATUS(ended[1]) else "survived"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -163,7 +232,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", default="", metavar="REGEX", help="of those drawn, only mutants with names that match"
     )
-    parser.add_argument("--processes", type=positive, default=2, metavar="N", help="mutants at the same time (2)")
     parser.add_argument(
         "--folder", metavar="DIR", help="keep the work there, in a folder that does not exist or is empty"
     )

@@ -80,7 +80,7 @@ def test_a_delta_in_parts_is_the_same_delta(num_tokens: int) -> None:
     for part in (first, *others):
         assert len(part.token_ids) == len(part.logprobs) <= MAX_TOKENS_AT_ONCE >= len(part.prompt_logprobs)
         assert not (part.token_ids and part.prompt_logprobs)
-        assert (part.queued, part.times) == (whole.queued, whole.times)
+        assert (part.request_id, part.queued, part.times) == ("r", whole.queued, whole.times)
         assert not part.token_ids or part.num_cached_tokens == 3
     assert [part.finish_reason for part in others] == [None] * (len(others) - 1) + [FinishReason.STOP]
     assert len(others) == 1 + max(1, -(-num_tokens // MAX_TOKENS_AT_ONCE))

@@ -1,4 +1,6 @@
-from app.engine.block_pool import Block, BlockPool, NoBlocks, Prefix
+from __future__ import annotations
+
+from app.engine.block_pool import Block, BlockPool, NoBlocks, Prefix, digests_of
 
 
 def pool(num_blocks: int = 4) -> BlockPool:
@@ -28,6 +30,38 @@ def test_a_prefix_is_found_by_its_tokens_after_its_owner_has_left() -> None:
     assert blocks.match([1, 2, 3, 4, 5], salt="") == owned
     assert blocks.match([1, 2, 3, 9, 5], salt="") == owned[:1]
     assert blocks.match([9, 2, 3, 4, 5], salt="") == []
+
+
+def test_a_match_goes_on_behind_what_was_found_before() -> None:
+    blocks = pool()
+    owned, tokens = blocks.allocate(4), [1, 2, 3, 4, 5, 6, 7, 8]
+    cache_full_block(blocks, owned, tokens)
+    for number in range(4):
+        assert blocks.match([*tokens, 9], salt="", known=owned[:number]) == owned
+
+
+def test_whoever_asks_hears_which_prefixes_can_be_found_by_digests_that_are_the_same_in_every_process() -> None:
+    blocks = pool(num_blocks=2)
+    owned, tokens = blocks.allocate(2), [1, 2, 3, 4]
+    blocks.cache_full_block(owned[0], tokens[:2], parent="salt", tenant="a")
+    heard: list[tuple[int, bool]] = []
+    blocks.on_prefixes(lambda digest, is_held: heard.append((digest, is_held)))
+    first, second = digests_of([*tokens, 5], salt="salt", block_size=2)
+    assert heard == [(first, True)]
+    prefixes = blocks.find(tokens, "salt")
+    blocks.cache_full_block(owned[1], tokens[2:], parent=prefixes[0])
+    assert heard[1:] == [(second, True)]
+    assert blocks.find([*tokens, 5], "salt")[:1] == prefixes
+    assert blocks.find(tokens, "salt")[1].digest == second
+    assert blocks.find(tokens, "") == []
+    assert (prefixes[0].tenant, prefixes[0].block, prefixes[0].is_held) == ("a", owned[0], True)
+    blocks.free(owned)
+    blocks.allocate(1)
+    assert heard[2:] == [(second, False)], "the end goes first"
+    blocks.clear_cache()
+    assert heard[3:] == [(first, False)]
+    assert not prefixes[0].is_held
+    assert first not in digests_of(tokens, salt="", block_size=2)
 
 
 def test_a_full_hit_leaves_one_token_to_compute() -> None:
@@ -120,4 +154,4 @@ def test_a_pool_without_blocks_holds_a_prompt_of_any_length() -> None:
     assert blocks.can_allocate(blocks.num_blocks_for(8))
     assert blocks.allocate(blocks.num_blocks_for(8)) == []
     assert blocks.match(range(8), salt="") == []
-    assert blocks.block_size > 8, "no sequence fills a block, so none is ever shared"
+    assert (blocks.num_blocks, blocks.block_size) == (0, 9), "no sequence fills a block, so none is ever shared"

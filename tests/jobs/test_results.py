@@ -341,6 +341,18 @@ def test_nothing_is_written_where_nothing_is_new(tmp_path: Path) -> None:
     assert not (tmp_path / "tokens").exists()
 
 
+def test_a_save_that_takes_long_puts_the_next_one_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most a fiftieth of the time goes into them."""
+    times = iter([10.0, 11.0, 60.9, 61.1, 61.2])
+    monkeypatch.setattr("app.jobs.results.time.monotonic", lambda: next(times))
+    partial, saved = PartialOutputs(tmp_path / "tokens"), []
+    for token_id in (5, 6, 7):
+        partial.add({3: (token_id,)})
+        partial.save()
+        saved.append(PartialOutputs(tmp_path / "tokens").token_ids(3))
+    assert saved == [(5,), (5,), (5, 6, 7)]
+
+
 def died_with(folder: Path, *items: int) -> None:
     """A process that dies while it has these items: nothing closes its store."""
     store = ResultStore(folder, 4)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.config import SchedulerConfig
+from app.engine.policies import make_policy
+from app.engine.sequence import Sequence
 from tests.kit.engine import TimedEngine, make_request
 
 pytestmark = pytest.mark.usefixtures("small_lengths")
@@ -21,6 +25,33 @@ LONG: dict[str, Any] = {"prompt": (5,) * 100, "max_tokens": 200}
 def one_by_one(policy: Any, **settings: Any) -> TimedEngine:
     """An engine that runs one request at a time."""
     return TimedEngine(policy=policy, **{"max_running": 1} | settings)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "deadline"])
+@pytest.mark.parametrize(
+    ("waiting", "running", "may"),
+    [
+        # Each: whether it is background work, its priority, its order key. None: under `priority` alone.
+        ((False, 0, 1), (True, 0, 2), True),
+        ((False, 0, 1), (False, 0, 2), False),
+        ((True, 0, 1), (False, 0, 2), False),
+        ((True, 0, 1), (True, 0, 2), False),
+        ((True, 0, 1), (True, 1, 2), False),
+        ((False, 0, 1), (False, 1, 2), None),
+        ((False, 0, 2), (False, 1, 1), False),
+    ],
+)
+def test_only_a_better_class_takes_another_place_than_one_of_background_work(
+    policy: Any, waiting: tuple[bool, int, int], running: tuple[bool, int, int], may: bool | None
+) -> None:
+    sequences = [
+        Sequence(
+            request=replace(make_request(priority=priority), is_background=is_background), arrival=key, order_key=(key,)
+        )
+        for is_background, priority, key in (waiting, running)
+    ]
+    expected = policy == "priority" if may is None else may
+    assert make_policy(SchedulerConfig(policy=policy).policy).may_preempt(*sequences) is expected
 
 
 def test_fcfs_is_the_order_of_arrival() -> None:
