@@ -44,7 +44,7 @@ STEPS = "tests/engine/test_overlapped_engine.py tests/engine/test_isolation.py t
 VIEWS = "tests/engine/test_stats.py tests/engine/test_fetches.py tests/engine/test_whole_prompts.py"
 API, JOBS = "tests/api/test_streaming.py tests/api/test_completions.py", "tests/jobs/test_batch_runner.py"
 PARTS = "tests/api/test_reasoning.py tests/api/test_token_details.py tests/api/test_tools.py"
-FLEET = "tests/fleet/test_fleet.py tests/fleet/test_patience.py tests/fleet/test_deadly_requests.py"
+FLEET = "tests/fleet/test_deadly_requests.py tests/fleet/test_fleet.py tests/fleet/test_patience.py"
 TESTS = {
     "app/engine/block_pool.py": "tests/engine/test_block_pool.py tests/engine/test_scheduler.py",
     "app/engine/running.py": f"{ENGINE} {STRATEGIES} tests/engine/test_running.py",
@@ -54,7 +54,7 @@ TESTS = {
     "app/engine/scheduler.py": f"{ENGINE} {STRATEGIES} {DRAFTS} {STEPS} {VIEWS}",
     "app/fleet/in_flight.py": f"tests/fleet/test_in_flight.py tests/fleet/test_connection.py {FLEET}",
     "app/fleet/dispatch/ledger.py": f"tests/fleet/dispatch {FLEET}",
-    "app/fleet/fleet.py": FLEET,
+    "app/fleet/fleet.py": f"{FLEET} tests/fleet/test_moved_requests.py",
     "app/api/auth/limits.py": "tests/api/test_limits.py tests/api/test_admin.py",
     "app/api/http/sse.py": "tests/api/test_sse.py tests/api/test_streaming.py",
     "app/api/output/choices.py": f"{API} {PARTS} tests/api/test_kept_deltas.py tests/api/test_request_trace.py",

@@ -81,7 +81,7 @@ async def test_a_request_that_is_not_to_wait_may_have_to_once_it_has_begun() -> 
 async def test_cached_tokens_are_those_that_the_first_replica_with_tokens_found() -> None:
     in_flight = begun()
     in_flight.put(delta(in_flight))  # it is queued
-    await in_flight.next()
+    assert (await in_flight.next()).num_cached_tokens == 0
     in_flight.begin_attempt(1.0)
     in_flight.put(delta(in_flight, 5, num_cached_tokens=3))
     assert (await in_flight.next()).num_cached_tokens == 3
