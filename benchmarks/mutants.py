@@ -41,7 +41,7 @@ from benchmarks.harness.machine import PROJECT
 ENGINE = "tests/engine/test_scheduler.py tests/engine/test_engine.py tests/engine/policies"
 STRATEGIES, DRAFTS = "tests/engine/strategies", "tests/engine/speculation"
 STEPS = "tests/engine/test_overlapped_engine.py tests/engine/test_isolation.py tests/engine/test_pooling.py"
-VIEWS = "tests/engine/test_stats.py tests/engine/test_fetches.py tests/engine/test_whole_prompts.py"
+VIEWS = "tests/engine/test_stats.py tests/engine/test_fetches.py tests/engine/trace/test_recorder.py"
 API, JOBS = "tests/api/test_streaming.py tests/api/test_completions.py", "tests/jobs/test_batch_runner.py"
 PARTS = "tests/api/test_reasoning.py tests/api/test_token_details.py tests/api/test_tools.py"
 FLEET = "tests/fleet/test_deadly_requests.py tests/fleet/test_fleet.py tests/fleet/test_patience.py"
@@ -51,7 +51,7 @@ TESTS = {
     "app/engine/waiting_queue.py": f"{ENGINE} tests/engine/test_waiting_queue.py",
     "app/engine/policies.py": f"{ENGINE} tests/engine/test_waiting_queue.py",
     "app/engine/result_processor.py": f"{ENGINE} {DRAFTS} {STEPS} tests/engine/test_engine_logprobs.py",
-    "app/engine/scheduler.py": f"{ENGINE} {STRATEGIES} {DRAFTS} {STEPS} {VIEWS}",
+    "app/engine/scheduler.py": f"{ENGINE} {STRATEGIES} {DRAFTS} {STEPS} {VIEWS} tests/engine/test_whole_prompts.py",
     "app/fleet/in_flight.py": f"tests/fleet/test_in_flight.py tests/fleet/test_connection.py {FLEET}",
     "app/fleet/dispatch/ledger.py": f"tests/fleet/dispatch {FLEET}",
     "app/fleet/fleet.py": f"{FLEET} tests/fleet/test_moved_requests.py",
