@@ -74,7 +74,6 @@ def test_sjf_learns_which_tenants_outputs_are_short() -> None:
     for _ in range(5):  # its requests may be long but never are: any token ends them
         timed.finish(make_request(tenant="terse", max_tokens=90, stop_token_ids=tuple(range(2, 50))))
         timed.finish(make_request(tenant="wordy", max_tokens=60))
-    assert timed.stats.mean_length_error_tokens > 0
     timed.runner.batches.clear()
     timed.finish(
         make_request(request_id="wordy", tenant="wordy", max_tokens=80),
