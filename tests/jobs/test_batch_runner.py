@@ -298,7 +298,7 @@ async def test_files_go_when_their_time_is_over_but_not_under_a_batch(
     ids=str,
 )
 async def test_a_batch_waits_for_a_disk_that_is_full_and_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, only: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, only: str
 ) -> None:
     writes = Writes(lambda: error).watch(monkeypatch)
     echo = Echo({"line-3": lambda _: refused()})
@@ -313,6 +313,9 @@ async def test_a_batch_waits_for_a_disk_that_is_full_and_loses_nothing(
         writes.left = None
         output, errors = await ends(service, await until(service, batch_id))
         assert (len(output), errors.keys()) == (9, {"line-3"})
+        counts = await service.counts()
+        assert (counts["num_lines_completed"], counts["num_lines_failed"], counts["num_paused"]) == (9, 1, 0)
+        assert 1 <= caplog.text.count("the storage failed") <= 2, "each kind of failure once in a minute"
         assert not list((tmp_path / "drafts").iterdir())
         assert len(await all_files(service)) == len(list((tmp_path / "files").iterdir())) == 3
 
