@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from app.api.output.choices import MAX_TOKENS_AT_ONCE, ChoiceDelta, KeptDeltas, _parts
+from app.api.output.choices import MAX_TOKENS_AT_ONCE, ChoiceDelta, KeptDeltas, _in_parts, _parts
 from app.api.output.token_details import TokenDetails, TokenLogprob
 from app.api.output.tool_calls import ToolCallDelta
 from app.engine.request import EngineTimes, FinishReason, MergedDelta, Queued, TokenDelta, TokenLogprobs
+from tests.waiting import TimelessLoop
+
+
+@pytest.fixture(autouse=True)
+def loop_factory() -> Any:
+    return TimelessLoop
 
 
 def delta(text: str = "", index: int = 0, **fields: Any) -> ChoiceDelta:
@@ -22,6 +29,7 @@ async def replayed(*deltas: ChoiceDelta) -> list[ChoiceDelta]:
         kept.add(each)
     again = [each async for each in kept.replayed()]
     assert len(kept) == len(again)
+    assert asyncio.get_running_loop().time() == 0, "others take their turns, and nothing waits"
     return again
 
 
@@ -84,6 +92,18 @@ def test_a_delta_in_parts_is_the_same_delta(num_tokens: int) -> None:
         assert not part.token_ids or part.num_cached_tokens == 3
     assert [part.finish_reason for part in others] == [None] * (len(others) - 1) + [FinishReason.STOP]
     assert len(others) == 1 + max(1, -(-num_tokens // MAX_TOKENS_AT_ONCE))
+
+
+def test_a_delta_with_several_texts_and_calls_is_one_delta_for_each_and_the_last_ends_it() -> None:
+    call, end = ToolCallDelta(0, "c", "f", "{}"), {"finish_reason": "tool_calls", "stop_reason": 7}
+    of: Any = {"index": 2, "num_cached_tokens": 3}
+    read = delta("as it came", num_tokens=5, **of, **end)
+    assert list(_in_parts(read, [("a", ()), ("", (call,)), ("b", ())])) == [
+        delta("a", num_tokens=5, **of),
+        delta(num_tokens=0, calls=(call,), **of),
+        delta("b", num_tokens=0, **of, **end),
+    ]
+    assert list(_in_parts(delta("held back", **end), [])) == [delta(**end)]
 
 
 async def test_details_follow_one_another_and_scores_of_prompts_do_not_pile_up() -> None:

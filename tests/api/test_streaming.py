@@ -118,10 +118,12 @@ def test_each_of_several_choices_has_its_role_and_its_end(service: Service) -> N
 
 def test_choices_are_generated_at_the_same_time(tokenizer: Tokenizer) -> None:
     """The first prompt answers only after the second has begun to."""
-    begun = asyncio.Event()
+    begun, names = asyncio.Event(), set()
     say_3 = say(tokenizer, "3")
 
     async def generate(request: Request) -> Any:
+        task = asyncio.current_task()
+        names.add(task and task.get_name())
         if request.request_id.endswith("-1"):
             begun.set()
         else:
@@ -131,6 +133,7 @@ def test_choices_are_generated_at_the_same_time(tokenizer: Tokenizer) -> None:
 
     service = Service(tokenizer, generate=generate)
     assert texts(service.complete(prompt=["a", "b"], stream=True).chunks) == {0: "3", 1: "3"}
+    assert names == {"POST /v1/completions"}, "by which the monitor of the loop knows who holds it"
 
 
 @pytest.mark.parametrize("name", ["demo", "\0", 'a"\0"'])
