@@ -25,7 +25,7 @@ def test_the_bundled_model_keeps_its_answers(figures: Figures) -> None:
 
 def test_a_real_model_keeps_its_answers(smollm2_path: str, figures: Figures) -> None:
     """Few texts, so the divergence is judged, which is the logarithm of the perplexities' ratio with less noise."""
-    found = figures(quality.main, "--model", smollm2_path, "--texts", "24", "--tokens", "32", "--threads", "2")
+    found = figures(quality.main, "--model", smollm2_path, "--texts", "8", "--tokens", "32", "--threads", "1")
     for kind, cost in (("int8", 0.005), ("int4", 0.04)):
         quantised = found[kind]
         assert quantised["divergence"] < cost
