@@ -98,7 +98,7 @@ class LookupDrafter(Drafter):
     worthwhile, `max_drafts` at most, of a prediction `max_predicted`."""
 
     max_drafts: int = 8
-    max_predicted: int = 32
+    max_predicted: int = 16
     only_predictions: bool = False
     _pace: DraftPace = field(default_factory=DraftPace)
     _acceptance: float = FIRST_ACCEPTANCE  # of all sequences
