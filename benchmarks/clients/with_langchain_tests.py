@@ -20,10 +20,10 @@ _WHERE = {"model": MODEL, "base_url": f"{BASE_URL}/v1", "api_key": "none", "max_
 _ENDS = {6: 30, 97: 33, 65: 30, 23: 12, 202: -100, 203: -100, 225: -100}
 
 
-class TestChat(ChatModelIntegrationTests):
+class TestChat(ChatModelIntegrationTests):  # type: ignore[misc]
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatOpenAI
+        return ChatOpenAI  # type: ignore[no-any-return]
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
@@ -39,10 +39,10 @@ class TestChat(ChatModelIntegrationTests):
         super().test_unicode_tool_call_integration(model)
 
 
-class TestVectors(EmbeddingsIntegrationTests):
+class TestVectors(EmbeddingsIntegrationTests):  # type: ignore[misc]
     @property
     def embeddings_class(self) -> type[Embeddings]:
-        return OpenAIEmbeddings
+        return OpenAIEmbeddings  # type: ignore[no-any-return]
 
     @property
     def embedding_model_params(self) -> dict[str, Any]:

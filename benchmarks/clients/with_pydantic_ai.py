@@ -52,7 +52,7 @@ def an_object_beside_a_tool(kind: type[Any]) -> None:
     """Every step is a forced call; which of the two is the model's choice."""
     agent = _agent(kind, output_type=ToolOutput(Answer), retries=0)
 
-    @agent.tool_plain
+    @agent.tool_plain  # type: ignore[untyped-decorator]
     def look(far: bool) -> str:
         """Looks."""
         return "five"
