@@ -19,9 +19,9 @@ def test_of_tools_and_formats() -> None:
     parameters = Tool.model_validate(
         {"type": "function", "function": {"name": "f", "strict": True, "parameters": SCHEMA}}
     )
-    written = parameters.for_template()
-    assert written == {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
-    assert written["function"]["parameters"] is parameters.function.parameters
+    written = parameters.function.for_template()
+    assert written == {"name": "f", "parameters": SCHEMA}
+    assert written["parameters"] is parameters.function.parameters
     tool = ResponsesTool.model_validate({"type": "function", "name": "f", "parameters": SCHEMA})
     assert tool.for_chat() == {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
     assert tool.for_chat()["function"]["parameters"] is tool.parameters

@@ -80,11 +80,8 @@ def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -
         )
     offered = {tool.definition.name: tool.definition for tool in body.tools}
     choice = body.tool_choice
-    mode: str
-    if isinstance(choice, str):
-        mode, allowed = choice, offered
-    else:
-        mode, allowed = choice.mode, {named.name: offered[named.name] for named in choice.named}
+    mode = choice if isinstance(choice, str) else choice.mode
+    allowed = offered if isinstance(choice, str) else {named.name: offered[named.name] for named in choice.named}
     customs = {name for name, each in allowed.items() if isinstance(each, CustomDefinition)}
     raw_names = {name for name, each in allowed.items() if each.lark is not None}
     only_first = not body.parallel_tool_calls

@@ -310,6 +310,9 @@ class ChatRequest(Conversation, GenerationRequest):
         choice = self.tool_choice
         if not self.tools and choice not in ("none", "auto"):
             raise InvalidRequest("tool_choice needs tools; send them too", param="tool_choice")
+        kinds = {tool.definition.name: tool.type for tool in self.tools}
+        if any(kinds[tool.definition.name] != tool.type for tool in self.tools):
+            raise InvalidRequest("tools has a function and a custom tool of the same name; rename one", param="tools")
         for named in () if isinstance(choice, str) else choice.named:
             names = [tool.definition.name for tool in self.tools if tool.type == named.type]
             if named.name not in names:
