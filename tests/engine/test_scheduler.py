@@ -53,11 +53,15 @@ def test_no_step_exceeds_the_token_budget_and_every_running_request_gets_a_token
         assert steps == list(range(steps[0], steps[-1] + 1))  # none was left out of a step while it ran
 
 
-@pytest.mark.parametrize(("length", "num_cached"), [(10, 8), (8, 4), (5, 4), (4, 0)])
-def test_equal_prompts_share_their_full_blocks_and_one_token_is_always_computed(length: int, num_cached: int) -> None:
+@pytest.mark.parametrize(
+    ("first_length", "length", "num_cached"), [(10, 10, 8), (8, 8, 4), (5, 5, 4), (4, 5, 4), (4, 4, 0)]
+)
+def test_equal_prompts_share_their_full_blocks_and_one_token_is_always_computed(
+    first_length: int, length: int, num_cached: int
+) -> None:
     runner = CountingRunner()
     engine = build_fake_engine(runner=runner)
-    first, second = make_request(prompt(length), max_tokens=2), make_request(prompt(length), max_tokens=2)
+    first, second = make_request(prompt(first_length), max_tokens=1), make_request(prompt(length), max_tokens=2)
     run_to_end(engine, first)
     run_to_end(engine, second).check(second)
     assert batch_sizes(runner)[-2:] == [[length - num_cached], [1]]
@@ -144,10 +148,12 @@ class DrawingRunner(ModelRunner):
 def test_what_ends_a_request(
     drawn: tuple[int, int], sampling: dict[str, Any], expected: list[int], reason: FinishReason
 ) -> None:
-    request = make_request(max_tokens=5, **sampling)
-    outcome = run_to_end(build_fake_engine(runner=DrawingRunner(*drawn)), request)
-    assert outcome.token_ids[request.request_id] == expected
-    assert outcome.reasons[request.request_id] is reason
+    engine = build_fake_engine(runner=DrawingRunner(*drawn))
+    engine.add(make_request(max_tokens=5, **sampling))
+    deltas = [delta for _ in range(6) for delta in engine.step()]
+    assert [token for delta in deltas for token in delta.token_ids] == expected
+    stop_token_id = expected[-1] if reason is FinishReason.STOP else None
+    assert (deltas[-1].finish_reason, deltas[-1].stop_token_id) == (reason, stop_token_id)
 
 
 def test_an_aborted_request_frees_its_blocks_and_the_others_go_on() -> None:
