@@ -21,6 +21,8 @@ MORE = {
     "ChoiceDelta.reasoning", "ChoiceDelta.reasoning_content",
     "Model.root", "Model.parent", "Model.max_model_len", "Model.permission",  # vLLM's
     "Batch.paused", "Batch.webhook",  # ours
+    "SyncCursorPage[Batch].object", "SyncCursorPage[Batch].first_id", "SyncCursorPage[Batch].last_id",
+    "SyncCursorPage[FileObject].object", "SyncCursorPage[FileObject].first_id", "SyncCursorPage[FileObject].last_id",
     # of the other API at the same route
     "SyncPage[Model].first_id", "SyncPage[Model].last_id", "SyncPage[Model].has_more", "SyncPage[ModelInfo].object",
     "Model.lifecycle",
