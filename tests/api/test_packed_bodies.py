@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.api.prepared_request import RequestLimits
 from app.text import Tokenizer
-from tests.kit.service import Connection, Service, say
+from tests.kit.service import Connection, Service, http_client, say
 from tests.stalls import slowness, stalls_of_loop
 
 BODY = json.dumps({"prompt": "Hi"}).encode()
@@ -101,3 +103,15 @@ async def test_no_packed_body_within_the_limits_stops_the_loop(tokenizer: Tokeni
         await sent.finished()
     assert sent.answer().status in (400, 413)
     assert stalls.longest_s < 0.05 * slowness()
+
+
+async def test_an_upload_is_not_unpacked(service: Service, tmp_path: Path) -> None:
+    upload: dict[str, Any] = {
+        "files": {"file": ("a.jsonl", b"{}")},
+        "data": {"purpose": "batch"},
+        "headers": {"content-encoding": "gzip"},
+    }
+    async with http_client(service, tmp_path) as client:
+        answer = await client.post("/v1/files", **upload)
+    assert answer.status_code == 415
+    assert answer.json()["error"]["message"] == "the body has the Content-Encoding 'gzip'; send it without"

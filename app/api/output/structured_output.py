@@ -22,12 +22,11 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 def grammar_of(body: GenerationRequest) -> Grammar | None:
     """The grammar of a request's output; None for free text. Raises InvalidRequest."""
-    asked = {
-        body.format_param: None
-        if body.response_format is None
-        else _of_format(body.response_format, body.format_param),
-        "structured_outputs": None if body.structured_outputs is None else _of_vendor(body.structured_outputs),
-    }
+    asked: dict[str, Grammar | None] = {}
+    if body.response_format is not None:
+        asked[body.format_param] = _of_format(body.response_format, body.format_param)
+    if body.structured_outputs is not None:
+        asked["structured_outputs"] = _of_vendor(body.structured_outputs)
     for name, part in _OTHER_NAMES:
         given = getattr(body, name)
         if given != "":
@@ -45,8 +44,22 @@ def grammar_of(body: GenerationRequest) -> Grammar | None:
 _OTHER_NAMES = (("regex", "regex"), ("ebnf", "grammar"), ("grammar", "grammar"), ("json_schema", "json"))
 
 
+# The other fields of a format, by its type.
+_OF_TYPE = {
+    "text": (), "json_object": ("schema",), "json_schema": ("json_schema", "schema"),
+    "structural_tag": ("structures", "triggers"),
+}  # fmt: skip
+
+
 def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
     """OpenAI's field. Without `strict` its schema is best effort, so unknown keywords are ignored."""
+    foreign = given.uncopied().keys() - {"type", *_OF_TYPE[given.type]}
+    if foreign or (given.schema_ is not None and given.json_schema is not None):
+        name = min(foreign, default="schema")
+        beside = "" if foreign else " with a json_schema"
+        raise InvalidRequest(
+            f"{param}.{name} is not for the type {given.type}{beside}; leave it out", param=f"{param}.{name}"
+        )
     if given.type == "text":
         return None
     if given.type == "structural_tag":

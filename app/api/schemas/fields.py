@@ -223,11 +223,13 @@ class Schema(BaseModel):
 def from_validation_error(error: ValidationError, *, within: str | None = None) -> InvalidRequest:
     """The first mistake, as one sentence that starts with the field's name; `within` is the field around it."""
     first, message = _first_mistake(error)
-    param = _field_path(first["loc"] if within is None else (within, *first["loc"]))
+    location = first["loc"] if within is None else (within, *first["loc"])
+    if first["type"] == "extra_forbidden":  # its name is the client's, and may look like anything
+        param = ".".join(filter(None, (_field_path(location[:-1]), str(location[-1]))))[:100]
+        return InvalidRequest(f"there is no field {param}; leave it out", param=param)
+    param = _field_path(location)
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is required", param=param)
-    if first["type"] == "extra_forbidden":
-        return InvalidRequest(f"there is no field {param}; leave it out", param=param)
     message = _OBJECT.sub("an object", message.removeprefix("Value error, ").removeprefix("Input "))
     got = "" if first["type"] == "value_error" else f"; got {_short(first['input'])}"
     return InvalidRequest(f"{param} {message[0].lower()}{message[1:]}{got}", param=param)
