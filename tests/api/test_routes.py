@@ -30,6 +30,7 @@ def test_models_are_listed_and_retrieved_by_ids_with_slashes(tokenizer: Tokenize
         "type": "model",
         "display_name": "demo",
         "created_at": "2023-11-14T22:13:20Z",
+        "lifecycle": "active",
     }
     assert service.call("GET", "/v1/models/org/name").json == listed["data"][1]
 

@@ -331,10 +331,17 @@ def _bytes(body: Any) -> bytes:
 
 
 def say(tokenizer: Tokenizer, text: str, *, reason: FinishReason | None = FinishReason.STOP) -> Script:
-    """A script that says a text token by token and ends as models do: with the end token, or at the length."""
+    """A script that says a text token by token and ends as models do: with the end token, or at the length.
+
+    Of tokens that a request names it says log-probabilities, all the same.
+    """
     ids = tokenizer.encode(text, add_special_tokens=False)
 
     def script(request: Request) -> Iterable[Step]:
+        if named := request.sampling.logprob_token_ids:
+            told = TokenLogprobs(-1.0, 1, named, (-1.0,) * len(named))
+            yield TokenDelta(request.request_id, (ids[0],), FinishReason.LENGTH, logprobs=(told,))
+            return
         yield from ((token_id,) for token_id in ids)
         if reason is FinishReason.STOP:
             yield last(request, (4,), reason, stop_token_id=4)

@@ -100,7 +100,7 @@ def test_all_that_callers_hear_is_the_same_with_predictions(tiny_model_path: Cal
         found = run_to_end(other, *(predicting(each, expected.token_ids[each.request_id]) for each in requests))
         assert heard(found) == heard(expected)
         stats, counts = other.stats(), found.predicted.values()
-        assert sum(accepted for accepted, _ in counts) > 100
+        assert sum(accepted for accepted, _ in counts) > sum(map(len, expected.token_ids.values())) / 3
         assert sum(rejected for _, rejected in counts) > 5
         assert (stats.total_preemptions > 0) == (num_slots == 320)
 

@@ -17,7 +17,7 @@ from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import ResponseState, Writer
 from app.api.prepared_request import PreparedRequest, ServedModel, TokenDetailOptions
 from app.api.request_context import RequestContext
-from app.api.schemas.decisions import AnyQuestion, Choice, DecisionsRequest, Level, Option, Predicate, Score
+from app.api.schemas.decisions import AnyQuestion, Choice, DecisionsRequest, Option, Predicate, Score, ScoreLevel
 from app.engine.request import SamplingParams
 from app.errors import ContextTooLong, Failure, InvalidRequest, Unavailable
 from app.json_pieces import Json, Rows
@@ -72,7 +72,7 @@ def _message_begin(text: str) -> str:
 
 def _message_end(question: AnyQuestion, labels: _Labels) -> str:
     """What follows of the message. It begins with a colon and ends with a full stop."""
-    answers: Sequence[Option | Level]
+    answers: Sequence[Option | ScoreLevel]
     if isinstance(question, Predicate):
         answers = [Option(value="Yes"), Option(value="No")] if "A" in labels else []
     else:
@@ -86,10 +86,10 @@ def _message_end(question: AnyQuestion, labels: _Labels) -> str:
     return f": {question.instructions}\n\n{asked}"
 
 
-def _listed(answers: Sequence[Option | Level], labels: Iterable[str]) -> str:
+def _listed(answers: Sequence[Option | ScoreLevel], labels: Iterable[str]) -> str:
     lines = []
     for each, label in zip(answers, labels, strict=True):
-        name = each.label if isinstance(each, Level) else each.value
+        name = each.label if isinstance(each, ScoreLevel) else each.value
         text = str(name).lower() if isinstance(name, bool) else name
         lines.append(f"{label}. {text}: {each.description}\n" if each.description else f"{label}. {text}\n")
     return "".join(lines)

@@ -25,7 +25,7 @@ def _numbering(least: int, most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class InputText(Schema):
+class UserText(Schema):
     """A part of a text."""
 
     type: Literal["input_text"]
@@ -34,11 +34,11 @@ class InputText(Schema):
 
 TextOrParts = Annotated[
     NonEmpty,
-    BeforeValidator(joined_text({"input_text": "text"}), json_schema_input_type=NonEmpty | list[InputText]),
+    BeforeValidator(joined_text({"input_text": "text"}), json_schema_input_type=NonEmpty | list[UserText]),
 ]
 
 
-class InputMessage(Schema):
+class UserMessage(Schema):
     """A message of the user."""
 
     model_config = _REFUSING_OTHERS
@@ -54,7 +54,7 @@ def _input(value: Any) -> Any:
         return value
     if not isinstance(value, list) or len(value) > MAX_MESSAGES:
         raise ValueError(f"should be a string or a list of at most {MAX_MESSAGES:,} messages of the user")
-    messages = [InputMessage.checked(each, within=f"input[{number}]") for number, each in enumerate(value)]
+    messages = [UserMessage.checked(each, within=f"input[{number}]") for number, each in enumerate(value)]
     return "\n\n".join([message.content for message in messages])
 
 
@@ -110,7 +110,7 @@ class Choice(Question):
     ]
 
 
-class Level(Schema):
+class ScoreLevel(Schema):
     """A step of a scale."""
 
     model_config = _REFUSING_OTHERS
@@ -123,7 +123,7 @@ class Score(Question):
     """Which level of a scale, from its lowest on, fits the input."""
 
     type: Literal["score"]
-    levels: Annotated[ListOf[Level], Field(min_length=2, max_length=MAX_LEVELS), _numbering(2, MAX_LEVELS)]
+    levels: Annotated[ListOf[ScoreLevel], Field(min_length=2, max_length=MAX_LEVELS), _numbering(2, MAX_LEVELS)]
 
 
 def _has_kind(question: Any) -> Any:
@@ -144,7 +144,7 @@ class DecisionsRequest(QueuedRequest):
 
     model_config = _REFUSING_OTHERS
 
-    input: Annotated[NonEmpty, BeforeValidator(_input, json_schema_input_type=NonEmpty | list[InputMessage])]
+    input: Annotated[NonEmpty, BeforeValidator(_input, json_schema_input_type=NonEmpty | list[UserMessage])]
     questions: Annotated[
         ListOf[AnyQuestion], Field(min_length=1, max_length=MAX_QUESTIONS), _numbering(1, MAX_QUESTIONS)
     ]

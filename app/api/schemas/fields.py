@@ -223,11 +223,11 @@ class Schema(BaseModel):
 def from_validation_error(error: ValidationError, *, within: str | None = None) -> InvalidRequest:
     """The first mistake, as one sentence that starts with the field's name; `within` is the field around it."""
     first, message = _first_mistake(error)
-    location = first["loc"] if within is None else (within, *first["loc"])
+    location = first["loc"]
     if first["type"] == "extra_forbidden":  # its name is the client's, and may look like anything
-        param = ".".join(filter(None, (_field_path(location[:-1]), str(location[-1]))))[:100]
+        param = ".".join(filter(None, (_field_path(location[:-1], within), str(location[-1]))))[:100]
         return InvalidRequest(f"there is no field {param}; leave it out", param=param)
-    param = _field_path(location)
+    param = _field_path(location, within)
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is required", param=param)
     message = _OBJECT.sub("an object", message.removeprefix("Value error, ").removeprefix("Input "))
@@ -261,9 +261,9 @@ def _is_kind(part: int | str) -> bool:
 _KIND = re.compile(r"str|bool|int|float|constrained-str|[A-Z]\w*|.*\[.*", re.DOTALL)
 
 
-def _field_path(location: tuple[int | str, ...]) -> str:
+def _field_path(location: tuple[int | str, ...], within: str | None = None) -> str:
     """`("messages", 0, "role")` as `messages[0].role`, without the kind that was tried of several (`#…`)."""
-    path = ""
+    path = within or ""
     for part in location:
         if not (str(part).startswith("#") or _is_kind(part)):
             path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part

@@ -276,7 +276,7 @@ def documents_text(documents: Sequence[str]) -> str:
     return f"Use these documents:\n\n{numbered}"
 
 
-class Prediction(Schema):
+class PredictedOutput(Schema):
     """Text that much of the output may equal, as OpenAI writes it: a file that is to be changed in a few places."""
 
     type: Literal["content"]
@@ -294,7 +294,7 @@ class ChatRequest(Conversation, GenerationRequest):
     logprobs: bool = False
     top_logprobs: Natural | None = None
     continue_final_message: bool = False
-    prediction: Prediction | None = None
+    prediction: PredictedOutput | None = None
     thinking_token_budget: TokenBudget | None = None  # tokens of reasoning, after which its end is forced
     reasoning_effort: ReasoningEffort | None = None  # the same as a part of the output's length
 

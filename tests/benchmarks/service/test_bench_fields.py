@@ -20,7 +20,7 @@ from app.api.http.openapi import BATCH_BODIES, BODIES, openapi_document
 from app.api.json_structure import MAX_VALUES, check_structure
 from app.api.prepared_request import RequestLimits
 from app.config import ApiConfig
-from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
+from app.engine.request import FinishReason, Pooling, Request, TokenDelta
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
 from benchmarks.harness.http_call import Target
@@ -75,15 +75,12 @@ async def held_s(client: httpx.AsyncClient, path: str, data: bytes) -> float:
 
 
 def service_at(demo_path: Path, embedding_size: int = 4) -> Service:
-    """It answers everything with `3 4 5.`, with a vector, or with the log-probabilities of labels."""
+    """It answers everything with `3 4 5.`, or with a vector."""
     tokenizer = Tokenizer.load(str(demo_path))
     says = say(tokenizer, "3 4 5.")
 
     def script(request: Request) -> Iterable[Step]:
-        if named := request.sampling.logprob_token_ids:
-            told = TokenLogprobs(-1.0, 1, named, (-1.0,) * len(named))
-            yield TokenDelta(request.request_id, (9,), FinishReason.LENGTH, logprobs=(told,))
-        elif request.pooling is None:
+        if request.pooling is None:
             yield from says(request)
         else:
             yield TokenDelta(request.request_id, (), FinishReason.STOP, embedding=numbers)
