@@ -41,7 +41,7 @@ def padded(num_bytes: int) -> bytes:
         ("gzip", gzip.compress(padded(MOST))),
         ("deflate", bare(padded(100_000), level=0)),  # large packed too
     ],
-    ids=str,
+    ids=["gzip", "another-case", "deflate", "without-header", "identity", "as-large-as-may-be", "large-packed"],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 def test_a_packed_body_is_read(service: Service, path: str, encoding: str, packed: bytes) -> None:
@@ -69,6 +69,7 @@ def test_one_packed_in_another_way_is_a_415_that_says_what_to_do(service: Servic
         ("gzip", gzip.compress(BODY) + gzip.compress(BODY), "it goes on after its end"),
         ("gzip", gzip.compress(b"{"), "the body is not valid JSON"),
     ],
+    ids=["plain", "no-deflate", "cut-off", "empty-gzip", "empty-deflate", "wrong-sum", "two-at-once", "no-json"],
 )
 def test_what_cannot_be_unpacked_is_a_400(service: Service, encoding: str, packed: bytes, words: str) -> None:
     answer = service.call("POST", "/v1/completions", packed, {"content-encoding": encoding})
