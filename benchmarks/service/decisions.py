@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import sys
@@ -31,6 +30,7 @@ from benchmarks.harness.command import BenchmarkError, command_parser, positive,
 from benchmarks.harness.http_call import Target, call
 from benchmarks.harness.service import Service, application, service
 from benchmarks.harness.turns import median_of_ratios, turns
+from benchmarks.service.tenants import Reply
 
 _NAME = "decides"
 _WORDS = "river stone lamp green paper quiet morning bread window seven market sister letter garden winter road".split()
@@ -198,29 +198,12 @@ def _draw(figures: Mapping[str, Mapping[str, Any]], path: str) -> None:
 # ---------------------------------------------------------------------- calls
 
 
-class _Whole:
-    """Reads an answer as a whole."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.content = b""
-
-    def head(self, status: int, headers: Mapping[str, str]) -> None:
-        """See `Reader`."""
-        self.status = status
-
-    def body(self, data: bytes, *, at_s: float) -> None:
-        """See `Reader`."""
-        self.content += data
-
-
 async def _answer(target: Target, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    whole = _Whole()
-    await call(target, target.request(endpoint, {"model": _NAME, **body}), whole)
-    if whole.status != 200:
-        raise BenchmarkError(f"{endpoint} was answered with {whole.status}: {whole.content[:300].decode()}")
-    found: dict[str, Any] = json.loads(whole.content)
-    return found
+    reply = Reply()
+    await call(target, target.request(endpoint, {"model": _NAME, **body}), reply)
+    if reply.status != 200:
+        raise BenchmarkError(f"{endpoint} was answered with {reply.status}: {reply.data[:300].decode()}")
+    return reply.json
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -133,7 +133,7 @@ def test_choices_are_generated_at_the_same_time(tokenizer: Tokenizer) -> None:
 
     service = Service(tokenizer, generate=generate)
     assert texts(service.complete(prompt=["a", "b"], stream=True).chunks) == {0: "3", 1: "3"}
-    assert names == {"POST /v1/completions"}, "by which the monitor of the loop knows who holds it"
+    assert names == {"POST /v1/completions"}, "by which the monitor of the loop knows what holds it"
 
 
 @pytest.mark.parametrize("name", ["demo", "\0", 'a"\0"'])

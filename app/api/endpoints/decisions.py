@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice, product
 from string import ascii_uppercase, digits
 
@@ -171,7 +172,8 @@ def _labels_of(questions: Sequence[AnyQuestion], reply: str, model: ServedModel)
     return found
 
 
-def _single_tokens(labels: Sequence[str], reply: str, tokenizer: Tokenizer) -> _Labels:
+@lru_cache(maxsize=64)  # a handful for each model: encoding 26 letters takes half a millisecond, with pairs seven
+def _single_tokens(labels: tuple[str, ...], reply: str, tokenizer: Tokenizer) -> _Labels:
     """Those of the labels that are one token where the reply begins."""
     before, *encoded = tokenizer.encode_all([f".{reply}", *(f".{reply}{label}" for label in labels)])
     return {

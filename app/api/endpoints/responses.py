@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import chain, takewhile
 from typing import Any
 
@@ -47,6 +47,7 @@ def _prepare_newest(chat: ChatRequest, prepare: Callable[[ChatRequest], Prepared
     instructions = list(takewhile(lambda message: message.role in ("system", "developer"), messages))
     begins = [at for at, message in enumerate(messages) if message.role == "user"] or [len(instructions)]
 
+    @cache  # what was tried and fits is not prepared again
     def prepared(turn: int) -> PreparedRequest:
         return prepare(chat.model_copy(update={"messages": [*instructions, *messages[begins[turn] :]]}))
 

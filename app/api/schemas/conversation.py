@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -185,36 +185,34 @@ class ChosenFunction(Schema):
     name: FunctionName
 
 
-class NamedTool(Schema):
+class _OneTool(Schema):
+    mode: ClassVar[str] = "named"
+
+    @property
+    def named(self) -> Sequence[Self]:
+        return [self]
+
+
+class NamedTool(_OneTool):
     """`tool_choice` as an object: this function and no other."""
 
     type: FunctionType
     function: ChosenFunction
-    mode: ClassVar[str] = "named"
 
     @property
     def name(self) -> str:
         return self.function.name
 
-    @property
-    def named(self) -> Sequence[NamedTool | NamedCustomTool]:
-        return [self]
 
-
-class NamedCustomTool(Schema):
+class NamedCustomTool(_OneTool):
     """The same of a custom tool."""
 
     type: Literal["custom"]
     custom: ChosenFunction
-    mode: ClassVar[str] = "named"
 
     @property
     def name(self) -> str:
         return self.custom.name
-
-    @property
-    def named(self) -> Sequence[NamedTool | NamedCustomTool]:
-        return [self]
 
 
 class AllowedTools(Schema):
