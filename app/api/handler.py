@@ -302,7 +302,7 @@ class RequestHandler:
 
     async def prepare_item(
         self, path: str, body: Mapping[str, Any], check: Callable[[QueuedRequest], None]
-    ) -> PreparedRequest | Answered:
+    ) -> tuple[QueuedRequest, PreparedRequest] | Answered:
         """What an item asks of engines of its own, where there are no keys, or the response to one that cannot run.
 
         `check` raises InvalidRequest for what those engines cannot do.
@@ -317,7 +317,7 @@ class RequestHandler:
             check(parsed)
             context = self.context(Reservation(account), request_id)
             work = partial(endpoint.prepare, parsed, model, context)
-            return await self.threads.encode("", parsed.encoded_size(size), work)
+            return parsed, await self.threads.encode("", parsed.encoded_size(size), work)
         except Exception as error:
             return _refusal(error, request_id, path)
 

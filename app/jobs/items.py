@@ -21,8 +21,8 @@ from app.jobs.job import InvalidItem, Item, ItemError
 
 OpenFile = Callable[[], BinaryIO]
 
-CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
-GENERATION_URLS = (CHAT_URL, COMPLETIONS_URL)  # what engines can answer without the API's other endpoints
+CHAT_URL, COMPLETIONS_URL, DECISIONS_URL = "/v1/chat/completions", "/v1/completions", "/v1/decisions"
+ENGINE_URLS = (CHAT_URL, COMPLETIONS_URL, DECISIONS_URL)  # what engines can answer without the API's other endpoints
 MAX_ID_LENGTH = 512
 MAX_LISTED_ERRORS = 100
 
@@ -251,7 +251,7 @@ def item_of(row: Row, settings: RowSettings) -> Item | InvalidItem:
         if _is_batch_line(row.fields):
             _, url, body = batch_line(
                 {"method": "POST", **row.fields, "custom_id": own_id({"custom_id": row.fields["custom_id"]})},
-                GENERATION_URLS,
+                ENGINE_URLS,
             )
         else:
             url, body = _plain_row(row.fields, settings)
@@ -260,7 +260,9 @@ def item_of(row: Row, settings: RowSettings) -> Item | InvalidItem:
             raise NotAnItem("several_answers", message, "n")
     except NotAnItem as problem:
         return InvalidItem(number=row.number, id=row.id, reason=problem.error.message)
-    return Item(number=row.number, id=row.id, url=url, body=_with_defaults(body, row.id, settings))
+    if url != DECISIONS_URL:
+        body = _with_defaults(body, row.id, settings)
+    return Item(number=row.number, id=row.id, url=url, body=body)
 
 
 def _is_batch_line(fields: Mapping[str, Any]) -> bool:

@@ -7,8 +7,9 @@ handed over when they have ended, and the loop is that of `benchmarks.engine.thr
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from app.engine.engine import Engine
@@ -31,6 +32,7 @@ class PreparedItem:
     stop: tuple[str, ...]
     skip_special_tokens: bool
     include_stop: bool = False
+    text_of_logprobs: Callable[[Sequence[float]], str] | None = None  # for one whose text is made of its named tokens
 
     def continued_after(self, token_ids: tuple[int, ...]) -> PreparedItem:
         """The same item after the tokens that are known of it."""
@@ -191,6 +193,7 @@ class _Answer:
         self._num_tokens = 0
         self._stopping = _stopping_text(item, tokenizer) if item.stop else None
         self._pieces: list[str] = []
+        self._logprobs: tuple[float, ...] = ()  # of named tokens
         self._finish_reason: FinishReason | None = None
         self._error: str | None = None
         if item.request.generated_token_ids:  # on another engine, which is gone
@@ -213,6 +216,8 @@ class _Answer:
     def _take(self, delta: TokenDelta) -> None:
         is_shown = delta.stop_token_id is None or self.item.include_stop
         self._token_ids += delta.token_ids if is_shown else delta.token_ids[:-1]
+        if self.item.text_of_logprobs is not None:
+            self._logprobs = delta.logprobs[0].top_logprobs
         if self._stopping is None:
             self._num_tokens += len(delta.token_ids)
             self._finish_reason = delta.finish_reason
@@ -227,6 +232,8 @@ class _Answer:
         self.is_ended = True
 
     def output(self, tokenizer: Tokenizer) -> ItemOutput:
+        if self._logprobs and not math.isfinite(max(self._logprobs)):
+            self.fail(f"the model gave the labels the log-probabilities {self._logprobs[:10]}")
         if self._error is not None:
             return self.item.failed(self._error)
         assert self._finish_reason is not None, "an item without an error ends with a reason"
@@ -234,12 +241,14 @@ class _Answer:
             number=self.item.number,
             id=self.item.id,
             text=self._text(tokenizer),
-            finish_reason=self._finish_reason.value,
+            finish_reason=(FinishReason.STOP if self._logprobs else self._finish_reason).value,
             prompt_tokens=len(self.item.request.prompt_token_ids),
             completion_tokens=self._num_tokens,
         )
 
     def _text(self, tokenizer: Tokenizer) -> str:
+        if self.item.text_of_logprobs is not None:
+            return self.item.text_of_logprobs(self._logprobs)
         if self._stopping is not None:
             return "".join(self._pieces)
         hidden = tokenizer.special_token_ids if self.item.skip_special_tokens else frozenset[int]()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -14,13 +16,15 @@ import ray
 from ray.exceptions import RayError
 
 from app.api import RequestHandler, ServedModel
+from app.api.endpoints.decisions import answer_to
+from app.api.schemas.decisions import AnyQuestion, DecisionsRequest
 from app.api.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, QueuedRequest
 from app.batches import Answered
 from app.config import ApiConfig
 from app.engine.request import Request, TokenDelta
 from app.errors import InvalidRequest
 from app.jobs.input_files import InputFile, InputPiece, InputRows, read_piece
-from app.jobs.items import GENERATION_URLS, RowSettings, item_of
+from app.jobs.items import ENGINE_URLS, RowSettings, item_of
 from app.jobs.job import InvalidItem, Item
 from app.jobs.results import ItemSet
 from app.text import Tokenizer
@@ -130,9 +134,10 @@ def _elsewhere(request: Request) -> AsyncIterator[TokenDelta]:
 
 async def prepare_row(item: Item, handler: RequestHandler) -> PreparedItem | InvalidItem:
     """An item of a bulk run, checked and tokenized. What is wrong with it is the reason why it is not run."""
-    call = await handler.prepare_item(item.url, item.body, check_fits_engines)
-    if isinstance(call, Answered):
-        return InvalidItem(number=item.number, id=item.id, reason=str(call.body["error"]["message"])[:1000])
+    prepared = await handler.prepare_item(item.url, item.body, check_fits_engines)
+    if isinstance(prepared, Answered):
+        return InvalidItem(number=item.number, id=item.id, reason=str(prepared.body["error"]["message"])[:1000])
+    body, call = prepared
     [request] = call.requests
     return PreparedItem(
         number=item.number,
@@ -141,13 +146,23 @@ async def prepare_row(item: Item, handler: RequestHandler) -> PreparedItem | Inv
         stop=call.stop,
         skip_special_tokens=call.skip_special_tokens,
         include_stop=call.include_stop,
+        text_of_logprobs=partial(_decision, body.questions[0]) if isinstance(body, DecisionsRequest) else None,
     )
+
+
+def _decision(question: AnyQuestion, logprobs: Sequence[float]) -> str:
+    return json.dumps(answer_to(question, logprobs), ensure_ascii=False)
 
 
 def check_fits_engines(body: QueuedRequest) -> None:
     """Raise InvalidRequest for what the API can do and engines without it cannot: they make one text for an item."""
+    if isinstance(body, DecisionsRequest):
+        if len(body.questions) != 1:
+            message = f"questions holds {len(body.questions):,}; an item has one answer: write an item for each"
+            raise InvalidRequest(message, param="questions")
+        return
     if not isinstance(body, GenerationRequest):
-        raise InvalidRequest(f"bulk runs answer {' and '.join(GENERATION_URLS)} only")
+        raise InvalidRequest(f"bulk runs answer {', '.join(ENGINE_URLS)} only")
     if body.n != 1:
         raise InvalidRequest(f"n is {body.n:,}; an item has one answer: write an item for each", param="n")
     if body.num_samples != 1:

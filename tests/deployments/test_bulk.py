@@ -117,6 +117,13 @@ def test_a_killed_engine_and_a_killed_driver_cost_no_row(start: Start, tmp_path:
     assert told["recomputed_rows"] <= 8
 
 
+CHOICE = {
+    "type": "choice",
+    "name": "which",
+    "instructions": "Which?",
+    "choices": [{"value": "a"}, {"value": "b"}],
+}
+
 POISONED = """
 import os, sys
 from deployments.bulk import pool
@@ -143,6 +150,7 @@ def test_bad_rows_and_one_that_kills_every_engine_say_why_and_the_others_are_ans
         json.dumps(line | {"custom_id": "wrong-url", "url": "/v1/embeddings"}),
         json.dumps(line | {"custom_id": "hot", "body": body | {"temperature": 9}}),
         json.dumps(line | {"custom_id": "deadly"}),
+        json.dumps({"custom_id": "decided", "url": "/v1/decisions", "body": {"input": "Once.", "questions": [CHOICE]}}),
         '{"custom_id": "torn", "met',
         *(json.dumps(line | {"custom_id": f"good-{number}"}) for number in range(10)),
     ]
@@ -153,12 +161,15 @@ def test_bad_rows_and_one_that_kills_every_engine_say_why_and_the_others_are_ans
     assert process.returncode == 3, printed
     told = {row["id"]: row for row in parquet.read_table(tmp_path / "out" / "results.parquet").to_pylist()}
     failed = {row_id: row["error"] for row_id, row in told.items() if row["error"]}
-    assert failed.keys() == {"wrong-url", "hot", "lines.jsonl:5", "deadly"}
+    assert failed.keys() == {"wrong-url", "hot", "lines.jsonl:6", "deadly"}
     assert "url should be one of" in failed["wrong-url"]
     assert "temperature" in failed["hot"]
-    assert "not valid JSON" in failed["lines.jsonl:5"]
+    assert "not valid JSON" in failed["lines.jsonl:6"]
     assert "the engine died 4 times while it computed this item" in failed["deadly"]
     answered = {row_id: row["text"] for row_id, row in told.items() if row_id not in failed}
+    decided = json.loads(answered.pop("decided"))
+    assert (decided["name"], decided["choice"] in "ab", len(decided["probabilities"])) == ("which", True, 2)
+    assert sum(each["probability"] for each in decided["probabilities"]) == pytest.approx(1.0)
     assert answered.keys() == {"good", *(f"good-{number}" for number in range(10))}
     assert None not in answered.values()
     assert summary(tmp_path / "out")["engines_lost"] == 4

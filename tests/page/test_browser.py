@@ -123,18 +123,56 @@ def test_a_chat_streams(page: Any, stage: Stage) -> None:
     page.wait_for_selector("#model option", state="attached")
     page.fill("#max_tokens", "60")
     page.fill("#prompt", "Hello")
+    page.evaluate("""() => {
+        window.lengths = new Set();
+        const note = () => lengths.add(document.querySelector(".message.assistant")?.innerText.length);
+        new MutationObserver(note).observe(document.getElementById("messages"), { childList: true, subtree: true });
+    }""")
     page.click("#send")
-    lengths = set()
-    eventually(
-        lambda: lengths.add(len(page.inner_text(".message.assistant"))) or page.query_selector(".cost") is not None
-    )
-    assert len(lengths) > 3, "it grows piece by piece"
+    page.wait_for_selector(".cost")
+    assert page.evaluate("lengths.size") > 3, "it grows piece by piece"
     assert "first token after" in page.inner_text(".cost")
     assert "60 tokens" in page.inner_text(".cost")
     assert '"content": "Hello"' in page.inner_text("#code")
     page.click("#as-python")
     assert "OpenAI(base_url=" in page.inner_text("#code")
     compile(page.inner_text("#code"), "code", "exec")
+
+
+def test_a_decision_shows_the_probability_of_each_answer(page: Any, stage: Stage) -> None:
+    page.goto(f"{stage.url}/#playground")
+    page.wait_for_selector("#model option", state="attached")
+    page.click("summary")
+    page.click("#questions-example")
+    page.fill("#prompt", "The cat sleeps.")
+    page.click("#as-python")
+    assert "client.decisions.create(" in page.inner_text("#code")
+    compile(page.inner_text("#code"), "code", "exec")
+    options = [{"value": "question", "probability": 0.25}, {"value": "statement", "probability": 0.75}]
+    answers = [
+        {"type": "predicate", "name": None, "probability": 0.875},
+        {"type": "choice", "name": None, "choice": "statement", "probabilities": options, "confidence": 0.5},
+    ]
+    usage = {"input_tokens": 90, "input_tokens_details": {"cached_tokens": 30}}
+    sent = []
+
+    def answer(route: Any) -> None:
+        sent.append(route.request.post_data_json)
+        route.fulfill(json={"answers": answers, "usage": usage})
+
+    page.route("**/v1/decisions", answer)
+    page.click("#send")
+    page.wait_for_selector(".cost")
+    assert sent[0]["input"] == "The cat sleeps."
+    assert [each["type"] for each in sent[0]["questions"]] == ["predicate", "choice"]
+    shown = page.inner_text(".message.assistant").split()
+    assert [word for word in shown if word.startswith("0.")] == ["0.875", "0.250", "0.750"]
+    assert "90 prompt tokens, 30 of them cached" in page.inner_text(".cost")
+    page.route("**/v1/decisions", lambda route: route.fulfill(status=400, json={"error": {"message": "too long"}}))
+    page.fill("#prompt", "The cat sleeps.")
+    page.click("#send")
+    page.wait_for_selector(".message.error")
+    assert page.inner_text(".message.error") == "too long"
 
 
 def test_an_answer_has_the_form_of_a_schema_and_calls_a_tool(page: Any, stage: Stage) -> None:

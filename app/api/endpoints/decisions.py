@@ -200,7 +200,7 @@ class DecisionsWriter(Writer):
         return {
             "id": state.prepared.response_id,
             "model": state.prepared.model.name,
-            "answers": Rows(lambda: ([_answer(*each)] for each in zip(questions, logprobs, strict=True))),
+            "answers": Rows(lambda: ([answer_to(*each)] for each in zip(questions, logprobs, strict=True))),
             "prompt_version": PROMPT_VERSION,
             "usage": state.usage_of_responses(),
         }
@@ -225,8 +225,10 @@ async def label_logprobs(state: ResponseState) -> list[tuple[float, ...]]:
     return [found[index] for index in range(len(requests))]
 
 
-def _answer(question: AnyQuestion, logprobs: Sequence[float]) -> Json:
-    """`confidence` is the likeliest label's share times the mass of all labels: its probability in the vocabulary."""
+def answer_to(question: AnyQuestion, logprobs: Sequence[float]) -> Json:
+    """The answer by the log-probabilities of its labels, of which one is finite.
+
+    `confidence` is the likeliest label's share times the mass of all labels: its probability in the vocabulary."""
     likeliest = max(logprobs)
     weights = [math.exp(each - likeliest) for each in logprobs]
     total = sum(weights)

@@ -1,4 +1,4 @@
-// The view "Playground": a chat, streamed, with its times, and the same request as curl and Python.
+// The view "Playground": a chat, streamed, with its times, or a decision; and the same request as curl and Python.
 
 import { call, events, key } from "/page/api.js";
 import { element } from "/page/elements.js";
@@ -30,6 +30,8 @@ function parameters() {
   return given;
 }
 
+const asked = () => parsed("questions", (value) => Array.isArray(value) && value.length, "a JSON list of questions");
+
 function parsed(id, isRight, kind) {
   const text = $(id).value.trim();
   $(id).setAttribute("aria-invalid", "true");
@@ -59,11 +61,19 @@ function body(prompt) {
   return { ...parameters(), messages: all, stream: true };
 }
 
+// The call that the form stands for.
+function request(prompt) {
+  const questions = asked();
+  if (!questions) return { path: "/v1/chat/completions", sent: body(prompt) };
+  return { path: "/v1/decisions", sent: { model: $("model").value, input: prompt || "Hello", questions } };
+}
+
 async function ask(event) {
   event.preventDefault();
   const prompt = $("prompt").value.trim();
   if (!prompt || running || !showCode()) return;
-  const sent = body(prompt);
+  const { path, sent } = request(prompt);
+  if (sent.questions) return decide(path, sent);
   messages.push(sent.messages.at(-1));
   add(sent.messages.at(-1).role, prompt);
   $("prompt").value = "";
@@ -75,7 +85,7 @@ async function ask(event) {
   setRunning(true);
   const answer = { role: "assistant", content: "", calls: [] };
   try {
-    const response = await call("/v1/chat/completions", {
+    const response = await call(path, {
       body: { ...sent, stream_options: { include_usage: true, continuous_usage_stats: true } }, signal: running.signal,
     });
     times.replica = response.headers.get("x-carousel-replica") || "";
@@ -92,10 +102,7 @@ async function ask(event) {
       place.scrollIntoView({ block: "nearest" });
     }
   } catch (error) {
-    if (error.name !== "AbortError") {
-      place.classList.add("error");
-      place.firstChild.textContent = answer.content ? `${answer.content}\n\n${error.message}` : error.message;
-    }
+    showError(place, error, answer.content);
   }
   const { calls, ...message } = answer;
   if (calls.length) messages.push({ ...message, content: message.content || null, tool_calls: calls });
@@ -106,6 +113,47 @@ async function ask(event) {
   setRunning(false);
   showCode();
   askForResult();
+}
+
+async function decide(path, sent) {
+  add("user", sent.input);
+  $("prompt").value = "";
+  const place = add("assistant", "");
+  const began = performance.now();
+  running = new AbortController();
+  setRunning(true);
+  try {
+    const { answers, usage } = await (await call(path, { body: sent, signal: running.signal })).json();
+    place.append(...answers.map((answer, number) => decision(sent.questions[number], answer)));
+    const cached = usage.input_tokens_details.cached_tokens;
+    const cost = `${Math.round(performance.now() - began)} ms, ${usage.input_tokens} prompt tokens, ${cached} of them cached`;
+    place.append(element("span", "cost", cost));
+    place.scrollIntoView({ block: "nearest" });
+  } catch (error) {
+    showError(place, error, "");
+  }
+  running = null;
+  setRunning(false);
+  showCode();
+}
+
+// A question with the probability of each of its answers.
+function decision({ instructions }, { name, probability, probabilities = [{ value: "yes", probability }] }) {
+  const made = element("div", "decision");
+  made.append(element("b", "", typeof instructions === "string" ? instructions : name || ""));
+  for (const { label, value, probability: share } of probabilities) {
+    const bar = element("meter");
+    bar.value = share;
+    bar.ariaLabel = String(label ?? value);
+    made.append(element("span", "", bar.ariaLabel), bar, element("span", "n", share.toFixed(3)));
+  }
+  return made;
+}
+
+function showError(place, error, begun) {
+  if (error.name === "AbortError") return;
+  place.classList.add("error");
+  place.firstChild.textContent = begun ? `${begun}\n\n${error.message}` : error.message;
 }
 
 // One piece of an answer: text, or pieces of calls. Whether there was anything in it.
@@ -158,8 +206,8 @@ function setRunning(isRunning) {
 // Returns whether there is a request to send.
 function showCode() {
   try {
-    const sent = body($("prompt").value.trim() || (messages.length ? "" : "Hello"));
-    $("code").textContent = language === "curl" ? asCurl(sent) : asPython(sent);
+    const { path, sent } = request($("prompt").value.trim() || (messages.length ? "" : "Hello"));
+    $("code").textContent = language === "curl" ? asCurl(path, sent) : asPython(sent);
     $("forms-error").textContent = "";
     return true;
   } catch (error) {
@@ -169,23 +217,27 @@ function showCode() {
   }
 }
 
-function asCurl(sent) {
+function asCurl(path, sent) {
   const json = JSON.stringify(sent, null, 2).replaceAll("'", "'\\''");
   const auth = key.get() ? ' \\\n  -H "Authorization: Bearer $CAROUSEL_KEY"' : "";
-  return `curl ${location.origin}/v1/chat/completions -N \\\n  -H "Content-Type: application/json"${auth} \\\n  -d '${json}'`;
+  return `curl ${location.origin}${path} -N \\\n  -H "Content-Type: application/json"${auth} \\\n  -d '${json}'`;
 }
 
 function asPython(sent) {
-  const { messages: all, stream, ...given } = sent;
+  const { stream, ...given } = sent;
   const lines = Object.entries(given).map(([name, value]) => `    ${name}=${inPython(value)},`);
-  const spoken = inPython(all);
+  const use = sent.questions
+    ? ["decision = client.decisions.create(", ...lines, ")", "for answer in decision.answers:", "    print(answer)"]
+    : [
+      "stream = client.chat.completions.create(", ...lines, "    stream=True,", ")",
+      "for chunk in stream:", '    print(chunk.choices[0].delta.content or "", end="", flush=True)',
+    ];
   const apiKey = key.get() ? 'os.environ["CAROUSEL_KEY"]' : '"none"';
   return [
     ...(key.get() ? ["import os", ""] : []),
     "from openai import OpenAI", "",
     `client = OpenAI(base_url="${location.origin}/v1", api_key=${apiKey})`,
-    "stream = client.chat.completions.create(", ...lines, `    messages=${spoken},`, "    stream=True,", ")",
-    "for chunk in stream:", '    print(chunk.choices[0].delta.content or "", end="", flush=True)',
+    ...use,
   ].join("\n");
 }
 
@@ -215,6 +267,10 @@ const EXAMPLES = {
     required: ["name", "legs"],
     additionalProperties: false,
   },
+  questions: [
+    { type: "predicate", instructions: "Is it about an animal?" },
+    { type: "choice", instructions: "What is it?", choices: [{ value: "question" }, { value: "statement" }] },
+  ],
 };
 
 export function begin() {
@@ -229,7 +285,7 @@ export function begin() {
     showCode();
     askForResult();
   });
-  for (const id of ["prompt", "model", "system", "stop", "tools", "tool_choice", "schema", ...NUMBERS]) $(id).addEventListener("input", showCode);
+  for (const id of ["prompt", "model", "system", "stop", "tools", "tool_choice", "schema", "questions", ...NUMBERS]) $(id).addEventListener("input", showCode);
   for (const [id, example] of Object.entries(EXAMPLES)) {
     $(`${id}-example`).addEventListener("click", () => {
       $(id).value = JSON.stringify(example, null, 2);

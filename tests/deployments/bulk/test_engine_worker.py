@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 from app.api import ServedModel
 from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine
-from app.engine.request import Grammar, GrammarKind
+from app.engine.request import Grammar, GrammarKind, TokenLogprobs
 from app.errors import EngineStopped, InvalidSetup
 from app.jobs.job import ItemOutput
 from app.text import Detokenizer, Tokenizer
@@ -90,6 +91,28 @@ def test_each_row_comes_back_once_with_its_text_and_counts(room: Room, tokenizer
         assert record.text == plain_text(tokenizer, token_ids)
         assert (record.id, record.finish_reason, record.error) == (f"id-{record.number}", "length", None)
         assert (record.prompt_tokens, record.completion_tokens) == (3, 3 + record.number)
+
+
+def test_the_text_of_a_row_may_be_made_of_its_named_tokens(room: Room) -> None:
+    generator = room.generator()
+    asked = row(0, max_tokens=1, logprobs=2)
+    generator.add([replace(asked, text_of_logprobs=str)])
+    [record] = outputed(generator, 1)
+    assert (record.text, record.finish_reason, record.error) == ("(-1.0, -2.0)", "stop", None)
+
+
+def test_named_tokens_without_a_probability_fail_their_row(room: Room) -> None:
+    class NotANumber(CountingRunner):
+        def run(self, batch: StepBatch) -> StepResult:
+            result = super().run(batch)
+            lost = TokenLogprobs(-math.inf, 1, (5, 6), (-math.inf, math.nan))
+            return result._replace(logprobs=dict.fromkeys(result.logprobs, (lost,)))
+
+    generator = room.generator(build_fake_engine(runner=NotANumber()))
+    generator.add([replace(row(0, max_tokens=1, logprobs=2), text_of_logprobs=str)])
+    [record] = outputed(generator, 1)
+    assert record.text is None
+    assert "log-probabilities (-inf, nan)" in str(record.error)
 
 
 def test_a_short_row_does_not_wait_for_a_long_one(room: Room) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import pickle
 from typing import Any
 
 import pytest
@@ -7,7 +9,9 @@ import pytest
 from app.api import ServedModel
 from app.api.auth.limits import Account
 from app.api.endpoints.chat import prepare_chat
+from app.api.endpoints.decisions import prepare_decisions
 from app.api.request_context import RequestContext
+from app.api.schemas.decisions import DecisionsRequest
 from app.api.schemas.requests import ChatRequest
 from app.jobs.job import InvalidItem
 from deployments.bulk.engine_worker import PreparedItem
@@ -15,6 +19,8 @@ from tests.deployments.bulk.conftest import Prepare
 
 CHAT = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "f"}}
+DECISIONS = "/v1/decisions"
+PREDICATE = {"type": "predicate", "instructions": "Is it a tale?"}
 TURNS = [{"role": "user", "content": "Count from 3 to 9."}]
 
 
@@ -41,6 +47,18 @@ def test_a_batch_line_becomes_the_request_that_the_api_would_make(prepared: Prep
     assert row.request.sampling == call.requests[0].sampling
     assert row.request.prompt_token_ids == call.requests[0].prompt_token_ids
     assert (row.id, row.stop) == ("line-1", ("8",))
+
+
+def test_a_line_with_one_question_asks_for_its_labels(prepared: Prepare, model: ServedModel) -> None:
+    body = {"input": "Once upon a time.", "questions": [PREDICATE]}
+    row = request_of(prepared(batch_line(body, url=DECISIONS), max_tokens=9, temperature=0.5))
+    with Account(None, lambda: 0.0).reserve() as reservation:
+        context = RequestContext(reservation=reservation, request_id="r")
+        [request] = prepare_decisions(DecisionsRequest.model_validate(body), model, context).requests
+    assert row.request.prompt_token_ids == request.prompt_token_ids
+    assert row.request.sampling == request.sampling
+    text_of = pickle.loads(pickle.dumps(row.text_of_logprobs))  # it crosses processes
+    assert json.loads(text_of([-1.0, -1.0])) == {"type": "predicate", "name": None, "probability": 0.5}
 
 
 def test_a_plain_row_takes_its_sampling_columns_and_leaves_the_users_own_alone(prepared: Prepare) -> None:
@@ -93,6 +111,8 @@ def test_what_a_row_says_goes_before_what_the_run_says(prepared: Prepare) -> Non
         (batch_line({"messages": TURNS, "tools": [TOOL]}), "an item of a bulk run has no tools"),
         (batch_line({"messages": TURNS, "model": "other"}), "there is no model 'other'; this server has demo"),
         (batch_line({"messages": TURNS}, url="/v1/embeddings"), "url should be one of"),
+        (batch_line({"input": "a", "questions": [PREDICATE] * 2}, url=DECISIONS), "questions holds 2; an item has one"),
+        (batch_line({"input": "a", "questions": [{}]}, url=DECISIONS), 'type is "predicate"'),
         (batch_line({}, url=["x"]), "url should be one of"),
         (batch_line({"messages": TURNS}, method="GET"), "method should be 'POST'"),
         (batch_line("text"), "body should be an object"),
