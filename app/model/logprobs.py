@@ -19,6 +19,7 @@ _ROWS_AT_ONCE = 64  # each takes several times the vocabulary in float32
 class Logprobs(NamedTuple):
     """Of one token in each of some rows, and of the likeliest tokens there. Natural logarithms, float32."""
 
+    normalisers: torch.Tensor  # [num_rows], what is subtracted from a logit
     logprobs: torch.Tensor  # [num_rows]
     ranks: torch.Tensor  # [num_rows] int64, from 1
     top_token_ids: torch.Tensor  # [num_rows, num_top] int64
@@ -40,6 +41,7 @@ def _compute(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Log
     top, top_token_ids = logits.topk(num_top, dim=-1)
     # One subtraction for all: the likeliest token's value then equals `top_logprobs[0]` in every bit.
     return Logprobs(
+        normaliser[:, 0],
         (own - normaliser)[:, 0],
         1 + (logits > own).sum(dim=-1),
         top_token_ids,
@@ -61,7 +63,6 @@ class WantedLogprobs:
         self._wanting = [at for at, each in enumerate(num_top) if each is not None]
         self._num_drawn_top = [each for each in num_top if each is not None]
         self._num_scored_top = [item.sampling.prompt_logprobs or 0 for item in self._scored]
-        # Tokens that are named are further tokens of the same row. Each costs less than those with which it was asked.
         self._named = [batch.sampled[at].sampling.logprob_token_ids for at in self._wanting]
 
     def of_sampled(self, of_rows: torch.Tensor) -> torch.Tensor:
@@ -69,7 +70,10 @@ class WantedLogprobs:
         return of_rows[to_device(self._sampled_rows, of_rows.device)] if self._scored else of_rows
 
     def compute(self, logits: torch.Tensor, token_ids: torch.Tensor, compute: Callable[..., Logprobs]) -> Logprobs:
-        """logits: all rows; token_ids: [num_sampled] int64, the drawn tokens. compute: `Sampler.logprobs`."""
+        """logits: all rows; token_ids: [num_sampled] int64, the drawn tokens. compute: `Sampler.logprobs`.
+
+        → `logprobs` has behind the rows' own tokens those that are named.
+        """
         device = logits.device
         rows: Sequence[int] = self._sampled_rows
         if len(self._wanting) < len(rows):
@@ -78,25 +82,26 @@ class WantedLogprobs:
         if self._targets:
             rows = [*rows, *self._target_rows]
             token_ids = torch.cat((token_ids, to_device(self._targets, device)))
-        if any(self._named):
-            named_rows = [[row] * len(named) for row, named in zip(rows, self._named, strict=False)]
-            rows = [*rows, *chain.from_iterable(named_rows)]
-            token_ids = torch.cat((token_ids, to_device(list(chain.from_iterable(self._named)), device)))
-        return compute(logits, rows, token_ids, num_top=max((*self._num_drawn_top, *self._num_scored_top)))
+        found = compute(logits, rows, token_ids, num_top=max((*self._num_drawn_top, *self._num_scored_top)))
+        if not any(self._named):
+            return found
+        places = to_device([at for at, named in enumerate(self._named) for _ in named], device)
+        of_named = logits[to_device(rows, device)[places], to_device(list(chain.from_iterable(self._named)), device)]
+        # The subtraction with which all others are made.
+        return found._replace(logprobs=torch.cat((found.logprobs, of_named.float() - found.normalisers[places])))
 
     def result(self, token_ids: list[int], found: Logprobs) -> StepResult:
         """The step's result, from the tensors of `compute` on the host."""
         num_top = list(self._num_drawn_top)
         for item, num_scored_top in zip(self._scored, self._num_scored_top, strict=True):
             num_top += [num_scored_top] * len(item.targets)
-        by_row = _by_row(found, num_top + [0] * sum(map(len, self._named)))
-        if any(self._named):
-            of_named = (each.logprob for each in by_row[len(num_top) :])
-            for row, named in enumerate(self._named):
-                if named:
-                    by_row[row] = by_row[row]._replace(
-                        top_token_ids=named, top_logprobs=tuple(islice(of_named, len(named)))
-                    )
+        own, of_named = found.logprobs[: len(num_top)], iter(found.logprobs[len(num_top) :].tolist())
+        by_row = _by_row(found._replace(logprobs=own), num_top)
+        for row, named in enumerate(self._named):
+            if named:
+                by_row[row] = by_row[row]._replace(
+                    top_token_ids=named, top_logprobs=tuple(islice(of_named, len(named)))
+                )
         logprobs = by_request(
             (self._batch.sampled[at].request_id, each) for at, each in zip(self._wanting, by_row, strict=False)
         )
@@ -124,7 +129,7 @@ def _rows(batch: StepBatch) -> tuple[Sequence[int], Sequence[int]]:
 
 def _by_row(found: Logprobs, num_top: list[int]) -> list[TokenLogprobs]:
     """As plain numbers, with `num_top` of the likeliest tokens in each row."""
-    logprobs, ranks, top_token_ids, top_logprobs = (column.tolist() for column in found)
+    logprobs, ranks, top_token_ids, top_logprobs = (column.tolist() for column in found[1:])
     if min(num_top) == max(num_top):
         return list(map(_entry, zip(logprobs, ranks, map(tuple, top_token_ids), map(tuple, top_logprobs), strict=True)))
     rows = zip(logprobs, ranks, top_token_ids, top_logprobs, num_top, strict=True)

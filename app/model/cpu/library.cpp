@@ -76,11 +76,11 @@ void carousel_draw(void* threads, const float* logits, int64_t vocab_size, const
 
 // Log-probabilities of one token, and of the likeliest ones, in each of some rows of logits [..][vocab_size].
 void carousel_logprobs(void* threads, const float* logits, int64_t vocab_size, const int64_t* rows, const int64_t* tokens,
-                       int64_t num_rows, int64_t num_top, float* logprobs, int64_t* ranks, int64_t* top_tokens,
-                       float* top_logprobs) {
+                       int64_t num_rows, int64_t num_top, float* normalisers, float* logprobs, int64_t* ranks,
+                       int64_t* top_tokens, float* top_logprobs) {
     const auto compute = [&](int64_t at) {
         row_logprobs(logits + row_of(rows, at) * vocab_size, vocab_size, tokens[at], num_top,
-                     {logprobs + at, ranks + at, top_tokens + at * num_top, top_logprobs + at * num_top});
+                     {normalisers + at, logprobs + at, ranks + at, top_tokens + at * num_top, top_logprobs + at * num_top});
     };
     if (num_rows * vocab_size < WORTH_SHARING) {
         for (int64_t at = 0; at < num_rows; ++at) compute(at);

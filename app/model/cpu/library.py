@@ -147,7 +147,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "touch": ((_POINTER, _POINTER, _INT64), None),
     "adjust": ((_POINTER, _POINTER, _INT64) + (_POINTER,) * 2 + (_INT64, _POINTER, _INT64, _POINTER), None),
     "draw": ((_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _POINTER), None),
-    "logprobs": ((_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64) + (_POINTER,) * 4, None),
+    "logprobs": ((_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64) + (_POINTER,) * 5, None),
     "is_fast_in_{}": ((), _INT32),
     "amx_refusal": ((), _INT32),
     "attention_step_{}": ((_POINTER,) * 7 + (_INT64,) + (_POINTER,) * 4 + (_INT64,) + (_POINTER,) * 2, None),

@@ -8,6 +8,7 @@
 namespace carousel {
 
 struct RowLogprobs {
+    float* normaliser;  // what was subtracted from logits
     float* logprob;
     int64_t* rank;  // 1: no token is likelier
     int64_t* top_tokens;  // [num_top], the likeliest first, of equal ones the lower id
@@ -57,6 +58,7 @@ inline void row_logprobs(const float* logits, int64_t vocab_size, int64_t token,
         num_greater -= numbers > own;  // true is -1
     }
     const float normaliser = greatest + std::log(sum_of(total));
+    *row.normaliser = normaliser;
     *row.logprob = own - normaliser;
     *row.rank = 1;
     for (int lane = 0; lane < LANES; ++lane) *row.rank += num_greater[lane];

@@ -70,6 +70,7 @@ class NativeSampler(Sampler):
         num_rows = len(rows)
         found = Logprobs(
             torch.empty(num_rows),
+            torch.empty(num_rows),
             torch.empty(num_rows, dtype=torch.long),
             torch.empty(num_rows, num_top, dtype=torch.long),
             torch.empty(num_rows, num_top),

@@ -67,6 +67,7 @@ class TritonSampler(Sampler):
         logits = with_contiguous_rows(logits)
         found = Logprobs(
             token_ids.new_empty(len(rows), dtype=torch.float32),
+            token_ids.new_empty(len(rows), dtype=torch.float32),
             token_ids.new_empty(len(rows)),
             token_ids.new_empty(len(rows), num_top),
             token_ids.new_empty(len(rows), num_top, dtype=torch.float32),

@@ -297,6 +297,7 @@ def logprobs_kernel(
     rows,  # [num_rows] int64
     token_ids,  # [num_rows] int64
     num_top,
+    normalisers,  # [num_rows] float32
     logprobs,  # [num_rows] float32: of each row's token
     ranks,  # [num_rows] int64, from 1
     top_token_ids,  # [num_rows, num_top] int64, the likeliest first, of equal ones the lower id
@@ -321,6 +322,7 @@ def logprobs_kernel(
         num_greater += (found > own).to(tl.int32)
     # Every value is one subtraction from a logit, so equal logits have equal values.
     normaliser = tl.maximum(most, -3.0e38) + tl.log(tl.sum(weights, 0))
+    tl.store(normalisers + at, normaliser)
     tl.store(logprobs + at, own - normaliser)
     tl.store(ranks + at, 1 + tl.sum(num_greater, 0).to(tl.int64))
     if num_top > 0:
