@@ -245,6 +245,7 @@ class Decoder {
                         store(rounded(right), routing_.logits(row) + column + LANES);
                     });
         threads_.share(num_rows, [&](int64_t row) { routing_.template choose<T>(row); });
+        threads_.meet();  // the number of groups is read outside of loops
         threads_.share(1, [&](int64_t) { routing_.group(num_rows); });
         threads_.share(num_rows, [&](int64_t row) {
             for (int64_t choice = 0; choice < shape_.experts.per_token; ++choice)

@@ -1,4 +1,5 @@
-// Threads that compute one step together: each phase is a loop that they share, with a barrier at its end.
+// Threads that compute one step together: each phase is a loop that they share, over when all of its work is done. No
+// member waits for one that only has no CPU at this moment: other processes use the same cores.
 //
 // Not OpenMP: its threads wait in busy loops, and two processes with as many threads as cores then slow each other down
 // a hundredfold. These threads spin for some microseconds and then yield.
@@ -24,7 +25,8 @@ namespace carousel {
 
 class ThreadPool {
   public:
-    explicit ThreadPool(int size) : size_(size), runs_(size) {
+    explicit ThreadPool(int size)
+        : size_(size), members_(size), runs_{std::vector<Run>(size * MAX_LOOPS), std::vector<Run>(size * MAX_LOOPS)} {
         amx::refusal();  // asks for permission, which holds for threads that begin later
         const std::vector<int> cpus = allowed_cpus();
         for (int member = 1; member < size; ++member)
@@ -55,20 +57,16 @@ class ThreadPool {
             round_.fetch_add(1, std::memory_order_release);
         }
         if (num_asleep_.load() > 0) wake_.notify_all();
-        work();
-        amx::release();
-        barrier();
+        compute(work);
     }
 
-    // Inside `run`: calls body(index) for each index below count, once, on whichever member is free; then a barrier.
+    // Inside `run`: calls body(index) for each index below count, once, on whichever member is free; returns when all are
+    // done. Every member calls it with the same count.
     template <typename Body>
     void share(int64_t count, Body&& body) {
-        for (;;) {
-            const int64_t index = next_.fetch_add(1, std::memory_order_relaxed);
-            if (index >= count) break;
-            body(index);
-        }
-        barrier();
+        Run* runs = next_loop();
+        take(runs[0], {0, count}, body);
+        wait_until([&] { return runs[0].num_done.load(std::memory_order_acquire) == count; });
     }
 
     struct Part {
@@ -79,18 +77,28 @@ class ThreadPool {
     // has done its run takes what is left of the others'.
     template <typename Body>
     void share_runs(int64_t count, Body&& body) {
-        const int now = runs_[member_].num_loops++ % 2;
-        runs_[member_].next[1 - now].store(0, std::memory_order_relaxed);  // of the next loop; the barrier publishes it
+        Run* runs = next_loop();
         for (int step = 0; step < size_; ++step) {
             const int owner = (member_ + step) % size_;
-            const Part run = run_of(owner, count);
-            for (;;) {
-                const int64_t index = run.first + runs_[owner].next[now].fetch_add(1, std::memory_order_relaxed);
-                if (index >= run.end) break;
-                body(index);
-            }
+            take(runs[owner], run_of(owner, count), body);
         }
-        barrier();
+        wait_until([&] {
+            int64_t num_done = 0;
+            for (int owner = 0; owner < size_; ++owner) num_done += runs[owner].num_done.load(std::memory_order_acquire);
+            return num_done == count;
+        });
+    }
+
+    // Inside `run`: returns when all members are here. What members read outside of loops changes only behind it.
+    void meet() {
+        if (size_ == 1) return;
+        const uint32_t turn = turn_.load(std::memory_order_relaxed);
+        if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+            num_arrived_.store(0, std::memory_order_relaxed);
+            turn_.store(turn + 1, std::memory_order_release);
+            return;
+        }
+        wait_until([&] { return turn_.load(std::memory_order_acquire) != turn; });
     }
 
     // The run with which this member begins when it shares so many.
@@ -98,35 +106,70 @@ class ThreadPool {
 
     // From now on, this member fetches some memory into its cache while it waits for the others.
     void fetch_in_pauses(const void* from, int64_t num_bytes) {
-        runs_[member_].fetched = static_cast<const char*>(from);
-        runs_[member_].fetch_end = runs_[member_].fetched + num_bytes;
+        members_[member_].fetched = static_cast<const char*>(from);
+        members_[member_].fetch_end = members_[member_].fetched + num_bytes;
     }
 
   private:
+    // Of one member's indices in one loop.
     struct alignas(64) Run {
-        std::atomic<int64_t> next[2] = {};  // of its member's run, for every other loop
-        uint32_t num_loops = 0;             // the rest is the member's own
+        std::atomic<int64_t> next{0}, num_done{0};
+    };
+
+    // What no other member reads.
+    struct alignas(64) Member {
+        int num_loops = 0;  // that it has begun since `begin_loops`
+        bool is_odd = false;
         const char *fetched = nullptr, *fetch_end = nullptr;
     };
+
+    void compute(const std::function<void()>& work) {
+        begin_loops();
+        work();
+        amx::release();
+        meet();
+    }
+
+    // Takes the other half of the records, and clears those that were used last: all members have met since.
+    void begin_loops() {
+        Member& own = members_[member_];
+        own.is_odd = !own.is_odd;
+        for (int loop = 0; loop < own.num_loops; ++loop) {
+            Run& used = runs_[!own.is_odd][loop * size_ + member_];
+            used.next.store(0, std::memory_order_relaxed);
+            used.num_done.store(0, std::memory_order_relaxed);
+        }
+        own.num_loops = 0;
+    }
+
+    // The records of the next loop, one for each member.
+    Run* next_loop() {
+        Member& own = members_[member_];
+        if (own.num_loops == MAX_LOOPS) meet(), begin_loops();
+        return &runs_[own.is_odd][own.num_loops++ * size_];
+    }
+
+    // Calls body for what is left of a run.
+    template <typename Body>
+    void take(Run& run, Part part, Body&& body) {
+        int64_t num_done = 0;
+        for (;;) {
+            const int64_t index = part.first + run.next.fetch_add(1, std::memory_order_relaxed);
+            if (index >= part.end) break;
+            body(index);
+            ++num_done;
+        }
+        if (num_done) run.num_done.fetch_add(num_done, std::memory_order_release);
+    }
 
     Part run_of(int64_t member, int64_t count) const {
         return {count * member / size_, count * (member + 1) / size_};
     }
 
-    void barrier() {
-        if (size_ == 1) {
-            next_.store(0, std::memory_order_relaxed);
-            return;
-        }
-        const uint32_t turn = turn_.load(std::memory_order_relaxed);
-        if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-            num_arrived_.store(0, std::memory_order_relaxed);
-            next_.store(0, std::memory_order_relaxed);
-            turn_.store(turn + 1, std::memory_order_release);
-            return;
-        }
-        Run& own = runs_[member_];
-        for (int tries = 0; turn_.load(std::memory_order_acquire) == turn;) {
+    template <typename Condition>
+    void wait_until(Condition&& is_met) {
+        Member& own = members_[member_];
+        for (int tries = 0; !is_met();) {
             if (own.fetched < own.fetch_end)
                 __builtin_prefetch(own.fetched), own.fetched += 64;
             else
@@ -148,9 +191,7 @@ class ThreadPool {
             }
             ++seen;
             if (ends_) return;
-            (*work_)();
-            amx::release();
-            barrier();
+            compute(*work_);
         }
     }
 
@@ -184,11 +225,13 @@ class ThreadPool {
     }
 
     static constexpr int SPINS = 4000;  // some tens of microseconds
+    static constexpr int MAX_LOOPS = 1024;
 
     static inline thread_local int member_ = 0;  // the caller of `run` is the first
 
     const int size_;
-    std::vector<Run> runs_;
+    std::vector<Member> members_;
+    std::vector<Run> runs_[2];  // of the loops of this run and of the last, in turn: [loop][member]
     std::vector<std::thread> threads_;
     const std::function<void()>* work_ = nullptr;
     std::mutex mutex_;
@@ -198,7 +241,6 @@ class ThreadPool {
     alignas(64) std::atomic<uint32_t> round_{0};
     alignas(64) std::atomic<uint32_t> turn_{0};
     alignas(64) std::atomic<int> num_arrived_{0};
-    alignas(64) std::atomic<int64_t> next_{0};
 };
 
 // One of several parts of a loop, for one thread: loops that a pool shares can be divided by the caller instead.
