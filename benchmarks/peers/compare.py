@@ -8,7 +8,8 @@ Each entry runs as its own process, A B A B …, so that a machine that changes 
 Prints a table of medians for each workload and, as the last line, one JSON object. A ratio is the median over the
 rounds of an entry's output tokens a second over those of the first entry in the same round. A `cmd:` entry prints a
 JSON object last, with `output_tokens_per_s`; `{common}` in it stands for the options of all entries. An
-entry that refuses a workload after `--also` is left out of all.
+entry that refuses a workload after `--also` is left out of all. With `--beside N` so many processes do nothing but
+loop meanwhile, as neighbours on the same cores.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("entries", nargs="+", metavar="ENTRY", help="carousel, a peer's name, or cmd:SHELL COMMAND")
     add_run_options(parser, repeat=1, also=True)
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="processes of each entry")
+    parser.add_argument("--beside", type=positive, default=0, metavar="N", help="busy loops meanwhile")
     return run_command(
         parser, measure, arguments, is_bad=lambda found: any(entry["failure"] for entry in found["entries"])
     )
@@ -56,11 +59,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     workloads = list(read_workloads([given.workload, *given.also]))  # a mistake in it is heard of now
     common = _common(given)
     entries = [Entry.parse(text, common, workloads) for text in given.entries]
-    for number in range(1, given.rounds + 1):
-        for entry in entries:
-            if entry.failure is None:
-                tell(f"== round {number} of {given.rounds}: {entry.name}")
-                entry.run()
+    with _busy_loops(given.beside):
+        for number in range(1, given.rounds + 1):
+            for entry in entries:
+                if entry.failure is None:
+                    tell(f"== round {number} of {given.rounds}: {entry.name}")
+                    entry.run()
     found = [
         {"name": entry.name, "failure": entry.failure, "engine": entry.text}
         | {"workloads": {workload: entry.figures(workload, entries[0]) for workload in workloads}}
@@ -68,7 +72,18 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     ]
     for workload in workloads:
         print(*([f"\n{workload}\n"] if len(workloads) > 1 else []), in_words(found, workload), sep="")
-    return {"entries": found}
+    return {"entries": found, "beside": given.beside}
+
+
+@contextmanager
+def _busy_loops(count: int) -> Iterator[None]:
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 _TIMES = ("seconds", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s", "latency_p50_s", "latency_p99_s")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,22 @@ def test_two_commands_are_run_in_turn_and_compared(
     assert (first["ratio"], second["ratio"], second["all_ratios"]) == (1.0, 1.5, [1.5, 1.5])
     assert second["all_output_tokens_per_s"] == [30, 30]
     assert (second["latency_p50_s"], second["peak_rss_mb"]) == (1.5, None)
+
+
+def test_busy_neighbours_run_meanwhile_and_no_longer(tmp_path: Path, common: list[str], figures: Figures) -> None:
+    count = tmp_path / "count.py"
+    count.write_text(
+        "import psutil\n"
+        f"beside = psutil.Process({os.getpid()}).children()\n"
+        "loops = sum('while True: pass' in process.cmdline() for process in beside)\n"
+        "print('{\"output_tokens_per_s\": %d}' % loops)\n"
+    )
+    entry = f"cmd:{sys.executable} {count}"
+    for beside in (2, 0):
+        [found] = figures(main, *common, entry, "--rounds", "1", *(["--beside", str(beside)] if beside else []))[
+            "entries"
+        ]
+        assert found["workloads"]["work"]["output_tokens_per_s"] == beside
 
 
 def test_further_workloads_are_compared_each_by_itself_and_entries_have_short_names(
