@@ -75,6 +75,13 @@ class ReplicasConfig(Settings):
         True, description="a replica fetches the beginning of a prompt from another one where that is quicker; on CPUs"
     )
     drain_timeout_s: float = Field(120.0, gt=0, description="seconds a stopping replica may finish what it has")
+    max_surge_percent: int = Field(
+        0,
+        ge=0,
+        le=100,
+        description="further replicas during an update, of all, rounded up: an old one stops when a new one serves; 0: "
+        "an old one stops first",
+    )
     silence_timeout_s: float = Field(
         3.0, ge=0.2, le=3600, description="seconds without a sign of life until a replica counts as lost"
     )

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.stage import RECOVERY_TIMEOUT_S, Size, Stage, application, under_traffic
 from benchmarks.chaos.traffic import MODEL_NAME, Traffic
 from benchmarks.chaos.verdict import judged_row
 from benchmarks.harness.command import BenchmarkError, tell
+from benchmarks.harness.machine import PROJECT
 
 _BEFORE_S = 2.0
 _AFTER_S = 3.0
 _LOOK_S = 0.2
+_GIVEN_UP_S = 300.0  # Serve tries a replica that fails again and again
 
 
 async def change_under_load(size: Size) -> list[dict[str, Any]]:
-    """R13: `serve deploy` of fewer replicas, then of other settings, which restarts all processes."""
+    """R13: `serve deploy` of fewer replicas, of other settings, which restarts all processes, of a model that cannot be
+    loaded, and of what ran before.
+    """
 
     def has_scaled(old: set[int], now: set[int]) -> bool:
         return len(now) == 3  # two replicas and the ingress
@@ -36,7 +43,47 @@ async def change_under_load(size: Size) -> list[dict[str, Any]]:
         return [
             await _changing(running, traffic, "scale-down from 3 replicas to 2", scale_down, has_scaled),
             await _changing(running, traffic, text, update, has_rolled),
+            *await _failing_update(running, traffic, max_surge_percent=0, num_left=2),
+            *await _failing_update(running, traffic, max_surge_percent=34, num_left=3),
         ]
+
+
+async def _failing_update(
+    running: Stage, traffic: Traffic, *, max_surge_percent: int, num_left: int
+) -> list[dict[str, Any]]:
+    """An update to weights that are cut off, until Serve gives it up, and then back."""
+    service = running.running
+    works = application(place_timeout_s=20.0)
+
+    def deploy(settings: dict[str, Any], wanted: str) -> None:
+        service.deploy(settings)
+        deadline = time.monotonic() + _GIVEN_UP_S
+        while (status := service.status()) != wanted:
+            if time.monotonic() > deadline:
+                raise BenchmarkError(f"R13: {status} after {_GIVEN_UP_S:.0f} s, not {wanted}")
+            time.sleep(_LOOK_S)
+
+    with tempfile.TemporaryDirectory() as folder:
+        broken = shutil.copytree(PROJECT / "models" / "demo", folder, dirs_exist_ok=True)
+        weights = Path(broken) / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+        fails = application(place_timeout_s=20.0, model=str(broken), weights=True, max_surge_percent=max_surge_percent)
+        text = f"update to weights that are cut off, max_surge_percent {max_surge_percent}"
+        failed = await _changing(
+            running,
+            traffic,
+            text,
+            partial(deploy, fails, "DEPLOY_FAILED"),
+            lambda old, now: len(old & set(running.replicas())) == num_left,
+        )
+        back = await _changing(
+            running,
+            traffic,
+            f"back from it, max_surge_percent {max_surge_percent}",
+            partial(deploy, works, "RUNNING"),
+            lambda old, now: len(running.replicas()) == 3,
+        )
+    return [failed, back]
 
 
 async def _changing(

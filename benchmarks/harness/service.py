@@ -21,6 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import yaml
+
 from benchmarks.harness.command import BenchmarkError, ran
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.machine import environment
@@ -74,8 +76,15 @@ class Service:
         with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as config:
             json.dump(serve_file(application, self.target.port, self.layout, num_replicas or {}), config)
             config.flush()
-            command = [sys.executable, "-m", "ray.serve.scripts", "deploy", config.name, "-a", _DASHBOARD]
-            ran(command, env=_with_token(self.token))
+            self._told_to_serve("deploy", config.name)
+
+    def status(self) -> str:
+        """The word of `serve status` for the application, as RUNNING or DEPLOY_FAILED."""
+        [found] = yaml.safe_load(self._told_to_serve("status"))["applications"].values()
+        return str(found["status"])
+
+    def _told_to_serve(self, *command: str) -> str:
+        return ran([sys.executable, "-m", "ray.serve.scripts", *command, "-a", _DASHBOARD], env=_with_token(self.token))
 
 
 def application(

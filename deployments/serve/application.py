@@ -81,6 +81,7 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
         # The router refuses when all are full; this bounds those that wait while no replica is there at all.
         max_queued_requests=max_requests * replicas.max_replicas,
         graceful_shutdown_timeout_s=replicas.drain_timeout_s,
+        max_surge_percent=replicas.max_surge_percent,
         **_IN_COMMON,
         request_router_config=RequestRouterConfig(request_router_class="deployments.serve.router.RegistryRouter"),
     )

@@ -415,6 +415,11 @@ def test_an_update_starts_an_ingress_before_it_stops_one(num_replicas: int) -> N
     assert math.ceil(surge_percent * num_replicas / 100) == 1, "as Serve rounds it"
 
 
+def test_an_update_may_start_replicas_before_it_stops_any() -> None:
+    [model] = (config := parse({"models": [{"replicas": {"max_surge_percent": 50}}]})).models
+    assert _replica_deployment(model, config.ingress)._deployment_config.max_surge_percent == 50
+
+
 def test_a_proxy_that_starts_slowly_is_not_killed_while_serve_waits_for_it() -> None:
     """As Serve has read the launcher's environment: so many tries, of so many seconds, have to fail in a row."""
     assert constants.PROXY_HEALTH_CHECK_UNHEALTHY_THRESHOLD * constants.PROXY_READY_CHECK_TIMEOUT_S >= (
