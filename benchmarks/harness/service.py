@@ -21,8 +21,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from benchmarks.harness.command import BenchmarkError, ran
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.machine import environment
@@ -80,8 +78,9 @@ class Service:
 
     def status(self) -> str:
         """The word of `serve status` for the application, as RUNNING or DEPLOY_FAILED."""
-        [found] = yaml.safe_load(self._told_to_serve("status"))["applications"].values()
-        return str(found["status"])
+        _, _, applications = self._told_to_serve("status").partition("applications:")
+        found = re.search(r"^ {4}status: (\w+)$", applications, re.MULTILINE)
+        return "unknown" if found is None else found[1]
 
     def _told_to_serve(self, *command: str) -> str:
         return ran([sys.executable, "-m", "ray.serve.scripts", *command, "-a", _DASHBOARD], env=_with_token(self.token))

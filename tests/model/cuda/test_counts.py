@@ -200,7 +200,7 @@ def test_log_probabilities_read_logits_for_the_greatest_the_sum_and_the_likelies
     moved = counts.traffic("logprobs_kernel")
     assert moved.read <= logits.nbytes * 1.02
     assert moved.loaded <= logits.nbytes * (1 + 1 + 4 + 1) * 1.02  # four digits of a bfloat16
-    assert moved.written == 2 * (4 + 8 + 2 * (4 + 8))
+    assert moved.written == 2 * (4 + 4 + 8 + 2 * (4 + 8))  # the normaliser, the token, its rank, and the likeliest
 
 
 def attended(sizes: list[tuple[int, int]], *, num_heads: int = 8, num_kv_heads: int = 2, dim: int = 128) -> Counts:
