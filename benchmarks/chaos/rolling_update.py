@@ -36,24 +36,23 @@ async def change_under_load(size: Size) -> list[dict[str, Any]]:
         return len(now) == 4 and not old & now
 
     async with under_traffic(size, with_dashboard=True) as (running, traffic):
-        two_replicas = {f"replica-{MODEL_NAME}": 2}
+        two_replicas, works = {f"replica-{MODEL_NAME}": 2}, application(place_timeout_s=20.0)
         scale_down = partial(running.running.deploy, application(), num_replicas=two_replicas)
-        update = partial(running.running.deploy, application(place_timeout_s=20.0))
+        update = partial(running.running.deploy, works)
         text = "rolling update of replicas and ingress to other settings, 2 replicas to 3"
         return [
             await _changing(running, traffic, "scale-down from 3 replicas to 2", scale_down, has_scaled),
             await _changing(running, traffic, text, update, has_rolled),
-            *await _failing_update(running, traffic, max_surge_percent=0, num_left=2),
-            *await _failing_update(running, traffic, max_surge_percent=34, num_left=3),
+            *await _failing_update(running, traffic, works, max_surge_percent=0, num_left=2),
+            *await _failing_update(running, traffic, works, max_surge_percent=34, num_left=3),
         ]
 
 
 async def _failing_update(
-    running: Stage, traffic: Traffic, *, max_surge_percent: int, num_left: int
+    running: Stage, traffic: Traffic, works: dict[str, Any], *, max_surge_percent: int, num_left: int
 ) -> list[dict[str, Any]]:
-    """An update to weights that are cut off, until Serve gives it up, and then back."""
+    """An update to weights that are cut off, until Serve gives it up, and then back to what works."""
     service = running.running
-    works = application(place_timeout_s=20.0)
 
     def deploy(settings: dict[str, Any], wanted: str) -> None:
         service.deploy(settings)
@@ -64,10 +63,10 @@ async def _failing_update(
             time.sleep(_LOOK_S)
 
     with tempfile.TemporaryDirectory() as folder:
-        broken = shutil.copytree(PROJECT / "models" / "demo", folder, dirs_exist_ok=True)
-        weights = Path(broken) / "model.safetensors"
+        shutil.copytree(PROJECT / "models" / "demo", folder, dirs_exist_ok=True)
+        weights = Path(folder) / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-100])
-        fails = application(place_timeout_s=20.0, model=str(broken), weights=True, max_surge_percent=max_surge_percent)
+        fails = application(place_timeout_s=20.0, model=folder, weights=True, max_surge_percent=max_surge_percent)
         text = f"update to weights that are cut off, max_surge_percent {max_surge_percent}"
         failed = await _changing(
             running,

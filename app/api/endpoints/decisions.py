@@ -228,7 +228,8 @@ async def label_logprobs(state: ResponseState) -> list[tuple[float, ...]]:
 def answer_to(question: AnyQuestion, logprobs: Sequence[float]) -> Json:
     """The answer by the log-probabilities of its labels, of which one is finite.
 
-    `confidence` is the likeliest label's share times the mass of all labels: its probability in the vocabulary."""
+    `confidence` is the likeliest label's share times the mass of all labels: its probability in the vocabulary.
+    """
     likeliest = max(logprobs)
     weights = [math.exp(each - likeliest) for each in logprobs]
     total = sum(weights)

@@ -81,12 +81,10 @@ async function ask(event) {
   const place = add("assistant", "");
   const began = performance.now();
   const times = { first: 0, tokens: 0 };
-  running = new AbortController();
-  setRunning(true);
   const answer = { role: "assistant", content: "", calls: [] };
-  try {
+  await run(place, answer, async (signal) => {
     const response = await call(path, {
-      body: { ...sent, stream_options: { include_usage: true, continuous_usage_stats: true } }, signal: running.signal,
+      body: { ...sent, stream_options: { include_usage: true, continuous_usage_stats: true } }, signal,
     });
     times.replica = response.headers.get("x-carousel-replica") || "";
     for await (const { data } of events(response)) {
@@ -101,16 +99,12 @@ async function ask(event) {
       $("speed").textContent = speed(times, began);
       place.scrollIntoView({ block: "nearest" });
     }
-  } catch (error) {
-    showError(place, error, answer.content);
-  }
+  });
   const { calls, ...message } = answer;
   if (calls.length) messages.push({ ...message, content: message.content || null, tool_calls: calls });
   else if (message.content) messages.push(message);
   else messages.pop();
   place.append(element("span", "cost", speed(times, began)));
-  running = null;
-  setRunning(false);
   showCode();
   askForResult();
 }
@@ -120,21 +114,31 @@ async function decide(path, sent) {
   $("prompt").value = "";
   const place = add("assistant", "");
   const began = performance.now();
-  running = new AbortController();
-  setRunning(true);
-  try {
-    const { answers, usage } = await (await call(path, { body: sent, signal: running.signal })).json();
+  await run(place, { content: "" }, async (signal) => {
+    const { answers, usage } = await (await call(path, { body: sent, signal })).json();
     place.append(...answers.map((answer, number) => decision(sent.questions[number], answer)));
     const cached = usage.input_tokens_details.cached_tokens;
     const cost = `${Math.round(performance.now() - began)} ms, ${usage.input_tokens} prompt tokens, ${cached} of them cached`;
     place.append(element("span", "cost", cost));
     place.scrollIntoView({ block: "nearest" });
+  });
+  showCode();
+}
+
+// Sends what `work` sends, until it ends or is stopped. What fails is shown behind the answer so far.
+async function run(place, answer, work) {
+  running = new AbortController();
+  setRunning(true);
+  try {
+    await work(running.signal);
   } catch (error) {
-    showError(place, error, "");
+    if (error.name !== "AbortError") {
+      place.classList.add("error");
+      place.firstChild.textContent = answer.content ? `${answer.content}\n\n${error.message}` : error.message;
+    }
   }
   running = null;
   setRunning(false);
-  showCode();
 }
 
 // A question with the probability of each of its answers.
@@ -148,12 +152,6 @@ function decision({ instructions }, { name, probability, probabilities = [{ valu
     made.append(element("span", "", bar.ariaLabel), bar, element("span", "n", share.toFixed(3)));
   }
   return made;
-}
-
-function showError(place, error, begun) {
-  if (error.name === "AbortError") return;
-  place.classList.add("error");
-  place.firstChild.textContent = begun ? `${begun}\n\n${error.message}` : error.message;
 }
 
 // One piece of an answer: text, or pieces of calls. Whether there was anything in it.

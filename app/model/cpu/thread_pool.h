@@ -1,5 +1,5 @@
-// Threads that compute one step together: each phase is a loop that they share, over when all of its work is done. No
-// member waits for one that only has no CPU at this moment: other processes use the same cores.
+// Threads that compute one step together: each phase is a loop that they share, over when all of its work is done. Within
+// a step no member waits for one that only has no CPU at this moment: other processes use the same cores.
 //
 // Not OpenMP: its threads wait in busy loops, and two processes with as many threads as cores then slow each other down
 // a hundredfold. These threads spin for some microseconds and then yield.
@@ -225,7 +225,7 @@ class ThreadPool {
     }
 
     static constexpr int SPINS = 4000;  // some tens of microseconds
-    static constexpr int MAX_LOOPS = 1024;
+    static constexpr int MAX_LOOPS = 1024;  // more than most steps have; after so many all meet
 
     static inline thread_local int member_ = 0;  // the caller of `run` is the first
 

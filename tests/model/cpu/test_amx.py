@@ -47,7 +47,7 @@ def save_and_load(
 
 def test_products_have_the_units_order_of_sums_for_any_number_of_rows() -> None:
     """Under the address sanitiser: rows behind the last are neither read nor written."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    compiler = native._compiler()
     assert compiler is not None, "it has built the library"
     products = program(compiler, "amx_products.cpp", "-g", "-march=native", "-fsanitize=address", PLAIN_AMX)
     done = subprocess.run([products], capture_output=True, text=True)
