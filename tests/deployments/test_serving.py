@@ -335,11 +335,12 @@ def test_the_ingress_has_no_torch_and_replicas_with_weights_do(service: Service)
     # Found by the title that Ray gives each process, with the method that runs, among those of this session.
     loads_torch = {}
     for pid in session_members(os.getsid(0)):
-        title = Path(f"/proc/{pid}/cmdline").read_text().strip("\0 ")
-        if title.startswith("ray::ServeReplica:carousel:"):
-            loads_torch[title.rpartition(":")[2].partition(".")[0]] = (
-                "libtorch" in Path(f"/proc/{pid}/maps").read_text()
-            )
+        with suppress(OSError):  # it ended meanwhile, as workers of Ray do
+            title = Path(f"/proc/{pid}/cmdline").read_text().strip("\0 ")
+            if title.startswith("ray::ServeReplica:carousel:"):
+                loads_torch[title.rpartition(":")[2].partition(".")[0]] = (
+                    "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+                )
     with_weights = {"replica-turns", "replica-ranker", "replica-dozing"}
     others = {"ingress", "replica-least", "replica-narrow", "replica-trial", "replica-first", "replica-second"}
     assert loads_torch == dict.fromkeys(with_weights, True) | dict.fromkeys(others, False)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import shutil
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
@@ -104,30 +104,32 @@ async def test_a_small_batch_takes_turns_with_a_large_one_that_began_before(tmp_
 
 
 async def test_an_owner_with_many_batches_leaves_another_its_share_of_the_places(tmp_path: Path) -> None:
-    num_asked = []
+    echo = Echo()
+    asked: list[str] = []
+    under_way: deque[asyncio.Event] = deque()
 
-    def last(_: int) -> Answered:
-        num_asked.append(echo.asked.total())
-        return ok("bob-39")
+    async def one_at_a_time(owner: str, *call: Any) -> Answered:
+        asked.append(owner)
+        if asked.count("bob") < 40:
+            under_way.append(may_end := asyncio.Event())
+            await may_end.wait()
+        return await echo(owner, *call)
 
-    echo = Echo({"bob-39": last})
-    lengths = random.Random(0)
-
-    async def slow(*call: Any) -> Answered:
-        await asyncio.sleep(lengths.uniform(0.001, 0.009))  # else all end at the same time
-        return await echo(*call)
-
-    async with service_in(tmp_path, slow, max_in_flight=4) as service:
-        echo.hold = asyncio.Event()
+    async with service_in(tmp_path, one_at_a_time, max_in_flight=4) as service:
         many = [await begin(service, jsonl(*(input_line(f"{n}-{m}") for m in range(40)))) for n in range(10)]
-        await echo.has_open(4)
+        await waiting.until(lambda: len(asked) == 4)
         one = await begin(service, jsonl(*(input_line(f"bob-{n}") for n in range(40))), owner="bob")
-        await waiting.until(lambda: "bob" in service._execution.slots._queue._lines)  # it waits for a slot
-        echo.hold.set()
-        await until(service, one, owner="bob")
-        for batch_id in many:
-            await until(service, batch_id)
-        assert num_asked[0] < 3 * 40, "about as many of the other's, not ten times as many"
+        while asked.count("bob") < 40:
+            # The next ends when bob waits for its slot, so that the order does not depend on how fast this runs.
+            await waiting.until(lambda: "bob" in service._execution.slots._queue.lines)
+            num_asked = len(asked)
+            under_way.popleft().set()
+            await waiting.until(lambda: len(asked) > num_asked)  # noqa: B023
+        assert asked[: 4 + 2 * 40].count("bob") == 40, "as many of the other's, not ten times as many"
+        for may_end in under_way:
+            may_end.set()
+        for batch_id, owner in [(one, "bob"), *((each, OWNER) for each in many)]:
+            await until(service, batch_id, owner=owner)
 
 
 async def test_the_files_of_an_owner_that_are_read_for_long_hold_up_no_other(
