@@ -1,9 +1,13 @@
-"""Files and batches between the API's routes and the process that works them off. Neither room imports the other."""
+"""Files, batches and responses that are kept: between the API's routes and the process that has them.
+
+Neither room imports the other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -98,6 +102,33 @@ class NewBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NewResponse:
+    """A response of /v1/responses that is kept."""
+
+    owner: str
+    body: Json
+    headers: Mapping[str, str] = field(default_factory=dict)  # those that say where and when it runs
+    request_id: str
+    is_strict: bool = False
+    response_id: str  # it is kept under this id
+    created_at: int = 0  # seconds since 1970; 0: now
+
+
+class KeptAnswer(Protocol):
+    """A response that is kept, prepared and on the way."""
+
+    def as_json(self) -> Json:
+        """The response by now."""
+
+    def events(self, known: Sequence[bytes]) -> AsyncGenerator[list[bytes], None]:
+        """Its events behind those that are `known` from an earlier attempt, those of each delta together."""
+
+
+# Prepares a response. Raises what the same request would be refused with.
+AnswerKept = Callable[[NewResponse], AbstractAsyncContextManager[KeptAnswer]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PageOf:
     """Which part of a list is wanted: `limit` entries behind the one with the id `after`."""
 
@@ -109,7 +140,7 @@ class PageOf:
 
 
 class BatchService(Protocol):
-    """Files and batches, by their ids. All objects are those of OpenAI's API.
+    """Files, batches and responses, by their ids. All objects are those of OpenAI's API.
 
     Each belongs to an owner, "" where owners are not told apart, and is there for no other. Every method raises
     NotFound for an id that its owner does not have, and Unavailable when nothing can be kept now.
@@ -150,6 +181,35 @@ class BatchService(Protocol):
 
     async def cancel_batch(self, owner: str, batch_id: str) -> Json:
         """Stop a batch. Raises InvalidRequest when all its lines have ended."""
+
+    async def create_response(self, new: NewResponse) -> Json:
+        """Begin a response; its object. Raises what its body would be refused with, and Overloaded."""
+
+    async def response(self, owner: str, response_id: str, wait_s: float = 0.0) -> Json:
+        """One response's object, once it has ended or after `wait_s`.
+
+        Raises what has kept it from beginning, where its client waits for it.
+        """
+
+    async def response_events(
+        self, owner: str, response_id: str, after: int, wait_s: float
+    ) -> tuple[list[bytes], bool]:
+        """Events with a `sequence_number` above `after`, some unless that takes longer; whether they are the last.
+
+        Raises as `response`, and InvalidRequest for a number that there is not.
+        """
+
+    async def conversation(self, owner: str, response_id: str) -> list[Json]:
+        """The items that a response was generated from, and its own. Raises InvalidRequest before it has ended."""
+
+    async def response_items(self, page: PageOf, response_id: str) -> Json:
+        """A list of the items that a response was generated from."""
+
+    async def cancel_response(self, owner: str, response_id: str) -> Json:
+        """End a response. Raises InvalidRequest when it has ended otherwise."""
+
+    async def delete_response(self, owner: str, response_id: str) -> Json:
+        """Forget a response, which ends where it runs."""
 
     async def stats(self, owner: str) -> Json:
         """How many batches and requests there are in which state, and how fast tokens come."""

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from app.api.auth.keys import Authenticator, without_keys
 from app.api.auth.limits import Account, Reservation
+from app.api.endpoints.kept_responses import KeptResponse
+from app.api.endpoints.responses import RESPONSES_PATH, ResponsesWriter
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.generation import shared_fields
 from app.api.http.errors import error_body, error_status, log_error
@@ -28,7 +30,7 @@ from app.api.request_trace import RequestTrace, Tracer
 from app.api.schemas.parameters import UnknownFields, ignored_fields, parse
 from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelRequest, QueuedRequest
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
-from app.batches import LOWEST_CLASS, Answered, ItemOrigin
+from app.batches import LOWEST_CLASS, Answered, ItemOrigin, NewResponse
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
 from app.errors import CarouselError, DeadlineMissed, EngineStopped, Overloaded, Unavailable
@@ -179,6 +181,22 @@ class RequestHandler:
                     num_tokens=prepared.num_prompt_tokens + sum(each.sampling.max_tokens for each in prepared.requests),
                 )
         return prepared
+
+    @asynccontextmanager
+    async def keep(self, new: NewResponse) -> AsyncIterator[KeptResponse]:
+        """A response that is kept. Raises what `handle` raises, and Overloaded at once where its key has no room."""
+        with self.authenticator.account_named(new.owner).reserve_item() as reservation:
+            context = self.context(
+                reservation,
+                new.request_id,
+                headers=new.headers,
+                is_strict=new.is_strict,
+                may_keep=True,
+                kept_as=(new.response_id, new.created_at),
+            )
+            state = await self.handle(ENDPOINTS[RESPONSES_PATH], new.body, context)
+            assert isinstance(state.writer, ResponsesWriter), "that of the endpoint"
+            yield KeptResponse(state, state.writer.event_writer(state))
 
     async def handle_item(
         self, owner: str, path: str, body: Mapping[str, Any], origin: ItemOrigin | None = None

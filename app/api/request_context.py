@@ -39,6 +39,8 @@ class RequestContext:
     shares_prefixes: bool = True  # with requests of other accounts
     arrived_at: float = 0.0  # by the clock of the metrics
     trace: RequestTrace | None = None  # where traces are sent
+    may_keep: bool = False  # responses are kept here, and this request may ask for it
+    kept_as: tuple[str, int] | None = None  # of a response that is kept: its id, and when it was created
     shared: Mapping[str, SharedFields] = field(default_factory=dict)  # by model: what is known of its body already
     begun: list[PreparedRequest] = field(default_factory=list)  # all that it computes, from its beginning
 

@@ -16,20 +16,26 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
+
 from app.batches import JobState, PageOf
 from app.disk import primary_code
 from app.errors import InvalidSetup, NotFound
-from app.jobs.job import ItemError, Job, StoredFile
+from app.jobs.job import ItemError, Job, StoredFile, StoredResponse
 from app.jobs.space import MIN_CHARGED_BYTES
+from app.json_pieces import Json
 from app.webhooks.outbox import SCHEMA, WebhookOutbox
 from app.webhooks.receiver import WebhookReceiver
 
 _FILE_COLUMNS = tuple(field.name for field in fields(StoredFile))
+_RESPONSE_COLUMNS = tuple(field.name for field in fields(StoredResponse))
 _JOB_COLUMNS = tuple(field.name for field in fields(Job))
 _ENDED = tuple(status.value for status in JobState if status.has_ended)
+_RUNS = "status IN ('queued', 'in_progress')"  # a response
 _NOT_ENDED = f"status NOT IN ({', '.join(map(repr, _ENDED))})"
 
-_VERSION = 4  # of the tables below; a change of theirs needs another
+_VERSION = 5  # of the tables below; a change of theirs needs another
+_EXTENDED = 4  # of tables to which others have come since
 
 
 # The number is the order of creation. Where a column has no type SQLite keeps what it gets.
@@ -40,6 +46,9 @@ CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status);
 CREATE INDEX IF NOT EXISTS batches_by_owner ON batches (owner);
 CREATE INDEX IF NOT EXISTS files_by_owner ON files (owner);
 CREATE INDEX IF NOT EXISTS files_by_expiry ON files (expires_at);
+CREATE TABLE IF NOT EXISTS responses ({", ".join(_RESPONSE_COLUMNS)}, UNIQUE (id));
+CREATE INDEX IF NOT EXISTS responses_by_status ON responses (status);
+CREATE INDEX IF NOT EXISTS responses_by_expiry ON responses (expires_at);
 CREATE TABLE IF NOT EXISTS service (one INTEGER PRIMARY KEY CHECK (one = 1), generation NOT NULL);
 INSERT OR IGNORE INTO service VALUES (1, 0);
 {SCHEMA}
@@ -220,7 +229,69 @@ class Catalog:
                     WHERE owner = ? AND NOT ({_NOT_ENDED}) GROUP BY status"""
         return [(_sums(row), int(row["number"])) for row in self._connection.execute(query, (owner,))]
 
-    # What files take
+    # Responses
+
+    def add_response(self, response: StoredResponse) -> None:
+        """Make a response known."""
+        row = asdict(response) | {"num_bytes": len(response.request) + len(response.response)}
+        with self._transaction():
+            self._insert("responses", row)
+        self._charge(response.owner, max(row["num_bytes"], MIN_CHARGED_BYTES))
+
+    def stored_response(self, owner: str, response_id: str, now: float) -> StoredResponse:
+        """Raises NotFound when the owner has none, or no longer."""
+        query = "SELECT * FROM responses WHERE id = ? AND owner = ? AND ifnull(expires_at, ?) >= ?"
+        row = self._row(query, (response_id, owner, now, now))
+        if row is None:
+            raise NotFound(f"there is no response {response_id[:100]!r}", code="response_not_found")
+        return StoredResponse(**row)
+
+    def response_ids(self) -> list[str]:
+        """Of all responses. Raises Superseded."""
+        ids = [row["id"] for row in self._connection.execute("SELECT id FROM responses")]
+        self.check_generation()
+        return ids
+
+    def unended_responses(self) -> list[StoredResponse]:
+        """Those that have not ended. Raises Superseded."""
+        rows = self._connection.execute(f"SELECT * FROM responses WHERE {_RUNS} ORDER BY created_at").fetchall()
+        self.check_generation()
+        return [StoredResponse(**row) for row in rows]
+
+    def count_response_attempt(self, response_id: str) -> None:
+        """The process that generated it has died."""
+        with self._transaction():
+            query = "UPDATE responses SET num_attempts = num_attempts + 1 WHERE id = ?"
+            self._connection.execute(query, (response_id,))
+
+    def end_response(self, response_id: str, response: Json, num_bytes: int) -> None:
+        """End a response, unless it has ended; `num_bytes`: of its events."""
+        written = to_json(response).decode()
+        with self._transaction():
+            row = self._row(f"SELECT owner, num_bytes, request FROM responses WHERE id = ? AND {_RUNS}", (response_id,))
+            if row is None:
+                return
+            num_bytes += len(row["request"]) + len(written)
+            query = "UPDATE responses SET status = ?, response = ?, num_bytes = ? WHERE id = ?"
+            self._connection.execute(query, (response["status"], written, num_bytes, response_id))
+        self._charge(row["owner"], max(num_bytes, MIN_CHARGED_BYTES) - max(row["num_bytes"], MIN_CHARGED_BYTES))
+
+    def remove_responses(self, response_ids: Sequence[str]) -> None:
+        """Forget responses."""
+        for response_id in response_ids:
+            with self._transaction():
+                removed = self._row("SELECT owner, num_bytes FROM responses WHERE id = ?", (response_id,))
+                self._connection.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+            if removed is not None:
+                self._charge(removed["owner"], -max(removed["num_bytes"], MIN_CHARGED_BYTES))
+
+    def expired_response_ids(self, now: float) -> list[str]:
+        """Some of those that have expired and do not run."""
+        most_at_once = 1000
+        query = f"SELECT id FROM responses WHERE expires_at < ? AND NOT {_RUNS} LIMIT {most_at_once}"
+        return [row["id"] for row in self._connection.execute(query, (now,))]
+
+    # What files and responses take
 
     def _charge(self, owner: str, num_bytes: int) -> None:
         now = self.bytes_by_owner.get(owner, 0) + num_bytes
@@ -228,7 +299,8 @@ class Catalog:
         self.bytes_by_owner = others | ({owner: now} if now else {})
 
     def _bytes_by_owner(self) -> dict[str, int]:
-        query = "SELECT owner, sum(max(bytes, ?)) AS taken FROM files GROUP BY owner"
+        query = """SELECT owner, sum(max(bytes, ?)) AS taken FROM
+                   (SELECT owner, bytes FROM files UNION ALL SELECT owner, num_bytes FROM responses) GROUP BY owner"""
         return {row["owner"]: row["taken"] for row in self._connection.execute(query, (MIN_CHARGED_BYTES,))}
 
     # SQL
@@ -249,7 +321,7 @@ class Catalog:
             raise self._lost(f"it is damaged: {error}") from error
         if problem != "ok":
             raise self._lost(f"it is damaged: {problem}")
-        if version not in (0, _VERSION):  # none yet, or this one
+        if version not in (0, _EXTENDED, _VERSION):  # none yet, or this one
             raise InvalidSetup(
                 f"{self._path} has tables of version {version}; this Carousel reads {_VERSION}: set batches.path to "
                 f"another folder, or run the version that made it until its batches have ended"

@@ -103,6 +103,21 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredResponse:
+    """A response that is kept, as it is in the catalog."""
+
+    id: str
+    owner: str
+    created_at: int
+    expires_at: int | None  # None: never
+    status: str
+    request: str  # a `NewResponse` as JSON
+    response: str  # its object as JSON: as it was accepted, or as it has ended
+    num_attempts: int = 0  # that ended with the process
+    num_bytes: int = 0  # of both, and of its events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
     """A file as it is listed. Its name on disk is its id; the client's name for it is never part of a path."""
 

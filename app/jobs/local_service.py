@@ -14,7 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from app.batches import BatchLimits, BatchService, JobState, NewBatch, NewFile, PageOf
+from app.batches import (
+    AnswerKept,
+    BatchLimits,
+    BatchService,
+    JobState,
+    NewBatch,
+    NewFile,
+    NewResponse,
+    PageOf,
+)
 from app.config import BatchesConfig
 from app.disk import OneThread, may_pass, take_lock
 from app.errors import (
@@ -32,6 +41,7 @@ from app.jobs.catalog import Catalog, Superseded
 from app.jobs.executors import FleetExecution
 from app.jobs.files import FileDraft, FileStore
 from app.jobs.job import INPUT_PURPOSE, Job, StoredFile, batch_object, counted, file_object, new_job_id, stats_object
+from app.jobs.kept_responses import MAX_RUNNING, KeptResponses
 from app.jobs.space import MIN_CHARGED_BYTES, room_left, shortage_of_disk, shortage_of_share
 from app.json_pieces import Json
 from app.webhooks.client import WebhookClient
@@ -67,6 +77,7 @@ class _Open:
     files: FileStore
     runner: BatchRunner
     dispatcher: WebhookDispatcher
+    responses: KeptResponses
 
 
 class LocalBatchService(BatchService):
@@ -77,6 +88,7 @@ class LocalBatchService(BatchService):
         path: Path,
         config: BatchesConfig,
         execution: FleetExecution,
+        answer: AnswerKept,
         *,
         clock: Callable[[], float] = time.time,
         limits: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
@@ -85,12 +97,13 @@ class LocalBatchService(BatchService):
     ) -> None:
         """`path` is the folder, which is made where there is none; `clock` gives seconds since 1970.
 
-        `execution` computes items. `client` sends webhooks to their receivers; by default as the settings say.
-        `retries` says when they are sent again.
+        `execution` computes items, `answer` responses that are kept. `client` sends webhooks to their receivers; by
+        default as the settings say. `retries` says when they are sent again.
         """
         self._path = path
         self._config = config
         self._execution = execution
+        self._answer = answer
         self._limits = limits
         self._retries = retries
         self._clock = clock
@@ -192,7 +205,12 @@ class LocalBatchService(BatchService):
             for job in unfinished:
                 logger.info("batch %s goes on: %s", job.id, job.status.value)
             await runner.resume(unfinished)
-            self._open = opened = _Open(catalog, files, runner, dispatcher)
+            responses = KeptResponses(
+                self._path / "responses", catalog, self._answer, run=self._run, admit=self._admit_response,
+                clock=self._clock, keep_s=config.keep_s,
+            )  # fmt: skip
+            await responses.resume()
+            self._open = opened = _Open(catalog, files, runner, dispatcher, responses)
             self._opened.set()
             async with asyncio.TaskGroup() as group:
                 group.create_task(dispatcher.work())
@@ -201,6 +219,8 @@ class LocalBatchService(BatchService):
                     await self._keep_house(opened)
                     await asyncio.sleep(HOUSEKEEPING_S)
         finally:
+            if self._open is not None:
+                await self._open.responses.close()
             self._open = None
             await runner.close()
             await asyncio.gather(*self._begun, return_exceptions=True)
@@ -232,7 +252,8 @@ class LocalBatchService(BatchService):
                 await self._thread.run(opened.catalog.remove_file, file_id)
                 await self._delete_content(opened, file_id)
             await self._thread.run(opened.catalog.forget_ended, self._clock() - batch_kept_s)
-        except STORAGE_FAILURES as error:
+            await opened.responses.remove_expired()
+        except (*STORAGE_FAILURES, Unavailable) as error:
             logger.error("files and uploads that have expired could not be removed: %s", described(error))
 
     # Files
@@ -374,6 +395,36 @@ class LocalBatchService(BatchService):
             raise InvalidRequest(f"the batch is {job.status.value}; only one that has lines to do can be cancelled")
         opened.runner.stop(batch_id)
         return job
+
+    # Responses
+
+    async def create_response(self, new: NewResponse) -> Json:
+        return await self._opened_now().responses.create(new)
+
+    async def response(self, owner: str, response_id: str, wait_s: float = 0.0) -> Json:
+        return await self._opened_now().responses.response(owner, response_id, wait_s)
+
+    async def response_events(
+        self, owner: str, response_id: str, after: int, wait_s: float
+    ) -> tuple[list[bytes], bool]:
+        return await self._opened_now().responses.events(owner, response_id, after, wait_s)
+
+    async def conversation(self, owner: str, response_id: str) -> list[Json]:
+        return await self._opened_now().responses.conversation(owner, response_id)
+
+    async def response_items(self, page: PageOf, response_id: str) -> Json:
+        return _list(await self._opened_now().responses.items(page, response_id), page)
+
+    async def cancel_response(self, owner: str, response_id: str) -> Json:
+        return await self._to_its_end(self._opened_now().responses.cancel(owner, response_id))
+
+    async def delete_response(self, owner: str, response_id: str) -> Json:
+        return await self._to_its_end(self._opened_now().responses.delete(owner, response_id))
+
+    async def _admit_response(self, owner: str, num_bytes: int, running: Callable[[], Counter[str]]) -> None:
+        self._check_share(owner, max(num_bytes, MIN_CHARGED_BYTES))
+        await self._run(_check_disk, self._path)
+        self._check_place("responses have not ended", MAX_RUNNING, running(), owner)
 
     async def stats(self, owner: str) -> Json:
         opened = self._opened_now()

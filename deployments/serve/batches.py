@@ -67,7 +67,7 @@ class Batches(Sender):
         assert config.batches is not None, "deployed only with batches"
         handler = await self.make_handler()
         execution = FleetExecution(handler.handle_item, max_in_flight=config.batches.max_in_flight)
-        service = LocalBatchService(Path(config.batches.path), config.batches, execution)
+        service = LocalBatchService(Path(config.batches.path), config.batches, execution, handler.keep)
         service.start()
         await service.opened()
         return service

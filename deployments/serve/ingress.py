@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any, cast
 
 from ray.serve.handle import DeploymentHandle
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from app.api import RequestHandler, batch_routes, build_app
+from app.api import batch_routes, build_app
 from app.api.auth.limits import SharedPools
 from app.api.endpoints.cancellation import RunningCalls
+from app.api.endpoints.kept_responses import KeptResponseRoutes
 from app.api.http.guard import owner_of
 from app.batches import BatchService
 from app.config import ApplicationConfig
@@ -54,13 +54,17 @@ class Ingress(Sender):
         """Called by Serve after the constructor; waits for a replica of every model."""
         handler = await self.make_handler()
         freeze_loaded()
+        service = None if self._batches is None else cast(BatchService, _RemoteService(self._batches))
         to_ray = RayMetrics(lambda: families_of_requests(self._metrics.requests.snapshot()))
         self._handing_over = asyncio.create_task(to_ray.hand_over_for_ever())
         return build_app(
             handler,
             self._is_ready,
             expose=self._metrics.expose,
-            batch_routes=self._batch_routes(handler),
+            batch_routes=[] if service is None else batch_routes(service, handler, owner_of=owner_of),
+            kept=None
+            if service is None
+            else KeptResponseRoutes(service, owner_of, heartbeat_s=handler.limits.heartbeat_s),
             collect=self.collect_admin_reports,
             fleets=self._fleets,
             switches=self._gossip,
@@ -77,11 +81,6 @@ class Ingress(Sender):
         if await self.cancel_request(request_id, account):
             return True
         return any((await answers_of(this_deployment(), "cancel_request", request_id, account)).reports)
-
-    def _batch_routes(self, handler: RequestHandler) -> list[Route]:
-        if self._batches is None:
-            return []
-        return batch_routes(cast(BatchService, _RemoteService(self._batches)), handler, owner_of=owner_of)
 
     async def _is_ready(self) -> bool:
         """Whether every model has a replica that answers, or may sleep until the first request wakes it.

@@ -76,9 +76,10 @@ def refused(status: int = 400) -> Answered:
 def service_in(folder: Path, answer: Any, **given: Any) -> LocalBatchService:
     """`given` are arguments of the service, and settings."""
     arguments = {name: given.pop(name) for name in ("clock", "limits", "client", "retries") if name in given}
+    keep = given.pop("keep", None)  # by default, tests keep no responses
     config = BatchesConfig(**given)
     execution = FleetExecution(answer, max_in_flight=config.max_in_flight)
-    return LocalBatchService(folder, config, execution, **arguments)
+    return LocalBatchService(folder, config, execution, keep, **arguments)
 
 
 async def upload(

@@ -145,7 +145,7 @@ class Stage:
         if self._batches is None:
             return []
         execution = FleetExecution(handler.handle_item, max_in_flight=8)
-        service = LocalBatchService(self._batches, BatchesConfig(), execution)
+        service = LocalBatchService(self._batches, BatchesConfig(), execution, handler.keep)
         return batch_routes(await self._exits.enter_async_context(service), handler, owner_of=owner_of)
 
     async def _end(self) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import uuid
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain, takewhile
 from typing import Any
@@ -22,14 +21,29 @@ from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.requests import ChatRequest
 from app.api.schemas.responses import ResponsesRequest
-from app.errors import ContextTooLong
+from app.errors import ContextTooLong, InvalidRequest
 from app.json_pieces import Json, Rows, joined
+
+RESPONSES_PATH = "/v1/responses"
 
 
 def prepare_response(body: ResponsesRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Check the body and tokenize its chat, of which `truncation` may leave out old turns. Raises InvalidRequest."""
+    if body.kept_param is not None and not context.may_keep:
+        raise InvalidRequest(
+            f"{body.kept_param} needs a service that keeps files and batches (`batches` in its config), and a request "
+            f"of its own; leave it out and send the whole conversation as input",
+            param=body.kept_param,
+        )
+    prepared = _prepared(body, partial(prepare_chat, model=model, context=context, prefix="resp_"))
+    if context.kept_as is not None:  # engines know each attempt by an id of its own
+        response_id, created = context.kept_as
+        prepared = replace(prepared, response_id=response_id, created=created)
+    return prepared
+
+
+def _prepared(body: ResponsesRequest, prepare: Callable[[ChatRequest], PreparedRequest]) -> PreparedRequest:
     chat = body.as_chat()
-    prepare = partial(prepare_chat, model=model, context=context, prefix="resp_")
     try:
         return prepare(chat)
     except ContextTooLong:
@@ -90,7 +104,7 @@ class ResponseBuilder:
         self._body = body
         self._state = state
         self._output: list[_ReasoningItem | _Message | _Call] = []
-        self._status = "in_progress"
+        self._status = "queued" if body.background else "in_progress"
         self._error: Json | None = None
         self._num_events = 0
         self._names = TokenNames(state.prepared.model.tokenizer)
@@ -147,7 +161,7 @@ class ResponseBuilder:
             "object": "response",
             "created_at": prepared.created,
             "status": self._status,
-            "background": False,
+            "background": body.background,
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
             "instructions": body.instructions,
@@ -157,10 +171,10 @@ class ResponseBuilder:
             "model": prepared.model.name,
             "output": [item.as_json() for item in self._output],
             "parallel_tool_calls": body.parallel_tool_calls,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": body.reasoning.model_dump(),
             "service_tier": body.service_tier,
-            "store": False,
+            "store": body.store,
             "temperature": body.temperature,
             "text": {"format": body.text.format.as_json()},
             "tool_choice": body.tool_choice
@@ -170,19 +184,20 @@ class ResponseBuilder:
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": body.truncation,
-            "usage": None if self._status == "in_progress" else self._state.usage_of_responses(),
+            "usage": None if self._status in ("queued", "in_progress") else self._state.usage_of_responses(),
             "user": body.user or None,
         }
 
     def _begin(self) -> Iterator[Json]:
         if not self.has_begun:
             self.has_begun = True
+            self._status = "in_progress"
             yield self._event("response.created", response=self.as_json())
             yield self._event("response.in_progress", response=self.as_json())
 
     def _reason(self, text: str) -> Iterator[Json]:
         if not self._output or not isinstance(self._output[-1], _ReasoningItem):
-            yield from self._open(_ReasoningItem())
+            yield from self._open(_ReasoningItem(self._item_id("rs")))
         item = self._output[-1]
         assert isinstance(item, _ReasoningItem), "one was opened"
         item.text.add(text)
@@ -191,7 +206,7 @@ class ResponseBuilder:
 
     def _say(self, text: str) -> Iterator[Json]:
         if not self._output or not isinstance(self._output[-1], _Message):
-            yield from self._open(_Message(self._logprobs))
+            yield from self._open(self._new_message())
         message = self._output[-1]
         assert isinstance(message, _Message), "one was opened"
         message.text.add(text)
@@ -202,7 +217,8 @@ class ResponseBuilder:
 
     def _call(self, piece: ToolCallDelta) -> Iterator[Json]:
         if piece.name is not None:
-            yield from self._open(_Call(piece.call_id, piece.name, piece.is_custom))
+            item_id = self._item_id("ctc" if piece.is_custom else "fc")
+            yield from self._open(_Call(item_id, piece.call_id, piece.name, piece.is_custom))
         call = self._output[-1]
         assert isinstance(call, _Call), "deltas of a call follow each other"
         self._pending_logprobs = []  # only text has log-probabilities
@@ -237,10 +253,17 @@ class ResponseBuilder:
 
     def _end(self, *, is_complete: bool) -> Iterator[Json]:
         if not self._output:
-            yield from self._open(_Message(self._logprobs))
+            yield from self._open(self._new_message())
         yield from self._close(is_complete=is_complete)
         self._status = "completed" if is_complete else "incomplete"
         yield self._event(f"response.{self._status}", response=self.as_json())
+
+    def _new_message(self) -> _Message:
+        return _Message(self._item_id("msg"), self._logprobs)
+
+    def _item_id(self, kind: str) -> str:
+        """Of the next item; the same in each attempt at a response that is kept."""
+        return f"{kind}_{self._state.prepared.response_id.removeprefix('resp_')}-{len(self._output)}"
 
     def _logprobs(self, tokens: list[TokenLogprob]) -> list[Json]:
         entries: list[Json] = write_logprobs(CHAT_LOGPROBS, tokens, self._names, num_top=self._body.top_logprobs or 0)[
@@ -264,9 +287,9 @@ class ResponseBuilder:
 class _ReasoningItem:
     """The reasoning before the answer."""
 
+    item_id: str
     text: GrowingText = field(default_factory=GrowingText)
     status: str = "in_progress"
-    item_id: str = field(default_factory=lambda: f"rs_{uuid.uuid4().hex}")
 
     def as_json(self) -> Json:
         content = [{"type": "reasoning_text", "text": str(self.text)}] if self.status != "in_progress" else []
@@ -277,11 +300,11 @@ class _ReasoningItem:
 class _Message:
     """A message of the assistant."""
 
+    item_id: str
     write_logprobs: Callable[[list[TokenLogprob]], list[Json]]
     text: GrowingText = field(default_factory=GrowingText)
     logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)  # where the request asks for them
     status: str = "in_progress"
-    item_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
 
     def rows(self) -> Rows | list[Json]:
         return self.logprobs.rows(self.write_logprobs) if self.logprobs else []
@@ -301,15 +324,12 @@ class _Message:
 class _Call:
     """A call of a function, or of a custom tool, of which the arguments are the input."""
 
+    item_id: str
     call_id: str
     name: str
     is_custom: bool
     arguments: GrowingText = field(default_factory=GrowingText)
     status: str = "in_progress"
-    item_id: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.item_id = f"{'ctc' if self.is_custom else 'fc'}_{uuid.uuid4().hex}"
 
     @property
     def argument_kind(self) -> str:

@@ -13,6 +13,7 @@ from app.api.endpoints.admin import AdminRoutes
 from app.api.endpoints.batches import BatchRoutes
 from app.api.endpoints.cancellation import CancelRoutes
 from app.api.endpoints.files import FileRoutes
+from app.api.endpoints.kept_responses import KeptResponseRoutes
 from app.api.endpoints.live import LiveRoutes
 from app.api.endpoints.page import PageRoutes
 from app.api.endpoints.scheduler import SchedulerRoutes
@@ -80,7 +81,7 @@ def _of(*groups: type[RouteGroup]) -> tuple[Operation, ...]:
 
 _OPEN = _of(HealthRoutes, PageRoutes)
 _FOR_KEYS = (*_computed(), *_of(TokenizationRoutes, ServiceRoutes, CancelRoutes))
-_OF_BATCHES = _of(FileRoutes, BatchRoutes, ShortBatchRoutes)
+_OF_BATCHES = _of(FileRoutes, BatchRoutes, ShortBatchRoutes, KeptResponseRoutes)
 _FOR_ADMINS = _of(AdminRoutes, SchedulerRoutes, AdapterRoutes, LiveRoutes)
 
 
@@ -224,7 +225,7 @@ def _answers() -> Json:
             object={"const": "response"},
             created_at=int,
             model=str,
-            status={"enum": ["completed", "incomplete", "failed"]},
+            status={"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
             output=_list(item),
             usage=_object(input_tokens=int, output_tokens=int, total_tokens=int),
         ),
@@ -288,6 +289,8 @@ def _batch_answers() -> Json:
         "Batch": _object(**batch, id=str, input_file_id=str, output_file_id=_TEXT_OR_NULL, error_file_id=_TEXT_OR_NULL),
         "BatchList": _page(_reference("Batch")),
         "BatchResults": _object(**batch, id=_TEXT_OR_NULL, progress=float, results=results),
+        "DeletedResponse": _object(id=str, object={"const": "response"}, deleted={"const": True}),
+        "ResponseItems": _page(_object(id=str, type=str)),
         "BatchStats": _object(
             object={"const": "batch.stats"},
             batches=_object(**dict.fromkeys(statuses, int)),

@@ -19,8 +19,10 @@ from app.api.auth.limits import rate_limit_headers
 from app.api.endpoints.adapters import AdapterFleet, AdapterRoutes
 from app.api.endpoints.admin import AdminRoutes, Collect, only_this_process
 from app.api.endpoints.cancellation import Cancel, CancelRoutes, RunningCalls
+from app.api.endpoints.kept_responses import KeptResponseRoutes, asks_to_keep
 from app.api.endpoints.live import LiveFeed, LiveRoutes, WatchedFleet
 from app.api.endpoints.page import PageRoutes
+from app.api.endpoints.responses import RESPONSES_PATH
 from app.api.endpoints.scheduler import SchedulerRoutes, SchedulerSwitch
 from app.api.endpoints.service import HealthRoutes, MetricsRoutes, ServiceRoutes, only_measured_here
 from app.api.endpoints.table import ENDPOINTS, Endpoint
@@ -46,6 +48,7 @@ def build_app(
     *,
     expose: Callable[[], Awaitable[bytes]] | None = None,
     batch_routes: Sequence[Route] = (),
+    kept: KeptResponseRoutes | None = None,
     collect: Collect | None = None,
     fleets: Mapping[str, WatchedFleet] = MappingProxyType({}),
     switches: Mapping[str, SchedulerSwitch] = MappingProxyType({}),
@@ -56,7 +59,8 @@ def build_app(
     """The HTTP application over the handler's models, for the keys that its authenticator knows.
 
     `is_ready` answers whether a request could be served now. `expose` writes the text of /metrics; by default, what
-    this process has measured. `batch_routes` are those of files and batches where they are served. `collect` asks all
+    this process has measured. `batch_routes` are those of files and batches where they are served, and `kept` those of
+    responses that are kept. `collect` asks all
     processes for the reports that the admin routes show; by default, only this one. `fleets`, by the model's name, are
     those of the live view and of /load; `switches`, too, change the strategy and policy of their replicas, `adapters`
     their LoRA adapters. `cancel` ends a request of any process; by default, one of this process's, which are in
@@ -69,7 +73,11 @@ def build_app(
     running = running or RunningCalls(fleets)
     for_keys = [
         *(
-            Route(path, _Computed(endpoint, handler, running), methods=["POST"])
+            Route(
+                path,
+                _Computed(endpoint, handler, running, kept if endpoint.path == RESPONSES_PATH else None),
+                methods=["POST"],
+            )
             for endpoint in ENDPOINTS.values()
             for path in (endpoint.path, *endpoint.aliases)
         ),
@@ -77,6 +85,7 @@ def build_app(
         *ServiceRoutes(handler, openapi).routes(),
         *CancelRoutes(cancel or running.cancel).routes(),
         *batch_routes,
+        *(kept.routes() if kept is not None else ()),
     ]
     live = LiveRoutes(LiveFeed(fleets), heartbeat_s=handler.limits.heartbeat_s)
     open_routes = [*HealthRoutes(is_ready).routes(), *PageRoutes().routes()]
@@ -92,7 +101,10 @@ def build_app(
 class _Computed:
     """The ASGI application of one endpoint that computes on replicas."""
 
-    def __init__(self, endpoint: Endpoint, handler: RequestHandler, running: RunningCalls) -> None:
+    def __init__(
+        self, endpoint: Endpoint, handler: RequestHandler, running: RunningCalls, kept: KeptResponseRoutes | None
+    ) -> None:
+        self._kept = kept
         self._endpoint = endpoint
         self._handler = handler
         self._running = running
@@ -122,11 +134,18 @@ class _Computed:
             headers=headers,
             is_strict=asks_for(headers, STRICT_HEADER),
             trace=trace,
+            may_keep=self._kept is not None,
         )
         with handler.counting_refusals():
             body = with_deadline(
                 await read_json_object(Request(scope, receive), handler.limits, handler.threads), headers
             )
+        if self._kept is not None:
+            if body.get("previous_response_id") is not None:
+                body = await self._kept.continued(body, context.reservation.account.name)
+            if asks_to_keep(body):
+                await self._kept.answer(body, context, scope, receive, send)
+                return
         self._running.contexts.add(context)
         try:
             async with WhileConnected(receive):

@@ -118,14 +118,15 @@ class ResponseState:
         assert self.writer is not None, "a client sees it"
         return await self.writer.full_response(self)
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The response as server-sent events.
+    async def events(self, writer: EventWriter | None = None) -> AsyncGenerator[bytes, None]:
+        """The response as server-sent events, by default those of its endpoint's writer.
 
         An error before the first event is raised, so that it can have a status of its own; a later one becomes an
         event.
         """
-        assert self.writer is not None, "a client sees it"
-        writer = self.writer.event_writer(self)
+        if writer is None:
+            assert self.writer is not None, "a client sees it"
+            writer = self.writer.event_writer(self)
         try:
             with self.metrics:
                 async with aclosing(self.pieces):

@@ -151,7 +151,6 @@ _UNAVAILABLE: dict[type[ModelRequest], dict[str, RefusedField]] = {
         "return_tokens_as_token_ids": _off(False),
         "conversation": _off(),
         "prompt": _off(),
-        "background": _off(False),
         "n": _off(1),
         "best_of": _off(1),
         "context_management": _off([]),

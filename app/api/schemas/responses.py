@@ -1,7 +1,4 @@
-"""The body of POST /v1/responses, and the chat that it asks for.
-
-Responses are not stored: a client that continues a conversation sends all of it.
-"""
+"""The body of POST /v1/responses, and the chat that it asks for."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from pydantic import (
     Field,
     Tag,
     ValidationInfo,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -124,7 +120,7 @@ def _items(value: Any) -> Any:
     for number, item in enumerate(value):
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "item_reference":
-            raise ValueError(f"has a reference at {number}; nothing is stored here: send the item itself")
+            raise ValueError(f"has a reference at {number}; items have no life of their own here: send the item itself")
         if kind not in _ITEM_TYPES:
             raise ValueError(f"has an item at {number} that is not of a type out of {', '.join(_ITEM_TYPES)}")
     return value
@@ -242,17 +238,6 @@ class ReasoningOptions(Schema):
     summary: Literal["auto"] | None = None
 
 
-def _nothing(what: str) -> Any:
-    """Refuse what would need stored responses."""
-
-    def refuse(value: Any) -> Any:
-        if value:
-            raise ValueError(f"{what}; nothing is stored here: send the whole conversation as input")
-        return value
-
-    return BeforeValidator(refuse)
-
-
 LOGPROBS = "message.output_text.logprobs"
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # the second never has a value
 
@@ -291,14 +276,27 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
     # Returned unchanged.
     metadata: Annotated[dict[str, Any], not_larger(MAX_METADATA_SIZE)] = Field(default_factory=dict, max_length=16)
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
-    store: Annotated[bool, _nothing("is true"), WithJsonSchema({"const": False})] = False
-    previous_response_id: Annotated[str | None, _nothing("names a response"), WithJsonSchema({"type": "null"})] = None
+    store: bool = False  # OpenAI keeps what it is not told to forget
+    previous_response_id: str | None = Field(None, max_length=MAX_ID_LENGTH)
+    background: bool = False  # the answer comes before the response
 
     @model_validator(mode="after")
     def _logprobs_are_included(self) -> ResponsesRequest:
         if self.top_logprobs and not self.wants_logprobs:
             raise InvalidRequest(f'top_logprobs needs include: ["{LOGPROBS}"]; send both', param="top_logprobs")
         return self
+
+    @model_validator(mode="after")
+    def _background_is_stored(self) -> ResponsesRequest:
+        if self.background and not self.store:
+            raise InvalidRequest("background needs store: true; send both", param="background")
+        return self
+
+    @property
+    def kept_param(self) -> str | None:
+        """The field that asks for kept responses."""
+        names = ("store", "previous_response_id", "background")
+        return next((name for name in names if getattr(self, name)), None)
 
     @property
     def wants_logprobs(self) -> bool:

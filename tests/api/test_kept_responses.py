@@ -1,0 +1,376 @@
+"""Responses that are kept: by their ids, in the background, gone on with, and over the death of what generates them."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from app.engine.request import Request, TokenDelta
+from app.errors import Overloaded
+from app.text import Tokenizer
+from app.text.tool_calls import FORMATS
+from tests.kit.service import CALL, Answer, Connection, Service, bearer, delta, entry, openai_client, say, served
+from tests.waiting import until
+
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+STREAM = {"stream": True, "store": True, "background": True}
+
+
+class Gated:
+    """A script that gives one step for each place of `places`."""
+
+    def __init__(self, tokenizer: Tokenizer, text: str = "3 4 5.", *, at_once: int = 1) -> None:
+        self.script = say(tokenizer, text)
+        self.places = asyncio.Semaphore(0)
+        self.requests: list[Request] = []
+        self.refusals: list[Exception] = []
+        self.num_open = 0
+        self._at_once = at_once
+
+    def open(self) -> None:
+        """Let everything through."""
+        for _ in range(10_000):
+            self.places.release()
+
+    async def __call__(self, request: Request) -> AsyncIterator[TokenDelta]:
+        if self.refusals:
+            raise self.refusals.pop(0)
+        self.requests.append(request)
+        self.num_open += 1
+        try:
+            for step in _merged(list(self.script(request)), self._at_once):
+                await self.places.acquire()
+                yield delta(request, step)
+        finally:
+            self.num_open -= 1
+
+
+def _merged(steps: Sequence[Any], at_once: int) -> Iterator[Any]:
+    """Several tokens in a step, as a busy process gets them."""
+    for at in range(0, len(steps), at_once):
+        some = steps[at : at + at_once]
+        if all(isinstance(step, tuple) for step in some):
+            yield tuple(token for step in some for token in step)
+        else:
+            yield from some
+
+
+def kept_by(tokenizer: Tokenizer, gate: Gated, **options: Any) -> Service:
+    """A service whose model is this script."""
+    return Service(tokenizer, generate=gate, tool_format=FORMATS["hermes"], max_model_len=2000, **options)
+
+
+async def ask(app: Any, method: str, path: str, body: Any = None, query: str = "", key: str = "") -> Answer:
+    async with Connection(app, method, path, body, bearer(key) if key else {}, query, begins_work=True) as connection:
+        return await connection.finished()
+
+
+async def begin(app: Any, key: str = "", **fields: Any) -> dict[str, Any]:
+    """A response that is kept, as it is when the call has been answered."""
+    answer = await ask(app, "POST", "/v1/responses", {"input": "Hi", "store": True} | fields, key=key)
+    assert answer.status == 200, answer.json
+    return dict(answer.json)
+
+
+async def ended(app: Any, response_id: str) -> dict[str, Any]:
+    async def look() -> dict[str, Any]:
+        return dict((await ask(app, "GET", f"/v1/responses/{response_id}")).json)
+
+    return await until(look, lambda response: response["status"] not in ("queued", "in_progress"))
+
+
+async def events_of(app: Any, response_id: str, after: int | None = None) -> list[dict[str, Any]]:
+    query = "stream=true" + ("" if after is None else f"&starting_after={after}")
+    return (await ask(app, "GET", f"/v1/responses/{response_id}", query=query)).events
+
+
+async def test_it_is_there_by_its_id_until_it_is_deleted(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer)
+    gate.open()
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        response = await begin(app, metadata={"a": "b"})
+        assert (response["status"], response["store"], response["background"]) == ("completed", True, False)
+        assert response["output"][0]["content"][0]["text"] == "3 4 5."
+        path = f"/v1/responses/{response['id']}"
+        assert (await ask(app, "GET", path)).json == response
+        assert (await ask(app, "DELETE", path)).json == {"id": response["id"], "object": "response", "deleted": True}
+        for method, of_it in (("GET", ""), ("GET", "/input_items"), ("DELETE", ""), ("POST", "/cancel")):
+            gone = await ask(app, method, path + of_it, {} if method == "POST" else None)
+            assert (gone.status, gone.error["code"]) == (404, "response_not_found")
+
+
+async def test_the_conversation_goes_on_behind_it(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer)
+    gate.open()
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        first = await begin(app, input="one", instructions="only of this one")
+        second = await begin(app, input="two", previous_response_id=first["id"])
+        assert second["previous_response_id"] == first["id"]
+        third = await begin(
+            app, input=[{"role": "user", "content": "three"}], previous_response_id=second["id"], store=False
+        )
+        turns = ["one", "3 4 5.", "two", "3 4 5.", "three"]
+        chat = [{"role": ("user", "assistant")[at % 2], "content": turn} for at, turn in enumerate(turns)]
+        assert gate.requests[-1].prompt_token_ids == tokenizer.encode_chat(chat)
+        assert (await ask(app, "GET", f"/v1/responses/{third['id']}")).status == 404, "it was not to be kept"
+
+        async def items(query: str) -> Any:
+            return (await ask(app, "GET", f"/v1/responses/{second['id']}/input_items", query=query)).json
+
+        listed = await items("order=asc")
+        assert [item["content"][0]["text"] for item in listed["data"]] == turns[:3]
+        assert [item["content"][0]["type"] for item in listed["data"]] == ["input_text", "output_text", "input_text"]
+        assert [item["id"] for item in (await items(""))["data"]] == [item["id"] for item in listed["data"]][::-1]
+        behind = await items(f"order=asc&limit=1&after={listed['first_id']}")
+        assert (behind["data"], behind["has_more"]) == (listed["data"][1:2], True)
+
+
+async def test_a_background_response_is_answered_before_it_is_there(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer)
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        begun = await begin(app, background=True)
+        assert (begun["status"], begun["output"], begun["usage"]) == ("queued", [], None)
+        gate.places.release()
+
+        async def look() -> Any:
+            return (await ask(app, "GET", f"/v1/responses/{begun['id']}")).json
+
+        now = await until(look, lambda response: response["status"] == "in_progress")
+        refused = await ask(app, "POST", "/v1/responses", {"input": "x", "previous_response_id": begun["id"]})
+        assert (refused.status, refused.error["param"]) == (400, "previous_response_id")
+        gate.open()
+        response = await ended(app, begun["id"])
+        assert response["output"][0]["content"][0]["text"] == "3 4 5."
+        assert response["output"][0]["id"] == now["output"][0]["id"]
+
+
+async def test_its_client_may_go_and_read_on_elsewhere(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer)
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        body = {"input": "Hi", "stream": True, "store": True}
+        async with Connection(app, "POST", "/v1/responses", body, {}, begins_work=True) as connection:
+            gate.places.release()
+            await until(lambda: b"output_text.delta" in b"".join(m.get("body", b"") for m in connection.messages))
+            connection.hang_up()
+            await connection.finished()
+            read = connection.answer().events
+        assert gate.num_open == 1, "it goes on"
+        response_id, last = read[0]["response"]["id"], read[-1]["sequence_number"]
+        following = asyncio.create_task(events_of(app, response_id, last))
+        gate.open()
+        events = read + await following
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert "".join(event.get("delta", "") for event in events) == "3 4 5."
+        assert events[-1]["response"] == (await ask(app, "GET", f"/v1/responses/{response_id}")).json
+        assert await events_of(app, response_id) == events, "also when it has ended"
+        assert await events_of(app, response_id, len(events) - 2) == events[-1:]
+
+
+async def test_the_openai_package_reads_on_after_a_break(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer)
+    gate.open()
+    async with served(kept_by(tokenizer, gate), tmp_path) as app, openai_client(app) as client:
+        events = [each async for each in await client.responses.create(model="demo", input="Hi", **STREAM)]
+        response = events[0].response
+        rest = [each async for each in await client.responses.retrieve(response.id, stream=True, starting_after=2)]
+        assert rest == events[3:]
+        assert await client.responses.retrieve(response.id) == events[-1].response
+        items = await client.responses.input_items.list(response.id)
+        assert [item.type for item in items.data] == ["message"]
+        await client.responses.delete(response.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(response.id)
+
+
+async def test_it_ends_where_it_is_cancelled(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer)
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        begun = await begin(app, background=True)
+        for _ in range(2):
+            gate.places.release()
+        path = f"/v1/responses/{begun['id']}"
+        await until(lambda: gate.places.locked())
+        cancelled = (await ask(app, "POST", path + "/cancel", {})).json
+        assert (cancelled["status"], gate.num_open) == ("cancelled", 0)
+        assert {item["status"] for item in cancelled["output"]} <= {"incomplete"}
+        assert (await ask(app, "POST", path + "/cancel", {})).json == cancelled, "twice is once"
+        assert (await ask(app, "GET", path)).json == cancelled
+        gate.open()
+        other = await begin(app)
+        refused = await ask(app, "POST", f"/v1/responses/{other['id']}/cancel", {})
+        assert (refused.status, "is completed" in refused.error["message"]) == (400, True)
+
+
+async def test_one_that_is_deleted_while_it_runs_runs_no_more(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer)
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        begun = await begin(app, background=True)
+        await until(lambda: gate.num_open)
+        assert (await ask(app, "DELETE", f"/v1/responses/{begun['id']}")).json["deleted"]
+        assert gate.num_open == 0
+        assert (await ask(app, "GET", f"/v1/responses/{begun['id']}")).status == 404
+
+
+async def test_in_the_background_it_waits_for_room(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer)
+    gate.open()
+    gate.refusals = [Overloaded("full", retry_after_s=0.01), Overloaded("full", retry_after_s=0.01)]
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        begun = await begin(app, background=True)
+        assert (await ended(app, begun["id"]))["status"] == "completed"
+        assert gate.refusals == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_its_client_gets_the_refusal_where_it_waits(tokenizer: Tokenizer, tmp_path: Path, stream: bool) -> None:
+    gate = Gated(tokenizer)
+    gate.refusals = [Overloaded("full", retry_after_s=7)]
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        refused = await ask(app, "POST", "/v1/responses", {"input": "Hi", "store": True, "stream": stream})
+        assert (refused.status, refused.headers["retry-after"]) == (429, "7")
+
+
+async def test_another_key_has_no_part_in_it(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    alice, bob = "alice-0123456789abcdef0123456789", "bob-0123456789abcdef0123456789"
+    gate = Gated(tokenizer)
+    gate.open()
+    keys = [entry(alice, "alice"), entry(bob, "bob")]
+    async with served(kept_by(tokenizer, gate), tmp_path, keys=keys) as app:
+        response = await begin(app, key=alice, **STREAM | {"stream": False})
+        path = f"/v1/responses/{response['id']}"
+        for method, of_it in (("GET", ""), ("GET", "/input_items"), ("DELETE", ""), ("POST", "/cancel")):
+            other = await ask(app, method, path + of_it, {} if method == "POST" else None, key=bob)
+            assert (other.status, other.error["code"]) == (404, "response_not_found")
+        body = {"input": "x", "previous_response_id": response["id"]}
+        assert (await ask(app, "POST", "/v1/responses", body, key=bob)).status == 404
+        assert (await ask(app, "GET", path, key=alice)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("stream=true&starting_after=99", "starting_after is 99"),
+        ("stream=true&starting_after=-1", "should be the sequence_number"),
+        ("stream=true&starting_after=x", "should be the sequence_number"),
+        ("starting_after=1", "send stream=true"),
+    ],
+)
+async def test_a_place_that_there_is_not(tokenizer: Tokenizer, tmp_path: Path, query: str, words: str) -> None:
+    gate = Gated(tokenizer)
+    gate.open()
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        body = {"input": "Hi"} | STREAM
+        events = (await ask(app, "POST", "/v1/responses", body)).events
+        refused = await ask(app, "GET", f"/v1/responses/{events[0]['response']['id']}", query=query)
+        assert (refused.status, words in refused.error["message"]) == (400, True), refused.json
+
+
+async def test_events_are_of_those_that_were_streamed(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer)
+    gate.open()
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        response = await begin(app)
+        refused = await ask(app, "GET", f"/v1/responses/{response['id']}", query="stream=true")
+        assert (refused.status, "stream: true" in refused.error["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"store": True}, {"previous_response_id": "resp_1"}, {"store": True, "background": True}]
+)
+def test_a_service_that_keeps_nothing_says_so(service: Service, fields: dict[str, Any]) -> None:
+    refused = service.call("POST", "/v1/responses", {"input": "Hi"} | fields)
+    assert (refused.status, refused.error["param"]) == (400, next(iter(fields)))
+    assert "`batches` in its config" in refused.error["message"]
+
+
+async def test_a_mistake_is_refused_and_nothing_is_kept(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer)
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        for fields, param in (
+            ({"background": True, "store": False}, "background"),
+            ({"store": True, "temperature": 9}, "temperature"),
+            ({"store": "perhaps"}, "store"),
+            ({"store": True, "max_output_tokens": 10**6}, "max_output_tokens"),
+        ):
+            refused = await ask(app, "POST", "/v1/responses", {"input": "Hi"} | fields)
+            assert (refused.status, refused.error["param"]) == (400, param)
+        unknown = await ask(app, "POST", "/v1/responses", {"input": "Hi", "previous_response_id": "resp_none"})
+        assert (unknown.status, unknown.error["code"]) == (404, "response_not_found")
+    assert not list((tmp_path / "responses").iterdir())
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+async def test_it_goes_on_wherever_its_process_dies(tools_tokenizer: Tokenizer, tmp_path: Path, at_once: int) -> None:
+    # The folder as it is before the last step, with the events cut off at any byte.
+    tokenizer, text = tools_tokenizer, "Let me see.\n" + CALL
+    gate, before = Gated(tokenizer, text), tmp_path / "before"
+    fields = {"input": "Hi", "tools": [TOOL], "temperature": 1.0} | STREAM
+    num_steps = len(tokenizer.encode(text, add_special_tokens=False)) + 1
+    async with served(kept_by(tokenizer, gate), tmp_path / "whole") as app:
+        answering = asyncio.create_task(ask(app, "POST", "/v1/responses", fields))
+        for _ in range(num_steps - 1):
+            gate.places.release()
+        await until(lambda: (gate.requests and gate.places.locked()) or answering.done())
+        assert not answering.done(), answering.result().json
+        shutil.copytree(tmp_path / "whole", before)
+        gate.open()
+        whole = (await answering).events
+    assert "function_call" in {item["type"] for item in whole[-1]["response"]["output"]}
+    [log] = (before / "responses").iterdir()
+    size = log.stat().st_size
+    assert size > 3000
+    for kept in [0, *range(1, size, size // 12), size]:
+        folder = tmp_path / f"cut-{kept}"
+        shutil.copytree(before, folder)
+        with (folder / "responses" / log.name).open("r+b") as events:
+            events.truncate(kept)
+            events.seek(0)
+            num_known = sum(delta.count(b"\n\n") + 1 for delta in events.read().split(b"\n\n\n")[:-1])
+        again = Gated(tokenizer, text, at_once=at_once)
+        again.open()
+        async with served(kept_by(tokenizer, again), folder) as app:
+            response = await ended(app, log.name)
+            assert response["status"] == "completed", (kept, response["error"])
+            events_now = await events_of(app, log.name)
+        assert again.requests[0].sampling.seed == gate.requests[0].sampling.seed
+        if at_once == 1:
+            assert without_call_ids(events_now) == without_call_ids(whole), kept
+        assert events_now[:num_known] == whole[:num_known]
+        assert [event["sequence_number"] for event in events_now] == list(range(len(events_now)))
+        assert said(events_now) == said(whole)
+
+
+def without_call_ids(value: Any) -> Any:
+    """Each attempt at a call that is not known yet gives it an id of its own."""
+    if isinstance(value, dict):
+        return {name: without_call_ids(each) for name, each in value.items() if name != "call_id"}
+    return [without_call_ids(each) for each in value] if isinstance(value, list) else value
+
+
+def said(events: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """What the deltas of each kind come to, and what the items are at their ends."""
+    kinds = dict.fromkeys(event["type"] for event in events if "delta" in event)
+    return [(kind, "".join(each["delta"] for each in events if each["type"] == kind)) for kind in kinds]
+
+
+async def test_one_that_says_something_else_fails(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer)
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        answering = asyncio.create_task(ask(app, "POST", "/v1/responses", {"input": "Hi"} | STREAM))
+        for _ in range(3):
+            gate.places.release()
+        await until(lambda: gate.requests and gate.places.locked())
+    answering.cancel()
+    other = Gated(tokenizer, "7 8 9.")
+    other.open()
+    async with served(kept_by(tokenizer, other), tmp_path) as app:
+        [log] = (tmp_path / "responses").iterdir()
+        response = await ended(app, log.name)
+        assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+        assert (await events_of(app, log.name))[-1]["type"] == "response.failed"
