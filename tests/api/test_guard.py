@@ -32,6 +32,8 @@ WHO_MAY = {
         "POST /v1/files", "GET /v1/files", "GET /v1/files/{file_id}", "DELETE /v1/files/{file_id}",
         "GET /v1/files/{file_id}/content", "POST /v1/batches", "GET /v1/batches", "GET /v1/batches/{batch_id}",
         "POST /v1/batches/{batch_id}/cancel", "POST /v1/batch", "GET /v1/batch/stats", "GET /v1/batch/{batch_id}",
+        "GET /v1/responses/{response_id}", "GET /v1/responses/{response_id}/input_items",
+        "POST /v1/responses/{response_id}/cancel", "DELETE /v1/responses/{response_id}",
     },
     "admins": {
         "GET /admin/keys", "GET /admin/fleet", "GET /admin/live", "GET /admin/scheduler", "POST /admin/scheduler",
