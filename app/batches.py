@@ -76,6 +76,7 @@ class BatchLimits:
     max_file_bytes: int = 200 * 1024 * 1024  # as OpenAI's batches, as the next one
     max_lines: int = 50_000
     max_line_bytes: int = MAX_REQUEST_BYTES
+    max_responses: int = 1024  # that have not ended: each has a task, and its events in memory
     max_batches: int = 64  # that have not ended: each has a task, a journal and some items in memory
     window_s: int = 86_400  # until a batch expires: the `24h` of OpenAI's API
 

@@ -38,7 +38,6 @@ from app.json_pieces import Json, json_pieces
 
 logger = logging.getLogger(__name__)
 
-MAX_RUNNING = 1024  # responses; each has a task, and its events in memory
 RETRY_S = 1.0  # after a refusal that names no time
 STORAGE_RETRY_S = 5.0
 REFUSAL_KEPT_S = 60.0  # for the client that waits for the response

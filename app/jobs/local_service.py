@@ -41,7 +41,7 @@ from app.jobs.catalog import Catalog, Superseded
 from app.jobs.executors import FleetExecution
 from app.jobs.files import FileDraft, FileStore
 from app.jobs.job import INPUT_PURPOSE, Job, StoredFile, batch_object, counted, file_object, new_job_id, stats_object
-from app.jobs.kept_responses import MAX_RUNNING, KeptResponses
+from app.jobs.kept_responses import KeptResponses
 from app.jobs.space import MIN_CHARGED_BYTES, room_left, shortage_of_disk, shortage_of_share
 from app.json_pieces import Json
 from app.webhooks.client import WebhookClient
@@ -424,7 +424,7 @@ class LocalBatchService(BatchService):
     async def _admit_response(self, owner: str, num_bytes: int, running: Callable[[], Counter[str]]) -> None:
         self._check_share(owner, max(num_bytes, MIN_CHARGED_BYTES))
         await self._run(_check_disk, self._path)
-        self._check_place("responses have not ended", MAX_RUNNING, running(), owner)
+        self._check_place("responses have not ended", self._limits.max_responses, running(), owner)
 
     async def stats(self, owner: str) -> Json:
         opened = self._opened_now()

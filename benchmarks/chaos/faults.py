@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.chaos.kept import KeptTraffic, kept
 from benchmarks.chaos.networks import THERE, Host, own_network, why_no_networks
 from benchmarks.chaos.node_loss import LAYOUT, ON_EACH, node
 from benchmarks.chaos.stage import LENGTHS, Size, Stage, application, stage, under_traffic
@@ -221,8 +222,24 @@ def _infrastructure(row: str, text: str, processes: Callable[[Stage], list[int]]
 
 
 async def kill_ingress(size: Size) -> list[Row]:
-    """R6: the only ingress is killed: its clients lose their connections, and later ones wait for a new one."""
-    return await _all([_infrastructure("R6", "kill -9 the only ingress", Stage.ingresses)], size)
+    """R6: the only ingress is killed: its clients lose their connections, and later ones wait for a new one.
+
+    Then the same, and the process of batches, where clients ask for responses that are kept, and read on.
+    """
+    rows = await _all([_infrastructure("R6", "kill -9 the only ingress", Stage.ingresses)], size)
+    with TemporaryDirectory() as folder:
+        requests = kept(mixed(size.streams, max_tokens=LENGTHS))
+        with stage(application(batches={"path": folder})) as running:
+            traffic = await with_reference(running.target, requests, KeptTraffic)
+            assert isinstance(traffic, KeptTraffic), "as asked for"
+            for text, processes in (
+                ("the only ingress; clients of kept responses read on", Stage.ingresses),
+                ("the process of batches; the same", Stage.batches),
+            ):
+                fresh = replace(traffic, answers=[], num_breaks=0)
+                row = await _infrastructure("R6", f"kill -9 {text}", processes).figures(running, fresh, size)
+                rows.append(row | {"connections_broken": fresh.num_breaks})
+    return rows
 
 
 async def kill_controller(size: Size) -> list[Row]:

@@ -26,6 +26,7 @@ RECOVERY_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 _REPLICA = f"ray::ServeReplica:carousel:replica-{MODEL_NAME}"
 _INGRESS = "ray::ServeReplica:carousel:ingress"
+_BATCHES = "ray::ServeReplica:carousel:batches"
 _REPLICA_LABEL = re.compile(r'replica="([^"]*)"')
 
 
@@ -57,6 +58,10 @@ class Stage:
 
     def ingresses(self) -> list[int]:
         return self.named(_INGRESS)
+
+    def batches(self) -> list[int]:
+        """The process that keeps batches and responses."""
+        return self.named(_BATCHES)
 
     def ranks(self) -> list[int]:
         """The processes of replicas' other ranks."""

@@ -57,24 +57,25 @@ class Traffic:
         return answer
 
 
-async def with_reference(target: Target, requests: Sequence[Asked]) -> Traffic:
-    """Ask everything while nothing is wrong, twice; gives the kind `stop`, which is asked without them first, its
-    stop strings.
+async def with_reference(target: Target, requests: Sequence[Asked], clients: type[Traffic] = Traffic) -> Traffic:
+    """Ask everything by such clients while nothing is wrong, twice.
+
+    Gives the kind `stop`, which is asked without them first, its stop strings.
 
     Raises:
         BenchmarkError: an answer is not whole, or is another one the second time.
     """
     plain = await _answers(target, [asked for asked in requests if asked.kind == "stop"])
     given = [with_stop(asked, plain[asked.name].texts[0]) if asked.kind == "stop" else asked for asked in requests]
-    reference, again = await _answers(target, given), await _answers(target, given)
+    reference, again = await _answers(target, given, clients), await _answers(target, given, clients)
     for name, answer in reference.items():
         if answer.said != again[name].said:
             raise BenchmarkError(f"request {name!r} is answered differently each time, with no fault made")
-    return Traffic(target, given, reference)
+    return clients(target, given, reference)
 
 
-async def _answers(target: Target, requests: Sequence[Asked]) -> dict[str, Answer]:
-    answers = await Traffic(target, requests, {}).once()
+async def _answers(target: Target, requests: Sequence[Asked], clients: type[Traffic] = Traffic) -> dict[str, Answer]:
+    answers = await clients(target, requests, {}).once()
     for answer in answers:
         if not answer.is_complete:
             raise BenchmarkError(f"request {answer.name!r} was not answered: {answer.in_words}")

@@ -9,6 +9,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
+from app.batches import BatchLimits
 from app.config import ApplicationConfig, EngineConfig, IngressConfig, ServedModelConfig
 from app.model.location import resolve_model_path
 from deployments.serve.autoscaling import number_of_replicas
@@ -103,8 +104,8 @@ def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
 
 
 def _batches_deployment() -> serve.Deployment:
-    # All of them are short; content goes over in pieces.
-    max_batch_calls = 256
+    # All of them are short, and content goes over in pieces; but two may wait for the events of each response.
+    max_batch_calls = 256 + 2 * BatchLimits().max_responses
     # Calls end in moments, and batches go on after a restart.
     batches_drain_timeout_s = 2.0
     return serve.deployment(Batches).options(
