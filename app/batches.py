@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from app.json_pieces import Json
 from app.webhooks.receiver import WebhookReceiver
@@ -115,6 +115,22 @@ class NewResponse:
     created_at: int = 0  # seconds since 1970; 0: now
 
 
+@dataclass(frozen=True, slots=True)
+class EventsAfter:
+    """Which events of a response are wanted: those with a `sequence_number` above `number`."""
+
+    owner: str
+    response_id: str
+    number: int
+
+
+class Events(NamedTuple):
+    """Events of a response."""
+
+    written: list[bytes]
+    are_last: bool
+
+
 class KeptAnswer(Protocol):
     """A response that is kept, prepared and on the way."""
 
@@ -192,12 +208,10 @@ class BatchService(Protocol):
         Raises what has kept it from beginning, where its client waits for it.
         """
 
-    async def response_events(
-        self, owner: str, response_id: str, after: int, wait_s: float
-    ) -> tuple[list[bytes], bool]:
-        """Events with a `sequence_number` above `after`, some unless that takes longer; whether they are the last.
+    async def response_events(self, asked: Sequence[EventsAfter], wait_s: float) -> list[Events | Exception]:
+        """Events of several responses, at least of one unless that takes longer than `wait_s`.
 
-        Raises as `response`, and InvalidRequest for a number that there is not.
+        For each what `response` would raise, or InvalidRequest for a number that there is not.
         """
 
     async def conversation(self, owner: str, response_id: str) -> list[Json]:

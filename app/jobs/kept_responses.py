@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from app.batches import PIECE_BYTES, AnswerKept, KeptAnswer, NewResponse, PageOf
+from app.batches import PIECE_BYTES, AnswerKept, Events, EventsAfter, KeptAnswer, NewResponse, PageOf
 from app.errors import (
     CarouselError,
     DeadlineMissed,
@@ -38,6 +38,7 @@ from app.json_pieces import Json, json_pieces
 
 logger = logging.getLogger(__name__)
 
+_TOGETHER_S = 0.005
 RETRY_S = 1.0  # after a refusal that names no time
 STORAGE_RETRY_S = 5.0
 REFUSAL_KEPT_S = 60.0  # for the client that waits for the response
@@ -55,22 +56,11 @@ class _Running:
     log: Path | None  # of its events; None: it is not streamed
     events: list[bytes] = field(default_factory=list)
     answer: KeptAnswer | None = None  # while it is computed
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # another for each change
     task: asyncio.Task[None] | None = None
 
     def now(self) -> Json:
         """The response by now."""
         return self.response if self.answer is None else _object(self.answer)
-
-    def show(self, events: Iterable[bytes]) -> None:
-        """Let clients read more events."""
-        self.events += events
-        self.wake()
-
-    def wake(self) -> None:
-        """Wake those that wait for a change."""
-        changed, self.changed = self.changed, asyncio.Event()
-        changed.set()
 
 
 class KeptResponses:
@@ -99,6 +89,7 @@ class KeptResponses:
         self._clock = clock
         self._keep_s = keep_s
         self._running: dict[str, _Running] = {}
+        self._changed = asyncio.Event()  # another for each change
         self._refusals: dict[str, Exception] = {}  # of responses that never began, for their clients
 
     async def resume(self) -> None:
@@ -135,7 +126,7 @@ class KeptResponses:
         """See `BatchService`."""
         running = self._of(owner, response_id)
         if running is not None:
-            await _change(running, wait_s, lambda: response_id not in self._running)
+            await self._change(wait_s, lambda: response_id not in self._running)
             if response_id in self._running:
                 return running.now()
         self._raise_refusal(response_id)
@@ -143,15 +134,29 @@ class KeptResponses:
         response: Json = from_json(stored.response)
         return response
 
-    async def events(self, owner: str, response_id: str, after: int, wait_s: float) -> tuple[list[bytes], bool]:
+    async def events(self, asked: Sequence[EventsAfter], wait_s: float) -> list[Events | Exception]:
         """See `BatchService`."""
+        if not any(map(self._has_news, asked)):
+            await self._change(wait_s, lambda: any(map(self._has_news, asked)))
+            await asyncio.sleep(_TOGETHER_S)  # other responses of the same step have events too
+        return [await self._events_of(each) for each in asked]
+
+    def _has_news(self, asked: EventsAfter) -> bool:
+        running = self._of(asked.owner, asked.response_id)
+        return running is None or len(running.events) > asked.number + 1
+
+    async def _events_of(self, asked: EventsAfter) -> Events | Exception:
+        try:
+            return await self._read(asked.owner, asked.response_id, asked.number)
+        except CarouselError as error:
+            return error
+
+    async def _read(self, owner: str, response_id: str, after: int) -> Events:
         running = self._of(owner, response_id)
         if running is not None:
             _check_streamed(running.new)
             _check_after(after, len(running.events))
-            await _change(running, wait_s, lambda: len(running.events) > after + 1 or response_id not in self._running)
-            self._raise_refusal(response_id)
-            return _piece(running.events, after, may_be_last=response_id not in self._running)
+            return _piece(running.events, after, may_be_last=False)
         self._raise_refusal(response_id)
         stored = await self._stored(owner, response_id)
         new = NewResponse(**from_json(stored.request))
@@ -220,6 +225,17 @@ class KeptResponses:
             for response_id in ids:
                 await asyncio.to_thread((self._folder / response_id).unlink, missing_ok=True)
 
+    async def _change(self, wait_s: float, is_there: Callable[[], bool]) -> None:
+        """Returns once something is there, after `wait_s` at the latest."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not is_there():
+                    await self._changed.wait()
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
     # One response
 
     def _owners(self) -> Counter[str]:
@@ -277,7 +293,8 @@ class KeptResponses:
                             _append(running.log, last_events)
                         else:
                             _append(running.log, events)
-                            running.show(events)
+                            running.events += events
+                            self._wake()
                     response = _object(answer)
                 is_over = True
             except Exception as error:
@@ -315,7 +332,7 @@ class KeptResponses:
 
     def _leave(self, running: _Running) -> None:
         self._running.pop(running.new.response_id, None)
-        running.wake()
+        self._wake()
 
     def _refuse(self, running: _Running, error: Exception) -> None:
         response_id = running.new.response_id
@@ -400,15 +417,15 @@ def _last_event(response: Json, number: int) -> bytes:
     return b"event: response.%b\ndata: %b\n\n" % (kind.encode(), to_json(event))
 
 
-def _piece(events: Sequence[bytes], after: int, *, may_be_last: bool) -> tuple[list[bytes], bool]:
-    """Events behind one, of about `PIECE_BYTES`; whether they are the last."""
+def _piece(events: Sequence[bytes], after: int, *, may_be_last: bool) -> Events:
+    """Events behind one, of about `PIECE_BYTES`."""
     piece, size = list[bytes](), 0
     for at in range(after + 1, len(events)):
         if size >= PIECE_BYTES:
-            return piece, False
+            return Events(piece, are_last=False)
         piece.append(events[at])
         size += len(events[at])
-    return piece, may_be_last
+    return Events(piece, may_be_last)
 
 
 # Objects:
@@ -472,11 +489,3 @@ def _check_after(after: int, num_events: int) -> None:
 def _may_pass(error: Exception) -> bool:
     """Whether the same request may be served at another time."""
     return isinstance(error, Overloaded | Unavailable | EngineStopped) and not isinstance(error, DeadlineMissed)
-
-
-async def _change(running: _Running, wait_s: float, is_there: Callable[[], bool]) -> None:
-    """Returns once something is there, after `wait_s` at the latest."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(wait_s):
-            while not is_there():
-                await running.changed.wait()

@@ -18,6 +18,8 @@ from app.batches import (
     AnswerKept,
     BatchLimits,
     BatchService,
+    Events,
+    EventsAfter,
     JobState,
     NewBatch,
     NewFile,
@@ -404,10 +406,8 @@ class LocalBatchService(BatchService):
     async def response(self, owner: str, response_id: str, wait_s: float = 0.0) -> Json:
         return await self._opened_now().responses.response(owner, response_id, wait_s)
 
-    async def response_events(
-        self, owner: str, response_id: str, after: int, wait_s: float
-    ) -> tuple[list[bytes], bool]:
-        return await self._opened_now().responses.events(owner, response_id, after, wait_s)
+    async def response_events(self, asked: Sequence[EventsAfter], wait_s: float) -> list[Events | Exception]:
+        return await self._opened_now().responses.events(asked, wait_s)
 
     async def conversation(self, owner: str, response_id: str) -> list[Json]:
         return await self._opened_now().responses.conversation(owner, response_id)

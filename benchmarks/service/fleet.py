@@ -28,8 +28,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.chaos.kept import KeptTraffic
+from benchmarks.chaos.traffic import Asked
 from benchmarks.harness import machine
 from benchmarks.harness.answer import Answer, ask, random_prompt, streamed
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
@@ -69,30 +72,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Start, warm up, look at it idle, measure, stop."""
     allow_many_files()
-    with service(served(given)) as running:
+    with TemporaryDirectory() as folder, service(served(given, folder)) as running:
         gc.disable()  # the client's own pauses are not the service's
         try:
-            asked = {name: getattr(given, name) for name in ("streams", "tokens", "prompt_tokens", "step_ms")}
+            asked = {name: getattr(given, name) for name in ("api", "streams", "tokens", "prompt_tokens", "step_ms")}
             return drive(running, given) | asked
         finally:
             gc.enable()
 
 
-def served(given: argparse.Namespace) -> dict[str, Any]:
-    """The application's `args`: room for all streams on each replica, so that nothing is measured but the way there."""
-    blocks_of_one = -(-(given.prompt_tokens + given.tokens + 1) // _KV_BLOCK)
+def served(given: argparse.Namespace, folder: str = "") -> dict[str, Any]:
+    """The application's `args`: room for all streams on each replica, so that nothing is measured but the way there.
+
+    `folder` is that of responses that are kept.
+    """
+    template_tokens = 64  # that a chat has beside what is asked, at most
+    prompt_tokens = given.prompt_tokens + (0 if given.api == "completions" else template_tokens)
+    blocks_of_one = -(-(prompt_tokens + given.tokens + 1) // _KV_BLOCK)
     engine = {
         "model": {"path": given.model, "simulated": {"step_ms": given.step_ms}},
         "cache": {"num_blocks": given.streams * blocks_of_one, "block_size": _KV_BLOCK},
         "scheduler": {
             "max_running": given.streams,
             "max_waiting": given.streams,
-            "max_step_tokens": given.streams * given.prompt_tokens,
-            "prefill_chunk_tokens": given.prompt_tokens,
+            "max_step_tokens": given.streams * prompt_tokens,
+            "prefill_chunk_tokens": prompt_tokens,
         },
     }
     ingress = {"num_replicas": given.ingresses}
-    return application(MODEL_NAME, engine, {"num_replicas": given.replicas}, ingress=ingress)
+    branches = {"batches": {"path": folder}} if given.api == "kept" else {}
+    return application(MODEL_NAME, engine, {"num_replicas": given.replicas}, ingress=ingress, **branches)
 
 
 def drive(running: Service, given: argparse.Namespace, *, idle_s: float = IDLE_S) -> dict[str, Any]:
@@ -132,11 +141,26 @@ def requests_of(target: Target, given: argparse.Namespace, source: random.Random
     return [target.request("completions", body) for body in bodies]
 
 
+def responses_of(given: argparse.Namespace, source: random.Random, tokens: int) -> list[Asked]:
+    """The same as responses of OpenAI's API, kept or not."""
+    usual = {"model": MODEL_NAME, "stream": True, "ignore_eos": True, "max_output_tokens": tokens}
+    asked = usual | ({"store": True, "background": True} if given.api == "kept" else {})
+    letters = "abcdefghijklmnopqrstuvwxyz "
+    return [
+        Asked(f"{at}", given.api, asked | {"input": "".join(source.choices(letters, k=given.prompt_tokens))})
+        for at in range(given.streams)
+    ]
+
+
 async def play(target: Target, source: random.Random, given: argparse.Namespace, *, tokens: int) -> Round:
     """All streams at once, to their ends. Raises BenchmarkError when one had not exactly the tokens it asked for."""
-    prepared = requests_of(target, given, source, tokens)
     timeout_s = _PATIENCE_S + 2 * given.tokens * given.step_ms / 1000
-    answers = await asyncio.gather(*(ask(target, request, timeout_s=timeout_s) for request in prepared))
+    if given.api == "completions":
+        prepared = requests_of(target, given, source, tokens)
+        answers = await asyncio.gather(*(ask(target, request, timeout_s=timeout_s) for request in prepared))
+    else:
+        bodies = responses_of(given, source, tokens)
+        answers = await KeptTraffic(target, bodies, {}, timeout_s).once()
     for answer in answers:
         if not answer.has_succeeded or answer.num_tokens != tokens:
             raise BenchmarkError(f"a stream of {tokens} tokens brought {answer.num_tokens}: {answer.in_words}")
@@ -190,6 +214,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=positive, default=128, metavar="N", help="of each stream")
     parser.add_argument("--prompt-tokens", type=positive, default=32, metavar="N", help="of each stream")
     parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS", help="of a simulated step")
+    parser.add_argument(
+        "--api", choices=("completions", "responses", "kept"), default="completions",
+        help="which streams: completions, responses of OpenAI's newer API, or those kept",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=3, metavar="N")
     parser.add_argument("--model", default="models/demo", metavar="DIR", help="its tokenizer is used")
     return parser

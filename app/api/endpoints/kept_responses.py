@@ -6,6 +6,7 @@ and what an ingress passes on.
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -25,12 +26,14 @@ from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import EventWriter, ResponseState
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.request_context import RequestContext
-from app.batches import BatchService, NewResponse
+from app.batches import BatchService, Events, EventsAfter, NewResponse
 from app.errors import Failure, InvalidRequest
 from app.json_pieces import Json
 
 _END = b"\n\n"  # of an event
 _LOOK_EVERY_S = 10.0  # a call to the process of batches waits so long for something new
+# One that comes while a call waits for events of others is asked for after so long; a pause between calls.
+_NEWS_EVERY_S, _PAUSE_S = 0.05, 0.003
 _MAX_ITEMS_OF_PAGE = 100
 _CONTEXT_HEADERS = "x-carousel-"  # what begins so says where and when a request runs
 
@@ -160,6 +163,7 @@ class KeptResponseRoutes(RouteGroup):
         self._service = service
         self._owner_of = owner_of
         self._heartbeat_s = heartbeat_s
+        self._following = _Following(service)
 
     async def continued(self, body: dict[str, Any], owner: str) -> dict[str, Any]:
         """The body with the items before its own that `previous_response_id` stands for. Raises NotFound."""
@@ -219,7 +223,9 @@ class KeptResponseRoutes(RouteGroup):
                 param="starting_after",
             )
         number = -1 if after is None else int(after)
-        await self._service.response_events(owner, response_id, number, 0.0)  # an error has a status of its own
+        [found] = await self._service.response_events([EventsAfter(owner, response_id, number)], 0.0)
+        if isinstance(found, Exception):  # it has a status of its own
+            raise found
         return self._events(owner, response_id, after=number)
 
     @Operation(
@@ -260,10 +266,51 @@ class KeptResponseRoutes(RouteGroup):
     async def _follow(self, owner: str, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
         is_over = False
         while not is_over:
-            events, is_over = await self._service.response_events(owner, response_id, after, _LOOK_EVERY_S)
+            events, is_over = await self._following.next(EventsAfter(owner, response_id, after))
             after += len(events)
             if events:
                 yield b"".join(events)
+
+
+class _Following:
+    """All responses whose events this process passes on: one call at a time asks for those of all."""
+
+    def __init__(self, service: BatchService) -> None:
+        self._service = service
+        self._waiting: list[tuple[EventsAfter, asyncio.Future[Events]]] = []
+        self._asking: asyncio.Task[None] | None = None  # as long as something waits
+
+    async def next(self, asked: EventsAfter) -> Events:
+        """The next events of one response. Raises what `BatchService.response_events` has for it."""
+        events: asyncio.Future[Events] = asyncio.get_running_loop().create_future()
+        self._waiting.append((asked, events))
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask())
+        return await events
+
+    async def _ask(self) -> None:
+        try:
+            while self._waiting:
+                asked = [each for each in self._waiting if not each[1].done()]  # others were given up
+                self._waiting = []
+                for (which, events), found in zip(asked, await self._found(asked), strict=True):
+                    if events.done():
+                        continue
+                    if isinstance(found, Exception):
+                        events.set_exception(found)
+                    elif found.written or found.are_last:
+                        events.set_result(found)
+                    else:
+                        self._waiting.append((which, events))
+                await asyncio.sleep(_PAUSE_S)  # those that have got some ask for more
+        finally:
+            self._asking = None
+
+    async def _found(self, asked: Sequence[tuple[EventsAfter, asyncio.Future[Events]]]) -> Sequence[Events | Exception]:
+        try:
+            return await self._service.response_events([which for which, _ in asked], _NEWS_EVERY_S)
+        except Exception as error:
+            return [error] * len(asked)
 
 
 def asks_to_keep(body: Mapping[str, Any]) -> bool:
