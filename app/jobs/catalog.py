@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -229,6 +229,16 @@ class Catalog:
                     WHERE owner = ? AND NOT ({_NOT_ENDED}) GROUP BY status"""
         return [(_sums(row), int(row["number"])) for row in self._connection.execute(query, (owner,))]
 
+    def together(self, changes: Sequence[Callable[[], None]]) -> None:
+        """Make several changes in one transaction: one wait for the disk."""
+        try:
+            with self._transaction():
+                for change in changes:
+                    change()
+        except BaseException:
+            self.bytes_by_owner = self._bytes_by_owner()
+            raise
+
     # Responses
 
     def add_response(self, response: StoredResponse) -> None:
@@ -342,6 +352,10 @@ class Catalog:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
+        """Inside of another it is a part of that."""
+        if self._connection.in_transaction:
+            yield
+            return
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             self.check_generation()

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,8 @@ class KeptResponses:
         self._clock = clock
         self._keep_s = keep_s
         self._running: dict[str, _Running] = {}
+        self._changes: list[tuple[Callable[[], None], asyncio.Future[None]]] = []
+        self._writing: asyncio.Task[None] | None = None  # as long as there are changes
         self._changed = asyncio.Event()  # another for each change
         self._refusals: dict[str, Exception] = {}  # of responses that never began, for their clients
 
@@ -111,6 +114,8 @@ class KeptResponses:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._writing is not None:
+            await self._writing
 
     async def create(self, new: NewResponse) -> Json:
         """Begin a response; its object. Raises what its body would be refused with, and Overloaded."""
@@ -232,6 +237,33 @@ class KeptResponses:
                 while not is_there():
                     await self._changed.wait()
 
+    async def _write(self, change: Callable[[], None]) -> None:
+        """Change the catalog, together with the changes that come while an earlier one is on its way to the disk."""
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._changes.append((change, written))
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_all())
+        await written
+
+    async def _write_all(self) -> None:
+        try:
+            while self._changes:
+                changes, self._changes = self._changes, []
+                error: Exception | None = None
+                try:
+                    await self._run(self._catalog.together, [change for change, _ in changes])
+                except Exception as failed:
+                    error = failed
+                for _, written in changes:
+                    if written.done():  # nobody waits for it any more
+                        continue
+                    if error is None:
+                        written.set_result(None)
+                    else:
+                        written.set_exception(error)
+        finally:
+            self._writing = None
+
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -282,7 +314,7 @@ class KeptResponses:
                 async with self._answer(running.new) as answer:
                     if accepted is not None and not accepted.done():
                         running.response = _object(answer)
-                        await self._run(self._catalog.add_response, self._row(running))
+                        await self._write(partial(self._catalog.add_response, self._row(running)))
                         accepted.set_result(running.response)
                     running.answer = answer
                     async for events in answer.events(tuple(running.events)):
@@ -312,7 +344,8 @@ class KeptResponses:
         num_bytes = sum(map(len, (*running.events, *last_events)))
         while True:
             try:
-                await self._run(self._catalog.end_response, running.new.response_id, response, num_bytes)
+                end = partial(self._catalog.end_response, running.new.response_id, response, num_bytes)
+                await self._write(end)
                 break
             except Unavailable:
                 await asyncio.sleep(STORAGE_RETRY_S)
