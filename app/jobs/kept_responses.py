@@ -13,9 +13,10 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -317,16 +318,16 @@ class KeptResponses:
                         await self._write(partial(self._catalog.add_response, self._row(running)))
                         accepted.set_result(running.response)
                     running.answer = answer
-                    async for events in answer.events(tuple(running.events)):
-                        if running.log is None:
-                            continue
-                        if events[-1].startswith(_LAST_EVENTS):
-                            last_events = events[:-1]
-                            _append(running.log, last_events)
-                        else:
-                            _append(running.log, events)
-                            running.events += events
-                            self._wake()
+                    with _opened(running.log) as log:
+                        async for events in answer.events(tuple(running.events)):
+                            is_last = events[-1].startswith(_LAST_EVENTS)
+                            if is_last:
+                                last_events = events = events[:-1]
+                            if log is not None and events:
+                                log.write(b"".join(events) + _END_OF_DELTA)  # before a client reads any of them
+                                if not is_last:
+                                    running.events += events
+                                    self._wake()
                     response = _object(answer)
                 is_over = True
             except Exception as error:
@@ -404,11 +405,9 @@ class KeptResponses:
 # Events in files:
 
 
-def _append(log: Path, events: Sequence[bytes]) -> None:
-    """Those of one delta, before a client reads any of them."""
-    if events:
-        with log.open("ab", buffering=0) as file:
-            file.write(b"".join(events) + _END_OF_DELTA)
+def _opened(log: Path | None) -> AbstractContextManager[FileIO | None]:
+    """To write behind what is there, without a buffer."""
+    return nullcontext() if log is None else FileIO(log, "a")
 
 
 def _read_deltas(log: Path) -> list[bytes]:
