@@ -6,11 +6,13 @@ import http.server
 import json
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import openai
 import pytest
+from openai.types.responses import ResponseStreamEvent
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deployments.conftest import SHARED
@@ -73,6 +75,7 @@ class Killed:
     batch_id: str
     num_completed: int  # lines
     job_id: str
+    events: list[ResponseStreamEvent]  # of a kept response, those that had come
 
 
 def num_completed(client: openai.OpenAI, batch_id: str) -> int:
@@ -93,8 +96,35 @@ def killed(client: openai.OpenAI, inbox: Inbox) -> Killed:
     job = client.post("/batch", body=body, cast_to=object)
     assert isinstance(job, dict)
     assert done < NUM_LINES
+    with begun_response(client) as stream:
+        events = list(islice(stream, 5))
     kill_batches(SHARED)
-    return Killed(batch.id, done, job["id"])
+    return Killed(batch.id, done, job["id"], events)
+
+
+def begun_response(client: openai.OpenAI) -> openai.Stream[ResponseStreamEvent]:
+    return client.responses.create(
+        model=MODEL, input="Once", max_output_tokens=100, store=True, background=True, stream=True,
+        extra_body={"ignore_eos": True, "seed": 1},
+    )  # fmt: skip
+
+
+def test_a_kept_response_goes_on_behind_what_had_come(client: openai.OpenAI, killed: Killed) -> None:
+    [created, *_] = killed.events
+    assert created.type == "response.created"
+    rest = list(client.responses.retrieve(created.response.id, stream=True, starting_after=4))
+    events = killed.events + rest
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert text_of(events) == text_of(begun_response(client))
+    last = events[-1]
+    assert last.type == "response.incomplete"  # at its length
+    assert last.response.usage is not None
+    assert last.response.usage.output_tokens == 100
+    assert client.responses.retrieve(created.response.id) == last.response
+
+
+def text_of(events: Iterable[ResponseStreamEvent]) -> str:
+    return "".join(event.delta for event in events if event.type == "response.output_text.delta")
 
 
 def test_every_line_ends_once_though_the_process_is_killed(client: openai.OpenAI, killed: Killed) -> None:

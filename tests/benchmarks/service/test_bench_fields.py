@@ -193,8 +193,8 @@ def test_there_is_a_body_for_every_field_of_every_schema() -> None:
     assert {body.path for body in bodies(2000)} == set(PATHS)
 
 
-# Constants and what an endpoint takes only where it asks for nothing.
-NOT_FILLED = {"completion_window", "previous_response_id", "store"}
+# Of one value.
+NOT_FILLED = {"completion_window"}
 
 
 def test_the_longest_pause_ends_with_a_token_or_has_not_ended() -> None:
