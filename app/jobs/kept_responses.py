@@ -23,6 +23,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from app.batches import PIECE_BYTES, AnswerKept, Events, EventsAfter, KeptAnswer, NewResponse, PageOf
+from app.disk import OneThread
 from app.errors import (
     CarouselError,
     DeadlineMissed,
@@ -34,6 +35,7 @@ from app.errors import (
     traceback_of,
 )
 from app.jobs.backlog import MAX_DEATHS
+from app.jobs.batch_runner import STORAGE_FAILURES
 from app.jobs.catalog import Catalog
 from app.jobs.job import StoredResponse
 from app.json_pieces import Json, json_pieces
@@ -45,6 +47,7 @@ RETRY_S = 1.0  # after a refusal that names no time
 STORAGE_RETRY_S = 5.0
 REFUSAL_KEPT_S = 60.0  # for the client that waits for the response
 _END, _END_OF_DELTA = b"\n\n", b"\n"  # of an event in a file, and of all that one delta gave
+_RUNS = ("queued", "in_progress")
 # They are written from the response itself.
 _LAST_EVENTS = (b"event: response.completed\n", b"event: response.incomplete\n", b"event: response.failed\n")
 
@@ -61,8 +64,9 @@ class _Running:
     task: asyncio.Task[None] | None = None
 
     def now(self) -> Json:
-        """The response by now."""
-        return self.response if self.answer is None else _object(self.answer)
+        """The response by now; it has not ended before the catalog knows it."""
+        now = self.response if self.answer is None else _object(self.answer)
+        return now if now.get("status") in _RUNS else now | {"status": "in_progress", "usage": None}
 
 
 class KeptResponses:
@@ -72,21 +76,21 @@ class KeptResponses:
         self,
         folder: Path,
         catalog: Catalog,
+        thread: OneThread,
         answer: AnswerKept,
         *,
-        run: Callable[..., Awaitable[Any]],
         admit: Callable[[str, int, Callable[[], Counter[str]]], Awaitable[None]],
         clock: Callable[[], float],
         keep_s: int | None,
     ) -> None:
-        """`folder` has the events. `run` runs a function in the catalog's thread.
+        """`folder` has the events, `thread` is the catalog's.
 
         `admit` raises where an owner may not keep so many bytes more, or has too many that run; it counts these last.
         """
         self._folder = folder
         self._catalog = catalog
         self._answer = answer
-        self._run = run
+        self._thread = thread
         self._admit = admit
         self._clock = clock
         self._keep_s = keep_s
@@ -98,8 +102,8 @@ class KeptResponses:
 
     async def resume(self) -> None:
         """Go on with what has not ended, and remove events that no response has."""
-        unended = await self._run(self._catalog.unended_responses)
-        known = set(await self._run(self._catalog.response_ids))
+        unended = await self._thread.run(self._catalog.unended_responses)
+        known = set(await self._thread.run(self._catalog.response_ids))
         await asyncio.to_thread(_sweep, self._folder, known)
         for stored in unended:
             new = NewResponse(**from_json(stored.request))
@@ -219,15 +223,15 @@ class KeptResponses:
         if running is not None:
             await self._stopped(running)
             self._leave(running)
-        await self._run(self._catalog.remove_responses, [response_id])
+        await self._thread.run(self._catalog.remove_responses, [response_id])
         await asyncio.to_thread((self._folder / response_id).unlink, missing_ok=True)
         return {"id": response_id, "object": "response", "deleted": True}
 
     async def remove_expired(self) -> None:
         """Forget what has expired."""
-        ids = await self._run(self._catalog.expired_response_ids, self._clock())
+        ids = await self._thread.run(self._catalog.expired_response_ids, self._clock())
         if ids:
-            await self._run(self._catalog.remove_responses, ids)
+            await self._thread.run(self._catalog.remove_responses, ids)
             for response_id in ids:
                 await asyncio.to_thread((self._folder / response_id).unlink, missing_ok=True)
 
@@ -252,7 +256,7 @@ class KeptResponses:
                 changes, self._changes = self._changes, []
                 error: Exception | None = None
                 try:
-                    await self._run(self._catalog.together, [change for change, _ in changes])
+                    await self._thread.run(self._catalog.together, [change for change, _ in changes])
                 except Exception as failed:
                     error = failed
                 for _, written in changes:
@@ -286,7 +290,7 @@ class KeptResponses:
         except Exception as error:
             if accepted.done():
                 self._refuse(running, error)
-                await self._run(self._catalog.remove_responses, [running.new.response_id])
+                await self._thread.run(self._catalog.remove_responses, [running.new.response_id])
             else:
                 accepted.set_exception(error)
             self._leave(running)
@@ -299,7 +303,7 @@ class KeptResponses:
             error = Unavailable(f"the process that generated it died {num_attempts} times; send it again")
             await self._end(running, _ended(running.response, "failed", error))
             return
-        await self._run(self._catalog.count_response_attempt, running.new.response_id)
+        await self._thread.run(self._catalog.count_response_attempt, running.new.response_id)
         await self._generate(running)
 
     async def _generate(
@@ -348,7 +352,8 @@ class KeptResponses:
                 end = partial(self._catalog.end_response, running.new.response_id, response, num_bytes)
                 await self._write(end)
                 break
-            except Unavailable:
+            except STORAGE_FAILURES as error:
+                logger.error("the end of response %s could not be kept: %s; trying again", response["id"], error)
                 await asyncio.sleep(STORAGE_RETRY_S)
         running.answer = None
         running.response = response
@@ -383,7 +388,9 @@ class KeptResponses:
         return running if running is not None and running.new.owner == owner and running.response else None
 
     async def _stored(self, owner: str, response_id: str) -> StoredResponse:
-        stored: StoredResponse = await self._run(self._catalog.stored_response, owner, response_id, self._clock())
+        stored: StoredResponse = await self._thread.run(
+            self._catalog.stored_response, owner, response_id, self._clock()
+        )
         return stored
 
     def _row(self, running: _Running) -> StoredResponse:

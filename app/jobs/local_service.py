@@ -202,15 +202,15 @@ class LocalBatchService(BatchService):
         runner = BatchRunner(
             catalog, files, results, thread, self._execution, self._limits, config, self._clock, dispatcher.wake
         )
+        responses = KeptResponses(
+            self._path / "responses", catalog, thread, self._answer, admit=self._admit_response,
+            clock=self._clock, keep_s=config.keep_s,
+        )  # fmt: skip
         try:
             unfinished = await runner.sweep()
             for job in unfinished:
                 logger.info("batch %s goes on: %s", job.id, job.status.value)
             await runner.resume(unfinished)
-            responses = KeptResponses(
-                self._path / "responses", catalog, self._answer, run=self._run, admit=self._admit_response,
-                clock=self._clock, keep_s=config.keep_s,
-            )  # fmt: skip
             await responses.resume()
             self._open = opened = _Open(catalog, files, runner, dispatcher, responses)
             self._opened.set()
@@ -221,9 +221,8 @@ class LocalBatchService(BatchService):
                     await self._keep_house(opened)
                     await asyncio.sleep(HOUSEKEEPING_S)
         finally:
-            if self._open is not None:
-                await self._open.responses.close()
             self._open = None
+            await responses.close()
             await runner.close()
             await asyncio.gather(*self._begun, return_exceptions=True)
             for upload in self._uploads.values():
@@ -401,25 +400,25 @@ class LocalBatchService(BatchService):
     # Responses
 
     async def create_response(self, new: NewResponse) -> Json:
-        return await self._opened_now().responses.create(new)
+        return await self._translated(self._opened_now().responses.create(new))
 
     async def response(self, owner: str, response_id: str, wait_s: float = 0.0) -> Json:
-        return await self._opened_now().responses.response(owner, response_id, wait_s)
+        return await self._translated(self._opened_now().responses.response(owner, response_id, wait_s))
 
     async def response_events(self, asked: Sequence[EventsAfter], wait_s: float) -> list[Events | Exception]:
-        return await self._opened_now().responses.events(asked, wait_s)
+        return await self._translated(self._opened_now().responses.events(asked, wait_s))
 
     async def conversation(self, owner: str, response_id: str) -> list[Json]:
-        return await self._opened_now().responses.conversation(owner, response_id)
+        return await self._translated(self._opened_now().responses.conversation(owner, response_id))
 
     async def response_items(self, page: PageOf, response_id: str) -> Json:
-        return _list(await self._opened_now().responses.items(page, response_id), page)
+        return _list(await self._translated(self._opened_now().responses.items(page, response_id)), page)
 
     async def cancel_response(self, owner: str, response_id: str) -> Json:
-        return await self._to_its_end(self._opened_now().responses.cancel(owner, response_id))
+        return await self._translated(self._to_its_end(self._opened_now().responses.cancel(owner, response_id)))
 
     async def delete_response(self, owner: str, response_id: str) -> Json:
-        return await self._to_its_end(self._opened_now().responses.delete(owner, response_id))
+        return await self._translated(self._to_its_end(self._opened_now().responses.delete(owner, response_id)))
 
     async def _admit_response(self, owner: str, num_bytes: int, running: Callable[[], Counter[str]]) -> None:
         self._check_share(owner, max(num_bytes, MIN_CHARGED_BYTES))

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
+import sqlite3
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from app.batches import BatchLimits
 from app.engine.request import Request, TokenDelta
 from app.errors import Overloaded
+from app.jobs.catalog import Catalog
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
 from tests.kit.service import CALL, Answer, Connection, Service, bearer, delta, entry, openai_client, say, served
@@ -271,6 +276,19 @@ async def test_a_place_that_there_is_not(tokenizer: Tokenizer, tmp_path: Path, q
         assert (refused.status, words in refused.error["message"]) == (400, True), refused.json
 
 
+async def test_ids_of_clients_are_no_names_of_files(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer)
+    gate.open()
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        headers = {"x-request-id": "../../../x"}
+        async with Connection(
+            app, "POST", "/v1/responses", {"input": "Hi"} | STREAM, headers, begins_work=True
+        ) as call:
+            response_id = (await call.finished()).events[0]["response"]["id"]
+        assert (tmp_path / "responses" / response_id).is_file()
+        assert response_id.removeprefix("resp_").isalnum()
+
+
 async def test_events_are_of_those_that_were_streamed(tokenizer: Tokenizer, tmp_path: Path) -> None:
     gate = Gated(tokenizer)
     gate.open()
@@ -374,3 +392,75 @@ async def test_one_that_says_something_else_fails(tokenizer: Tokenizer, tmp_path
         response = await ended(app, log.name)
         assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
         assert (await events_of(app, log.name))[-1]["type"] == "response.failed"
+
+
+async def test_its_end_waits_for_the_storage(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.jobs.kept_responses.STORAGE_RETRY_S", 0.001)
+    failures = [OSError(errno.ENOSPC, "full"), sqlite3.OperationalError("disk I/O error")]
+    together = Catalog.together
+
+    def failing(catalog: Catalog, changes: Sequence[Any]) -> None:
+        if gate.requests and failures:
+            raise failures.pop()
+        together(catalog, changes)
+
+    monkeypatch.setattr(Catalog, "together", failing)
+    gate = Gated(tokenizer)
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        begun = await begin(app, background=True)
+        gate.open()
+        assert (await ended(app, begun["id"]))["status"] == "completed"
+    assert not failures
+
+
+async def test_one_that_cannot_be_kept_is_refused(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(Catalog, "together", failing)
+    gate = Gated(tokenizer)
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        refused = await ask(app, "POST", "/v1/responses", {"input": "Hi", "store": True})
+        assert (refused.status, gate.requests) == (503, [])
+
+
+async def test_no_more_run_than_there_are_places(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer)
+    async with served(kept_by(tokenizer, gate), tmp_path, batch_limits=BatchLimits(max_responses=1)) as app:
+        begun = await begin(app, background=True)
+        refused = await ask(app, "POST", "/v1/responses", {"input": "Hi", "store": True})
+        assert (refused.status, "1 of at most 1 responses" in refused.error["message"]) == (429, True)
+        gate.open()
+        await ended(app, begun["id"])
+        assert (await begin(app))["status"] == "completed"
+
+
+async def test_one_whose_process_dies_again_and_again_is_given_up(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer)
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        begun = await begin(app, background=True)
+    for num_died in range(1, 6):
+        async with served(kept_by(tokenizer, gate), tmp_path) as app:
+            if num_died < 5:
+                await until(lambda: len(gate.requests) == num_died + 1)  # noqa: B023
+            else:
+                response = await ended(app, begun["id"])
+    assert (response["status"], "died 4 times" in response["error"]["message"]) == ("failed", True)
+
+
+async def test_it_expires(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer)
+    gate.open()
+    async with served(kept_by(tokenizer, gate), tmp_path, keep_s=1000) as app:
+        response = await begin(app, **STREAM | {"stream": False})
+        await ended(app, response["id"])
+    with closing(sqlite3.connect(tmp_path / "batches.sqlite3")) as connection, connection:
+        connection.execute("UPDATE responses SET expires_at = 1")
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        assert (await ask(app, "GET", f"/v1/responses/{response['id']}")).status == 404
+        with closing(sqlite3.connect(tmp_path / "batches.sqlite3")) as connection:
+            await until(lambda: connection.execute("SELECT count(*) FROM responses").fetchone() == (0,))

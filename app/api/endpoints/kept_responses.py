@@ -7,6 +7,7 @@ and what an ingress passes on.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -181,7 +182,7 @@ class KeptResponseRoutes(RouteGroup):
             body=body,
             headers={name: value for name, value in context.headers.items() if name.startswith(_CONTEXT_HEADERS)},
             request_id=context.request_id,
-            response_id=context.response_id("resp_"),
+            response_id=f"resp_{uuid.uuid4().hex}",  # a client's own request id may have any character
             is_strict=context.is_strict,
         )
         begun = await self._service.create_response(new)
