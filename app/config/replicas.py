@@ -27,6 +27,9 @@ class RolesConfig(Settings):
 class AutoscalingConfig(Settings):
     """How many replicas there are, by outstanding work and KV memory in use."""
 
+    mode: Literal["act", "advise"] = Field(
+        "act", description="advise: their number stays num_replicas; how many it would be is reported with the reason"
+    )
     min_replicas: int = Field(1, ge=0, le=1024, description="at least; 0: none while there is nothing to do")
     max_replicas: int = Field(4, ge=1, le=1024, description="at most")
     target_tokens: int = Field(
@@ -122,12 +125,12 @@ class ReplicasConfig(Settings):
         if roles is None:
             return self
         number = roles.prefill + roles.decode
-        if self.autoscaling is None and number != self.num_replicas:
+        if not self.is_elastic and number != self.num_replicas:
             raise ValueError(
                 f"roles are for {roles.prefill} + {roles.decode} replicas and num_replicas={self.num_replicas}: set it "
                 f"to {number}"
             )
-        if self.autoscaling is not None and min(self.initial_replicas, self.autoscaling.min_replicas) < 2:
+        if self.is_elastic and min(self.initial_replicas, self.min_replicas) < 2:
             raise ValueError("roles need 2 replicas at least: raise num_replicas and autoscaling.min_replicas")
         for has, what in (
             (self.groups, "groups"),
@@ -171,18 +174,26 @@ class ReplicasConfig(Settings):
         return min(1.0, self.num_gpus or 1.0)
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether their number changes by itself."""
+        return self.autoscaling is not None and self.autoscaling.mode == "act"
+
+    @property
+    def min_replicas(self) -> int:
+        """As few as there can ever be."""
+        return self.autoscaling.min_replicas if self.autoscaling and self.is_elastic else self.num_replicas
+
+    @property
     def max_replicas(self) -> int:
         """As many as there can ever be."""
-        return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas
+        return self.autoscaling.max_replicas if self.autoscaling and self.is_elastic else self.num_replicas
 
     @property
     def initial_replicas(self) -> int:
         """As many as there are at first: at least one, for the ingress asks it what the model allows."""
-        if self.autoscaling is None:
-            return self.num_replicas
-        return min(max(self.num_replicas, self.autoscaling.min_replicas), self.autoscaling.max_replicas)
+        return min(max(self.num_replicas, self.min_replicas), self.max_replicas)
 
     @property
     def may_sleep(self) -> bool:
         """Whether there may be none while there is nothing to do."""
-        return self.autoscaling is not None and self.autoscaling.min_replicas == 0
+        return self.min_replicas == 0

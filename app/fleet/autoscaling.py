@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from app.config import AutoscalingConfig
 
@@ -36,23 +37,39 @@ class AutoscalingLoad:
         return self.num_queued + self.num_replica_requests
 
 
-def desired_replicas(load: AutoscalingLoad, config: AutoscalingConfig) -> int:
+class Decision(NamedTuple):
+    """How many replicas there should be, and why."""
+
+    number: int
+    cause: str  # "tokens", "kv", "requests", "targets", "idle", "reports": replicas whose load is not known
+    reason: str  # in words, with the numbers
+
+
+def decide(load: AutoscalingLoad, config: AutoscalingConfig) -> Decision:
     """The number of replicas that brings each to its targets, within the limits.
 
     It rises with the load. For any load there is a number with which it agrees, and around that number the load may
     vary by a fifth before it asks for another. It is 0 only when there is no request anywhere. Where half of the
     replicas miss their targets, it is one more than before.
     """
-    need = needed(load, config)
+    need, cause, reason = max(_needs(load, config))
     wanted = _whole(need)
     if wanted < load.target:
         # A replica that has not reported yet may be full.
-        knows_all = load.num_reporting >= load.num_running
-        wanted = min(load.target, _whole(need / SHRINK_TO)) if knows_all else load.target
-    if _misses_targets(load):
-        wanted = max(wanted, load.target + 1)
+        if load.num_reporting < load.num_running:
+            wanted, cause = load.target, "reports"
+            reason = f"{load.num_reporting} of {load.num_running} replicas have reported"
+        else:
+            wanted = min(load.target, _whole(need / SHRINK_TO))
+    if _misses_targets(load) and wanted <= load.target:
+        wanted, cause = load.target + 1, "targets"
+        reason = f"{load.num_missing} of {load.num_reporting} replicas miss their targets at the best limits"
     lowest = config.min_replicas if _may_sleep(load) else max(1, config.min_replicas)
-    return min(max(wanted, lowest), config.max_replicas)
+    number = min(max(wanted, lowest), config.max_replicas)
+    if number != wanted:
+        limit = "min_replicas" if wanted < number else "max_replicas"
+        reason += f"; {limit} is {getattr(config, limit)}, else {wanted}"
+    return Decision(number, cause, reason)
 
 
 def _may_sleep(load: AutoscalingLoad) -> bool:
@@ -67,13 +84,21 @@ def _misses_targets(load: AutoscalingLoad) -> bool:
     return are_all_there and load.num_missing > 0 and 2 * load.num_missing >= load.num_reporting
 
 
+def _needs(load: AutoscalingLoad, config: AutoscalingConfig) -> list[tuple[float, str, str]]:
+    """How many replicas the load would fill to their targets: by tokens, by memory or by slots."""
+    if load.num_requests == load.num_outstanding_tokens == load.kv_use == 0:
+        return [(0.0, "idle", "no request")]
+    tokens, kv, requests = load.num_outstanding_tokens, load.kv_use, load.num_requests
+    return [
+        (tokens / config.target_tokens, "tokens", f"{tokens:,.0f} tokens to compute, {config.target_tokens:,} each"),
+        (kv / TARGET_KV_USE, "kv", f"KV memory of {kv:.2f} replicas in use, {TARGET_KV_USE:g} of each"),
+        (requests / load.num_slots, "requests", f"{requests:,.0f} requests, {load.num_slots:,} slots each"),
+    ]
+
+
 def needed(load: AutoscalingLoad, config: AutoscalingConfig) -> float:
-    """How many replicas the load would fill to their targets: by tokens, by memory or by slots, whichever is most."""
-    return max(
-        load.num_outstanding_tokens / config.target_tokens,
-        load.kv_use / TARGET_KV_USE,
-        load.num_requests / load.num_slots,
-    )
+    """The largest of these."""
+    return max(_needs(load, config))[0]
 
 
 def _whole(need: float) -> int:

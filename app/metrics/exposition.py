@@ -39,6 +39,8 @@ class Scrape:
     loops: Mapping[tuple[str, str], LoopSnapshot] = field(default_factory=dict)  # by a process's kind and its id
     # `LocalBatchService.counts` of the one process that runs them; empty where none answered.
     batches: Mapping[str, int] = field(default_factory=dict)
+    # Of models with autoscaling: how many replicas there should be, and what asks for them.
+    wanted: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     num_missing: int = 0  # ingresses and replicas that did not answer in time
 
 
@@ -65,6 +67,7 @@ def exposition(scrape: Scrape) -> bytes:
         *metrics_of(_LATENCIES, ("model_name", "group", "class"), latencies),
         *metrics_of(_REQUESTS, ("model_name",), named),
         *metrics_of(_SERVICE, (), [((), scrape)]),
+        *metrics_of(_WANTED, ("model_name", "reason"), [((name, why), n) for name, (n, why) in scrape.wanted.items()]),
         *metrics_of(_REPLICAS, _REPLICA, replicas),
         *metrics_of(_ADAPTERS, _REPLICA, adapters),
         *metrics_of(_STORES, _REPLICA, stores),
@@ -128,6 +131,9 @@ _SERVICE: Sequence[Family[Scrape]] = (
     Family("gauge", "carousel_ingresses", "Ingresses that answered this scrape.",
         lambda scrape: sum(process == "ingress" for process, _ in scrape.loops)),
 )  # fmt: skip
+_WANTED: Sequence[Family[int]] = (
+    Family("gauge", "carousel_replicas_wanted", "Replicas that there should be, by what asks for them.", lambda n: n),
+)
 # What each engine counts and measures.
 _REPLICAS: Sequence[Family[EngineReport]] = (
     Family("gauge", "carousel_slots", "Requests that one step can have.", lambda each: each.measurements.max_running),

@@ -77,6 +77,12 @@ ALERTS = (
         summary="Calls of {{ $labels.model_name }} are refused because no replica is there.",
     ),
     Alert(
+        name="CarouselWantsReplicas",
+        expr="max by (model_name) (carousel_replicas_wanted) > count by (model_name) (carousel_slots)",
+        lasts="10m",
+        summary="{{ $labels.model_name }} should have {{ $value }} replicas and has fewer.",
+    ),
+    Alert(
         name="CarouselOverloaded",
         expr=(
             'sum by (model_name) (rate(carousel_calls_refused_total{reason="overloaded"}[5m]))'

@@ -6,15 +6,17 @@ module by value into its controller, so nothing here is shared with other module
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray.serve import config as serve_config
 
 from app.config import AutoscalingConfig, ServedModelConfig
 from app.engine.stats import EngineMeasurements, EngineStats
-from app.fleet.autoscaling import AutoscalingLoad, desired_replicas
+from app.fleet.autoscaling import AutoscalingLoad, Decision, decide
+from app.metrics import EngineReport
 
 # Seconds of too much load before there are more replicas: five reports, so that one burst starts none, and short beside
 # the time that a model takes to load.
@@ -34,28 +36,67 @@ class TokenPolicy:
         """`autoscaling` are our settings as plain values: Serve passes JSON."""
         self._config = AutoscalingConfig.model_validate(autoscaling)
         self._num_slots = num_slots
+        self._told: Decision | None = None
 
     def __call__(self, context: serve_config.AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """The number, and no state to be kept."""
+        """The number, and no state to be kept. The controller's log has each that is another one, with the reason."""
         uses = _last_uses(context.raw_metrics)
-        load = AutoscalingLoad(
-            target=context.target_num_replicas,
-            num_running=context.current_num_replicas,
-            num_reporting=len(uses),
-            num_outstanding_tokens=sum(use[TOKENS] for use in uses),
-            num_replica_requests=sum(use[REQUESTS] for use in uses),
-            kv_use=sum(use[KV_USE] for use in uses),
-            num_queued=context.total_queued_requests,
-            num_slots=self._num_slots,
-            num_missing=sum(use[MISSES] > 0 for use in uses),
+        decision = decide(
+            _load(
+                uses,
+                self._num_slots,
+                target=context.target_num_replicas,
+                num_running=context.current_num_replicas,
+                num_queued=context.total_queued_requests,
+            ),
+            self._config,
         )
-        return desired_replicas(load, self._config), {}
+        if decision.number != context.target_num_replicas and (
+            self._told is None or decision[:2] != self._told[:2]  # it is asked ten times a second
+        ):
+            logging.getLogger("ray.serve").info(
+                "%s should have %d replicas and not %d: %s",
+                context.deployment_name, decision.number, context.target_num_replicas, decision.reason,
+            )  # fmt: skip
+        self._told = decision
+        return decision.number, {}
+
+
+def advice(model: ServedModelConfig, reports: Sequence[EngineReport], num_in_flight: int) -> Decision | None:
+    """What the policy would say of these replicas; None where the model has no autoscaling.
+
+    num_in_flight: requests that ingresses are answering, of which the replicas report those that they have.
+    """
+    autoscaling = model.replicas.autoscaling
+    if autoscaling is None:
+        return None
+    uses = [use_of(report.stats, report.measurements) for report in reports]
+    num_queued = max(0.0, num_in_flight - sum(use[REQUESTS] for use in uses))
+    num_there = len(reports) if model.replicas.is_elastic else model.replicas.num_replicas
+    num_slots = model.engine.scheduler.max_running
+    return decide(_load(uses, num_slots, target=num_there, num_running=num_there, num_queued=num_queued), autoscaling)
+
+
+def _load(
+    uses: Sequence[Mapping[str, float]], num_slots: int, *, target: int, num_running: int, num_queued: float
+) -> AutoscalingLoad:
+    return AutoscalingLoad(
+        target=target,
+        num_running=num_running,
+        num_reporting=len(uses),
+        num_outstanding_tokens=sum(use[TOKENS] for use in uses),
+        num_replica_requests=sum(use[REQUESTS] for use in uses),
+        kv_use=sum(use[KV_USE] for use in uses),
+        num_queued=num_queued,
+        num_slots=num_slots,
+        num_missing=sum(use[MISSES] > 0 for use in uses),
+    )
 
 
 def number_of_replicas(model: ServedModelConfig) -> dict[str, Any]:
     """The options of a deployment that say how many replicas it has."""
     replicas, autoscaling = model.replicas, model.replicas.autoscaling
-    if autoscaling is None:
+    if autoscaling is None or not replicas.is_elastic:
         return {"num_replicas": replicas.num_replicas}
     look_back_s = 2 * REPORT_INTERVAL_S  # must be longer than the interval; Serve asks each replica every fifth of it
     with warnings.catch_warnings():

@@ -66,6 +66,7 @@ class Ingress(Sender):
             if service is None
             else KeptResponseRoutes(service, owner_of, heartbeat_s=handler.limits.heartbeat_s),
             collect=self.collect_admin_reports,
+            wanted_replicas=self._metrics.wanted_replicas,
             fleets=self._fleets,
             switches=self._gossip,
             adapters=self._gossip,

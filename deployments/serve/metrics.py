@@ -13,7 +13,10 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from app.api.endpoints.admin import Answers
+from app.config import ServedModelConfig
 from app.errors import described
+from app.fleet.autoscaling import Decision
+from app.json_pieces import Json
 from app.metrics import (
     EngineReport,
     KnownReports,
@@ -25,7 +28,9 @@ from app.metrics import (
     exposition,
     num_counted,
 )
+from app.metrics.requests import merge
 from deployments.ray_internals import begin_call_on_all_replicas
+from deployments.serve.autoscaling import advice
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +54,14 @@ class IngressReport:
 class MetricsCollector:
     """One for each ingress process: has its measurements, and asks the others for theirs at each scrape."""
 
-    def __init__(self, handles: Mapping[str, DeploymentHandle], other_senders: Sequence[DeploymentHandle] = ()) -> None:
+    def __init__(
+        self,
+        models: Sequence[ServedModelConfig],
+        handles: Mapping[str, DeploymentHandle],
+        other_senders: Sequence[DeploymentHandle] = (),
+    ) -> None:
         """`handles` are the replica deployments by the model's name; `other_senders` send them requests, too."""
+        self._models = models
         self.requests = RequestMetrics(handles)
         self.loop = LoopMonitor()  # to be started
         self._handles = handles
@@ -72,6 +83,17 @@ class MetricsCollector:
 
     async def expose(self) -> bytes:
         """The text of /metrics, summed over all ingresses and replicas that answer in time."""
+        return exposition((await self._scrape())[0])
+
+    async def wanted_replicas(self) -> list[Json]:
+        """Of each model with autoscaling how many replicas there are and should be, and why."""
+        scrape, advised = await self._scrape()
+        return [
+            {"model": name, "replicas": len(scrape.replicas[name]), "wanted": each.number, "why": each.reason}
+            for name, each in advised.items()
+        ]
+
+    async def _scrape(self) -> tuple[Scrape, dict[str, Decision]]:
         senders = [this_deployment(), *self._senders]
         asked = await asyncio.gather(
             *(answers_of(handle, "metrics_report") for handle in (*senders, *self._handles.values()))
@@ -80,7 +102,14 @@ class MetricsCollector:
         replicas = {name: each.reports for name, each in zip(self._handles, asked[len(senders) :], strict=True)}
         self._learn(ingresses, replicas)
         by_id = {report.ingress_id: report for report in (*ingresses, self.report())}
+        in_flight = merge([report.requests for report in by_id.values()])
+        advised = {
+            model.name: decision
+            for model in self._models
+            if (decision := advice(model, replicas[model.name], in_flight[model.name].num_in_flight)) is not None
+        }
         scrape = Scrape(
+            wanted={name: (each.number, each.cause) for name, each in advised.items()},
             requests=[report.requests for report in by_id.values()],
             loops={(report.deployment, ingress_id): report.loop for ingress_id, report in by_id.items()},
             batches=next((report.batches for report in ingresses if report.batches), {}),
@@ -91,7 +120,7 @@ class MetricsCollector:
             },
             num_missing=sum(each.num_missing for each in asked),
         )
-        return exposition(scrape)
+        return scrape, advised
 
     def _learn(self, ingresses: Sequence[IngressReport], replicas: Mapping[str, Sequence[EngineReport]]) -> None:
         for name, known in self._known.items():

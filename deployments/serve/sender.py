@@ -47,7 +47,7 @@ class Sender:
         self._paths = paths
         self._keys = Keys(config.api, pools)
         self._other_senders = [] if batches is None else [batches]
-        self._metrics = MetricsCollector(handles, self._other_senders)
+        self._metrics = MetricsCollector(config.models, handles, self._other_senders)
         self._clients = {
             model.name: ModelClient(model, handles[model.name], self._metrics.requests.model(model.name))
             for model in config.models

@@ -61,7 +61,11 @@ def test_several_processes_are_summed_and_those_that_say_nothing_are_counted(
         ]
         return Answers(reports=reports, num_missing=1)
 
-    routes = AdminRoutes(KeyRing(KeyConfig.model_validate(each) for each in keys_entries), collect)
+    async def wanted_replicas() -> list[dict[str, Any]]:
+        return [{"model": "demo", "replicas": 1, "wanted": 3, "why": "20,000 tokens"}]
+
+    keys = KeyRing(KeyConfig.model_validate(each) for each in keys_entries)
+    routes = AdminRoutes(keys, collect, wanted_replicas)
     service = Service(tokenizer)
     service.app.router.routes[:0] = routes.routes()
     told = service.call("GET", "/admin/keys").json
@@ -71,6 +75,7 @@ def test_several_processes_are_summed_and_those_that_say_nothing_are_counted(
     assert root["requests"] == 0
     fleet = service.call("GET", "/admin/fleet").json
     assert [(each["process"], each["model"]) for each in fleet["data"]] == [("0", "demo"), ("1", "demo")]
+    assert fleet["autoscaling"] == [{"model": "demo", "replicas": 1, "wanted": 3, "why": "20,000 tokens"}]
     assert fleet["data"][0]["replicas"] == [{"replica": "a", "is_suspect": False}]
 
 

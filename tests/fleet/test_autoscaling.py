@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config import AutoscalingConfig
-from app.fleet.autoscaling import SHRINK_TO, AutoscalingLoad, desired_replicas, needed
+from app.fleet.autoscaling import SHRINK_TO, AutoscalingLoad, decide, needed
 
 SLOTS = 8
 
@@ -60,7 +60,7 @@ def without_replicas(*, target: int, num_queued: int) -> AutoscalingLoad:
 
 @given(loads, configs())
 def test_the_limits_hold(situation: AutoscalingLoad, config: AutoscalingConfig) -> None:
-    assert config.min_replicas <= desired_replicas(situation, config) <= config.max_replicas
+    assert config.min_replicas <= decide(situation, config).number <= config.max_replicas
 
 
 @given(loads, configs(), loads)
@@ -73,43 +73,43 @@ def test_more_work_never_asks_for_fewer(
         num_replica_requests=less.num_replica_requests + more.num_replica_requests,
         kv_use=less.kv_use + more.kv_use,
     )
-    assert desired_replicas(busier, config) >= desired_replicas(less, config)
+    assert decide(busier, config).number >= decide(less, config).number
 
 
 @given(st.integers(0, 100_000), st.integers(0, 20), configs())
 def test_a_constant_load_is_answered_with_one_number_for_good(
     tokens: int, target: int, config: AutoscalingConfig
 ) -> None:
-    settled = desired_replicas(load(tokens, target=target), config)
+    settled = decide(load(tokens, target=target), config).number
     for _ in range(3):
-        assert desired_replicas(load(tokens, target=settled), config) == settled
+        assert decide(load(tokens, target=settled), config).number == settled
 
 
 @given(st.integers(100, 100_000), st.lists(st.floats(SHRINK_TO + 0.01, 1.0), min_size=1, max_size=20), configs())
 def test_a_load_that_varies_by_less_than_a_fifth_changes_nothing(
     peak: int, shares: list[float], config: AutoscalingConfig
 ) -> None:
-    settled = desired_replicas(load(peak, target=0), config)
-    assert {desired_replicas(load(peak * share, target=settled), config) for share in shares} == {settled}
+    settled = decide(load(peak, target=0), config).number
+    assert {decide(load(peak * share, target=settled), config).number for share in shares} == {settled}
 
 
 @given(loads, configs())
 def test_there_is_none_only_when_there_is_no_request_anywhere(
     situation: AutoscalingLoad, config: AutoscalingConfig
 ) -> None:
-    if desired_replicas(situation, config) == 0:
+    if decide(situation, config).number == 0:
         assert (situation.num_requests, config.min_replicas) == (0, 0)
 
 
 def test_one_that_is_still_starting_is_not_stopped_for_want_of_requests() -> None:
     config = AutoscalingConfig(min_replicas=0)
-    assert desired_replicas(without_replicas(target=1, num_queued=0), config) == 1
-    assert desired_replicas(load(0, target=1, requests=0), config) == 0
+    assert decide(without_replicas(target=1, num_queued=0), config).number == 1
+    assert decide(load(0, target=1, requests=0), config).number == 0
 
 
 @given(st.integers(1, 100), configs())
 def test_the_first_request_asks_for_one(num_queued: int, config: AutoscalingConfig) -> None:
-    assert desired_replicas(without_replicas(target=0, num_queued=num_queued), config) >= 1
+    assert decide(without_replicas(target=0, num_queued=num_queued), config).number >= 1
 
 
 @pytest.mark.parametrize(
@@ -126,14 +126,14 @@ def test_whatever_is_short_decides(given: AutoscalingLoad, need: float) -> None:
 
 def test_no_replica_is_stopped_while_one_has_not_reported() -> None:
     config = AutoscalingConfig(target_tokens=1000)
-    assert desired_replicas(load(100, target=4, num_running=2), config) == 4
-    assert desired_replicas(load(100, target=4), config) == 1
+    assert decide(load(100, target=4, num_running=2), config).number == 4
+    assert decide(load(100, target=4), config).number == 1
 
 
 def test_full_slots_without_a_queue_are_no_reason_for_more() -> None:
     config = AutoscalingConfig(target_tokens=100_000)
-    assert desired_replicas(load(100, target=1, requests=SLOTS), config) == 1
-    assert desired_replicas(load(100, target=1, requests=SLOTS + 1), config) == 2
+    assert decide(load(100, target=1, requests=SLOTS), config).number == 1
+    assert decide(load(100, target=1, requests=SLOTS + 1), config).number == 2
 
 
 @pytest.mark.parametrize(
@@ -147,4 +147,19 @@ def test_where_half_of_the_replicas_miss_their_targets_there_is_one_more(
     missing = replace(
         load(100, target=2, num_running=num_running), num_reporting=num_reporting, num_missing=num_missing
     )  # fmt: skip
-    assert desired_replicas(missing, config) == expected
+    assert decide(missing, config).number == expected
+
+
+@pytest.mark.parametrize(
+    ("situation", "expected"),
+    [
+        (load(25_000, target=1), (4, "tokens", "25,000 tokens to compute, 8,192 each")),
+        (load(0, target=1, kv_use=1.7), (3, "kv", "KV memory of 1.70 replicas in use, 0.8 of each")),
+        (load(100, target=1, requests=SLOTS + 1), (2, "requests", f"{SLOTS + 1} requests, {SLOTS} slots each")),
+        (load(90_000, target=4), (4, "tokens", "90,000 tokens to compute, 8,192 each; max_replicas is 4, else 11")),
+        (load(0, target=1, requests=0), (1, "idle", "no request; min_replicas is 1, else 0")),
+        (load(100, target=4, num_running=2), (4, "reports", "1 of 2 replicas have reported")),
+    ],
+)
+def test_it_says_why(situation: AutoscalingLoad, expected: tuple[int, str, str]) -> None:
+    assert decide(situation, AutoscalingConfig()) == expected

@@ -107,6 +107,7 @@ def test_replicas_are_summed_under_vllms_names_and_told_apart_under_ours() -> No
         requests=[RequestMetrics(["demo", "idle"]).snapshot()],
         replicas={"demo": [report("a", 3), report("b", 12, num_blocks=16)]},
         num_missing=2,
+        wanted={"demo": (4, "kv")},
     )
     text = exposition(scrape)
     running = [each.stats.num_running for each in scrape.replicas["demo"]]
@@ -118,6 +119,7 @@ def test_replicas_are_summed_under_vllms_names_and_told_apart_under_ours() -> No
     assert [value(text, "carousel_slots", replica=replica) for replica in "ab"] == [8, 8]
     assert value(text, "vllm:iteration_tokens_total_count", model_name="demo") == 4
     assert value(text, "carousel_scrape_missing") == 2
+    assert value(text, "carousel_replicas_wanted", model_name="demo", reason="kv") == 4
     assert value(text, "vllm:num_requests_running", model_name="idle") == 0  # no replica at all
     assert value(text, "vllm:kv_cache_usage_perc", model_name="idle") == 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -40,9 +40,15 @@ Collect = Callable[[], Awaitable[Answers[ProcessReport]]]
 class AdminRoutes(RouteGroup):
     """`GET /admin/keys` and `GET /admin/fleet`."""
 
-    def __init__(self, authenticator: Authenticator, collect: Collect) -> None:
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        collect: Collect,
+        wanted_replicas: Callable[[], Awaitable[list[Json]]] | None = None,
+    ) -> None:
         self._authenticator = authenticator
         self._collect = collect
+        self._wanted_replicas = wanted_replicas
 
     @Operation("get", "/admin/keys", "What each API key has used", "AdminKeys")
     async def keys(self, request: Request) -> Response:
@@ -56,14 +62,18 @@ class AdminRoutes(RouteGroup):
 
     @Operation("get", "/admin/fleet", "The replicas as each process sees them", "AdminFleet")
     async def fleet(self, request: Request) -> Response:
-        """Each process's view of each model's replicas: they differ where a network is cut."""
+        """Each process's view of each model's replicas: they differ where a network is cut.
+
+        Of models with autoscaling also how many there should be.
+        """
         answers = await self._collect()
         entries = [
             {"process": report.process, "model": model, "replicas": list(replicas)}
             for report in answers.reports
             for model, replicas in sorted(report.replicas.items())
         ]
-        return _list(entries, answers)
+        wanted = [] if self._wanted_replicas is None else await self._wanted_replicas()
+        return _list(entries, answers, autoscaling=wanted)
 
 
 def usage_of(authenticator: Authenticator) -> dict[str, Usage]:
@@ -80,9 +90,9 @@ def only_this_process(authenticator: Authenticator) -> Collect:
     return collect
 
 
-def _list(entries: list[Json], answers: Answers[ProcessReport]) -> Response:
+def _list(entries: list[Json], answers: Answers[ProcessReport], **more: Any) -> Response:
     processes = {"answered": len(answers.reports), "missing": answers.num_missing}
-    return JSONResponse({"object": "list", "data": entries, "processes": processes})
+    return JSONResponse({"object": "list", "data": entries, "processes": processes} | more)
 
 
 def _entry(account: Account, of_processes: Sequence[Usage]) -> Json:

@@ -39,6 +39,7 @@ from app.api.request_context import EXPLAIN_HEADER, asks_for, headers_of, with_d
 from app.api.request_trace import RequestTrace
 from app.api.schemas.parameters import STRICT_HEADER
 from app.errors import Failure
+from app.json_pieces import Json
 from app.metrics import name_task
 
 
@@ -50,6 +51,7 @@ def build_app(
     batch_routes: Sequence[Route] = (),
     kept: KeptResponseRoutes | None = None,
     collect: Collect | None = None,
+    wanted_replicas: Callable[[], Awaitable[list[Json]]] | None = None,
     fleets: Mapping[str, WatchedFleet] = MappingProxyType({}),
     switches: Mapping[str, SchedulerSwitch] = MappingProxyType({}),
     adapters: Mapping[str, AdapterFleet] = MappingProxyType({}),
@@ -61,13 +63,14 @@ def build_app(
     `is_ready` answers whether a request could be served now. `expose` writes the text of /metrics; by default, what
     this process has measured. `batch_routes` are those of files and batches where they are served, and `kept` those of
     responses that are kept. `collect` asks all
-    processes for the reports that the admin routes show; by default, only this one. `fleets`, by the model's name, are
+    processes for the reports that the admin routes show; by default, only this one. `wanted_replicas`
+    says of models with autoscaling how many there should be. `fleets`, by the model's name, are
     those of the live view and of /load; `switches`, too, change the strategy and policy of their replicas, `adapters`
     their LoRA adapters. `cancel` ends a request of any process; by default, one of this process's, which are in
     `running`.
     """
     config, authenticator = handler.config, handler.authenticator
-    admin = AdminRoutes(authenticator, collect or only_this_process(authenticator))
+    admin = AdminRoutes(authenticator, collect or only_this_process(authenticator), wanted_replicas)
     needs_key = not isinstance(authenticator, NoAuthentication)
     openapi = openapi_document(config, handler.limits, needs_key=needs_key, has_batches=bool(batch_routes))
     running = running or RunningCalls(fleets)

@@ -15,7 +15,8 @@ from ray.serve.config import AutoscalingConfig as ServeAutoscaling
 from ray.serve.config import AutoscalingContext
 
 from app.config import ServedModelConfig
-from deployments.serve.autoscaling import number_of_replicas, use_of
+from app.metrics import EngineReport
+from deployments.serve.autoscaling import advice, number_of_replicas, use_of
 from tests.deployments.conftest import Deployed, steps_of
 from tests.deployments.scraping import complete_scrape
 from tests.deployments.strikes import replica_states
@@ -26,7 +27,7 @@ from tests.waiting import PATIENCE_S, eventually
 pytestmark = pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
 
 
-def model(**autoscaling: float) -> ServedModelConfig:
+def model(**autoscaling: float | str) -> ServedModelConfig:
     return ServedModelConfig.model_validate({"replicas": {"num_replicas": 1, "autoscaling": autoscaling}})
 
 
@@ -39,6 +40,28 @@ def test_serve_is_told_the_settings_and_a_policy_that_it_can_load() -> None:
     policy = config.policy.get_policy()(**config.policy.policy_kwargs)
     assert policy(context(target=1, outstanding=25)) == (3, {})
     assert policy(context(target=1, outstanding=None)) == (1, {})  # it is there and has not told yet
+
+
+def test_advice_moves_nothing_and_counts_what_no_replica_has() -> None:
+    advised = model(mode="advise", max_replicas=5, target_tokens=10)
+    assert number_of_replicas(advised) == {"num_replicas": 1}
+    assert (advised.replicas.max_replicas, advised.replicas.may_sleep) == (1, False)
+    engine = build_fake_engine()
+    for _ in range(2):
+        engine.add(make_request())
+    report = EngineReport(replica_id="a", stats=engine.stats(), measurements=engine.measurements())
+    wanted = min(5, -(-report.measurements.num_outstanding_tokens // 10))
+    slots = advised.engine.scheduler.max_running
+    by_tokens = advice(advised, [report], 2)
+    assert by_tokens is not None
+    assert by_tokens[:2] == (wanted, "tokens")
+    queued = advice(model(mode="advise", max_replicas=5, target_tokens=10**9), [report], 3 * slots)
+    assert queued is not None
+    assert queued[:2] == (3, "requests")
+    silent = advice(advised, [], 0)
+    assert silent is not None
+    assert silent.number == 1
+    assert advice(ServedModelConfig(), [report], 2) is None
 
 
 def context(*, target: int, outstanding: int | None) -> AutoscalingContext:
@@ -152,12 +175,15 @@ def test_replicas_come_with_the_load_go_with_it_and_come_back_without_a_failed_r
     with steady_load(url, num_clients=6) as statuses:
         up_s = seconds_until(lambda: states().get("RUNNING") == 2)
         seconds_until(lambda: complete_scrape(url).text.count("carousel_slots{") == 2)  # the ingress has heard of both
+        [wanted] = httpx.get(f"{url}/admin/fleet").json()["autoscaling"]
+        assert (wanted["replicas"], wanted["wanted"] > 0, wanted["why"] != "") == (2, True, True)
     assert statuses
     assert set(statuses) == {200}
     down_s = seconds_until(lambda: num_replicas() == 0)
     # Requests for its state start no replica.
     assert httpx.get(f"{url}/ready").status_code == 200
-    complete_scrape(url)  # no process is missing of a model that has no replicas
+    scrape = complete_scrape(url)  # no process is missing of a model that has no replicas
+    assert 'carousel_replicas_wanted{model_name="elastic",reason="idle"} 0.0' in scrape.text
     assert num_replicas() == 0
     begin = time.monotonic()
     assert ask(url, max_tokens=3) == 200
