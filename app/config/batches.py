@@ -53,9 +53,13 @@ class BatchesConfig(Settings):
         min_length=1,
         description="folder that keeps files and batches over restarts; one for each service",
     )
-    max_total_bytes: int = Field(20 * GIB, ge=1, le=10**15, description="bytes of all files, at most")
+    max_total_bytes: int = Field(
+        20 * GIB, ge=1, le=10**15, description="bytes of all files and kept responses, at most"
+    )
     max_in_flight: int = Field(32, ge=1, le=10_000, description="items at the replicas at once")
     keep_s: int | None = Field(
-        30 * 86_400, ge=1, description="seconds a file is kept if its owner says nothing; null: for ever"
+        30 * 86_400,
+        ge=1,
+        description="seconds a file, if its owner says nothing, or a response is kept; null: for ever",
     )
     webhooks: WebhooksConfig = WebhooksConfig()

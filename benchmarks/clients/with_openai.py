@@ -83,6 +83,25 @@ def a_reply_and_its_stream() -> None:
            [event.type for event in events])  # fmt: skip
 
 
+def a_response_that_is_kept_and_read_on() -> None:
+    begun = client.responses.create(
+        model=MODEL, input="Hi", max_output_tokens=16, store=True, background=True, stream=True
+    )
+    first = next(iter(begun))
+    begun.close()
+    expect(first.type == "response.created", first)
+    response_id = first.response.id  # type: ignore[union-attr]
+    with client.responses.stream(response_id=response_id, starting_after=0) as stream:
+        numbers = [event.sequence_number for event in stream]
+        last = stream.get_final_response()
+    expect(numbers == list(range(1, len(numbers) + 1)), numbers)
+    expect(client.responses.retrieve(response_id).output_text == last.output_text, last)
+    next_one = client.responses.create(model=MODEL, input="And?", max_output_tokens=4, previous_response_id=response_id)
+    expect(next_one.previous_response_id == response_id, next_one)
+    client.responses.delete(response_id)
+    raised(openai.NotFoundError, partial(client.responses.retrieve, response_id))
+
+
 def embeddings() -> None:
     answer = client.embeddings.create(model=MODEL, input=["one", "two"])  # base64, as the package asks by itself
     length = sum(number * number for number in answer.data[0].embedding)
@@ -119,5 +138,5 @@ if __name__ == "__main__":
     run(
         models, chat_and_its_stream_agree, chat_logprobs, completions_echo_token_ids_with_logprobs,
         several_choices_and_prompts, a_forced_tool_call, an_output_that_keeps_to_a_schema, a_reply_and_its_stream,
-        embeddings, errors_are_typed, a_batch_from_upload_to_results,
+        a_response_that_is_kept_and_read_on, embeddings, errors_are_typed, a_batch_from_upload_to_results,
     )  # fmt: skip
