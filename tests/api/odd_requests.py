@@ -8,6 +8,7 @@ import socket
 from urllib.parse import urlsplit
 
 from tests.kit.service import KEY
+from tests.waiting import PATIENCE_S
 
 REQUEST_LINES = [
     "GET /v1/models HTTP/1.1", "GET //v1/models HTTP/1.1", "GET /v1/../v1/models HTTP/1.1", "GET /V1/MODELS HTTP/1.1",
@@ -52,7 +53,7 @@ def exchange(url: str, request: str, *, stays: bool = False) -> list[int]:
     address = urlsplit(url)
     assert address.hostname
     assert address.port
-    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=PATIENCE_S) as connection:
         connection.sendall(request.encode("latin-1"))
         if not stays:
             connection.shutdown(socket.SHUT_WR)

@@ -115,7 +115,7 @@ def stats() -> list[Any]:
     if not handle.is_initialized:
         handle._init(_run_router_in_separate_loop=True)
     try:
-        return list(handle.broadcast("stats").results(timeout_s=10))
+        return list(handle.broadcast("stats").results(timeout_s=PATIENCE_S))
     except Exception:  # one of them has just died, and Serve does not know yet
         return []
 

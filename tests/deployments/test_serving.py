@@ -381,12 +381,12 @@ def test_new_settings_reach_every_replica_without_losing_a_request_or_restarting
         return handle
 
     def stats(handle: Any) -> list[Any]:
-        return list(handle.broadcast("stats").results(timeout_s=10))
+        return list(handle.broadcast("stats").results(timeout_s=PATIENCE_S))
 
     handle = deploy({"policy": "sjf"})
     assert {(each.strategy, each.policy) for each in stats(handle)} == {("continuous", "sjf")}
     sampling = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
-    addresses = list(handle.broadcast("frame_address", FramesFrom("")).results(timeout_s=10))
+    addresses = list(handle.broadcast("frame_address", FramesFrom("")).results(timeout_s=PATIENCE_S))
     requests = [Request(request_id=name, prompt_token_ids=(5, 6), sampling=sampling) for name in ("a", "b", "c")]
     with received_tokens([Address._make(each) for each in addresses], requests) as tokens:
         eventually(lambda: len(tokens) == 3)

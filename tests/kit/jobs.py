@@ -18,6 +18,7 @@ from app.config import BatchesConfig
 from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from tests import waiting
+from tests.waiting import PATIENCE_S
 
 CHAT = "/v1/chat/completions"
 ENDED = ("completed", "failed", "cancelled", "expired")
@@ -98,7 +99,7 @@ async def begin(service: LocalBatchService, content: bytes, owner: str = OWNER) 
 
 
 async def until(
-    service: LocalBatchService, batch_id: str, *statuses: str, timeout_s: float = 20, owner: str = OWNER
+    service: LocalBatchService, batch_id: str, *statuses: str, timeout_s: float = PATIENCE_S, owner: str = OWNER
 ) -> dict[str, Any]:
     """The batch once it has one of these statuses, or has ended."""
     return await waiting.until(

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.harness.answer import Answer, ask
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
+from tests.waiting import PATIENCE_S
 
 EVENTS = (
     b": ping\n\n",
@@ -33,7 +34,7 @@ def chunked(*parts: bytes) -> bytes:
     return b"".join(b"%x;ext=1\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
 
 
-def answer_to(*pieces: bytes, keeps_open: bool = False, timeout_s: float = 5.0) -> Answer:
+def answer_to(*pieces: bytes, keeps_open: bool = False, timeout_s: float = PATIENCE_S) -> Answer:
     """What the client makes of these pieces, each sent by itself."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -129,7 +130,7 @@ def test_a_request_times_out_and_without_a_server_there_is_no_connection() -> No
     answer = answer_to(HEAD + b"\r\n", EVENTS[2], keeps_open=True, timeout_s=0.1)
     assert answer.outcome == "timeout"
     assert answer.ended_s - answer.begun_s >= 0.1
-    assert asyncio.run(ask(Target.parse("http://127.0.0.1:9"), b"", timeout_s=5)).outcome == "no connection"
+    assert asyncio.run(ask(Target.parse("http://127.0.0.1:9"), b"", timeout_s=PATIENCE_S)).outcome == "no connection"
 
 
 @pytest.mark.parametrize(
