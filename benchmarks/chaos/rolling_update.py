@@ -43,15 +43,57 @@ async def change_under_load(size: Size) -> list[dict[str, Any]]:
         return [
             await _changing(running, traffic, "scale-down from 3 replicas to 2", scale_down, has_scaled),
             await _changing(running, traffic, text, update, has_rolled),
-            *await _failing_update(running, traffic, works, max_surge_percent=0, num_left=2),
-            *await _failing_update(running, traffic, works, max_surge_percent=34, num_left=3),
+            *[
+                row
+                for text, fails, num_left in _FAILURES
+                for row in await _failing_update(running, traffic, works, text, fails, num_left=num_left)
+            ],
         ]
 
 
+def _cut_off(folder: Path, **settings: Any) -> dict[str, Any]:
+    """Weights that are cut off."""
+    shutil.copytree(PROJECT / "models" / "demo", folder / "model")
+    weights = folder / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return application(place_timeout_s=20.0, model=str(folder / "model"), weights=True, **settings)
+
+
+def _no_folder(folder: Path) -> dict[str, Any]:
+    return application(place_timeout_s=20.0, model=str(folder / "none"), weights=True)
+
+
+def _too_little_memory(folder: Path) -> dict[str, Any]:
+    return application(place_timeout_s=20.0, weights=True, cache={"num_blocks": 10**9})
+
+
+def _broken_adapter(folder: Path) -> dict[str, Any]:
+    """An adapter whose settings are there and whose weights are none."""
+    (folder / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}')
+    (folder / "adapter_model.safetensors").write_bytes(b"none")
+    return application(place_timeout_s=20.0, weights=True, adapters={"broken": str(folder)})
+
+
+# What fails, what is deployed, and how many of three old replicas serve on.
+_FAILURES: list[tuple[str, Callable[[Path], dict[str, Any]], int]] = [
+    ("weights that are cut off, max_surge_percent 0", partial(_cut_off, max_surge_percent=0), 2),
+    ("weights that are cut off, max_surge_percent 34", partial(_cut_off, max_surge_percent=34), 3),
+    ("a folder that is not there", _no_folder, 3),
+    ("more KV memory than the machine has", _too_little_memory, 2),
+    ("an adapter without weights", _broken_adapter, 2),
+]
+
+
 async def _failing_update(
-    running: Stage, traffic: Traffic, works: dict[str, Any], *, max_surge_percent: int, num_left: int
+    running: Stage,
+    traffic: Traffic,
+    works: dict[str, Any],
+    text: str,
+    fails: Callable[[Path], dict[str, Any]],
+    *,
+    num_left: int,
 ) -> list[dict[str, Any]]:
-    """An update to weights that are cut off, until Serve gives it up, and then back to what works."""
+    """An update that fails, until Serve gives it up, and then back to what works."""
     service = running.running
 
     def deploy(settings: dict[str, Any], wanted: str) -> None:
@@ -63,22 +105,17 @@ async def _failing_update(
             time.sleep(_LOOK_S)
 
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(PROJECT / "models" / "demo", folder, dirs_exist_ok=True)
-        weights = Path(folder) / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-100])
-        fails = application(place_timeout_s=20.0, model=folder, weights=True, max_surge_percent=max_surge_percent)
-        text = f"update to weights that are cut off, max_surge_percent {max_surge_percent}"
         failed = await _changing(
             running,
             traffic,
-            text,
-            partial(deploy, fails, "DEPLOY_FAILED"),
+            f"update to {text}",
+            partial(deploy, fails(Path(folder)), "DEPLOY_FAILED"),
             lambda old, now: len(old & set(running.replicas())) == num_left,
         )
         back = await _changing(
             running,
             traffic,
-            f"back from it, max_surge_percent {max_surge_percent}",
+            f"back from {text}",
             partial(deploy, works, "RUNNING"),
             lambda old, now: len(running.replicas()) == 3,
         )
