@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 from app.json_pieces import Json
+from app.usage import Owner
 from app.webhooks.receiver import WebhookReceiver
 
 # The class of every item. In OpenAI's API it is the tier of requests that can wait. Here: idle slots only, never
@@ -156,8 +157,8 @@ class PageOf:
     purpose: str | None = None  # of files
 
 
-class BatchService(Protocol):
-    """Files, batches and responses, by their ids. All objects are those of OpenAI's API.
+class BatchService(Owner, Protocol):
+    """Files, batches and responses, by their ids, and the ledger of usage. All objects are those of OpenAI's API.
 
     Each belongs to an owner, "" where owners are not told apart, and is there for no other. Every method raises
     NotFound for an id that its owner does not have, and Unavailable when nothing can be kept now.

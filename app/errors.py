@@ -15,6 +15,8 @@
     ├── Overloaded               queues are full; try again after `retry_after_s`
     │   ├── DeadlineMissed       the deadline has passed or cannot be met; do not try again
     │   ├── LimitReached         this key has used what it may use for now
+    │   │   └── BudgetSpent      of a day or a month; do not try again before `retry_after_s`
+    │   │       └── MoneySpent   what it has used costs as much as it may
     │   └── StorageFull          the disk of files and batches has only its reserve left
     ├── Failure                  ours
     │   ├── StepFailed           a model step raised; its requests fail, the engine lives on
@@ -133,6 +135,14 @@ class DeadlineMissed(Overloaded):
 
 class LimitReached(Overloaded):
     """The caller's key has used what it may use for now."""
+
+
+class BudgetSpent(LimitReached):
+    """A budget of the caller's key for a day or a month has no more left for this request."""
+
+
+class MoneySpent(BudgetSpent):
+    """The budget is one of money."""
 
 
 class StorageFull(Overloaded):

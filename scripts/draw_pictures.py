@@ -34,6 +34,7 @@ EVERYWHERE = frozenset(
         "json_pieces",
         "output_lengths",
         "rank",
+        "usage",
     }
 )
 INK, PAPER, BLUE, GREEN, ORANGE, GREY = "#24292f", "#ffffff", "#dbeafe", "#dcfce7", "#ffedd5", "#f1f5f9"

@@ -61,14 +61,15 @@ ALLOWED = {
     "app.webhooks": {"app.config", "app.disk", "app.errors", "aiohttp", "yarl"},
     # What the API needs of it sends nothing.
     "app.webhooks.receiver": {"app.config", "app.errors", "app.webhooks.addresses", "app.webhooks.signature"},
-    "app.batches": {"app.json_pieces", "app.webhooks.receiver"},
+    "app.usage": {"app.disk", "app.errors"},
+    "app.batches": {"app.json_pieces", "app.usage", "app.webhooks.receiver"},
     "app.jobs": {
         "app.batches", "app.config", "app.culprits", "app.disk", "app.errors", "app.fair", "app.json_pieces",
-        "app.webhooks", "numpy", "pyarrow", "pydantic_core",
+        "app.usage", "app.webhooks", "numpy", "pyarrow", "pydantic_core",
     },
     "app.api": {
         "app.batches", "app.webhooks.receiver", "app.config", "app.errors", "app.fair", "app.json_pieces", "app.text",
-        "app.metrics", "app.versions", "app.engine.request", "app.engine.snapshot",
+        "app.metrics", "app.usage", "app.versions", "app.engine.request", "app.engine.snapshot",
         "msgspec", "numpy", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.api.pipelines": {

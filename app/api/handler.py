@@ -176,16 +176,19 @@ class RequestHandler:
                 work = partial(endpoint.prepare, parsed, model, context)
                 prepared = await self.threads.encode(reservation.account.name, parsed.encoded_size(size), work)
             if reserves:
+                num_prompt = prepared.num_prompt_tokens
+                num_output = sum(each.sampling.max_tokens for each in prepared.requests)
                 reservation.reserve(
                     num_logprobs=prepared.num_logprobs,
-                    num_tokens=prepared.num_prompt_tokens + sum(each.sampling.max_tokens for each in prepared.requests),
+                    num_tokens=num_prompt + num_output,
+                    cost=model.prices.cost(num_prompt_tokens=num_prompt, num_output_tokens=num_output),
                 )
         return prepared
 
     @asynccontextmanager
     async def keep(self, new: NewResponse) -> AsyncIterator[KeptResponse]:
         """A response that is kept. Raises what `handle` raises, and Overloaded at once where its key has no room."""
-        with self.authenticator.account_named(new.owner).reserve_item() as reservation:
+        with self.authenticator.account_named(new.owner).reserve_kept() as reservation:
             context = self.context(
                 reservation,
                 new.request_id,

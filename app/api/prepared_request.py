@@ -12,6 +12,7 @@ from typing import Any
 from app.api.output.tool_calls import ToolUse
 from app.api.schemas.fields import MAX_ALLOWED_TOKEN_IDS
 from app.batches import MAX_REQUEST_BYTES
+from app.config import PricesConfig
 from app.engine.request import Adapter, Generate, Grammar, ModelInfo, Pooling, Request
 from app.errors import InvalidRequest
 from app.text import Reasoning, ReasoningMarks, Tokenizer
@@ -66,6 +67,7 @@ class ServedModel:
     adapter: Adapter | None = None  # with which its replicas compute
     parent: str = ""  # of an adapter: the model that it adapts
     deadline_s: float | None = None  # of requests that name none
+    prices: PricesConfig = PricesConfig()  # noqa: RUF009 - frozen
 
     @cached_property
     def base(self) -> str:

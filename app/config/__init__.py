@@ -19,7 +19,7 @@ from app.config.engine import (
     TierConfig,
 )
 from app.config.mistakes import mistakes_of, shown
-from app.config.models import ServedModelConfig
+from app.config.models import PricesConfig, ServedModelConfig
 from app.config.pipelines import (
     CascadeStepConfig,
     EmbedStepConfig,
@@ -91,6 +91,7 @@ __all__ = [
     "PipelineStepConfig",
     "Policy",
     "PolicyConfig",
+    "PricesConfig",
     "PriorityConfig",
     "RankingStepConfig",
     "ReplicasConfig",

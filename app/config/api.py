@@ -20,6 +20,15 @@ class KeyConfig(Settings):
     tokens_per_minute: int | None = Field(
         None, ge=1, le=10**12, description="tokens of prompts and outputs a minute; default: no limit"
     )
+    tokens_per_day: int | None = Field(
+        None, ge=1, le=10**15, description="tokens of prompts and outputs in a day of UTC; default: no limit"
+    )
+    tokens_per_month: int | None = Field(
+        None, ge=1, le=10**15, description="tokens of prompts and outputs in a month of UTC; default: no limit"
+    )
+    money_per_month: float | None = Field(
+        None, gt=0, le=10**12, description="money in a month of UTC, by `models[].prices`; default: no limit"
+    )
     max_concurrency: int | None = Field(
         None, ge=1, le=10**6, description="requests at once; default: as many as places are free"
     )
@@ -28,6 +37,12 @@ class KeyConfig(Settings):
         0, ge=-100, le=0, description="lowest `priority` it may ask for: below 0 it may go before other keys"
     )
     admin: bool = Field(False, description="opens /admin too")
+
+    @property
+    def budgets(self) -> dict[str, float]:
+        """Those that it has, by their names."""
+        names = ("tokens_per_day", "tokens_per_month", "money_per_month")
+        return {name: budget for name in names if (budget := getattr(self, name)) is not None}
 
     @field_validator("sha256")
     @classmethod

@@ -14,6 +14,22 @@ from app.config.replicas import ReplicasConfig
 from app.config.scheduler import SchedulerConfig
 
 
+class PricesConfig(Settings):
+    """What a million tokens cost, in any currency: the same for all models and budgets."""
+
+    input: float = Field(0.0, ge=0, le=10**9, description="of a million prompt tokens")
+    cached_input: float | None = Field(
+        None, ge=0, le=10**9, description="of a million prompt tokens that were cached; default: as `input`"
+    )
+    output: float = Field(0.0, ge=0, le=10**9, description="of a million output tokens")
+
+    def cost(self, *, num_prompt_tokens: int, num_cached_tokens: int = 0, num_output_tokens: int) -> float:
+        """Of these tokens; the cached ones are among those of the prompts."""
+        cached = self.input if self.cached_input is None else self.cached_input
+        of_prompts = self.input * (num_prompt_tokens - num_cached_tokens) + cached * num_cached_tokens
+        return (of_prompts + self.output * num_output_tokens) / 1e6
+
+
 class ServedModelConfig(Settings):
     """A model, its engine and its replicas."""
 
@@ -37,6 +53,7 @@ class ServedModelConfig(Settings):
     adapters: dict[Name, str] = Field(
         {}, max_length=1024, description="LoRA adapters: a folder or hub id by the name that clients send as `model`"
     )
+    prices: PricesConfig = PricesConfig()
     engine: EngineConfig = EngineConfig()
     replicas: ReplicasConfig = ReplicasConfig()
 

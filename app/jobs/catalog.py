@@ -1,4 +1,4 @@
-"""What is known of files, batches and webhooks, in SQLite: every change is one transaction, on disk before it counts.
+"""What is known of files, batches, webhooks and usage, in SQLite: every change is one transaction, then on disk.
 
 One writer: use it in one thread. The results of batches are not here, see `app/jobs/results.py`.
 
@@ -21,9 +21,11 @@ from pydantic_core import to_json
 from app.batches import JobState, PageOf
 from app.disk import primary_code
 from app.errors import InvalidSetup, NotFound
+from app.jobs import ledger
 from app.jobs.job import ItemError, Job, StoredFile, StoredResponse
 from app.jobs.space import MIN_CHARGED_BYTES
 from app.json_pieces import Json
+from app.usage.journal import JOURNALS
 from app.webhooks.outbox import SCHEMA, WebhookOutbox
 from app.webhooks.receiver import WebhookReceiver
 
@@ -52,6 +54,7 @@ CREATE INDEX IF NOT EXISTS responses_by_expiry ON responses (expires_at);
 CREATE TABLE IF NOT EXISTS service (one INTEGER PRIMARY KEY CHECK (one = 1), generation NOT NULL);
 INSERT OR IGNORE INTO service VALUES (1, 0);
 {SCHEMA}
+{ledger.SCHEMA}
 PRAGMA user_version = {_VERSION};
 """
 
@@ -86,6 +89,7 @@ class Catalog:
         self._connection.executescript(_SCHEMA)
         self._generation = self._take_generation()
         self.outbox = WebhookOutbox(self._connection, self._transaction)
+        self.ledger = ledger.UsageLedger(self._connection, self._transaction)
         self.bytes_by_owner: Mapping[str, int] = self._bytes_by_owner()  # replaced, never changed: any thread reads it
 
     def close(self) -> None:
@@ -336,7 +340,8 @@ class Catalog:
                 f"{self._path} has tables of version {version}; this Carousel reads {_VERSION}: set batches.path to "
                 f"another folder, or run the version that made it until its batches have ended"
             )
-        if version == 0 and any(self._path.parent.glob("*/*")):
+        # Processes that send requests may have begun to count before.
+        if version == 0 and any(path.parent.name != JOURNALS for path in self._path.parent.glob("*/*")):
             raise self._lost("it is empty, and the folder is not")
 
     def _lost(self, problem: str) -> InvalidSetup:

@@ -46,6 +46,9 @@ from app.jobs.job import INPUT_PURPOSE, Job, StoredFile, batch_object, counted, 
 from app.jobs.kept_responses import KeptResponses
 from app.jobs.space import MIN_CHARGED_BYTES, room_left, shortage_of_disk, shortage_of_share
 from app.json_pieces import Json
+from app.usage import UsageAnswer, UsageQuery, UsageReport
+from app.usage.records import UsageRows, day_of
+from app.usage.shares import Shares
 from app.webhooks.client import WebhookClient
 from app.webhooks.dispatcher import RetrySchedule, WebhookDispatcher
 from app.webhooks.receiver import WebhookReceiver
@@ -116,6 +119,7 @@ class LocalBatchService(BatchService):
         self._finishing: set[_Upload] = set()  # on their way into the catalog
         self._admission = asyncio.Lock()  # from the look at what there is until one more is there
         self._begun: set[asyncio.Task[Any]] = set()  # what goes to its end though its caller may go
+        self._shares = Shares(time.monotonic)
         self._life: asyncio.Task[None] | None = None
         self._opened = asyncio.Event()
 
@@ -246,6 +250,7 @@ class LocalBatchService(BatchService):
         """Remove files that have expired, uploads that are not continued, and batches that ended long ago."""
         late = time.monotonic() - UPLOAD_TIMEOUT_S
         batch_kept_s = 30 * 86_400.0  # after its end, and as long as it has files: as long as files are kept by default
+        usage_kept_s = 400 * 86_400.0  # a year, and the month that is compared with it
         try:
             for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
                 await self._thread.run(self._uploads.pop(upload_id).draft.abandon)
@@ -253,8 +258,9 @@ class LocalBatchService(BatchService):
                 await self._thread.run(opened.catalog.remove_file, file_id)
                 await self._delete_content(opened, file_id)
             await self._thread.run(opened.catalog.forget_ended, self._clock() - batch_kept_s)
+            await self._thread.run(opened.catalog.ledger.forget, day_of(self._clock() - usage_kept_s))
             await opened.responses.remove_expired()
-        except (*STORAGE_FAILURES, Unavailable) as error:
+        except STORAGE_FAILURES as error:
             logger.error("files and uploads that have expired could not be removed: %s", described(error))
 
     # Files
@@ -432,6 +438,15 @@ class LocalBatchService(BatchService):
         runner = opened.runner
         counts = [*ended, *((_as_it_is(job, runner), 1) for job in unfinished)]
         return stats_object(counts, self._execution.slots.num_held(owner), runner.tokens_per_s(owner))
+
+    # Usage
+
+    async def report_usage(self, report: UsageReport) -> UsageAnswer:
+        answer = await self._run(self._opened_now().catalog.ledger.add, report, day_of(self._clock()))
+        return self._shares.answer(report, answer)
+
+    async def usage(self, query: UsageQuery) -> UsageRows:
+        return await self._run(self._opened_now().catalog.ledger.usage, query)
 
     async def _shown(self, jobs: Sequence[Job]) -> list[Json]:
         opened = self._opened_now()

@@ -14,6 +14,9 @@ times after a warm-up. Progress goes to stderr; the last line of stdout is one J
     added_itl_*          time between two arrivals of tokens less one step
     dispatch_imbalance   requests on the fullest replica over the mean; null when answers do not name their replica
 
+`--limits` starts no service: it simulates how near ingresses keep the limits of a key (`shares.py`), for 1, 3 and 8 of
+them. Of each run: tokens admitted over those that one process with the whole limit admits.
+
 The client is one process; its CPU time is told too, because it takes from what the service has of the machine.
 """
 
@@ -40,6 +43,7 @@ from benchmarks.harness.figures import percentiles
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.processes import cpu_between
 from benchmarks.harness.service import Service, application, service
+from benchmarks.service import shares
 from deployments.open_files import allow_many_files
 
 MODEL_NAME = "simulated"
@@ -71,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Start, warm up, look at it idle, measure, stop."""
+    if given.limits:
+        return shares.measure_all(seed=given.seed)
     allow_many_files()
     with TemporaryDirectory() as folder, service(served(given, folder)) as running:
         gc.disable()  # the client's own pauses are not the service's
@@ -219,6 +225,8 @@ def _parser() -> argparse.ArgumentParser:
         help="which streams: completions, responses of OpenAI's newer API, or those kept",
     )  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=3, metavar="N")
+    parser.add_argument("--limits", action="store_true", help="how near limits of a key are kept, simulated")
+    parser.add_argument("--seed", type=int, default=1, help="of --limits")
     parser.add_argument("--model", default="models/demo", metavar="DIR", help="its tokenizer is used")
     return parser
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
+from app.api.auth.limits import SharedPools
 from app.config import ApplicationConfig
 from app.errors import CarouselError, Failure, Unavailable, traceback_of
 from app.jobs.executors import FleetExecution
@@ -28,7 +29,8 @@ class Batches(Sender):
         self, config: ApplicationConfig, paths: Mapping[str, str], handles: Mapping[str, DeploymentHandle]
     ) -> None:
         """See `Sender`."""
-        super().__init__(config, paths, handles)
+        # Items wait: of what nobody asks for it needs no part.
+        super().__init__(config, paths, handles, pools=SharedPools(first_share=0.0))
         # Serve calls this on the loop that everything here runs on.
         self._opening = asyncio.create_task(self._open())
 
@@ -69,5 +71,6 @@ class Batches(Sender):
         execution = FleetExecution(handler.handle_item, max_in_flight=config.batches.max_in_flight)
         service = LocalBatchService(Path(config.batches.path), config.batches, execution, handler.keep)
         service.start()
+        self.exchange_usage(service)
         await service.opened()
         return service

@@ -39,12 +39,13 @@ class Ingress(Sender):
     ) -> None:
         """See `Sender`. `batches` is the deployment that keeps files and batches, where they are served."""
         collect_later()
-        super().__init__(config, paths, handles, batches, SharedPools(max_ingress_requests(config)))
+        pools = SharedPools(max_ingress_requests(config), first_share=1 / config.ingress.num_replicas)
+        super().__init__(config, paths, handles, batches, pools)
         accept_odd_headers()
         leave_request_ids_alone()
         # Here too: on a cluster no launcher has checked it.
         check_exposure(http_host(), config.api)
-        self._batches = batches
+        self._service = None if batches is None else cast(BatchService, _RemoteService(batches))
         self._fleets = {name: client.fleet for name, client in self._clients.items()}
         self._running = RunningCalls(self._fleets)
         self._ready_until = 0.0
@@ -53,8 +54,10 @@ class Ingress(Sender):
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Serve after the constructor; waits for a replica of every model."""
         handler = await self.make_handler()
+        service = self._service
+        if service is not None:
+            self.exchange_usage(service)
         freeze_loaded()
-        service = None if self._batches is None else cast(BatchService, _RemoteService(self._batches))
         to_ray = RayMetrics(lambda: families_of_requests(self._metrics.requests.snapshot()))
         self._handing_over = asyncio.create_task(to_ray.hand_over_for_ever())
         return build_app(
@@ -72,6 +75,7 @@ class Ingress(Sender):
             adapters=self._gossip,
             running=self._running,
             cancel=self._cancel,
+            ledger=service,
         )
 
     async def cancel_request(self, request_id: str, account: str | None) -> bool:

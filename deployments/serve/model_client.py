@@ -93,6 +93,7 @@ async def served_model(model: ServedModelConfig, path: str, client: ModelClient)
         reasoning_marks=marks_of(tokenizer),
         pooling=pooling_of(model, facts),
         deadline_s=model.deadline_s,
+        prices=model.prices,
     )
 
 

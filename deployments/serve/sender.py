@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from app.api import RequestHandler, fill_indexes, pipelines_of
+from app.api.auth.keys import AccountLimits
 from app.api.auth.limits import SharedPools
 from app.api.endpoints.admin import Answers, ProcessReport, usage_of
 from app.config import ApplicationConfig
 from app.fleet import Table
+from app.usage import Owner, UsageExchange
+from app.usage.journal import JOURNALS
 from deployments.open_files import allow_many_files
 from deployments.ray_internals import keep_calls_on_loopback
 from deployments.serve.gossip import ModelGossip
@@ -81,6 +85,18 @@ class Sender:
         self._metrics.loop.add_queue("bodies", lambda: handler.threads.num_waiting)
         return handler
 
+    def exchange_usage(self, owner: Owner) -> None:
+        """From now on report what is used here to the owner of the ledger."""
+        assert self._config.batches is not None, "the ledger is in its folder"
+        authenticator, folder = self._keys.authenticator, Path(self._config.batches.path) / JOURNALS
+        exchange = UsageExchange(
+            authenticator.pools.usage,
+            owner,
+            folder,
+            AccountLimits(authenticator),
+        )
+        self._exchanging = asyncio.create_task(exchange.run())
+
     def check_health(self) -> None:
         """Called by Serve; raises when this process would not notice that a key is revoked, and Serve replaces it."""
         self._keys.check_health()
@@ -95,6 +111,7 @@ class Sender:
         return ProcessReport(
             process=serve.get_replica_context().replica_id.unique_id,
             usage=usage_of(self._keys.authenticator),
+            used=self._keys.authenticator.pools.usage.uncounted(),
             replicas={model: registry.describe() for model, registry in registries.items() if registry is not None},
         )
 

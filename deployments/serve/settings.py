@@ -16,6 +16,7 @@ from app.config import (
     ApplicationConfig,
     KeyConfig,
     KeysConfig,
+    PricesConfig,
     SchedulerConfig,
     ServedModelConfig,
     mistakes_of,
@@ -69,7 +70,7 @@ def read_serve_file(path: Path) -> ServeFile:
     for config in applications.values():
         check_exposure(file.host, config.api)
         if config.api.keys_file is not None:
-            _check_models_of_keys(read_keys(Path(config.api.keys_file)), config)
+            _check_keys(read_keys(Path(config.api.keys_file)), config)
     return file
 
 
@@ -208,12 +209,23 @@ def groups_of(model: ServedModelConfig) -> list[Group]:
     return [Group(group.name, group.share, model.scheduler_of(group.name).preset) for group in model.replicas.groups]
 
 
-def _check_models_of_keys(keys: Iterable[KeyConfig], config: ApplicationConfig) -> None:
+def _check_keys(keys: Iterable[KeyConfig], config: ApplicationConfig) -> None:
     names = [model.name for model in config.models]
     for key in keys:
         unknown = [name for name in key.models if name not in names]
         if unknown:
             raise InvalidSetup(f"the API key of {key.name!r} is for {unknown[0]!r}; there are {', '.join(names)}")
+        if key.budgets and config.batches is None:
+            raise InvalidSetup(
+                f"the API key of {key.name!r} has {next(iter(key.budgets))}, and nothing keeps what it has used over a "
+                f"restart: set `batches: {{}}`, whose process keeps the ledger"
+            )
+        models = [model for model in config.models if model.name in (key.models or names)]
+        if key.money_per_month is not None and not any(model.prices != PricesConfig() for model in models):
+            raise InvalidSetup(
+                f"the API key of {key.name!r} has money_per_month, and none of its models has a price; set "
+                f"models[].prices"
+            )
 
 
 def _check_user_configs(config: ApplicationConfig, deployments: Iterable[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ from app.api.endpoints.admin import AdminRoutes, Answers, ProcessReport
 from app.config import KeyConfig
 from app.errors import LimitReached
 from app.text import Tokenizer
+from app.usage import CallUsage, Used
 from tests.kit.service import ADMIN_KEY, KEY, Service, bearer, entry, say
 
 
@@ -41,8 +42,11 @@ def test_what_a_key_has_used_is_told_beside_its_limits(
         "refused": 1,
         "running": 0,
         "tokens": sum(usage["total_tokens"] for usage in usages),
-        "limits": {"requests_per_minute": 3, "tokens_per_minute": 1000, "max_concurrency": 2, "max_tokens": None},
-    }
+        "limits": {
+            "requests_per_minute": 3, "tokens_per_minute": 1000, "max_concurrency": 2, "max_tokens": None,
+            "tokens_per_day": None, "tokens_per_month": None, "money_per_month": None,
+        },
+    }  # fmt: skip
     assert (root["name"], root["admin"], root["requests"], root["running"]) == ("root", True, 1, 1)
     assert answer.json["processes"] == {"answered": 1, "missing": 0}
     for secret in (KEY, ADMIN_KEY, *(each["sha256"] for each in keys_entries)):
@@ -83,7 +87,7 @@ def test_a_line_that_has_to_wait_counts_as_refused_and_not_as_a_request() -> Non
     account = Account(KeyConfig.model_validate(entry(tokens_per_minute=10)), lambda: 0.0)
     with account.reserve_item() as reservation:
         reservation.reserve(10)
-        reservation.usages.append(lambda: 10)
+        reservation.usages.append(lambda: CallUsage("demo", False, Used(1, 4, 0, 6)))
     with pytest.raises(LimitReached), account.reserve_item() as reservation:
         reservation.reserve(1)
     assert account.usage == Usage(num_requests=1, num_refused=1, num_running=0, num_tokens=10)

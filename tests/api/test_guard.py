@@ -19,7 +19,7 @@ from tests.benchmarks.servers import serving
 from tests.kit.service import ADMIN_KEY, KEY, Connection, Service, bearer, check_error, entry, routes_of, say, served
 
 OPEN = {"/health", "/ready", "/", "/page/page.css"}
-ADMIN = {"/admin/keys", "/admin/fleet", "/admin/live", "/admin/scheduler", "/admin/adapters"}
+ADMIN = {"/admin/keys", "/admin/usage", "/admin/fleet", "/admin/live", "/admin/scheduler", "/admin/adapters"}
 # A new route is listed here with the callers that may use it.
 WHO_MAY = {
     "all": {"GET /health", "GET /ready", "GET /", "GET /page/{name}"},
@@ -36,7 +36,8 @@ WHO_MAY = {
         "POST /v1/responses/{response_id}/cancel", "DELETE /v1/responses/{response_id}",
     },
     "admins": {
-        "GET /admin/keys", "GET /admin/fleet", "GET /admin/live", "GET /admin/scheduler", "POST /admin/scheduler",
+        "GET /admin/keys", "GET /admin/usage", "GET /admin/fleet", "GET /admin/live", "GET /admin/scheduler",
+        "POST /admin/scheduler",
         "GET /admin/adapters", "POST /admin/adapters", "DELETE /admin/adapters/{name:path}",
     },
 }  # fmt: skip

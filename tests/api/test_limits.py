@@ -15,6 +15,8 @@ from app.config import KeyConfig
 from app.errors import InvalidRequest, LimitReached, NotPermitted, Overloaded
 from app.fair import SharedPool
 from app.text import Tokenizer
+from app.usage import CallUsage, Used
+from app.usage.records import PLACES, LimitUse, Share
 from tests.kit.engine import FakeClock
 from tests.kit.service import KEY, OTHER_KEY, WAIT, Answer, Connection, Service, bearer, entry, say
 from tests.waiting import until
@@ -107,7 +109,7 @@ def test_tokens_are_reserved_at_the_start_and_settled_at_the_end() -> None:
         assert limited.headers()["x-ratelimit-remaining-tokens"] == "20"
         with pytest.raises(LimitReached, match="needs up to 30 and 20 are left"), limited.reserve() as other:
             other.reserve(30)
-        reservation.usages.append(lambda: 15)
+        reservation.usages.append(lambda: CallUsage("demo", False, Used(1, 5, 0, 10)))
     assert limited.headers()["x-ratelimit-remaining-tokens"] == "85"
 
 
@@ -122,6 +124,35 @@ def test_what_was_reserved_comes_back_when_nothing_was_computed() -> None:
     with pytest.raises(RuntimeError):
         fail()
     assert limited.headers()["x-ratelimit-remaining-tokens"] == "100"
+
+
+def test_a_part_of_a_limit_is_what_a_process_has_until_it_is_given_more() -> None:
+    clock, pools = FakeClock(), SharedPools(first_share=0.25)
+    limits = entry(requests_per_minute=8, tokens_per_minute=400, max_concurrency=8)
+    limited = Account(KeyConfig.model_validate(limits), clock, pools)
+    with ExitStack() as running:
+        for _ in range(2):
+            running.enter_context(limited.reserve())
+        with pytest.raises(LimitReached, match=r"8 requests at once \(6 of them in other processes now\) and has 2"):
+            running.enter_context(limited.reserve())
+        by_what = {limit_id.what: limit for limit_id, limit in limited.shared_limits.items()}
+        assert by_what[PLACES].use() == LimitUse(2, 2, 3), "two had places, and one more was asked for"
+        assert by_what["requests"].use() == LimitUse(0.0, -2.0, 2.0)
+        by_what[PLACES].set_share(Share(4))
+        with pytest.raises(LimitReached, match="8 requests a minute; this request needs up to 1 and 0 are left"):
+            running.enter_context(limited.reserve())
+        by_what["requests"].set_share(Share(0.5, 5.0))
+        last = running.enter_context(limited.reserve())
+        by_what["tokens"].set_share(Share(0.5, 200.0))
+        with pytest.raises(LimitReached, match="needs up to 201 and 200 are left") as caught:
+            last.reserve(201)
+        assert caught.value.retry_after_s == 2.0, "until what others have is here"
+        for limit in by_what.values():
+            limit.lose_owner(has_share=True)
+        last.reserve(201)
+        for limit in by_what.values():
+            limit.lose_owner(has_share=False)
+        assert by_what[PLACES].use().share == 2
 
 
 def test_log_probabilities_of_calls_under_way_share_what_a_process_holds_at_once() -> None:
@@ -148,6 +179,16 @@ def test_a_line_that_a_limit_turns_away_has_used_nothing() -> None:
                 turned_away.reserve(60)
         left = limited.headers()
     assert (left["x-ratelimit-remaining-requests"], left["x-ratelimit-remaining-tokens"]) == ("4", "40")
+
+
+def test_a_kept_response_counts_where_it_came_in_and_its_tokens_where_it_runs() -> None:
+    limited = account(FakeClock(), max_concurrency=1, requests_per_minute=1, tokens_per_minute=100)
+    with limited.reserve(), limited.reserve_kept() as reservation:
+        reservation.reserve(60)
+        reservation.usages.append(lambda: CallUsage("demo", False, Used(1, 20, 0, 10)))
+        assert limited.headers()["x-ratelimit-remaining-tokens"] == "40"
+    assert limited.headers()["x-ratelimit-remaining-tokens"] == "70"
+    assert (limited.usage.num_requests, limited.usage.num_running, limited.usage.num_tokens) == (1, 0, 30)
 
 
 def test_headers_tell_only_of_the_limits_that_there_are() -> None:

@@ -23,6 +23,7 @@ from tests.waiting import PATIENCE_S, eventually
 MODEL = "switched"
 CHAT = "/v1/chat/completions"
 NUM_LINES, NUM_PROMPTS = 200, 60
+MAX_IN_FLIGHT = 8  # as `shared` has it
 SECRET = "whsec_" + "QUJD" * 8
 
 
@@ -152,6 +153,18 @@ def test_a_job_ends_and_its_webhook_comes_though_the_process_is_killed(
     stats = client.get("/batch/stats", cast_to=object)
     assert isinstance(stats, dict)
     assert stats["batches"]["completed"] >= 1
+
+
+def test_the_ledger_has_each_line_once_though_its_process_was_killed(client: openai.OpenAI, killed: Killed) -> None:
+    def num_used() -> int:
+        url = str(client.base_url).replace("/v1/", "/admin/usage?group_by=model,class")
+        rows = client._client.get(url).json()["data"]
+        return sum(row["requests"] for row in rows if (row["model"], row["class"]) == (MODEL, "background"))
+
+    num_lines = NUM_LINES + NUM_PROMPTS
+    used = eventually(num_used, lambda used: used >= num_lines)
+    # Lines that had ended, and were not known to have when the process was killed, were computed again.
+    assert used <= num_lines + MAX_IN_FLIGHT
 
 
 def test_a_large_file_comes_back_as_it_was_sent(client: openai.OpenAI) -> None:

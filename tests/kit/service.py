@@ -27,7 +27,7 @@ from app.api.endpoints.kept_responses import KeptResponseRoutes
 from app.api.http.guard import Guard, owner_of
 from app.api.prepared_request import RequestLimits
 from app.batches import BatchLimits
-from app.config import ApiConfig, ApplicationConfig, BatchesConfig, KeysConfig
+from app.config import ApiConfig, ApplicationConfig, BatchesConfig, KeysConfig, PricesConfig
 from app.engine.request import FinishReason, Generate, ModelInfo, Pooling, Request, TokenDelta, TokenLogprobs
 from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
@@ -101,6 +101,7 @@ class Service:
         reasoning_marks: ReasoningMarks | None = None,
         max_model_len: int = MAX_MODEL_LEN,
         pooling: Pooling | None = None,
+        prices: PricesConfig = PricesConfig(),  # noqa: B008 - frozen
         pipelines: Sequence[Mapping[str, Any]] = (),
         models: Sequence[Mapping[str, Any]] | None = None,
         scripts: Mapping[str, Script] = MappingProxyType({}),
@@ -129,6 +130,7 @@ class Service:
                 tool_format=tool_format,
                 reasoning_marks=reasoning_marks,
                 pooling=pooling,
+                prices=prices,
             )
             for name in names
         ]
@@ -511,7 +513,7 @@ async def served(
     ) as batches:
         routes = batch_routes(batches, handler, max_file_bytes=batch_limits.max_file_bytes, owner_of=owner_of)
         kept = KeptResponseRoutes(batches, owner_of, heartbeat_s=handler.limits.heartbeat_s)
-        yield build_app(handler, service._is_ready, batch_routes=routes, kept=kept)
+        yield build_app(handler, service._is_ready, batch_routes=routes, kept=kept, ledger=batches)
 
 
 def client_of(app: Any) -> httpx.AsyncClient:

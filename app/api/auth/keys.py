@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from app.api.auth.limits import Account, SharedPools
+from app.api.auth.limits import Account, Places, SharedPools, TokenBucket
 from app.config import ApiConfig, KeyConfig
 from app.errors import Unauthenticated
+from app.usage.records import LimitId, LimitUse, Share, Totals
 
 Headers = Iterable[tuple[bytes, bytes]]  # names in lower case, as ASGI has them
 
@@ -28,12 +29,23 @@ class Authenticator(Protocol):
     def accounts(self) -> Sequence[Account]:
         """Those of all keys; the one of all requests where no keys are needed."""
 
+    @property
+    def pools(self) -> SharedPools:
+        """What all accounts share."""
+
 
 class KeyRing:
     """All keys, each with its account."""
 
-    def __init__(self, keys: Iterable[KeyConfig], pools: SharedPools | None = None) -> None:
-        self._pools = pools or SharedPools()
+    def __init__(
+        self,
+        keys: Iterable[KeyConfig],
+        pools: SharedPools | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self.pools = pools or SharedPools()
         self._accounts: dict[bytes, Account] = {}
         self.replace(keys)
 
@@ -42,7 +54,7 @@ class KeyRing:
         accounts: dict[bytes, Account] = {}
         for key in keys:
             digest = bytes.fromhex(key.sha256)
-            account = self._accounts.get(digest) or Account(key, time.monotonic, self._pools)
+            account = self._accounts.get(digest) or Account(key, self._clock, self.pools)
             if account.key != key:
                 account.set_limits(key)
             accounts[digest] = account
@@ -83,7 +95,8 @@ class NoAuthentication:
 
     def __init__(self, pools: SharedPools | None = None, *, may_administer: bool = False) -> None:
         """`may_administer`: whether the admin routes are open too."""
-        self._account = Account(None, time.monotonic, pools, may_administer=may_administer)
+        self.pools = pools or SharedPools()
+        self._account = Account(None, time.monotonic, self.pools, may_administer=may_administer)
 
     @property
     def accounts(self) -> Sequence[Account]:
@@ -97,6 +110,34 @@ class NoAuthentication:
     def account_named(self, name: str) -> Account:
         """The one account."""
         return self._account
+
+
+class AccountLimits:
+    """The limits of all accounts that an authenticator has, for `app.usage`."""
+
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
+        self.takes_slack = authenticator.pools.first_share > 0
+
+    def reserved(self) -> dict[str, Totals]:
+        """See `app.usage.records.Limits`, as for the others."""
+        return {account.name: account.reserved for account in self._authenticator.accounts if account.budgets}
+
+    def uses(self) -> dict[LimitId, LimitUse]:
+        return {limit_id: limit.use() for limit_id, limit in self._limits()}
+
+    def take(self, shares: Mapping[LimitId, Share]) -> None:
+        for limit_id, limit in self._limits():
+            if limit_id in shares:
+                limit.set_share(shares[limit_id])
+
+    def lose_owner(self, *, has_share: bool) -> None:
+        for _, limit in self._limits():
+            limit.lose_owner(has_share=has_share)
+
+    def _limits(self) -> Iterator[tuple[LimitId, TokenBucket | Places]]:
+        for account in self._authenticator.accounts:
+            yield from account.shared_limits.items()
 
 
 def without_keys(config: ApiConfig, pools: SharedPools | None = None) -> NoAuthentication:

@@ -1,4 +1,4 @@
-"""What one key may use: requests and tokens a minute, requests and bytes of bodies at once.
+"""What one key may use: requests and tokens a minute, requests and bytes of bodies at once, budgets of days and months.
 
 All numbers are those of this process, by its clock.
 """
@@ -9,28 +9,36 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from app.config import KeyConfig
-from app.errors import InvalidRequest, LimitReached, NotPermitted
+from app.errors import BudgetSpent, InvalidRequest, LimitReached, MoneySpent, NotPermitted
 from app.fair import SharedPool
+from app.usage import CallUsage, UsageCounter
+from app.usage.records import PLACES, ROUNDING, LimitId, LimitUse, Share, Totals, next_day, next_month
 
 # How soon a place among the requests at once is free cannot be known, and a retry is cheap.
 CONCURRENCY_RETRY_S = 1.0
 # Of bodies that arrive or are being checked. They take several times as much once they are parsed, one after the other.
 MAX_BODY_BYTES_AT_ONCE = 512 * 1024 * 1024
+SHARES_MOVE_S = 2.0  # after a refusal: the next report of each process and its answer
 
 
 class TokenBucket:
     """An allowance for each minute, of which at most one minute's can be saved up (the leaky bucket as a meter).
 
-    A balance below zero is filled up first.
+    A balance below zero is filled up first. Where several processes share the limit, this is the part of one.
     """
 
-    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
+    def __init__(self, per_minute: int, clock: Callable[[], float], *, share: float = 1.0) -> None:
         self.limit = per_minute
         self._clock = clock
-        self._balance = float(per_minute)
+        self._share = self._first_share = share
+        self._was_given = False  # a share, by the owner
+        self._is_led = False  # the owner answers
+        self._balance = share * per_minute
         self._counted_at = clock()
+        self._wanted = self._refused = 0.0  # since the last report
 
     @property
     def remaining(self) -> int:
@@ -40,34 +48,114 @@ class TokenBucket:
     @property
     def reset_s(self) -> float:
         """Seconds until it is full again, if nothing is taken."""
-        return (self.limit - self._counted()) * 60 / self.limit
+        return max(0.0, self._share * self.limit - self._counted()) * 60 / self.limit
 
     def wait_s(self, amount: float) -> float:
-        """Seconds until so much could be taken; for more than a minute's worth, until the bucket is full."""
-        return max(0.0, (min(amount, self.limit) - self._counted()) * 60 / self.limit)
+        """Seconds until so much could be taken; for more than a minute's worth, until the bucket is full.
+
+        What is asked for here comes here from other processes, as far as there is any.
+        """
+        if (self._is_led and self._share < 1) or not self._share:
+            short = min(amount, self.limit) - self._counted()
+            return max(SHARES_MOVE_S, short * 60 / self.limit) if short > ROUNDING * self.limit else 0.0
+        most = self._share * self.limit
+        return max(0.0, (min(amount, most) - self._counted()) * 60 / most)
 
     def take(self, amount: float) -> None:
         """Take an amount, also beyond the balance; a negative amount is given back."""
         self._balance = min(self._counted() - amount, self.limit)
+        self._wanted += amount
+
+    def refuse(self, amount: float) -> None:
+        """It was asked for more than there was."""
+        self._wanted += amount
+        self._refused = min(amount, self._refused or amount)
+
+    def use(self) -> LimitUse:
+        """What is reported; what was asked for counts from here on."""
+        given = 0.0 if self._was_given else self._first_share * self.limit
+        share = self._share if self._was_given else 0.0
+        use = LimitUse(share, self._counted() - given, self._wanted, self._refused)
+        self._wanted = self._refused = 0.0
+        return use
+
+    def set_share(self, share: Share) -> None:
+        """What the owner gives."""
+        self._counted()
+        self._balance += share.given - (0.0 if self._was_given else self._first_share * self.limit)
+        self._share = share.share
+        self._was_given = self._is_led = True
+
+    def lose_owner(self, *, has_share: bool) -> None:
+        """The owner is silent. `has_share`: it cannot have given the share to others yet."""
+        self._counted()
+        self._is_led = False
+        if not has_share:
+            self._share = min(self._share, self._first_share)
 
     def _counted(self) -> float:
-        now = self._clock()
-        self._balance = min(self._balance + (now - self._counted_at) * self.limit / 60, self.limit)
+        now, most = self._clock(), self._share * self.limit
+        if self._balance < most:
+            self._balance = min(self._balance + (now - self._counted_at) * most / 60, most)
         self._counted_at = now
         return self._balance
 
 
-class SharedPools:
-    """The pools of one process."""
+class Places:
+    """How many requests a key may have at once: all, or where several processes share the limit, the part of one."""
 
-    def __init__(self, max_requests: int = sys.maxsize) -> None:
-        """`max_requests`: requests that the process serves at once; by default, any number."""
+    def __init__(self, limit: int, num_taken: Callable[[], int], *, share: float = 1.0) -> None:
+        self.limit = limit
+        self.num_here = self._first = max(1, int(limit * share)) if share else 0
+        self._num_taken = num_taken
+        self._most_taken = self._num_refused = 0  # since the last report
+
+    def check(self) -> None:
+        """Raises LimitReached when none is free."""
+        num_taken, of_others = self._num_taken(), self.limit - self.num_here
+        if num_taken < self.num_here:
+            self._most_taken = max(self._most_taken, num_taken + 1)
+            return
+        self._num_refused += 1
+        shared = f" ({of_others:,} of them in other processes now)" if of_others else ""
+        raise LimitReached(
+            f"this API key may have {self.limit:,} requests at once{shared} and has {num_taken:,}; wait for one of "
+            f"them",
+            retry_after_s=SHARES_MOVE_S if of_others else CONCURRENCY_RETRY_S,
+        )
+
+    def use(self) -> LimitUse:
+        """What is reported; what was asked for counts from here on."""
+        wanted = max(self._most_taken, self._num_taken()) + self._num_refused
+        self._most_taken = self._num_refused = 0
+        return LimitUse(self.num_here, self._num_taken(), wanted)
+
+    def set_share(self, share: Share) -> None:
+        """What the owner gives."""
+        self.num_here = int(share.share)
+
+    def lose_owner(self, *, has_share: bool) -> None:
+        """As of a bucket."""
+        if not has_share:
+            self.num_here = min(self.num_here, self._first)
+
+
+class SharedPools:
+    """The pools of one process, and the counter of what its requests use."""
+
+    def __init__(self, max_requests: int = sys.maxsize, *, first_share: float = 1.0) -> None:
+        """`max_requests`: requests that the process serves at once; by default, any number.
+
+        `first_share`: its part of the limits of a key until it is given another.
+        """
+        self.first_share = first_share
         self.requests = SharedPool[Account](max_requests)
         self.body_bytes = SharedPool[Account](MAX_BODY_BYTES_AT_ONCE)
         # Log-probabilities that the calls under way may have together: 16 bytes each until the answer is written, some
         # 70 bytes while a client does not read its stream.
         max_logprobs_at_once = 8_000_000
         self.logprobs = SharedPool[Account](max_logprobs_at_once)
+        self.usage = UsageCounter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +197,7 @@ class Account:
         self.pools = pools or SharedPools()
         self._may_administer_without_key = may_administer
         self._num_requests = self._num_refused = self._num_tokens = 0
+        self.reserved = Totals()  # what requests that run may use
         self.set_limits(key)
 
     def set_limits(self, key: KeyConfig | None) -> None:
@@ -118,6 +207,10 @@ class Account:
         self.may_administer = key.admin if key else self._may_administer_without_key
         self._requests = self._bucket(key.requests_per_minute if key else None)
         self.tokens = self._bucket(key.tokens_per_minute if key else None)
+        at_once = key.max_concurrency if key else None
+        taken = partial(self.pools.requests.held, self)
+        self._places = Places(at_once, taken, share=self.pools.first_share) if at_once else None
+        self.budgets = key.budgets if key else {}
 
     @property
     def usage(self) -> Usage:
@@ -126,19 +219,16 @@ class Account:
     @contextmanager
     def reserve(self) -> Iterator[Reservation]:
         """Around one HTTP request, from its first byte to its last. Raises LimitReached."""
-        limit, running = self.key.max_concurrency if self.key else None, self.pools.requests
+        places, running = self._places, self.pools.requests
         try:
-            if limit is None and not running.allows(self, 1):
+            if places is None and not running.allows(self, 1):
                 raise LimitReached(
                     f"{running.held(self):,} requests {self.of_sender} are under way, and of the {running.size:,} "
                     f"places for them no more are free; wait for one of them",
                     retry_after_s=CONCURRENCY_RETRY_S,
                 )
-            if limit is not None and (num_running := running.held(self)) >= limit:
-                raise LimitReached(
-                    f"this API key may have {limit:,} requests at once and has {num_running:,}; wait for one of them",
-                    retry_after_s=CONCURRENCY_RETRY_S,
-                )
+            if places is not None:
+                places.check()
             if self._requests:
                 _check(self._requests, 1, "requests")
                 self._requests.take(1)
@@ -156,12 +246,29 @@ class Account:
             raise
         finally:
             running.take(self, -1)
-            reservation.release_body()
-            self.pools.logprobs.take(self, -reservation.num_logprobs)
-            num_used = sum(num_tokens() for num_tokens in reservation.usages)
-            self._num_tokens += num_used
-            if self.tokens:
-                self.tokens.take(num_used - reservation.num_reserved)
+            self._settle(reservation)
+
+    @contextmanager
+    def reserve_kept(self) -> Iterator[Reservation]:
+        """Around a response that is kept, which was counted as a request where it came in."""
+        reservation = Reservation(self)
+        try:
+            yield reservation
+        finally:
+            self._settle(reservation)
+
+    def _settle(self, reservation: Reservation) -> None:
+        reservation.release_body()
+        self.pools.logprobs.take(self, -reservation.num_logprobs)
+        num_reserved, cost = reservation.num_reserved, reservation.cost_reserved
+        self.reserved = self.reserved.plus(Totals(-num_reserved, -num_reserved, -cost))
+        calls = [call for usage in reservation.usages if (call := usage()).used.num_requests]
+        for call in calls:
+            self.pools.usage.add(self.name, call)
+        num_used = sum(call.used.num_tokens for call in calls)
+        self._num_tokens += num_used
+        if self.tokens:
+            self.tokens.take(num_used - num_reserved)
 
     @contextmanager
     def reserve_item(self) -> Iterator[Reservation]:
@@ -199,6 +306,27 @@ class Account:
                 param="priority",
             )
 
+    def check_budgets(self, num_tokens: int, cost: float) -> None:
+        """Raises BudgetSpent when a request may use more than a day's or a month's budget has left."""
+        counter = self.pools.usage
+        totals, end_of_month = counter.totals(self.name).plus(self.reserved), next_month(counter.today)
+        used_and_needed = {
+            "tokens_per_day": (totals.tokens_today, num_tokens, next_day(counter.today)),
+            "tokens_per_month": (totals.tokens_this_month, num_tokens, end_of_month),
+            "money_per_month": (totals.money_this_month, cost, end_of_month),
+        }
+        for name, budget in self.budgets.items():
+            used, needed, renewed_at = used_and_needed[name]
+            if used + needed > budget:
+                is_money = name == "money_per_month"
+                form = ",.4f" if is_money else ","
+                raise (MoneySpent if is_money else BudgetSpent)(
+                    f"{name} of this API key is {budget:{form}}; {used:{form}} are used or reserved, and this request "
+                    f"needs up to {needed:{form}}; the budget is renewed at {renewed_at:%Y-%m-%dT%H:%M:%SZ}; wait, or "
+                    f"ask for fewer tokens",
+                    retry_after_s=renewed_at.timestamp() - counter.now,
+                )
+
     def headers(self) -> dict[str, str]:
         """`x-ratelimit-…`, as OpenAI's, for the limits that there are."""
         headers: dict[str, str] = {}
@@ -210,7 +338,13 @@ class Account:
         return headers
 
     def _bucket(self, per_minute: int | None) -> TokenBucket | None:
-        return TokenBucket(per_minute, self._clock) if per_minute else None
+        return TokenBucket(per_minute, self._clock, share=self.pools.first_share) if per_minute else None
+
+    @property
+    def shared_limits(self) -> dict[LimitId, TokenBucket | Places]:
+        """Those that processes share."""
+        limits = {"requests": self._requests, "tokens": self.tokens, PLACES: self._places}
+        return {LimitId(self.name, what, limit.limit): limit for what, limit in limits.items() if limit}
 
     @property
     def of_sender(self) -> str:
@@ -221,6 +355,7 @@ class Account:
 def _check(bucket: TokenBucket, amount: int, what: str) -> None:
     wait_s = bucket.wait_s(amount)
     if wait_s > 0:
+        bucket.refuse(amount)
         raise LimitReached(
             f"this API key may use {bucket.limit:,} {what} a minute; this request needs up to {amount:,} and "
             f"{bucket.remaining:,} are left; try again in {wait_s:.1f} s",
@@ -234,15 +369,18 @@ class Reservation:
 
     account: Account
     num_reserved: int = 0
+    cost_reserved: float = 0.0
     num_body_bytes: int = 0
     num_logprobs: int = 0
-    usages: list[Callable[[], int]] = field(default_factory=list)  # each gives tokens that were used, at the end
+    usages: list[Callable[[], CallUsage]] = field(default_factory=list)  # what was used, at the end
 
-    def reserve(self, num_tokens: int, *, num_logprobs: int = 0) -> None:
+    def reserve(self, num_tokens: int, *, num_logprobs: int = 0, cost: float = 0.0) -> None:
         """Reserve what a request may need at most. Its end settles the tokens and gives the log-probabilities back.
 
         Raises LimitReached.
         """
+        if self.account.budgets:
+            self.account.check_budgets(num_tokens, cost)
         account, pool = self.account, self.account.pools.logprobs
         if num_logprobs:
             if not pool.allows(account, num_logprobs):
@@ -258,6 +396,8 @@ class Reservation:
             _check(account.tokens, num_tokens, "tokens")
             account.tokens.take(num_tokens)
         self.num_reserved += num_tokens
+        self.cost_reserved += cost
+        account.reserved = account.reserved.plus(Totals(num_tokens, num_tokens, cost))
 
     def hold_body(self, num_bytes: int) -> None:
         """Count bytes of the body that have come, until `release_body` or the end. Raises LimitReached."""

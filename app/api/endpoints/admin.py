@@ -13,6 +13,7 @@ from app.api.auth.keys import Authenticator
 from app.api.auth.limits import Account, Usage
 from app.api.http.operations import Operation, RouteGroup
 from app.json_pieces import Json
+from app.usage import Used, UsedFor
 
 ReportT = TypeVar("ReportT")
 
@@ -23,6 +24,7 @@ class ProcessReport:
 
     process: str
     usage: Mapping[str, Usage] = field(default_factory=dict)  # by the name of the key
+    used: Mapping[UsedFor, Used] = field(default_factory=dict)  # what the ledger may not have
     replicas: Mapping[str, Sequence[Json]] = field(default_factory=dict)  # by model, as this process sees them
 
 
@@ -85,7 +87,8 @@ def only_this_process(authenticator: Authenticator) -> Collect:
     """For an application of one process."""
 
     async def collect() -> Answers[ProcessReport]:
-        return Answers(reports=[ProcessReport(process="", usage=usage_of(authenticator))])
+        used = authenticator.pools.usage.uncounted()
+        return Answers(reports=[ProcessReport(process="", usage=usage_of(authenticator), used=used)])
 
     return collect
 
@@ -97,7 +100,10 @@ def _list(entries: list[Json], answers: Answers[ProcessReport], **more: Any) -> 
 
 def _entry(account: Account, of_processes: Sequence[Usage]) -> Json:
     key, usage = account.key, sum(of_processes, start=Usage())
-    limits = ("requests_per_minute", "tokens_per_minute", "max_concurrency", "max_tokens")
+    limits = (
+        "requests_per_minute", "tokens_per_minute", "max_concurrency", "max_tokens", "tokens_per_day",
+        "tokens_per_month", "money_per_month",
+    )  # fmt: skip
     return {
         "name": account.name,
         "admin": account.may_administer,

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from app.errors import (
     BodyTooLarge,
     BodyTooSlow,
+    BudgetSpent,
     Cancelled,
     CarouselError,
     DeadlineMissed,
@@ -20,6 +21,7 @@ from app.errors import (
     InvalidRequest,
     LimitReached,
     MethodNotAllowed,
+    MoneySpent,
     NotFound,
     NotPermitted,
     Overloaded,
@@ -37,6 +39,7 @@ logger = logging.getLogger(__name__)
 MESSAGES_PATH = "/v1/messages"  # it, and what is below it, are Anthropic's API
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
+    402: "billing_error",
     403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
@@ -72,6 +75,8 @@ _KINDS: tuple[tuple[type[CarouselError], _Kind], ...] = (
     (Cancelled, _Kind(400, "invalid_request_error", "request_cancelled")),
     (InvalidRequest, _Kind(400, "invalid_request_error", None)),
     (DeadlineMissed, _Kind(408, "timeout_error", "deadline_exceeded")),
+    (MoneySpent, _Kind(402, "insufficient_quota", "budget_spent")),
+    (BudgetSpent, _Kind(429, "insufficient_quota", "budget_spent")),
     (LimitReached, _Kind(429, "rate_limit_error", "rate_limit_exceeded")),
     (StorageFull, _Kind(429, "rate_limit_error", "storage_full")),
     (Overloaded, _Kind(429, "rate_limit_error", "overloaded")),
@@ -149,6 +154,8 @@ def _kind_of(error: Exception) -> _Kind:
 def _headers(error: Exception) -> dict[str, str]:
     if isinstance(error, DeadlineMissed | Quarantined):  # the openai package would retry a 408
         return {"x-should-retry": "false"}
+    if isinstance(error, BudgetSpent):
+        return {"x-should-retry": "false", "Retry-After": str(math.ceil(error.retry_after_s))}
     if isinstance(error, Unauthenticated):
         return {"WWW-Authenticate": "Bearer"}
     if isinstance(error, BodyTooSlow):  # the rest of the body must not be read as another request

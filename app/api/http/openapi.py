@@ -21,6 +21,7 @@ from app.api.endpoints.service import HealthRoutes, MetricsRoutes, ServiceRoutes
 from app.api.endpoints.short_batches import ShortBatchRoutes
 from app.api.endpoints.table import ENDPOINTS
 from app.api.endpoints.tokenization import TokenizationRoutes
+from app.api.endpoints.usage import UsageRoutes
 from app.api.http.errors import is_anthropic
 from app.api.http.operations import EVENTS, OF_GENERATION, TEXT, Operation, RouteGroup
 from app.api.prepared_request import RequestLimits
@@ -35,6 +36,7 @@ from app.versions import versions
 _REFUSALS = {
     "400": "something in the request is wrong; `param` says what",
     "401": "no API key, or none that is known",
+    "402": "this API key's budget in money is spent",
     "403": "this API key is not for that model, or no admin's",
     "404": "there is no such model, file or batch",
     "408": "the body was too slow, or the deadline has passed or cannot be met",
@@ -82,7 +84,7 @@ def _of(*groups: type[RouteGroup]) -> tuple[Operation, ...]:
 _OPEN = _of(HealthRoutes, PageRoutes)
 _FOR_KEYS = (*_computed(), *_of(TokenizationRoutes, ServiceRoutes, CancelRoutes))
 _OF_BATCHES = _of(FileRoutes, BatchRoutes, ShortBatchRoutes, KeptResponseRoutes)
-_FOR_ADMINS = _of(AdminRoutes, SchedulerRoutes, AdapterRoutes, LiveRoutes)
+_FOR_ADMINS = _of(AdminRoutes, UsageRoutes, SchedulerRoutes, AdapterRoutes, LiveRoutes)
 
 
 def _bodies(operations: Sequence[Operation]) -> tuple[type[Schema], ...]:
@@ -264,6 +266,9 @@ def _answers() -> Json:
         "AdminKeys": _page(_object(name=str, requests=int)),
         "Adapter": adapter,
         "AdapterList": _page(_reference("Adapter"), missing=int),
+        "AdminUsage": _page(
+            _object(requests=int, prompt_tokens=int, output_tokens=int, cost=float), group_by=_list(TEXT)
+        ),
         "AdminFleet": _page(_object(process=str, model=str)),
         "Scheduler": scheduler,
         "SchedulerList": _page(_reference("Scheduler"), strategies=_list(TEXT), policies=_list(TEXT)),

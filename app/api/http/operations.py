@@ -17,7 +17,7 @@ HandlerT = TypeVar("HandlerT", bound=Callable[..., Awaitable[Response]])
 # Statuses with which a request may be refused, beside those of its key.
 OF_A_MODEL = ("400", "403", "404")
 OF_A_BODY = (*OF_A_MODEL, "408", "413", "415")
-OF_GENERATION = (*OF_A_BODY, "500", "503")
+OF_GENERATION = (*OF_A_BODY, "402", "500", "503")
 OF_A_LIST = ("400", "404", "503")
 
 TEXT: Json = {"type": "string"}

@@ -27,6 +27,7 @@ from app.api.endpoints.scheduler import SchedulerRoutes, SchedulerSwitch
 from app.api.endpoints.service import HealthRoutes, MetricsRoutes, ServiceRoutes, only_measured_here
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.endpoints.tokenization import TokenizationRoutes
+from app.api.endpoints.usage import UsageRoutes
 from app.api.handler import RequestHandler
 from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
@@ -41,6 +42,7 @@ from app.api.schemas.parameters import STRICT_HEADER
 from app.errors import Failure
 from app.json_pieces import Json
 from app.metrics import name_task
+from app.usage import Owner
 
 
 def build_app(
@@ -57,20 +59,20 @@ def build_app(
     adapters: Mapping[str, AdapterFleet] = MappingProxyType({}),
     running: RunningCalls | None = None,
     cancel: Cancel | None = None,
+    ledger: Owner | None = None,
 ) -> Application:
     """The HTTP application over the handler's models, for the keys that its authenticator knows.
 
     `is_ready` answers whether a request could be served now. `expose` writes the text of /metrics; by default, what
     this process has measured. `batch_routes` are those of files and batches where they are served, and `kept` those of
-    responses that are kept. `collect` asks all
-    processes for the reports that the admin routes show; by default, only this one. `wanted_replicas`
-    says of models with autoscaling how many there should be. `fleets`, by the model's name, are
-    those of the live view and of /load; `switches`, too, change the strategy and policy of their replicas, `adapters`
-    their LoRA adapters. `cancel` ends a request of any process; by default, one of this process's, which are in
-    `running`.
+    responses that are kept. `collect` asks all processes for the reports that the admin routes show; by default, only
+    this one. `wanted_replicas` says of models with autoscaling how many there should be. `fleets`, by the model's name,
+    are those of the live view and of /load; `switches`, too, change the strategy and policy of their replicas,
+    `adapters` their LoRA adapters. `cancel` ends a request of any process; by default, one of this process's, which are
+    in `running`. `ledger` has what keys have used, where it is kept over restarts.
     """
     config, authenticator = handler.config, handler.authenticator
-    admin = AdminRoutes(authenticator, collect or only_this_process(authenticator), wanted_replicas)
+    collect = collect or only_this_process(authenticator)
     needs_key = not isinstance(authenticator, NoAuthentication)
     openapi = openapi_document(config, handler.limits, needs_key=needs_key, has_batches=bool(batch_routes))
     running = running or RunningCalls(fleets)
@@ -92,7 +94,9 @@ def build_app(
     ]
     live = LiveRoutes(LiveFeed(fleets), heartbeat_s=handler.limits.heartbeat_s)
     open_routes = [*HealthRoutes(is_ready).routes(), *PageRoutes().routes()]
-    for_admins = [*admin.routes(), *SchedulerRoutes(handler, switches).routes()]
+    admin = AdminRoutes(authenticator, collect, wanted_replicas)
+    for_admins = [*admin.routes(), *UsageRoutes(ledger, collect).routes()]
+    for_admins += SchedulerRoutes(handler, switches).routes()
     for_admins += [*AdapterRoutes(handler, adapters).routes(), *live.routes()]
     metrics = MetricsRoutes(expose or only_measured_here(handler.metrics), fleets).routes()
     {"public": open_routes, "keys": for_keys, "admins": for_admins}[config.metrics_for].extend(metrics)

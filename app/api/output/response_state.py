@@ -21,6 +21,7 @@ from app.api.schemas.parameters import IGNORED_HEADER
 from app.engine.request import EngineTimes, Queued
 from app.json_pieces import Json
 from app.metrics import CallMetrics, RequestMetrics
+from app.usage import CallUsage, Used
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class ResponseState:
         if pieces is not None:
             return cls(prepared, context.request_id, of_call, pieces, outputs)
         state = cls(prepared, context.request_id, of_call, generate_choices(prepared), outputs, trace=context.trace)
-        context.reservation.usages.append(state.num_tokens)
+        context.reservation.usages.append(state.used)
         context.begun.append(prepared)
         if context.trace is not None:
             context.trace.checked()
@@ -219,18 +220,27 @@ class ResponseState:
         self.is_open = self.queued is not None
         return self.is_open
 
-    def num_tokens(self) -> int:
-        """Tokens of prompts and outputs that were computed by now; 0 while no replica has accepted the call."""
-        num_generated = sum(output.num_tokens for output in self.outputs)
-        was_accepted = num_generated or self.queued or any(output.finish_reason for output in self.outputs)
-        return num_generated + self.prepared.num_prompt_tokens if was_accepted else 0
+    def used(self) -> CallUsage:
+        """What was computed by now."""
+        prepared, num_generated = self.prepared, sum(output.num_tokens for output in self.outputs)
+        used, model = Used(), prepared.model
+        if num_generated or self.queued or any(output.finish_reason for output in self.outputs):
+            num_prompt, num_cached = prepared.num_prompt_tokens, self._num_cached_tokens
+            cost = model.prices.cost(
+                num_prompt_tokens=num_prompt, num_cached_tokens=num_cached, num_output_tokens=num_generated
+            )
+            used = Used(1, num_prompt, num_cached, num_generated, cost)
+        return CallUsage(model.name, prepared.requests[0].is_background, used)
+
+    @property
+    def _num_cached_tokens(self) -> int:
+        return sum(output.num_cached_tokens for output in self.outputs[:: self.prepared.num_samples])
 
     def usage(self) -> Json:
         """Prompts count once each, generated tokens (end-of-text tokens too) of all choices."""
         num_prompt_tokens = self.prepared.num_prompt_tokens
         num_completion_tokens = sum(output.num_tokens for output in self.outputs)
-        firsts = self.outputs[:: self.prepared.num_samples]
-        num_cached = sum(output.num_cached_tokens for output in firsts)
+        num_cached = self._num_cached_tokens
         num_reasoning = sum(output.num_reasoning_tokens for output in self.outputs)
         usage = usage_of(num_prompt_tokens, num_completion_tokens, num_cached=num_cached, num_reasoning=num_reasoning)
         if self.prepared.requests[0].prediction_token_ids:

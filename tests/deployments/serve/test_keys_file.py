@@ -226,6 +226,23 @@ def test_a_key_for_a_model_that_there_is_not_is_told(serve_file: Any, tmp_path: 
         read_serve_file(serve_file("127.0.0.1", keys_file=str(path)))
 
 
+def test_a_budget_that_nothing_could_count_is_told(serve_file: Any, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    path = serve_file("127.0.0.1", keys_file=str(keys))
+    write(keys, [entry(money_per_month=5)])
+    with pytest.raises(InvalidSetup, match=r"'alice' has money_per_month, and none of its models has a price; set mod"):
+        read_serve_file(path)
+    document = yaml.safe_load(path.read_text())
+    [application] = document["applications"]
+    application["args"]["models"][0]["prices"] = {"output": 2}
+    write(path, document)
+    assert read_serve_file(path).applications["carousel"].models[0].prices.output == 2
+    del application["args"]["batches"]
+    write(path, document)
+    with pytest.raises(InvalidSetup, match=r"'alice' has money_per_month, and nothing keeps what it has used over a"):
+        read_serve_file(path)
+
+
 def test_a_file_of_keys_lets_other_machines_in_if_it_has_some(serve_file: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "keys.yaml", [entry()])
     assert read_serve_file(serve_file("0.0.0.0", keys_file=str(path))).host == "0.0.0.0"

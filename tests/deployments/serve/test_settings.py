@@ -79,7 +79,7 @@ def test_an_invented_setting_is_answered_with_those_that_exist() -> None:
     assert (
         message_for(zzz=1)
         == "models[0].zzz: no such setting; there are name, aliases, tool_parser, pooling, deadline_s, adapters, "
-        "engine, replicas"
+        "prices, engine, replicas"
     )
 
 

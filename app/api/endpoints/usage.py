@@ -1,0 +1,108 @@
+"""GET /admin/usage: what keys have used of which models, in which class, on which days. JSON or CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from datetime import date
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from app.api.endpoints.admin import Collect
+from app.api.http.operations import TEXT, Operation, RouteGroup
+from app.errors import InvalidRequest
+from app.json_pieces import Json
+from app.usage import Owner, UsageQuery, Used, grouped
+from app.usage.records import day_of, month_of
+
+# Fields of `UsedFor` by their names in the API.
+_GROUPS = {"key": "key", "model": "model", "class": "request_class", "day": "day"}
+_CSV = "text/csv"
+_DAY: Json = {"schema": TEXT | {"format": "date"}}
+_QUERY: Json = {
+    "from": _DAY | {"description": "the first day, as 2026-11-01, in UTC; default: the first of this month"},
+    "to": _DAY | {"description": "the last day; default: today"},
+    "group_by": {"schema": TEXT, "description": "some of key, model, class and day, with commas; default: key"},
+    "format": {"schema": {"enum": ["json", "csv"]}},
+}
+
+
+class UsageRoutes(RouteGroup):
+    """`GET /admin/usage`."""
+
+    def __init__(self, owner: Owner | None, collect: Collect) -> None:
+        """`owner` keeps the ledger; without one all processes are asked for what they have counted."""
+        self._owner = owner
+        self._collect = collect
+
+    @Operation("get", "/admin/usage", "What keys have used", "AdminUsage", ("400", "503"), media=(_CSV,), query=_QUERY)
+    async def usage(self, request: Request) -> Response:
+        """Sums by the asked fields. What has ended in the last second may be missing."""
+        query, is_csv = _asked(request)
+        processes: Json | None = None
+        if self._owner is not None:
+            rows = await self._owner.usage(query)
+        else:
+            answers = await self._collect()
+            processes = {"answered": len(answers.reports), "missing": answers.num_missing}
+            rows = grouped((used for report in answers.reports for used in report.used.items()), query)
+        if len(rows) > query.max_rows:
+            raise InvalidRequest(
+                f"there are more than {query.max_rows:,} rows; ask for fewer days, or for fewer fields in group_by",
+                param="group_by",
+            )
+        names = [name for name, field in _GROUPS.items() if field in query.group_by]
+        entries = [dict(zip(names, group, strict=True)) | _sums(used) for group, used in rows]
+        if is_csv:
+            return _csv([*names, *_sums(Used())], entries)
+        about = {"from": query.first_day, "to": query.last_day, "group_by": names}
+        return JSONResponse(
+            {"object": "list", "data": entries, **about, "kept": self._owner is not None, "processes": processes}
+        )
+
+
+def _asked(request: Request) -> tuple[UsageQuery, bool]:
+    """The query, and whether the answer is CSV."""
+    given, today = request.query_params, day_of(time.time())
+    first, last = _day(given.get("from", f"{month_of(today)}-01"), "from"), _day(given.get("to", today), "to")
+    if first > last:
+        raise InvalidRequest(f"from is {first} and to is {last}; give a `to` that is not before it", param="from")
+    names = given.get("group_by", "key").split(",")
+    unknown = [name for name in names if name not in _GROUPS]
+    if unknown:
+        raise InvalidRequest(
+            f"group_by has {unknown[0][:40]!r}; give some of {', '.join(_GROUPS)}, with commas between them",
+            param="group_by",
+        )
+    form = given.get("format", "json")
+    if form not in ("json", "csv"):
+        raise InvalidRequest(f"format is {form[:40]!r}; must be json or csv", param="format")
+    group_by = tuple(field for name, field in _GROUPS.items() if name in names)
+    return UsageQuery(first_day=first, last_day=last, group_by=group_by), form == "csv"
+
+
+def _day(text: str, param: str) -> str:
+    try:
+        return date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise InvalidRequest(f"{param} is {text[:40]!r}; give a day, as 2026-11-01", param=param) from None
+
+
+def _sums(used: Used) -> Json:
+    return {
+        "requests": used.num_requests,
+        "prompt_tokens": used.num_prompt_tokens,
+        "cached_tokens": used.num_cached_tokens,
+        "output_tokens": used.num_output_tokens,
+        "cost": round(used.cost, 6),
+    }
+
+
+def _csv(names: list[str], entries: list[Json]) -> Response:
+    written = io.StringIO()
+    writer = csv.DictWriter(written, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(entries)
+    return Response(written.getvalue(), media_type=_CSV)

@@ -1,0 +1,108 @@
+"""What the requests of one process have used, until the ledger has it."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from app.usage.journal import UsageJournal
+from app.usage.records import (
+    BACKGROUND,
+    ONLINE,
+    CallUsage,
+    Totals,
+    UsageAnswer,
+    UsageReport,
+    Used,
+    UsedFor,
+    day_of,
+    month_of,
+)
+
+
+class UsageCounter:
+    """Counts what has ended here, and gives what the ledger has of a key together with what it does not have yet.
+
+    Without an owner of a ledger it counts for as long as the process lives.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        """`clock` gives seconds since 1970."""
+        self.process = uuid.uuid4().hex
+        self.journal: UsageJournal | None = None
+        self._clock = clock
+        self._counted: dict[str, dict[UsedFor, Used]] = {}  # by key, since the last report
+        self._sent = UsageReport(process=self.process, number=0)  # may not count yet
+        self._known = UsageAnswer(number=0, day=day_of(clock()))
+
+    def add(self, key: str, call: CallUsage) -> None:
+        """A call has ended."""
+        used_for = UsedFor(key, call.model, BACKGROUND if call.is_background else ONLINE, self.today)
+        of_key = self._counted.setdefault(key, {})
+        of_key[used_for] = of_key.get(used_for, Used()) + call.used
+        if self.journal is not None:
+            self.journal.write(used_for, call.used)
+
+    @property
+    def today(self) -> str:
+        return day_of(self._clock())
+
+    @property
+    def now(self) -> float:
+        """Seconds since 1970."""
+        return self._clock()
+
+    def totals(self, key: str) -> Totals:
+        """All that is known to be used by a key today and this month."""
+        today, known = self.today, self._known
+        of_ledger = known.totals.get(key, Totals())
+        tokens_today = of_ledger.tokens_today if known.day == today else 0
+        is_same_month = month_of(known.day) == month_of(today)
+        tokens, money = (of_ledger.tokens_this_month, of_ledger.money_this_month) if is_same_month else (0, 0.0)
+        for used_for, used in self._uncounted(key):
+            if month_of(used_for.day) == month_of(today):
+                tokens_today += used.num_tokens if used_for.day == today else 0
+                tokens += used.num_tokens
+                money += used.cost
+        return Totals(tokens_today, tokens, money)
+
+    def uncounted(self) -> dict[UsedFor, Used]:
+        """All that the ledger may not have yet."""
+        sums = dict(self._in_flight)
+        for of_key in self._counted.values():
+            for used_for, used in of_key.items():
+                sums[used_for] = sums.get(used_for, Used()) + used
+        return sums
+
+    @property
+    def begins_report(self) -> bool:
+        """Whether the next report has a new number."""
+        return bool(self._counted) and not self._in_flight
+
+    @property
+    def number(self) -> int:
+        """Of the report that will have what is counted now."""
+        return self._sent.number + 1
+
+    def report(self, **fields: Any) -> UsageReport:
+        """The report to send now, with these other fields. It has no more usage while the last one is not answered."""
+        number, used = self._sent.number, self._in_flight
+        if self.begins_report:
+            number, used = self.number, self.uncounted()
+            self._counted = {}
+        self._sent = UsageReport(process=self.process, number=number, used=used, **fields)
+        return self._sent
+
+    def take(self, answer: UsageAnswer) -> None:
+        """What the owner knows."""
+        self._known = answer
+
+    @property
+    def _in_flight(self) -> Mapping[UsedFor, Used]:
+        return self._sent.used if self._known.number < self._sent.number else {}
+
+    def _uncounted(self, key: str) -> Iterator[tuple[UsedFor, Used]]:
+        yield from self._counted.get(key, {}).items()
+        yield from ((used_for, used) for used_for, used in self._in_flight.items() if used_for.key == key)

@@ -1,0 +1,128 @@
+"""What one process and the owner of the ledger tell each other every second, never while a request waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import NoReturn
+
+from app.errors import described
+from app.usage.counter import UsageCounter
+from app.usage.journal import UsageJournal, remains
+from app.usage.records import Limits, Owner
+from app.usage.shares import LEASE_S
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 1.0
+REMAINS_EVERY = 5  # periods
+SILENCE_S = 5.0  # of the owner: what is asked for here does not come here any more
+_TIMEOUT_S = 5.0
+
+
+class UsageExchange:
+    """Reports what a counter has counted, and what processes that died on this machine have left."""
+
+    def __init__(
+        self,
+        counter: UsageCounter,
+        owner: Owner,
+        folder: Path,
+        limits: Limits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`folder` outlives processes; on several machines each may have its own."""
+        self._counter = counter
+        self._owner = owner
+        self._folder = folder
+        self._limits = limits
+        self._clock = clock
+        self._answered_at = clock()
+        self._num_processes = 0
+        self._num_failures = 0
+
+    async def run(self) -> NoReturn:
+        """For as long as the process lives."""
+        await self.open_journal()
+        while True:
+            for _ in range(REMAINS_EVERY):
+                await self._without_failing(self.exchange)
+                await asyncio.sleep(PERIOD_S)
+            await self._without_failing(self.report_remains)
+
+    async def open_journal(self) -> None:
+        """From now on what is counted is written down. A folder that cannot be used is logged, and done without."""
+        counter = self._counter
+        try:
+            counter.journal = await asyncio.to_thread(UsageJournal, self._folder, counter.process, counter.number)
+        except OSError as error:
+            logger.error(
+                "usage is not written to %s: %s; what a killed process has used in its last second is lost",
+                self._folder,
+                described(error),
+            )
+
+    async def exchange(self) -> None:
+        """Report, and take the answer. Raises what the owner raises, and TimeoutError; the next one sends it again."""
+        counter, journal = self._counter, self._counter.journal
+        next_file = await self._next_file()
+        limits = self._limits
+        report = counter.report(
+            reserved=limits.reserved(),
+            limits=limits.uses(),
+            num_processes=self._num_processes,
+            takes_slack=limits.takes_slack,
+        )
+        if journal is not None and next_file is not None:
+            await asyncio.to_thread(os.close, journal.go_on_in(next_file))
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                answer = await self._owner.report_usage(report)
+        except Exception:
+            silence_s = self._clock() - self._answered_at
+            if silence_s > SILENCE_S:
+                limits.lose_owner(has_share=silence_s < LEASE_S - _TIMEOUT_S)
+            raise
+        self._answered_at, self._num_processes = self._clock(), answer.num_processes
+        counter.take(answer)
+        limits.take(answer.shares)
+        if journal is not None and report.used:
+            await asyncio.to_thread(journal.forget, report.number)
+
+    async def _next_file(self) -> int | None:
+        """On some storages it takes long to open and close files, but not to write."""
+        counter, journal = self._counter, self._counter.journal
+        if journal is None or not counter.begins_report:
+            return None
+        try:
+            return await asyncio.to_thread(journal.file_of, counter.number + 1)
+        except OSError as error:
+            journal.report_failure(error)
+            return None
+
+    async def report_remains(self) -> None:
+        """Report what dead processes have left."""
+        for dead in await asyncio.to_thread(lambda: list(remains(self._folder))):
+            try:
+                for report in await asyncio.to_thread(dead.reports):
+                    async with asyncio.timeout(_TIMEOUT_S):
+                        await self._owner.report_usage(report)
+                await asyncio.to_thread(dead.forget)
+            finally:
+                dead.close()
+
+    async def _without_failing(self, step: Callable[[], Awaitable[None]]) -> None:
+        num_usual = 10  # failures, while the owner starts
+        try:
+            await step()
+        except Exception as error:
+            self._num_failures += 1
+            if self._num_failures == num_usual:
+                logger.warning("usage is kept here until the process of batches takes it: %s", described(error))
+        else:
+            self._num_failures = 0

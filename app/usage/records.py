@@ -1,0 +1,202 @@
+"""What keys have used, as it goes from the processes that send requests to the one that keeps the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from datetime import UTC, date, datetime, timedelta
+from operator import attrgetter
+from typing import NamedTuple, Protocol
+
+ONLINE, BACKGROUND = "online", "background"
+ROUNDING = 1e-6  # of a limit: so much less is as much
+PLACES = "requests at once"  # a limit of these is of whole ones; all others are of amounts a minute
+
+
+class UsedFor(NamedTuple):
+    """What is counted apart."""
+
+    key: str  # its name; "" where no keys are needed
+    model: str
+    request_class: str  # ONLINE or BACKGROUND
+    day: str  # on which the request has ended, in UTC, as 2026-11-27
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What some requests have used."""
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompts' tokens, those that were not computed
+    num_output_tokens: int = 0
+    cost: float = 0.0  # by the prices of their time
+
+    def __add__(self, other: Used) -> Used:
+        return Used(
+            self.num_requests + other.num_requests,
+            self.num_prompt_tokens + other.num_prompt_tokens,
+            self.num_cached_tokens + other.num_cached_tokens,
+            self.num_output_tokens + other.num_output_tokens,
+            self.cost + other.cost,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
+
+SUMS = tuple(each.name for each in fields(Used))
+values_of = attrgetter(*SUMS)  # a quarter of the time of `astuple`
+
+
+class CallUsage(NamedTuple):
+    """What one call has used of a model; no requests: no replica has accepted it."""
+
+    model: str
+    is_background: bool
+    used: Used
+
+
+class Totals(NamedTuple):
+    """What budgets are compared with."""
+
+    tokens_today: int = 0
+    tokens_this_month: int = 0
+    money_this_month: float = 0.0
+
+    def plus(self, other: Totals) -> Totals:
+        return Totals(
+            self.tokens_today + other.tokens_today,
+            self.tokens_this_month + other.tokens_this_month,
+            self.money_this_month + other.money_this_month,
+        )
+
+
+class LimitId(NamedTuple):
+    """A limit of a key. With another amount it is another limit."""
+
+    key: str
+    what: str
+    limit: int
+
+
+class LimitUse(NamedTuple):
+    """What one process has of a limit, and what it was asked for since its last report."""
+
+    share: float  # the part of what comes in a minute, 0 before it was given any; of PLACES how many
+    held: float  # what its bucket has, without what it began with; of PLACES how many are taken
+    wanted: float  # the sum of what was asked for; of PLACES the most at once
+    refused: float = 0.0  # the smallest request that was refused; of PLACES not told
+
+
+class Share(NamedTuple):
+    """What a process has of a limit from now on."""
+
+    share: float
+    given: float = 0.0  # what its bucket has more than before; below 0: less
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageReport:
+    """What one process has counted since its last report; that is sent again, unchanged, until it is answered.
+
+    Without `limits` the process has no part of any: it has died, and another one reports what it left.
+    """
+
+    process: str
+    number: int  # rises by one from report to report; 0: it has used nothing yet
+    used: Mapping[UsedFor, Used] = field(default_factory=dict)
+    reserved: Mapping[str, Totals] = field(default_factory=dict)  # by key with budgets: what running requests may use
+    limits: Mapping[LimitId, LimitUse] = field(default_factory=dict)
+    num_processes: int = 0  # that share limits, as it was last told
+    takes_slack: bool = True  # it has a part of what nobody asks for, too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageAnswer:
+    """What the owner knows after a report."""
+
+    number: int  # of the last report of this process that counts
+    day: str  # the one that `totals` call today
+    totals: Mapping[str, Totals] = field(default_factory=dict)  # by key that was named, with what others have reserved
+    shares: Mapping[LimitId, Share] = field(default_factory=dict)  # none: those that it has go on
+    num_processes: int = 0  # that share limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageQuery:
+    """Which usage is asked for: from one day to another, both included, added up by some fields of `UsedFor`."""
+
+    first_day: str
+    last_day: str
+    group_by: tuple[str, ...]
+    max_rows: int = 10_000
+
+
+UsageRows = list[tuple[tuple[str, ...], Used]]  # the values of `group_by`, in their order
+
+
+class Owner(Protocol):
+    """The one process that adds up what all have used."""
+
+    async def report_usage(self, report: UsageReport) -> UsageAnswer:
+        """Count a report, once however often it is sent. Raises Unavailable when nothing can be kept now."""
+
+    async def usage(self, query: UsageQuery) -> UsageRows:
+        """At most `max_rows` and one more. Raises Unavailable."""
+
+
+class Limits(Protocol):
+    """The limits of keys in one process, as far as processes share them."""
+
+    @property
+    def takes_slack(self) -> bool:
+        """Whether this process gets a part of what nobody asks for."""
+
+    def reserved(self) -> dict[str, Totals]:
+        """By key with budgets: what its running requests may use."""
+
+    def uses(self) -> dict[LimitId, LimitUse]:
+        """What is reported; what was asked for counts from here on."""
+
+    def take(self, shares: Mapping[LimitId, Share]) -> None:
+        """What the owner gives."""
+
+    def lose_owner(self, *, has_share: bool) -> None:
+        """The owner is silent. `has_share`: it cannot have given to others yet what it gave before."""
+
+
+def grouped(used: Iterable[tuple[UsedFor, Used]], query: UsageQuery) -> UsageRows:
+    """The answer to a query from what is in memory."""
+    sums: dict[tuple[str, ...], Used] = {}
+    for used_for, each in used:
+        if query.first_day <= used_for.day <= query.last_day:
+            group = tuple(getattr(used_for, name) for name in query.group_by)
+            sums[group] = sums.get(group, Used()) + each
+    return sorted(sums.items(), key=lambda row: row[0])
+
+
+def day_of(time_s: float) -> str:
+    """The day of a time since 1970, in UTC."""
+    return datetime.fromtimestamp(time_s, UTC).date().isoformat()
+
+
+def month_of(day: str) -> str:
+    """As 2026-11."""
+    return day[:7]
+
+
+def next_day(day: str) -> datetime:
+    """When budgets of a day begin anew."""
+    return _midnight(date.fromisoformat(day) + timedelta(days=1))
+
+
+def next_month(day: str) -> datetime:
+    """When budgets of a month begin anew."""
+    days_into_next = 32
+    return _midnight((date.fromisoformat(day).replace(day=1) + timedelta(days=days_into_next)).replace(day=1))
+
+
+def _midnight(day: date) -> datetime:
+    return datetime(day.year, day.month, day.day, tzinfo=UTC)

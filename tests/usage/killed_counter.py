@@ -1,0 +1,35 @@
+"""A process to be killed, which counts requests and reports them.
+
+    python -m tests.usage.killed_counter FOLDER LOG
+
+Writes a byte to LOG after every request that it has counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from app.api.auth.keys import AccountLimits, KeyRing
+from app.usage import CallUsage, UsageCounter, UsageExchange, Used
+from tests.kit.usage import LedgerOwner
+
+CALL = CallUsage("demo", False, Used(1, 5, 2, 3, 0.25))
+
+
+async def main(folder: Path, log: int) -> None:
+    counter = UsageCounter()
+    exchange = UsageExchange(counter, LedgerOwner(folder), folder / "usage", AccountLimits(KeyRing([])))
+    await exchange.open_journal()
+    while True:
+        for _ in range(7):
+            counter.add("alice", CALL)
+            os.write(log, b".")
+        await exchange.exchange()
+
+
+if __name__ == "__main__":
+    log = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    asyncio.run(main(Path(sys.argv[1]), log))
