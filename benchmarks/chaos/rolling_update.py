@@ -78,7 +78,7 @@ def _broken_adapter(folder: Path) -> dict[str, Any]:
 _FAILURES: list[tuple[str, Callable[[Path], dict[str, Any]], int]] = [
     ("weights that are cut off, max_surge_percent 0", partial(_cut_off, max_surge_percent=0), 2),
     ("weights that are cut off, max_surge_percent 34", partial(_cut_off, max_surge_percent=34), 3),
-    ("a folder that is not there", _no_folder, 3),
+    ("a folder that is not there", _no_folder, 2),
     ("more KV memory than the machine has", _too_little_memory, 2),
     ("an adapter without weights", _broken_adapter, 2),
 ]

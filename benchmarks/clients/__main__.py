@@ -87,7 +87,8 @@ def served(model: str) -> dict[str, Any]:
     """The application's `args`: one model with everything that clients ask of it, and batches."""
     # The bundled model's template shows no format of calls; with one, calls may be offered without being forced.
     branch = {"pooling": "last", "tool_parser": "hermes"}
-    return application(MODEL_NAME, {"model": {"path": model}}, model=branch, batches={})
+    settings = {"path": model, "dtype": "float32"}  # as lm-eval's own model, also where bfloat16 is quick
+    return application(MODEL_NAME, {"model": settings}, model=branch, batches={})
 
 
 def check(client: Client, python: Path, url: str, model: str = MODEL_NAME, folder: Path | None = None) -> Outcome:

@@ -92,9 +92,9 @@ def a_response_that_is_kept_and_read_on() -> None:
     expect(first.type == "response.created", first)
     response_id = first.response.id  # type: ignore[union-attr]
     with client.responses.stream(response_id=response_id, starting_after=0) as stream:
-        numbers = [event.sequence_number for event in stream]
-        last = stream.get_final_response()
-    expect(numbers == list(range(1, len(numbers) + 1)), numbers)
+        events = list(stream)
+    expect([event.sequence_number for event in events] == list(range(1, len(events) + 1)), events)
+    last = events[-1].response  # type: ignore[union-attr]
     expect(client.responses.retrieve(response_id).output_text == last.output_text, last)
     next_one = client.responses.create(model=MODEL, input="And?", max_output_tokens=4, previous_response_id=response_id)
     expect(next_one.previous_response_id == response_id, next_one)

@@ -50,7 +50,7 @@ def objects(kind: type[Any]) -> None:
 
 def an_object_beside_a_tool(kind: type[Any]) -> None:
     """Every step is a forced call; which of the two is the model's choice."""
-    agent = _agent(kind, output_type=ToolOutput(Answer), retries=0)
+    agent = _agent(kind, 400, output_type=ToolOutput(Answer), retries=0)  # the bundled model writes characters
 
     @agent.tool_plain  # type: ignore[untyped-decorator]
     def look(far: bool) -> str:
