@@ -14,6 +14,7 @@ from app.api.http.errors import ClientGone
 from app.api.http.sse import (
     HEARTBEAT,
     UNREAD_S,
+    EventResponse,
     EventStream,
     WhileConnected,
     event,
@@ -46,18 +47,21 @@ class Client:
         self.read_s = 0.0  # each message takes so long
         self._num_waiting = 0
         self.max_waiting = 0
+        self.has_ended = False
 
     async def __call__(self, message: Message) -> None:
+        assert not self.has_ended, "nothing follows a body without more of it"
         self._num_waiting += 1
         self.max_waiting = max(self.max_waiting, self._num_waiting)
         await asyncio.sleep(self.read_s)
         await self.reads.wait()
         self._num_waiting -= 1
         self.messages.append(message)
+        self.has_ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
     @property
     def bodies(self) -> list[bytes]:
-        return [message["body"] for message in self.messages if "body" in message]
+        return [message["body"] for message in self.messages if message["type"] == "http.response.body"]
 
     async def stops_reading_at(self, time_s: float) -> None:
         await asyncio.sleep(time_s - now())
@@ -165,6 +169,30 @@ async def test_no_comment_follows_the_end() -> None:
     assert client.bodies == [b"0", b""]
     assert not client.messages[-1]["more_body"]
     assert client.max_waiting == 1
+
+
+async def test_events_without_headers_of_their_own_begin_with_a_comment_and_are_sent_only_for_a_time() -> None:
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError("nothing comes")
+
+    async def late() -> AsyncGenerator[bytes, None]:
+        await asyncio.sleep(LONG_S)
+        yield b"late"
+
+    client = Client()
+    response = EventResponse(late(), heartbeat_s=HEARTBEAT_S, timeout_s=3.5 * HEARTBEAT_S)
+    await is_gone(asyncio.create_task(response({}, receive, client)))
+    assert now() == 3.5 * HEARTBEAT_S
+    assert client.bodies == [HEARTBEAT] * 3
+    assert (client.messages[0]["status"], dict(client.messages[0]["headers"])) == (
+        200,
+        {
+            b"content-type": b"text/event-stream; charset=utf-8",
+            b"cache-control": b"no-cache",
+            b"x-accel-buffering": b"no",
+        },
+    )
 
 
 async def test_a_stream_that_is_cancelled_while_it_ends_for_its_client_is_cancelled() -> None:

@@ -89,11 +89,11 @@ def test_prefixes_of_another_salt_are_never_found() -> None:
 
 def test_shared_blocks_are_freed_with_their_last_owner() -> None:
     blocks = pool()
-    owned = blocks.allocate(1)
-    cache_full_block(blocks, owned, [1, 2])
+    owned = blocks.allocate(2)
+    cache_full_block(blocks, owned, [1, 2, 3, 4])
     blocks.share(owned)
     blocks.free(owned)
-    assert blocks.num_free == 3
+    assert blocks.num_free == 2
     blocks.free(owned)
     assert blocks.num_free == 4
 

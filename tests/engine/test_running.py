@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from app.engine.block_pool import BlockPool
+from app.engine.request import Pooling
 from app.engine.running import RunningSequences
 from app.engine.sequence import Sequence, SequenceStatus
 from tests.kit.engine import make_request
@@ -53,6 +57,44 @@ def test_a_sequence_that_waits_keeps_what_it_has_found_of_its_prefix_while_that_
     assert running.blocks_to_join(waiting) == ([], 3)
 
 
+@pytest.mark.parametrize(
+    ("wants", "num_scored", "num_cached"),
+    [
+        ({}, 0, 2),
+        ({"pooling": Pooling.MEAN}, 0, 0),
+        ({"prompt_logprobs": 0}, 0, 0),
+        ({"prompt_logprobs": 0}, 3, 1),
+        ({"prompt_logprobs": 0}, 4, 2),
+    ],
+)
+def test_no_block_is_skipped_of_which_more_than_the_kv_is_wanted(
+    wants: dict[str, Any], num_scored: int, num_cached: int
+) -> None:
+    pool = BlockPool(num_blocks=4, block_size=2)
+    owned = pool.allocate(2)
+    parent = pool.cache_full_block(owned[0], (2, 3), parent="")
+    pool.cache_full_block(owned[1], (4, 5), parent=parent)
+    request = replace(make_request((2, 3, 4, 5, 6), **wants), num_scored_tokens=num_scored)
+    running, sequence = RunningSequences(pool), Sequence(request=request, arrival=0)
+    assert running.blocks_to_join(sequence) == (owned[:num_cached], 3 - num_cached)
+
+
+def test_those_with_a_prediction_and_those_in_the_background_are_counted_while_they_run() -> None:
+    running = RunningSequences(BlockPool(num_blocks=8, block_size=2))
+
+    def started(rank: int, **fields: Any) -> Sequence:
+        sequence = sequence_of(3, rank=rank)
+        sequence.request = replace(sequence.request, **fields)
+        return run(running, sequence)
+
+    predicted = [started(rank, prediction_token_ids=(5, 6)) for rank in (0, 1)]
+    background = [started(rank, is_background=True) for rank in (2, 3)]
+    for left in (1, 0):
+        running.remove(predicted.pop())
+        running.remove(background.pop())
+        assert (running.num_predicted, running.num_background) == (left, left)
+
+
 def test_a_sequence_starts_behind_its_cached_prefix() -> None:
     pool = BlockPool(num_blocks=2, block_size=2)
     running, sequence = RunningSequences(pool), sequence_of(3, rank=0)
@@ -98,6 +140,7 @@ def test_those_behind_a_waiting_one_make_way_from_the_last_on_as_far_as_it_takes
     assert victims(4, rank=3) == []
     assert victims(4, rank=-1, max_running=3) == [last]
     assert victims(4, rank=-1, max_running=2) == [last, second]
+    assert victims(4, rank=1, max_running=2, spared=second) == [], "there would be blocks, but no slot"
     running.remove(first)
     assert victims(4, rank=1, max_running=2) == [last], "there are blocks, but no slot"
     assert victims(4, rank=1) == []

