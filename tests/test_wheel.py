@@ -161,6 +161,33 @@ def test_nothing_of_a_service_for_this_machine_listens_elsewhere(guarded: Guarde
     assert [each for each in found if each[1].ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")] == []
 
 
+def test_when_ray_s_head_is_killed_the_service_starts_anew_and_a_batch_goes_on(guarded: Guarded) -> None:
+    key, entry = make_key("team-c")
+    guarded.keys_file.write_text(entry + "\n")
+    headers = {"Authorization": f"Bearer {key}"}
+    num_rows, num_tokens = 400, 64
+    body = {
+        "model": "demo",
+        "prompts": ["Once"] * num_rows,
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "async": True,
+    }
+    with httpx.Client(base_url=guarded.url, headers=headers, timeout=PATIENCE_S) as client:
+        eventually(lambda: client.get("/v1/models").status_code, lambda status: status == 200)
+        job = f"/v1/batch/{client.post('/v1/batch', json=body).json()['id']}"
+        begun = eventually(lambda: client.get(job).json()["progress"])
+        assert begun < 1
+        [head] = [each for each in psutil.Process(guarded.process.pid).children(True) if each.name() == "gcs_server"]
+        head.kill()
+        said = output_until(guarded.process, "Stop with Ctrl-C.")
+        assert "Ray's head (GCS) has ended with signal 9.\n" in said
+        assert "It starts anew now (1 of at most 3 restarts within 10 minutes)." in said
+        assert client.get("/ready").status_code == 200
+        ended = eventually(lambda: client.get(job).json(), lambda found: found["status"] == "completed")
+        assert [each["index"] for each in ended["results"]] == list(range(num_rows))
+
+
 def test_it_leaves_nothing_behind_when_its_group_is_told(guarded: Guarded) -> None:
     """As by Ctrl-C. Only the launcher is in the group, so it is the same when only the launcher is told."""
     assert [pid for pid in psutil.pids() if os.getpgid(pid) == guarded.process.pid] == [guarded.process.pid]

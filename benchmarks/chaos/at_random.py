@@ -21,7 +21,7 @@ from benchmarks.harness.command import BenchmarkError, tell
 from benchmarks.harness.service import got
 
 # Ray's own (GCS, raylet), the driver and the launcher are not among them: with one of those the whole service ends, and
-# comes back with what restarts the launcher (row R7).
+# starts anew (row R7), by what restarts the launcher if need be.
 KINDS: dict[str, Callable[[Stage], list[int]]] = {
     "replica": Stage.replicas,
     "ingress": Stage.ingresses,

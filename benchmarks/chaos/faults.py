@@ -16,12 +16,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.chaos.head import Batch, why_no_head, with_head
 from benchmarks.chaos.kept import KeptTraffic, kept
 from benchmarks.chaos.networks import THERE, Host, own_network, why_no_networks
 from benchmarks.chaos.node_loss import LAYOUT, ON_EACH, node
 from benchmarks.chaos.stage import LENGTHS, Size, Stage, application, stage, under_traffic
 from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, alike, mixed, moment, with_reference
-from benchmarks.chaos.verdict import by_kind, in_flight, judged, judged_row, spread
+from benchmarks.chaos.verdict import by_kind, judged, judged_row, spread
 from benchmarks.harness.answer import Answer
 from benchmarks.harness.command import tell
 from benchmarks.harness.random_adapter import projections_in, save_random_adapter
@@ -30,7 +31,7 @@ LASTS_S = 8.0  # a replica that is stopped, a network that loses packets
 _QUIET_S = (1.0, 2.0)  # between the moment when all are there again and the next fault
 _QUIET_AFTER_KILL_S = (0.5, 2.5)
 _AFTER_S = 8.0  # of traffic once a killed process of Serve is there again
-_WITHOUT_HEAD_S = 120.0  # that the service is watched for: Ray's processes give up after one minute
+_MAX_RESTARTS = 3  # of the launcher within ten minutes
 _CRASH_TOKEN = 0  # a special token: no replica draws it, no other prompt has it
 _NUM_ALIKE = 12  # tokens
 _WITH_WEIGHTS = (100, 400)  # tokens of an answer
@@ -243,38 +244,56 @@ async def kill_ingress(size: Size) -> list[Row]:
 
 
 async def kill_controller(size: Size) -> list[Row]:
-    """R7: Serve's controller is killed, which requests need only when replicas come and go; then Ray's head (GCS)."""
-    rows = await _all([_infrastructure("R7", "kill -9 Serve's controller", Stage.controllers)], size)
-    return [*rows, await _kill_head(size)]
+    """R7: Serve's controller is killed, which requests need only when replicas come and go; then Ray's head (GCS), of
+    which the launcher starts another with a new cluster; then a head that keeps its state in Redis.
+    """
+    controller = _infrastructure("R7", "kill -9 Serve's controller", Stage.controllers)
+    head = replace(_infrastructure("R7", "kill -9 Ray's GCS, without Redis", _heads), replaced=Stage.replicas)
+    rows = await _all([controller], size)
+    rows += await _all([head], replace(size, runs=min(size.runs, _MAX_RESTARTS)))
+    return rows + await _lose_head(size)
 
 
-async def _kill_head(size: Size) -> Row:
-    """Once: a head that has kept its state in memory only cannot come back."""
-    async with under_traffic(size) as (running, traffic):
-        async with traffic.flowing():
-            await asyncio.sleep(1.0)
-            [head] = running.named("gcs_server")
-            struck_s = time.perf_counter()
-            os.kill(head, signal.SIGKILL)
-            ended_s = await _end_of(running, struck_s + _WITHOUT_HEAD_S)
-        under_way = in_flight(traffic.answers, struck_s)
-        served = [each.ended_s for each in traffic.answers if each.is_complete]
-        return (
-            {"row": "R7", "fault": "kill -9 Ray's GCS, which has no Redis behind it", "runs": 1}
-            | {"in_flight_at_fault": len(under_way), "of_them_completed": sum(each.is_complete for each in under_way)}
-            | judged([each for each in traffic.answers if each.begun_s < max(served)], traffic.reference)
-            | {"last_answer_after_s": round(max(served) - struck_s, 1)}
-            | {"service_ended_after_s": None if ended_s is None else round(ended_s - struck_s, 1)}
+def _heads(running: Stage) -> list[int]:
+    return running.named("gcs_server")
+
+
+async def _lose_head(size: Size) -> list[Row]:
+    """What a head has in Redis outlives it: with it a replica is killed, and replaced once there is another head."""
+    reason = why_no_head()
+    if reason is not None:
+        return [{"row": "R7", "fault": "kill -9 Ray's head, with Redis", "skipped": reason}]
+    with TemporaryDirectory() as folder, with_head(application(batches={"path": folder, "max_in_flight": 2})) as (
+        running, head,
+    ):  # fmt: skip
+        await running.is_whole()
+        traffic = await with_reference(running.target, mixed(size.streams, max_tokens=LENGTHS))
+        batch = Batch.begin(running.target, num_rows=100 * size.runs)
+        faults = (
+            _killing_head("the GCS of a head", lambda: kill(_heads(running))),
+            _killing_head(f"a whole head, for {LASTS_S:g} s,", head.lost),
         )
+        rows = [await fault.figures(running, replace(traffic, answers=[]), size) for fault in faults]
+        for row in rows:
+            del row["left_over"]  # the batch's rows
+        meanwhile = {"row": "R7", "fault": "a batch meanwhile"} | await batch.counts()
+        return [*rows, meanwhile | {"left_over": await running.left_over()}]
 
 
-async def _end_of(running: Stage, deadline: float) -> float | None:
-    """When the service had ended by itself; None when it has not at the deadline."""
-    while time.perf_counter() < deadline:
-        if set(running.running.processes()) <= {running.running.pid}:
-            return time.perf_counter()
-        await asyncio.sleep(0.2)  # no event announces it
-    return None
+def _killing_head(text: str, strike_head: Strike) -> Fault:
+    def choose(running: Stage, source: random.Random) -> Strike:
+        victim = source.choice(running.replicas())
+
+        def strike() -> Mend | None:
+            mend = strike_head()
+            kill([victim])
+            return mend
+
+        return strike
+
+    return Fault(
+        row="R7", text=f"kill -9 {text} with Redis, and one of 3 replicas", choose=choose, replaced=Stage.replicas
+    )
 
 
 async def part_from_replicas(size: Size) -> list[Row]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ async def lose_node(size: Size) -> list[dict[str, Any]]:
 
 
 _STOP_TIMEOUT_S = 10.0
-_OBJECT_STORE_BYTES = 150 * 1024 * 1024  # as Ray's own tests have it; nothing here is stored
+OBJECT_STORE_BYTES = 150 * 1024 * 1024  # as Ray's own tests have it; nothing here is stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def node(stage: Stage, *, within: Sequence[str] = (), address: str = "") -> Iter
         *within, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--log-style", "record",
         "--address", _argument(raylet, "--gcs-address"),
         "--node-ip-address", address or _argument(raylet, "--node_ip_address"),
-        "--num-cpus", "4", "--num-gpus", "0", "--object-store-memory", str(_OBJECT_STORE_BYTES),
+        "--num-cpus", "4", "--num-gpus", "0", "--object-store-memory", str(OBJECT_STORE_BYTES),
     ]  # fmt: skip
     joined = subprocess.Popen(command, env=_environment(raylet), stdout=subprocess.DEVNULL, start_new_session=True)
     stage.nodes.append(joined.pid)
@@ -92,11 +92,10 @@ def node(stage: Stage, *, within: Sequence[str] = (), address: str = "") -> Iter
         yield member
     finally:
         joined.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             joined.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            member.kill()
-            joined.wait()
+        member.kill()  # without a head its HAProxy is left
+        joined.wait()
         stage.nodes.remove(joined.pid)
 
 

@@ -48,6 +48,13 @@ class Stage:
     step_s: float
     nodes: list[int] = field(default_factory=list)  # the pids of nodes that have joined it
 
+    @classmethod
+    def of(cls, application: Mapping[str, Any], running: Service, nodes: list[int] | None = None) -> Stage:
+        """That of a service with this application (`args`)."""
+        [model] = application["models"]
+        step_ms = model["engine"]["model"].get("simulated", {}).get("step_ms", 0.0)
+        return cls(running, model["replicas"]["num_replicas"], step_ms / 1000, [] if nodes is None else nodes)
+
     @property
     def target(self) -> Target:
         return self.running.target
@@ -137,10 +144,8 @@ def stage(
     application: Mapping[str, Any], *, with_dashboard: bool = False, layout: Layout | None = None
 ) -> Iterator[Stage]:
     """Start the service; it ends with the block."""
-    [model] = application["models"]
-    step_ms = model["engine"]["model"].get("simulated", {}).get("step_ms", 0.0)
     with service(application, with_dashboard=with_dashboard, layout=layout) as running:
-        yield Stage(running, model["replicas"]["num_replicas"], step_ms / 1000)
+        yield Stage.of(application, running)
 
 
 @asynccontextmanager

@@ -25,10 +25,10 @@ class Process:
 def family(root: int) -> dict[int, Process]:
     """A process, its descendants, and the sessions that any of them leads, by pid.
 
-    Sessions, because a daemon has no parent: only its session tells which process began it.
+    Sessions, because a daemon has no parent: only its session tells which process began it, also once that has ended.
     """
     processes = {process.pid: process for process in _all()}
-    found = {root} & processes.keys()
+    found = {root}
     while True:
         more = {
             process.pid
@@ -36,7 +36,7 @@ def family(root: int) -> dict[int, Process]:
             if process.pid not in found and (process.parent in found or process.session in found)
         }
         if not more:
-            return {pid: processes[pid] for pid in found}
+            return {pid: processes[pid] for pid in found if pid in processes}
         found |= more
 
 

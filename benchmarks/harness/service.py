@@ -58,7 +58,7 @@ class Service:
     """A running service."""
 
     target: Target
-    pid: int  # of the launcher, which everything else comes from
+    pid: int  # of the launcher, from which everything else comes that has not joined
     token: str = field(default="", repr=False)  # that Ray asks for before a deployment, or when a node joins
     layout: Layout = field(default_factory=Layout)
 
@@ -83,7 +83,7 @@ class Service:
         return "unknown" if found is None else found[1]
 
     def _told_to_serve(self, *command: str) -> str:
-        return ran([sys.executable, "-m", "ray.serve.scripts", *command, "-a", _DASHBOARD], env=_with_token(self.token))
+        return ran([sys.executable, "-m", "ray.serve.scripts", *command, "-a", _DASHBOARD], env=with_token(self.token))
 
 
 def application(
@@ -122,13 +122,14 @@ def service(
         token = secrets.token_hex(32)
         launcher = subprocess.Popen(
             [sys.executable, "-m", "deployments.cli", "serve", str(config), *["--dashboard"] * with_dashboard],
-            env=_with_token(token) | ({_CLUSTER: "1"} if layout.may_be_joined else {}),
+            env=with_token(token) | ({_CLUSTER: "1"} if layout.may_be_joined else {}),
             stdout=sys.stderr,
         )
         try:
             with _ended_by_exception():
-                _wait_until_ready(launcher, port)
-                yield Service(Target.parse(f"http://127.0.0.1:{port}"), launcher.pid, token, layout)
+                target = Target.parse(f"http://127.0.0.1:{port}")
+                wait_until_ready(launcher, target)
+                yield Service(target, launcher.pid, token, layout)
         finally:
             launcher.terminate()
             launcher.wait(STOP_TIMEOUT_S)
@@ -156,7 +157,8 @@ def _ended_by_exception() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _with_token(token: str) -> dict[str, str]:
+def with_token(token: str) -> dict[str, str]:
+    """An environment in which Ray asks for this token."""
     return environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
 
 
@@ -189,13 +191,14 @@ def serve_file(
     }
 
 
-def _wait_until_ready(launcher: subprocess.Popen[bytes], port: int) -> None:
+def wait_until_ready(starter: subprocess.Popen[Any], target: Target) -> None:
+    """Return when /ready answers. Raises BenchmarkError when it does not, or what starts the service has ended."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        if launcher.poll() is not None:
-            raise BenchmarkError(f"the service did not start: its launcher ended with status {launcher.returncode}")
+        if starter.poll() is not None:
+            raise BenchmarkError(f"the service did not start: its launcher ended with status {starter.returncode}")
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as response:
+            with urllib.request.urlopen(target.url("/ready"), timeout=5) as response:
                 if response.status == 200:
                     return
         except (OSError, urllib.error.URLError):
@@ -204,9 +207,19 @@ def _wait_until_ready(launcher: subprocess.Popen[bytes], port: int) -> None:
     raise BenchmarkError(f"the service was not ready after {START_TIMEOUT_S:.0f} s")
 
 
-def got(target: Target, path: str, headers: Mapping[str, str] = MappingProxyType({}), timeout_s: float = 10.0) -> bytes:
-    """The body of a GET, for example of /openapi.json. Raises OSError when there is none, or a refusal."""
-    request = urllib.request.Request(target.url(path), headers=dict(headers))
+def got(
+    target: Target,
+    path: str,
+    headers: Mapping[str, str] = MappingProxyType({}),
+    timeout_s: float = 10.0,
+    body: object = None,
+) -> bytes:
+    """The body of a GET, for example of /openapi.json, or of a POST of JSON. Raises OSError when there is none, or a
+    refusal.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    kind = {} if body is None else {"Content-Type": "application/json"}
+    request = urllib.request.Request(target.url(path), data, {**kind, **headers})
     with urllib.request.urlopen(request, timeout=timeout_s) as response:
         found: bytes = response.read()
         return found

@@ -6,6 +6,7 @@ Not for use by hand: `deployments.launcher.supervisor` sets the environment that
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -16,11 +17,14 @@ import ray
 
 from app.child_process import die_with
 from app.errors import InvalidSetup
-from deployments.launcher.own_cluster import start_own_cluster
+from deployments.launcher.own_cluster import ray_processes, start_own_cluster
 
 
 def main() -> int:
-    """Start, deploy, report until a signal comes. Returns 1 when the application cannot start."""
+    """Start, deploy, report until a signal comes. Returns 1 when the application cannot start.
+
+    It is killed when Ray's head or raylet ends: then the launcher starts it again.
+    """
     given = _arguments()
     _end_with_the_launcher(given.launcher)
     print(f"Starting Ray and Serve for {given.config}; logs in {given.run_folder}/session_latest/logs", flush=True)
@@ -34,6 +38,7 @@ def main() -> int:
             _temp_dir=given.run_folder,
         )
         _end_on_signals()
+        _end_with_ray()
         from deployments.launcher.rollout import roll_out
 
         roll_out(given.config)
@@ -41,6 +46,7 @@ def main() -> int:
         print(f"The service did not start.\n{error}", flush=True)
         return 1
     finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         ray.shutdown()
 
 
@@ -65,6 +71,22 @@ def _end_on_signals() -> None:
     """Set again once Ray has started: it installs a handler of its own, which prints a stack."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(0))
+
+
+def _end_with_ray() -> None:
+    """Be killed when a process of Ray has ended that cannot come back: what asks it, even to shut down, may hang."""
+    processes = ray_processes()
+
+    def look(*_: object) -> None:
+        for name, process in processes.items():
+            code = process.poll()
+            if code is not None:
+                how = f"signal {-code}" if code < 0 else f"status {code}"
+                os.write(sys.stdout.fileno(), f"{name} has ended with {how}.\n".encode())  # print may be interrupted
+                signal.raise_signal(signal.SIGKILL)
+
+    signal.signal(signal.SIGCHLD, look)
+    look()
 
 
 if __name__ == "__main__":

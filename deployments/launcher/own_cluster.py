@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import ray
-from ray._private import parameter
+from ray._private import parameter, worker
 
 
 def start_own_cluster(*, reserved_cpus: float, **options: Any) -> None:
@@ -21,8 +22,16 @@ def start_own_cluster(*, reserved_cpus: float, **options: Any) -> None:
     options: those of `ray.init`.
     """
     num_cpus = max(os.cpu_count() or 1, math.ceil(reserved_cpus))
+    os.environ.pop("RAY_REDIS_ADDRESS", None)  # this cluster would take the state of another for its own
     with _small_cluster():
         ray.init(address="local", num_cpus=num_cpus, log_to_driver=False, logging_level="ERROR", **options)
+
+
+def ray_processes() -> dict[str, subprocess.Popen[bytes]]:
+    """The children of this process with which its cluster ends, by what they are; `ray.init` has started them."""
+    started = worker._global_node.all_processes
+    names = {"gcs_server": "Ray's head (GCS)", "raylet": "Ray's raylet"}
+    return {text: started[name][0].process for name, text in names.items()}
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 Two processes. This one checks the config and the ports, starts `deployments.launcher.foreground` with the environment
 that Ray and Serve read, and waits for a signal or for its end. It imports no Ray, so it answers at once
 and always lives to clean up: whatever the child started is in the child's session, and none of it outlives this
-process.
+process. A child that was killed, as it is when Ray's head ends, is started again.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ from deployments.serve.settings import (
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 STOP_TIMEOUT_S = 8.0  # for the service to end by itself
 END_TIMEOUT_S = 2.0  # for the remaining processes to end after SIGTERM; then they are killed
+MAX_RESTARTS = 3  # within RESTARTS_WITHIN_S; then the service stays ended
+RESTARTS_WITHIN_S = 600.0
+_LONGER_WAIT_S = 5.0  # before each restart within that time than before the last; the first does not wait
 _OUR_PORTS = range(20_000, 30_000)
 
 
@@ -71,13 +74,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = [sys.executable, "-m", "deployments.launcher.foreground", *["--dashboard"] * given.dashboard]
     command += [str(os.getpid()), str(path), str(run_folder), str(reserved_cpus(config))]
     variables = environment(config, run_folder, os.environ, max_files=max_files)
-    child = subprocess.Popen(command, env=variables, start_new_session=True)
-    status = supervise(child)
+    status = keep_serving(command, variables)
     if status == 0:
         shutil.rmtree(run_folder, ignore_errors=True)
     else:
         print(f"The logs are kept in {run_folder}/session_latest/logs.", file=sys.stderr, flush=True)
     return status
+
+
+def keep_serving(command: Sequence[str], variables: Mapping[str, str]) -> int:
+    """Run the child until a signal comes or it ends by itself; when it was killed, start it again. The exit status."""
+    restarted_s: list[float] = []
+    while True:
+        child = subprocess.Popen(command, env=variables, start_new_session=True)
+        status = supervise(child)
+        if status == 0 or child.returncode >= 0:
+            return status
+        now_s = time.monotonic()
+        restarted_s = [each for each in restarted_s if now_s - each < RESTARTS_WITHIN_S]
+        killed, within = signal.Signals(-child.returncode).name, f"within {RESTARTS_WITHIN_S / 60:g} minutes"
+        if len(restarted_s) == MAX_RESTARTS:
+            print(f"The service was killed ({killed}), {MAX_RESTARTS + 1} times {within}: giving up.", file=sys.stderr)
+            return 1
+        wait_s = _LONGER_WAIT_S * len(restarted_s)
+        restarted_s.append(now_s)
+        print(
+            f"The service was killed ({killed}). It starts anew {f'in {wait_s:g} s' if wait_s else 'now'} "
+            f"({len(restarted_s)} of at most {MAX_RESTARTS} restarts {within}). Streams that ran are cut off; "
+            f"batches go on.",
+            flush=True,
+        )
+        if signal.sigtimedwait(STOP_SIGNALS, wait_s) is not None:
+            return 0
 
 
 def supervise(child: subprocess.Popen[bytes]) -> int:

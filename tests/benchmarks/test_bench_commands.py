@@ -26,6 +26,7 @@ EXTRA = {
     "counted": ("deployments",),  # puts a counting engine in the place of a bulk run's own
     **dict.fromkeys(("fleet", "online"), ("deployments",)),  # as many open files as a service
     "decisions": ("matplotlib",),  # draws with --plot
+    "head": ("deployments",),  # starts a head with the launcher's variables
     "groups": ("numpy", "prometheus_client"),  # reads a live service, beside which both are
     "mutants": ("mutmut",),  # not among those of the tests
     "openvino_genai": ("openvino", "openvino_genai"),

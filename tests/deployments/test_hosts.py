@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,15 +20,11 @@ from benchmarks.chaos.node_loss import LAYOUT, Node, node
 from benchmarks.chaos.stage import Stage, application, stage
 from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, alike, mixed, with_reference
 from benchmarks.harness.answer import Answer
-from tests.deployments.strikes import has_begun
-from tests.waiting import eventually
 
 ON_EACH = 1  # replicas
 STEP_S = 0.03
 HEARD_BYTES = 2_000  # some events of a stream
 SILENCE_S = 1.0
-HEADLESS_S = 8  # that Ray's processes wait for their head: several times what the longest stream takes
-END_TIMEOUT_S = 90.0  # for all of them to end then, on a machine that has much else to do
 NO_NETWORKS = why_no_networks()
 needs_networks = pytest.mark.skipif(NO_NETWORKS is not None, reason=str(NO_NETWORKS))
 
@@ -59,7 +54,6 @@ def hosts() -> Iterator[Hosts]:
         environment = block.enter_context(pytest.MonkeyPatch.context())
         for name in [name for name in os.environ if name.startswith("RAY_")]:
             environment.delenv(name)  # they are this session's
-        environment.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEADLESS_S))
         wire = block.enter_context(own_network()) if NO_NETWORKS is None else None
         layout = replace(LAYOUT, max_replicas_per_node={f"replica-{MODEL_NAME}": ON_EACH})
         layout = layout if wire is None else replace(layout, host="0.0.0.0")
@@ -146,19 +140,3 @@ def test_when_a_node_is_lost_its_streams_go_on_elsewhere_and_another_node_makes_
         assert len(another.replicas()) == ON_EACH
         assert_as_before(asyncio.run(hosts.traffic.once()), hosts.traffic.reference)
     assert asyncio.run(hosts.running.left_over())["blocks"] == 0
-
-
-def test_without_ray_s_head_requests_are_answered_until_its_processes_give_up(hosts: Hosts) -> None:
-    [head] = hosts.running.named("gcs_server")
-    traffic = replace(hosts.traffic, answers=[])
-
-    async def main() -> None:
-        running = asyncio.ensure_future(traffic.once())
-        await has_begun(traffic)
-        os.kill(head, signal.SIGKILL)
-        for answers in await asyncio.gather(running, traffic.once()):  # those that run, and those that come now
-            assert_as_before(answers, traffic.reference)
-
-    asyncio.run(main())
-    launcher = {hosts.running.running.pid}  # it ends when Ray has ended
-    eventually(lambda: set(hosts.running.running.processes()) <= launcher, timeout_s=END_TIMEOUT_S)

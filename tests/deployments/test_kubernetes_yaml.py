@@ -58,6 +58,10 @@ RAY_SERVICE = exactly(
         rayClusterConfig=exactly(
             rayVersion=TEXT,
             authOptions=exactly(mode={"enum": ["token", "disabled"]}),
+            gcsFaultToleranceOptions=exactly(
+                redisAddress=TEXT,
+                redisPassword=exactly(valueFrom=exactly(secretKeyRef=exactly(name=TEXT, key=TEXT))),
+            ),
             headGroupSpec=exactly(rayStartParams=TEXTS, template=TEMPLATE),
             workerGroupSpecs=many(
                 exactly(
@@ -102,7 +106,7 @@ def containers(cluster_config: Json) -> list[Json]:
 
 def test_it_has_the_form_that_kuberay_defines(documents: dict[str, Json]) -> None:
     jsonschema.validate(documents["RayService"], RAY_SERVICE)
-    assert documents.keys() == {"RayService", "PersistentVolumeClaim", "NetworkPolicy"}
+    assert documents.keys() == {"RayService", "PodDisruptionBudget", "PersistentVolumeClaim", "NetworkPolicy"}
 
 
 def test_its_serve_config_is_valid_for_us_and_for_serve(serve_config: Json, tmp_path: Path) -> None:
@@ -154,6 +158,15 @@ def test_ports_probes_and_policy_agree(documents: dict[str, Json], cluster_confi
     assert all("from" in rule for rule in policy["ingress"][1:])
     for template in templates(cluster_config):
         assert policy["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+
+
+def test_a_drain_takes_one_pod_at_a_time(documents: dict[str, Json], cluster_config: Json) -> None:
+    budget = documents["PodDisruptionBudget"]["spec"]
+    num_pods = 1 + sum(group["replicas"] for group in cluster_config["workerGroupSpecs"])
+    assert budget.keys() == {"minAvailable", "selector"}
+    assert budget["minAvailable"] == num_pods - 1
+    for template in templates(cluster_config):
+        assert budget["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
 
 
 def test_keys_come_from_a_secret_and_batches_from_a_volume_that_all_workers_share(

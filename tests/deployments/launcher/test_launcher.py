@@ -72,10 +72,11 @@ def start(
     path = folder / "serve.yaml"
     path.write_text(yaml.safe_dump(config))
     environment = {name: value for name, value in PLAIN_ENVIRONMENT.items() if name != "PYTHONPATH"}
+    environment |= {"RAY_AUTH_MODE": "disabled", "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"}
     return subprocess.Popen(
         [python, "-c", program, str(path)],
         cwd=at,
-        env=environment | {"RAY_AUTH_MODE": "disabled", "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"},
+        env=environment | {"RAY_REDIS_ADDRESS": "127.0.0.1:1"},  # of another cluster
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -267,24 +268,59 @@ time.sleep(600)
 """
 
 
+@pytest.fixture
+def blocked_signals() -> Iterator[None]:
+    """As in the launcher."""
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, supervisor.STOP_SIGNALS | {signal.SIGCHLD})
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+
+@pytest.mark.usefixtures("blocked_signals")
 def test_a_child_that_ignores_signals_is_given_its_time_and_killed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A child that ignores signals: it is the launcher's patience that ends, whatever the machine has to do."""
     monkeypatch.setattr(supervisor, "STOP_TIMEOUT_S", 0.2)
     monkeypatch.setattr(supervisor, "END_TIMEOUT_S", 0.2)
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, supervisor.STOP_SIGNALS | {signal.SIGCHLD})
-    try:
-        with subprocess.Popen(
-            [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, start_new_session=True
-        ) as child:
-            assert child.stdout is not None
-            assert child.stdout.readline() == b"deaf\n"
-            # To this thread, which blocks it: it waits until the launcher asks. Other threads would end this process.
-            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
-            assert supervisor.supervise(child) == 0
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    with subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, start_new_session=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"deaf\n"
+        # To this thread, which blocks it: it waits until the launcher asks. Other threads would end this process.
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        assert supervisor.supervise(child) == 0
     assert "has not ended by itself within 0.2 s" in capsys.readouterr().err
     assert child.returncode == -signal.SIGKILL
     assert session_members(child.pid) == []
+
+
+# What is killed at each start, and cannot start at the sixth.
+DOOMED = """
+import os, signal, sys
+from pathlib import Path
+starts = Path(sys.argv[1])
+number = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("." * (number + 1))
+if number < 5:
+    signal.raise_signal(signal.SIGKILL)
+sys.exit(1)
+"""
+
+
+@pytest.mark.usefixtures("blocked_signals")
+@pytest.mark.parametrize(("within_s", "num_starts"), [(600.0, 4), (0.0, 6)], ids=["close-together", "far-apart"])
+def test_a_service_that_is_killed_again_and_again_is_given_up_unless_it_lived_long(
+    within_s: float,
+    num_starts: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(supervisor, "RESTARTS_WITHIN_S", within_s)
+    monkeypatch.setattr(supervisor, "_LONGER_WAIT_S", 0.01)
+    starts = tmp_path / "starts"
+    assert supervisor.keep_serving([sys.executable, "-c", DOOMED, str(starts)], os.environ) == 1
+    assert len(starts.read_text()) == num_starts
+    said = capsys.readouterr()
+    assert said.out.count("The service was killed (SIGKILL). It starts anew") == num_starts - 1
+    assert ("The service was killed (SIGKILL), 4 times within 10 minutes: giving up." in said.err) == (within_s > 0)

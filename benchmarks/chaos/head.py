@@ -1,0 +1,173 @@
+"""A service on two hosts: a head, which keeps its state in Redis, and a node for everything else. For row R7.
+
+As on Kubernetes (deployments/kubernetes.yaml): the head may die, and another take its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.chaos.networks import HERE, THERE, own_network, why_no_networks
+from benchmarks.chaos.node_loss import OBJECT_STORE_BYTES, node
+from benchmarks.chaos.stage import Stage
+from benchmarks.chaos.traffic import MODEL_NAME
+from benchmarks.harness.command import BenchmarkError, ran
+from benchmarks.harness.http_call import Target
+from benchmarks.harness.processes import kill_family
+from benchmarks.harness.service import Layout, Service, got, serve_file, wait_until_ready, with_token
+from deployments.launcher.supervisor import environment
+from deployments.serve.settings import ServeFile
+
+_GCS_PORT, _REDIS_PORT, _HTTP_PORT = 6379, 6380, 8000  # in a network of our own
+IN_REDIS = {
+    "RAY_REDIS_ADDRESS": f"{HERE}:{_REDIS_PORT}",
+    "RAY_external_storage_namespace": "carousel",
+    "RAY_redis_db_connect_retries": "10",
+}
+
+
+def why_no_head() -> str | None:
+    """Why there can be no such service on this machine; None when there can."""
+    missing = None if shutil.which("redis-server") else "needs redis-server (Debian: apt-get install redis-server)"
+    return why_no_networks() or missing
+
+
+@contextmanager
+def redis(password: str, folder: str) -> Iterator[int]:
+    """A Redis that asks for a password, and keeps its data in memory. Its pid."""
+    options = {"bind": HERE, "port": str(_REDIS_PORT), "requirepass": password, "save": "", "dir": folder}
+    given = [part for name, value in options.items() for part in (f"--{name}", value)]
+    running = subprocess.Popen(["redis-server", *given], stdout=subprocess.DEVNULL)
+    try:
+        yield running.pid
+    finally:
+        running.terminate()
+        running.wait()
+
+
+def head_command(password: str) -> list[str]:
+    """As docs/guide/cluster.md has it; `IN_REDIS` belongs to it. What is missing is the folder."""
+    return [
+        sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--log-style", "record",
+        "--port", str(_GCS_PORT), "--node-ip-address", HERE, "--redis-password", password,
+        "--num-cpus", "0", "--num-gpus", "0", "--object-store-memory", str(OBJECT_STORE_BYTES),
+        "--include-dashboard", "false",  # a dozen processes less: on a busy machine a raylet gives up after 15 s
+    ]  # fmt: skip
+
+
+# Where it ends, it is started again, as by systemd. In another folder each time: the other host has its own PIDs
+# elsewhere; here Ray takes what runs on it for the head of the same folder.
+_AGAIN = 'for attempt in 1 2 3 4 5; do "${@:2}" --temp-dir "$(mktemp -d "$1/XXX")"; sleep 5; done'
+
+
+@dataclass(slots=True)
+class Head:
+    """Ray's GCS, a raylet, Serve's controller, and what starts them again."""
+
+    password: str  # of Redis
+    folder: str
+    variables: Mapping[str, str]
+    nodes: list[int] = field(default_factory=list)  # those of a Stage: it is among them while it is there
+    process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Begin to start it where it has ended."""
+        self.process = subprocess.Popen(
+            ["bash", "-c", _AGAIN, "head", self.folder, *head_command(self.password)],
+            env=self.variables, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        self.nodes.append(self.process.pid)
+
+    def wait_until_started(self) -> None:
+        """Raises BenchmarkError, with its words, when it is given up before."""
+        assert self.process is not None
+        assert self.process.stdout is not None
+        said = ""
+        for line in self.process.stdout:
+            said += line
+            if "now block forever" in line:
+                return
+        raise BenchmarkError(f"the head did not start: {said[-2000:]}")
+
+    def lost(self) -> Callable[[], None]:
+        """All of it ends at once; what is returned starts it again."""
+        self.end()
+        return self.start
+
+    def end(self) -> None:
+        if self.process is not None:
+            kill_family(self.process.pid)
+            self.process.communicate()
+            self.nodes.remove(self.process.pid)
+            self.process = None
+
+
+@contextmanager
+def with_head(application: Mapping[str, Any]) -> Iterator[tuple[Stage, Head]]:
+    """Start it, in a network of our own; it ends with the block."""
+    password, token = secrets.token_hex(16), secrets.token_hex(32)
+    layout = Layout(host="0.0.0.0", may_be_joined=True)
+    with ExitStack() as block:
+        other = block.enter_context(own_network())
+        # In /tmp: the path of a socket is short.
+        folder = block.enter_context(TemporaryDirectory(prefix="carousel-", dir="/tmp", ignore_cleanup_errors=True))
+        file = ServeFile(host=layout.host, port=_HTTP_PORT, applications={})
+        head = Head(password, folder, environment(file, Path(folder), with_token(token)) | IN_REDIS)
+        block.callback(head.end)
+        redis_pid = block.enter_context(redis(password, folder))
+        # Redis in the launcher's place: everything else has joined.
+        service = Service(Target.parse(f"http://{THERE}:{_HTTP_PORT}"), redis_pid, token, layout)
+        running = Stage.of(application, service, head.nodes)
+        head.start()
+        head.wait_until_started()
+        block.enter_context(node(running, within=other.command, address=THERE))
+        config = Path(folder) / "serve.json"
+        args = {**application, "api": {"allow_unauthenticated": True}}
+        config.write_text(json.dumps(serve_file(args, _HTTP_PORT, layout)), encoding="utf-8")
+        serve_run = [sys.executable, "-m", "ray.serve.scripts", "run", str(config), "--non-blocking"]
+        ran([*serve_run, "--address", f"{HERE}:{_GCS_PORT}"], env=head.variables)
+        assert head.process is not None
+        wait_until_ready(head.process, service.target)
+        yield running, head
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch that is to lose nothing."""
+
+    target: Target
+    path: str  # of its state
+    num_rows: int
+    num_tokens: int  # of each
+
+    @classmethod
+    def begin(cls, target: Target, num_rows: int, num_tokens: int = 40) -> Batch:
+        body = {"model": MODEL_NAME, "prompts": ["Once"] * num_rows, "max_tokens": num_tokens, "ignore_eos": True}
+        begun = json.loads(got(target, "/v1/batch", body=body | {"async": True}))
+        return cls(target, f"/v1/batch/{begun['id']}", num_rows, num_tokens)
+
+    async def counts(self) -> dict[str, int]:
+        """Of its rows, once it has ended."""
+        while (found := json.loads(await asyncio.to_thread(got, self.target, self.path)))["results"] is None:  # noqa: ASYNC110
+            await asyncio.sleep(1)
+        indexes = [row["index"] for row in found["results"]]
+        lengths = [(row["response"] or {}).get("usage", {}).get("completion_tokens") for row in found["results"]]
+        num_right = lengths.count(self.num_tokens)
+        return {
+            "rows": self.num_rows,
+            "completed": num_right,
+            "lost": self.num_rows - len(set(indexes)),
+            "repeated": len(indexes) - len(set(indexes)),
+            "different": len(indexes) - num_right,
+        }
