@@ -37,7 +37,7 @@ class AutoscalingLoad:
         return self.num_queued + self.num_replica_requests
 
 
-class Decision(NamedTuple):
+class WantedReplicas(NamedTuple):
     """How many replicas there should be, and why."""
 
     number: int
@@ -45,7 +45,7 @@ class Decision(NamedTuple):
     reason: str  # in words, with the numbers
 
 
-def decide(load: AutoscalingLoad, config: AutoscalingConfig) -> Decision:
+def decide(load: AutoscalingLoad, config: AutoscalingConfig) -> WantedReplicas:
     """The number of replicas that brings each to its targets, within the limits.
 
     It rises with the load. For any load there is a number with which it agrees, and around that number the load may
@@ -69,7 +69,7 @@ def decide(load: AutoscalingLoad, config: AutoscalingConfig) -> Decision:
     if number != wanted:
         limit = "min_replicas" if wanted < number else "max_replicas"
         reason += f"; {limit} is {getattr(config, limit)}, else {wanted}"
-    return Decision(number, cause, reason)
+    return WantedReplicas(number, cause, reason)
 
 
 def _may_sleep(load: AutoscalingLoad) -> bool:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 from app.usage.records import (
     SUMS,
-    Totals,
+    BudgetTotals,
     UsageAnswer,
     UsageQuery,
     UsageReport,
@@ -94,7 +94,7 @@ class UsageLedger:
                 days = self._by_day.setdefault(used_for.key, {})
                 days[used_for.day] = days.get(used_for.day, Used()) + each
 
-    def _totals(self, key: str, today: str) -> Totals:
+    def _totals(self, key: str, today: str) -> BudgetTotals:
         days: Mapping[str, Used] = self._by_day.get(key, {})
         month = sum(days.values(), start=Used())
-        return Totals(days.get(today, Used()).num_tokens, month.num_tokens, month.cost)
+        return BudgetTotals(days.get(today, Used()).num_tokens, month.num_tokens, month.cost)

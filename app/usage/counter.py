@@ -11,8 +11,8 @@ from app.usage.journal import UsageJournal
 from app.usage.records import (
     BACKGROUND,
     ONLINE,
+    BudgetTotals,
     CallUsage,
-    Totals,
     UsageAnswer,
     UsageReport,
     Used,
@@ -54,10 +54,10 @@ class UsageCounter:
         """Seconds since 1970."""
         return self._clock()
 
-    def totals(self, key: str) -> Totals:
+    def totals(self, key: str) -> BudgetTotals:
         """All that is known to be used by a key today and this month."""
         today, known = self.today, self._known
-        of_ledger = known.totals.get(key, Totals())
+        of_ledger = known.totals.get(key, BudgetTotals())
         tokens_today = of_ledger.tokens_today if known.day == today else 0
         is_same_month = month_of(known.day) == month_of(today)
         tokens, money = (of_ledger.tokens_this_month, of_ledger.money_this_month) if is_same_month else (0, 0.0)
@@ -66,7 +66,7 @@ class UsageCounter:
                 tokens_today += used.num_tokens if used_for.day == today else 0
                 tokens += used.num_tokens
                 money += used.cost
-        return Totals(tokens_today, tokens, money)
+        return BudgetTotals(tokens_today, tokens, money)
 
     def uncounted(self) -> dict[UsedFor, Used]:
         """All that the ledger may not have yet."""

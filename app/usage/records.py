@@ -58,15 +58,15 @@ class CallUsage(NamedTuple):
     used: Used
 
 
-class Totals(NamedTuple):
+class BudgetTotals(NamedTuple):
     """What budgets are compared with."""
 
     tokens_today: int = 0
     tokens_this_month: int = 0
     money_this_month: float = 0.0
 
-    def plus(self, other: Totals) -> Totals:
-        return Totals(
+    def plus(self, other: BudgetTotals) -> BudgetTotals:
+        return BudgetTotals(
             self.tokens_today + other.tokens_today,
             self.tokens_this_month + other.tokens_this_month,
             self.money_this_month + other.money_this_month,
@@ -107,7 +107,9 @@ class UsageReport:
     process: str
     number: int  # rises by one from report to report; 0: it has used nothing yet
     used: Mapping[UsedFor, Used] = field(default_factory=dict)
-    reserved: Mapping[str, Totals] = field(default_factory=dict)  # by key with budgets: what running requests may use
+    reserved: Mapping[str, BudgetTotals] = field(
+        default_factory=dict
+    )  # by key with budgets: what running requests may use
     limits: Mapping[LimitId, LimitUse] = field(default_factory=dict)
     num_processes: int = 0  # that share limits, as it was last told
     takes_slack: bool = True  # it has a part of what nobody asks for, too
@@ -119,7 +121,9 @@ class UsageAnswer:
 
     number: int  # of the last report of this process that counts
     day: str  # the one that `totals` call today
-    totals: Mapping[str, Totals] = field(default_factory=dict)  # by key that was named, with what others have reserved
+    totals: Mapping[str, BudgetTotals] = field(
+        default_factory=dict
+    )  # by key that was named, with what others have reserved
     shares: Mapping[LimitId, Share] = field(default_factory=dict)  # none: those that it has go on
     num_processes: int = 0  # that share limits
 
@@ -154,7 +158,7 @@ class Limits(Protocol):
     def takes_slack(self) -> bool:
         """Whether this process gets a part of what nobody asks for."""
 
-    def reserved(self) -> dict[str, Totals]:
+    def reserved(self) -> dict[str, BudgetTotals]:
         """By key with budgets: what its running requests may use."""
 
     def uses(self) -> dict[LimitId, LimitUse]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from app.usage.records import PLACES, ROUNDING, LimitId, LimitUse, Share, Totals, UsageAnswer, UsageReport
+from app.usage.records import PLACES, ROUNDING, BudgetTotals, LimitId, LimitUse, Share, UsageAnswer, UsageReport
 
 LEASE_S = 90.0  # of silence: then the owner gives the part of a process to others, and it falls back to its first one
 SETTLING_S = 3.0  # so long a new owner only listens
@@ -47,7 +47,7 @@ class Shares:
         self._heard_at: dict[str, float] = {}  # by process, of those that live
         self._num_expected = 0
         self._limits: dict[LimitId, _Limit] = {}
-        self._reserved: dict[str, Mapping[str, Totals]] = {}  # by process and key
+        self._reserved: dict[str, Mapping[str, BudgetTotals]] = {}  # by process and key
 
     def answer(self, report: UsageReport, answer: UsageAnswer) -> UsageAnswer:
         """The ledger's answer to a report, with its parts of limits and what others have reserved."""

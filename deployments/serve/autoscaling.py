@@ -15,7 +15,7 @@ from ray.serve import config as serve_config
 
 from app.config import AutoscalingConfig, ServedModelConfig
 from app.engine.stats import EngineMeasurements, EngineStats
-from app.fleet.autoscaling import AutoscalingLoad, Decision, decide
+from app.fleet.autoscaling import AutoscalingLoad, WantedReplicas, decide
 from app.metrics import EngineReport
 
 # Seconds of too much load before there are more replicas: five reports, so that one burst starts none, and short beside
@@ -36,7 +36,7 @@ class TokenPolicy:
         """`autoscaling` are our settings as plain values: Serve passes JSON."""
         self._config = AutoscalingConfig.model_validate(autoscaling)
         self._num_slots = num_slots
-        self._told: Decision | None = None
+        self._told: WantedReplicas | None = None
 
     def __call__(self, context: serve_config.AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """The number, and no state to be kept. The controller's log has each that is another one, with the reason."""
@@ -62,7 +62,7 @@ class TokenPolicy:
         return decision.number, {}
 
 
-def advice(model: ServedModelConfig, reports: Sequence[EngineReport], num_in_flight: int) -> Decision | None:
+def advice(model: ServedModelConfig, reports: Sequence[EngineReport], num_in_flight: int) -> WantedReplicas | None:
     """What the policy would say of these replicas; None where the model has no autoscaling.
 
     num_in_flight: requests that ingresses are answering, of which the replicas report those that they have.

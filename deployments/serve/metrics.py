@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from app.api.endpoints.admin import Answers
 from app.config import ServedModelConfig
 from app.errors import described
-from app.fleet.autoscaling import Decision
+from app.fleet.autoscaling import WantedReplicas
 from app.json_pieces import Json
 from app.metrics import (
     EngineReport,
@@ -93,7 +93,7 @@ class MetricsCollector:
             for name, each in advised.items()
         ]
 
-    async def _scrape(self) -> tuple[Scrape, dict[str, Decision]]:
+    async def _scrape(self) -> tuple[Scrape, dict[str, WantedReplicas]]:
         senders = [this_deployment(), *self._senders]
         asked = await asyncio.gather(
             *(answers_of(handle, "metrics_report") for handle in (*senders, *self._handles.values()))

@@ -20,7 +20,7 @@ from app.config import KeyConfig, PricesConfig
 from app.errors import BudgetSpent
 from app.text import Tokenizer
 from app.usage import CallUsage, UsageCounter, UsageExchange, Used
-from app.usage.records import Totals, day_of, next_day, next_month
+from app.usage.records import BudgetTotals, day_of, next_day, next_month
 from tests.kit.engine import FakeClock
 from tests.kit.service import ADMIN_KEY, KEY, OTHER_KEY, WAIT, Answer, Connection, Service, bearer, entry, say
 from tests.kit.usage import NOON, LedgerOwner
@@ -193,7 +193,7 @@ async def test_what_running_requests_may_use_is_not_there_for_others(tokenizer: 
         first.hang_up()
         await first.finished()
     account = service.handler.authenticator.accounts[0]
-    assert account.reserved == Totals()
+    assert account.reserved == BudgetTotals()
     account.check_budgets(150, 0.0)
 
 

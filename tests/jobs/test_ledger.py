@@ -9,14 +9,14 @@ import pytest
 
 from app.jobs.catalog import Catalog, Superseded
 from app.usage import UsageQuery, UsageReport, Used, UsedFor
-from app.usage.records import Totals
+from app.usage.records import BudgetTotals
 
 A_REQUEST = Used(1, 10, 4, 5, 0.5)
 
 
 def report(number: int, *days: str, process: str = "p", key: str = "alice", model: str = "demo") -> UsageReport:
     used = {UsedFor(key, model, "online", day): A_REQUEST for day in days}
-    return UsageReport(process=process, number=number, used=used, reserved={"alice": Totals()})
+    return UsageReport(process=process, number=number, used=used, reserved={"alice": BudgetTotals()})
 
 
 def sums(catalog: Catalog, *group_by: str, first: str = "2026-01-01", last: str = "2026-12-31") -> dict[object, int]:
@@ -32,7 +32,7 @@ def test_a_report_counts_once_also_after_the_process_of_the_ledger_has_died(tmp_
     with closing(Catalog(tmp_path)) as catalog:
         for each in (second, first):
             answer = catalog.ledger.add(each, "2026-11-27")
-            assert (answer.number, answer.totals) == (2, {"alice": Totals(30, 30, 1.0)})
+            assert (answer.number, answer.totals) == (2, {"alice": BudgetTotals(30, 30, 1.0)})
         assert sums(catalog, "key") == {"alice": 2}
         catalog.ledger.add(report(1, "2026-11-27", process="other"), "2026-11-27")
         assert sums(catalog, "key") == {"alice": 3}
@@ -42,10 +42,10 @@ def test_totals_are_of_this_day_and_this_month(tmp_path: Path) -> None:
     with closing(Catalog(tmp_path)) as catalog:
         add = catalog.ledger.add
         answer = add(report(1, "2026-10-31", "2026-11-01", "2026-11-02"), "2026-11-02")
-        assert answer.totals == {"alice": Totals(15, 30, 1.0)}
-        assert add(report(2, "2026-11-02"), "2026-11-02").totals == {"alice": Totals(30, 45, 1.5)}
-        assert add(report(2), "2026-11-03").totals == {"alice": Totals(0, 45, 1.5)}
-        assert add(report(3, "2026-11-30"), "2026-12-01").totals == {"alice": Totals(0, 0, 0.0)}
+        assert answer.totals == {"alice": BudgetTotals(15, 30, 1.0)}
+        assert add(report(2, "2026-11-02"), "2026-11-02").totals == {"alice": BudgetTotals(30, 45, 1.5)}
+        assert add(report(2), "2026-11-03").totals == {"alice": BudgetTotals(0, 45, 1.5)}
+        assert add(report(3, "2026-11-30"), "2026-12-01").totals == {"alice": BudgetTotals(0, 0, 0.0)}
         assert add(report(3), "2026-12-01").number == 3
 
 

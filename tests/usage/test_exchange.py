@@ -20,7 +20,7 @@ from app.errors import Unavailable
 from app.usage import CallUsage, UsageCounter, UsageExchange, Used, UsedFor, shares
 from app.usage.exchange import SILENCE_S
 from app.usage.journal import remains
-from app.usage.records import Totals
+from app.usage.records import BudgetTotals
 from app.usage.shares import LEASE_S
 from tests.kit.engine import FakeClock
 from tests.kit.jobs import Echo, service_in
@@ -76,21 +76,21 @@ async def test_reports_and_answers_that_are_lost_change_no_sum(tmp_path: Path, o
     while counter.uncounted():
         await exchange.exchange()
     assert owner.total().num_requests == num_added
-    assert counter.totals("alice") == Totals(8 * num_added, 8 * num_added, 0.25 * num_added)
+    assert counter.totals("alice") == BudgetTotals(8 * num_added, 8 * num_added, 0.25 * num_added)
     assert files(tmp_path) == [f".{counter.number}", ".lock"], "what counts is forgotten"
 
 
 async def test_what_is_known_of_a_key_is_whole_while_a_report_is_under_way(tmp_path: Path, owner: LedgerOwner) -> None:
     counter = UsageCounter(at_noon())
     exchange = exchange_of(counter, owner, tmp_path, "alice")
-    seen: list[Totals] = []
+    seen: list[BudgetTotals] = []
     owner.before = owner.after = lambda: seen.append(counter.totals("alice"))
     counter.add("alice", CALL)
     await exchange.exchange()
     seen.append(counter.totals("alice"))
-    assert seen == [Totals(8, 8, 0.25)] * 3
+    assert seen == [BudgetTotals(8, 8, 0.25)] * 3
     counter.add("bob", CALL)
-    assert counter.totals("alice") == Totals(8, 8, 0.25), "of that key alone"
+    assert counter.totals("alice") == BudgetTotals(8, 8, 0.25), "of that key alone"
 
 
 async def test_budgets_begin_anew_with_their_day_and_month_before_the_ledger_says_so(
@@ -103,12 +103,12 @@ async def test_budgets_begin_anew_with_their_day_and_month_before_the_ledger_say
     await exchange.exchange()
     clock.advance(86_400)
     counter.add("alice", CALL)
-    assert counter.totals("alice") == Totals(8, 16, 0.5)
+    assert counter.totals("alice") == BudgetTotals(8, 16, 0.5)
     clock.advance(3 * 86_400)
-    assert counter.totals("alice") == Totals(0, 0, 0.0)
+    assert counter.totals("alice") == BudgetTotals(0, 0, 0.0)
     owner.today = counter.today
     await exchange.exchange()
-    assert counter.totals("alice") == Totals(0, 0, 0.0), "what has come late is of the month before"
+    assert counter.totals("alice") == BudgetTotals(0, 0, 0.0), "what has come late is of the month before"
     assert owner.total().num_requests == 2
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from app.usage import UsageAnswer, UsageReport
-from app.usage.records import PLACES, LimitId, LimitUse, Share, Totals
+from app.usage.records import PLACES, BudgetTotals, LimitId, LimitUse, Share
 from app.usage.shares import LEASE_S, SETTLING_S, Shares
 from benchmarks.service.shares import CASES, Case, measure
 from tests.kit.engine import FakeClock
@@ -184,8 +184,8 @@ def test_what_others_have_reserved_of_a_budget_is_told_until_they_end() -> None:
     owner = Shares(clock)
 
     def told(process: str, reserved: int) -> int:
-        report = UsageReport(process=process, number=0, reserved={"alice": Totals(reserved, reserved, 0.0)})
-        answer = owner.answer(report, UsageAnswer(number=0, day="", totals={"alice": Totals(1000, 1000, 0.0)}))
+        report = UsageReport(process=process, number=0, reserved={"alice": BudgetTotals(reserved, reserved, 0.0)})
+        answer = owner.answer(report, UsageAnswer(number=0, day="", totals={"alice": BudgetTotals(1000, 1000, 0.0)}))
         return answer.totals["alice"].tokens_today
 
     assert [told("a", 10), told("b", 200), told("a", 30), told("b", 0), told("a", 0)] == [1000, 1010, 1200, 1030, 1000]

@@ -11,7 +11,7 @@ from typing import Protocol
 from app.api.auth.limits import Account, Places, SharedPools, TokenBucket
 from app.config import ApiConfig, KeyConfig
 from app.errors import Unauthenticated
-from app.usage.records import LimitId, LimitUse, Share, Totals
+from app.usage.records import BudgetTotals, LimitId, LimitUse, Share
 
 Headers = Iterable[tuple[bytes, bytes]]  # names in lower case, as ASGI has them
 
@@ -119,7 +119,7 @@ class AccountLimits:
         self._authenticator = authenticator
         self.takes_slack = authenticator.pools.first_share > 0
 
-    def reserved(self) -> dict[str, Totals]:
+    def reserved(self) -> dict[str, BudgetTotals]:
         """See `app.usage.records.Limits`, as for the others."""
         return {account.name: account.reserved for account in self._authenticator.accounts if account.budgets}
 

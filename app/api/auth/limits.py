@@ -15,7 +15,7 @@ from app.config import KeyConfig
 from app.errors import BudgetSpent, InvalidRequest, LimitReached, MoneySpent, NotPermitted
 from app.fair import SharedPool
 from app.usage import CallUsage, UsageCounter
-from app.usage.records import PLACES, ROUNDING, LimitId, LimitUse, Share, Totals, next_day, next_month
+from app.usage.records import PLACES, ROUNDING, BudgetTotals, LimitId, LimitUse, Share, next_day, next_month
 
 # How soon a place among the requests at once is free cannot be known, and a retry is cheap.
 CONCURRENCY_RETRY_S = 1.0
@@ -197,7 +197,7 @@ class Account:
         self.pools = pools or SharedPools()
         self._may_administer_without_key = may_administer
         self._num_requests = self._num_refused = self._num_tokens = 0
-        self.reserved = Totals()  # what requests that run may use
+        self.reserved = BudgetTotals()  # what requests that run may use
         self.set_limits(key)
 
     def set_limits(self, key: KeyConfig | None) -> None:
@@ -261,7 +261,7 @@ class Account:
         reservation.release_body()
         self.pools.logprobs.take(self, -reservation.num_logprobs)
         num_reserved, cost = reservation.num_reserved, reservation.cost_reserved
-        self.reserved = self.reserved.plus(Totals(-num_reserved, -num_reserved, -cost))
+        self.reserved = self.reserved.plus(BudgetTotals(-num_reserved, -num_reserved, -cost))
         calls = [call for usage in reservation.usages if (call := usage()).used.num_requests]
         for call in calls:
             self.pools.usage.add(self.name, call)
@@ -397,7 +397,7 @@ class Reservation:
             account.tokens.take(num_tokens)
         self.num_reserved += num_tokens
         self.cost_reserved += cost
-        account.reserved = account.reserved.plus(Totals(num_tokens, num_tokens, cost))
+        account.reserved = account.reserved.plus(BudgetTotals(num_tokens, num_tokens, cost))
 
     def hold_body(self, num_bytes: int) -> None:
         """Count bytes of the body that have come, until `release_body` or the end. Raises LimitReached."""
