@@ -21,7 +21,7 @@ from pydantic_core import to_json
 from app.batches import JobState, PageOf
 from app.disk import primary_code
 from app.errors import InvalidSetup, NotFound
-from app.jobs import ledger
+from app.jobs import usage_ledger
 from app.jobs.job import ItemError, Job, StoredFile, StoredResponse
 from app.jobs.space import MIN_CHARGED_BYTES
 from app.json_pieces import Json
@@ -54,7 +54,7 @@ CREATE INDEX IF NOT EXISTS responses_by_expiry ON responses (expires_at);
 CREATE TABLE IF NOT EXISTS service (one INTEGER PRIMARY KEY CHECK (one = 1), generation NOT NULL);
 INSERT OR IGNORE INTO service VALUES (1, 0);
 {SCHEMA}
-{ledger.SCHEMA}
+{usage_ledger.SCHEMA}
 PRAGMA user_version = {_VERSION};
 """
 
@@ -89,7 +89,7 @@ class Catalog:
         self._connection.executescript(_SCHEMA)
         self._generation = self._take_generation()
         self.outbox = WebhookOutbox(self._connection, self._transaction)
-        self.ledger = ledger.UsageLedger(self._connection, self._transaction)
+        self.ledger = usage_ledger.UsageLedger(self._connection, self._transaction)
         self.bytes_by_owner: Mapping[str, int] = self._bytes_by_owner()  # replaced, never changed: any thread reads it
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ def test_checks_go_on_after_one_that_failed(capsys: pytest.CaptureFixture[str]) 
 def test_the_openai_package_makes_its_checks(demo_path: Path) -> None:
     with simulated_service(demo_path, step_ms=1) as url:
         outcome = check(CLIENTS[0], Path(sys.executable), url, model="simulated")
-    assert outcome.num_checks == 11
+    assert outcome.num_checks == 12
     passed = {"chat_and_its_stream_agree", "several_choices_and_prompts", "errors_are_typed", "a_reply_and_its_stream"}
     failed = {problem.split(": ")[1] for problem in outcome.problems}
     assert not passed & failed, outcome.problems
