@@ -112,8 +112,8 @@ def test_a_killed_engine_and_a_killed_driver_cost_no_row(start: Start, tmp_path:
     told = summary(out)
     assert (told["rows"], told["ok"], told["runs"], told["engines_lost"]) == (NUM_ROWS, NUM_ROWS, 2, 1)
     # At most what three engines had: three times the 8 that each computes at once, also those that had ended and were
-    # not fetched yet. How many of them had no token kept yet depends on how long the disk takes: tokens are kept as often
-    # as that takes 2% of the time.
+    # not fetched yet. How many of them had no token kept yet depends on how long the disk takes: tokens are kept as
+    # often as that takes 2% of the time.
     assert told["continued_rows"] > 0
     assert told["continued_rows"] + told["recomputed_rows"] <= 3 * 3 * 8
 
