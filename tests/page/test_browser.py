@@ -142,7 +142,7 @@ def test_a_chat_streams(page: Any, stage: Stage) -> None:
 def test_a_decision_shows_the_probability_of_each_answer(page: Any, stage: Stage) -> None:
     page.goto(f"{stage.url}/#playground")
     page.wait_for_selector("#model option", state="attached")
-    page.click("summary")
+    page.click("#forms summary")
     page.click("#questions-example")
     page.fill("#prompt", "The cat sleeps.")
     page.click("#as-python")
@@ -178,7 +178,7 @@ def test_a_decision_shows_the_probability_of_each_answer(page: Any, stage: Stage
 def test_an_answer_has_the_form_of_a_schema_and_calls_a_tool(page: Any, stage: Stage) -> None:
     page.goto(f"{stage.url}/#playground")
     page.wait_for_selector("#model option", state="attached")
-    page.click("summary")
+    page.click("#forms summary")
     page.fill("#tools", "[{")
     page.wait_for_selector("#forms-error:not(:empty)")
     page.fill("#tools", "")
