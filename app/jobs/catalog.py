@@ -272,11 +272,11 @@ class Catalog:
         self.check_generation()
         return [StoredResponse(**row) for row in rows]
 
-    def count_response_attempt(self, response_id: str) -> None:
-        """The process that generated it has died."""
+    def count_response_attempt(self, response_id: str, *, by: int = 1) -> None:
+        """It goes on in this process, or will in another one that begins as it should: -1."""
         with self._transaction():
-            query = "UPDATE responses SET num_attempts = num_attempts + 1 WHERE id = ?"
-            self._connection.execute(query, (response_id,))
+            query = "UPDATE responses SET num_attempts = num_attempts + ? WHERE id = ?"
+            self._connection.execute(query, (by, response_id))
 
     def end_response(self, response_id: str, response: Json, num_bytes: int) -> None:
         """End a response, unless it has ended; `num_bytes`: of its events."""

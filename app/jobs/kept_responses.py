@@ -121,6 +121,9 @@ class KeptResponses:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._writing is not None:
             await self._writing
+        with suppress(*STORAGE_FAILURES):  # then this end counts as a death
+            for response_id in self._running:
+                await self._thread.run(self._catalog.count_response_attempt, response_id, by=-1)
 
     async def create(self, new: NewResponse) -> Json:
         """Begin a response; its object. Raises what its body would be refused with, and Overloaded."""
