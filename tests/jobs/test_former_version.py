@@ -7,6 +7,7 @@ journals, the second with a torn end.
 
 from __future__ import annotations
 
+import asyncio
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,12 @@ async def test_a_folder_of_a_former_version_is_read_and_its_batches_go_on(tmp_pa
     with tarfile.open(Path(__file__).with_name("folder_of_598b9f6.tar.gz")) as packed:
         packed.extractall(tmp_path, filter="data")
     folder, echo, client = tmp_path / "batches", Echo(), Client()
+    echo.hold = asyncio.Event()
     async with service_in(folder, echo, clock=lambda: 1_800_000_600.0, client=client) as service:
         there = (await service.batches(PageOf(owner=OWNER, limit=10)))["data"]
         running, pending, cancelled, completed = there  # the newest first
         assert [each["status"] for each in there] == ["in_progress", "completed", "cancelled", "completed"]
+        echo.hold.set()
         assert completed["webhook"]["status"] == "delivered"
         assert completed["request_counts"] == {"total": 10, "completed": 8, "failed": 2}
         assert completed["metadata"] == {"of": "598b9f6"}
