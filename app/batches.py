@@ -19,6 +19,7 @@ from app.webhooks.receiver import WebhookReceiver
 # queued, preempted first.
 LOWEST_CLASS: Json = {"service_tier": "flex"}
 PIECE_BYTES = 1024 * 1024  # of a file, read, sent or taken at once
+RESPONSE_RUNS = ("queued", "in_progress")  # statuses of a response that has not ended
 # Of one request: a body over HTTP, or a line of a file. Some million tokens of text, which is what one call may have.
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
 

@@ -185,6 +185,11 @@ class UnsupportedAdapter(InvalidSetup):
     """The LoRA adapter cannot be used with its model; the message says why."""
 
 
+def may_be_served_later(error: Exception) -> bool:
+    """Whether the same request may be served at another time."""
+    return isinstance(error, Overloaded | Unavailable | EngineStopped) and not isinstance(error, DeadlineMissed)
+
+
 def first_line(error: BaseException) -> str:
     """The message up to its first line break, for an error of a library that says much."""
     return str(error).strip().split("\n", 1)[0]

@@ -33,7 +33,7 @@ from app.api.threads import MAX_SMALL_SIZE, BodyThreads
 from app.batches import LOWEST_CLASS, Answered, ItemOrigin, NewResponse
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
-from app.errors import CarouselError, DeadlineMissed, EngineStopped, Overloaded, Unavailable
+from app.errors import CarouselError, may_be_served_later
 from app.json_pieces import Json
 from app.metrics import NO_MODEL, RequestMetrics, task_name
 
@@ -225,7 +225,7 @@ class RequestHandler:
                         trace.attributes |= state.trace_attributes()
                     return Answered(200, content, is_large=state.prepared.is_large)
             except Exception as error:
-                if _may_pass(error):
+                if may_be_served_later(error):
                     raise
                 if trace is not None:
                     trace.error = error
@@ -355,18 +355,13 @@ class ItemOutcome:
     @property
     def refusal(self) -> Exception | None:
         """Overloaded, Unavailable or EngineStopped, where it could not be served now."""
-        return self.outcome if isinstance(self.outcome, Exception) and _may_pass(self.outcome) else None
+        return self.outcome if isinstance(self.outcome, Exception) and may_be_served_later(self.outcome) else None
 
     def answered(self, path: str) -> Answered:
         """As an HTTP client would have got it at this path."""
         if isinstance(self.outcome, Exception):
             return replace(_refusal(self.outcome, self.request_id, path), latency_s=self.latency_s)
         return Answered(200, self.outcome, latency_s=self.latency_s)
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether the same request may be served at another time."""
-    return isinstance(error, Overloaded | Unavailable | EngineStopped) and not isinstance(error, DeadlineMissed)
 
 
 def _refusal(error: Exception, request_id: str, path: str) -> Answered:

@@ -52,7 +52,7 @@ def decide(load: AutoscalingLoad, config: AutoscalingConfig) -> WantedReplicas:
     vary by a fifth before it asks for another. It is 0 only when there is no request anywhere. Where half of the
     replicas miss their targets, it is one more than before.
     """
-    need, cause, reason = max(_needs(load, config))
+    need, cause, reason = needed(load, config)
     wanted = _whole(need)
     if wanted < load.target:
         # A replica that has not reported yet may be full.
@@ -84,21 +84,16 @@ def _misses_targets(load: AutoscalingLoad) -> bool:
     return are_all_there and load.num_missing > 0 and 2 * load.num_missing >= load.num_reporting
 
 
-def _needs(load: AutoscalingLoad, config: AutoscalingConfig) -> list[tuple[float, str, str]]:
-    """How many replicas the load would fill to their targets: by tokens, by memory or by slots."""
+def needed(load: AutoscalingLoad, config: AutoscalingConfig) -> tuple[float, str, str]:
+    """How many replicas the load would fill to their targets, by which of tokens, memory and slots is most; why."""
     if load.num_requests == load.num_outstanding_tokens == load.kv_use == 0:
-        return [(0.0, "idle", "no request")]
+        return 0.0, "idle", "no request"
     tokens, kv, requests = load.num_outstanding_tokens, load.kv_use, load.num_requests
-    return [
+    return max(
         (tokens / config.target_tokens, "tokens", f"{tokens:,.0f} tokens to compute, {config.target_tokens:,} each"),
         (kv / TARGET_KV_USE, "kv", f"KV memory of {kv:.2f} replicas in use, {TARGET_KV_USE:g} of each"),
         (requests / load.num_slots, "requests", f"{requests:,.0f} requests, {load.num_slots:,} slots each"),
-    ]
-
-
-def needed(load: AutoscalingLoad, config: AutoscalingConfig) -> float:
-    """The largest of these."""
-    return max(_needs(load, config))[0]
+    )
 
 
 def _whole(need: float) -> int:

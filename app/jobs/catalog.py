@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from app.batches import JobState, PageOf
+from app.batches import RESPONSE_RUNS, JobState, PageOf
 from app.disk import primary_code
 from app.errors import InvalidSetup, NotFound
 from app.jobs import usage_ledger
@@ -33,7 +33,7 @@ _FILE_COLUMNS = tuple(field.name for field in fields(StoredFile))
 _RESPONSE_COLUMNS = tuple(field.name for field in fields(StoredResponse))
 _JOB_COLUMNS = tuple(field.name for field in fields(Job))
 _ENDED = tuple(status.value for status in JobState if status.has_ended)
-_RUNS = "status IN ('queued', 'in_progress')"  # a response
+_RUNS = f"status IN {RESPONSE_RUNS}"  # a response
 _NOT_ENDED = f"status NOT IN ({', '.join(map(repr, _ENDED))})"
 
 _VERSION = 5  # of the tables below; a change of theirs needs another

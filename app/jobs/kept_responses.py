@@ -1,8 +1,8 @@
 """Responses that are kept: generated here, whatever becomes of the connection or the ingress that asked for them.
 
 A response is known to the catalog before its client hears of it, and its end before its client reads of it. The events
-of one that is streamed are appended to a file before anybody reads them, so one whose process dies goes on behind them:
-its prompt and seed are the same, and what it says again is left out.
+of one that is streamed are appended to a file before a client reads them, so one whose process dies goes on behind
+them: its prompt and seed are the same, and what it says again is left out.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from app.batches import PIECE_BYTES, AnswerKept, Events, EventsAfter, KeptAnswer, NewResponse, PageOf
-from app.disk import OneThread
+from app.batches import PIECE_BYTES, RESPONSE_RUNS, AnswerKept, Events, EventsAfter, KeptAnswer, NewResponse, PageOf
+from app.disk import STORAGE_PAUSE_S, OneThread
 from app.errors import (
     CarouselError,
-    DeadlineMissed,
-    EngineStopped,
     InvalidRequest,
     NotFound,
     Overloaded,
     Unavailable,
+    may_be_served_later,
     traceback_of,
 )
 from app.jobs.backlog import MAX_DEATHS
@@ -44,10 +43,8 @@ logger = logging.getLogger(__name__)
 
 _TOGETHER_S = 0.005
 RETRY_S = 1.0  # after a refusal that names no time
-STORAGE_RETRY_S = 5.0
 REFUSAL_KEPT_S = 60.0  # for the client that waits for the response
 _END, _END_OF_DELTA = b"\n\n", b"\n"  # of an event in a file, and of all that one delta gave
-_RUNS = ("queued", "in_progress")
 # They are written from the response itself.
 _LAST_EVENTS = (b"event: response.completed\n", b"event: response.incomplete\n", b"event: response.failed\n")
 
@@ -66,7 +63,7 @@ class _Running:
     def now(self) -> Json:
         """The response by now; it has not ended before the catalog knows it."""
         now = self.response if self.answer is None else _object(self.answer)
-        return now if now.get("status") in _RUNS else now | {"status": "in_progress", "usage": None}
+        return now if now.get("status") in RESPONSE_RUNS else now | {"status": "in_progress", "usage": None}
 
 
 class KeptResponses:
@@ -263,7 +260,7 @@ class KeptResponses:
                 except Exception as failed:
                     error = failed
                 for _, written in changes:
-                    if written.done():  # nobody waits for it any more
+                    if written.done():  # nothing waits for it any more
                         continue
                     if error is None:
                         written.set_result(None)
@@ -341,7 +338,7 @@ class KeptResponses:
                 running.response, running.answer = running.now(), None
                 if accepted is not None and not (accepted.done() and may_wait):
                     raise
-                if _may_pass(error):
+                if may_be_served_later(error):
                     await asyncio.sleep(getattr(error, "retry_after_s", RETRY_S))
                     continue
                 response, is_over = _ended(running.response, "failed", error), True
@@ -357,7 +354,7 @@ class KeptResponses:
                 break
             except STORAGE_FAILURES as error:
                 logger.error("the end of response %s could not be kept: %s; trying again", response["id"], error)
-                await asyncio.sleep(STORAGE_RETRY_S)
+                await asyncio.sleep(STORAGE_PAUSE_S)
         running.answer = None
         running.response = response
         running.events += last_events
@@ -526,8 +523,3 @@ def _check_after(after: int, num_events: int) -> None:
         raise InvalidRequest(
             f"starting_after is {after}; the last event so far has the number {num_events - 1}", param="starting_after"
         )
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether the same request may be served at another time."""
-    return isinstance(error, Overloaded | Unavailable | EngineStopped) and not isinstance(error, DeadlineMissed)

@@ -39,8 +39,8 @@ class Scrape:
     loops: Mapping[tuple[str, str], LoopSnapshot] = field(default_factory=dict)  # by a process's kind and its id
     # `LocalBatchService.counts` of the one process that runs them; empty where none answered.
     batches: Mapping[str, int] = field(default_factory=dict)
-    # Of models with autoscaling: how many replicas there should be, and what asks for them.
-    wanted: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    # Of models with autoscaling: how many replicas there should be, what asks for them, and the same in words.
+    wanted: Mapping[str, tuple[int, str, str]] = field(default_factory=dict)
     num_missing: int = 0  # ingresses and replicas that did not answer in time
 
 
@@ -67,7 +67,9 @@ def exposition(scrape: Scrape) -> bytes:
         *metrics_of(_LATENCIES, ("model_name", "group", "class"), latencies),
         *metrics_of(_REQUESTS, ("model_name",), named),
         *metrics_of(_SERVICE, (), [((), scrape)]),
-        *metrics_of(_WANTED, ("model_name", "reason"), [((name, why), n) for name, (n, why) in scrape.wanted.items()]),
+        *metrics_of(
+            _WANTED, ("model_name", "reason"), [((name, why), n) for name, (n, why, _) in scrape.wanted.items()]
+        ),
         *metrics_of(_REPLICAS, _REPLICA, replicas),
         *metrics_of(_ADAPTERS, _REPLICA, adapters),
         *metrics_of(_STORES, _REPLICA, stores),

@@ -31,7 +31,7 @@ class UsageJournal:
         self._process = process
         for each in (folder.parent, folder):  # the mode is not that of parents that are made on the way
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Under its name it is locked from the beginning: nobody takes it for that of a dead process.
+        # Under its name it is locked from the beginning: no process takes it for that of a dead process.
         lock = folder / (process + _LOCK_SUFFIX)
         hidden = folder / hidden_name(lock.name)
         held = take_lock(hidden)

@@ -112,7 +112,7 @@ class UsageReport:
     )  # by key with budgets: what running requests may use
     limits: Mapping[LimitId, LimitUse] = field(default_factory=dict)
     num_processes: int = 0  # that share limits, as it was last told
-    takes_slack: bool = True  # it has a part of what nobody asks for, too
+    takes_slack: bool = True  # it has a part of what no process asks for, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,7 @@ class Limits(Protocol):
 
     @property
     def takes_slack(self) -> bool:
-        """Whether this process gets a part of what nobody asks for."""
+        """Whether this process gets a part of what no process asks for."""
 
     def reserved(self) -> dict[str, BudgetTotals]:
         """By key with budgets: what its running requests may use."""

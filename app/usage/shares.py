@@ -1,6 +1,6 @@
 """How the processes that send requests share the limits of a key: each has a part, by what it is asked for.
 
-A process goes on with its part while nobody answers it, so no request waits for an answer, and the owner may die. What
+A process goes on with its part while it has no answer, so no request waits for an answer, and the owner may die. What
 is given to one process was taken from another before: all parts together are never more than the limit.
 """
 
@@ -111,7 +111,7 @@ def _note(limit: _Limit, process: str, use: LimitUse, limit_id: LimitId, now: fl
 def _share_of_bucket(limit: _Limit, process: str, most: int, now: float) -> Share:
     members = limit.members
     member, held = members[process], sum(each.use.held for each in members.values())
-    if limit.spare is None:  # nobody has a part yet; or an owner before this one gave them, and what it kept is lost
+    if limit.spare is None:  # no process has a part yet; or an owner before this gave them, and what it kept is lost
         limit.spare = 0.0 if any(each.use.share for each in members.values()) else float(most)
         limit.counted_at = now
     of_others = sum(each.use.share for name, each in members.items() if name != process)

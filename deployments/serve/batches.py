@@ -29,7 +29,7 @@ class Batches(Sender):
         self, config: ApplicationConfig, paths: Mapping[str, str], handles: Mapping[str, DeploymentHandle]
     ) -> None:
         """See `Sender`."""
-        # Items wait: of what nobody asks for it needs no part.
+        # Items wait: of what no process asks for it needs no part.
         super().__init__(config, paths, handles, pools=SharedPools(first_share=0.0))
         # Serve calls this on the loop that everything here runs on.
         self._opening = asyncio.create_task(self._open())

@@ -15,7 +15,6 @@ from ray.serve.handle import DeploymentHandle
 from app.api.endpoints.admin import Answers
 from app.config import ServedModelConfig
 from app.errors import described
-from app.fleet.autoscaling import WantedReplicas
 from app.json_pieces import Json
 from app.metrics import (
     EngineReport,
@@ -83,17 +82,17 @@ class MetricsCollector:
 
     async def expose(self) -> bytes:
         """The text of /metrics, summed over all ingresses and replicas that answer in time."""
-        return exposition((await self._scrape())[0])
+        return exposition(await self._scrape())
 
     async def wanted_replicas(self) -> list[Json]:
         """Of each model with autoscaling how many replicas there are and should be, and why."""
-        scrape, advised = await self._scrape()
+        scrape = await self._scrape()
         return [
-            {"model": name, "replicas": len(scrape.replicas[name]), "wanted": each.number, "why": each.reason}
-            for name, each in advised.items()
+            {"model": name, "replicas": len(scrape.replicas[name]), "wanted": number, "why": reason}
+            for name, (number, _, reason) in scrape.wanted.items()
         ]
 
-    async def _scrape(self) -> tuple[Scrape, dict[str, WantedReplicas]]:
+    async def _scrape(self) -> Scrape:
         senders = [this_deployment(), *self._senders]
         asked = await asyncio.gather(
             *(answers_of(handle, "metrics_report") for handle in (*senders, *self._handles.values()))
@@ -103,13 +102,13 @@ class MetricsCollector:
         self._learn(ingresses, replicas)
         by_id = {report.ingress_id: report for report in (*ingresses, self.report())}
         in_flight = merge([report.requests for report in by_id.values()])
-        advised = {
+        wanted = {
             model.name: decision
             for model in self._models
             if (decision := advice(model, replicas[model.name], in_flight[model.name].num_in_flight)) is not None
         }
-        scrape = Scrape(
-            wanted={name: (each.number, each.cause) for name, each in advised.items()},
+        return Scrape(
+            wanted=wanted,
             requests=[report.requests for report in by_id.values()],
             loops={(report.deployment, ingress_id): report.loop for ingress_id, report in by_id.items()},
             batches=next((report.batches for report in ingresses if report.batches), {}),
@@ -120,7 +119,6 @@ class MetricsCollector:
             },
             num_missing=sum(each.num_missing for each in asked),
         )
-        return scrape, advised
 
     def _learn(self, ingresses: Sequence[IngressReport], replicas: Mapping[str, Sequence[EngineReport]]) -> None:
         for name, known in self._known.items():

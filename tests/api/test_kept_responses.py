@@ -397,7 +397,7 @@ async def test_one_that_says_something_else_fails(tokenizer: Tokenizer, tmp_path
 async def test_its_end_waits_for_the_storage(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.jobs.kept_responses.STORAGE_RETRY_S", 0.001)
+    monkeypatch.setattr("app.jobs.kept_responses.STORAGE_PAUSE_S", 0.001)
     failures = [OSError(errno.ENOSPC, "full"), sqlite3.OperationalError("disk I/O error")]
     together = Catalog.together
 

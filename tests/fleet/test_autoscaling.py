@@ -121,7 +121,7 @@ def test_the_first_request_asks_for_one(num_queued: int, config: AutoscalingConf
     ],
 )
 def test_whatever_is_short_decides(given: AutoscalingLoad, need: float) -> None:
-    assert needed(given, AutoscalingConfig(target_tokens=1000)) == pytest.approx(need)
+    assert needed(given, AutoscalingConfig(target_tokens=1000))[0] == pytest.approx(need)
 
 
 def test_no_replica_is_stopped_while_one_has_not_reported() -> None:

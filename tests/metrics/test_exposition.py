@@ -107,7 +107,7 @@ def test_replicas_are_summed_under_vllms_names_and_told_apart_under_ours() -> No
         requests=[RequestMetrics(["demo", "idle"]).snapshot()],
         replicas={"demo": [report("a", 3), report("b", 12, num_blocks=16)]},
         num_missing=2,
-        wanted={"demo": (4, "kv")},
+        wanted={"demo": (4, "kv", "full")},
     )
     text = exposition(scrape)
     running = [each.stats.num_running for each in scrape.replicas["demo"]]

@@ -27,7 +27,7 @@ from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import EventWriter, ResponseState
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.request_context import RequestContext
-from app.batches import BatchService, Events, EventsAfter, NewResponse
+from app.batches import RESPONSE_RUNS, BatchService, Events, EventsAfter, NewResponse
 from app.errors import Failure, InvalidRequest
 from app.json_pieces import Json
 
@@ -86,7 +86,7 @@ class _ResumedWriter:
 
     def _deltas(self, events: Sequence[Json]) -> Iterable[ChoiceDelta]:
         num_calls = 0
-        yield _delta(num_tokens=1)  # it has begun
+        yield _delta()  # it has begun
         for event in events:
             kind, text = event["type"], event.get("delta", "")
             if kind == "response.reasoning_text.delta":
@@ -151,10 +151,8 @@ def _differs() -> Failure:
     return Failure("this response was interrupted, and when it was computed again it was another; send it again")
 
 
-def _delta(
-    *, text: str = "", reasoning: str = "", calls: tuple[ToolCallDelta, ...] = (), num_tokens: int = 1
-) -> ChoiceDelta:
-    return ChoiceDelta(index=0, text=text, reasoning=reasoning, calls=calls, num_tokens=num_tokens, num_cached_tokens=0)
+def _delta(*, text: str = "", reasoning: str = "", calls: tuple[ToolCallDelta, ...] = ()) -> ChoiceDelta:
+    return ChoiceDelta(index=0, text=text, reasoning=reasoning, calls=calls, num_tokens=1, num_cached_tokens=0)
 
 
 class KeptResponseRoutes(RouteGroup):
@@ -258,7 +256,7 @@ class KeptResponseRoutes(RouteGroup):
     async def _ended(self, owner: str, response_id: str) -> Json:
         while True:
             response = await self._service.response(owner, response_id, _LOOK_EVERY_S)
-            if response["status"] not in ("queued", "in_progress"):
+            if response["status"] not in RESPONSE_RUNS:
                 return response
 
     def _events(self, owner: str, response_id: str, *, after: int) -> EventResponse:

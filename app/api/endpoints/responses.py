@@ -21,6 +21,7 @@ from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.requests import ChatRequest
 from app.api.schemas.responses import ResponsesRequest
+from app.batches import RESPONSE_RUNS
 from app.errors import ContextTooLong, InvalidRequest
 from app.json_pieces import Json, Rows, joined
 
@@ -184,7 +185,7 @@ class ResponseBuilder:
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": body.truncation,
-            "usage": None if self._status in ("queued", "in_progress") else self._state.usage_of_responses(),
+            "usage": None if self._status in RESPONSE_RUNS else self._state.usage_of_responses(),
             "user": body.user or None,
         }
 

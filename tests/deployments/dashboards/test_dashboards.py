@@ -59,7 +59,7 @@ def everything() -> dict[str, Metric]:
                 replicas={"demo": [report("a", 1)]},
                 loops={("ingress", "i"): loop},
                 batches=defaultdict(int, num_lines_completed=1),
-                wanted={"demo": (2, "tokens")},
+                wanted={"demo": (2, "tokens", "many")},
             )
         )
     )
