@@ -46,6 +46,11 @@ class Run:
         return sum(len(timeline.token_ids) for timeline in self.timelines.values())
 
     @property
+    def token_ids(self) -> dict[str, list[int]]:
+        """By request id."""
+        return {name: timeline.token_ids for name, timeline in self.timelines.items()}
+
+    @property
     def answered(self) -> list[Timeline]:
         return [timeline for timeline in self.timelines.values() if not timeline.has_failed]
 

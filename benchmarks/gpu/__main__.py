@@ -1,10 +1,13 @@
 """Every figure of a GPU: `python -m benchmarks.gpu --out FOLDER [--stages rates decode] [--budget-s 570]`.
 
 Each stage runs in a process of its own, with its own deadline, and appends one JSON line to FOLDER/results.jsonl; a
-table in Markdown comes last, also as FOLDER/table.md. A stage that fails leaves its error, and the next goes on. A
-second call with the same folder goes on where the first stopped: stages with a result of this code on this device are
-left out unless --again. With --stand-in every stage runs on a CPU, with tiny sizes and Triton's interpreter: the code
-is tried, and the figures are no claims.
+table in Markdown comes last, also as FOLDER/table.md. Figures with targets come first, and twice. A stage that fails
+leaves its error, and the next goes on. A second call with the same folder goes on where the first stopped, in the
+middle of a stage, too: stages with a result on this device of their files as they are now are left out unless --again.
+FOLDER has what Triton has compiled: bring it back whole, and along to the next machine.
+
+With --stand-in every stage runs on a CPU, with tiny sizes and Triton's interpreter: the code is tried, and the figures
+are no claims.
 
 Needs torch with CUDA, Triton, transformers and pydantic; neither Ray nor anything of the HTTP API.
 """
@@ -12,7 +15,6 @@ Needs torch with CUDA, Triton, transformers and pydantic; neither Ray nor anythi
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib
 import json
 import os
@@ -20,18 +22,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from app.versions import commit
-from benchmarks.gpu.results import NO_CLAIM, STAGES, Result, ResultsFile, Stage, report
-from benchmarks.harness.command import BenchmarkError, command_parser, did_you_mean, refused, tell
+from benchmarks.gpu.card import WatchedCard
+from benchmarks.gpu.results import NO_CLAIM, STAGES, Result, ResultsFile, Stage, measured, report, summed_up
+from benchmarks.gpu.stage_files import digest_of
+from benchmarks.harness.command import BenchmarkError, above_zero, command_parser, did_you_mean, refused, tell
 from benchmarks.harness.machine import PROJECT, environment
 
 _EARLIER = "earlier.json"
+_LOOK_EVERY_S = 5.0  # at the card, while a stage runs: each look makes the driver work
 _LAST_CHARACTERS = 2_000  # of what a stage said that failed
 _ASK_DEVICE = """
 import importlib.util, torch
@@ -43,6 +48,7 @@ print(torch.cuda.get_device_name())
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
+    given.out = given.out.resolve()
     if given.run is not None:
         return _run(_named([given.run])[0], given)
     try:
@@ -51,43 +57,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.out.mkdir(parents=True, exist_ok=True)
     except (BenchmarkError, OSError) as error:
         return refused(error)
-    code, file = _code(), ResultsFile(given.out / "results.jsonl")
+    codes = {stage.name: digest_of(stage.module, stage.also) for stage in STAGES}
+    file = ResultsFile(given.out / "results.jsonl")
     began_at, has_failed = time.monotonic(), False
-    for stage in stages:
-        known = file.of(code=code, device=device).get(stage.name)
-        if known is not None and known.error is None and not given.again:
-            tell(f"{stage.name}: measured already at {known.at}")
+    for stage, number in _passes(stages):
+        known = file.of(device) if given.keep else _current(file.of(device), codes)
+        done = measured(known.get(stage.name, ()))
+        if len(done) >= number and not given.again:
+            tell(f"{stage.name}: measured already at {done[-1].at}")
             continue
         left_s = given.budget_s - (time.monotonic() - began_at)
-        if left_s < stage.expected_s:
+        if left_s < given.slow * stage.expected_s:
             tell(f"{stage.name}: not begun, {left_s:.0f} s are left and it takes some {stage.expected_s} s")
             continue
-        _write_earlier(given.out, file.of(code=code, device=device))
-        result = _measured(stage, given, code=code, device=device, deadline_s=min(left_s, stage.deadline_s))
+        _write_earlier(given.out, known)
+        deadline_s = min(left_s, stage.deadline_s(given.slow))
+        result = _measured(stage, given, code=codes[stage.name], device=device, deadline_s=deadline_s)
         has_failed |= result.error is not None
         file.append(result)
-    text = report(file.of(code=code, device=device), code=code, device=device)
+    found = file.of(device)
+    text = report({**found, **_current(found, codes)}, codes=codes, device=device)
     (given.out / "table.md").write_text(text + "\n", encoding="utf-8")
     print(text, flush=True)
     return int(has_failed)
 
 
+def _passes(stages: Sequence[Stage]) -> Iterator[tuple[Stage, int]]:
+    """Each stage with the number of its pass: all second passes before what is measured once."""
+    repeated = [stage for stage in stages if stage.num_passes > 1]
+    yield from ((stage, 1) for stage in repeated)
+    yield from ((stage, 2) for stage in repeated)
+    yield from ((stage, 1) for stage in stages if stage.num_passes == 1)
+
+
+def _current(found: Mapping[str, Sequence[Result]], codes: Mapping[str, str]) -> dict[str, Sequence[Result]]:
+    """The results of the files as they are now."""
+    kept = {name: [each for each in results if each.code == codes.get(name)] for name, results in found.items()}
+    return {name: results for name, results in kept.items() if results}
+
+
 def _measured(stage: Stage, given: argparse.Namespace, *, code: str, device: str, deadline_s: float) -> Result:
-    """Run one stage in a process of its own."""
+    """Run one stage in a process of its own. Where one of the same code was stopped, it goes on with what that left."""
     tell(f"{stage.name}: {stage.measures} (at most {deadline_s:.0f} s)")
     kept, log = given.out / f"{stage.name}.json", given.out / f"{stage.name}.log"
-    kept.unlink(missing_ok=True)
+    of = {"code": code, "device": device}
+    left = _read(kept)
+    if given.again or {name: left.get(name) for name in of} != of:
+        kept.write_text(json.dumps(of), encoding="utf-8")
     command = [sys.executable, "-m", "benchmarks.gpu", "--run", stage.name, "--out", str(given.out)]
+    card = WatchedCard()
     began_at = time.monotonic()
     with log.open("w", encoding="utf-8") as said:
         process = subprocess.Popen(
             [*command, "--stand-in"] if given.stand_in else command,
-            stdout=said, stderr=subprocess.STDOUT, cwd=PROJECT, env=_environment(given.stand_in),
-            start_new_session=True,
+            stdout=said, stderr=subprocess.STDOUT, cwd=PROJECT, env=_environment(given), start_new_session=True,
         )  # fmt: skip
-        error = _end_of(process, deadline_s)
+        error = _end_of(process, deadline_s, card)
     seconds = time.monotonic() - began_at
-    if error is not None:
+    left = _read(kept)
+    if error is None:
+        kept.unlink(missing_ok=True)  # another pass begins anew
+    else:
         error = f"{error}: {log.read_text(encoding='utf-8', errors='replace')[-_LAST_CHARACTERS:].strip()}"
         tell(f"{stage.name} failed: {error}")
     return Result(
@@ -99,16 +129,21 @@ def _measured(stage: Stage, given: argparse.Namespace, *, code: str, device: str
         seconds=round(seconds, 1),
         note=NO_CLAIM if given.stand_in else None,
         error=error,
-        **_read(kept),
+        figures=left.get("figures", {}),
+        tables=left.get("tables", {}),
+        card={} if given.stand_in else card.seen(),
     )
 
 
-def _end_of(process: subprocess.Popen[bytes], deadline_s: float) -> str | None:
+def _end_of(process: subprocess.Popen[bytes], deadline_s: float, card: WatchedCard) -> str | None:
     """Wait for a stage; None if it came to its end without an error. What it started ends with it."""
+    ends_at = time.monotonic() + deadline_s
     try:
-        status = process.wait(deadline_s)
-        return None if status == 0 else f"ended with status {status}"
-    except subprocess.TimeoutExpired:
+        while (left_s := ends_at - time.monotonic()) > 0:
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(min(left_s, _LOOK_EVERY_S))
+                return None if status == 0 else f"ended with status {status}"
+            card.look()
         return f"stopped after {deadline_s:.0f} s"
     finally:
         with suppress(ProcessLookupError):
@@ -129,6 +164,7 @@ def _run(stage: Stage, given: argparse.Namespace) -> int:
         file=given.out / f"{stage.name}.json",
         stands_in=given.stand_in,
         earlier=_read(given.out / _EARLIER),
+        stage=stage.name,
     )
     module = importlib.import_module(stage.module)
     with standing_in(given.stand_in):
@@ -136,9 +172,12 @@ def _run(stage: Stage, given: argparse.Namespace) -> int:
     return 0
 
 
-def _environment(stands_in: bool) -> Mapping[str, str]:
+def _environment(given: argparse.Namespace) -> Mapping[str, str]:
+    """What is compiled stays in the folder, for the next call."""
     offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return environment() | offline | ({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if stands_in else {})
+    caches = {"TRITON_CACHE_DIR": str(given.out / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(given.out / "inductor")}
+    on_cpu = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return environment() | offline | caches | (on_cpu if given.stand_in else {})
 
 
 def _device() -> str:
@@ -155,17 +194,9 @@ def _device() -> str:
     )
 
 
-def _code() -> str:
-    """A digest of the files that are measured: results of other code do not count, committed or not."""
-    digest = hashlib.blake2b(digest_size=8)
-    for path in sorted([*(PROJECT / "app").rglob("*.py"), *(PROJECT / "benchmarks").rglob("*.py")]):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _write_earlier(out: Path, results: Mapping[str, Result]) -> None:
+def _write_earlier(out: Path, results: Mapping[str, Sequence[Result]]) -> None:
     """What a stage may look up of those before it."""
-    figures = {name: result.figures for name, result in results.items()}
+    figures = {name: summed_up(each).figures for name, each in results.items()}
     (out / _EARLIER).write_text(json.dumps(figures), encoding="utf-8")
 
 
@@ -191,6 +222,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--budget-s", type=float, default=3600.0, metavar="S", help="no stage begins that this time does not hold"
     )
+    parser.add_argument(
+        "--slow", type=above_zero, default=1.0, metavar="TIMES", help="all times of stages, on a slower card"
+    )
+    parser.add_argument("--keep", action="store_true", help="results of other files count, too; the table names them")
     parser.add_argument("--again", action="store_true", help="also stages that have a result")
     parser.add_argument("--stand-in", action="store_true", help="on a CPU, with figures that are no claims")
     parser.add_argument("--run", metavar="STAGE", help=argparse.SUPPRESS)  # the driver's own: in this process

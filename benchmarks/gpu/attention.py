@@ -1,20 +1,23 @@
-"""Attention alone, from a graph: how fast a decode step reads keys and values, how fast a prompt is multiplied; and
-other launches of the same kernels: stages of the pipeline, warps, keys in a tile.
+"""Attention alone, from a graph: how fast a decode step reads keys and values, how fast a prompt is multiplied, each
+beside torch's own attention; and other launches of the same kernels: stages of the pipeline, warps, keys in a tile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from app.errors import described
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.graphs import captured
 from benchmarks.gpu.head_shapes import ON_GPU, STANDING_IN, HeadShape, attention_of, begun
 from benchmarks.gpu.steps import blocks_needed, step_of
+from benchmarks.harness.command import tell
 
 Pieces = list[tuple[int, int]]
 
@@ -22,43 +25,62 @@ Pieces = list[tuple[int, int]]
 @torch.inference_mode()
 def measure(bench: Bench) -> None:
     shapes = bench.sized(ON_GPU, STANDING_IN[:1])
-    for shape in shapes:
-        for number, context in bench.sized(((64, 1024), (256, 1024), (16, 8192)), ((2, 20),)):
-            took_s = _attended(bench, shape, [(context - 1, 1)] * number)
-            bench.row(
-                "decode", model=shape.model, sequences=number, context=context, us=round(took_s * 1e6, 1),
-                gb_per_s=round(_bytes(shape, number, context) / took_s / 1e9, 1),
-            )  # fmt: skip
-        for length in bench.sized((512, 2048, 8192), (5,)):
-            took_s = _attended(bench, shape, [(0, length)])
-            bench.row(
-                "prefill", model=shape.model, tokens=length, us=round(took_s * 1e6, 1),
-                tflop_per_s=round(_operations(shape, length) / took_s / 1e12, 1),
-            )  # fmt: skip
-    best = {
-        "decode": _swept(bench, "decode", shapes[0], bench.sized([(1023, 1)] * 64, [(19, 1)] * 2)),
-        "prefill": _swept(bench, "prefill", shapes[0], bench.sized([(0, 4096)], [(0, 5)])),
-    }
-    bench.put(**{f"best_{name}": found for name, found in best.items()})
+    decode = bench.sized(((64, 1024), (256, 1024), (16, 8192)), ((2, 20),))
+    for shape, (number, context) in bench.parts("decode", product(shapes, decode)):
+        took_s, theirs_s = _attended(bench, shape, [(context - 1, 1)] * number), _torchs(bench, shape, number, context)
+        bench.row(
+            "decode", model=shape.model, sequences=number, context=context, us=_us(took_s),
+            gb_per_s=round(_bytes(shape, number, context) / took_s / 1e9, 1), torch_us=_us(theirs_s),
+        )  # fmt: skip
+    for shape, length in bench.parts("prefill", product(shapes, bench.sized((512, 2048, 8192), (5,)))):
+        took_s, theirs_s = _attended(bench, shape, [(0, length)]), _torchs(bench, shape, 1, length, is_prompt=True)
+        bench.row(
+            "prefill", model=shape.model, tokens=length, us=_us(took_s),
+            tflop_per_s=round(_operations(shape, length) / took_s / 1e12, 1), torch_us=_us(theirs_s),
+        )  # fmt: skip
+    _sweep(bench, "decode", shapes[0], bench.sized([(1023, 1)] * 64, [(19, 1)] * 2))
+    _sweep(bench, "prefill", shapes[0], bench.sized([(0, 4096)], [(0, 5)]))
 
 
-def _swept(bench: Bench, kind: str, shape: HeadShape, pieces: Pieces) -> str:
-    """The launch that is the fastest, in words. The first is the one that is used."""
+def _torchs(bench: Bench, shape: HeadShape, number: int, context: int, *, is_prompt: bool = False) -> float | None:
+    """Seconds of torch's own attention on the same sizes, its keys and values one after the other and not in blocks.
+
+    None where it has no such attention, or refuses.
+    """
+    if shape.window or shape.softcap or shape.has_sinks:
+        return None
+    sizes = ((shape.num_heads, context if is_prompt else 1), *[(shape.num_kv_heads, context)] * 2)
+    query, key, value = (torch.randn(number, *size, shape.head_dim, device=bench.device).bfloat16() for size in sizes)
+    attend = partial(
+        functional.scaled_dot_product_attention, query, key, value, is_causal=is_prompt, enable_gqa=True
+    )  # fmt: skip
+    try:
+        return bench.seconds(captured(attend, bench.device))
+    except RuntimeError as error:
+        tell(f"torch's attention: {described(error)}")
+        return None
+
+
+def _sweep(bench: Bench, kind: str, shape: HeadShape, pieces: Pieces) -> None:
+    """Other launches. The first is the one that is used."""
     stages, warps, tiles = bench.sized(((2, 3, 4), (4, 8), (32, 64)), ((2,), (4,), (16,)))
-    found: list[tuple[float, str]] = []
-    options: Iterable[Mapping[str, int]] = (
+    options = (
         {"num_stages": stage, "num_warps": warp, "tile": tile} for stage, warp, tile in product(stages, warps, tiles)
     )
-    for launch in ({}, *options):
-        name = ", ".join(f"{key} {value}" for key, value in launch.items()) or "as it is"
+    name = f"launches of {kind}"
+    for launch in bench.parts(name, ({}, *options)):
+        said = ", ".join(f"{key} {value}" for key, value in launch.items()) or "as it is"
         try:
-            took_us = round(_attended(bench, shape, pieces, launch) * 1e6, 1)
+            took_us, refused = _us(_attended(bench, shape, pieces, launch)), None
         except Exception as error:  # more shared memory than there is, or a tile that a kernel does not take
-            bench.row(f"launches of {kind}", launch=name, us=None, refused=described(error)[:120])
-            continue
-        found.append((took_us, name))
-        bench.row(f"launches of {kind}", launch=name, us=took_us, refused=None)
-    return min(found)[1] if found else "none"
+            took_us, refused = None, described(error)[:120]
+        bench.row(name, launch=said, us=took_us, refused=refused)
+    found = [(row["us"], row["launch"]) for row in bench.tables[name] if row["us"] is not None]
+    bench.put(**{f"best_{kind}": min(found)[1] if found else "none"})
+
+
+def _us(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e6, 1)
 
 
 def _attended(bench: Bench, shape: HeadShape, pieces: Pieces, launch: Mapping[str, int] | None = None) -> float:

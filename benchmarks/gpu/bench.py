@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +14,9 @@ import torch
 from benchmarks.harness.command import tell
 
 Size = TypeVar("Size")
+Item = TypeVar("Item")
+
+BLOCK_SIZE = 16  # of the KV memory of every stage
 
 _NUM_WARM_UPS = 3  # kernels are compiled, memory is allocated, clocks rise
 
@@ -21,15 +24,27 @@ _NUM_WARM_UPS = 3  # kernels are compiled, memory is allocated, clocks rise
 class Bench:
     """One stage's run. On a GPU, or standing in on a CPU with sizes that say nothing about speed."""
 
-    def __init__(self, *, out: Path, file: Path, stands_in: bool, earlier: Mapping[str, Mapping[str, Any]]) -> None:
-        """out: for what stages make. file: for the figures. earlier: figures of other stages, by their names."""
+    def __init__(
+        self, *, out: Path, file: Path, stands_in: bool, earlier: Mapping[str, Mapping[str, Any]], stage: str = ""
+    ) -> None:
+        """out: for what stages make. file: for the figures; what it has already of this stage is gone on with.
+
+        earlier: figures of other stages, by their names.
+        """
+        self.stage = stage
         self.out = out
         self.stands_in = stands_in
         self.device = torch.device("cpu" if stands_in else "cuda")
         self.earlier = earlier
         self._file = file
-        self.figures: dict[str, Any] = {}
-        self.tables: dict[str, list[dict[str, Any]]] = {}
+        self._kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        self._done: dict[str, None] = dict.fromkeys(self._kept.get("done", ()))
+        self._num_whole: dict[str, int] = self._kept.get("num_whole", {})  # rows of parts that are done, by table
+        self.figures: dict[str, Any] = self._kept.get("figures", {})
+        self.tables: dict[str, list[dict[str, Any]]] = {
+            name: rows[: self._num_whole[name]]
+            for name, rows in self._kept.get("tables", {}).items() if name in self._num_whole
+        }  # fmt: skip
 
     def sized(self, on_gpu: Size, standing_in: Size) -> Size:
         """The size that this run uses."""
@@ -47,6 +62,25 @@ class Bench:
         tell(f"{table}: {cells}")
         self._write()
 
+    def parts(self, name: str, items: Iterable[Item]) -> Iterator[Item]:
+        """The items that a process of this stage before this one, which was stopped, has not done.
+
+        A stage that has parts makes all its rows in them.
+        """
+        for item in items:
+            part = f"{name} {item}"
+            if part in self._done:
+                tell(f"{part}: measured already")
+                continue
+            yield item
+            self._done[part] = None
+            self._num_whole = {table: len(rows) for table, rows in self.tables.items()}
+            self._write()
+
+    def skip(self, reason: str) -> None:
+        """The whole stage: what it needs is not here."""
+        self.put(skipped=reason)
+
     def synchronize(self) -> None:
         """Wait until the device has done all that was queued."""
         if self.device.type == "cuda":
@@ -58,7 +92,7 @@ class Bench:
             function()
         repeat = self.sized(repeat, 2)
         if self.device.type != "cuda":
-            return statistics.median(_host_seconds(function) for _ in range(repeat))
+            return statistics.median(host_seconds(function) for _ in range(repeat))
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeat)]  # type: ignore[no-untyped-call]
         for began, ended in events:
             began.record()
@@ -85,13 +119,14 @@ class Bench:
         return float(value) if isinstance(value, int | float) else None
 
     def _write(self) -> None:
-        text = json.dumps({"figures": self.figures, "tables": self.tables})
+        own = {"figures": self.figures, "tables": self.tables, "done": list(self._done), "num_whole": self._num_whole}
+        text = json.dumps(self._kept | own)
         part = self._file.with_suffix(".part")  # a stage that is stopped in the middle of this leaves the file whole
         part.write_text(text, encoding="utf-8")
         part.replace(self._file)
 
 
-def _host_seconds(function: Callable[[], object]) -> float:
+def host_seconds(function: Callable[[], object]) -> float:
     began_at = time.perf_counter()
     function()
     return time.perf_counter() - began_at

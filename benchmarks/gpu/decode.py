@@ -17,9 +17,9 @@ from app.model.allocated_bytes import num_bytes_of
 from app.model.cuda.fp8 import why_no_fp8
 from app.model.kv_cache import block_bytes
 from app.model.ways.loaded_model import LoadedModel
-from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.bench import BLOCK_SIZE, Bench
 from benchmarks.gpu.graphs import Replays
-from benchmarks.gpu.models import BLOCK_SIZE, engine_config, made_model, prepared_runner, prompt_operations
+from benchmarks.gpu.models import engine_config, made_model, prepared_runner, prompt_operations
 from benchmarks.gpu.rates import copy_rate
 from benchmarks.gpu.steps import blocks_needed, step_of
 
@@ -28,13 +28,14 @@ _ROOM = 0.75  # of the GPU's memory is for weights and KV here; the rest is for 
 
 @torch.inference_mode()
 def measure(bench: Bench) -> None:
-    contexts = bench.sized((512, 1024, 2048, 8192), (20, 33))
-    _measure_types(bench, _Types(), bench.sized((1, 8, 32, 64, 128, 256, 512), (1, 2)), contexts)
-    reason = why_no_fp8(bench.device, on_a_cpu="int8")
-    bench.put(fp8=reason or "measured")
-    if reason is None:
-        for types in (_Types(weights="fp8"), _Types(kv="fp8")):
-            _measure_types(bench, types, bench.sized((1, 8, 64, 256), (2,)), contexts[1:2])
+    types = _TYPES[bench.stage]
+    if types != _Types() and (reason := why_no_fp8(bench.device, on_a_cpu="int8")):
+        bench.skip(reason)
+        return
+    contexts = bench.sized((1024, 512, 2048, 8192), (33, 20)) if types == _Types() else bench.sized((1024,), (33,))
+    # What has targets comes first.
+    rows = (64, 256, 1, 8, 32, 128, 512) if types == _Types() else (64, 256, 1, 8)
+    _measure_types(bench, types, bench.sized(rows, (2, 1) if types == _Types() else (2,)), contexts)
 
 
 class _Types(NamedTuple):
@@ -49,6 +50,9 @@ class _Types(NamedTuple):
         return ("" if self.weights == "none" else f"_{self.weights}") + ("" if self.kv == "auto" else f"_kv_{self.kv}")
 
 
+_TYPES = {"decode": _Types(), "decode-fp8": _Types(weights="fp8"), "decode-kv8": _Types(kv="fp8")}
+
+
 def _measure_types(bench: Bench, types: _Types, rows: Sequence[int], contexts: Sequence[int]) -> None:
     config = engine_config(
         bench, max_running=max(rows), max_step_tokens=bench.sized(2048, 2), max_model_len=max(contexts) + BLOCK_SIZE,
@@ -60,15 +64,17 @@ def _measure_types(bench: Bench, types: _Types, rows: Sequence[int], contexts: S
     of_block = block_bytes(config.cache, model.layers, dtype=model.dtype)
     num_blocks = 12 if bench.stands_in else _blocks_with_room(read, of_block)
     config = config.model_copy(update={"cache": config.cache.model_copy(update={"num_blocks": num_blocks})})
-    with Replays().watched() as replays:
-        runner = prepared_runner(config, model)
+    runner, replays = prepared_runner(config, model)
     rate = copy_rate(bench)
     suffix = types.suffix
     bench.put(**{
         f"weights_read_gb{suffix}": round(read / 1e9, 3), f"kv_bytes_of_a_token{suffix}": of_block // BLOCK_SIZE,
         f"graphs{suffix}": replays.num_graphs,
     })  # fmt: skip
-    for number, context in product(rows, contexts):
+    for length in bench.parts("prompt", bench.sized((2048, 512, 8192), (5,))):
+        batch = step_of([(0, length)], num_blocks=num_blocks)
+        _put_prompt(bench, length, types, bench.seconds_in_a_row(partial(runner.launch, batch), repeat=5))
+    for context, number in bench.parts("decode", product(contexts, rows)):
         pieces = [(context - 1, 1)] * number
         if blocks_needed(pieces) > num_blocks:
             bench.put(**{f"too_large_{number}x{context}{suffix}": f"KV memory has {num_blocks:,} blocks"})
@@ -80,13 +86,10 @@ def _measure_types(bench: Bench, types: _Types, rows: Sequence[int], contexts: S
             "decode steps", weights=types.weights, kv=types.kv, sequences=number, context=context,
             floor_ms=round(floor_ms, 5), **cells, share_of_floor=share,
         )  # fmt: skip
-        if context == contexts[min(1, len(contexts) - 1)]:
+        if context == contexts[0]:
             bench.put(**{
                 f"step_{number}x{context}{suffix}_ms": cells["step_ms"], f"share_{number}x{context}{suffix}": share
             })  # fmt: skip
-    for length in bench.sized((512, 2048, 8192), (5,)):
-        batch = step_of([(0, length)], num_blocks=num_blocks)
-        _put_prompt(bench, length, types, bench.seconds_in_a_row(partial(runner.launch, batch), repeat=5))
 
 
 def _put_prompt(bench: Bench, length: int, types: _Types, step_s: float) -> None:
@@ -109,10 +112,11 @@ def _timed(bench: Bench, runner: ModelRunner, replays: Replays, batch: StepBatch
     step = runner.launch(batch)
     host_s = time.perf_counter() - began_at
     step.result()
-    replay_s = None if replays.last is None else bench.seconds(replays.last)
+    assert replays.last is not None, "every size of a decode step has a graph"
+    replay_s = bench.seconds(replays.last)
     return {
         "step_ms": round(step_s * 1e3, 3),
-        "replay_ms": None if replay_s is None else round(replay_s * 1e3, 3),
+        "replay_ms": round(replay_s * 1e3, 3),
         "host_ms": round(host_s * 1e3, 3),
     }
 

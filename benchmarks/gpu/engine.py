@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from app.engine.engine import Engine
 from benchmarks.engine.carousel import Carousel
 from benchmarks.engine.run import Run, warmed_up
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.models import BLOCK_SIZE, engine_config, engine_of, made_model
+from benchmarks.gpu.bench import BLOCK_SIZE, Bench
+from benchmarks.gpu.graphs import Replays
+from benchmarks.gpu.models import engine_config, engine_of, made_model
 from benchmarks.harness.timeline import times_of
 from benchmarks.harness.workload import TimedRequest, Workload, read_workload
 from benchmarks.make_workload import make_workload
 
 # Settings of the model, and whether steps overlap.
+AS_SERVED = "graphs, overlap"
 VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
-    "graphs, overlap": ({}, True),
     "no overlap": ({}, False),
     "no graphs": ({"backend": "torch"}, True),
     "batch_invariant": ({"batch_invariant": True}, True),
@@ -34,18 +37,25 @@ def measure(bench: Bench) -> None:
         "num_blocks": max_running * (longest // BLOCK_SIZE + 1),
     }
     model = made_model(engine_config(bench, **sizes))
-    for name, (settings, overlaps) in VARIANTS.items():
+    for name in bench.parts("variant", [AS_SERVED] if bench.stage == "engine" else VARIANTS):
+        settings, overlaps = VARIANTS.get(name, ({}, True))
         config = engine_config(bench, **sizes, **settings)
-        cells = _served(engine_of(config, model, overlaps=overlaps), workload)
+        with Replays().watched() as replays:
+            engine = engine_of(config, model, overlaps=overlaps)
+        cells = served(engine, workload)
+        if config.model.backend != "torch":
+            replays.check(config, engine.runner)
         bench.row("engine", variant=name, **cells)
-        if overlaps and not settings:  # as it is served
+        if name == AS_SERVED:
             bench.put(output_tokens_per_s=cells["output_tokens_per_s"])
 
 
-def _served(engine: Engine, workload: Workload) -> dict[str, Any]:
+def served(engine: Engine, workload: Workload, *, begin: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    """The figures of the requests, after a warm-up. begin: is called between them."""
     contender = Carousel(engine)
     warmed_up(contender, workload)
     contender.forget()
+    begin()
     return cells_of(workload, contender.serve(workload))
 
 
@@ -54,7 +64,9 @@ def requests_for(bench: Bench) -> Workload:
     vocab_size = bench.sized(150_000, 320)
     lines = make_workload("sharegpt", vocab_size=vocab_size, num_requests=bench.sized(512, 2))
     file = bench.out / "sharegpt.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    part = file.with_suffix(f".{os.getpid()}")  # processes of a stage make the same one
+    part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    part.replace(file)
     workload = read_workload(str(file))
     return workload if not bench.stands_in else Workload(tuple(map(_short, workload.requests)))
 
@@ -64,6 +76,8 @@ def cells_of(workload: Workload, run: Run) -> dict[str, Any]:
     seconds = times_of(run.answered, (50, 99))
     times = {name: None if value is None else round(value * 1e3, 2) for name, value in seconds.items()}
     return {
+        "seconds": round(run.seconds, 3),
+        "num_output_tokens": run.num_output_tokens,
         "output_tokens_per_s": round(run.num_output_tokens / run.seconds, 1),
         "total_tokens_per_s": round((workload.num_prompt_tokens + run.num_output_tokens) / run.seconds, 1),
         **{name.removesuffix("_s") + "_ms": value for name, value in times.items()},

@@ -25,7 +25,8 @@ _STANDING_IN = {"tiny": (ExpertSettings(num_experts=4, per_token=2, intermediate
 @torch.inference_mode()
 def measure(bench: Bench) -> None:
     rate = copy_rate(bench)
-    for model, (settings, hidden_size) in bench.sized(_ON_GPU, _STANDING_IN).items():
+    for model in bench.parts("model", shapes := bench.sized(_ON_GPU, _STANDING_IN)):
+        settings, hidden_size = shapes[model]
         torch.manual_seed(0)
         num_experts, inner = settings.num_experts, settings.intermediate_size
         sizes = ((num_experts, hidden_size), (num_experts, 2 * inner, hidden_size), (num_experts, hidden_size, inner))

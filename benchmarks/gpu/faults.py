@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import multiprocessing
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,37 +17,26 @@ from app.engine.model_runner import ModelRunner, PendingStep
 from app.engine.request import Request, SamplingParams
 from app.errors import CarouselError
 from app.model.inputs import build_inputs
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.graphs import standing_in
+from benchmarks.gpu.bench import BLOCK_SIZE, Bench
+from benchmarks.gpu.children import in_processes
 from benchmarks.gpu.head_shapes import ON_GPU, attention_of
-from benchmarks.gpu.models import BLOCK_SIZE, engine_config, made_model
+from benchmarks.gpu.models import engine_config, made_model
 from benchmarks.gpu.steps import step_of
 
-_DEADLINE_S = 60.0  # of a case, its process and the model's start included; where it stands in, ten times that
+_DEADLINE_S = 60.0  # of a case, its process and the model's start included
 _NUM_TOKENS = 4
 _FAILING_STEP = 3
 
 
 def measure(bench: Bench) -> None:
-    for case in CASES:
-        file = bench.out / f"fault-{case.replace(' ', '-')}.json"
-        file.unlink(missing_ok=True)
-        process = multiprocessing.get_context("spawn").Process(
-            target=_run_case, args=(case, str(bench.out), str(file), bench.stands_in)
-        )
-        process.start()
-        process.join(bench.sized(1, 10) * _DEADLINE_S)
-        hangs = process.is_alive()
-        process.kill()
-        process.join()
-        found = json.loads(file.read_text(encoding="utf-8"))["figures"] if file.exists() else {}
-        bench.row("faults", fault=case, process="hangs" if hangs else f"ended with {process.exitcode}", **found)
+    for case in bench.parts("fault", CASES):
+        [child] = in_processes(bench, run_case, [(case,)], deadline_s=_DEADLINE_S)
+        bench.row("faults", fault=case, process=child.end, **child.figures)
 
 
-def _run_case(case: str, out: str, file: str, stands_in: bool) -> None:
-    bench = Bench(out=Path(out), file=Path(file), stands_in=stands_in, earlier={})
-    with standing_in(stands_in):
-        bench.put(**asyncio.run(_served(bench, CASES[case])))
+def run_case(bench: Bench, case: str) -> None:
+    """In a process of its own."""
+    bench.put(**asyncio.run(_served(bench, CASES[case])))
 
 
 async def _served(bench: Bench, fault: Callable[[Bench], None]) -> dict[str, Any]:

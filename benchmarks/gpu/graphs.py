@@ -15,6 +15,10 @@ from unittest.mock import patch
 import torch
 
 import app.model.ways.gpu
+from app.config import EngineConfig
+from app.engine.model_runner import ModelRunner
+from app.model.cuda.captured_inputs import graph_sizes, mixed_sizes
+from benchmarks.harness.command import BenchmarkError
 
 Work = Callable[[], torch.Tensor]
 
@@ -43,6 +47,20 @@ class Replays:
 
         with patch("app.model.ways.gpu.CudaCapture", capture_on):
             yield self
+
+    def check(self, config: EngineConfig, runner: ModelRunner, *, times: int = 1) -> None:
+        """Raises BenchmarkError if steps run eagerly, slower: plausible figures of something else.
+
+        times: that the runner has captured its steps.
+        """
+        limits = config.scheduler
+        mixed = mixed_sizes(max_rows=limits.max_running, max_tokens=limits.max_step_tokens)
+        expected = times * (1 + runner.adapts) * (len(graph_sizes(limits.max_running)) + len(mixed))
+        if self.num_graphs < expected:
+            raise BenchmarkError(
+                f"{self.num_graphs} of {expected} CUDA graphs were captured: other steps run eagerly, slower; the "
+                f"warnings above say why"
+            )
 
     def _noting(self, replay: Work) -> Work:
         self.num_graphs += 1

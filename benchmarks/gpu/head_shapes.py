@@ -11,8 +11,7 @@ from app.model.attention import AttentionRules, AttentionStep
 from app.model.cuda.attention import TritonAttention
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerShape
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.models import BLOCK_SIZE
+from benchmarks.gpu.bench import BLOCK_SIZE, Bench
 
 
 class HeadShape(NamedTuple):

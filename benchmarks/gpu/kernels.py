@@ -1,14 +1,9 @@
-"""Every kernel against 64-bit numbers at the shapes of known models; then the tests of the kernels on this card."""
+"""Every kernel against 64-bit numbers at the shapes of known models."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
@@ -20,15 +15,11 @@ from app.errors import described
 from app.model.attention import AttentionRules
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import invariant_mean, invariant_mm
-from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.bench import BLOCK_SIZE, Bench
 from benchmarks.gpu.head_shapes import ON_GPU, STANDING_IN, HeadShape, attention_of, begun
-from benchmarks.gpu.models import BLOCK_SIZE, LAYERS, engine_config, engine_of, made_model, random_module
+from benchmarks.gpu.models import LAYERS, engine_config, engine_of, made_model, random_module
 from benchmarks.gpu.steps import GREEDY, step_of
-from benchmarks.harness.machine import PROJECT
 
-_TESTS_DEADLINE_S = 150
-# Compilation for other cards needs no GPU, and is tested without one.
-_TESTS = ("tests/model/cuda", "--ignore=tests/model/cuda/test_triton_compiles.py")
 _SCORED = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1, prompt_logprobs=1)
 _ID = "scored"
 # Rows, depth and columns of matrix products of an 8B model: joined QKV, gate and up, down, and the head.
@@ -37,12 +28,12 @@ _PRODUCTS = ((64, 4096, 6144), (256, 4096, 24576), (64, 12288, 4096), (64, 4096,
 
 @torch.inference_mode()
 def measure(bench: Bench) -> None:
-    for shape in bench.sized(ON_GPU, STANDING_IN):
+    for shape in bench.parts("attention", bench.sized(ON_GPU, STANDING_IN)):
         for kind, error in _attention_errors(bench, shape).items():
             bench.row("largest relative error against fp64", kernel=kind, shape=shape.model, error=_short(error))
-    for rows, depth, columns in bench.sized(_PRODUCTS, ((3, 16, 20),)):
+    for rows, depth, columns in bench.parts("product", bench.sized(_PRODUCTS, ((3, 16, 20),))):
         _invariant_errors(bench, rows, depth, columns)
-    for name in LAYERS:
+    for name in bench.parts("layer", LAYERS):
         try:
             errors, refused = _logprob_errors(bench, name), None
         except Exception as failure:  # the others are measured all the same
@@ -55,7 +46,6 @@ def measure(bench: Bench) -> None:
                 error=None if refused else _short(error),
                 refused=refused,
             )
-    _run_tests(bench, bench.sized(_TESTS, ("tests/model/cuda/test_block_tables.py",)))
 
 
 def _attention_errors(bench: Bench, shape: HeadShape) -> dict[str, float]:
@@ -184,29 +174,3 @@ def _exact(bench: Bench, path: str, token_ids: Sequence[int]) -> torch.Tensor:
     module.set_experts_implementation("eager")  # the other ways to multiply experts take no 64-bit numbers
     logits: torch.Tensor = module(torch.tensor([token_ids], device=bench.device), use_cache=False).logits[0]
     return logits.double().log_softmax(dim=-1).cpu()
-
-
-def _run_tests(bench: Bench, tests: Sequence[str]) -> None:
-    """pytest without this project's options for it, some of which need plugins."""
-    if find_spec("pytest") is None:
-        bench.put(tests="pytest is not installed")
-        return
-    command = [
-        sys.executable, "-m", "pytest", *tests, "-q", "-rf", "-c", "/dev/null", "--rootdir", ".", "-W", "default",
-        "-p", "no:cacheprovider", "-p", "benchmarks.gpu", "--continue-on-collection-errors",
-    ]  # fmt: skip
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    try:
-        done = subprocess.run(
-            command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False,
-            timeout=_TESTS_DEADLINE_S,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        bench.put(tests=described(error)[:200])
-        return
-    (bench.out / "pytest.log").write_text(done.stdout + done.stderr, encoding="utf-8")
-    lines = done.stdout.strip().splitlines()
-    bench.put(tests=lines[-1].strip("= ") if lines else done.stderr[-300:])
-    for line in lines:
-        if found := re.match(r"(FAILED|ERROR) (.*)", line):
-            bench.row("failed tests", test=found[2][:200])

@@ -15,8 +15,8 @@ import torch
 from app.engine.batch import StepBatch
 from app.engine.model_runner import ModelRunner
 from app.model.adapters import AdapterWeights, LowRankUpdate, Sizes
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.models import BLOCK_SIZE, engine_config, made_model, prepared_runner
+from benchmarks.gpu.bench import BLOCK_SIZE, Bench
+from benchmarks.gpu.models import engine_config, made_model, prepared_runner
 from benchmarks.gpu.steps import blocks_needed, step_of
 from benchmarks.harness.turns import median_of_ratios, turns
 
@@ -35,10 +35,10 @@ def measure(bench: Bench) -> None:
         num_blocks=num_blocks, max_loaded_adapters=num_slots, device="auto",
     )  # fmt: skip
     model = made_model(config)
-    runner, slots = prepared_runner(config, model), model.adapters
+    (runner, _), slots = prepared_runner(config, model), model.adapters
     assert slots is not None, "the decoder for CUDA computes this shape"
     bench.put(adapter_memory_gib=round(sum(each.nbytes for each in slots.tensors()) / 2**30, 3))
-    for rank in bench.sized((16, 64), (3,)):
+    for rank in bench.parts("rank", bench.sized((16, 64), (3,))):
         weights = _random_adapter(slots.sizes, rank)
         began_at = time.perf_counter()
         loaded = [slots.load(weights) for _ in range(num_slots)]

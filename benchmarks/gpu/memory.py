@@ -1,4 +1,7 @@
-"""An 8B model from its start: seconds, graphs, memory predicted against used; then the step that takes most."""
+"""An 8B model from its start: seconds, graphs, memory predicted against used; then the step that takes most.
+
+In the stage `sleep` it then sleeps and wakes.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,12 @@ from app.engine.engine import Engine
 from app.engine.largest_batch import largest_batch
 from app.model.memory import MemoryNeeds
 from app.model.planned_memory import planned_memory
-from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.bench import BLOCK_SIZE, Bench
+from benchmarks.gpu.card import told_by_driver
 from benchmarks.gpu.graphs import Replays
-from benchmarks.gpu.models import BLOCK_SIZE, engine_config, made_model, made_weights
-from benchmarks.gpu.rates import told_by_driver
+from benchmarks.gpu.models import engine_config, made_model, made_weights
+from benchmarks.gpu.steps import blocks_needed, step_of
+from benchmarks.harness.command import BenchmarkError
 
 
 def measure(bench: Bench) -> None:
@@ -42,6 +47,9 @@ def measure(bench: Bench) -> None:
     bench.put(
         capture_s=_since(began_at), graphs=replays.num_graphs, graphs_used_gib=_gib(_difference(_used(bench), before))
     )
+    if bench.stage == "sleep":
+        _sleep_and_wake(bench, config, engine, replays)
+        return
     measured = noted[0] if noted else _needs(config)
     for part in fields(MemoryNeeds):
         bench.row(
@@ -55,6 +63,7 @@ def measure(bench: Bench) -> None:
     predicted, used = planned.needs.total + kv, _difference(_used(bench), of_others)
     bench.put(kv_gib=_gib(kv), predicted_gib=_gib(predicted), used_gib=_gib(used))
     bench.put(predicted_over_used=None if used is None else round(predicted / used, 4))
+    replays.check(config, engine.runner)  # what was measured before tells why
 
 
 def _worst_step(bench: Bench, config: EngineConfig, engine: Engine) -> None:
@@ -69,6 +78,23 @@ def _worst_step(bench: Bench, config: EngineConfig, engine: Engine) -> None:
             torch_allocated_peak_gib=_gib(torch.cuda.max_memory_allocated()),
             torch_reserved_peak_gib=_gib(torch.cuda.max_memory_reserved()),
         )
+
+
+def _sleep_and_wake(bench: Bench, config: EngineConfig, engine: Engine, replays: Replays) -> None:
+    """Raises BenchmarkError if it does not answer as before, or not from graphs."""
+    prompts = [(0, bench.sized(128, 3))] * 2
+    batch = step_of(prompts, num_blocks=blocks_needed(prompts))
+    before = engine.runner.run(batch).token_ids
+    for turn in range(1, bench.sized(3, 2)):
+        began_at = time.perf_counter()
+        engine.sleep()
+        slept_at, asleep = time.perf_counter(), _used(bench)
+        engine.wake()
+        bench.synchronize()
+        bench.put(sleep_s=round(slept_at - began_at, 2), wake_s=_since(slept_at), asleep_gib=_gib(asleep))
+        replays.check(config, engine.runner, times=turn + 1)
+        if engine.runner.run(batch).token_ids != before:
+            raise BenchmarkError("the model does not answer as it did before it slept")
 
 
 @contextmanager

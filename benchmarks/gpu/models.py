@@ -21,9 +21,8 @@ from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.loader import load_model
 from app.model.source import ModelSource
 from app.model.ways.loaded_model import LoadedModel
-from benchmarks.gpu.bench import Bench
-
-BLOCK_SIZE = 16
+from benchmarks.gpu.bench import BLOCK_SIZE, Bench
+from benchmarks.gpu.graphs import Replays
 
 # Qwen3-8B
 _8B: dict[str, Any] = {
@@ -104,6 +103,7 @@ _SHAPES = {
                "num_key_value_heads": 2},
         _TINY,
     ),
+    "ranks": (_8B | {"num_hidden_layers": 4}, _TINY | {"num_key_value_heads": 2}),
     "Llama-3-8B": (_8B | _LLAMA | _ONE_LAYER, _8B | _LLAMA | _NARROW),
     "Qwen3-8B": (_8B | _ONE_LAYER, _8B | _NARROW),
     "Gemma-2-9B": (_8B | _GEMMA | _ONE_LAYER, _8B | _GEMMA | _NARROW),
@@ -175,12 +175,14 @@ def engine_of(config: EngineConfig, model: LoadedModel, *, overlaps: bool = True
     )
 
 
-def prepared_runner(config: EngineConfig, model: LoadedModel) -> ModelRunner:
-    """The runner of such an engine, ready to launch steps."""
-    runner = engine_of(config, model).runner
+def prepared_runner(config: EngineConfig, model: LoadedModel) -> tuple[ModelRunner, Replays]:
+    """The runner of such an engine, ready to launch steps, and its graphs. Raises BenchmarkError where some lack."""
+    with Replays().watched() as replays:
+        runner = engine_of(config, model).runner
     assert runner.launches, "on a GPU steps are launched"
     runner.prepare()
-    return runner
+    replays.check(config, runner)
+    return runner, replays
 
 
 def prompt_operations(bench: Bench, length: int) -> int:

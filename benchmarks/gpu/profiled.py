@@ -33,7 +33,7 @@ def measure(bench: Bench) -> None:
     config = engine_config(
         bench, max_running=rows, max_step_tokens=bench.sized(2048, 8), max_model_len=2 * context, num_blocks=num_blocks
     )
-    runner = prepared_runner(config, made_model(config))
+    runner, _ = prepared_runner(config, made_model(config))
     for name, pieces in steps.items():
         batch = step_of(pieces, num_blocks=num_blocks)
         for _ in range(bench.sized(3, 1)):

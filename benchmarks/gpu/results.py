@@ -6,8 +6,9 @@ The module of a stage has `measure(bench)`, which puts figures on the bench.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,39 +16,46 @@ from benchmarks.harness.figures import table
 
 
 class Stage(NamedTuple):
-    """One stage. Times in seconds, for a GPU of a data centre."""
+    """One stage. Times in seconds, for a GPU of a data centre, guessed: none has run there."""
 
     name: str
-    module: str
+    file: str  # the module beside this one
     expected_s: int
     measures: str
+    num_passes: int = 1  # processes that measure it, one after all other stages' first
+    also: tuple[str, ...] = ()  # what it runs beside its module's imports, from the project's root
 
     @property
-    def deadline_s(self) -> int:
-        """After so long it is stopped: what a first run compiles may take as long again."""
-        return 2 * self.expected_s + 30
+    def module(self) -> str:
+        return f"benchmarks.gpu.{self.file}"
+
+    def deadline_s(self, slow: float) -> float:
+        """After so long it is stopped: what a first run compiles may take as long again. slow: times the guess."""
+        return slow * (2 * self.expected_s + 30)
 
 
+# By worth: what has targets, and what these are compared with, comes first and twice.
 STAGES = (
-    Stage("rates", "benchmarks.gpu.rates", 20, "versions, the card, rates of copies and of matrix products"),
-    Stage("kernels", "benchmarks.gpu.kernels", 100, "every kernel against fp64, then the tests of the kernels"),
-    Stage("memory", "benchmarks.gpu.memory", 50, "an 8B model's start; memory predicted against used; the worst step"),
-    Stage(
-        "decode",
-        "benchmarks.gpu.decode",
-        100,
-        "decode steps by replay against bytes / rate of copies; weights or KV in FP8",
-    ),
-    Stage(
-        "profile", "benchmarks.gpu.profiled", 30, "kernels, launches, gaps and waits of a decode step and a mixed one"
-    ),
-    Stage("attention", "benchmarks.gpu.attention", 80, "decode GB/s, prefill TFLOP/s; stages x warps x tile"),
-    Stage("experts", "benchmarks.gpu.experts", 15, "a layer's experts against the bytes of those that are chosen"),
-    Stage("lora", "benchmarks.gpu.lora", 60, "decode steps and prompts with LoRA adapters against none"),
-    Stage("sampler", "benchmarks.gpu.sampler", 15, "draws: greedy, T = 1, top-p, top-k, grammar, penalties, logprobs"),
-    Stage("engine", "benchmarks.gpu.engine", 110, "the whole engine on requests of ragged lengths"),
-    Stage("transformers", "benchmarks.gpu.transformers_batching", 50, "transformers' own batching, the same requests"),
-    Stage("faults", "benchmarks.gpu.faults", 20, "the engine after an illegal address and a lack of memory"),
+    Stage("rates", "rates", 20, "versions, the card, rates of copies and of matrix products", 2),
+    Stage("decode", "decode", 60, "steps by replay against bytes / rate of copies; prompts", 2),
+    Stage("engine", "engine", 40, "the whole engine on requests of ragged lengths", 2),
+    Stage("transformers", "transformers_batching", 60, "transformers' own batching, the same requests", 2),
+    Stage("sampler", "sampler", 20, "draws: greedy, top-p, top-k, grammar, penalties, logprobs", 2),
+    Stage("memory", "memory", 50, "an 8B model's start; memory predicted and used; the worst step", 2),
+    Stage("lora", "lora", 50, "decode steps and prompts with LoRA adapters against none", 2),
+    Stage("attention", "attention", 70, "decode GB/s, prefill TFLOP/s, torch's beside; other launches"),
+    Stage("kernels", "kernels", 60, "every kernel against fp64"),
+    Stage("decode-fp8", "decode", 40, "the same with weights in FP8"),
+    Stage("decode-kv8", "decode", 40, "the same with KV memory in FP8"),
+    Stage("engine-settings", "engine", 90, "the engine without overlap, without graphs, batch_invariant"),
+    Stage("experts", "experts", 20, "a layer's experts against the bytes of those that are chosen"),
+    Stage("profile", "profiled", 30, "kernels, launches, gaps and waits of a decode step and a mixed one"),
+    Stage("sleep", "memory", 50, "an 8B model that sleeps and wakes"),
+    Stage("replicas", "sharing", 120, "two replicas on one card, with MPS and without, against one"),
+    Stage("ranks", "sharing", 90, "a model on two cards against one"),
+    Stage("service", "round_trip", 90, "the whole service with Ray: answers over HTTP", also=("deployments",)),
+    Stage("faults", "faults", 40, "the engine after an illegal address and a lack of memory"),
+    Stage("tests", "kernel_tests", 150, "the tests of the kernels", also=("tests/model/cuda",)),
 )
 
 # What an H200 should reach with a model of 8B in bfloat16: stage, figure, and whether it is right.
@@ -62,6 +70,8 @@ TARGETS: tuple[tuple[str, str, str, Callable[[float], bool]], ...] = (
     ("sampler", "top_p_share_64", "at most 0.05 of a step", lambda value: value <= 0.05),
     ("sampler", "top_p_share_256", "at most 0.05 of a step", lambda value: value <= 0.05),
 )
+_HEADS = ("stage", "s", "result", "passes", "commit", "SM MHz", "slowed by", "other processes", "measures")
+SKIPPED = "skipped"  # the figure of `Bench.skip`
 NO_CLAIM = "stand-in on a CPU: the figures are no claims"
 
 
@@ -70,19 +80,20 @@ class Result:
     """What came of one stage."""
 
     stage: str
-    code: str  # a digest of the files
+    code: str  # a digest of its files
     device: str
     at: str  # when it ended, UTC
     seconds: float
     commit: str | None = None  # None outside of a git checkout
     note: str | None = None  # NO_CLAIM where it is none
     error: str | None = None  # the end of what it said; figures that it had kept before stand beside it
+    card: Mapping[str, Any] = field(default_factory=dict)  # what the driver said of it meanwhile
     figures: Mapping[str, Any] = field(default_factory=dict)
     tables: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
 class ResultsFile:
-    """Results of any number of runs; of each stage the last one counts."""
+    """Results of any number of runs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -91,43 +102,76 @@ class ResultsFile:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(result)) + "\n")
 
-    def of(self, *, code: str, device: str) -> dict[str, Result]:
-        """By stage, those of this code on this device."""
-        if not self._path.exists():
-            return {}
-        lines = self._path.read_text(encoding="utf-8").splitlines()
-        found = [Result(**json.loads(line)) for line in lines if line.strip()]
-        return {each.stage: each for each in found if each.code == code and each.device == device}
+    def of(self, device: str) -> dict[str, list[Result]]:
+        """By stage, all on this device, in their order."""
+        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+        found: dict[str, list[Result]] = {}
+        for result in (Result(**json.loads(line)) for line in lines):
+            if result.device == device:
+                found.setdefault(result.stage, []).append(result)
+        return found
 
 
-def report(results: Mapping[str, Result], *, code: str, device: str) -> str:
-    """All stages in Markdown."""
-    commits = dict.fromkeys(each.commit for each in results.values() if each.commit)
-    heading = f"{device}, {' and '.join(commits) or 'no commit'}, files {code}"
-    parts = [heading, *([f"**{NO_CLAIM}.**"] if any(each.note for each in results.values()) else [])]
-    rows = [(stage.name, *_row(results.get(stage.name)), stage.measures) for stage in STAGES]
-    parts.append(table(("stage", "s", "result", "measures"), rows))
-    parts.append(table(("target", "bound", "value", "reached"), list(_targets(results))))
+def measured(results: Iterable[Result]) -> list[Result]:
+    """Those that came to their end, and not because something is missing."""
+    return [each for each in results if each.error is None and SKIPPED not in each.figures]
+
+
+def summed_up(results: Sequence[Result]) -> Result:
+    """The last of a stage's results, with the medians of the figures of all passes."""
+    passes = measured(results)
+    if not passes:
+        return results[-1]
+    last = passes[-1]
+    medians = {name: _median(values) for name in last.figures if (values := _numbers(passes, name))}
+    return replace(last, figures={**last.figures, **medians}, seconds=sum(each.seconds for each in passes))
+
+
+def report(found: Mapping[str, Sequence[Result]], *, codes: Mapping[str, str], device: str) -> str:
+    """All stages in Markdown. codes: the digests of their files as they are now."""
+    results = {name: summed_up(each) for name, each in found.items()}
+    parts = [device, *([f"**{NO_CLAIM}.**"] if any(each.note for each in results.values()) else [])]
+    rows = [(stage.name, *_row(found.get(stage.name, ()), codes), stage.measures) for stage in STAGES]
+    parts.append(table(_HEADS, rows))
+    parts.append(table(("target", "bound", "median", "least", "passes", "reached"), list(_targets(found))))
     for stage in STAGES:
         if stage.name in results:
             parts += _parts(results[stage.name])
     return "\n\n".join(parts)
 
 
-def _targets(results: Mapping[str, Result]) -> Iterable[tuple[str, str, str, str]]:
+def _targets(found: Mapping[str, Sequence[Result]]) -> Iterable[Sequence[str]]:
     for stage, figure, bound, is_reached in TARGETS:
-        result = results.get(stage)
-        value = None if result is None else result.figures.get(figure)
-        if result is None or value is None or result.note:
-            yield f"{stage}.{figure}", bound, _cell(value), "not measured"
-        else:
-            yield f"{stage}.{figure}", bound, _cell(value), "yes" if is_reached(value) else "NO"
+        results = found.get(stage, ())
+        values = _numbers(measured(results) or results[-1:], figure)
+        if not values:
+            yield f"{stage}.{figure}", bound, "–", "–", "0", "not measured"
+            continue
+        median = _median(values)
+        reached = "not measured" if results[-1].note else "yes" if is_reached(median) else "NO"
+        yield f"{stage}.{figure}", bound, _cell(median), _cell(min(values)), str(len(values)), reached
 
 
-def _row(result: Result | None) -> tuple[str, str]:
-    if result is None:
-        return "–", "not run"
-    return f"{result.seconds:.0f}", "measured" if result.error is None else "FAILED"
+def _median(values: Sequence[float]) -> float:
+    return round(statistics.median(values), 6)
+
+
+def _numbers(results: Iterable[Result], figure: str) -> list[float]:
+    values = (each.figures.get(figure) for each in results)
+    return [each for each in values if isinstance(each, int | float)]
+
+
+def _row(results: Sequence[Result], codes: Mapping[str, str]) -> Sequence[str]:
+    if not results:
+        return "–", "not run", *["–"] * 5
+    result, passes = summed_up(results), measured(results)
+    skipped = result.figures.get(SKIPPED)
+    word = "FAILED" if result.error is not None else "measured" if skipped is None else f"skipped: {skipped}"
+    commit = (result.commit or f"files {result.code}") + (
+        "" if result.code == codes.get(result.stage) else ", other files"
+    )
+    card = (_cell(result.card.get(name)) for name in ("sm_mhz", "slowed_by", "other_processes"))
+    return f"{result.seconds:.0f}", word, str(len(passes)), commit, *card
 
 
 def _parts(result: Result) -> Iterable[str]:

@@ -7,6 +7,7 @@ graph, it is in the replay.
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import TokenSet
 from app.engine.request import SamplingParams
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.graphs import Replays
 from benchmarks.gpu.models import engine_config, made_model, prepared_runner
 from benchmarks.gpu.steps import step_of
 
@@ -56,23 +56,24 @@ def measure(bench: Bench) -> None:
         num_blocks=max(numbers),
     )  # fmt: skip
     model = made_model(config)
-    with Replays().watched() as replays:
-        runner = prepared_runner(config, model)
+    runner, replays = prepared_runner(config, model)
     bench.put(vocabulary=model.facts.vocab_size)
-    for number in numbers:
-        for name, sampling in DRAWS.items():
-            batch = step_of(
-                [(7, 1)] * number, num_blocks=max(numbers), sampling=sampling,
-                beside=partial(beside, name, sampling, model.facts.vocab_size),
-            )  # fmt: skip
-            step_s = bench.seconds_in_a_row(lambda: runner.launch(batch), repeat=50)  # noqa: B023 - called at once
-            replay_s = bench.seconds(replays.last, repeat=50) if replays.last is not None else 0.0
-            draw_s = step_s - replay_s
-            of_step = bench.of_earlier("decode", f"step_{number}x1024_ms")
-            share = round(draw_s * 1e3 / of_step, 4) if of_step else None
-            bench.row(
-                "draws", rows=number, draw=name, step_us=round(step_s * 1e6, 1), replay_us=round(replay_s * 1e6, 1),
-                draw_us=round(draw_s * 1e6, 1), share_of_8b_step=share,
-            )  # fmt: skip
-            if name == TOP_P:
-                bench.put(**{f"top_p_share_{number}": share})
+    # What has a target comes first.
+    names = sorted(DRAWS, key=lambda name: name != TOP_P)
+    for name, number in bench.parts("draw", product(names, numbers)):
+        sampling = DRAWS[name]
+        batch = step_of(
+            [(7, 1)] * number, num_blocks=max(numbers), sampling=sampling,
+            beside=partial(beside, name, sampling, model.facts.vocab_size),
+        )  # fmt: skip
+        step_s = bench.seconds_in_a_row(lambda: runner.launch(batch), repeat=50)  # noqa: B023 - called at once
+        replay_s = bench.seconds(replays.last, repeat=50) if replays.last is not None else 0.0
+        draw_s = step_s - replay_s
+        of_step = bench.of_earlier("decode", f"step_{number}x1024_ms")
+        share = round(draw_s * 1e3 / of_step, 4) if of_step else None
+        bench.row(
+            "draws", rows=number, draw=name, step_us=round(step_s * 1e6, 1), replay_us=round(replay_s * 1e6, 1),
+            draw_us=round(draw_s * 1e6, 1), share_of_8b_step=share,
+        )  # fmt: skip
+        if name == TOP_P:
+            bench.put(**{f"top_p_share_{number}": share})

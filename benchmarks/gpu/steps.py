@@ -9,7 +9,7 @@ import torch
 
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
-from benchmarks.gpu.models import BLOCK_SIZE
+from benchmarks.gpu.bench import BLOCK_SIZE
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 

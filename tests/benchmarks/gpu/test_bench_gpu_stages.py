@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from itertools import product
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,21 +18,38 @@ import torch
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
-from benchmarks.gpu import attention, engine, faults, kernels, profiled, sampler
+from app.config import ApplicationConfig
+from benchmarks.gpu import attention, engine, faults, kernel_tests, kernels, profiled, round_trip, sampler
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.graphs import standing_in
-from benchmarks.gpu.models import LAYERS, engine_config, made_model
+from benchmarks.gpu.models import LAYERS, engine_config, made_model, prepared_runner
 from benchmarks.gpu.results import STAGES
+from benchmarks.harness.command import BenchmarkError
+from benchmarks.harness.http_call import Target
 
 # Of those that are measured in the same way.
 DRAWS = ("greedy", sampler.GRAMMAR, sampler.PENALTIES, "20 log-probabilities")
-VARIANTS = ("graphs, overlap", "no graphs")
+VARIANTS = ("no graphs",)
 
 # What a stage leaves. Figures: those that are known; None: any. Then by table: the cells by which a row is
 # known, those of all rows, and the cells that are above 0.
 Tables = dict[str, tuple[str, set[tuple[Any, ...]], str]]
+KV_BYTES = 2 * 16 * 2  # of one layer: key and value of one head of 16 in bfloat16
+
+
+def decode_tables(weights: str, kv: str, *sizes: tuple[int, int]) -> Tables:
+    return {
+        "decode steps": (
+            "weights kv sequences context", {(weights, kv, *size) for size in sizes}, "replay_ms floor_ms"
+        ),
+        "prompts": ("weights kv tokens", {(weights, kv, 5)}, "step_ms"),
+    }  # fmt: skip
+
+
 LEFT: dict[str, tuple[dict[str, Any], Tables]] = {
-    "rates": (dict.fromkeys(("torch_version", "copy_gb_per_s", "bf16_tflop_per_s", "fp8_tflop_per_s")), {}),
+    "rates": (
+        dict.fromkeys(("copy_gb_per_s", "bf16_tflop_per_s", "fp8_tflop_per_s", "fp8_fast_accum_tflop_per_s")), {}
+    ),
     "kernels": (
         {},
         {
@@ -48,19 +69,12 @@ LEFT: dict[str, tuple[dict[str, Any], Tables]] = {
         )},
     ),
     "decode": (
-        # One layer, key and value of one head of 16 in bfloat16, and in FP8 with a scale each.
-        {"graphs": None, "kv_bytes_of_a_token": 2 * 16 * 2, "kv_bytes_of_a_token_kv_fp8": 2 * (16 + 4)},
-        {
-            "decode steps": (
-                "weights kv sequences context",
-                {*product(("none",), ("auto",), (1, 2), (20, 33)), ("fp8", "auto", 2, 33), ("none", "fp8", 2, 33)},
-                "replay_ms floor_ms",
-            ),
-            "prompts": (
-                "weights kv tokens", {("none", "auto", 5), ("fp8", "auto", 5), ("none", "fp8", 5)}, "step_ms"
-            ),
-        },
+        {"graphs": None, "kv_bytes_of_a_token": KV_BYTES, "share_2x33": None, "prompt_share_5": None},
+        decode_tables("none", "auto", *product((1, 2), (20, 33))),
     ),
+    "decode-fp8": ({"graphs_fp8": None, "kv_bytes_of_a_token_fp8": KV_BYTES}, decode_tables("fp8", "auto", (2, 33))),
+    # An FP8 number for each of bfloat16, and a scale for each key and value.
+    "decode-kv8": ({"kv_bytes_of_a_token_kv_fp8": KV_BYTES // 2 + 2 * 4}, decode_tables("none", "fp8", (2, 33))),
     "profile": (
         {},
         {
@@ -70,7 +84,10 @@ LEFT: dict[str, tuple[dict[str, Any], Tables]] = {
     ),
     "attention": (
         dict.fromkeys(("best_decode", "best_prefill")),
-        {f"launches of {kind}": ("refused", {(None,)}, "us") for kind in ("decode", "prefill")},
+        {
+            **{f"launches of {kind}": ("refused", {(None,)}, "us") for kind in ("decode", "prefill")},
+            **{kind: ("model", {("tiny",)}, "us torch_us") for kind in ("decode", "prefill")},
+        },
     ),
     "experts": ({}, {"experts of a layer": ("tokens", {(1,), (3,)}, "us experts")}),
     "lora": (
@@ -83,8 +100,16 @@ LEFT: dict[str, tuple[dict[str, Any], Tables]] = {
     "sampler": ({}, {"draws": ("draw", set(product(DRAWS)), "replay_us")}),
     "engine": (
         {"output_tokens_per_s": None},
-        {"engine": ("variant failed", set(product(VARIANTS, (0,))), "output_tokens_per_s")},
+        {"engine": ("variant failed", {(engine.AS_SERVED, 0)}, "output_tokens_per_s")},
     ),
+    "engine-settings": ({}, {"engine": ("variant failed", {("no graphs", 0)}, "output_tokens_per_s")}),
+    "sleep": (dict.fromkeys(("sleep_s", "wake_s")), {}),
+    "replicas": ({"mps": None}, {"replicas": ("mps", {("no",)}, "output_tokens_per_s over_one")}),
+    "ranks": (
+        {"requests": 1, "answered_alike": 1},
+        {"ranks": ("ranks failed", {(1, 0), (2, 0)}, "output_tokens_per_s")},
+    ),
+    "tests": ({"tests": None}, {}),
     "transformers": ({"ours_over_theirs": None}, {"transformers": ("failed", {(0,)}, "output_tokens_per_s")}),
 }  # fmt: skip
 
@@ -95,12 +120,14 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(out=tmp_path, file=tmp_path / "figures.json", stands_in=True, earlier=earlier)
 
 
-@pytest.mark.parametrize("stage", [each for each in STAGES if each.name != "faults"], ids=lambda stage: stage.name)
+@pytest.mark.parametrize(
+    "stage", [each for each in STAGES if each.name not in ("faults", "service")], ids=lambda stage: stage.name
+)
 def test_a_stage_leaves_its_figures_and_tables(stage: Any, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What is measured more than once is measured for one case and another; the tests of kernels run by themselves.
-    monkeypatch.setattr(kernels, "_run_tests", lambda *_: None)
+    # What is measured more than once is measured for one case and another.
     monkeypatch.setattr(sampler, "DRAWS", {name: sampler.DRAWS[name] for name in DRAWS})
     monkeypatch.setattr(engine, "VARIANTS", {name: engine.VARIANTS[name] for name in VARIANTS})
+    bench.stage = stage.name
     with standing_in():
         import_module(stage.module).measure(bench)
     figures, tables = LEFT[stage.name]
@@ -117,10 +144,91 @@ def test_a_stage_leaves_its_figures_and_tables(stage: Any, bench: Bench, monkeyp
 @pytest.mark.parametrize(("case", "stream"), [("illegal address", "EngineStopped"), ("out of memory", "answered")])
 def test_streams_end_or_go_on_after_a_fault(case: str, stream: str, bench: Bench) -> None:
     """Here, and not in a process of its own, which a CPU does not need."""
-    file = bench.out / "fault.json"
-    faults._run_case(case, str(bench.out), str(file), True)
-    figures = json.loads(file.read_text())["figures"]
+    with standing_in():
+        faults.run_case(bench, case)
+    figures = bench.figures
     assert (figures["streams"], figures["next_request"]) == (f"2 {stream}", stream)
+
+
+def test_a_stage_that_was_stopped_goes_on_with_the_part_in_which_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+
+    def measured(is_killed: bool) -> Bench:
+        bench = Bench(out=tmp_path, file=file, stands_in=True, earlier={})
+        for part in bench.parts("part", (1, 2, 3)):
+            bench.row("rows", part=part, is_killed=is_killed)
+            if is_killed and part == 2:
+                break
+            bench.put(last=part)
+        return bench
+
+    assert measured(is_killed=True).figures == {"last": 1}
+    found = [(row["part"], row["is_killed"]) for row in measured(is_killed=False).tables["rows"]]
+    assert found == [(1, True), (2, False), (3, False)]
+    again = measured(is_killed=False)
+    assert len(again.tables["rows"]) == again.figures["last"] == 3
+
+
+def test_figures_of_eager_steps_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(_function: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    config = engine_config(bench, "sampling", num_blocks=4)
+    with standing_in():
+        model = made_model(config)
+        monkeypatch.setattr("app.model.ways.gpu.CudaCapture", lambda device: refusing)
+        with pytest.raises(BenchmarkError, match="0 of 3 CUDA graphs were captured"):
+            prepared_runner(config, model)
+
+
+@pytest.mark.parametrize(("line", "left"), [("assert not 3", "1 failed"), ("import nothing", "1 error")])
+def test_a_failing_test_fails_its_stage(
+    line: str, left: str, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "test_wrong.py"
+    file.write_text(f"def test_it():\n    {line}\n" if line.startswith("assert") else f"{line}\n")
+    monkeypatch.setattr(kernel_tests, "_STANDING_IN", (str(file),))
+    with pytest.raises(BenchmarkError, match="pytest ended with status"):
+        kernel_tests.measure(bench)
+    assert left in bench.figures["tests"]
+    assert len(bench.tables["failed tests"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"), [(kernel_tests, "the tests need hypothesis"), (round_trip, "Ray is not installed")]
+)
+def test_a_stage_says_what_it_lacks(module: Any, reason: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name in ("hypothesis", "ray") else object())
+    module.measure(bench)
+    assert bench.figures == {"skipped": reason}
+
+
+def test_the_service_is_asked_over_http(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its start needs Ray, and is not part of this."""
+    said: list[str] = []
+
+    class Answering(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"choices": [{"message": {"content": said.pop()}}]}).encode())
+
+    @contextmanager
+    def started(application: dict[str, Any]) -> Iterator[SimpleNamespace]:
+        assert ApplicationConfig.model_validate(application).models[0].name == "demo"
+        with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+            Thread(target=server.serve_forever).start()
+            yield SimpleNamespace(target=Target.parse(f"http://127.0.0.1:{server.server_port}"))
+            server.shutdown()
+
+    monkeypatch.setattr("benchmarks.harness.service.service", started)
+    said += ["there was"] * 3
+    round_trip.measure(bench)
+    assert bench.figures.keys() == {"ready_s", "first_request_s", "request_ms"}
+    said += ["there was", "there is", "there was"]
+    with pytest.raises(BenchmarkError, match="2 answers"):
+        round_trip.measure(bench)
 
 
 def test_a_wrong_kernel_shows_in_its_error() -> None:
