@@ -7,7 +7,8 @@
     prefill         8 requests of 512 prompt tokens, one to generate
 
 Random tokens, greedy, end-of-text ignored. Lengths depend on the name and the seed alone, tokens on the vocabulary too.
-With --requests there are more or fewer of the same; with --tenants the first sends half of them, the others the rest.
+With --requests there are more or fewer of the same, with --prompt their prompts have another length; with --tenants the
+first sends half of them, the others the rest.
 """
 
 from __future__ import annotations
@@ -30,18 +31,29 @@ Line = dict[str, Any]
 
 
 def make_workload(
-    name: str, *, vocab_size: int = VOCAB_SIZE, seed: int = SEED, num_requests: int | None = None, num_tenants: int = 1
+    name: str,
+    *,
+    vocab_size: int = VOCAB_SIZE,
+    seed: int = SEED,
+    num_requests: int | None = None,
+    num_prompt: int | None = None,
+    num_tenants: int = 1,
 ) -> list[Line]:
     """The lines of a workload.
 
     Raises:
-        BenchmarkError: the vocabulary is too small.
+        BenchmarkError: the vocabulary is too small, or prompts of this workload have no one length.
     """
+    if num_prompt and name in _OF_OTHER_LENGTHS:
+        raise BenchmarkError(f"--prompt {num_prompt:,}: the prompts of {name} have lengths of their own; leave it out")
     if vocab_size <= _FIRST_TOKEN:
         raise BenchmarkError(f"--vocab {vocab_size:,}: prompts are of ids from {_FIRST_TOKEN} on; it must be larger")
     lengths = random.Random(f"{name}-{seed}")
     tokens = Tokens(random.Random(f"{name}-{seed}-{_VARIANT}"), vocab_size)
     usual_number, make = WORKLOADS[name]
+    if num_prompt:
+        _, num_output = make(lengths, tokens, 1)[0]
+        make = _equal(num_prompt, num_output)
     requests = make(lengths, tokens, num_requests or usual_number)
     return [
         {"id": f"{name}-{number}", "prompt_token_ids": prompt, "max_tokens": max_tokens, "ignore_eos": True}
@@ -92,6 +104,9 @@ WORKLOADS: dict[str, tuple[int, Callable[[random.Random, Tokens, int], list[Leng
 }
 
 
+_OF_OTHER_LENGTHS = ("sharegpt", "shared_prefix")
+
+
 def _tenant(number: int, num_tenants: int) -> int:
     """Every second request is the first tenant's."""
     return 0 if number % 2 == 0 else 1 + number // 2 % (num_tenants - 1)
@@ -108,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab", type=int, default=VOCAB_SIZE, metavar="N", help="the model's vocabulary size")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--requests", type=positive, metavar="N", help="how many; default: as above")
+    parser.add_argument("--prompt", type=positive, metavar="N", help="tokens of each prompt; default: as above")
     parser.add_argument("--tenants", type=positive, default=1, metavar="N", help="that the requests belong to, in turn")
     given = parser.parse_args(arguments)
     try:
@@ -116,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             vocab_size=given.vocab,
             seed=given.seed,
             num_requests=given.requests,
+            num_prompt=given.prompt,
             num_tenants=given.tenants,
         )
     except BenchmarkError as error:

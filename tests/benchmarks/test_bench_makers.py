@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.make_model import SHAPES, make_model
 from benchmarks.make_workload import WORKLOADS, make_workload
 
@@ -22,6 +23,13 @@ def test_tokens_are_those_that_the_peers_were_measured_with() -> None:
     """Fixed for ever: figures of other days are of these tokens."""
     tokens = [line["prompt_token_ids"] for name in ("sharegpt", "uniform") for line in make_workload(name)]
     assert sha256(repr(tokens).encode()).hexdigest()[:16] == "b8591288dc5af977"
+
+
+def test_prompts_of_one_length_can_have_another() -> None:
+    lines = make_workload("decode", num_requests=2, num_prompt=16_000)
+    assert [(len(line["prompt_token_ids"]), line["max_tokens"]) for line in lines] == [(16_000, 128)] * 2
+    with pytest.raises(BenchmarkError, match="prompts of sharegpt have lengths of their own"):
+        make_workload("sharegpt", num_prompt=16_000)
 
 
 def test_the_same_seed_gives_the_same_model(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import ThreadPool, library
 from app.model.kv_cache import KVCache, LayerShape
 from tests.kit.models import CPU, attend, poison, scheduled
-from tests.model.cpu.builds import PLAIN_AMX, QUICK, built_with
+from tests.model.cpu.builds import IN_TILES, built_with
 
 NUM_BLOCKS, NUM_HEADS, NUM_KV_HEADS, DIM = 24, 4, 2, 16
 LAYERS = {0: LayerShape(num_kv_heads=NUM_KV_HEADS, key_dim=DIM, value_dim=DIM)}
@@ -43,13 +43,14 @@ def native_attention(
     num_threads: int = 2,
     in_tiles: bool = False,
     in_int8: bool = False,
+    in_pieces: bool = False,
 ) -> NativeAttention:
     """Its memory has no numbers in it (NaN)."""
     if library() is None:
         pytest.skip("no C++ compiler here")
     pages = NativeKVCache(layers, num_blocks=num_blocks, block_size=16, dtype=dtype, in_int8=in_int8)
     poison(pages)
-    with built_with(PLAIN_AMX, *QUICK) if in_tiles else nullcontext():
+    with built_with(*IN_TILES) if in_tiles or in_pieces else nullcontext():
         return NativeAttention(pages, ThreadPool(num_threads))
 
 
@@ -261,3 +262,53 @@ def test_native_rows_that_read_shared_blocks_together_have_the_bits_of_each_alon
     for item, own_qkv, rows in zip(items, alone, together, strict=True):
         assert torch.equal(rows, attend(attention, [item], list(own_qkv), rules))
         assert not rows.isnan().any()
+
+
+@pytest.mark.parametrize(("dtype", "in_tiles", "in_int8"), NATIVE)
+@pytest.mark.parametrize(
+    "rules",
+    [
+        AttentionRules(scaling=0.3, softcap=1.5),
+        AttentionRules(scaling=0.3, sliding_window=110, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    ],
+)
+def test_rows_of_long_sequences_have_the_same_bits_by_any_number_of_threads(
+    rules: AttentionRules, dtype: torch.dtype, in_tiles: bool, in_int8: bool
+) -> None:
+    """Several pieces of keys: as prompts, and one token after the other alone (three threads share the pieces), beside
+    others (each thread has whole sequences) and beside one that begins with the same blocks."""
+    num_prompt, num_all, num_others = 272, 275, 30
+    dim = 2 * DIM if in_tiles else DIM
+    layers = {0: LayerShape(num_kv_heads=NUM_KV_HEADS, key_dim=dim, value_dim=dim)}
+    torch.manual_seed(0)
+    qkv = [torch.randn(num_all, heads, dim).to(dtype) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
+    table = torch.randperm(18).tolist()
+
+    def others(at: int) -> list[ScheduledSequence]:
+        return [scheduled(1, 0, [19 + number]) for number in range(num_others)]
+
+    def sibling(at: int) -> list[ScheduledSequence]:
+        return [scheduled(1, at, [*table[: num_prompt // 16], 18])]
+
+    def run(num_threads: int, chunks: list[int], beside: Callable[[int], list[ScheduledSequence]]) -> torch.Tensor:
+        attention = native_attention(
+            layers, num_blocks=19 + num_others, dtype=dtype, num_threads=num_threads, in_int8=in_int8, in_pieces=True
+        )
+        outputs, at = [], 0
+        for size in chunks:
+            before = beside(at) if size == 1 else []
+            items, tensors = [*before, scheduled(size, at, table)], [part[at : at + size] for part in qkv]
+            tensors = [torch.cat([*(part,) * len(before), part]) for part in tensors]
+            outputs.append(attend(attention, items, tensors, rules)[-size:])
+            at += size
+        return torch.cat(outputs)
+
+    one_by_one = [num_prompt] + [1] * (num_all - num_prompt)
+    whole = run(1, [num_all], lambda at: [])
+    assert torch.equal(whole, run(2, [100, 30, num_all - 130], lambda at: []))
+    assert torch.equal(whole, run(1, one_by_one, lambda at: []))
+    for beside in (lambda at: [], others, sibling):
+        assert torch.equal(whole, run(3, one_by_one, beside))
+    keys, values = map(rounded_to_int8, qkv[1:]) if in_int8 else qkv[1:]
+    error = (whole.double() - by_definition(qkv[0], keys, values, rules)).abs()
+    assert float(error.max()) < (1e-5 if dtype is torch.float32 else 2 / 256 * float(qkv[2].abs().max()))

@@ -11,22 +11,32 @@
 //   scales  [num_blocks][num_kv_heads][2][block_size] of keys, then of values
 //
 // Everything is accumulated in float32, each row in an order that depends on that row alone: what shares a step or a
-// tile with it never changes its bits.
+// tile with it never changes its bits. A row attends to one piece of a sequence after the other, as in FlashAttention
+// (Dao et al., arXiv 2205.14135). Pieces have the same borders whichever thread computes them (Flash-Decoding, Dao et al.
+// 2023, with borders that do not depend on the number of threads), and are merged in the order of positions.
 #pragma once
 
 #include <array>
 #include <limits>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "amx.h"
 #include "registers.h"
+#include "thread_pool.h"
 #include "vectors.h"
 
 namespace carousel {
 
 // Query rows of a tile: tokens of one sequence × heads that share a KV head.
 constexpr int MAX_ROWS = std::min(12, MOST_SUMS);
+// Tokens of a piece: each begins with a wait for memory, which smaller ones have more often.
+#ifdef CAROUSEL_PIECE
+constexpr int64_t PIECE = CAROUSEL_PIECE;  // for tests
+#else
+constexpr int64_t PIECE = 2048;
+#endif
 // Vectors of which so many rows have sums in registers.
 constexpr int width_of(int rows) {
     return MOST_SUMS >= 24 ? (rows <= 4 ? 4 : 2) : (rows == 1 ? 4 : rows <= 3 ? 2 : 1);
@@ -163,16 +173,21 @@ struct Scales {
 };
 
 // Turns the scores of one row, which attends to tokens [first, end) of [begin, padded), into weights relative to the
-// greatest; returns the divisor of the weighted sum. Weights are of values in their scales.
+// greatest. Returns that score and the sum of weights. Weights are of values in their scales.
 template <typename T>
-inline float softmax(float* scores, T* weights, int64_t begin, int64_t first, int64_t end, int64_t padded,
-                     const AttentionShape& shape, int64_t head, Scales scales) {
+inline std::pair<float, float> softmax(float* scores, T* weights, int64_t begin, int64_t first, int64_t end,
+                                       int64_t padded, const AttentionShape& shape, Scales scales) {
+    constexpr float LEAST = -std::numeric_limits<float>::infinity();
+    if (first >= end) {
+        for (int64_t at = begin; at < padded; at += LANES) store(round_to(Vector{}, T{}), weights + at);
+        return {LEAST, 0.0f};
+    }
     for (int64_t at = begin; at < padded; at += LANES) {
         const Vector scaled = load(scores + at) * shape.scaling;
         store(scales.keys ? scaled * load(scales.keys + at) : scaled, scores + at);
     }
-    std::fill(scores + begin, scores + first, -std::numeric_limits<float>::infinity());
-    std::fill(scores + end, scores + padded, -std::numeric_limits<float>::infinity());
+    std::fill(scores + begin, scores + first, LEAST);
+    std::fill(scores + end, scores + padded, LEAST);
     if (shape.softcap != 0.0f)
         for (int64_t at = first; at < end; ++at) scores[at] = std::tanh(scores[at] / shape.softcap) * shape.softcap;
     Vector greatest = load(scores + begin);
@@ -180,7 +195,7 @@ inline float softmax(float* scores, T* weights, int64_t begin, int64_t first, in
         const Vector other = load(scores + at);
         greatest = greatest > other ? greatest : other;
     }
-    float most = shape.sinks ? shape.sinks[head] : -std::numeric_limits<float>::infinity();
+    float most = LEAST;
     for (int lane = 0; lane < LANES; ++lane) most = std::max(most, greatest[lane]);
     Vector total = {};
     for (int64_t at = begin; at < padded; at += LANES) {
@@ -188,8 +203,44 @@ inline float softmax(float* scores, T* weights, int64_t begin, int64_t first, in
         total += weight;
         store(round_to(scales.values ? weight * load(scales.values + at) : weight, T{}), weights + at);
     }
-    return sum_of(total) + (shape.sinks ? exponential(Vector{} + (shape.sinks[head] - most))[0] : 0.0f);
+    return {most, sum_of(total)};
 }
+
+// Of some rows, what each has attended to: the sum of values, weighted relative to its greatest score, and of weights.
+struct Attended {
+    float *values, *greatest, *weights;  // [rows][value_dim], [rows], [rows]
+    int64_t value_dim;
+
+    static int64_t size(int64_t num_rows, int64_t value_dim) { return num_rows * (value_dim + 2); }
+    Attended(float* memory, int64_t num_rows, int64_t value_dim)
+        : values(memory), greatest(memory + num_rows * value_dim), weights(greatest + num_rows), value_dim(value_dim) {}
+    void clear(int64_t num_rows) const {
+        std::fill_n(values, num_rows * value_dim, 0.0f);
+        std::fill_n(greatest, num_rows, -std::numeric_limits<float>::infinity());
+        std::fill_n(weights, num_rows, 0.0f);
+    }
+    Attended from(int64_t row) const {
+        Attended later = *this;
+        later.values += row * value_dim, later.greatest += row, later.weights += row;
+        return later;
+    }
+
+    // Adds a piece behind those that the rows have attended to.
+    void add(const Attended& piece, int64_t num_rows) const {
+        for (int64_t row = 0; row < num_rows; ++row) {
+            if (piece.weights[row] == 0.0f) continue;  // it has none of the row's tokens
+            const float most = std::max(greatest[row], piece.greatest[row]);
+            const Vector own = exponential(Vector{} + (greatest[row] - most));
+            const Vector other = exponential(Vector{} + (piece.greatest[row] - most));
+            float* const sums = values + row * value_dim;
+            const float* const added = piece.values + row * value_dim;
+            for (int64_t dim = 0; dim < value_dim; dim += LANES)
+                store(load(sums + dim) * own + load(added + dim) * other, sums + dim);
+            weights[row] = weights[row] * own[0] + piece.weights[row] * other[0];
+            greatest[row] = most;
+        }
+    }
+};
 
 // The groups of LANES tokens that a thread reads one after the other, and how many groups ahead of their use it fetches
 // them.
@@ -235,7 +286,7 @@ struct Walk {
 struct Scratch {  // of one thread, kept from call to call
     std::vector<uint32_t> query, weights;
     std::vector<Words> converted;  // whole cache lines
-    std::vector<float> scores, sums, divisors, key_scales, value_scales;
+    std::vector<float> scores, attended, piece, key_scales, value_scales;
 };
 
 // Calls body(groups, first, count) with some groups at a time, converted from int8: as many as stay in the L1 cache.
@@ -417,125 +468,145 @@ struct Part {
 
     int64_t num_rows() const { return num_tokens * num_heads; }
     int64_t length() const { return position + num_tokens; }
-    int64_t padded() const { return (length() + LANES - 1) / LANES * LANES; }
+    int64_t group_at(int64_t own) const { return group + (own - begin) / LANES; }
     int64_t token(int64_t row) const { return first_token + row / num_heads; }
     int64_t head(int64_t row) const { return first_head + row % num_heads; }
 };
 
-// Behind the last token they are 0: its memory may hold anything.
-inline Scales scales_by_position(const Walk& walk, const Part& part, int64_t num_shared, int64_t block_size,
-                                 Scratch& scratch) {
-    scratch.key_scales.resize(part.padded());
-    scratch.value_scales.resize(part.padded());
+// Tokens [begin, end) of a sequence; `begin` is a multiple of LANES.
+struct Stretch {
+    int64_t begin, end;
+
+    bool is_empty() const { return begin >= end; }
+    int64_t padded() const { return (end + LANES - 1) / LANES * LANES; }
+    int64_t num_groups() const { return (padded() - begin) / LANES; }
+};
+
+// The part of a piece that lies in the blocks which several sequences share, and the part behind it.
+inline Stretch shared_of(Stretch piece, int64_t num_shared) { return {piece.begin, std::min(piece.end, num_shared)}; }
+inline Stretch own_of(Stretch piece, const Part& part) {
+    return {std::max(piece.begin, part.begin), std::min(piece.end, part.length())};
+}
+
+// By position in the piece. Behind the last token they are 0: its memory may hold anything.
+inline Scales scales_by_position(const Walk& walk, const Part& part, int64_t num_shared, int64_t shared_group,
+                                 Stretch piece, int64_t block_size, Scratch& scratch) {
+    scratch.key_scales.resize(PIECE);
+    scratch.value_scales.resize(PIECE);
     float *const keys = scratch.key_scales.data(), *const values = scratch.value_scales.data();
-    const auto copy = [&](int64_t group, int64_t begin, int64_t end) {
-        for (int64_t at = begin; at < end; at += LANES, ++group) {
+    const auto copy = [&](int64_t group, Stretch of) {
+        for (int64_t at = of.begin - piece.begin; at < of.end - piece.begin; at += LANES, ++group) {
             store(load(walk.scales[group]), keys + at);
             store(load(walk.scales[group] + block_size), values + at);
         }
     };
-    copy(0, 0, num_shared);
-    copy(part.group, part.begin, part.padded());
-    std::fill(values + part.length(), values + part.padded(), 0.0f);
+    const Stretch own = own_of(piece, part);
+    copy(shared_group, shared_of(piece, num_shared));
+    copy(part.group_at(own.begin), own);
+    if (!own.is_empty()) std::fill(values + own.end - piece.begin, values + own.padded() - piece.begin, 0.0f);
     return {keys, values};
 }
 
-// The output of all rows of some parts, each of which attends to the first `num_shared` tokens of the walk and to its
-// own. The shared ones are read once for all rows that are computed together.
+// What all rows of some parts attend to in one piece: to the first `num_shared` tokens of the walk, which are read once
+// for all rows that are computed together, and to their own. The walk begins with the shared ones from `walk_begin` on.
 template <typename T>
-void attend_parts(const AttentionShape& shape, const Rows& rows, const Pages<T>& pages, const Walk& walk,
-                  const Part* parts, int64_t num_parts, int64_t num_shared, Heads<const T> query, Heads<T> output, Scratch& scratch) {
-    int64_t num_rows = 0, stride = 0;
+void attend_piece(const AttentionShape& shape, const Rows& rows, const Pages<T>& pages, const Walk& walk,
+                  const Part* parts, int64_t num_parts, int64_t num_shared, int64_t walk_begin, Stretch piece,
+                  Heads<const T> query, const Attended& result, Scratch& scratch) {
+    int64_t num_rows = 0;
     const auto each_part = [&](auto&& body) {
         int64_t row = 0;
         for (const Part* part = parts; part < parts + num_parts; row += part++->num_rows()) body(*part, row);
     };
-    each_part([&](const Part& part, int64_t) {
-        num_rows += part.num_rows();
-        stride = std::max(stride, part.padded());
-    });
+    each_part([&](const Part& part, int64_t) { num_rows += part.num_rows(); });
+    const Stretch shared = shared_of(piece, num_shared);
+    const int64_t shared_group = (piece.begin - walk_begin) / LANES;
     const auto each_tile = [&](auto&& body) {  // of what is shared
-        for (int64_t row = 0; num_shared && row < num_rows; row += rows.most)
+        for (int64_t row = 0; !shared.is_empty() && row < num_rows; row += rows.most)
             body(rows.tiles[std::min(rows.most, num_rows - row)], row);
     };
+    // Rows of a power of two would lie in the same few lines of a core's cache.
+    constexpr int64_t STRIDE = PIECE + 2 * LANES, WEIGHT_STRIDE = STRIDE / PER_UNIT<T>;
     scratch.query.resize(num_rows * pages.key_units);
-    scratch.scores.resize(num_rows * stride);
-    scratch.weights.resize(num_rows * stride / PER_UNIT<T>);
-    scratch.sums.assign(num_rows * shape.value_dim, 0.0f);
-    scratch.divisors.resize(num_rows);
+    scratch.scores.resize(num_rows * STRIDE);
+    scratch.weights.resize(num_rows * WEIGHT_STRIDE);
+    std::fill_n(result.values, num_rows * shape.value_dim, 0.0f);
     const auto query_of = [&](int64_t row) { return scratch.query.data() + row * pages.key_units; };
-    const auto scores_of = [&](int64_t row) { return scratch.scores.data() + row * stride; };
-    const int64_t weight_stride = stride / PER_UNIT<T>;
-    const auto weights_of = [&](int64_t row) { return scratch.weights.data() + row * weight_stride; };
-    const auto sums_of = [&](int64_t row) { return scratch.sums.data() + row * shape.value_dim; };
+    const auto scores_of = [&](int64_t row) { return scratch.scores.data() + row * STRIDE; };
+    const auto weights_of = [&](int64_t row) { return scratch.weights.data() + row * WEIGHT_STRIDE; };
 
     each_part([&](const Part& part, int64_t first) {
         for (int64_t row = 0; row < part.num_rows(); ++row)
             std::memcpy(query_of(first + row), query.at(part.token(row), part.head(row)), shape.key_dim * sizeof(T));
     });
-    const auto score = [&](const Tile& tile, int64_t row, int64_t group, int64_t num_groups, int64_t begin) {
+    const auto score = [&](const Tile& tile, int64_t row, int64_t group, Stretch of) {
         const uint32_t* const* keys = walk.keys.data() + group;
-        float* const to = scores_of(row) + begin;
+        float* const to = scores_of(row) + of.begin - piece.begin;
         if (!pages.scales)
-            return tile.score(query_of(row), pages.key_units, keys, num_groups, walk.keys_ahead, pages.block_size, to,
-                              stride);
-        each_converted<T>(keys, num_groups, walk.keys_ahead, pages.block_size, pages.key_units, scratch,
+            return tile.score(query_of(row), pages.key_units, keys, of.num_groups(), walk.keys_ahead, pages.block_size,
+                              to, STRIDE);
+        each_converted<T>(keys, of.num_groups(), walk.keys_ahead, pages.block_size, pages.key_units, scratch,
                           [&](const uint32_t* const* converted, int64_t first, int64_t count) {
                               tile.score(query_of(row), pages.key_units, converted, count, 0, LANES,
-                                         to + first * LANES, stride);
+                                         to + first * LANES, STRIDE);
                           });
     };
-    const auto weigh = [&](const Tile& tile, int64_t row, int64_t group, int64_t num_tokens, int64_t begin) {
+    const auto weigh = [&](const Tile& tile, int64_t row, int64_t group, Stretch of) {
         const uint32_t* const* values = walk.values.data() + group;
-        const uint32_t* const weights = weights_of(row) + begin / PER_UNIT<T>;
+        const uint32_t* const weights = weights_of(row) + (of.begin - piece.begin) / PER_UNIT<T>;
+        float* const sums = result.from(row).values;
         if (!pages.scales)
-            return tile.weigh(weights, weight_stride, values, num_tokens, walk.values_ahead, shape.value_dim,
-                              sums_of(row));
-        each_converted<T>(values, (num_tokens + LANES - 1) / LANES, walk.values_ahead, LANES,
-                          pages.value_dim / PER_UNIT<T>, scratch,
+            return tile.weigh(weights, WEIGHT_STRIDE, values, of.end - of.begin, walk.values_ahead, shape.value_dim, sums);
+        each_converted<T>(values, of.num_groups(), walk.values_ahead, LANES, pages.value_dim / PER_UNIT<T>, scratch,
                           [&](const uint32_t* const* converted, int64_t first, int64_t count) {
                               const int64_t before = first * LANES;
-                              tile.weigh(weights + before / PER_UNIT<T>, weight_stride, converted,
-                                         std::min(count * LANES, num_tokens - before), 0, shape.value_dim,
-                                         sums_of(row));
+                              tile.weigh(weights + before / PER_UNIT<T>, WEIGHT_STRIDE, converted,
+                                         std::min(count * LANES, of.end - of.begin - before), 0, shape.value_dim, sums);
                           });
     };
-    each_tile([&](const Tile& tile, int64_t row) { score(tile, row, 0, num_shared / LANES, 0); });
-    each_part([&](const Part& part, int64_t row) {
-        score(rows.tiles[part.num_rows()], row, part.group, (part.padded() - part.begin) / LANES, part.begin);
-    });
-    const uint32_t* const* values = walk.values.data() + (num_shared ? 0 : parts->group);
-    for (int64_t group = 0; group < walk.values_ahead; ++group)
+    const auto each_own = [&](auto&& body) {
+        each_part([&](const Part& part, int64_t row) {
+            const Stretch own = own_of(piece, part);
+            if (!own.is_empty()) body(rows.tiles[part.num_rows()], row, part.group_at(own.begin), own);
+        });
+    };
+    each_tile([&](const Tile& tile, int64_t row) { score(tile, row, shared_group, shared); });
+    each_own(score);
+    const int64_t first_group = shared.is_empty() ? parts->group_at(own_of(piece, *parts).begin) : shared_group;
+    for (int64_t group = first_group; group < std::min(first_group + walk.values_ahead, walk.size()); ++group)
         for (int64_t at = 0; at < LANES / PER_UNIT<T> * pages.value_dim * pages.unit_bytes; at += 64)
-            __builtin_prefetch(reinterpret_cast<const char*>(values[group]) + at);
+            __builtin_prefetch(reinterpret_cast<const char*>(walk.values[group]) + at);
     const int64_t window = shape.sliding_window;
     each_part([&](const Part& part, int64_t first) {
-        const Scales scales = pages.scales ? scales_by_position(walk, part, num_shared, pages.block_size, scratch)
-                                           : Scales{};
+        const Scales scales = pages.scales
+                                  ? scales_by_position(walk, part, num_shared, shared_group, piece, pages.block_size, scratch)
+                                  : Scales{};
+        const Stretch own = own_of(piece, part);
+        const int64_t begin = shared.is_empty() ? own.begin - piece.begin : 0;
+        const int64_t padded = (own.is_empty() ? shared.end : own.padded()) - piece.begin;
         for (int64_t row = 0; row < part.num_rows(); ++row) {
             const int64_t end = part.position + row / part.num_heads + 1;
-            scratch.divisors[first + row] = softmax(
-                scores_of(first + row), reinterpret_cast<T*>(weights_of(first + row)), num_shared ? 0 : part.begin,
-                window ? std::max<int64_t>(0, end - window) : 0, end, part.padded(), shape, part.head(row), scales);
+            const int64_t from = window ? std::max<int64_t>(0, end - window) : 0;
+            std::tie(result.greatest[first + row], result.weights[first + row]) = softmax(
+                scores_of(first + row), reinterpret_cast<T*>(weights_of(first + row)), begin,
+                std::max(begin, from - piece.begin), std::min(end, piece.end) - piece.begin, padded, shape, scales);
         }
     });
-    each_tile([&](const Tile& tile, int64_t row) { weigh(tile, row, 0, num_shared, 0); });
-    each_part([&](const Part& part, int64_t row) {
-        weigh(rows.tiles[part.num_rows()], row, part.group, part.length() - part.begin, part.begin);
-    });
-    each_part([&](const Part& part, int64_t first) {
-        for (int64_t row = 0; row < part.num_rows(); ++row) {
-            T* target = output.at(part.token(row), part.head(row));
-            for (int64_t dim = 0; dim < shape.value_dim; dim += LANES)
-                store(round_to(load(sums_of(first + row) + dim) / scratch.divisors[first + row], T{}), target + dim);
-        }
-    });
+    each_tile([&](const Tile& tile, int64_t row) { weigh(tile, row, shared_group, shared); });
+    each_own(weigh);
 }
 
 // Segments of a step that are attended to together: one, or several of one token each that begin with the same blocks.
 struct Group {
     int32_t first, count;  // in the order of `Groups`
     int32_t num_shared;    // tokens in the blocks that all of them begin with
+};
+
+// What one thread computes of a group for one KV head.
+struct Share {
+    int32_t group;
+    int32_t piece;   // of a group whose pieces are computed apart; -1: all
+    int64_t memory;  // where what the rows attend to is kept until it is merged
 };
 
 // All segments of a step in groups.
@@ -558,17 +629,70 @@ class Groups {
         const int64_t most = most_together(shape, most_rows, num_segments - num_long, num_threads);
         for (int32_t at = 0; at < num_segments; at += groups_.back().count)
             groups_.push_back(at < num_long ? Group{at, 1, 0} : group_from(at, most, tables, shape.block_size));
+        find_shares(shape, num_threads);
     }
 
-    int64_t size() const { return int64_t(groups_.size()); }
     const Group& operator[](int64_t at) const { return groups_[at]; }
+    const std::vector<Share>& shares() const { return shares_; }
+    // The first shares of groups whose pieces are computed apart.
+    const std::vector<Share>& split() const { return split_; }
+    int64_t num_rows(const Group& group, const AttentionShape& shape) const {
+        return group.count * segments(group)->num_tokens * (shape.num_heads / shape.num_kv_heads);
+    }
+    int64_t attended_size(const Group& group, const AttentionShape& shape) const {
+        return Attended::size(num_rows(group, shape), shape.value_dim);
+    }
+    // Of a share's rows for one KV head.
+    Attended attended(const Share& share, int64_t kv_head, const AttentionShape& shape) {
+        const Group& group = groups_[share.group];
+        const int64_t before = share.memory * shape.num_kv_heads + kv_head * attended_size(group, shape);
+        return {memory_.data() + before, num_rows(group, shape), shape.value_dim};
+    }
+    // The tokens that a share goes through, from the border of a piece on.
+    Stretch pieces(const Share& share) const {
+        const Group& group = groups_[share.group];
+        if (share.piece >= 0) return {share.piece * PIECE, (share.piece + 1) * PIECE};
+        return {0, num_pieces(group) * PIECE};
+    }
+    int64_t num_pieces(const Group& group) const {
+        int64_t length = 0;
+        for (const Segment* own = segments(group); own < segments(group) + group.count; ++own)
+            length = std::max<int64_t>(length, own->start + own->num_tokens);
+        return (length + PIECE - 1) / PIECE;
+    }
     const Segment* segments(const Group& group) const { return order_.data() + group.first; }
 
   private:
+    static constexpr int64_t TASKS = 6;  // of each thread at least, so that all end at much the same time
+
+    // Pieces of a long group of decoding sequences are computed apart where threads would wait for one that has a whole
+    // KV head of it.
+    void find_shares(const AttentionShape& shape, int64_t num_threads) {
+        constexpr int64_t TOKENS = 4;  // of a prompt take as long as one that waits for memory
+        shares_.clear();
+        split_.clear();
+        const auto num_tokens = [&](const Group& group) { return int64_t(segments(group)->num_tokens); };
+        int64_t all_pieces = 0, size = 0;
+        for (const Group& group : groups_)
+            all_pieces += num_pieces(group) * shape.num_kv_heads * ((num_tokens(group) + TOKENS - 1) / TOKENS);
+        for (int32_t at = 0; at < int32_t(groups_.size()); ++at) {
+            const int64_t pieces = num_pieces(groups_[at]);
+            const int64_t tasks = (all_pieces + pieces - 1) / pieces;  // if all took as long
+            const int64_t num_idle = (num_threads - tasks % num_threads) % num_threads;
+            if (pieces == 1 || num_tokens(groups_[at]) > 1 || tasks >= TASKS * num_threads || num_idle * 10 < tasks) {
+                shares_.push_back({at, -1, 0});
+                continue;
+            }
+            split_.push_back({at, 0, size});
+            for (int32_t piece = 0; piece < pieces; ++piece, size += attended_size(groups_[at], shape))
+                shares_.push_back({at, piece, size});
+        }
+        memory_.resize(size * shape.num_kv_heads);
+    }
+
     // As many as fill a tile, and two at least; fewer where threads would have nothing to do.
     static int64_t most_together(const AttentionShape& shape, int64_t most_rows, int64_t num_sequences,
                                  int64_t num_threads) {
-        constexpr int64_t TASKS = 6;  // of each thread at least, so that all end at much the same time
         const int64_t fitting = std::max<int64_t>(2, most_rows * shape.num_kv_heads / shape.num_heads);
         return std::min(fitting, num_sequences * shape.num_kv_heads / (TASKS * num_threads));
     }
@@ -593,17 +717,41 @@ class Groups {
 
     std::vector<Segment> order_;
     std::vector<Group> groups_;
+    std::vector<Share> shares_, split_;
+    std::vector<float> memory_;
 };
 
-// The output of a group's tokens for the query heads of one KV head. Its keys and values are written already.
+// The output of some rows of one KV head from what they have attended to: of all of its query heads for one token after
+// the other. A sink takes its weight and has no value.
+template <typename T, typename TokenOf>
+void put_output(const AttentionShape& shape, int64_t kv_head, int64_t num_rows, TokenOf&& token_of, const Attended& attended,
+                Heads<T> output) {
+    const int64_t heads_per_kv = shape.num_heads / shape.num_kv_heads;
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const int64_t head = kv_head * heads_per_kv + row % heads_per_kv;
+        float divisor = attended.weights[row], scale = 1.0f;
+        if (shape.sinks) {
+            const float sink = shape.sinks[head], most = std::max(attended.greatest[row], sink);
+            scale = exponential(Vector{} + (attended.greatest[row] - most))[0];
+            divisor = divisor * scale + exponential(Vector{} + (sink - most))[0];
+        }
+        T* target = output.at(token_of(row / heads_per_kv), head);
+        const float* const sums = attended.values + row * shape.value_dim;
+        for (int64_t dim = 0; dim < shape.value_dim; dim += LANES)
+            store(round_to(load(sums + dim) * scale / divisor, T{}), target + dim);
+    }
+}
+
+// A share of a group for the query heads of one KV head: its output, or what it attends to in one piece.
 template <typename T>
-void attend(const AttentionShape& shape, const Pages<T>& pages, const Groups& groups, const Group& group,
-            const int32_t* tables, int64_t kv_head, Heads<const T> query, Heads<T> output) {
+void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, const Share& share, const int32_t* tables,
+            int64_t kv_head, Heads<const T> query, Heads<T> output) {
     static thread_local Scratch scratch;
     static thread_local Walk walk;
     static thread_local std::vector<Part> parts;
     parts.clear();
     walk.clear();
+    const Group& group = groups[share.group];
     const Segment *const first = groups.segments(group), *const end = first + group.count;
     const int64_t window = shape.sliding_window, heads_per_kv = shape.num_heads / shape.num_kv_heads;
     const Rows rows = rows_together<T>(shape);
@@ -615,22 +763,83 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, const Groups& gr
     const auto begin = [&](int64_t position) {  // of the own tokens that a row at `position` attends to
         return num_shared ? num_shared : window ? std::max<int64_t>(0, position + 1 - window) / LANES * LANES : 0;
     };
-    if (num_shared) walk.add(pages, tables + first->table_offset, kv_head, 0, num_shared);
+    Stretch pieces = groups.pieces(share);
+    if (!num_shared && share.piece < 0) pieces.begin = std::numeric_limits<int64_t>::max();
+    for (const Segment* own = first; !num_shared && share.piece < 0 && own < end; ++own)
+        pieces.begin = std::min(pieces.begin, begin(own->start) / PIECE * PIECE);
+    const auto add = [&](const Segment& own, int64_t from, int64_t length) {
+        from = std::max(from, pieces.begin), length = std::min(length, pieces.end);
+        if (from < length) walk.add(pages, tables + own.table_offset, kv_head, from, length);
+        return from / LANES;
+    };
+    add(*first, 0, num_shared);
+    int64_t num_rows = 0;
     for (const Segment* own = first; own < end; ++own) {
-        const int64_t group_before = walk.size() - begin(own->start) / LANES;
-        walk.add(pages, tables + own->table_offset, kv_head, begin(own->start), own->start + own->num_tokens);
+        const int64_t before = walk.size();
+        const int64_t skipped = add(*own, begin(own->start), own->start + own->num_tokens);
         for (int64_t token = 0; token < own->num_tokens; token += most_tokens)
             for (int64_t head = 0; head < heads_per_kv; head += most_heads) {
                 const int64_t position = own->start + token;
-                parts.push_back({group_before + begin(position) / LANES, begin(position), own->first_token + token,
-                                 std::min(most_tokens, own->num_tokens - token), position,
+                parts.push_back({before - skipped + begin(position) / LANES, begin(position), own->first_token + token,
+                                 std::min<int64_t>(most_tokens, own->num_tokens - token), position,
                                  kv_head * heads_per_kv + head, std::min(most_heads, heads_per_kv - head)});
+                num_rows += parts.back().num_rows();
             }
     }
+    const auto num_parts = int64_t(parts.size());
+    const auto attend_to = [&](int64_t piece, int64_t at, int64_t count, const Attended& result) {
+        attend_piece(shape, rows, pages, walk, parts.data() + at, count, num_shared, pieces.begin, {piece, piece + PIECE},
+                     query, result, scratch);
+    };
+    if (share.piece >= 0) {
+        const Attended result = groups.attended(share, kv_head, shape);
+        if (walk.size() == 0) return result.clear(num_rows);  // all of it lies before a window
+        walk.end<T>(num_shared);
+        return attend_to(pieces.begin, 0, num_parts, result);
+    }
     walk.end<T>(num_shared);
-    const int64_t together = first->num_tokens == 1 ? int64_t(parts.size()) : 1;
-    for (int64_t at = 0; at < int64_t(parts.size()); at += together)
-        attend_parts(shape, rows, pages, walk, parts.data() + at, together, num_shared, query, output, scratch);
+    scratch.attended.resize(Attended::size(num_rows, shape.value_dim));
+    scratch.piece.resize(Attended::size(num_rows, shape.value_dim));
+    const Attended attended(scratch.attended.data(), num_rows, shape.value_dim);
+    const Attended further(scratch.piece.data(), num_rows, shape.value_dim);
+    const int64_t together = first->num_tokens == 1 ? num_parts : 1;
+    for (int64_t piece = pieces.begin; piece < pieces.end; piece += PIECE)
+        for (int64_t at = 0, row = 0; at < num_parts; at += together) {
+            const Attended own = attended.from(row);
+            const int64_t count = together == 1 ? parts[at].num_rows() : num_rows;
+            attend_to(piece, at, together, piece == pieces.begin ? own : further);
+            if (piece != pieces.begin) own.add(further, count);
+            row += count;
+        }
+    put_output(shape, kv_head, num_rows,
+               [&](int64_t at) {
+                   return first->num_tokens > 1 ? first->first_token + at : first[at].first_token;
+               },
+               attended, output);
+}
+
+// Attention of a whole step, by all threads of a pool, inside of its `run`. Keys and values are written already.
+template <typename T>
+void attend_in(ThreadPool& threads, const AttentionShape& shape, const Pages<T>& pages, Groups& groups,
+               const int32_t* tables, Heads<const T> query, Heads<T> output) {
+    const int64_t num_heads = shape.num_kv_heads;
+    threads.share(int64_t(groups.shares().size()) * num_heads, [&](int64_t task) {
+        attend<T>(shape, pages, groups, groups.shares()[task / num_heads], tables, task % num_heads, query, output);
+    });
+    if (groups.split().empty()) return;
+    threads.share(int64_t(groups.split().size()) * num_heads, [&](int64_t task) {
+        const int64_t kv_head = task % num_heads;
+        const Share* share = &groups.split()[task / num_heads];
+        const Group& group = groups[share->group];
+        const int64_t num_rows = groups.num_rows(group, shape);
+        const Attended attended = groups.attended(*share, kv_head, shape);
+        for (Share later = *share; ++later.piece < groups.num_pieces(group);) {
+            later.memory += groups.attended_size(group, shape);
+            attended.add(groups.attended(later, kv_head, shape), num_rows);
+        }
+        put_output(shape, kv_head, num_rows, [&](int64_t at) { return groups.segments(group)[at].first_token; }, attended,
+                   output);
+    });
 }
 
 }  // namespace carousel

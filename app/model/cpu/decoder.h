@@ -148,10 +148,7 @@ class Decoder {
         threads_.share(step.num_tokens, [&](int64_t token) { rotate_and_keep(step, layer, pages, token); });
         const Heads<const T> query{projected_.data(), projected_size_, shape_.head_dim};
         const Heads<T> output{attended_.data(), query_size_, shape_.head_dim};
-        threads_.share(groups_.size() * shape_.num_kv_heads, [&](int64_t task) {
-            const Group& group = groups_[task / shape_.num_kv_heads];
-            attend<T>(shape, pages, groups_, group, step.tables, task % shape_.num_kv_heads, query, output);
-        });
+        attend_in(threads_, shape, pages, groups_, step.tables, query, output);
     }
 
     // Rotary positions on a token's queries and keys; keys and values to KV memory.

@@ -35,10 +35,7 @@ void attention_step(ThreadPool& threads, const AttentionShape& shape, const Stri
             for (int64_t head = 0; head < shape.num_kv_heads; ++head)
                 pages.write(slots[token], head, keys.at(token, head), values.at(token, head));
         });
-        threads.share(groups.size() * shape.num_kv_heads, [&](int64_t task) {
-            const Group& group = groups[task / shape.num_kv_heads];
-            attend<T>(shape, pages, groups, group, tables, task % shape.num_kv_heads, queries, outputs);
-        });
+        attend_in(threads, shape, pages, groups, tables, queries, outputs);
     });
 }
 

@@ -19,6 +19,8 @@ from app.model.cpu import library as native
 # Half of the compiler's time. Products and sums are joined as with -O3, so bits are the same.
 QUICK = ("-O1", "-fexpensive-optimizations")
 PLAIN_AMX = "-DCAROUSEL_PLAIN_AMX=0"  # plain C++ in place of AMX
+# The same, with attention in small pieces: of more tokens than other builds are compared with.
+IN_TILES = (PLAIN_AMX, "-DCAROUSEL_PIECE=96", *QUICK)
 
 
 @contextmanager

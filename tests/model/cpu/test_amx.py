@@ -26,7 +26,7 @@ from tests.kit.models import (
     relative_error,
     step,
 )
-from tests.model.cpu.builds import PLAIN_AMX, QUICK, built_with, program
+from tests.model.cpu.builds import IN_TILES, PLAIN_AMX, QUICK, built_with, program
 from tests.tiny_models import build_tiny_model
 
 SHAPE = {  # small: plain C++ computes whole tiles
@@ -59,7 +59,7 @@ def test_products_have_the_units_order_of_sums_for_any_number_of_rows() -> None:
 def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(kind: str, in_int8: bool, tmp_path: Path) -> None:
     """Bit for bit: in one step alone, token by token, in chunks beside others, on other threads, with shared blocks."""
     model = save_and_load(tmp_path, kind)
-    with built_with(PLAIN_AMX, *QUICK):
+    with built_with(*IN_TILES):
         crowded, whole = check_same_bits_in_any_step(model, in_int8=in_int8)
 
         sharing = [chunk(PROMPT, 69, 1, [*BLOCKS[:4], block]) for block in range(13, 20)]
@@ -72,7 +72,7 @@ def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(kind: str, in
 @torch.inference_mode()
 def test_logits_are_those_of_vector_instructions_but_for_rounding(kind: str, tmp_path: Path) -> None:
     model = save_and_load(tmp_path, kind, num_hidden_layers=3, head_dim=64, intermediate_size=160)  # rounding shows
-    with built_with(PLAIN_AMX, *QUICK):
+    with built_with(*IN_TILES):
         in_tiles = decoder_of(model)
     by_vectors = decoder_of(model)
     num_equal = 0
@@ -89,7 +89,7 @@ def test_logits_are_those_of_vector_instructions_but_for_rounding(kind: str, tmp
 def test_quantised_weights_give_the_bits_of_vector_instructions(quantization: str, kind: str, tmp_path: Path) -> None:
     """Sums of whole numbers are exact, whatever their order."""
     model = save_and_load(tmp_path, kind, dtype="float32", quantization=quantization)
-    with built_with(PLAIN_AMX, *QUICK):
+    with built_with(*IN_TILES):
         in_tiles = decoder_of(model)
     by_vectors = decoder_of(model)
     for start, size in ((0, 1), (1, 16), (17, 37), (54, 16)):
@@ -103,7 +103,7 @@ def test_sizes_that_do_not_fit_are_left_to_vector_instructions(
     shape: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    with built_with(PLAIN_AMX, *QUICK):
+    with built_with(*IN_TILES):
         model = save_and_load(tmp_path, **shape)
         whole = logits_of(model)
         pieces = decoder_of(model)
@@ -122,7 +122,7 @@ def test_without_the_kernels_permission_vector_instructions_serve(
     with built_with("-DCAROUSEL_PLAIN_AMX=95", *QUICK):
         refused = logits_of(save_and_load(tmp_path))
     assert "not AMX: the kernel refuses it (Operation not supported)" in caplog.text
-    with built_with(PLAIN_AMX, *QUICK):
+    with built_with(*IN_TILES):
         assert not torch.equal(refused, logits_of(save_and_load(tmp_path)))
 
 
