@@ -18,12 +18,12 @@ def peak_of_memory() -> Iterator[Peak]:
     """The peak of the block. Linux keeps one for a process, which this sets back."""
     peak = Peak()
     Path("/proc/self/clear_refs").write_text("5")
-    before = _resident_bytes("VmRSS")
+    before = resident_bytes()
     yield peak
-    peak.grown_bytes = _resident_bytes("VmHWM") - before
+    peak.grown_bytes = resident_bytes("VmHWM") - before
 
 
-def _resident_bytes(field: str) -> int:
+def resident_bytes(field: str = "VmRSS") -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     [value] = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
     return int(value) * 1024

@@ -14,8 +14,6 @@ from app.model.cuda.fp8 import why_no_fp8
 from app.model.description import read_config
 from app.model.llama import ARCHITECTURES
 
-NOT_AMONG_RANKS = "quantised weights are not divided among ranks; set replicas.tensor_parallel to 1"
-
 
 def device_of(config: ModelConfig) -> torch.device:
     has_cuda = torch.cuda.is_available()

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` with its weight in oneDNN's layout. Inference only; the original weight is kept unless `free`d."""
+    """`nn.Linear` with its weight in oneDNN's layout. Inference only."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """weight: [out_features, in_features]."""
@@ -84,7 +84,8 @@ def pack_linear_layers(model: nn.Module) -> int:
     # Attributes of transformers' attention and MLP modules that are applied to one and the same input, in calling
     # order.
     siblings = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-    for module in list(model.modules()):
+    # No list of the layers themselves: each gives its memory back when it is replaced.
+    for module in [each for each in model.modules() if type(each) is not nn.Linear]:
         for names in siblings:
             linears = [getattr(module, name, None) for name in names]
             if _can_join(linears):

@@ -17,7 +17,7 @@ from app.engine.largest_batch import largest_batch
 from app.errors import InvalidSetup, UnsupportedModel, described
 from app.model.adapters import MAX_RANK
 from app.model.cpu.adapters import AdaptedModel
-from app.model.device import NOT_AMONG_RANKS, device_of, dtype_of, refused_quantization
+from app.model.device import device_of, dtype_of, refused_quantization
 from app.model.kv_cache import block_bytes
 from app.model.location import resolve_model_path
 from app.model.memory import MemoryNeeds
@@ -134,8 +134,8 @@ def planned_gpu_model(config: EngineConfig, *, dtype: torch.dtype, num_ranks: in
     source = _source(config, dtype)
     own = TransformersModel.planned(source, num_ranks=num_ranks)
     reason = CudaModel.why_not(source, own)
-    if config.model.quantization == "fp8" and (num_ranks > 1 or reason is not None):
-        raise refused_quantization(config.model, reason or NOT_AMONG_RANKS)
+    if config.model.quantization == "fp8" and reason is not None:
+        raise refused_quantization(config.model, reason)
     return own if config.model.backend == "torch" or reason is not None else CudaModel.planned(source, own)
 
 

@@ -90,10 +90,11 @@ class ModelSource:
 
     def check_ranks(self, size: int) -> None:
         """Raises InvalidSetup, with the numbers, if `size` ranks cannot share it; before any weight is read."""
-        if self.quantised is not None or self.config.quantization != "none":
+        if self.quantised is not None:
             raise InvalidSetup(
-                f"replicas.tensor_parallel: got {size}; quantised weights are not divided among ranks. Serve weights "
-                f"that are not quantised, or set replicas.tensor_parallel to 1"
+                f"replicas.tensor_parallel: got {size}; a quantised checkpoint is not divided among ranks. Serve the "
+                f"one that is not quantised (on GPUs model.quantization: fp8 may quantise it), or set "
+                f"replicas.tensor_parallel to 1"
             )
         check_divisible(shared_numbers(self.found), size, of=self.config.path)
 
@@ -156,7 +157,8 @@ def module_without_weights(source: ModelSource, dtype: torch.dtype) -> PreTraine
 
 
 def mapped_model(source: ModelSource, device: torch.device | None = None) -> MappedModel | None:
-    """A model in a folder, if it is Llama-like by all but its attention, and its files hold its weights.
+    """A model in a folder, or this rank's part of it, if it is Llama-like by all but its attention, and its files hold
+    its weights.
 
     device: onto which they are given; None: as they are mapped, for what the C++ decoder may compute.
 
@@ -178,7 +180,10 @@ def mapped_model(source: ModelSource, device: torch.device | None = None) -> Map
         logger.info(
             "%s: its weights, quantised by %s, are multiplied out to %s", folder, quantised.method, source.dtype
         )
-    return MappedModel(module, checkpoint, device)
+    if source.group is None:
+        return MappedModel(module, checkpoint, device)
+    SplitPlan(module, source.group, path=source.config.path).split("", module)
+    return MappedModel(module, checkpoint, device, rank=source.group.rank)
 
 
 def read_module(source: ModelSource) -> PreTrainedModel:
@@ -237,20 +242,41 @@ def module_of_transformers(source: ModelSource) -> PreTrainedModel:
         raise UnsupportedModel(f"{path} cannot be loaded: {first_line(error)}") from error
 
 
-def part_of_rank(source: ModelSource) -> tuple[PreTrainedModel, Reference]:
-    """This rank's part of a model, and what the whole one gives, both on the device.
+def part_of_rank(source: ModelSource, mapped: MappedModel | None = None) -> tuple[PreTrainedModel, Reference | None]:
+    """This rank's part of a model on the device, and on rank 0 what the whole model gives.
 
-    The host reads and divides it: a device may not hold the whole.
+    mapped: has the weights of the part, where the module is not to hold them.
+
+    Each rank reads its own numbers. Of a model whose files transformers has to read, each has the whole in the host's
+    memory until it is divided.
     """
-    assert source.group is not None, "a rank is one of a group"
-    source.check_ranks(source.group.size)
-    host = replace(source, device=torch.device("cpu"))
-    module = read_module(host)
-    plan = SplitPlan(module, source.group, path=source.config.path)
-    whole = Reference.of(source.config.path, module, host.device)
-    plan.split("", module)
-    module.to(source.device)
-    return module, whole.to(source.device)
+    group = source.group
+    assert group is not None, "a rank is one of a group"
+    whole = _reference_from_files(replace(source, group=None)) if group.rank == 0 else None
+    if mapped is not None:
+        return mapped.module, whole
+    module = module_on_device(source)
+    if module is not None:
+        fix_positions_of(source, module)
+        return module, whole
+    module = module_of_transformers(replace(source, device=torch.device("cpu")))
+    fix_positions_of(source, module)
+    if group.rank == 0:
+        whole = Reference.of(source.config.path, module, torch.device("cpu")).to(source.device)
+    SplitPlan(module, group, path=source.config.path).split("", module)
+    return module.to(source.device), whole
+
+
+def _reference_from_files(source: ModelSource) -> Reference | None:
+    """What a model gives that is computed from its files, a layer at a time on the device. None: it cannot be."""
+    mapped = mapped_model(source, source.device)
+    if mapped is None:
+        return None
+    if source.device.type == "cpu":
+        mapped = MappedModel(mapped.module, mapped.checkpoint)  # without copies of what is needed once
+    mapped.compute_from_files()
+    fix_positions_of(source, mapped.module)
+    return Reference.of(source.config.path, mapped.module, source.device)
 
 
 def length_limit(module: PreTrainedModel) -> int | None:

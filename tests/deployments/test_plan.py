@@ -114,6 +114,13 @@ def test_weights_in_fp8_are_planned_with_their_scales(planned: Callable[..., str
     assert weights_line(expected) in planned("--gpu", "h200", "--quantization", "fp8")
 
 
+def test_each_of_two_cards_has_half_of_the_matrices_in_fp8(planned: Callable[..., str]) -> None:
+    of_half, of_whole = 2 * (4096 + 2 * 1024 + 2 * 12288), 2 * (4096 + 4096)  # rows of matrices that have a scale each
+    norms = 2 * (2 * 4096 + 2 * 128) + 4096
+    expected = 2 * (1.5 * 151936 * 4096 + norms) + NUM_MATRICES / 2 + 4 * (of_half / 2 + of_whole)
+    assert weights_line(int(expected)) in planned("--gpu", "h200", "--tensor-parallel", "2", "--quantization", "fp8")
+
+
 @pytest.mark.parametrize(
     ("where", "kind"),
     [

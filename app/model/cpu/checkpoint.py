@@ -6,6 +6,7 @@ A weight is a view of its file, so its pages are in memory once however often it
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ _MIXTRAL_NAMES = (
 )  # fmt: skip
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PIECE = 2**22  # numbers that are converted at a time
+
+Part = Callable[[torch.Tensor], torch.Tensor]  # a view of some of a weight's numbers
 
 
 class Checkpoint:
@@ -56,11 +59,14 @@ class Checkpoint:
                 raise OSError(f"{path}: {error}") from error
             self._files |= {_renamed(key): (file, key) for key in [*file.keys()]}
 
-    def __call__(self, name: str) -> torch.Tensor | None:
-        """The weight of this name. A head that is tied to the embedding is not in the files."""
+    def __call__(self, name: str, part: Part | None = None) -> torch.Tensor | None:
+        """The weight of this name, or a part of it. A head that is tied to the embedding is not in the files."""
         mapped = self._mapped(name)
         if mapped is None:
             return None
+        if part is not None:
+            self._used.append(mapped)
+            return part(mapped).to(self._dtype)
         if (scales := self._scales(name)) is not None and mapped.dtype is not self._dtype:
             assert self._quantised is not None, "only then there are scales"
             multiplied = multiplied_out(mapped, scales, self._quantised.block, self._dtype)
@@ -149,19 +155,42 @@ def _renamed(key: str) -> str:
 class MappedModel:
     """A Llama-like model of transformers on the meta device, and the files that have its weights."""
 
-    def __init__(self, module: PreTrainedModel, checkpoint: Checkpoint, device: torch.device | None = None) -> None:
-        """device: onto which each weight is copied when it is asked for; None: it stays a view of its file."""
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        checkpoint: Checkpoint,
+        device: torch.device | None = None,
+        *,
+        rank: int | None = None,
+    ) -> None:
+        """device: onto which each weight is copied when it is asked for; None: it stays a view of its file.
+        rank: of which it is the part, where the module has been divided. No more than its numbers are read.
+        """
         self.module = module
         self.checkpoint = checkpoint
         self._device = device
-        self._shapes = module.state_dict()
+        self.rank = rank
+        self._shapes = {_in_files(name): weight for name, weight in module.state_dict().items()}
 
     def __call__(self, name: str) -> torch.Tensor | None:
-        """The weight of a name in the model, which has those of all experts of a layer together."""
+        """The weight of a name in the files; those of all experts of a layer have one, as in the model."""
         if name not in self._shapes:
             return None
-        found = self.checkpoint(name)
+        found = self._read(name, self._shapes[name])
         return self._placed(self._of_experts(name) if found is None else found)
+
+    def _read(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
+        """A weight, or a rank's part of it: in each dimension in which the file has more than `like`."""
+        rank = self.rank
+        if rank is None:
+            return self.checkpoint(name)
+
+        def part(whole: torch.Tensor) -> torch.Tensor:
+            for dim, (size, own) in enumerate(zip(whole.shape, like.shape, strict=True)):
+                whole = whole.narrow(dim, rank * own, own) if own < size else whole
+            return whole
+
+        return self.checkpoint(name, part)
 
     def in_rows(self, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
         """As `Checkpoint` has it, on the device."""
@@ -179,7 +208,7 @@ class MappedModel:
         """Give the model its weights; the host has those of one layer at a time."""
         self._add_positions()
         for name, part in self._parts():
-            if part is self.module.lm_head and self.module.config.tie_word_embeddings:
+            if part is self.module.lm_head and self.module.config.tie_word_embeddings and self.rank is None:
                 part.weight = self.module.model.embed_tokens.weight
             else:
                 self._fill(name, part)
@@ -197,7 +226,7 @@ class MappedModel:
         return [(names[part], part) for part in parts]
 
     def _fill(self, name: str, part: nn.Module, _arguments: Any = ()) -> None:
-        weights = {own: given(self, f"{name}.{own}") for own in part.state_dict()}
+        weights = {own: given(self, _in_files(f"{name}.{own}")) for own in part.state_dict()}
         part.load_state_dict(weights, assign=True)
 
     def _empty(self, part: nn.Module, _arguments: Any, _output: Any) -> None:
@@ -207,11 +236,18 @@ class MappedModel:
     def _of_experts(self, name: str) -> torch.Tensor:
         joined = torch.empty_like(self._shapes[name], device="cpu")
         for own, matrix in by_expert({name: joined}).items():
-            matrix.copy_(given(self.checkpoint, own))
+            found = self._read(own, matrix)
+            assert found is not None, f"a mixture's files have {own}"
+            matrix.copy_(found)
         return joined
 
     def _placed(self, weight: torch.Tensor) -> torch.Tensor:
         return weight if self._device is None else weight.to(self._device, copy=True)  # not the file's own pages
+
+
+def _in_files(name: str) -> str:
+    """The name of a weight in the files. Linear layers that join what ranks compute have another one inside."""
+    return name.replace(".linear.", ".")
 
 
 def add_positions(module: PreTrainedModel) -> None:

@@ -47,7 +47,7 @@ class CudaDecoder:
     ) -> None:
         """num_layers: only the first few (then norm and head as always); 0 for all.
 
-        group: the ranks, where the weights are those of one of several. All compute every step and have its logits.
+        group: the ranks, where the weights are those of one of several. All compute every step; rank 0 has its logits.
         """
         self._group = group
         self._weights, self._settings, self._attention = weights, weights.settings, attention
@@ -79,8 +79,8 @@ class CudaDecoder:
         hidden = self._add_norm(addend, residual, self._weights.final_norm, torch.empty_like(residual))
         wanted = hidden if logits_indices is None else hidden[logits_indices]
         logits = functional.linear(wanted, self._weights.head)
-        if self._group is not None and logits.shape[1] < self._settings.vocab_size:
-            logits = self._group.gather_columns(logits)
+        if self._group is not None and len(self._weights.head) < len(self._weights.embedding):
+            logits = self._group.gather_at_first(logits)
         return Prediction(
             logits,
             hidden=None if hidden_indices is None else hidden[hidden_indices],

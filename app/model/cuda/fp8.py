@@ -97,13 +97,14 @@ def why_no_fp8(device: torch.device, *, on_a_cpu: str) -> str | None:
     return f"{torch.cuda.get_device_name(device)} has compute capability {own}, and FP8 needs {least} or more"
 
 
-def why_not_in_fp8(module: PreTrainedModel) -> str | None:
+def why_not_in_fp8(module: PreTrainedModel, num_ranks: int = 1) -> str | None:
     """Why the matrices of a Llama-like model cannot be multiplied so; None where they can. Those of experts are not."""
     config, head_dim = module.config, head_dim_of(module)
     sizes = {
         "hidden size": config.hidden_size,
-        "size of query heads": config.num_attention_heads * head_dim,
-        "size of key heads": config.num_key_value_heads * head_dim,
-    } | ({} if experts_of(module).num_experts else {"intermediate size": config.intermediate_size})
+        "size of query heads": config.num_attention_heads * head_dim // num_ranks,
+        "size of key heads": config.num_key_value_heads * head_dim // num_ranks,
+    } | ({} if experts_of(module).num_experts else {"intermediate size": config.intermediate_size // num_ranks})
     odd = [f"its {name} is {size}" for name, size in sizes.items() if size % _UNIT]
-    return f"sizes must be multiples of {_UNIT}; {', '.join(odd)}" if odd else None
+    of = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
+    return f"sizes must be multiples of {_UNIT}; {', '.join(odd)}{of}" if odd else None

@@ -109,7 +109,6 @@ class GraphModelRunner(LeadingRunner):
             return
         with self._ranks.preparing():
             self._capture_all(self._capture)
-            self._compare_captured()
         self._capture = None
 
     @torch.inference_mode()
@@ -151,13 +150,6 @@ class GraphModelRunner(LeadingRunner):
             self._captured_by.renew()
         self._capture = self._captured_by
         self.prepare()
-
-    def _compare_captured(self) -> None:
-        if self._group is not None and self._group.minimum(len(self._graphs)) != self._group.maximum(len(self._graphs)):
-            raise InvalidSetup(
-                "the ranks have captured different numbers of CUDA graphs, as memory ended on some of them; lower "
-                "cache.gpu_memory_fraction"
-            )
 
     def run(self, batch: StepBatch) -> StepResult:
         return self.launch(batch).result()
@@ -322,8 +314,25 @@ class GraphModelRunner(LeadingRunner):
                 return
 
     def _captured(self, size: StepSize, capture: Capture) -> _Graph:
-        inputs = CapturedInputs(size, self._attention, self._model.adapters)
-        return _Graph(inputs, capture(lambda: self._static_logits(inputs)))
+        """On all ranks or on none. Raises RuntimeError."""
+        group, adapters = self._group, self._model.adapters
+        if group is None:
+            inputs = CapturedInputs(size, self._attention, adapters)
+            return _Graph(inputs, capture(lambda: self._static_logits(inputs)))
+
+        def tried() -> CapturedInputs:
+            """Memory that ends, ends here, where no other rank waits for this one."""
+            inputs = CapturedInputs(size, self._attention, adapters)
+            with group.alone():
+                self._static_logits(inputs)
+            return inputs
+
+        def captured() -> _Graph:
+            with group.capturing():
+                return _Graph(inputs, capture(lambda: self._static_logits(inputs)))
+
+        inputs = group.together(tried)
+        return group.together(captured)
 
     @torch.inference_mode()
     def compute_padding(self, size: StepSize) -> torch.Tensor:

@@ -89,7 +89,7 @@ def fuse_weights(
     """
     weights: Weights = partial(_held, module) if mapped is None else mapped
     embedding = given(weights, EMBEDDING)
-    is_read_once = mapped is not None and module.config.tie_word_embeddings
+    is_read_once = mapped is not None and mapped.rank is None and module.config.tie_word_embeddings
     head = embedding if is_read_once else given(weights, HEAD)
     layers = []
     for index, (layer, window) in enumerate(zip(module.model.layers, settings.sliding_windows, strict=True)):

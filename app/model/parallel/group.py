@@ -1,4 +1,4 @@
-"""The ranks of one model and what they exchange: gloo on CPUs, NCCL on GPUs.
+"""The ranks of one model and what they exchange: gloo on CPUs; on GPUs NCCL, and torch's symmetric memory for sums.
 
 All ranks call the same functions in the same order. Where one does not, the others wait until the group's timeout and
 raise RuntimeError; where one ends, they raise it at once. The group is of no use then.
@@ -6,16 +6,27 @@ raise RuntimeError; where one ends, they raise it at once. The group is of no us
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, GatherOptions, PrefixStore, Store
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from app.model.memory import is_out_of_memory
+from app.model.parallel.split_plan import SizesOfRank
+from app.model.parallel.sums import SumWay, SymmetricSums, in_order, way_of_sum
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class RankGroup:
@@ -36,39 +47,105 @@ class RankGroup:
         self.rank = rank
         self.size = size
         self.device = device
+        self._sizes = SizesOfRank(size)
+        self._number = torch.zeros(1, dtype=torch.long, device=device)
         timeout = timedelta(seconds=timeout_s)
         # A file needs no port, on which another user of this machine could be the first to answer.
         files = FileStore(str(store), size)
         files.set_timeout(timeout)
-        self._processes = (
-            _nccl(files, rank, size, timeout) if device.type == "cuda" else _gloo(files, rank, size, timeout)
-        )
-        self.minimum(0)  # NCCL connects with the first exchange
+        if device.type == "cuda":
+            # Captured exchanges have a communicator of their own: sharing one with eager ones has hung other engines.
+            self._all = tuple(_nccl(PrefixStore(name, files), rank, size, timeout) for name in ("eager", "captured"))
+        else:
+            self._all = (_gloo(files, rank, size, timeout),)
+        self._processes: Any = self._all[0]
+        with self.capturing():
+            self.minimum(0)  # NCCL connects with the first exchange
+        self._symmetric: SymmetricSums | None = None
+        if device.type == "cuda":
+            linked = PrefixStore("symmetric", files)
+            try:
+                self._symmetric = self.together(lambda: SymmetricSums(linked, rank, size, device))
+            except RuntimeError as error:
+                logger.info("sums go through NCCL and not through symmetric memory: %s", error)
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Around exchanges that go into a CUDA graph, and what warms them up."""
+        return self._with(self._all[-1])
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Around work that may fail on some of the ranks: exchanges take their memory, but wait for nobody."""
+        return self._with(None)
+
+    @contextmanager
+    def _with(self, processes: Any) -> Iterator[None]:
+        self._processes = processes
+        try:
+            yield
+        finally:
+            self._processes = self._all[0]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Do what exchanges nothing that is waited for. Where it fails on one rank it fails on all.
+
+        Raises RuntimeError, of which `is_out_of_memory` says on all ranks whether memory has ended.
+        """
+        done, no_room, failed = 2, 1, 0
+        outcome, error = done, None
+        try:
+            found = work()
+        except RuntimeError as raised:
+            outcome, error = (no_room if is_out_of_memory(raised) else failed), raised
+        worst = self.minimum(outcome)
+        if worst == done:
+            return found
+        if error is None or worst < outcome:
+            error = RuntimeError(("failed", "out of memory")[worst] + " on another rank")
+        raise error
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace each number by its sum over all ranks: the same bits on every rank, whatever else is in the tensor.
 
         The tensor is contiguous and of one shape and type on all ranks.
         """
-        self._counts.add(self.rank)
-        if self.size <= 2:  # a + b is b + a
-            self._processes.allreduce([tensor]).wait()
+        if self._processes is None:
+            self._sizes.all_reduce(tensor)
             return
-        # A ring adds the numbers of each part of a tensor in another order, so that a number's sum depends on its
-        # place. This order is that of the ranks.
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._processes.allgather([parts], [tensor]).wait()
-        total = parts[0].float() if tensor.is_floating_point() else parts[0]
-        for part in parts[1:]:
-            total = total + part
-        tensor.copy_(total)
+        self._counts.add(self.rank)
+        if self._symmetric is not None:
+            self._symmetric.add(tensor)
+            return
+        way, flat, size = way_of_sum(tensor, self.size), tensor.view(-1), self.size
+        if way is SumWay.ANY_ORDER:
+            self._processes.allreduce([tensor]).wait()
+        elif way is SumWay.WHOLE:
+            parts = flat.new_empty(size, len(flat))
+            self._processes._allgather_base(parts.view(-1), flat).wait()
+            flat.copy_(in_order(parts))
+        else:
+            parts = flat.new_empty(size, len(flat) // size)
+            self._processes.alltoall_base(parts.view(-1), flat, [], []).wait()
+            self._processes._allgather_base(flat, in_order(parts).to(flat.dtype)).wait()
 
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """Join the ranks' columns: [..., num_columns] of each, of one shape → [..., size * num_columns] on all."""
+        if self._processes is None:
+            return self._sizes.gather_columns(tensor)
         self._counts.add(self.rank)
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
         self._processes.allgather([parts], [tensor.contiguous()]).wait()
         return torch.cat(parts, dim=-1)
+
+    def gather_at_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same on rank 0 alone; the others have their own columns."""
+        if self._processes is None:
+            return self._sizes.gather_columns(tensor) if self.rank == 0 else tensor
+        self._counts.add(self.rank)
+        tensor, options = tensor.contiguous(), GatherOptions()
+        options.rootRank = 0
+        parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else []
+        self._processes.gather([parts] if parts else [], [tensor], options).wait()
+        return torch.cat(parts, dim=-1) if parts else tensor
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replace the tensor of every rank by that of rank 0. Contiguous, of one shape and type on all ranks."""
@@ -78,21 +155,19 @@ class RankGroup:
     def minimum(self, number: int) -> int:
         """The least of the ranks' numbers."""
         self._counts.add(self.rank)
-        least = torch.tensor([number], device=self.device)
-        self._processes.allreduce([least], ReduceOp.MIN).wait()
-        return int(least.item())
-
-    def maximum(self, number: int) -> int:
-        """The greatest of the ranks' numbers."""
-        return -self.minimum(-number)
+        self._number.fill_(number)  # it has its memory also where there is none left
+        self._processes.allreduce([self._number], ReduceOp.MIN).wait()
+        return int(self._number.item())
 
     def set_timeout(self, timeout_s: float) -> None:
         """How long an exchange waits for the other ranks from now on."""
-        self._processes.set_timeout(timedelta(seconds=timeout_s))
+        for processes in self._all:
+            processes.set_timeout(timedelta(seconds=timeout_s))
 
     def abort(self) -> None:
         """End what this rank waits for in another thread, with an error there. Any thread may call it."""
-        self._processes.abort()
+        for processes in self._all:
+            processes.abort()
 
 
 class ExchangeCounts:
@@ -118,7 +193,7 @@ class ExchangeCounts:
         return [rank for rank, count in enumerate(counts) if count < max(counts)]
 
 
-def _gloo(files: FileStore, rank: int, size: int, timeout: timedelta) -> Any:
+def _gloo(files: Store, rank: int, size: int, timeout: timedelta) -> Any:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -126,7 +201,7 @@ def _gloo(files: FileStore, rank: int, size: int, timeout: timedelta) -> Any:
     return ProcessGroupGloo(files, rank, size, options)
 
 
-def _nccl(files: FileStore, rank: int, size: int, timeout: timedelta) -> Any:
+def _nccl(files: Store, rank: int, size: int, timeout: timedelta) -> Any:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 MEET_TIMEOUT_S = 60.0
 # To load a model, and to capture its steps: weights have to be read and kernels compiled.
 START_TIMEOUT_S = 1800.0
+# Of killed ranks: one that hangs in a driver does not end.
+END_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +280,10 @@ class Ranks:
                 logger.error("all ranks are ended: %s", reason)
             for process in self.processes:
                 process.kill()
+            deadline = time.monotonic() + END_TIMEOUT_S
             for process in self.processes:
-                process.wait()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=max(0.0, deadline - time.monotonic()))
             with suppress(Exception):  # a group that is of no use; on GPUs this ends kernels that wait
                 self.group.abort()
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from app.errors import InvalidSetup, UnsupportedModel
+from app.model.parallel.sums import SumWay, in_order, way_of_sum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -68,6 +69,8 @@ class Exchange(Protocol):
 
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor: ...
 
+    def gather_at_first(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
 
 class SizesOfRank:
     """One of several ranks without the others, on the meta device: what it exchanges has sizes and no numbers."""
@@ -78,12 +81,16 @@ class SizesOfRank:
         self.size = size
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        if self.size > 2:  # as `RankGroup` does it
-            parts = [torch.empty_like(tensor) for _ in range(self.size)]
-            tensor.copy_(parts[0].float() + parts[1])
+        """Takes the memory that `RankGroup` takes where no NVLink connects the ranks."""
+        way = way_of_sum(tensor, self.size)
+        if way is not SumWay.ANY_ORDER:
+            num_parts = 1 if way is SumWay.IN_PARTS else self.size
+            in_order(tensor.new_empty(self.size, tensor.numel() * num_parts // self.size))
 
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor] * self.size, dim=-1)
+
+    gather_at_first = gather_columns  # as rank 0 has it
 
 
 class SplitPlan:
@@ -93,6 +100,7 @@ class SplitPlan:
         """Raises UnsupportedModel if transformers has no plan for it, or one that is not known here."""
         self._group = group
         self._path = path
+        self._output = module.get_output_embeddings()
         self._plan: dict[str, str] = dict(getattr(module, "_tp_plan", None) or {})
         if not any(style in ("rowwise", *_WITH_WHOLE_INPUT) for style in self._plan.values()):
             raise UnsupportedModel(
@@ -146,7 +154,9 @@ class SplitPlan:
             return linear  # an output layer of 50,257 tokens: whole on every rank
         if style == "colwise" or style in _GATHERED:
             _set(linear, self._evenly(name, linear.weight, 0), self._bias(name, linear))
-            return _Gathered(linear, self._group) if style in _GATHERED else linear
+            # All ranks get all outputs, but of logits only rank 0, which draws.
+            join = self._group.gather_at_first if linear is self._output else self._group.gather_columns
+            return _Gathered(linear, join) if style in _GATHERED else linear
         bias = linear.bias if self._group.rank == 0 else None  # added once
         _set(linear, self._evenly(name, linear.weight, 1), bias)
         return _Summed(linear, self._group, takes_part=style in _WITH_WHOLE_INPUT)
@@ -178,12 +188,12 @@ class SplitPlan:
 
 
 class _Gathered(nn.Module):
-    """A linear layer of which each rank has some outputs; all ranks get all."""
+    """A linear layer of which each rank has some outputs, which are joined."""
 
-    def __init__(self, linear: nn.Module, group: Exchange) -> None:
+    def __init__(self, linear: nn.Module, join: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.linear = linear
-        self._join: Callable[[torch.Tensor], torch.Tensor] = group.gather_columns
+        self._join = join
 
     @property
     def weight(self) -> torch.Tensor:

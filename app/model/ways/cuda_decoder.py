@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -16,7 +16,7 @@ from app.model.cuda.decoder import CudaDecoder, num_kernels_of
 from app.model.cuda.fp8 import why_no_fp8, why_not_in_fp8
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.cuda.weights import CudaWeights, fuse_weights
-from app.model.device import NOT_AMONG_RANKS, check_kv_device
+from app.model.device import check_kv_device
 from app.model.llama import settings_of, why_attention_is_not_llama_like, why_not_llama_like
 from app.model.memory import MemoryNeeds
 from app.model.source import ModelSource
@@ -37,21 +37,21 @@ class CudaModel(LoadedModel):
     def why_not_here(source: ModelSource) -> str | None:
         """What of the machine and the settings keeps it from computing any model."""
         if source.config.quantization == "fp8":
-            return why_no_fp8(source.device, on_a_cpu="model.quantization: int8 and int4") or (
-                NOT_AMONG_RANKS if source.group is not None else None
-            )
+            return why_no_fp8(source.device, on_a_cpu="model.quantization: int8 and int4")
         return "model.backend is torch" if source.config.backend == "torch" else None
 
     @staticmethod
     def why_not(source: ModelSource, own: TransformersModel) -> str | None:
         """What of the model it does not compute, as far as is known before it is verified."""
         reason = why_not_llama_like(own.module) or why_attention_is_not_llama_like(own.module, own.rules)
-        return why_not_in_fp8(own.module) if reason is None and source.config.quantization == "fp8" else reason
+        if reason is not None or source.config.quantization != "fp8":
+            return reason
+        return why_not_in_fp8(own.module, 1 if own.group is None else own.group.size)
 
     @classmethod
     def load(cls, source: ModelSource, own: TransformersModel, expected: Reference) -> CudaModel:
         """Takes the weights of transformers' module, which has none afterwards."""
-        settings = replace(settings_of(own.module, own.rules), vocab_size=own.expected.own.logits.shape[-1])
+        settings = settings_of(own.module, own.rules)
         max_adapters, group = source.config.max_loaded_adapters, own.group
         weights = fuse_weights(
             own.module,

@@ -22,7 +22,7 @@ from app.model.cpu.shared_weights import Sharing, shared_weights
 from app.model.cpu.verification_cache import VerifiedModel, digest_of_files, read_verified, write_verified
 from app.model.cpu.weights import BITS, Allocate, NativeWeights, pack_weights, why_not_native
 from app.model.description import max_model_len
-from app.model.device import NOT_AMONG_RANKS, check_kv_dtype
+from app.model.device import check_kv_dtype
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerShape
 from app.model.llama import DecoderSettings, by_expert, settings_of, why_attention_is_not_llama_like
@@ -47,8 +47,9 @@ class NativeModel(LoadedModel):
     def why_not_here(source: ModelSource) -> str | None:
         """What of the machine and the settings keeps it from computing any model."""
         if source.group is not None:
-            quantised = source.config.quantization != "none"
-            return NOT_AMONG_RANKS if quantised else "the ranks of a model on a CPU run it"
+            if source.config.quantization != "none":
+                return "its ranks run transformers' code on a CPU; set replicas.tensor_parallel to 1"
+            return "the ranks of a model on a CPU run it"
         if source.device.type != "cpu":
             return f"it runs on {source.device.type}; set model.device to cpu"
         if source.config.backend == "torch":

@@ -66,11 +66,13 @@ class TransformersModel(LoadedModel):
         """
         mapped, whole, config = None, None, source.config
         if source.group is not None:
-            module, whole = part_of_rank(source)
+            source.check_ranks(source.group.size)
+        if from_files:
+            # Of weights that are to be in FP8 the device need not hold others.
+            mapped = mapped_model(source, source.device if config.quantization == "fp8" else None)
+        if source.group is not None:
+            module, whole = part_of_rank(source, mapped)
         else:
-            if from_files:
-                # Of weights that are to be in FP8 the device need not hold others.
-                mapped = mapped_model(source, source.device if config.quantization == "fp8" else None)
             module = read_module(source) if mapped is None else mapped.module
         if mapped is not None:
             mapped.compute_from_files()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,8 +47,11 @@ def logits_of_tokens(model: LoadedModel, token_ids: Sequence[int]) -> torch.Tens
     return torch.cat(found)
 
 
-def answer(pipe: Connection, rank: int, size: int, store: str, path: str, token_ids: Sequence[int]) -> None:
+def answer(
+    pipe: Connection, rank: int, size: int, store: str, path: str, token_ids: Sequence[int], settings: Mapping[str, Any]
+) -> None:
     """Sends the logits of another rank, in a process that was forked for it; None where it runs transformers' code."""
+    gc.freeze()  # the end of a group of the process before would wait for threads that are not forked
     torch.set_num_threads(1)
-    model = load(path, block_size=BLOCK_SIZE, group=group_of(rank, size, store), num_threads=1)
+    model = load(path, block_size=BLOCK_SIZE, group=group_of(rank, size, store), num_threads=1, **settings)
     pipe.send(logits_of_tokens(model, token_ids).tolist() if isinstance(model, CudaModel) else None)

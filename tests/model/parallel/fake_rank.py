@@ -3,6 +3,7 @@ computes nothing."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -58,6 +59,7 @@ class ForkedRank(subprocess.Popen[bytes]):
         try:
             os.closerange(3, descriptor)  # among them the other ends of the sockets
             os.closerange(descriptor + 1, 4096)
+            gc.freeze()  # the end of a group of the process before would wait for threads that are not forked
             torch.set_num_threads(1)
             self._main(descriptor, parent)
             os._exit(0)

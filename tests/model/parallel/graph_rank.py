@@ -9,16 +9,18 @@ from app.model.parallel.group import RankGroup
 from app.model.ways.loaded_model import LoadedModel
 from app.rank import follow
 from tests.kit.models import load
-from tests.model.cuda.test_graph_runner import RunAgain, attention_for
+from tests.model.cuda.test_graph_runner import RunAgain, RunsOutAt, attention_for
 from tests.model.parallel.fake_rank import joined
 
 
-def model_and_runner(path: Path, group: RankGroup) -> tuple[LoadedModel, GraphModelRunner]:
-    """All ranks call it together."""
+def model_and_runner(path: Path, group: RankGroup, room: int | None = None) -> tuple[LoadedModel, GraphModelRunner]:
+    """All ranks call it together. room: for so many graphs on rank 1; there are steps with prompts among them then."""
     model = load(path, backend="torch", num_threads=1, group=group)
-    return model, GraphModelRunner(model, attention_for(model), max_rows=2, capture=RunAgain())
+    capture = RunAgain() if room is None else RunsOutAt(room if group.rank == 1 else 99)
+    max_tokens = 0 if room is None else 4
+    return model, GraphModelRunner(model, attention_for(model), max_rows=2, max_tokens=max_tokens, capture=capture)
 
 
-def main(path: Path, descriptor: int, parent: int) -> None:
+def main(path: Path, room: int | None, descriptor: int, parent: int) -> None:
     channel, group = joined(descriptor, parent)
-    follow(channel, model_and_runner(path, group)[1], group)
+    follow(channel, model_and_runner(path, group, room)[1], group)

@@ -107,7 +107,7 @@ def test_overlapped_steps_of_two_ranks_give_the_tokens_of_one_process(tiny_model
     path = tiny_model_path("llama")
     ranks = Ranks(
         size=2, device=torch.device("cpu"), settings={}, step_timeout_s=60,
-        start=partial(ForkedRank, partial(main, path)),
+        start=partial(ForkedRank, partial(main, path, None)),
     )  # fmt: skip
     with ranks.loading():
         model, runner = model_and_runner(path, ranks.group)
@@ -119,6 +119,25 @@ def test_overlapped_steps_of_two_ranks_give_the_tokens_of_one_process(tiny_model
     assert isinstance(engine, OverlappedEngine)
     assert engine.stats().total_preemptions > 0
     assert found == run_to_end(plain_engine(path), *asked).token_ids
+
+
+def test_where_memory_ends_on_one_rank_no_rank_has_that_graph(tiny_model_path: Callable[[str], Path]) -> None:
+    """A rank that goes on without would leave the others waiting in its exchanges."""
+    pytest.importorskip("triton")
+    from tests.model.parallel.graph_rank import main, model_and_runner
+
+    path, of_decode = tiny_model_path("llama"), 2
+    ranks = Ranks(
+        size=2, device=torch.device("cpu"), settings={}, step_timeout_s=60,
+        start=partial(ForkedRank, partial(main, path, of_decode)),
+    )  # fmt: skip
+    with ranks.loading():
+        _, runner = model_and_runner(path, ranks.group, of_decode)
+    runner.lead(ranks)
+    with closing(runner):
+        runner.prepare()
+        assert len(runner._graphs) == of_decode
+        assert runner._mixed_sizes == ()
 
 
 def test_what_the_ranks_cannot_share_is_refused_at_the_start(tiny_model_path: Callable[[str], Path]) -> None:

@@ -160,6 +160,24 @@ def test_the_rank_that_hangs_before_the_first_step_is_named_among_those_that_wai
     assert all(process.poll() is not None for process in ranks.processes)
 
 
+def test_a_killed_rank_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that hangs in a driver."""
+    monkeypatch.setattr("app.model.parallel.ranks.END_TIMEOUT_S", 0.0)
+    ranks = ranks_of()
+    process, asked = ranks.processes[0], []
+
+    def wait(timeout: float | None = None) -> int:
+        assert timeout is not None, "it would wait for ever"
+        asked.append(timeout)
+        raise subprocess.TimeoutExpired("rank", timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "wait", wait)
+        ranks.close()
+    assert asked == [0.0]
+    process.wait()
+
+
 def test_no_rank_outlives_its_parent_even_stopped() -> None:
     program = (
         "import os, time; from tests.model.parallel.test_failing_ranks import ranks_of;"
