@@ -165,6 +165,11 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig) -> Engine:
         with ranks.loading():
             loaded = load_runner(config, group=ranks.group)
         loaded.runner.lead(ranks)
+    if loaded.runner.launches and config.speculation.method == "lookup":
+        logger.warning(
+            "speculation.method is lookup, but nothing is speculated: %s runs on a GPU, where a step is launched "
+            "before the tokens of the one before are known; set speculation.method to off", config.model.path,
+        )  # fmt: skip
     sentences = sentence_settings(config.model, location)
     runner = _runner_of(config, loaded, replicas)
     facts = replace(loaded.model.facts, pooling=sentences.pooling)

@@ -158,6 +158,7 @@ class StepBatch:
             scheduled,
             self.sequences[which],
             began_at=self.began_at,
+            num_scheduled_tokens=sum(len(item.token_ids) for item in scheduled),
             has_logprobs=any(item.wants_logprobs for item in scheduled),
             has_pooling=any(item.pooling is not None for item in scheduled),
             has_drafts=self.has_drafts,

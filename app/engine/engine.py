@@ -363,6 +363,7 @@ class Engine:
             block_size=scheduler.pool.block_size,
             num_outstanding_tokens=scheduler.num_outstanding_tokens,
             num_padding_tokens=self.runner.num_padding_tokens,
+            num_steps_without_graph=self.runner.num_steps_without_graph,
             tuning=self.tuning,
             adapters=None if self.adapters is None else self.adapters.stats(),
             sleep=None,  # an engine in its thread may have a sleeper

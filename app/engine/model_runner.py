@@ -30,6 +30,7 @@ class ModelRunner(ABC):
     adapts = False  # whether it may compute with LoRA adapters; else none is loaded
     can_sleep = False  # whether it gives up its memory in `sleep`
     num_padding_tokens = 0  # computed for nothing since the start, where steps have a few sizes only
+    num_steps_without_graph = 0  # since the start, where a device replays steps from graphs
 
     @abstractmethod
     def run(self, batch: StepBatch) -> StepResult:

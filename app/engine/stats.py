@@ -136,6 +136,7 @@ class EngineMeasurements:
     step_tokens: Distribution  # computed in one step, prompt chunks and single tokens together
     step_requests: Distribution  # in one step
     num_padding_tokens: int = 0  # computed for nothing, as steps run from graphs of a few sizes
+    num_steps_without_graph: int = 0  # launched kernel by kernel
     tuning: Tuning | None = None  # what the tuner does; None without targets
     adapters: AdapterStats | None = None  # None where the model runner computes with none
     sleep: SleepStats | None = None  # None where the engine never sleeps

@@ -182,6 +182,8 @@ _REPLICAS: Sequence[Family[EngineReport]] = (
     Family("counter", "carousel_graph_padding_tokens",
         "Tokens that steps computed for nothing, as graphs have a few sizes.",
         lambda each: each.measurements.num_padding_tokens),
+    Family("counter", "carousel_steps_without_graph", "Steps on a GPU that were launched kernel by kernel.",
+        lambda each: each.measurements.num_steps_without_graph),
     Family("histogram", "carousel_step_seconds", "Time of one step.", lambda each: each.measurements.step_s),
     Family("histogram", "carousel_step_tokens", "Tokens computed in one step.",
         lambda each: each.measurements.step_tokens),

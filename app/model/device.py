@@ -2,30 +2,120 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from app.config import EngineConfig, ModelConfig
-from app.errors import InvalidSetup
+from app.errors import InvalidSetup, first_line
 from app.model.cpu.library import is_fast
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.fp8 import why_no_fp8
 from app.model.description import read_config
 from app.model.llama import ARCHITECTURES
 
+logger = logging.getLogger(__name__)
+
+# Each says that this machine, or this container, has a card of NVIDIA.
+_SIGNS_OF_A_CARD = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia/version"))
+
 
 def device_of(config: ModelConfig) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise InvalidSetup("model.device is cuda, but torch sees no CUDA device; use cpu, or install a CUDA torch")
-    device = torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
-    if device.type == "cuda" and not TritonAttention.fits(device):
+    """Where a model is computed.
+
+    Raises:
+        InvalidSetup: there is no such device, or it has no Triton; or `auto` finds a card that this torch, which is
+            built for CUDA, cannot use.
+    """
+    if config.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        sign = None if torch.version.cuda is None else _sign_of_a_card()
+        if config.device == "auto" and sign is None:
+            return torch.device("cpu")
+        card = "" if sign is None else f" and there is a GPU here ({sign})"
+        raise InvalidSetup(
+            f"model.device is {config.device}{card}, but torch sees no CUDA device: {_why_no_cuda()}; or set "
+            f"model.device: cpu"
+        )
+    device = torch.device("cuda")
+    lacks = _what_triton_lacks(device)
+    if lacks is not None:
         raise InvalidSetup(
             f"model.device is {config.device} and torch sees a CUDA device, but Triton, in which attention is written, "
-            f"is not installed: pip install triton (torch for CUDA brings it on Linux), or set model.device: cpu"
+            f"{lacks}, or set model.device: cpu"
         )
     return device
+
+
+def _sign_of_a_card() -> str | None:
+    """None also where the environment hides all cards, as for a replica that has none of them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    return next((str(each) for each in _SIGNS_OF_A_CARD if each.exists()), shutil.which("nvidia-smi"))
+
+
+def _why_no_cuda() -> str:
+    """And what to do. torch tells that there is no device by a warning, and why by an error."""
+    version, built_for = torch.__version__, torch.version.cuda
+    if built_for is None:
+        return f"torch {version} is built without CUDA; install a CUDA torch"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        reason = "it has none"
+    except (RuntimeError, AssertionError) as error:
+        reason = first_line(error).rstrip(".")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    # https://docs.nvidia.com/cuda/cuda-toolkit-release-notes, minor version compatibility
+    return (
+        f"{reason} (the driver is {_driver()}, CUDA_VISIBLE_DEVICES is {visible!r}). torch {version} is built for CUDA "
+        f"{built_for}; CUDA 12 needs the driver 525 or newer, CUDA 13 needs 580: update it, or install a torch for an "
+        f"older CUDA (https://pytorch.org/get-started/previous-versions)"
+    )
+
+
+def _driver() -> str:
+    """Its version; in containers, too."""
+    try:
+        found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", _SIGNS_OF_A_CARD[1].read_text())
+    except OSError:
+        return "not loaded"
+    return "unknown" if found is None else found[0]
+
+
+def _what_triton_lacks(device: torch.device) -> str | None:
+    """And what to do. It compiles a launcher in C for its kernels, see `triton/runtime/build.py`."""
+    if not TritonAttention.fits(device):
+        return "is not installed: pip install triton (torch for CUDA brings it on Linux)"
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    missing = [] if any(map(shutil.which, compilers)) else [f"a C compiler ({' or '.join(compilers)})"]
+    missing += [] if header.is_file() else [f"Python's headers ({header})"]
+    if not missing:
+        return None
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return (
+        f"lacks {' and '.join(missing)}, with which it compiles what launches its kernels: apt-get install -y gcc "
+        f"libc6-dev {python}-dev, or dnf install -y gcc {python}-devel"
+    )
+
+
+def warn_of_turns(share: float) -> None:
+    """Of processes on one card CUDA runs one at a time, unless they are clients of its Multi-Process Service (MPS)."""
+    control = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")
+    if not control.exists():
+        logger.warning(
+            "replicas.num_gpus is %g, and there is no MPS here (%s): the replicas of this GPU take turns on it, and "
+            "may give less together than one with num_gpus: 1. Start nvidia-cuda-mps-control -d before Ray",
+            share, control,
+        )  # fmt: skip
 
 
 class ChosenDtype(NamedTuple):

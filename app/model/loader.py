@@ -16,7 +16,7 @@ from app.cores import num_cores
 from app.disk import cache_folder
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.graph_runner import GraphModelRunner
-from app.model.device import check_kv_device, device_of, dtype_of, refused_quantization
+from app.model.device import check_kv_device, device_of, dtype_of, refused_quantization, warn_of_turns
 from app.model.kv_cache import block_bytes, num_blocks_that_fit
 from app.model.location import resolve_model_path
 from app.model.memory import refusing_to_run_short
@@ -49,7 +49,10 @@ def load_runner(config: EngineConfig, *, gpu_share: float = 1.0, group: RankGrou
     """
     num_threads = config.model.num_threads or max(1, num_cores() // (1 if group is None else group.size))
     torch.set_num_threads(num_threads)
-    check_kv_device(config, device_of(config.model))
+    device = device_of(config.model)
+    check_kv_device(config, device)
+    if device.type == "cuda" and gpu_share < 1:
+        warn_of_turns(gpu_share)
     model, of_draft = _load(config, group), config.of_draft_model
     draft = None if of_draft is None else _load(of_draft, None)
     is_measured = model.device.type == "cuda" and config.cache.num_blocks is None

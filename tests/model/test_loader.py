@@ -20,7 +20,7 @@ from app.model.cuda.attention import TritonAttention
 from app.model.device import dtype_of
 from app.model.inputs import ModelInputs
 from app.model.kv_cache import KVCache
-from app.model.loader import load_model
+from app.model.loader import load_model, load_runner
 from app.model.source import ModelSource, module_of_transformers, module_on_device
 from app.model.verification import Reference
 from app.model.ways.gpu import verify_steps
@@ -114,6 +114,96 @@ def test_cuda_without_triton_is_refused_with_the_fix(tiny_model_path, monkeypatc
     for load_it in (load_model, dtype_of):
         with pytest.raises(InvalidSetup, match=r"Triton, .* pip install triton .*, or set model\.device: cpu"):
             load_it(ModelConfig(path=path, device=device), path)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("lacks", ["a compiler", "headers"])
+def test_cuda_without_what_triton_compiles_its_launchers_with_is_refused_with_the_fix(
+    tiny_model_path, monkeypatch, tmp_path: Path, lacks: str
+) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: True))
+    monkeypatch.delenv("CC", raising=False)
+    compiler, header = tmp_path / "clang", tmp_path / "Python.h"
+    for each in (compiler, header):
+        each.touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_path", lambda *_: str(tmp_path))
+    config = ModelConfig(path=str(tiny_model_path("llama")), device="auto")
+    assert device.device_of(config).type == "cuda"
+    (compiler if lacks == "a compiler" else header).unlink()
+    what = r"a C compiler \(gcc or clang\)" if lacks == "a compiler" else r"Python's headers \(.*/Python\.h\)"
+    with pytest.raises(InvalidSetup, match=rf"lacks {what}, .* apt-get install -y gcc .*, or dnf .*device: cpu"):
+        load_model(config, config.path)
+
+
+@pytest.mark.parametrize(("share", "has_mps"), [(0.5, False), (0.5, True), (1.0, False)])
+def test_replicas_that_take_turns_on_a_card_are_told_of(  # type: ignore[no-untyped-def]
+    tiny_model_path, monkeypatch, tmp_path: Path, caplog, share: float, has_mps: bool
+) -> None:
+    def no_more(*_: object) -> None:
+        raise InvalidSetup("the model is not loaded")
+
+    monkeypatch.setattr("app.model.loader.device_of", lambda config: torch.device("cuda"))
+    monkeypatch.setattr("app.model.loader._load", no_more)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    if has_mps:
+        (tmp_path / "control").touch()
+    with pytest.raises(InvalidSetup, match="not loaded"):
+        load_runner(config_of(tiny_model_path("llama"), num_threads=torch.get_num_threads()), gpu_share=share)
+    is_told = "num_gpus is 0.5, and there is no MPS here" in caplog.text
+    assert is_told == (share < 1 and not has_mps)
+
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040). Please update it.\nmore"
+
+
+def torch_without_its_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, built_for: str | None = "13.0") -> None:
+    """What torch does where the driver is too old for its CUDA."""
+
+    def init() -> None:
+        raise RuntimeError(TOO_OLD)
+
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    signs = tmp_path / "nvidia0", tmp_path / "version"
+    monkeypatch.setattr(device, "_SIGNS_OF_A_CARD", signs)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize("chosen", ["auto", "cuda"])
+def test_a_card_that_torch_cannot_use_is_refused_with_the_drivers_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: str
+) -> None:
+    torch_without_its_card(monkeypatch, tmp_path)
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
+    )
+    with pytest.raises(InvalidSetup) as refused:
+        device.device_of(ModelConfig(path="any", device=chosen))
+    said = str(refused.value)
+    assert (
+        f"model.device is {chosen} and there is a GPU here ({tmp_path}/version), but torch sees no CUDA device" in said
+    )
+    assert "is too old (found version 12040). Please update it (the driver is 550.54.15, CUDA_VISIBLE" in said
+    assert "built for CUDA 13.0; CUDA 12 needs the driver 525 or newer, CUDA 13 needs 580: update it" in said
+    assert "more" not in said.replace("or newer", "")
+    assert said.endswith("or set model.device: cpu")
+
+
+@pytest.mark.parametrize("how", ["no card", "hidden", "built without CUDA"])
+def test_a_cpu_is_taken_where_no_card_is_meant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str) -> None:
+    torch_without_its_card(monkeypatch, tmp_path, built_for=None if how == "built without CUDA" else "13.0")
+    if how != "no card":
+        (tmp_path / "nvidia0").touch()
+    if how == "hidden":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device.device_of(ModelConfig(path="any")).type == "cpu"
+    with pytest.raises(
+        InvalidSetup, match="built without CUDA" if how == "built without CUDA" else "driver is not loaded"
+    ):
+        device.device_of(ModelConfig(path="any", device="cuda"))
 
 
 def test_weights_that_are_not_safetensors_are_never_read(tmp_path: Path) -> None:

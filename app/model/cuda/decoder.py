@@ -53,7 +53,9 @@ class CudaDecoder:
         self._weights, self._settings, self._attention = weights, weights.settings, attention
         self._layers = weights.layers[:num_layers] if num_layers else weights.layers
         self._kernels = kernels_of("decoder_kernels", attention.device)
-        self._mixture = ExpertMixture(weights.settings.experts, attention.device)
+        self._mixture = ExpertMixture(
+            weights.settings.experts, attention.device, batch_invariant=attention.batch_invariant
+        )
         self._num_experts = max((len(each.down) for each in self._layers if each.router is not None), default=0)
 
     def compute(

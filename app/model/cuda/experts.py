@@ -1,7 +1,8 @@
 """A mixture of experts on CUDA: four launches, whatever the number of experts, because all their products are one.
 
-torch has a grouped product, too. It is for bfloat16 on Hopper and newer, chooses its tiles by the number of rows, and
-needs the rows sorted before and summed up afterwards; the kernels here (`expert_kernels.py`) do all of that.
+Where experts have many rows each, in bfloat16 on Hopper, torch's grouped product takes the place of two of them. It
+needs the rows sorted before, and chooses its tiles by their number, which the kernels here (`expert_kernels.py`) do
+not: so it computes prompts, and nothing with `batch_invariant`.
 
 A shared expert, to which every token goes, is cut into pieces of the size of the others and computed beside them.
 """
@@ -18,13 +19,20 @@ from app.model.llama import ExpertSettings
 # One size for any number of tokens, because a row's bits follow from it. 64 rows are one wgmma.
 _TILE_ROWS = _TILE_COLUMNS = 64
 _TILE_DEPTH_BYTES = 128
+# Of an expert, on average: weights are read for so many rows that products take the time. Not measured yet.
+_FEWEST_GROUPED_ROWS = 64
+_GROUPED_UNIT = 8  # numbers in 16 bytes: rows of matrices begin at a multiple of them
 
 
 class ExpertMixture:
     """The MLPs of a layer with experts, each token's in a few of them."""
 
-    def __init__(self, settings: ExpertSettings, device: torch.device) -> None:
+    def __init__(self, settings: ExpertSettings, device: torch.device, *, batch_invariant: bool = False) -> None:
         self._settings = settings
+        # Before Hopper torch multiplies one group after the other, and waits for the device. What is no card is planned
+        # as an H100.
+        is_grouped = device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
+        self._groups = is_grouped and not batch_invariant
         self._widen = device.type == "cpu"
         self._kernels = kernels_of("expert_kernels", device)
 
@@ -48,6 +56,9 @@ class ExpertMixture:
             chosen_padded=padded(num_chosen, 1), sums_to_one=self._settings.weights_sum_to_one,
             rounds=self._settings.rounds_weights, num_warps=1,
         )  # fmt: skip
+        is_even = size % _GROUPED_UNIT == inner % _GROUPED_UNIT == 0 and x.dtype is torch.bfloat16
+        if self._groups and is_even and shares.numel() >= _FEWEST_GROUPED_ROWS * num_experts:
+            return _grouped(x, gate_up, down, lists, lengths, shares)
         # As many tiles as there can be: each expert's last one may be short, and none is without a row.
         num_tiles = min(shares.numel(), -(-shares.numel() // _TILE_ROWS) + num_experts)
         options = {
@@ -64,3 +75,24 @@ class ExpertMixture:
             gated, down, lists, lengths, shares, output, num_tokens, size=size, depth=inner, **options
         )
         return output
+
+
+def _grouped(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    lists: torch.Tensor,
+    lengths: torch.Tensor,
+    shares: torch.Tensor,
+) -> torch.Tensor:
+    """What `expert_gate_kernel` and `expert_down_kernel` compute, by torch: the lists one after the other."""
+    ends = lengths.cumsum(0, dtype=torch.int32)
+    rows = torch.arange(shares.numel(), device=x.device)
+    experts = torch.searchsorted(ends, rows, right=True)
+    assignments = lists[experts, rows - (ends - lengths)[experts]].long()
+    tokens = x[assignments // shares.shape[1]]
+    gate, up = functional.grouped_mm(tokens, gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+    outputs = functional.grouped_mm(functional.silu(gate) * up, down.transpose(1, 2), offs=ends)
+    # In float32 and rounded once, as in the kernel.
+    outputs = (outputs * shares.flatten()[assignments, None]).to(x.dtype)
+    return torch.empty_like(outputs).index_copy_(0, assignments, outputs).view(*shares.shape, -1)

@@ -11,15 +11,17 @@ on the device.
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from app.engine.batch import DeviceLost, ScheduledSequence, StepBatch, StepResult
 from app.errors import InvalidSetup, described, first_line
@@ -107,7 +109,7 @@ class GraphModelRunner(LeadingRunner):
         """
         if self._capture is None:
             return
-        with self._ranks.preparing():
+        with self._ranks.preparing(), _without_collections():
             self._capture_all(self._capture)
         self._capture = None
 
@@ -172,6 +174,7 @@ class GraphModelRunner(LeadingRunner):
 
     def _predict(self, batch: StepBatch) -> Prediction:
         graph = self._graph_for(batch)
+        self.num_steps_without_graph += graph is None
         return self._eagerly(batch) if graph is None else self._replayed(graph, batch)
 
     @torch.inference_mode()
@@ -362,6 +365,19 @@ class GraphModelRunner(LeadingRunner):
         return self._logits[:num_rows].copy_(logits)
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """One before, none meanwhile: what it destroys, another graph or an event, may call what a capture forbids."""
+    is_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
+
+
 class _Drawn:
     """The results of a step on their way to the host."""
 
@@ -514,7 +530,16 @@ class OffDevice:
 
     def __init__(self, weights: Iterable[torch.Tensor], scratch: Iterable[torch.Tensor]) -> None:
         """No work that reads them may be under way. Memory of others, as of a mapped file, stays as it is."""
-        self._weights = [(storage, _on_host(storage)) for storage in _storages(weights)]
+        storages = _storages(weights)
+        sizes = [storage.nbytes() for storage in storages]
+        # Pinned in place, and at once: torch's pinned memory is rounded up to powers of two and kept afterwards.
+        self._host = torch.empty(sum(sizes), dtype=torch.uint8)
+        self._is_pinned = any(storage.device.type == "cuda" for storage in storages)
+        if self._is_pinned:
+            pin_memory(self._host.data_ptr(), self._host.nbytes)
+        self._weights = list(zip(storages, torch.split(self._host, sizes), strict=True))
+        for storage, host in self._weights:
+            host.copy_(_bytes(storage))
         self._scratch = [(storage, storage.nbytes()) for storage in _storages(scratch)]
         for storage, _ in (*self._weights, *self._scratch):
             storage.resize_(0)
@@ -527,8 +552,9 @@ class OffDevice:
         for storage, num_bytes in self._scratch:
             storage.resize_(num_bytes)
             _bytes(storage).zero_()
-        if any(storage.device.type == "cuda" for storage, _ in self._weights):
-            torch.cuda.synchronize()  # the host's copies go with this object
+        if self._is_pinned:
+            torch.cuda.synchronize()
+            unpin_memory(self._host.data_ptr())  # it goes with this object
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
@@ -540,8 +566,3 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """All of it, [num_bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _on_host(storage: torch.UntypedStorage) -> torch.Tensor:
-    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-    return host.copy_(_bytes(storage))

@@ -43,6 +43,7 @@ def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: 
     attention = _attention(config, model, num_blocks=num_blocks, max_blocks=max_blocks)
     with BatchInvariantMode() if attention.batch_invariant else nullcontext():  # type: ignore[no-untyped-call]
         verify_steps(config.model, model, attention, max_blocks=max_blocks)
+    _draw_once(config, model)
     return GraphModelRunner(
         replace(model, reference=None),  # its memory is needed
         attention,
@@ -96,6 +97,13 @@ def output_of_piece(model: LoadedModel, attention: PagedAttention, start: int, e
         for num_layers in (1, 0)
     )
     return Output(first.logits[None], whole.logits[None])
+
+
+def _draw_once(config: EngineConfig, model: LoadedModel) -> None:
+    """Compile what draws tokens and computes log-probabilities: a request would wait for it, and all beside it."""
+    limits = config.scheduler.model_copy(update={"max_running": 1, "max_step_tokens": 2})
+    batch = largest_batch(limits, model.facts, block_size=config.cache.block_size)
+    with_one_block(config, model).launch(batch).result()
 
 
 def bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float) -> int:

@@ -1,7 +1,8 @@
 """Compiles every kernel launch of a few steps for GPUs that are not here: run by `test_triton_compiles.py`.
 
-Prints for each kernel, shape and architecture: bytes that a thread spills, bytes of shared memory. A process of its
-own, because Triton decides when it is imported whether it compiles or interprets.
+Prints for each kernel, shape and architecture: bytes that a thread spills, bytes of shared memory, and which of its
+instructions are approximate. A process of its own, because Triton decides when it is imported whether it compiles or
+interprets.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Compiled(NamedTuple):
     architecture: int
     spilled: int  # bytes of a thread's stack
     shared: int  # bytes of a program
+    approximate: str  # instructions of PTX, "-" for none
 
 
 class CompileOnly:
@@ -86,7 +88,10 @@ class CompileOnly:
             )
             compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
             spilled, shared = spilled_bytes(compiled.asm["cubin"]), compiled.metadata.shared
-            self._results.append(Compiled(self._kernel.__name__, self._shape, architecture, spilled, shared))
+            approximate = ",".join(sorted(set(re.findall(r"\w+\.(?:approx|full)[.\w]*", compiled.asm["ptx"])))) or "-"
+            self._results.append(
+                Compiled(self._kernel.__name__, self._shape, architecture, spilled, shared, approximate)
+            )
 
 
 @contextmanager
@@ -192,7 +197,7 @@ def launch_decoder(
         {0: LayerShape(num_kv_heads=num_kv_heads, key_dim=head_dim, value_dim=head_dim)}, num_blocks=8, block_size=16,
         dtype=fp8.FP8 if in_fp8 else torch.bfloat16, device=torch.device("meta"),
     )  # fmt: skip
-    decoder = triton_decoder.CudaDecoder(weights, SimpleNamespace(device=CPU, cache=cache))  # type: ignore[arg-type]
+    decoder = triton_decoder.CudaDecoder(weights, SimpleNamespace(device=CPU, cache=cache, batch_invariant=False))  # type: ignore[arg-type]
     states, numbers = zeros(4, hidden_size), torch.zeros(4, dtype=torch.long)
 
     def empty(size: int) -> fp8.Rows:
@@ -268,6 +273,20 @@ CASES = {
     },
 }  # fmt: skip
 
+IN_BFLOAT16 = {  # what the models have that the three above lack: windows, sinks, groups of 5, 7 and 16 heads
+    "gemma9b": CASES["wide"] | {"num_heads": 16, "layer": shape(8, 256), "dtype": torch.bfloat16},
+    "gptoss": CASES["llama8b"] | {
+        "num_heads": 64, "layer": shape(8, 64), "rules": AttentionRules(
+            scaling=0.125, sliding_window=128, sinks=torch.zeros(64, dtype=torch.bfloat16)
+        ),
+    },
+    "qwen7b": CASES["llama8b"] | {
+        "num_heads": 28, "layer": shape(4, 128), "rules": AttentionRules(scaling=0.1, sliding_window=4096),
+    },
+    "qwen14b": CASES["llama8b"] | {"num_heads": 40},
+    "qwen235b": CASES["llama8b"] | {"num_heads": 64, "layer": shape(4, 128)},
+}  # fmt: skip
+
 IN_FP8 = {  # keys and values
     "llama8b-fp8": CASES["llama8b"] | {"kv_dtype": fp8.FP8},
     "gemma9b-fp8": CASES["wide"] | {"dtype": torch.bfloat16, "kv_dtype": fp8.FP8},
@@ -278,7 +297,7 @@ IN_FP8 = {  # keys and values
 # launch of attention takes the compiler 5 s of CPU time.
 TELLING = {
     "llama8b": ARCHITECTURES, "wide": (89,), "odd": (90,), "llama8b-fp8": (100,), "gemma9b-fp8": (90,),
-    "odd-fp8": (89,),
+    "odd-fp8": (89,), "gemma9b": (89, 90), "gptoss": (90,), "qwen7b": (89, 90), "qwen14b": (89,), "qwen235b": (90,),
 }  # fmt: skip
 
 DECODERS = {
@@ -324,9 +343,9 @@ def compile_all() -> list[Compiled]:
     for dtype in (torch.bfloat16, torch.float32):
         with compiling(batch_invariant, invariant_kernels, str(dtype).removeprefix("torch."), results, generations):
             launch_invariant(dtype)
-    with compiling(sampler, sampler_kernels, "bfloat16", results, plain):
+    with compiling(sampler, sampler_kernels, "bfloat16", results, (89, 90)):
         launch_sampler(torch.bfloat16)
-    for shape_name, case in (CASES | IN_FP8).items():
+    for shape_name, case in (CASES | IN_BFLOAT16 | IN_FP8).items():
         for architecture in TELLING[shape_name]:
             with compiling(triton_attention, attention_kernels, shape_name, results, (architecture,)):
                 launch_attention(architecture, **case)  # type: ignore[arg-type]

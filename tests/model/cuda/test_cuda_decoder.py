@@ -29,6 +29,9 @@ from tests.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
+import triton.language as tl
+
+from app.model.cuda import sampler_kernels
 from app.model.cuda.decoder import CudaDecoder
 from app.model.cuda.fp8 import LEAST_CAPABILITY
 from app.model.cuda.graph_runner import GraphModelRunner
@@ -69,6 +72,44 @@ def test_tokens_are_those_of_generate_beside_others_in_pieces_and_after_preempti
     requests = [make_request(prompt, max_tokens=4, ignore_eos=True) for prompt in PROMPTS]
     assert run_to_end(engine, *requests).token_ids == generate_plainly(path, requests)
     assert engine.stats().total_preemptions > 0
+
+
+def test_requests_compile_nothing_that_was_not_compiled_at_the_start(
+    small_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the number of blocks is set, so that no step of the largest size is computed at the start."""
+    compiled: set[tuple[object, ...]] = set()
+    kernel_class = type(sampler_kernels.draw_kernel)
+    run = kernel_class.run
+
+    def noting(kernel: Any, *given: Any, **named: Any) -> Any:
+        constants = {name for name, kind in kernel.fn.__annotations__.items() if kind is tl.constexpr}
+        types = [each.dtype for each in given if isinstance(each, torch.Tensor)]
+        compiled.add((kernel.fn.__name__, *types, *sorted((name, named[name]) for name in constants & named.keys())))
+        return run(kernel, *given, **named)
+
+    monkeypatch.setattr(kernel_class, "run", noting)
+    settings = {"cache": {"block_size": 4, "num_blocks": 20}, "scheduler": {"max_running": 3, "max_step_tokens": 24}}
+    speculation = {"method": "lookup"}
+    engine = build_sync_engine(
+        config_of(small_path("mistral"), device="auto", dtype="float32", speculation=speculation, **settings)
+    )
+    assert "speculation.method is lookup, but nothing is speculated" in caplog.text
+    engine.prepare()
+    at_start = set(compiled)
+    wishes: tuple[dict[str, Any], ...] = (
+        {"temperature": 1.0, "top_p": 0.5},
+        {"logprobs": 2, "presence_penalty": 1.0},
+        {},
+    )
+    requests = [
+        make_request(prompt, max_tokens=2, ignore_eos=True, **wish)
+        for prompt, wish in zip(PROMPTS, wishes, strict=True)
+    ]
+    run_to_end(engine, *requests)
+    assert engine.stats().total_drafted_tokens == 0
+    assert compiled == at_start
+    assert {"draw_kernel", "logprobs_kernel"} <= {name for name, *_ in at_start}
 
 
 def load_transformers(path: Path, **changes: Any) -> LoadedModel:

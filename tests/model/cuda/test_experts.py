@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -27,14 +27,14 @@ class Shape:
     dtype: torch.dtype = torch.float32
     sums_to_one: bool = True
 
-    def mixture(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """What the kernels make of `tensors()`."""
+    def mixture(self, *tensors: torch.Tensor, batch_invariant: bool = False) -> torch.Tensor:
+        """What the kernels make of `tensors()`, or torch's grouped product."""
         settings = ExpertSettings(
             num_experts=self.num_experts, per_token=self.per_token, intermediate_size=self.inner,
             weights_sum_to_one=self.sums_to_one, rounds_weights=not self.sums_to_one,
         )  # fmt: skip
         lengths = torch.zeros(len(tensors[-1]), dtype=torch.int32, device=DEVICE)
-        return ExpertMixture(settings, DEVICE)(*tensors, lengths)
+        return ExpertMixture(settings, DEVICE, batch_invariant=batch_invariant)(*tensors, lengths)
 
     def tensors(self) -> list[torch.Tensor]:
         """Tokens, router, gate_up, down."""
@@ -83,6 +83,41 @@ def test_each_token_gets_the_outputs_of_its_experts(shape: Shape) -> None:
     assert ours.dtype is shape.dtype
     tolerance = 1e-4 if shape.dtype is torch.float32 else 0.03
     torch.testing.assert_close(ours.float(), plainly(shape, *tensors), atol=tolerance, rtol=tolerance)
+
+
+GROUPED = Shape(num_tokens=130, dtype=torch.bfloat16, size=64, inner=48)
+
+
+@pytest.mark.skipif(
+    DEVICE.type == "cuda" and torch.cuda.get_device_capability() != (9, 0), reason="torch groups products on Hopper"
+)
+@pytest.mark.parametrize(
+    ("shape", "batch_invariant", "num_grouped"),
+    [
+        (GROUPED, False, 2),
+        (replace(GROUPED, sums_to_one=False, num_experts=3, per_token=3), False, 2),
+        (GROUPED, True, 0),
+        (replace(GROUPED, num_tokens=127), False, 0),  # 63.5 rows an expert
+        (replace(GROUPED, inner=44), False, 0),  # no multiple of 16 bytes
+        (replace(GROUPED, dtype=torch.float32), False, 0),
+    ],
+    ids=str,
+)
+def test_many_tokens_of_a_prompt_are_grouped_products(
+    shape: Shape, batch_invariant: bool, num_grouped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grouped, product = [], functional.grouped_mm
+
+    def noting(*given: Any, **named: Any) -> torch.Tensor:
+        grouped.append(given)
+        return product(*given, **named)
+
+    monkeypatch.setattr(functional, "grouped_mm", noting)
+    tensors = shape.tensors()
+    ours = shape.mixture(*tensors, batch_invariant=batch_invariant)
+    assert len(grouped) == num_grouped
+    assert ours.dtype is shape.dtype
+    torch.testing.assert_close(ours.float(), plainly(shape, *tensors), atol=0.03, rtol=0.03)
 
 
 def test_equal_scores_go_to_the_first_experts() -> None:

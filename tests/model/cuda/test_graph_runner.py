@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from array import array
@@ -25,8 +26,9 @@ from app.engine.engine import Engine
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Request
 from app.errors import InvalidSetup
+from app.model.cuda import graph_runner
 from app.model.cuda.captured_inputs import graph_sizes
-from app.model.cuda.graph_runner import GraphModelRunner, LaunchedStep
+from app.model.cuda.graph_runner import GraphModelRunner, LaunchedStep, OffDevice
 from app.model.sampler import Sampler
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.transformers_code import TransformersModel
@@ -141,6 +143,39 @@ def test_a_model_that_was_off_the_device_has_the_same_tokens_again(small_path: P
     has_tokens_of_eager_steps(engine, small_path, 2)
 
 
+class OnCard:
+    """Stands for a tensor in a card's memory, and for its storage."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, size: int) -> None:
+        self.own = torch.arange(size, dtype=torch.uint8).untyped_storage()
+
+    def untyped_storage(self) -> OnCard:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+
+def test_sleep_pins_as_many_bytes_of_the_host_as_the_weights_have_and_gives_them_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned: dict[int, int] = {}
+    monkeypatch.setattr(graph_runner, "pin_memory", pinned.__setitem__)
+    monkeypatch.setattr(graph_runner, "unpin_memory", pinned.pop)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    bytes_of = graph_runner._bytes
+    monkeypatch.setattr(graph_runner, "_bytes", lambda storage: bytes_of(storage.own))
+    weights = [OnCard(size) for size in (129, 200, 65)]
+    away = OffDevice(weights, ())  # type: ignore[arg-type]
+    assert [each.own.nbytes() for each in weights] == [0, 0, 0]
+    assert sum(pinned.values()) == 129 + 200 + 65
+    away.come_back()
+    assert not pinned
+    assert [each.own.tolist() for each in weights] == [list(range(size)) for size in (129, 200, 65)]
+
+
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a GPU")
 def test_a_gpus_memory_is_free_in_sleep(small_path: Path) -> None:
     model = load(small_path)
@@ -163,6 +198,7 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(tmp_path: Path) -> None:
     assert {1, 2, 4, 6} <= set(capture.replayed)  # 6: of steps with prompts
     assert 3 not in capture.replayed
     assert len(capture.replayed) == engine.stats().total_steps
+    assert engine.measurements().num_steps_without_graph == 0
 
 
 @given(data=st.data())
@@ -311,6 +347,7 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_why(
         engine.prepare()
     assert "(operation not permitted when stream is capturing)" in caplog.text
     has_tokens_of_eager_steps(engine, small_path, 1)
+    assert engine.measurements().num_steps_without_graph == engine.stats().total_steps > 0
 
 
 class RunsOutAt:
@@ -350,6 +387,7 @@ def test_where_memory_ends_after_decode_steps_those_with_prompts_run_eagerly(
     assert "steps of 16 tokens with prompts run without a CUDA graph, slower (CUDA out of memory" in caplog.text
     assert "Lower cache.gpu_memory_fraction for it" in caplog.text
     has_tokens_of_eager_steps(engine, small_path, 2)
+    assert 0 < engine.measurements().num_steps_without_graph < engine.stats().total_steps
 
 
 def test_a_replica_without_memory_for_the_sizes_that_it_needs_stops_with_the_numbers(
@@ -357,8 +395,20 @@ def test_a_replica_without_memory_for_the_sizes_that_it_needs_stops_with_the_num
 ) -> None:
     model = load(small_path)
     engine = engine_with(model, RunsOutAt(2))
+    gc.enable()
     with pytest.raises(InvalidSetup, match=r"holds 2 of the 4 CUDA .* \(of 6, 4, 2, 1 sequences\); it ran out at 2"):
         engine.prepare()
+    assert gc.isenabled()
+
+
+def test_the_padding_of_a_divided_step_is_that_of_its_parts(small_path: Path) -> None:
+    model = load(small_path)
+    runner = GraphModelRunner(model, attention_for(model), max_rows=6, capture=RunAgain())
+    whole = StepBatch(tuple(share(0, [at], 5 + at) for at in range(5)), (None,) * 5, num_scheduled_tokens=5)  # type: ignore[arg-type]
+    for part, padding in ((whole.part(slice(3)), 1), (whole.part(slice(3, 5)), 0)):
+        before = runner.num_padding_tokens
+        runner.run(part)
+        assert runner.num_padding_tokens - before == padding
 
 
 def test_a_step_launched_before_the_last_is_known_computes_its_tokens(small_path: Path) -> None:
@@ -447,15 +497,18 @@ def test_graphs_are_captured_once_and_by_the_thread_that_launches(small_path: Pa
 
     def capture(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         captured.append(threading.get_ident())
+        assert not gc.isenabled(), "a collection may destroy what a capture must not touch"
         return RunAgain()(function)
 
     engine = engine_with(load(small_path), capture)
     assert captured == []
+    gc.enable()
     thread = threading.Thread(target=engine.prepare)
     thread.start()
     thread.join()
     num_graphs = len(graph_sizes(6)) + 1  # and one of mixed steps
     assert captured == [thread.ident] * num_graphs
+    assert gc.isenabled()
     run_to_end(engine, *some_requests()[:1])
     assert len(captured) == num_graphs
 

@@ -16,7 +16,14 @@ pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA t
 
 PROJECT = Path(__file__).resolve().parents[3]
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
-SPILLED = {("decode_kernel", "gemma9b-fp8", "90"): 8}  # bytes; of all others none
+SPILLED = {  # bytes; of all others none
+    ("decode_kernel", "gemma9b-fp8", "90"): 8,
+    ("prefill_kernel", "qwen7b", "89"): 80,  # 7 heads share keys and values, and 5: no powers of two
+    ("prefill_kernel", "qwen14b", "89"): 80,
+}
+# Powers of two and quotients may be a little off. Logarithms may not: near 1, where the noise of the tokens that win
+# comes from, an approximate one has few bits.
+APPROXIMATE = {"ex2.approx.ftz.f32", "div.full.f32"}
 
 
 def test_the_kernels_compile_for_gpus_and_fit_into_their_memories() -> None:
@@ -30,9 +37,11 @@ def test_the_kernels_compile_for_gpus_and_fit_into_their_memories() -> None:
     lines = [line.split() for line in done.stdout.splitlines()]
     kernels = {kernel for kernel, *_ in lines}
     assert kernels == entry_points(), "each kernel is launched by `compile_kernels.py`"
-    for kernel, shape, architecture, spilled, shared in lines:
+    for kernel, shape, architecture, spilled, shared, approximate in lines:
         assert int(shared) <= SHARED_KIB[int(architecture)] * 1024, (kernel, shape, architecture)
         assert int(spilled) <= SPILLED.get((kernel, shape, architecture), 0), (kernel, shape, architecture)
+        if kernel in ("draw_kernel", "logprobs_kernel"):
+            assert APPROXIMATE.issuperset(approximate.split(",")), (kernel, architecture)
 
 
 def entry_points() -> set[str]:
