@@ -18,6 +18,7 @@ from app.webhooks.receiver import WebhookReceiver
 # The class of every item. In OpenAI's API it is the tier of requests that can wait. Here: idle slots only, never
 # queued, preempted first.
 LOWEST_CLASS: Json = {"service_tier": "flex"}
+RESPONSES_PATH = "/v1/responses"
 PIECE_BYTES = 1024 * 1024  # of a file, read, sent or taken at once
 RESPONSE_RUNS = ("queued", "in_progress")  # statuses of a response that has not ended
 # Of one request: a body over HTTP, or a line of a file. Some million tokens of text, which is what one call may have.
@@ -106,9 +107,10 @@ class NewBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewResponse:
-    """A response of /v1/responses that is kept."""
+    """A response, a chat or a completion that is kept."""
 
     owner: str
+    path: str = RESPONSES_PATH  # of its endpoint
     body: Json
     headers: Mapping[str, str] = field(default_factory=dict)  # those that say where and when it runs
     request_id: str
@@ -116,10 +118,15 @@ class NewResponse:
     response_id: str  # it is kept under this id
     created_at: int = 0  # seconds since 1970; 0: now
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether it may wait for room: its client has its answer before."""
+        return self.path == RESPONSES_PATH and bool(self.body.get("background"))
+
 
 @dataclass(frozen=True, slots=True)
 class EventsAfter:
-    """Which events of a response are wanted: those with a `sequence_number` above `number`."""
+    """Which events of a response are wanted: those behind `number`, the first being 0."""
 
     owner: str
     response_id: str
@@ -137,7 +144,7 @@ class KeptAnswer(Protocol):
     """A response that is kept, prepared and on the way."""
 
     def as_json(self) -> Json:
-        """The response by now."""
+        """The response by now, with its `status`."""
 
     def events(self, known: Sequence[bytes]) -> AsyncGenerator[list[bytes], None]:
         """Its events behind those that are `known` from an earlier attempt, those of each delta together."""

@@ -307,7 +307,8 @@ def prepare_generation(
         is_open_ended = body.asked_tokens is None and default_max_tokens is None
         lengths = _with_bounded_logprobs(body, details, lengths, num_prompt_tokens, limits, is_open_ended=is_open_ended)
         num_logprobs = _num_logprobs(body, details, lengths, num_prompt_tokens)
-    response_id, requests = context.response_id(prefix), list[Request]()
+    request_id, requests = context.response_id(prefix), list[Request]()  # engines know each attempt by its own id
+    response_id, created = context.kept_as or (request_id, int(time.time()))
     for prompt, max_tokens in zip(prompts, lengths, strict=True):
         seed = secrets.randbits(63) if body.seed is None else body.seed & SEED_MASK
         for sample in range(body.num_samples):
@@ -319,10 +320,9 @@ def prepare_generation(
                 prompt_logprobs=None if details is None else _scored_logprobs(details, is_first=sample == 0),
                 **shared.sampling,
             )
-            request_id = f"{response_id}-{len(requests)}"
             requests.append(
                 Request(
-                    request_id=request_id,
+                    request_id=f"{request_id}-{len(requests)}",
                     prompt_token_ids=prompt,
                     sampling=sampling,
                     prediction_token_ids=shared.prediction,
@@ -333,7 +333,7 @@ def prepare_generation(
     wants_timings = asks_for(context.headers, TIMINGS_HEADER)
     return PreparedRequest(
         response_id=response_id,
-        created=int(time.time()),
+        created=created,
         model=model,
         requests=tuple(requests),
         num_prompt_tokens=num_prompt_tokens,

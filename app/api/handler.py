@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 from app.api.auth.keys import Authenticator, without_keys
 from app.api.auth.limits import Account, Reservation
 from app.api.endpoints.kept_responses import KeptResponse
-from app.api.endpoints.responses import RESPONSES_PATH, ResponsesWriter
+from app.api.endpoints.responses import ResponseBuilder
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.generation import shared_fields
 from app.api.http.errors import error_body, error_status, log_error
 from app.api.json_structure import size_of
 from app.api.model_names import ModelNames
+from app.api.output.completion_writers import ChunkWriter
 from app.api.output.response_state import ResponseState
 from app.api.pipelines import Pipeline, PipelineRun
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel, SharedFields
@@ -197,9 +198,12 @@ class RequestHandler:
                 may_keep=True,
                 kept_as=(new.response_id, new.created_at),
             )
-            state = await self.handle(ENDPOINTS[RESPONSES_PATH], new.body, context)
-            assert isinstance(state.writer, ResponsesWriter), "that of the endpoint"
-            yield KeptResponse(state, state.writer.event_writer(state))
+            state = await self.handle(ENDPOINTS[new.path], new.body, context)
+            state.is_kept = True
+            assert state.writer is not None, "a client sees it"
+            writer = state.writer.event_writer(state)
+            assert isinstance(writer, ResponseBuilder | ChunkWriter), "of an endpoint that keeps"
+            yield KeptResponse(state, writer)
 
     async def handle_item(
         self, owner: str, path: str, body: Mapping[str, Any], origin: ItemOrigin | None = None

@@ -1,4 +1,4 @@
-"""Responses that are kept: generated here, whatever becomes of the connection or the ingress that asked for them.
+"""Responses, chats and completions that are kept: generated here, whatever becomes of the connection or the ingress.
 
 A response is known to the catalog before its client hears of it, and its end before its client reads of it. The events
 of one that is streamed are appended to a file before a client reads them, so one whose process dies goes on behind
@@ -22,7 +22,17 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from app.batches import PIECE_BYTES, RESPONSE_RUNS, AnswerKept, Events, EventsAfter, KeptAnswer, NewResponse, PageOf
+from app.batches import (
+    PIECE_BYTES,
+    RESPONSE_RUNS,
+    RESPONSES_PATH,
+    AnswerKept,
+    Events,
+    EventsAfter,
+    KeptAnswer,
+    NewResponse,
+    PageOf,
+)
 from app.disk import STORAGE_PAUSE_S, OneThread
 from app.errors import (
     CarouselError,
@@ -45,8 +55,10 @@ _TOGETHER_S = 0.005
 RETRY_S = 1.0  # after a refusal that names no time
 REFUSAL_KEPT_S = 60.0  # for the client that waits for the response
 _END, _END_OF_DELTA = b"\n\n", b"\n"  # of an event in a file, and of all that one delta gave
+_HELD_BACK = b"\n"  # before the events of the last delta, which no client reads before the response has ended
+_DONE = b"data: [DONE]\n\n"
 # They are written from the response itself.
-_LAST_EVENTS = (b"event: response.completed\n", b"event: response.incomplete\n", b"event: response.failed\n")
+_LAST_EVENTS = (b"event: response.completed\n", b"event: response.incomplete\n", b"event: response.failed\n", _DONE)
 
 
 @dataclass(slots=True, eq=False)
@@ -172,7 +184,7 @@ class KeptResponses:
         new = NewResponse(**from_json(stored.request))
         _check_streamed(new)
         events = await asyncio.to_thread(_read_events, self._folder / response_id)
-        events.append(_last_event(from_json(stored.response), len(events)))
+        events.append(_last_event(new, from_json(stored.response), len(events)))
         _check_after(after, len(events))
         return _piece(events, after, may_be_last=True)
 
@@ -284,9 +296,8 @@ class KeptResponses:
 
     async def _begin(self, running: _Running, accepted: asyncio.Future[Json]) -> None:
         """Generate a response, which is `accepted` once the catalog knows it."""
-        may_wait = bool(running.new.body.get("background"))
         try:
-            await self._generate(running, accepted=accepted, may_wait=may_wait)
+            await self._generate(running, accepted=accepted, may_wait=running.new.may_wait)
         except Exception as error:
             if accepted.done():
                 self._refuse(running, error)
@@ -328,7 +339,8 @@ class KeptResponses:
                             if is_last:
                                 last_events = events = events[:-1]
                             if log is not None and events:
-                                log.write(b"".join(events) + _END_OF_DELTA)  # before a client reads any of them
+                                written = b"".join(events) + _END_OF_DELTA  # before a client reads any of them
+                                log.write(_HELD_BACK + written if is_last else written)
                                 if not is_last:
                                     running.events += events
                                     self._wake()
@@ -358,7 +370,7 @@ class KeptResponses:
         running.answer = None
         running.response = response
         running.events += last_events
-        running.events.append(_last_event(response, len(running.events)))
+        running.events.append(_last_event(running.new, response, len(running.events)))
         self._leave(running)
 
     async def _stopped(self, running: _Running) -> Json:
@@ -426,16 +438,13 @@ def _read_deltas(log: Path) -> list[bytes]:
 
 
 def _read_events(log: Path) -> list[bytes]:
-    return [event + _END for written in _read_deltas(log) for event in written.split(_END)]
+    return [event + _END for written in _read_deltas(log) for event in written.removeprefix(_HELD_BACK).split(_END)]
 
 
 def _read_shown(log: Path) -> list[bytes]:
-    """Those that a client may have read of a response that has not ended; the file has no others any more.
-
-    Those that end its last item were written, but its end was not.
-    """
+    """Those that a client may have read of a response that has not ended; the file has no others any more."""
     written = _read_deltas(log)
-    if written and written[-1].rpartition(_END)[2].startswith(b"event: response.output_item.done\n"):
+    if written and written[-1].startswith(_HELD_BACK):
         del written[-1]
     if log.exists():
         os.truncate(log, sum(len(each) + len(_END + _END_OF_DELTA) for each in written))
@@ -449,8 +458,16 @@ def _sweep(folder: Path, known: Container[str]) -> None:
             file.unlink(missing_ok=True)
 
 
-def _last_event(response: Json, number: int) -> bytes:
-    """The event that ends a response; there is none of a name of its own for one that was cancelled."""
+def _last_event(new: NewResponse, response: Json, number: int) -> bytes:
+    """The event that ends a response; there is none of a name of its own for one that was cancelled.
+
+    Of chunks, also the error before it.
+    """
+    if new.path != RESPONSES_PATH:
+        if response.get("error") is None:
+            return _DONE
+        error = {"type": "server_error", "param": None} | response["error"]
+        return b"data: %b\n\n%b" % (to_json({"error": error}), _DONE)
     kind = "incomplete" if response["status"] == "cancelled" else response["status"]
     event = {"type": f"response.{kind}", "sequence_number": number, "response": response}
     return b"event: response.%b\ndata: %b\n\n" % (kind.encode(), to_json(event))
@@ -477,10 +494,11 @@ def _object(answer: KeptAnswer) -> Json:
 
 def _ended(response: Json, status: str, error: Exception | None = None) -> Json:
     """A response that ends before its time."""
-    items = [
-        item | {"status": "incomplete"} if item["status"] == "in_progress" else item for item in response["output"]
-    ]
-    ended = response | {"status": status, "output": items}
+    ended = response | {"status": status}
+    if "output" in response:
+        ended["output"] = [
+            item | {"status": "incomplete"} if item["status"] == "in_progress" else item for item in response["output"]
+        ]
     if error is not None:
         if not isinstance(error, CarouselError):
             logger.error("response %s failed: %s", response["id"], traceback_of(error))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any
@@ -311,6 +311,14 @@ class _Replica:
             registry.note(self.replica_id, report, reader.take())
 
 
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What changes the number of replicas while a trace runs: `look` is called with the time, again and again."""
+
+    look: Callable[[float], None]
+    every_s: float
+
+
 class FleetSimulation:
     """Replicas behind ingresses, each request through a random one; reports tell every ingress. One use."""
 
@@ -335,21 +343,25 @@ class FleetSimulation:
             )
             for number in range(num_ingresses)
         ]  # fmt: skip
-        self._compares_loads = len(replicas) > 1 and dispatch != "round_robin"
+        self._is_round_robin = dispatch == "round_robin"
+        self._compares_loads = len(replicas) > 1 and not self._is_round_robin
         self._rng = random.Random(seed or 0)
         self._registry_of: list[ReplicaRegistry] = []  # by the number of the request
         self._max_tokens: list[int] = []  # likewise
         groups = [] if roles is None else groups_of_roles(prefill=roles.prefill, decode=roles.decode)
         self._split: dict[str, Request] = {}  # that go on elsewhere after their prompt
-        self._replicas = {
-            f"replica-{number:04d}": _Replica(
-                f"replica-{number:04d}", scheduler, cache, measured,
+
+        def new(number: int) -> _Replica:
+            return _Replica(
+                f"replica-{number:04d}", scheduler, cache, replicas[number % len(replicas)],
                 noise=None if seed is None else _Noise(f"{seed} {number}"),
                 recorder=(recorders or {}).get(number), tells_prefixes=self._compares_loads,
                 group=group_of_rank(number, groups),
-            )
-            for number, measured in enumerate(replicas)
-        }  # fmt: skip
+            )  # fmt: skip
+
+        self._new = new
+        self._new_numbers = count(len(replicas))
+        self._replicas = {each.replica_id: each for each in map(new, range(len(replicas)))}
         for registry in self._registries:
             registry.set_replicas(list(self._replicas))
         for replica in self._replicas.values():
@@ -358,7 +370,8 @@ class FleetSimulation:
         self._arrivals: list[tuple[float, int, TracedRequest, bool]] = []
         self._following: dict[int, TracedRequest] = {}  # by the number of the request that they follow
         self._numbers = count()  # of events at the same time: in the order in which they were made
-        self._events: list[tuple[float, int, _Replica, list[TokenDelta] | None]] = []
+        self._events: list[tuple[float, int, _Replica | None, list[TokenDelta] | None]] = []  # None: the control's
+        self._control: Control | None = None
         self._run = SimulatedRun()
 
     @property
@@ -366,9 +379,35 @@ class FleetSimulation:
         """Of all replicas; for reading."""
         return [each.engine for each in self._replicas.values()]
 
-    def run(self, trace: Trace) -> SimulatedRun:
+    def start_replica(self) -> str:
+        """Another one takes requests from now on. It is another model runner's like the first ones, in turn."""
+        self._compares_loads = not self._is_round_robin
+        replica = self._new(next(self._new_numbers))
+        self._replicas[replica.replica_id] = replica
+        for registry in self._registries:
+            registry.set_replicas([*registry.replica_ids, replica.replica_id])
+        replica.note_in(self._registries)
+        return replica.replica_id
+
+    def stop_replica(self, replica_id: str) -> None:
+        """It ends what it has and takes nothing more."""
+        for registry in self._registries:
+            registry.set_replicas([each for each in registry.replica_ids if each != replica_id])
+
+    def forget_replica(self, replica_id: str) -> None:
+        """One that was stopped and has ended what it had."""
+        self._count(self._replicas.pop(replica_id).engine)
+
+    def engine(self, replica_id: str) -> Engine:
+        """Of one replica; for reading."""
+        return self._replicas[replica_id].engine
+
+    def run(self, trace: Trace, control: Control | None = None) -> SimulatedRun:
         """All requests to their end, and those that follow them."""
         run, events, arrivals = self._run, self._events, self._arrivals
+        if control is not None:
+            self._control = control
+            heapq.heappush(events, (0.0, next(self._numbers), None, None))
         firsts = iter(trace.requests)
         self._expect(next(firsts), is_first=True)
         while events or arrivals:
@@ -380,19 +419,33 @@ class FleetSimulation:
             if is_first and (after := next(firsts, None)) is not None:
                 self._expect(after, is_first=True)
         run.seconds = max(run.last_tokens_s, default=0.0)
-        stats = [engine.stats() for engine in self.engines]
-        run.num_steps = sum(each.total_steps for each in stats)
-        run.num_preemptions = sum(each.total_preemptions for each in stats)
+        for engine in self.engines:
+            self._count(engine)
         return run
+
+    def _count(self, engine: Engine) -> None:
+        stats = engine.stats()
+        self._run.num_steps += stats.total_steps
+        self._run.num_preemptions += stats.total_preemptions
 
     def _expect(self, traced: TracedRequest, *, is_first: bool, after_s: float = 0.0) -> None:
         heapq.heappush(self._arrivals, (after_s + traced.arrival_s, next(self._numbers), traced, is_first))
 
+    def _look(self, at_s: float, control: Control) -> None:
+        self._catch_all_up(at_s)
+        self._now = at_s
+        control.look(at_s)
+        if self._events or self._arrivals:
+            heapq.heappush(self._events, (at_s + control.every_s, next(self._numbers), None, None))
+
+    def _catch_all_up(self, at_s: float) -> None:
+        for each in self._replicas.values():
+            if each.coming is not None and each.coming.ends_at[0] <= at_s:
+                self._catch_up(each, at_s)
+
     def _arrive(self, traced: TracedRequest, at_s: float) -> None:
         if self._compares_loads:
-            for each in self._replicas.values():
-                if each.coming is not None and each.coming.ends_at[0] <= at_s:
-                    self._catch_up(each, at_s)
+            self._catch_all_up(at_s)
         self._now = at_s
         number = self._run.num_requests
         request = traced.request(number)
@@ -421,8 +474,12 @@ class FleetSimulation:
         elif not replica.is_computing:
             self._go_on(replica)
 
-    def _handle(self, at_s: float, number: int, replica: _Replica, deltas: list[TokenDelta] | None) -> None:
-        """The end of a step with its deltas, of several decode steps, or of a strategy's timer."""
+    def _handle(self, at_s: float, number: int, replica: _Replica | None, deltas: list[TokenDelta] | None) -> None:
+        """The end of a step with its deltas, of several decode steps, or of a strategy's timer; or the control's."""
+        if replica is None:
+            assert self._control is not None, "it has such an event"
+            self._look(at_s, self._control)
+            return
         if replica.awaited != number:
             return  # a request came before, and with it an earlier step
         self._now = at_s

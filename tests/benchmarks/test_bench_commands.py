@@ -34,6 +34,7 @@ EXTRA = {
     "prefixes": ("deployments",),  # a fleet that is simulated by the planner's means
     "random_adapter": ("numpy", "safetensors"),
     "reenacting_runner": ("msgspec",),  # steps of the engine are its structs
+    "scaling_day": ("deployments", "ray"),  # rules as Serve's controller runs them, in a simulated fleet
     "service": ("deployments",),  # starts it as the launcher does
     "vllm_cpu": ("vllm",),
     "with_instructor": ("instructor", "openai"),

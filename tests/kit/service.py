@@ -218,25 +218,26 @@ class Answer:
         return dict(error)
 
     @property
-    def data(self) -> list[str]:
-        """The data of each server-sent event, after checking the framing."""
+    def event_fields(self) -> list[dict[str, str]]:
+        """The fields of each server-sent event, after checking the framing."""
         assert self.headers["content-type"] == "text/event-stream; charset=utf-8"
         text = self.body.decode()
         assert text.endswith("\n\n")
-        events = text.removesuffix("\n\n").split("\n\n")
-        assert all(event.startswith("data: ") and "\n" not in event for event in events)
-        return [event.removeprefix("data: ") for event in events]
+        return [dict(line.split(": ", 1) for line in event.split("\n")) for event in text[:-2].split("\n\n")]
+
+    @property
+    def data(self) -> list[str]:
+        """The data of each server-sent event, which have no names."""
+        events = self.event_fields
+        assert all(event.keys() <= {"id", "data"} for event in events)
+        return [event["data"] for event in events]
 
     @property
     def events(self) -> list[dict[str, Any]]:
         """Server-sent events that are named, after checking that each has its type as its name."""
-        assert self.headers["content-type"].startswith("text/event-stream")
-        events = []
-        for block in self.body.decode().removesuffix("\n\n").split("\n\n"):
-            name, data = block.split("\n")
-            events.append(json.loads(data.removeprefix("data: ")))
-            assert name == f"event: {events[-1]['type']}"
-        return events
+        events = [(event["event"], json.loads(event["data"])) for event in self.event_fields]
+        assert all(name == event["type"] for name, event in events)
+        return [event for _, event in events]
 
     @property
     def chunks(self) -> list[Any]:

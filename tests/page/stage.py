@@ -20,7 +20,7 @@ from app.api.endpoints.admin import Answers
 from app.api.endpoints.scheduler import ReplicaScheduling
 from app.api.http.guard import owner_of
 from app.build import build_engine
-from app.config import ApiConfig, BatchesConfig, EngineConfig, PolicyConfig, StrategyConfig
+from app.config import ApiConfig, AutoscalingConfig, BatchesConfig, EngineConfig, PolicyConfig, StrategyConfig
 from app.engine.async_engine import AsyncEngine
 from app.fleet import (
     Address,
@@ -32,9 +32,11 @@ from app.fleet import (
     report_of_engine,
 )
 from app.fleet import connect as connect_frames
+from app.fleet.autoscaling import AutoscalingLoad, decide
 from app.fleet.dispatch import GroupChooser, make_policy
 from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
+from app.json_pieces import Json
 from app.metrics import ModelMetrics
 from app.text import Tokenizer
 from tests.kit.service import ring
@@ -136,6 +138,7 @@ class Stage:
             fleets={MODEL: self.fleet},
             switches={MODEL: self},
             batch_routes=await self._batch_routes(handler),
+            wanted_replicas=self._wanted_replicas,
         )
         config = uvicorn.Config(app, port=0, ws="none", lifespan="off", log_level="error")
         self._server = uvicorn.Server(config)
@@ -173,6 +176,24 @@ class Stage:
 
     async def _is_ready(self) -> bool:
         return True
+
+    async def _wanted_replicas(self) -> list[Json]:
+        """By the service's rule."""
+        stats, number = [each.engine.stats() for each in self.replicas.values()], len(self.replicas)
+        load = AutoscalingLoad(
+            target=number,
+            num_running=number,
+            num_reporting=number,
+            num_outstanding_tokens=sum(
+                each.engine.measurements().num_outstanding_tokens for each in self.replicas.values()
+            ),
+            num_replica_requests=sum(each.num_running + each.num_waiting for each in stats),
+            kv_use=sum(1 - each.num_free_blocks / each.num_blocks for each in stats),
+            num_queued=0,
+            num_slots=self._config.scheduler.max_running,
+        )
+        wanted = decide(load, AutoscalingConfig(mode="advise"))
+        return [{"model": MODEL, "replicas": number, "wanted": wanted.number, "why": wanted.reason}]
 
     # ------------------------------------------------------------------ as what switches the replicas
 

@@ -250,6 +250,8 @@ def test_the_live_view_wants_an_admins_key_and_the_playground_any(page: Any, dem
         assert page.is_hidden("#notice")
         page.click("#usage summary")
         page.wait_for_selector("#usage th:has-text('output tokens')")
+        page.click("#wanted summary")
+        page.wait_for_selector("#wanted tr:has-text('no request; min_replicas is 1, else 0')")
         page.reload()
         page.wait_for_selector("#connection.on")
         assert page.evaluate("Object.values(localStorage).length") == 0

@@ -1,4 +1,4 @@
-"""Responses that are kept: those that ask for it at /v1/responses, and the routes by their ids.
+"""Responses, chats and completions that are kept, as their bodies ask for it, and the routes by their ids.
 
 The process of batches generates them, so they outlive their connection and their ingress. Here is what it generates,
 and what an ingress passes on.
@@ -24,31 +24,43 @@ from app.api.endpoints.responses import ResponseBuilder
 from app.api.http.operations import EVENTS, OF_A_LIST, Operation, RouteGroup, page_query
 from app.api.http.sse import EventResponse, WhileConnected
 from app.api.output.choices import ChoiceDelta
+from app.api.output.completion_writers import ChunkWriter
 from app.api.output.response_state import EventWriter, ResponseState
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.request_context import RequestContext
-from app.batches import RESPONSE_RUNS, BatchService, Events, EventsAfter, NewResponse
-from app.errors import Failure, InvalidRequest
+from app.batches import RESPONSE_RUNS, RESPONSES_PATH, BatchService, Events, EventsAfter, NewResponse
+from app.errors import Failure, InvalidRequest, NotFound
 from app.json_pieces import Json
 
+# The paths of what can be kept, and how ids begin there.
+_CHATS, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+KEPT_AT = {RESPONSES_PATH: "resp_", _CHATS: "chatcmpl-", _COMPLETIONS: "cmpl-"}
+LAST_EVENT_HEADER = "last-event-id"  # of a client that goes on behind that event
 _END = b"\n\n"  # of an event
 _LOOK_EVERY_S = 10.0  # a call to the process of batches waits so long for something new
 # One that comes while a call waits for events of others is asked for after so long; a pause between calls.
 _NEWS_EVERY_S, _PAUSE_S = 0.05, 0.003
 _MAX_ITEMS_OF_PAGE = 100
+_OF_EVENTS: Json = {
+    "stream": {"schema": {"type": "boolean"}},
+    "starting_after": {
+        "schema": {"type": "integer", "minimum": 0},
+        "description": "the number of the last event that has come, from 0 on",
+    },
+}
 _CONTEXT_HEADERS = "x-carousel-"  # what begins so says where and when a request runs
 
 
 class KeptResponse:
     """See `KeptAnswer`."""
 
-    def __init__(self, state: ResponseState, builder: ResponseBuilder) -> None:
+    def __init__(self, state: ResponseState, writer: ResponseBuilder | ChunkWriter) -> None:
         self._state = state
-        self._builder = builder
+        self._writer = writer
 
     def as_json(self) -> Json:
         """The response by now."""
-        return self._builder.as_json()
+        return self._writer.as_json()
 
     async def events(self, known: Sequence[bytes]) -> AsyncGenerator[list[bytes], None]:
         """Its events behind those that are `known` from an earlier attempt, those of each delta together.
@@ -56,9 +68,9 @@ class KeptResponse:
         A prompt with one seed gives one output, so what an earlier attempt has said is left out of this one. Raises
         Failure where it says something else.
         """
-        writer: EventWriter = self._builder
+        writer: EventWriter = self._writer
         if known:
-            writer = resumed = _ResumedWriter(self._builder)
+            writer = resumed = _ResumedWriter(self._writer)
             resumed.repeat(known)
         pieces = list[bytes]()
         async with aclosing(self._state.events(writer)) as written:
@@ -72,75 +84,114 @@ class KeptResponse:
 class _ResumedWriter:
     """Writes the events of an attempt behind those of an earlier one."""
 
-    def __init__(self, builder: ResponseBuilder) -> None:
-        self._builder = builder
-        self._said: dict[str, str] = defaultdict(str)  # by kind of text, what this attempt has still to repeat
+    def __init__(self, writer: ResponseBuilder | ChunkWriter) -> None:
+        self._writer = writer
+        # By choice, and there by kind of text, what this attempt has still to repeat.
+        self._said: dict[int, dict[str, str]] = defaultdict(lambda: defaultdict(str))
+        self._ended: set[int] = set()  # choices of which the end is known
         self.has_begun = False  # this attempt, which another follows if it fails before
 
     def repeat(self, known: Sequence[bytes]) -> None:
         """Bring the response to where the known events end. Raises Failure when other events come of it."""
         events = [from_json(event.partition(b"data: ")[2]) for event in known]
-        written = b"".join(b"".join(self._builder.write(delta)) for delta in self._deltas(events))
-        if _events(written) != list(known):
+        deltas = _deltas_of_chunks(events) if isinstance(self._writer, ChunkWriter) else _deltas(events)
+        written = list[bytes]()
+        for delta in deltas:
+            written += self._writer.write(delta)
+            said = self._said[delta.index]
+            said["reasoning"] += delta.reasoning
+            said["text"] += delta.text
+            for call in delta.calls:
+                said[f"name {call.number}"] += call.name or ""
+                said[f"arguments {call.number}"] += call.arguments
+            if delta.finish_reason is not None:
+                self._ended.add(delta.index)
+        if _events(b"".join(written)) != list(known):
             raise Failure("this response was interrupted and cannot go on where it was; send it again")
-
-    def _deltas(self, events: Sequence[Json]) -> Iterable[ChoiceDelta]:
-        num_calls = 0
-        yield _delta()  # it has begun
-        for event in events:
-            kind, text = event["type"], event.get("delta", "")
-            if kind == "response.reasoning_text.delta":
-                self._said["reasoning"] += text
-                yield _delta(reasoning=text)
-            elif kind == "response.output_text.delta":
-                self._said["text"] += text
-                yield _delta(text=text)
-            elif kind == "response.output_item.added" and "call_id" in event["item"]:
-                item = event["item"]
-                is_custom = item["type"] == "custom_tool_call"
-                self._said[f"name {num_calls}"] = item["name"]
-                yield _delta(calls=(ToolCallDelta(num_calls, item["call_id"], item["name"], "", is_custom),))
-                num_calls += 1
-            elif kind.endswith(("_arguments.delta", "_input.delta")):
-                self._said[f"arguments {num_calls - 1}"] += text
-                yield _delta(calls=(ToolCallDelta(num_calls - 1, "", None, text),))
 
     def write(self, piece: ChoiceDelta) -> Iterable[bytes]:
         """The events for what is new in a delta."""
         if piece.says_nothing:
             return ()
         self.has_begun = True
-        calls = tuple(self._new_calls(piece.calls))
-        reasoning, text = self._new("reasoning", piece.reasoning), self._new("text", piece.text)
-        if piece.finish_reason is not None and any(self._said.values()):
+        said = self._said[piece.index]
+        calls = tuple(_new_calls(said, piece.calls))
+        reasoning, text = _new(said, "reasoning", piece.reasoning), _new(said, "text", piece.text)
+        if piece.finish_reason is not None and any(said.values()):
             raise _differs()
-        return self._builder.write(msgspec.structs.replace(piece, reasoning=reasoning, text=text, calls=calls))
-
-    def _new_calls(self, calls: Iterable[ToolCallDelta]) -> Iterable[ToolCallDelta]:
-        for call in calls:
-            arguments = self._new(f"arguments {call.number}", call.arguments)
-            name = call.name
-            if name is not None and not self._new(f"name {call.number}", name):
-                name = None
-            if name is not None or arguments:
-                yield call._replace(name=name, arguments=arguments)
-
-    def _new(self, kind: str, text: str) -> str:
-        """What of a text is not repeated."""
-        said = self._said[kind]
-        num_repeated = min(len(said), len(text))
-        if said[:num_repeated] != text[:num_repeated]:
-            raise _differs()
-        self._said[kind] = said[num_repeated:]
-        return text[num_repeated:]
+        if piece.index in self._ended:
+            if calls or reasoning or text:
+                raise _differs()
+            return ()
+        return self._writer.write(msgspec.structs.replace(piece, reasoning=reasoning, text=text, calls=calls))
 
     def end(self) -> Iterable[bytes]:
-        """No events: the last delta has ended the response."""
-        return ()
+        """The events after the last delta."""
+        return self._writer.end()
 
     def fail(self, error: Exception) -> Iterable[bytes]:
         """The events with which the response has failed."""
-        return self._builder.fail(error)
+        return self._writer.fail(error)
+
+
+def _deltas(events: Sequence[Json]) -> Iterable[ChoiceDelta]:
+    """The deltas that these events of a response were written for."""
+    num_calls = 0
+    yield _delta()  # it has begun
+    for event in events:
+        kind, text = event["type"], event.get("delta", "")
+        if kind == "response.reasoning_text.delta":
+            yield _delta(reasoning=text)
+        elif kind == "response.output_text.delta":
+            yield _delta(text=text)
+        elif kind == "response.output_item.added" and "call_id" in event["item"]:
+            item = event["item"]
+            is_custom = item["type"] == "custom_tool_call"
+            yield _delta(calls=(ToolCallDelta(num_calls, item["call_id"], item["name"], "", is_custom),))
+            num_calls += 1
+        elif kind.endswith(("_arguments.delta", "_input.delta")):
+            yield _delta(calls=(ToolCallDelta(num_calls - 1, "", None, text),))
+
+
+def _deltas_of_chunks(events: Sequence[Json]) -> Iterable[ChoiceDelta]:
+    """The deltas that these chunks were written for, one for each."""
+    for chunk in events:
+        [choice] = chunk["choices"]
+        said = choice.get("delta", {"content": choice.get("text")})
+        yield _delta(
+            choice["index"],
+            text=said.get("content") or "",
+            reasoning=said.get("reasoning", ""),
+            calls=tuple(map(_call_of_chunk, said.get("tool_calls", ()))),
+            finish_reason=choice["finish_reason"],
+            stop_reason=choice["stop_reason"],
+        )
+
+
+def _call_of_chunk(call: Json) -> ToolCallDelta:
+    is_custom = "custom" in call
+    said = call["custom" if is_custom else "function"]
+    arguments = said["input" if is_custom else "arguments"]
+    return ToolCallDelta(call["index"], call.get("id", ""), said.get("name"), arguments, is_custom)
+
+
+def _new_calls(said: dict[str, str], calls: Iterable[ToolCallDelta]) -> Iterable[ToolCallDelta]:
+    for call in calls:
+        arguments = _new(said, f"arguments {call.number}", call.arguments)
+        name = call.name
+        if name is not None and not _new(said, f"name {call.number}", name):
+            name = None
+        if name is not None or arguments:
+            yield call._replace(name=name, arguments=arguments)
+
+
+def _new(said: dict[str, str], kind: str, text: str) -> str:
+    """What of a text is not repeated."""
+    num_repeated = min(len(said[kind]), len(text))
+    if said[kind][:num_repeated] != text[:num_repeated]:
+        raise _differs()
+    said[kind] = said[kind][num_repeated:]
+    return text[num_repeated:]
 
 
 def _events(written: bytes) -> list[bytes]:
@@ -151,12 +202,12 @@ def _differs() -> Failure:
     return Failure("this response was interrupted, and when it was computed again it was another; send it again")
 
 
-def _delta(*, text: str = "", reasoning: str = "", calls: tuple[ToolCallDelta, ...] = ()) -> ChoiceDelta:
-    return ChoiceDelta(index=0, text=text, reasoning=reasoning, calls=calls, num_tokens=1, num_cached_tokens=0)
+def _delta(index: int = 0, *, text: str = "", **fields: Any) -> ChoiceDelta:
+    return ChoiceDelta(index, text, num_tokens=1, num_cached_tokens=0, **fields)
 
 
 class KeptResponseRoutes(RouteGroup):
-    """The routes by ids, and what POST /v1/responses does with a body that asks for kept responses."""
+    """The routes by ids, and what is done with a body that asks to be kept."""
 
     def __init__(self, service: BatchService, owner_of: Callable[[Request], str], *, heartbeat_s: float) -> None:
         self._service = service
@@ -169,18 +220,22 @@ class KeptResponseRoutes(RouteGroup):
         previous, own = body.get("previous_response_id"), body.get("input")
         if not isinstance(previous, str) or not isinstance(own, str | list):
             return body  # a mistake that its schema names
+        _check_id(previous, RESPONSES_PATH)
         if isinstance(own, str):
             own = [{"type": "message", "role": "user", "content": own}]
         return body | {"input": [*await self._service.conversation(owner, previous), *own]}
 
-    async def answer(self, body: Json, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(
+        self, path: str, body: Json, context: RequestContext, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Have a response generated that is kept, and answer with it."""
         new = NewResponse(
             owner=context.reservation.account.name,
+            path=path,
             body=body,
             headers={name: value for name, value in context.headers.items() if name.startswith(_CONTEXT_HEADERS)},
             request_id=context.request_id,
-            response_id=f"resp_{uuid.uuid4().hex}",  # a client's own request id may have any character
+            response_id=f"{KEPT_AT[path]}{uuid.uuid4().hex}",  # a client's own request id may have any character
             is_strict=context.is_strict,
         )
         begun = await self._service.create_response(new)
@@ -188,10 +243,21 @@ class KeptResponseRoutes(RouteGroup):
         if body.get("stream"):
             await self._events(new.owner, begun["id"], after=-1)(scope, receive, send)
             return
-        if not body.get("background"):
+        if not new.may_wait:
             async with WhileConnected(receive):
                 begun = await self._ended(new.owner, begun["id"])
+        if path != RESPONSES_PATH and begun["status"] != "completed":  # only responses have a status to say so
+            raise Failure(begun["error"]["message"])
         await JSONResponse(begun)(scope, receive, send)
+
+    async def go_on(self, path: str, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with the events behind that of the header. Raises NotFound and InvalidRequest."""
+        response_id = context.headers[LAST_EVENT_HEADER].rpartition(":")[0]
+        _check_id(response_id, path)
+        context.reservation.release_body()
+        number = _number_of(context.headers, response_id)
+        answer = await self._behind(context.reservation.account.name, response_id, number)
+        await answer(scope, receive, send)
 
     @Operation(
         "get",
@@ -200,28 +266,30 @@ class KeptResponseRoutes(RouteGroup):
         "Response",
         OF_A_LIST,
         media=(EVENTS,),
-        query={
-            "stream": {"schema": {"type": "boolean"}},
-            "starting_after": {
-                "schema": {"type": "integer", "minimum": 0},
-                "description": "the `sequence_number` of the last event that has come",
-            },
-        },
+        query=_OF_EVENTS,
     )
     async def retrieve(self, request: Request) -> Response:
         """One response, as far as it is there. Raises NotFound."""
-        owner, response_id, query = self._owner_of(request), request.path_params["response_id"], request.query_params
+        return await self._retrieved(request, RESPONSES_PATH)
+
+    async def _retrieved(self, request: Request, path: str) -> Response:
+        owner, response_id, query = self._owner_of(request), _id_in(request, path), request.query_params
+        if request.headers.get(LAST_EVENT_HEADER):
+            return await self._behind(owner, response_id, _number_of(request.headers, response_id))
         after = query.get("starting_after")
         if query.get("stream", "false").lower() not in ("true", "1"):
             if after is not None:
                 raise InvalidRequest("starting_after is for events; send stream=true too", param="starting_after")
             return JSONResponse(await self._service.response(owner, response_id))
-        if after is not None and not (after.isdecimal() and len(after) < 10):
+        if after is not None and not _is_number(after):
             raise InvalidRequest(
                 f"starting_after is {after[:20]!r}; it should be the sequence_number of an event",
                 param="starting_after",
             )
-        number = -1 if after is None else int(after)
+        return await self._behind(owner, response_id, -1 if after is None else int(after))
+
+    async def _behind(self, owner: str, response_id: str, number: int) -> Response:
+        """The events behind one. Raises NotFound, and InvalidRequest where there is no such event."""
         [found] = await self._service.response_events([EventsAfter(owner, response_id, number)], 0.0)
         if isinstance(found, Exception):  # it has a status of its own
             raise found
@@ -239,19 +307,58 @@ class KeptResponseRoutes(RouteGroup):
         """A page of items, the last first. Raises NotFound."""
         owner = self._owner_of(request)
         page = page_of(owner, request.query_params, max_limit=_MAX_ITEMS_OF_PAGE, default_limit=20)
-        return JSONResponse(await self._service.response_items(page, request.path_params["response_id"]))
+        return JSONResponse(await self._service.response_items(page, _id_in(request, RESPONSES_PATH)))
 
     @Operation("post", "/v1/responses/{response_id}/cancel", "End a response that is kept", "Response", OF_A_LIST)
     async def cancel(self, request: Request) -> Response:
         """End one response. Raises NotFound, and InvalidRequest when it has ended otherwise."""
-        response_id = request.path_params["response_id"]
+        response_id = _id_in(request, RESPONSES_PATH)
         return JSONResponse(await self._service.cancel_response(self._owner_of(request), response_id))
 
     @Operation("delete", "/v1/responses/{response_id}", "Forget a response", "DeletedResponse", OF_A_LIST)
     async def delete(self, request: Request) -> Response:
         """Forget one response. Raises NotFound."""
-        response_id = request.path_params["response_id"]
-        return JSONResponse(await self._service.delete_response(self._owner_of(request), response_id))
+        return await self._deleted(request, RESPONSES_PATH, "response")
+
+    async def _deleted(self, request: Request, path: str, shown_as: str) -> Response:
+        deleted = await self._service.delete_response(self._owner_of(request), _id_in(request, path))
+        return JSONResponse(deleted | {"object": shown_as})
+
+    @Operation(
+        "get",
+        "/v1/chat/completions/{response_id}",
+        "A chat that is kept, or the rest of its events",
+        "ChatCompletion",
+        OF_A_LIST,
+        media=(EVENTS,),
+        query=_OF_EVENTS,
+    )
+    async def retrieve_chat(self, request: Request) -> Response:
+        """One chat, as far as it is there. Raises NotFound."""
+        return await self._retrieved(request, _CHATS)
+
+    @Operation(
+        "get",
+        "/v1/completions/{response_id}",
+        "A completion that is kept, or the rest of its events",
+        "Completion",
+        OF_A_LIST,
+        media=(EVENTS,),
+        query=_OF_EVENTS,
+    )
+    async def retrieve_completion(self, request: Request) -> Response:
+        """One completion, as far as it is there. Raises NotFound."""
+        return await self._retrieved(request, _COMPLETIONS)
+
+    @Operation("delete", "/v1/chat/completions/{response_id}", "Forget a chat", "DeletedChat", OF_A_LIST)
+    async def delete_chat(self, request: Request) -> Response:
+        """Forget one chat. Raises NotFound."""
+        return await self._deleted(request, _CHATS, "chat.completion.deleted")
+
+    @Operation("delete", "/v1/completions/{response_id}", "Forget a completion", "DeletedCompletion", OF_A_LIST)
+    async def delete_completion(self, request: Request) -> Response:
+        """Forget one completion. Raises NotFound."""
+        return await self._deleted(request, _COMPLETIONS, "text_completion.deleted")
 
     async def _ended(self, owner: str, response_id: str) -> Json:
         while True:
@@ -263,12 +370,13 @@ class KeptResponseRoutes(RouteGroup):
         return EventResponse(self._follow(owner, response_id, after), heartbeat_s=self._heartbeat_s)
 
     async def _follow(self, owner: str, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
-        is_over = False
+        name, is_over = response_id.encode(), False
         while not is_over:
             events, is_over = await self._following.next(EventsAfter(owner, response_id, after))
-            after += len(events)
             if events:
-                yield b"".join(events)
+                numbered = enumerate(events, start=after + 1)
+                yield b"".join([b"id: %b:%d\n%b" % (name, number, event) for number, event in numbered])
+            after += len(events)
 
 
 class _Following:
@@ -312,6 +420,34 @@ class _Following:
             return [error] * len(asked)
 
 
-def asks_to_keep(body: Mapping[str, Any]) -> bool:
-    """Whether a body of /v1/responses asks for a response that is kept."""
-    return bool(body.get("store") or body.get("background"))
+def _id_in(request: Request, path: str) -> str:
+    """The id in a path below that of an endpoint. Raises NotFound for one of another endpoint."""
+    response_id: str = request.path_params["response_id"]
+    _check_id(response_id, path)
+    return response_id
+
+
+def _check_id(response_id: str, path: str) -> None:
+    """Raise NotFound for an id of another endpoint."""
+    if not response_id.startswith(KEPT_AT[path]):
+        raise NotFound(
+            f"there is no response {response_id[:100]!r}; ids of {path} begin with {KEPT_AT[path]}",
+            code="response_not_found",
+        )
+
+
+def _number_of(headers: Mapping[str, str], response_id: str) -> int:
+    """The number of the event that the header names. Raises InvalidRequest."""
+    given = headers[LAST_EVENT_HEADER]
+    name, _, number = given.rpartition(":")
+    if name != response_id or not _is_number(number):
+        raise InvalidRequest(
+            f"{LAST_EVENT_HEADER} is {given[:100]!r}; it should be the id of an event of this response, such as "
+            f"{response_id[:100]}:0",
+            param=LAST_EVENT_HEADER,
+        )
+    return int(number)
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10

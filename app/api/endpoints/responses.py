@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain, takewhile
 from typing import Any
@@ -25,8 +25,6 @@ from app.batches import RESPONSE_RUNS
 from app.errors import ContextTooLong, InvalidRequest
 from app.json_pieces import Json, Rows, joined
 
-RESPONSES_PATH = "/v1/responses"
-
 
 def prepare_response(body: ResponsesRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Check the body and tokenize its chat, of which `truncation` may leave out old turns. Raises InvalidRequest."""
@@ -36,15 +34,7 @@ def prepare_response(body: ResponsesRequest, model: ServedModel, context: Reques
             f"of its own; leave it out and send the whole conversation as input",
             param=body.kept_param,
         )
-    prepared = _prepared(body, partial(prepare_chat, model=model, context=context, prefix="resp_"))
-    if context.kept_as is not None:  # engines know each attempt by an id of its own
-        response_id, created = context.kept_as
-        prepared = replace(prepared, response_id=response_id, created=created)
-    return prepared
-
-
-def _prepared(body: ResponsesRequest, prepare: Callable[[ChatRequest], PreparedRequest]) -> PreparedRequest:
-    chat = body.as_chat()
+    chat, prepare = body.as_chat(), partial(prepare_chat, model=model, context=context, prefix="resp_")
     try:
         return prepare(chat)
     except ContextTooLong:

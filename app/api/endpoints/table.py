@@ -12,7 +12,7 @@ from app.api.endpoints.decisions import DecisionsWriter, prepare_decisions
 from app.api.endpoints.embeddings import EmbeddingsWriter, prepare_embeddings
 from app.api.endpoints.messages import MessagesWriter, prepare_message
 from app.api.endpoints.ranking import RerankWriter, ScoreWriter, prepare_rerank, prepare_score
-from app.api.endpoints.responses import RESPONSES_PATH, ResponsesWriter, prepare_response
+from app.api.endpoints.responses import ResponsesWriter, prepare_response
 from app.api.http.errors import MESSAGES_PATH
 from app.api.output.completion_writers import ChatFormat, ChoiceWriter, CompletionFormat
 from app.api.output.response_state import Writer
@@ -23,6 +23,7 @@ from app.api.schemas.messages import MessagesRequest
 from app.api.schemas.ranking import RerankRequest, ScoreRequest
 from app.api.schemas.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, QueuedRequest
 from app.api.schemas.responses import ResponsesRequest
+from app.batches import RESPONSES_PATH
 
 
 @dataclass(frozen=True, slots=True)

@@ -295,6 +295,8 @@ def _batch_answers() -> Json:
         "BatchList": _page(_reference("Batch")),
         "BatchResults": _object(**batch, id=_TEXT_OR_NULL, progress=float, results=results),
         "DeletedResponse": _object(id=str, object={"const": "response"}, deleted={"const": True}),
+        "DeletedChat": _object(id=str, object={"const": "chat.completion.deleted"}, deleted={"const": True}),
+        "DeletedCompletion": _object(id=str, object={"const": "text_completion.deleted"}, deleted={"const": True}),
         "ResponseItems": _page(_object(id=str, type=str)),
         "BatchStats": _object(
             object={"const": "batch.stats"},

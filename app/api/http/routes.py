@@ -19,10 +19,9 @@ from app.api.auth.limits import rate_limit_headers
 from app.api.endpoints.adapters import AdapterFleet, AdapterRoutes
 from app.api.endpoints.admin import AdminRoutes, Collect, only_this_process
 from app.api.endpoints.cancellation import Cancel, CancelRoutes, RunningCalls
-from app.api.endpoints.kept_responses import KeptResponseRoutes, asks_to_keep
+from app.api.endpoints.kept_responses import KEPT_AT, LAST_EVENT_HEADER, KeptResponseRoutes
 from app.api.endpoints.live import LiveFeed, LiveRoutes, WatchedFleet
 from app.api.endpoints.page import PageRoutes
-from app.api.endpoints.responses import RESPONSES_PATH
 from app.api.endpoints.scheduler import SchedulerRoutes, SchedulerSwitch
 from app.api.endpoints.service import HealthRoutes, MetricsRoutes, ServiceRoutes, only_measured_here
 from app.api.endpoints.table import ENDPOINTS, Endpoint
@@ -39,6 +38,7 @@ from app.api.http.sse import EventStream, WhileConnected
 from app.api.request_context import EXPLAIN_HEADER, asks_for, headers_of, with_deadline
 from app.api.request_trace import RequestTrace
 from app.api.schemas.parameters import STRICT_HEADER
+from app.batches import RESPONSES_PATH
 from app.errors import Failure
 from app.json_pieces import Json
 from app.metrics import name_task
@@ -80,7 +80,7 @@ def build_app(
         *(
             Route(
                 path,
-                _Computed(endpoint, handler, running, kept if endpoint.path == RESPONSES_PATH else None),
+                _Computed(endpoint, handler, running, kept if endpoint.path in KEPT_AT else None),
                 methods=["POST"],
             )
             for endpoint in ENDPOINTS.values()
@@ -148,10 +148,14 @@ class _Computed:
                 await read_json_object(Request(scope, receive), handler.limits, handler.threads), headers
             )
         if self._kept is not None:
-            if body.get("previous_response_id") is not None:
+            path = self._endpoint.path
+            if headers.get(LAST_EVENT_HEADER):
+                await self._kept.go_on(path, context, scope, receive, send)
+                return
+            if path == RESPONSES_PATH and body.get("previous_response_id") is not None:
                 body = await self._kept.continued(body, context.reservation.account.name)
-            if asks_to_keep(body):
-                await self._kept.answer(body, context, scope, receive, send)
+            if body.get("store"):
+                await self._kept.answer(path, body, context, scope, receive, send)
                 return
         self._running.contexts.add(context)
         try:

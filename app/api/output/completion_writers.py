@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from app.api.http.errors import error_body
 from app.api.http.sse import DONE, event, event_pieces
 from app.api.output.choices import ChoiceDelta
-from app.api.output.response_state import ChoiceOutput, EventWriter, ResponseState, Writer, tool_call
+from app.api.output.response_state import ChoiceOutput, ResponseState, Writer, tool_call
 from app.api.output.token_details import CHAT_LOGPROBS, COMPLETION_LOGPROBS, DetailsWriter, LogprobsForm
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import PreparedRequest
@@ -128,17 +128,22 @@ class ChoiceWriter(Writer):
 
         await state.read(keep, keep_text=True)
         state.log_end()
-        body = _envelope(prepared, form.object) | {"choices": [], "usage": state.usage()}
-        for request in range(len(state.outputs)) if details is None else _best(prepared, details):
-            choice = form.choice(len(body["choices"]), state.outputs[request])
-            if details is not None:
-                choice |= details.of_choice(request)
-                form.with_prompt(body, choice, details.of_prompt(request))
-            body["choices"].append(choice)
-        return body
+        return _whole(state, form, details)
 
-    def event_writer(self, state: ResponseState) -> EventWriter:
-        return _ChunkWriter(state, self.form)
+    def event_writer(self, state: ResponseState) -> ChunkWriter:
+        return ChunkWriter(state, self.form)
+
+
+def _whole(state: ResponseState, form: Format, details: DetailsWriter | None) -> Json:
+    prepared = state.prepared
+    body = _envelope(prepared, form.object) | {"choices": [], "usage": state.usage()}
+    for request in range(len(state.outputs)) if details is None else _best(prepared, details):
+        choice = form.choice(len(body["choices"]), state.outputs[request])
+        if details is not None:
+            choice |= details.of_choice(request)
+            form.with_prompt(body, choice, details.of_prompt(request))
+        body["choices"].append(choice)
+    return body
 
 
 def _best(prepared: PreparedRequest, details: DetailsWriter) -> list[int]:
@@ -152,7 +157,7 @@ def _best(prepared: PreparedRequest, details: DetailsWriter) -> list[int]:
     return chosen
 
 
-class _ChunkWriter:
+class ChunkWriter:
     """The chunks of one streamed response."""
 
     def __init__(self, state: ResponseState, form: Format) -> None:
@@ -161,6 +166,7 @@ class _ChunkWriter:
         self._prepared = state.prepared
         self._envelope = _envelope(state.prepared, form.chunk_object)
         self._begun: set[int] = set()
+        self._ending: Json = {"status": "in_progress"}  # of one that is kept
         # What stands around the text in the events in the middle of a choice, by choice, once it has a second text.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         options = self._prepared.detail_options
@@ -171,6 +177,10 @@ class _ChunkWriter:
     @property
     def has_begun(self) -> bool:
         return bool(self._begun)
+
+    def as_json(self) -> Json:
+        """One that is kept, by now."""
+        return _whole(self._state, self._form, self._details) | self._ending
 
     def write(self, piece: ChoiceDelta) -> Iterable[bytes]:
         is_first = piece.index not in self._begun
@@ -191,6 +201,8 @@ class _ChunkWriter:
 
     def _detailed_events(self, piece: ChoiceDelta, details: DetailsWriter) -> Iterable[bytes]:
         """The events of a call that asks for details."""
+        if self._state.is_kept and piece.details is not None:
+            details.keep(piece.index, piece.details)
         if piece.details is None and piece.says_nothing:
             return ()  # the request is queued
         is_first = piece.index not in self._begun
@@ -226,12 +238,15 @@ class _ChunkWriter:
         return chunk
 
     def end(self) -> Iterable[bytes]:
+        self._ending = {"status": "completed"}
         if not self._prepared.include_usage:
             return (DONE,)
         return (event(self._envelope | {"choices": [], "usage": self._state.usage()}) + DONE,)
 
     def fail(self, error: Exception) -> Iterable[bytes]:
-        return (event(error_body(error, self._state.request_id)) + DONE,)
+        body = error_body(error, self._state.request_id)
+        self._ending = {"status": "failed"} | body
+        return (DONE if self._state.is_kept else event(body) + DONE,)  # its last event has the error
 
 
 def _envelope(prepared: PreparedRequest, object_name: str) -> Json:

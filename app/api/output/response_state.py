@@ -81,6 +81,7 @@ class ResponseState:
     is_open: bool = False  # the headers were sent before the first token, so no error can have a status of its own
     writer: Writer | None = None  # of the endpoint; None: the client does not see it
     is_streamed: bool = False  # as the body asks
+    is_kept: bool = False  # so the whole of it is wanted beside its events
     shows_loads: bool = False  # to an admin only
     pipeline_headers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     ignored_fields: str = ""  # names of fields of the body that have no effect
@@ -132,7 +133,7 @@ class ResponseState:
             with self.metrics:
                 async with aclosing(self.pieces):
                     async for piece in self.pieces:
-                        self.add(piece, keep_text=False)
+                        self.add(piece, keep_text=self.is_kept)
                         for written in writer.write(piece):
                             yield written
             last = writer.end()

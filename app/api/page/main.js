@@ -6,7 +6,7 @@ import { demoSize, sendDemo } from "/page/demo.js";
 import * as live from "/page/live.js";
 import * as playground from "/page/playground.js";
 import * as request from "/page/request.js";
-import * as usage from "/page/usage.js";
+import * as tables from "/page/tables.js";
 
 const $ = (id) => document.getElementById(id);
 const TABS = ["live", "playground", "batches"];
@@ -83,5 +83,5 @@ playground.begin();
 batches.begin();
 models();
 request.begin();
-usage.begin();
+tables.begin();
 live.begin();

@@ -211,6 +211,7 @@ class GenerationRequest(QueuedRequest):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     documents: Documents = Field(default_factory=list)  # texts that are written into the prompt, or first ranked
+    store: bool = False  # it is kept, where the service keeps anything
 
     @model_validator(mode="after")
     def _fields_agree(self) -> GenerationRequest:

@@ -276,7 +276,6 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
     # Returned unchanged.
     metadata: Annotated[dict[str, Any], not_larger(MAX_METADATA_SIZE)] = Field(default_factory=dict, max_length=16)
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
-    store: bool = False  # OpenAI keeps what it is not told to forget
     previous_response_id: str | None = Field(None, max_length=MAX_ID_LENGTH)
     background: bool = False  # the answer comes before the response
 

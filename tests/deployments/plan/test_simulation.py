@@ -18,7 +18,7 @@ from app.engine.trace.entries import Arrival, Entry, StepRecord, to_line
 from app.engine.trace.recorder import StepRecorder
 from app.engine.trace.step_log import log_header
 from deployments.plan.simulated_run import SimulatedRun
-from deployments.plan.simulation import FleetSimulation, SimulatedClock, _Replica, simulate
+from deployments.plan.simulation import Control, FleetSimulation, SimulatedClock, _Replica, simulate
 from deployments.plan.step_cost import MeasuredReplica, StepCost, StepShape
 from deployments.plan.traces import Trace, TracedRequest, read_trace
 from tests.deployments.plan.measured import measured_replica, step_cost, trace_of
@@ -48,6 +48,30 @@ def test_a_request_that_comes_during_a_step_waits_for_its_end() -> None:
 def test_a_static_batch_waits_for_its_timer() -> None:
     run = simulated(trace_of((0, 10, 1)), strategy={"name": "static", "batch_size": 8, "max_wait_ms": 50})
     assert run.per_request_s("ttft")[0] == pytest.approx(0.050 + 0.011, abs=1e-4)
+
+
+def test_a_replica_that_starts_takes_requests_and_one_that_stops_ends_what_it_has() -> None:
+    trace = trace_of(*((0.1 * number, 100, 40) for number in range(20)))
+    fleet = FleetSimulation([measured_replica()], SchedulerConfig(), CACHE, seed=None)
+    seen: dict[float, tuple[int, ...]] = {}
+
+    def look(now: float) -> None:
+        if now == 0.5:
+            fleet.start_replica()
+        if now == 1.0:
+            fleet.stop_replica("replica-0000")
+        names = ["replica-0000"] if now < 0.5 else ["replica-0000", "replica-0001"]
+        if now <= 2.0:
+            seen[now] = tuple(fleet.engine(name).stats().num_running for name in names)
+        if now == 2.0:
+            fleet.forget_replica("replica-0000")
+
+    run = fleet.run(trace, Control(look, 0.5))
+    assert (int(run.is_served.sum()), run.num_output_tokens) == (20, 20 * 40)
+    assert seen[0.5][1] == 0
+    assert min(seen[1.0]) > 0, "both have requests"
+    assert seen[2.0][0] == 0 < seen[2.0][1]
+    assert run.num_steps > fleet.engine("replica-0001").stats().total_steps, "what has gone counts"
 
 
 def test_requests_are_spread_over_replicas_by_the_real_dispatch() -> None:
