@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -60,13 +60,14 @@ class RecordedStore(BlockStore):
     def __init__(self, compute: Callable[[Fetch], None]) -> None:
         self._compute = compute
         self._wanted: dict[str, int] = {}  # by request id, in the next step: how many blocks
-        self._under_way: dict[str, Fetch] = {}
+        # By request id. One that slept meanwhile may have another, while the first still fills what it was given.
+        self._under_way: defaultdict[str, deque[Fetch]] = defaultdict(deque)
 
     def expect(self, record: StepRecord, request_ids: Mapping[int, str]) -> None:
         """What comes next is this step."""
         for number, num_filled in record.fetched:
-            fetch = self._under_way.pop(request_ids.get(number, ""), None)
-            if fetch is not None:
+            if fetches := self._under_way[request_ids.get(number, "")]:
+                fetch = fetches.popleft()
                 fetch.num_filled, fetch.is_done = num_filled, True
         self._wanted = {request_ids.get(number, ""): num_blocks for number, num_blocks in record.fetching}
 
@@ -77,7 +78,7 @@ class RecordedStore(BlockStore):
         return 0.0
 
     def begin(self, fetch: Fetch) -> None:
-        self._under_way[fetch.request.request_id] = fetch
+        self._under_way[fetch.request.request_id].append(fetch)
         self._compute(fetch)
 
     def offer(self, prefix: Prefix) -> None:

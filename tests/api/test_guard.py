@@ -34,6 +34,8 @@ WHO_MAY = {
         "POST /v1/batches/{batch_id}/cancel", "POST /v1/batch", "GET /v1/batch/stats", "GET /v1/batch/{batch_id}",
         "GET /v1/responses/{response_id}", "GET /v1/responses/{response_id}/input_items",
         "POST /v1/responses/{response_id}/cancel", "DELETE /v1/responses/{response_id}",
+        "GET /v1/chat/completions/{response_id}", "DELETE /v1/chat/completions/{response_id}",
+        "GET /v1/completions/{response_id}", "DELETE /v1/completions/{response_id}",
     },
     "admins": {
         "GET /admin/keys", "GET /admin/usage", "GET /admin/fleet", "GET /admin/live", "GET /admin/scheduler",

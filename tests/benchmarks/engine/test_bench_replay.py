@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from tests.kit.engine import (
     FakeClock,
     MadeMatchers,
     MatchedRunner,
+    SlotStore,
     TimedRunner,
     build_fake_engine,
     make_request,
@@ -165,6 +166,27 @@ TestRecordedMachine = RecordedMachine.TestCase
 TestRecordedMachine.settings = _SETTINGS
 TestRecordedOverlappedMachine = RecordedOverlappedMachine.TestCase
 TestRecordedOverlappedMachine.settings = _SETTINGS
+
+
+def test_a_prefix_that_is_fetched_anew_after_a_sleep_is_replayed() -> None:
+    """The first fetch is done when the second has begun."""
+    clock, recorded = FakeClock(), Recorded()
+    runner = TimedRunner(clock, block_size=4)
+    store = SlotStore(runner)
+    engine = build_fake_engine(
+        runner=runner, clock=clock, num_blocks=64, recorder=recorded.recorder, store=store, **SETTINGS
+    )
+    engine.add(replace(make_request(tuple(range(5, 14)), max_tokens=4), generated_token_ids=(7,)))
+    engine.step()
+    engine.sleep()
+    engine.wake()
+    engine.step()
+    assert [fetch.is_wanted for fetch in store.fetches] == [False, True]
+    while store.fetches:
+        store.move(1)
+        engine.step()
+    run_to_end(engine, clock=clock)
+    assert_replayed(header_of(runner), recorded)
 
 
 def recorded_run(

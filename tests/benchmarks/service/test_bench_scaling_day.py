@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 
-from benchmarks.service.scaling_day import day_of, measure
 from deployments.plan.traces import Trace
 from tests.deployments.plan.measured import measured_replica, step_cost, trace_of
 
@@ -17,10 +18,16 @@ HOUR = Trace("hour", (*BUSY.requests, *QUIET.requests))
 MEASURED = replace(measured_replica(step_cost(0.050, 0.003), num_blocks=2000), model="models/demo")
 
 
+@pytest.fixture(scope="module")
+def scaling_day() -> ModuleType:
+    """Imported when a test runs: tests of deployments first set the environment that Ray reads when it is imported."""
+    return importlib.import_module("benchmarks.service.scaling_day")
+
+
 @pytest.mark.parametrize("rule", ["target_tokens 2048, our delays", "target_ongoing_requests 8, our delays"])
-def test_replicas_come_with_the_load_and_go_with_it(rule: str) -> None:
+def test_replicas_come_with_the_load_and_go_with_it(rule: str, scaling_day: ModuleType) -> None:
     def figures(max_replicas: int, start_s: float) -> dict[str, float]:
-        found = measure(
+        found = scaling_day.measure(
             MEASURED, HOUR, night=1.0, noon=1.0, hours=[0], max_replicas=max_replicas, start_s=start_s, late_s=10.0,
             seed=1, only=rule,
         )  # fmt: skip
@@ -36,8 +43,8 @@ def test_replicas_come_with_the_load_and_go_with_it(rule: str) -> None:
     assert quick["late"] < slow["late"] < alone["late"]
 
 
-def test_a_day_has_most_of_its_requests_at_noon() -> None:
-    day = day_of(trace_of(*((float(second), 1, 1) for second in range(0, 3600, 10))), night=0.1, noon=0.9,
+def test_a_day_has_most_of_its_requests_at_noon(scaling_day: ModuleType) -> None:
+    day = scaling_day.day_of(trace_of(*((float(second), 1, 1) for second in range(0, 3600, 10))), night=0.1, noon=0.9,
                  hours=range(24), seed=1)  # fmt: skip
     by_hour = [sum(hour * 3600 <= each.arrival_s < (hour + 1) * 3600 for each in day.requests) for hour in range(24)]
     assert [each.arrival_s for each in day.requests] == sorted(each.arrival_s for each in day.requests)
