@@ -66,7 +66,7 @@ class RankGroup:
             linked = PrefixStore("symmetric", files)
             try:
                 self._symmetric = self.together(lambda: SymmetricSums(linked, rank, size, device))
-            except RuntimeError as error:
+            except (RuntimeError, ImportError, AttributeError) as error:  # another torch may have other names for it
                 logger.info("sums go through NCCL and not through symmetric memory: %s", error)
 
     def capturing(self) -> AbstractContextManager[None]:
