@@ -1,18 +1,19 @@
 """JSON of answers that may be large, in pieces: the rows of a long list are made when they are written, some at a time.
 
 No piece takes long to make, so the event loop and other threads go on between two of them, and neither the rows nor the
-JSON are in memory as a whole.
+JSON are in memory as a whole. Server-sent events of them, too.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic_core import to_json
 
 PIECE_BYTES = 64 * 1024  # some 0.7 ms of work with log-probabilities
+DONE = b"data: [DONE]\n\n"  # the event that ends a stream of chunks
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -79,3 +80,26 @@ def joined(pieces: Iterable[bytes], *, at_least: int = PIECE_BYTES) -> Iterator[
             piece.clear()
     if piece:
         yield bytes(piece)
+
+
+def event(payload: Mapping[str, Any]) -> bytes:
+    """One event: the payload as JSON on one line."""
+    return b"data: %b\n\n" % to_json(payload)
+
+
+def named_event(payload: Mapping[str, Any]) -> bytes:
+    """One event that has the payload's type as its name."""
+    return b"event: %b\n%b" % (payload["type"].encode(), event(payload))
+
+
+def event_pieces(payload: Mapping[str, Any]) -> Iterator[bytes]:
+    """One event with a payload that may hold `Rows`."""
+    yield b"data: "
+    yield from json_pieces(payload)
+    yield b"\n\n"
+
+
+def named_event_pieces(payload: Mapping[str, Any]) -> Iterator[bytes]:
+    """`named_event` of a payload that may hold `Rows`."""
+    yield b"event: %b\n" % payload["type"].encode()
+    yield from event_pieces(payload)

@@ -17,6 +17,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,7 @@ def make_workload(
     tokens = Tokens(random.Random(f"{name}-{seed}-{_VARIANT}"), vocab_size)
     usual_number, make = WORKLOADS[name]
     if num_prompt:
-        _, num_output = make(lengths, tokens, 1)[0]
-        make = _equal(num_prompt, num_output)
+        make = partial(make, num_prompt=num_prompt)
     requests = make(lengths, tokens, num_requests or usual_number)
     return [
         {"id": f"{name}-{number}", "prompt_token_ids": prompt, "max_tokens": max_tokens, "ignore_eos": True}
@@ -85,25 +85,21 @@ def _ragged(lengths: random.Random, tokens: Tokens, num_requests: int) -> list[L
     return requests
 
 
-def _equal(num_prompt: int, num_output: int, *, num_shared: int = 0) -> Callable[..., list[Lengths]]:
+def _equal(
+    _: random.Random, tokens: Tokens, num_requests: int, *, num_prompt: int, num_output: int, num_shared: int = 0
+) -> list[Lengths]:
     """Requests of one length, which begin with tokens that all of them have."""
-
-    def make(lengths: random.Random, tokens: Tokens, num_requests: int) -> list[Lengths]:
-        prefix = tokens.draw(num_shared)
-        return [(prefix + tokens.draw(num_prompt), num_output) for _ in range(num_requests)]
-
-    return make
+    prefix = tokens.draw(num_shared)
+    return [(prefix + tokens.draw(num_prompt), num_output) for _ in range(num_requests)]
 
 
-WORKLOADS: dict[str, tuple[int, Callable[[random.Random, Tokens, int], list[Lengths]]]] = {
+WORKLOADS: dict[str, tuple[int, Callable[..., list[Lengths]]]] = {
     "sharegpt": (64, _ragged),
-    "uniform": (32, _equal(128, 64)),
-    "shared_prefix": (64, _equal(32, 64, num_shared=384)),
-    "decode": (32, _equal(16, 128)),
-    "prefill": (8, _equal(512, 1)),
+    "uniform": (32, partial(_equal, num_prompt=128, num_output=64)),
+    "shared_prefix": (64, partial(_equal, num_prompt=32, num_output=64, num_shared=384)),
+    "decode": (32, partial(_equal, num_prompt=16, num_output=128)),
+    "prefill": (8, partial(_equal, num_prompt=512, num_output=1)),
 }
-
-
 _OF_OTHER_LENGTHS = ("sharegpt", "shared_prefix")
 
 

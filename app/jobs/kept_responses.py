@@ -47,7 +47,7 @@ from app.jobs.backlog import MAX_DEATHS
 from app.jobs.batch_runner import STORAGE_FAILURES
 from app.jobs.catalog import Catalog
 from app.jobs.job import StoredResponse
-from app.json_pieces import Json, json_pieces
+from app.json_pieces import DONE, Json, event, json_pieces, named_event
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,8 @@ RETRY_S = 1.0  # after a refusal that names no time
 REFUSAL_KEPT_S = 60.0  # for the client that waits for the response
 _END, _END_OF_DELTA = b"\n\n", b"\n"  # of an event in a file, and of all that one delta gave
 _HELD_BACK = b"\n"  # before the events of the last delta, which no client reads before the response has ended
-_DONE = b"data: [DONE]\n\n"
 # They are written from the response itself.
-_LAST_EVENTS = (b"event: response.completed\n", b"event: response.incomplete\n", b"event: response.failed\n", _DONE)
+_LAST_EVENTS = (b"event: response.completed\n", b"event: response.incomplete\n", b"event: response.failed\n", DONE)
 
 
 @dataclass(slots=True, eq=False)
@@ -465,12 +464,11 @@ def _last_event(new: NewResponse, response: Json, number: int) -> bytes:
     """
     if new.path != RESPONSES_PATH:
         if response.get("error") is None:
-            return _DONE
+            return DONE
         error = {"type": "server_error", "param": None} | response["error"]
-        return b"data: %b\n\n%b" % (to_json({"error": error}), _DONE)
+        return event({"error": error}) + DONE
     kind = "incomplete" if response["status"] == "cancelled" else response["status"]
-    event = {"type": f"response.{kind}", "sequence_number": number, "response": response}
-    return b"event: response.%b\ndata: %b\n\n" % (kind.encode(), to_json(event))
+    return named_event({"type": f"response.{kind}", "sequence_number": number, "response": response})
 
 
 def _piece(events: Sequence[bytes], after: int, *, may_be_last: bool) -> Events:

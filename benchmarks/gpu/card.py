@@ -1,4 +1,4 @@
-"""What the driver says of the card: asked once, and while a stage runs: its clocks, what slows them, who else is there.
+"""What the driver says of the card: asked once, and while a stage runs: its clocks, what slows them, other processes.
 
 Without a driver there is nothing to say.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from app.errors import Failure, Overloaded
 from app.jobs.catalog import Catalog
 from app.text import Tokenizer
-from tests.api.test_kept_responses import Gated, kept_by, without_call_ids
+from tests.api.test_kept_responses import Gated, copied_before_the_end, cut_anywhere, kept_by, without
 from tests.kit.service import CALL, Answer, Connection, Service, bearer, entry, openai_client, served
 from tests.waiting import until
 
@@ -100,22 +99,11 @@ async def test_it_goes_on_wherever_its_process_dies(
     num_steps = (len(tools_tokenizer.encode(text, add_special_tokens=False)) + 1) * num_choices
     async with served(kept_by(tools_tokenizer, gate), tmp_path / "whole") as app:
         answering = asyncio.create_task(ask(app, "POST", path, fields | KEPT))
-        for _ in range(num_steps - 1):
-            gate.places.release()
-        await until(lambda: (gate.requests and gate.places.locked()) or answering.done())
-        assert not answering.done(), answering.result().json
-        shutil.copytree(tmp_path / "whole", before)
+        log = await copied_before_the_end(gate, answering, num_steps, tmp_path / "whole", before)
         gate.open()
         whole = await answering
-        [log] = (before / "responses").iterdir()
         kept = (await ask(app, "GET", f"{path}/{log.name}")).json
-    size = log.stat().st_size
-    for num_bytes in [0, *range(1, size, size // 12), size]:
-        folder = tmp_path / f"cut-{num_bytes}"
-        shutil.copytree(before, folder)
-        with (folder / "responses" / log.name).open("r+b") as events:
-            events.truncate(num_bytes)
-            num_known = sum(delta.count(b"\n\n") + 1 for delta in events.read().split(b"\n\n\n")[:-1])
+    for folder, num_bytes, num_known in cut_anywhere(before, log.name):
         again = Gated(tools_tokenizer, text, at_once=at_once)
         again.open()
         async with served(kept_by(tools_tokenizer, again), folder) as app:
@@ -123,7 +111,7 @@ async def test_it_goes_on_wherever_its_process_dies(
             assert now.data[:num_known] == whole.data[:num_known]
             assert said(now) == said(whole), num_bytes
             ended = (await ask(app, "GET", f"{path}/{log.name}")).json
-            assert without_call_ids(without_ids(ended)) == without_call_ids(without_ids(kept))
+            assert without(ended, "call_id", "id") == without(kept, "call_id", "id")
         assert {each.sampling.seed for each in again.requests} == {each.sampling.seed for each in gate.requests}
 
 
@@ -142,13 +130,6 @@ def said(answer: Answer) -> dict[tuple[int, str], Any]:
     return come_to | {(0, "usage"): answer.chunks[-1].get("usage")}
 
 
-def without_ids(value: Any) -> Any:
-    """Each attempt at a call that is not known yet gives it an id of its own."""
-    if isinstance(value, dict):
-        return {name: without_ids(each) for name, each in value.items() if name != "id"}
-    return [without_ids(each) for each in value] if isinstance(value, list) else value
-
-
 @every_body
 async def test_it_is_there_by_its_id_until_it_is_deleted(
     tools_tokenizer: Tokenizer, tmp_path: Path, path: str, fields: dict[str, Any]
@@ -159,7 +140,7 @@ async def test_it_is_there_by_its_id_until_it_is_deleted(
     async with served(kept_by(tools_tokenizer, gate), tmp_path) as app:
         plain = (await ask(app, "POST", path, fields)).json
         kept = (await ask(app, "POST", path, fields | {"store": True})).json
-        assert without_ids(kept) | {"created": 0} == without_ids(plain) | {"created": 0, "status": "completed"}
+        assert without(kept, "id") | {"created": 0} == without(plain, "id") | {"created": 0, "status": "completed"}
         at = f"{path}/{kept['id']}"
         assert (await ask(app, "GET", at)).json == kept
         kind = "chat.completion" if path == CHAT else "text_completion"

@@ -332,24 +332,12 @@ async def test_it_goes_on_wherever_its_process_dies(tools_tokenizer: Tokenizer, 
     num_steps = len(tokenizer.encode(text, add_special_tokens=False)) + 1
     async with served(kept_by(tokenizer, gate), tmp_path / "whole") as app:
         answering = asyncio.create_task(ask(app, "POST", "/v1/responses", fields))
-        for _ in range(num_steps - 1):
-            gate.places.release()
-        await until(lambda: (gate.requests and gate.places.locked()) or answering.done())
-        assert not answering.done(), answering.result().json
-        shutil.copytree(tmp_path / "whole", before)
+        log = await copied_before_the_end(gate, answering, num_steps, tmp_path / "whole", before)
         gate.open()
         whole = (await answering).events
     assert "function_call" in {item["type"] for item in whole[-1]["response"]["output"]}
-    [log] = (before / "responses").iterdir()
-    size = log.stat().st_size
-    assert size > 3000
-    for kept in [0, *range(1, size, size // 12), size]:
-        folder = tmp_path / f"cut-{kept}"
-        shutil.copytree(before, folder)
-        with (folder / "responses" / log.name).open("r+b") as events:
-            events.truncate(kept)
-            events.seek(0)
-            num_known = sum(delta.count(b"\n\n") + 1 for delta in events.read().split(b"\n\n\n")[:-1])
+    assert log.stat().st_size > 3000
+    for folder, kept, num_known in cut_anywhere(before, log.name):
         again = Gated(tokenizer, text, at_once=at_once)
         again.open()
         async with served(kept_by(tokenizer, again), folder) as app:
@@ -358,17 +346,41 @@ async def test_it_goes_on_wherever_its_process_dies(tools_tokenizer: Tokenizer, 
             events_now = await events_of(app, log.name)
         assert again.requests[0].sampling.seed == gate.requests[0].sampling.seed
         if at_once == 1:
-            assert without_call_ids(events_now) == without_call_ids(whole), kept
+            assert without(events_now, "call_id") == without(whole, "call_id"), kept
         assert events_now[:num_known] == whole[:num_known]
         assert [event["sequence_number"] for event in events_now] == list(range(len(events_now)))
         assert said(events_now) == said(whole)
 
 
-def without_call_ids(value: Any) -> Any:
-    """Each attempt at a call that is not known yet gives it an id of its own."""
+async def copied_before_the_end(
+    gate: Gated, answering: asyncio.Task[Answer], num_steps: int, folder: Path, copy: Path
+) -> Path:
+    """Copy the folder of a service as it is before the last of these steps; the file of the events there."""
+    for _ in range(num_steps - 1):
+        gate.places.release()
+    await until(lambda: (gate.requests and gate.places.locked()) or answering.done())
+    assert not answering.done(), answering.result().json
+    shutil.copytree(folder, copy)
+    [log] = (copy / "responses").iterdir()
+    return log
+
+
+def cut_anywhere(folder: Path, log: str) -> Iterator[tuple[Path, int, int]]:
+    """Copies of a folder whose events are cut off, after how many bytes, and how many whole deltas' events are left."""
+    size = (folder / "responses" / log).stat().st_size
+    for num_bytes in [0, *range(1, size, size // 12), size]:
+        cut = folder.with_name(f"cut-{num_bytes}")
+        shutil.copytree(folder, cut)
+        with (cut / "responses" / log).open("r+b") as events:
+            events.truncate(num_bytes)
+            yield cut, num_bytes, sum(delta.count(b"\n\n") + 1 for delta in events.read().split(b"\n\n\n")[:-1])
+
+
+def without(value: Any, *names: str) -> Any:
+    """A JSON value without these fields, such as the id that each attempt gives a call that is not known yet."""
     if isinstance(value, dict):
-        return {name: without_call_ids(each) for name, each in value.items() if name != "call_id"}
-    return [without_call_ids(each) for each in value] if isinstance(value, list) else value
+        return {name: without(each, *names) for name, each in value.items() if name not in names}
+    return [without(each, *names) for each in value] if isinstance(value, list) else value
 
 
 def said(events: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -17,11 +17,8 @@ from app.api.http.sse import (
     EventResponse,
     EventStream,
     WhileConnected,
-    event,
-    event_pieces,
-    named_event,
-    named_event_pieces,
 )
+from app.json_pieces import event, event_pieces, named_event, named_event_pieces
 from tests.waiting import TimelessLoop
 
 HEARTBEAT_S = 15.0

@@ -11,14 +11,13 @@ from pydantic_core import from_json
 
 from app.api.endpoints.chat import prepare_chat
 from app.api.http.errors import MESSAGES_PATH, error_body
-from app.api.http.sse import named_event
 from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import GrowingText, ResponseState, Writer
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.messages import MessagesRequest
-from app.json_pieces import Json
+from app.json_pieces import Json, named_event
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from app.api.endpoints.chat import prepare_chat
 from app.api.http.errors import error_body
-from app.api.http.sse import named_event, named_event_pieces
 from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import GrowingText, ResponseState, Writer
 from app.api.output.token_details import CHAT_LOGPROBS, PackedLogprobs, TokenLogprob, TokenNames, write_logprobs
@@ -23,7 +22,7 @@ from app.api.schemas.requests import ChatRequest
 from app.api.schemas.responses import ResponsesRequest
 from app.batches import RESPONSE_RUNS
 from app.errors import ContextTooLong, InvalidRequest
-from app.json_pieces import Json, Rows, joined
+from app.json_pieces import Json, Rows, joined, named_event, named_event_pieces
 
 
 def prepare_response(body: ResponsesRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:

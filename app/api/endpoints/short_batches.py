@@ -21,13 +21,13 @@ from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
 from app.api.http.operations import EVENTS, OF_A_LIST, OF_GENERATION, Operation, RouteGroup
-from app.api.http.sse import DONE, EventResponse, WhileConnected, event, event_pieces
+from app.api.http.sse import EventResponse, WhileConnected
 from app.api.request_context import RequestContext, asks_for, with_deadline
 from app.api.schemas.fields import MAX_PROMPTS, Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_unknown
 from app.batches import PIECE_BYTES, Answered, BatchLimits, BatchService, JobState, NewBatch, NewFile
 from app.errors import CarouselError, InvalidRequest
-from app.json_pieces import Json, joined
+from app.json_pieces import DONE, Json, event, event_pieces, joined
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _OWN_FIELDS = frozenset(("prompts", "async", "stream", "webhook", "metadata"))

@@ -1,48 +1,21 @@
-"""Server-sent events: the framing, and a stream of them that ends when its client goes away."""
+"""A stream of server-sent events that ends when its client goes away."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import Any
 
-from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app.api.http.errors import ClientGone
-from app.json_pieces import json_pieces
 
-DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": still here\n\n"  # a comment: clients skip it
 # A message that the client's connection has not taken for so long ends the stream: a client that does not read would
 # keep its request on a replica, and all that comes of it in memory.
 UNREAD_S = 60.0
-
-
-def event(payload: Mapping[str, Any]) -> bytes:
-    """One event: the payload as JSON on one line."""
-    return b"data: %b\n\n" % to_json(payload)
-
-
-def named_event(payload: Mapping[str, Any]) -> bytes:
-    """One event that has the payload's type as its name."""
-    return b"event: %b\n%b" % (payload["type"].encode(), event(payload))
-
-
-def event_pieces(payload: Mapping[str, Any]) -> Iterator[bytes]:
-    """One event with a payload that may hold `Rows`."""
-    yield b"data: "
-    yield from json_pieces(payload)
-    yield b"\n\n"
-
-
-def named_event_pieces(payload: Mapping[str, Any]) -> Iterator[bytes]:
-    """`named_event` of a payload that may hold `Rows`."""
-    yield b"event: %b\n" % payload["type"].encode()
-    yield from event_pieces(payload)
 
 
 class WhileConnected:

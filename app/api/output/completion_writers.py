@@ -10,13 +10,12 @@ from typing import Protocol
 from pydantic_core import to_json
 
 from app.api.http.errors import error_body
-from app.api.http.sse import DONE, event, event_pieces
 from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import ChoiceOutput, ResponseState, Writer, tool_call
 from app.api.output.token_details import CHAT_LOGPROBS, COMPLETION_LOGPROBS, DetailsWriter, LogprobsForm
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import PreparedRequest
-from app.json_pieces import Json, joined
+from app.json_pieces import DONE, Json, event, event_pieces, joined
 
 
 class Format(Protocol):

@@ -764,9 +764,10 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, 
         return num_shared ? num_shared : window ? std::max<int64_t>(0, position + 1 - window) / LANES * LANES : 0;
     };
     Stretch pieces = groups.pieces(share);
-    if (!num_shared && share.piece < 0) pieces.begin = std::numeric_limits<int64_t>::max();
-    for (const Segment* own = first; !num_shared && share.piece < 0 && own < end; ++own)
-        pieces.begin = std::min(pieces.begin, begin(own->start) / PIECE * PIECE);
+    if (is_cut && share.piece < 0) {
+        const auto is_before = [](const Segment& one, const Segment& other) { return one.start < other.start; };
+        pieces.begin = begin(std::min_element(first, end, is_before)->start) / PIECE * PIECE;
+    }
     const auto add = [&](const Segment& own, int64_t from, int64_t length) {
         from = std::max(from, pieces.begin), length = std::min(length, pieces.end);
         if (from < length) walk.add(pages, tables + own.table_offset, kv_head, from, length);

@@ -74,7 +74,7 @@ class RankGroup:
         return self._with(self._all[-1])
 
     def alone(self) -> AbstractContextManager[None]:
-        """Around work that may fail on some of the ranks: exchanges take their memory, but wait for nobody."""
+        """Around work that may fail on some of the ranks: exchanges take their memory, and no rank waits."""
         return self._with(None)
 
     @contextmanager
