@@ -100,6 +100,12 @@ def test_the_first_numbers_are_normalised_again(service: Service) -> None:
     assert ask(service, dimensions=2).json["data"][0]["embedding"] == pytest.approx([0.6, 0.8])
 
 
+def test_first_numbers_that_are_all_zero_stay_so(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, lambda request: vector(request, [0.0, 0.0, 3.0, 4.0]), pooling=Pooling.LAST)
+    answers = [ask(service, dimensions=dimensions).json["data"][0]["embedding"] for dimensions in (1, 2, 3)]
+    assert answers == [[0.0], [0.0, 0.0], [0.0, 0.0, 1.0]]
+
+
 def test_many_texts_are_computed_a_few_at_a_time(tokenizer: Tokenizer) -> None:
     num_open = most_open = 0
 

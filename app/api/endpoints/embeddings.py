@@ -83,8 +83,11 @@ class EmbeddingsWriter(Writer):
 
 
 async def vectors_of(state: ResponseState, *, dimensions: int | None = None) -> list[Vector]:
-    """Wait for the vectors of all requests of a call. Each has the length 1, and `dimensions` numbers if so many."""
-    return await results_of(state, lambda index, numbers: normalised(numbers[:dimensions]))
+    """Wait for the vectors of all requests of a call. Each has the length 1, and `dimensions` numbers if so many.
+
+    Numbers that are all 0 stay so: the first few of a vector may be, in bfloat16 above all.
+    """
+    return await results_of(state, lambda index, numbers: normalised(numbers, dimensions))
 
 
 async def results_of(state: ResponseState, make: Callable[[int, Vector], T]) -> list[T]:
@@ -104,10 +107,11 @@ async def results_of(state: ResponseState, make: Callable[[int, Vector], T]) -> 
     return [results[index] for index in range(len(state.outputs))]
 
 
-def normalised(numbers: Vector) -> Vector:
-    """The vector of length 1 in the same direction. Raises Failure when there is none."""
+def normalised(numbers: Vector, dimensions: int | None) -> Vector:
+    """The first numbers of a vector, made a vector of length 1. Raises Failure when the whole has no direction."""
     exact = numbers.astype(np.float64)
     length = math.sqrt(exact @ exact)
     if not (math.isfinite(length) and length):
         raise Failure(f"the model gave a vector of length {length}")
-    return (exact / length).astype(np.float32)
+    kept = exact[:dimensions]
+    return (kept / (math.sqrt(kept @ kept) or 1.0)).astype(np.float32)

@@ -143,7 +143,9 @@ inline void score(const uint32_t* query, int64_t key_units, const uint32_t* cons
     Vector sums[ROWS][GROUPS] = {};
     add_products<T, ROWS, GROUPS>(sums, keys, next, stride, stride, query, key_units, key_units);
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; ++row) std::memcpy(scores + row * row_stride, sums[row], sizeof(sums[row]));
+    for (int row = 0; row < ROWS; ++row)  // not one copy of a row: GCC would keep all in memory
+#pragma GCC unroll 4
+        for (int group = 0; group < GROUPS; ++group) store(sums[row][group], scores + row * row_stride + group * LANES);
 }
 
 // Adds the weighted values of some groups, of `num_units` units of tokens each, to WIDTH vectors of each row's sums;
@@ -153,8 +155,11 @@ inline void weigh(const uint32_t* weights, int64_t weight_stride, const uint32_t
                   int64_t ahead, int64_t offset, int64_t value_dim, int64_t num_units, uint32_t mask, float* sums) {
     Vector totals[ROWS][WIDTH];
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; ++row) std::memcpy(totals[row], sums + row * value_dim, sizeof(totals[row]));
-    for (int64_t group = 0; group < num_groups; ++group) {
+    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 4
+        for (int part = 0; part < WIDTH; ++part) totals[row][part] = load(sums + row * value_dim + part * LANES);
+    int64_t group = 0;
+    do {
         const uint32_t *values[WIDTH], *next[WIDTH];
         for (int part = 0; part < WIDTH; ++part) {
             values[part] = groups[group] + offset + part * LANES;
@@ -162,9 +167,11 @@ inline void weigh(const uint32_t* weights, int64_t weight_stride, const uint32_t
         }
         add_products<T, ROWS, WIDTH>(totals, values, next, value_dim, value_dim, weights, weight_stride, num_units, mask);
         weights += num_units;
-    }
+    } while (++group < num_groups);
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; ++row) std::memcpy(sums + row * value_dim, totals[row], sizeof(totals[row]));
+    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 4
+        for (int part = 0; part < WIDTH; ++part) store(totals[row][part], sums + row * value_dim + part * LANES);
 }
 
 // Of keys and values in int8, by a token's position in its sequence; null where they are of the model's type.
@@ -182,26 +189,28 @@ inline std::pair<float, float> softmax(float* scores, T* weights, int64_t begin,
         for (int64_t at = begin; at < padded; at += LANES) store(round_to(Vector{}, T{}), weights + at);
         return {LEAST, 0.0f};
     }
-    for (int64_t at = begin; at < padded; at += LANES) {
-        const Vector scaled = load(scores + at) * shape.scaling;
-        store(scales.keys ? scaled * load(scales.keys + at) : scaled, scores + at);
+    float scaling = shape.scaling * LOG2_E;  // of what is in `scores`, to powers of two
+    if (scales.keys || shape.softcap != 0.0f) {
+        for (int64_t at = begin; at < padded; at += LANES) {
+            const Vector scaled = load(scores + at) * shape.scaling;
+            store(scales.keys ? scaled * load(scales.keys + at) : scaled, scores + at);
+        }
+        scaling = LOG2_E;
     }
     std::fill(scores + begin, scores + first, LEAST);
     std::fill(scores + end, scores + padded, LEAST);
     if (shape.softcap != 0.0f)
         for (int64_t at = first; at < end; ++at) scores[at] = std::tanh(scores[at] / shape.softcap) * shape.softcap;
     Vector greatest = load(scores + begin);
-    for (int64_t at = begin + LANES; at < padded; at += LANES) {
-        const Vector other = load(scores + at);
-        greatest = greatest > other ? greatest : other;
-    }
+    for (int64_t at = begin + LANES; at < padded; at += LANES) greatest = greater_of(greatest, load(scores + at));
     float most = LEAST;
     for (int lane = 0; lane < LANES; ++lane) most = std::max(most, greatest[lane]);
+    most *= scaling;
     Vector total = {};
     for (int64_t at = begin; at < padded; at += LANES) {
-        const Vector weight = exponential(load(scores + at) - most);
+        const Vector weight = power_of_two(load(scores + at) * scaling - most);
         total += weight;
-        store(round_to(scales.values ? weight * load(scales.values + at) : weight, T{}), weights + at);
+        store_rounded(scales.values ? weight * load(scales.values + at) : weight, weights + at);
     }
     return {most, sum_of(total)};
 }
@@ -230,8 +239,8 @@ struct Attended {
         for (int64_t row = 0; row < num_rows; ++row) {
             if (piece.weights[row] == 0.0f) continue;  // it has none of the row's tokens
             const float most = std::max(greatest[row], piece.greatest[row]);
-            const Vector own = exponential(Vector{} + (greatest[row] - most));
-            const Vector other = exponential(Vector{} + (piece.greatest[row] - most));
+            const Vector own = power_of_two(Vector{} + (greatest[row] - most));
+            const Vector other = power_of_two(Vector{} + (piece.greatest[row] - most));
             float* const sums = values + row * value_dim;
             const float* const added = piece.values + row * value_dim;
             for (int64_t dim = 0; dim < value_dim; dim += LANES)
@@ -328,7 +337,7 @@ void weigh_groups(const uint32_t* weights, int64_t weight_stride, const uint32_t
                   int64_t ahead, int64_t value_dim, float* sums) {
     constexpr int WIDTH = width_of(ROWS);
     constexpr int64_t UNITS = LANES / PER_UNIT<T>;
-    constexpr int64_t GROUPS = 4;  // of which the values stay in the L1 cache for all dimensions
+    constexpr int64_t GROUPS = 8;  // of which the values stay in the L1 cache for all dimensions
     const auto add = [&](int64_t num_groups, int64_t skipped, int64_t num_units, uint32_t mask) {
         const uint32_t* from = weights + skipped;
         int64_t dim = 0;
@@ -731,9 +740,9 @@ void put_output(const AttentionShape& shape, int64_t kv_head, int64_t num_rows, 
         const int64_t head = kv_head * heads_per_kv + row % heads_per_kv;
         float divisor = attended.weights[row], scale = 1.0f;
         if (shape.sinks) {
-            const float sink = shape.sinks[head], most = std::max(attended.greatest[row], sink);
-            scale = exponential(Vector{} + (attended.greatest[row] - most))[0];
-            divisor = divisor * scale + exponential(Vector{} + (sink - most))[0];
+            const float sink = shape.sinks[head] * LOG2_E, most = std::max(attended.greatest[row], sink);
+            scale = power_of_two(Vector{} + (attended.greatest[row] - most))[0];
+            divisor = divisor * scale + power_of_two(Vector{} + (sink - most))[0];
         }
         T* target = output.at(token_of(row / heads_per_kv), head);
         const float* const sums = attended.values + row * shape.value_dim;

@@ -230,7 +230,8 @@ class Decoder {
 
     Vector activated(Vector gate, Vector up) const {
         gate = kept(gate);
-        return rounded(kept(gate / (1.0f + exponential(-gate))) * kept(up));
+        const Vector bounded = greater_of(Vector{} - 87.0f, gate);  // e^x of more is infinite; a NaN stays
+        return rounded(kept(gate / (1.0f + exponential(-bounded))) * kept(up));
     }
 
     // residual += the experts' outputs times their weights, in the order of the weights.

@@ -78,6 +78,17 @@ inline void store(Vector x, bf16* to) {  // exact only for what `round_to` retur
     std::memcpy(to, &halves, sizeof(halves));
 }
 
+// As store(round_to(x, T{}), to); numbers below the least normal one may become 0.
+inline void store_rounded(Vector x, float* to) { store(x, to); }
+inline void store_rounded(Vector x, bf16* to) {
+#ifdef __AVX512BF16__
+    const __m256bh halves = _mm512_cvtneps_pbh((__m512)x);
+    std::memcpy(to, &halves, sizeof(halves));
+#else
+    store(round_to(x, bf16{}), to);
+#endif
+}
+
 // The first `count` numbers only; the other lanes are 0.
 template <typename T>
 inline Vector load_some(const T* from, int64_t count) {
@@ -132,10 +143,23 @@ inline bool any(Integers mask) {
 #endif
 }
 
+// The greater number in each lane; that of `right` where either is a NaN.
+inline Vector greater_of(Vector left, Vector right) {
+#ifdef __AVX512F__
+    return (Vector)_mm512_max_ps((__m512)left, (__m512)right);
+#else
+    return left > right ? left : right;
+#endif
+}
+
+// Of all lanes.
+inline float greatest_of(Vector x) {
+    x = greater_of(x, swapped<8>(x)), x = greater_of(x, swapped<4>(x)), x = greater_of(x, swapped<2>(x));
+    return greater_of(x, swapped<1>(x))[0];
+}
 inline float sum_of(Vector x) {
-    float total = 0.0f;
-    for (int lane = 0; lane < LANES; ++lane) total += x[lane];
-    return total;
+    x += swapped<8>(x), x += swapped<4>(x), x += swapped<2>(x);
+    return (x + swapped<1>(x))[0];
 }
 
 // The index of the greatest number, the first among equals. NaNs are ignored.
@@ -180,10 +204,35 @@ struct Magnitude {
 // What numbers of up to some magnitude are multiplied with to be rounded to int8; 0 for a NaN.
 inline float int8_steps(float magnitude) { return magnitude > 1e-30f ? 127.0f / magnitude : 0.0f; }
 
+constexpr float LOG2_E = 1.44269504088896341f;
+
+// 2^x for x < 127, about 2 ulp (the polynomial of Cephes' exp2f); 0 far below -126.
+inline Vector power_of_two(Vector x) {
+#ifdef __AVX512F__
+    x = greater_of(Vector{} - 200.0f, x);  // -infinity has no remainder
+    const Vector n = (Vector)_mm512_roundscale_ps((__m512)x, 0);
+#else
+    const Vector shift = Vector{} + ROUNDER, n = (x + shift) - shift;
+#endif
+    const Vector r = x - n;
+    Vector p = r * 1.535336188319500e-4f + 1.339887440266574e-3f;
+    p = p * r + 9.618437357674640e-3f;
+    p = p * r + 5.550332471162809e-2f;
+    p = p * r + 2.402264791363012e-1f;
+    p = p * r + 6.931472028550421e-1f;
+    p = p * r + 1.0f;
+#ifdef __AVX512F__
+    return (Vector)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    const Vector scale = (Vector)((__builtin_convertvector(n, Integers) + 127) << 23);
+    return x < Vector{} - 126.0f ? Vector{} : p * scale;
+#endif
+}
+
 // e^x for x < 88, about 2 ulp (the polynomial of Cephes' expf); 0 below -87.
 inline Vector exponential(Vector x) {
     const Vector floor = Vector{} - 87.0f, shift = Vector{} + ROUNDER;
-    const Vector n = (x * 1.44269504088896341f + shift) - shift;
+    const Vector n = (x * LOG2_E + shift) - shift;
     Vector r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
     Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;

@@ -86,6 +86,18 @@ def test_rows_of_a_tied_embedding_are_read_from_the_head(dtype: str, tmp_path: P
     assert torch.equal(*logits)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_gates_far_below_zero_leave_nothing(dtype: str, tmp_path: Path) -> None:
+    """e to the power of their magnitude is beyond float32."""
+    own = build_tiny_model("llama")
+    for layer in own.model.layers:
+        layer.mlp.gate_proj.weight *= 2**14
+        layer.mlp.down_proj.weight /= 2**14
+    own.save_pretrained(tmp_path)
+    check_logits(tmp_path, dtype)
+
+
 def check_logits(path: Path, dtype: str = "float32") -> None:
     expected = own_model(path, DTYPES[dtype])(torch.tensor([PROMPT])).logits[0, -1].float()
     got = logits_of(load_native(path, dtype=dtype))
