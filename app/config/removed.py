@@ -22,6 +22,8 @@ REMOVED: dict[str, str] = {
     "models[].engine.scheduler.strategy.selective": "leave it out: it made requests slower",
     "models[].engine.speculation.max_drafts": "leave it out: up to 8 tokens are drafted, fewer where more do not pay",
     "models[].engine.model.backend=attention": "leave it out: auto takes the fastest code for the model",
+    "models[].replicas.autoscaling.target_tokens": "leave it out, or write target_s, seconds of work for each replica: "
+    "these tokens divided by the tokens_per_s of a replica in GET /admin/fleet",
 }
 
 

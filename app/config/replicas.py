@@ -32,11 +32,11 @@ class AutoscalingConfig(Settings):
     )
     min_replicas: int = Field(1, ge=0, le=1024, description="at least; 0: none while there is nothing to do")
     max_replicas: int = Field(4, ge=1, le=1024, description="at most")
-    target_tokens: int = Field(
-        8192,
-        ge=1,
-        le=10**12,
-        description="tokens of prompts and outputs still to compute, for each replica",
+    target_s: float = Field(
+        2.0,
+        gt=0,
+        le=86_400,
+        description="seconds of work for each replica: tokens of prompts and outputs still to compute, by its speed",
     )
     downscale_delay_s: float = Field(
         120.0, ge=0, le=86_400, description="seconds of too little load before there are fewer"

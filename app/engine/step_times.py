@@ -119,6 +119,7 @@ class Throughput:
         self._num_ended = 0.0
         self._squared_tokens = 0.0
         self._tokens_by_seconds = 0.0
+        self._token_s: float | None = None  # that one token more takes; None while all steps were of one size
 
     def note_step(self, seconds: float, *, num_tokens: int, num_ended: int) -> None:
         """A step took `seconds`, computed `num_tokens` and ended `num_ended` requests."""
@@ -130,6 +131,10 @@ class Throughput:
         self._num_ended = self._num_ended * fading + num_ended
         self._squared_tokens = self._squared_tokens * fading + num_tokens**2
         self._tokens_by_seconds = self._tokens_by_seconds * fading + num_tokens * seconds
+        mean_tokens, mean_s = self._num_tokens / self._num_steps, self._seconds / self._num_steps
+        variance = self._squared_tokens / self._num_steps - mean_tokens**2
+        if variance > 0.01 * mean_tokens**2:  # else the steps of late say nothing of other sizes
+            self._token_s = (self._tokens_by_seconds / self._num_steps - mean_tokens * mean_s) / variance
 
     @property
     def step_s(self) -> float:
@@ -144,15 +149,14 @@ class Throughput:
         """Tokens a second in steps of this many tokens; 0 before the first step.
 
         This number compares engines; `tokens_per_s` depends on how full their batches were as well. The time of a step
-        is modelled as a constant and a time for each token, by least squares; neither is below 0.
+        is modelled as a constant and a time for each token, by least squares; neither is below 0. While all steps are
+        of one size, as of a request that is alone, a token keeps the time that it had before.
         """
         if self._num_tokens <= 0 or self._seconds <= 0:
             return 0.0
         mean_tokens, mean_s = self._num_tokens / self._num_steps, self._seconds / self._num_steps
-        variance = self._squared_tokens / self._num_steps - mean_tokens**2
-        covariance = self._tokens_by_seconds / self._num_steps - mean_tokens * mean_s
-        # Steps of one size alone give no slope: then each token is assumed to cost the same.
-        token_s = covariance / variance if variance > 0.01 * mean_tokens**2 else mean_s / mean_tokens
+        # While there was but one size, each token is assumed to cost the same.
+        token_s = mean_s / mean_tokens if self._token_s is None else self._token_s
         token_s = min(max(token_s, 0.0), mean_s / mean_tokens)
         return num_tokens / (mean_s + token_s * (num_tokens - mean_tokens))
 

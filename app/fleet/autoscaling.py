@@ -1,13 +1,16 @@
 """How many replicas a model should have: a pure rule over what they have to do. No Ray, no clock.
 
-It looks at work, not at requests: one request may be ten tokens or ten thousand. The caller decides when to act on the
-number (only after so many seconds, only so far).
+It looks at seconds of work, not at requests or tokens: one request may be ten tokens or ten thousand, and one replica
+a hundred times as fast as another. The caller decides when to act on the number (only after so many seconds, only so
+far).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple
 
 from app.config import AutoscalingConfig
@@ -26,6 +29,7 @@ class AutoscalingLoad:
     num_running: int  # replicas that are there
     num_reporting: int  # of these, replicas that have reported; the sums are theirs
     num_outstanding_tokens: float  # still to compute, of prompts and of outputs as far as they are predicted
+    speeds: Sequence[float]  # tokens a second of each that has reported; 0: it has not measured yet
     num_replica_requests: float  # running and waiting
     kv_use: float  # the sum of each replica's share of blocks that requests own, 0 to 1
     num_queued: float  # requests that no replica has taken yet
@@ -35,6 +39,11 @@ class AutoscalingLoad:
     @property
     def num_requests(self) -> float:
         return self.num_queued + self.num_replica_requests
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one replica: the median of what they have measured; 0: none has."""
+        return median([speed for speed in self.speeds if speed > 0] or [0.0])
 
 
 class WantedReplicas(NamedTuple):
@@ -86,14 +95,19 @@ def _misses_targets(load: AutoscalingLoad) -> bool:
 
 def needed(load: AutoscalingLoad, config: AutoscalingConfig) -> tuple[float, str, str]:
     """How many replicas the load would fill to their targets, by which of tokens, memory and slots is most; why."""
-    if load.num_requests == load.num_outstanding_tokens == load.kv_use == 0:
+    if load.num_requests == 0:
         return 0.0, "idle", "no request"
     tokens, kv, requests = load.num_outstanding_tokens, load.kv_use, load.num_requests
-    return max(
-        (tokens / config.target_tokens, "tokens", f"{tokens:,.0f} tokens to compute, {config.target_tokens:,} each"),
+    need, cause, reason = max(
         (kv / TARGET_KV_USE, "kv", f"KV memory of {kv:.2f} replicas in use, {TARGET_KV_USE:g} of each"),
         (requests / load.num_slots, "requests", f"{requests:,.0f} requests, {load.num_slots:,} slots each"),
     )
+    speed = load.tokens_per_s
+    if not speed:
+        return need, cause, f"{reason}; no replica has measured its speed yet"
+    work_s = tokens / speed
+    words = f"{tokens:,.0f} tokens to compute, {speed:,.0f} tokens/s each: {work_s:,.1f} s of work, "
+    return max((work_s / config.target_s, "tokens", f"{words}{config.target_s:g} s each"), (need, cause, reason))
 
 
 def _whole(need: float) -> int:

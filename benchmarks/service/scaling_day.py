@@ -48,8 +48,8 @@ with warnings.catch_warnings():
     from deployments.serve.autoscaling import REPORT_INTERVAL_S, TokenPolicy, number_of_replicas, use_of
 
 _DAY_HOURS, _HOUR_S, _NIGHT_HOUR = 24, 3600.0, 4
-# Ours by `target_tokens`, Ray's by `target_ongoing_requests` (2 is its default). Each with delays of the other too.
-_TARGET_TOKENS = (512, 1024, 2048, 8192)
+# Ours by `target_s`, Ray's by `target_ongoing_requests` (2 is its default). Each with delays of the other too.
+_TARGET_S = (0.5, 1.0, 2.0, 4.0)
 _TARGET_REQUESTS = (2, 4, 8, 16)
 
 
@@ -83,7 +83,8 @@ class _Scaler:
         self._running = ["replica-0000"]
         self._starting: list[float] = []  # when they will serve
         self._leaving: list[str] = []
-        self._numbers: deque[tuple[float, float]] = deque()  # requests at earlier moments, within `look_back_period_s`
+        # Within `look_back_period_s`: the time, and what each replica reported.
+        self._reports: deque[tuple[float, dict[str, dict[str, _Report]]]] = deque()
         self.replica_s = 0.0
         self.most = 1
         self.num_starts = 0
@@ -117,25 +118,29 @@ class _Scaler:
 
     def _context(self, now: float, target: int) -> Any:
         uses = {each: _use(self._fleet, each) for each in self._running}
-        self._numbers.append((now, sum(use["num_requests"] for use in uses.values())))
-        while self._numbers[0][0] < now - self._config.look_back_period_s:
-            self._numbers.popleft()
+        self._reports.append((now, uses))
+        while self._reports[0][0] < now - self._config.look_back_period_s:
+            self._reports.popleft()
+        numbers = [sum(use["num_requests"].value for use in uses.values()) for _, uses in self._reports]
         names = next(iter(uses.values()))
         return serve_config.AutoscalingContext(
             deployment_id=None, deployment_name="replica", app_name=None, current_num_replicas=len(self._running),
             target_num_replicas=target, running_replicas=[],
-            total_num_requests=sum(number for _, number in self._numbers) / len(self._numbers),
+            total_num_requests=sum(numbers) / len(numbers),
             total_queued_requests=0.0, aggregated_metrics=None,
-            raw_metrics={name: {each: [_Report(use[name])] for each, use in uses.items()} for name in names},
+            raw_metrics={
+                name: {each: [before[each][name] for _, before in self._reports if each in before] for each in uses}
+                for name in names
+            },
             capacity_adjusted_min_replicas=self._config.min_replicas,
             capacity_adjusted_max_replicas=self._config.max_replicas, policy_state=self._state,
             last_scale_up_time=None, last_scale_down_time=None, current_time=now, config=self._config,
         )  # fmt: skip
 
 
-def _use(fleet: FleetSimulation, replica_id: str) -> dict[str, float]:
+def _use(fleet: FleetSimulation, replica_id: str) -> dict[str, _Report]:
     engine = fleet.engine(replica_id)
-    return use_of(engine.stats(), engine.measurements())
+    return {name: _Report(value) for name, value in use_of(engine.stats(), engine.measurements()).items()}
 
 
 def _num_requests(fleet: FleetSimulation, replica_id: str) -> int:
@@ -171,10 +176,10 @@ def rules(engine: EngineConfig, *, max_replicas: int) -> list[Rule]:
         )
 
     found = []
-    for target in _TARGET_TOKENS:
+    for target_s in _TARGET_S:
         for name, delays in (("our delays", {}), ("down after 600 s", {"downscale_delay_s": 600.0})):  # as Ray's
-            config, given = ours(target_tokens=target, **delays)
-            found.append(Rule(f"ours, target_tokens {target}, {name}", TokenPolicy(**given), config))
+            config, given = ours(target_s=target_s, **delays)
+            found.append(Rule(f"ours, target_s {target_s:g}, {name}", TokenPolicy(**given), config))
     same = {"upscale_delay_s": found[0].config.upscale_delay_s, "downscale_delay_s": found[0].config.downscale_delay_s}
     for target in _TARGET_REQUESTS:
         for name, delays in (("its delays", {}), ("our delays", same)):

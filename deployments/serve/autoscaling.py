@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from ray.serve import config as serve_config
@@ -22,10 +23,13 @@ from app.metrics import EngineReport
 # the time that a model takes to load.
 UPSCALE_DELAY_S = 10.0
 REPORT_INTERVAL_S = 2.0  # how often replicas and handles report to the controller
+# Over which the tokens to compute are averaged: a prompt is computed in a second or two, and the next comes at random.
+LOOK_BACK_S = 30.0
 # What a replica reports.
 TOKENS = "num_outstanding_tokens"  # still to compute, of prompts and of outputs as far as they are predicted
 REQUESTS = "num_requests"  # running and waiting
 KV_USE = "kv_use"  # share of its blocks that requests own, 0 to 1
+SPEED = "tokens_per_s"  # `EngineStats.speed`; 0: not measured yet
 MISSES = "misses_targets"  # 1 while it is busy and misses its targets at the best limits
 
 
@@ -37,10 +41,11 @@ class TokenPolicy:
         self._config = AutoscalingConfig.model_validate(autoscaling)
         self._num_slots = num_slots
         self._told: WantedReplicas | None = None
+        self._fewer = (0, 0)  # the target, and the most of the lower numbers that were asked for since
 
     def __call__(self, context: serve_config.AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """The number, and no state to be kept. The controller's log has each that is another one, with the reason."""
-        uses = _last_uses(context.raw_metrics)
+        uses = _recent_uses(context.raw_metrics)
         decision = decide(
             _load(
                 uses,
@@ -59,7 +64,16 @@ class TokenPolicy:
                 context.deployment_name, decision.number, context.target_num_replicas, decision.reason,
             )  # fmt: skip
         self._told = decision
-        return decision.number, {}
+        return self._held(decision.number, context.target_num_replicas), {}
+
+    def _held(self, number: int, target: int) -> int:
+        """Of lower numbers in a row the highest: Serve would take the one that comes last in `downscale_delay_s`."""
+        before, most = self._fewer
+        if number >= target:
+            self._fewer = (target, 0)
+            return number
+        self._fewer = (target, max(number, most if before == target else 0))
+        return self._fewer[1]
 
 
 def advice(model: ServedModelConfig, reports: Sequence[EngineReport], num_in_flight: int) -> WantedReplicas | None:
@@ -85,6 +99,7 @@ def _load(
         num_running=num_running,
         num_reporting=len(uses),
         num_outstanding_tokens=sum(use[TOKENS] for use in uses),
+        speeds=[use[SPEED] for use in uses],
         num_replica_requests=sum(use[REQUESTS] for use in uses),
         kv_use=sum(use[KV_USE] for use in uses),
         num_queued=num_queued,
@@ -98,7 +113,6 @@ def number_of_replicas(model: ServedModelConfig) -> dict[str, Any]:
     replicas, autoscaling = model.replicas, model.replicas.autoscaling
     if autoscaling is None or not replicas.is_elastic:
         return {"num_replicas": replicas.num_replicas}
-    look_back_s = 2 * REPORT_INTERVAL_S  # must be longer than the interval; Serve asks each replica every fifth of it
     with warnings.catch_warnings():
         # Ray 2.60 announces an environment variable in place of this field, and does not read it yet.
         warnings.filterwarnings("ignore", message="The `metrics_interval_s` field", category=DeprecationWarning)
@@ -111,7 +125,7 @@ def number_of_replicas(model: ServedModelConfig) -> dict[str, Any]:
                 downscale_delay_s=autoscaling.downscale_delay_s,
                 downscale_to_zero_delay_s=autoscaling.scale_to_zero_after_s,
                 metrics_interval_s=REPORT_INTERVAL_S,
-                look_back_period_s=look_back_s,
+                look_back_period_s=LOOK_BACK_S,
                 policy=serve_config.AutoscalingPolicy(
                     policy_function="deployments.serve.autoscaling:TokenPolicy",
                     policy_kwargs={
@@ -130,16 +144,21 @@ def use_of(stats: EngineStats, measurements: EngineMeasurements) -> dict[str, fl
         TOKENS: measurements.num_outstanding_tokens,
         REQUESTS: num_requests,
         KV_USE: 1.0 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0,
+        SPEED: stats.speed,
         MISSES: float(num_requests > 0 and tuning is not None and tuning.needs_replicas),
     }
 
 
-def _last_uses(metrics: Mapping[str, Mapping[Any, Any]]) -> list[dict[str, float]]:
-    """The last report of each replica that has reported. `metrics` are time series by our names, then by replica."""
-    series = {name: metrics.get(name, {}) for name in (TOKENS, REQUESTS, KV_USE, MISSES)}
+def _recent_uses(metrics: Mapping[str, Mapping[Any, Any]]) -> list[dict[str, float]]:
+    """The last report of each replica that has reported, with the mean of its tokens over the time looked back.
+
+    `metrics` are time series by our names, then by replica.
+    """
+    series = {name: metrics.get(name, {}) for name in (TOKENS, REQUESTS, KV_USE, SPEED, MISSES)}
     replicas = set.intersection(*(set(by_replica) for by_replica in series.values()))
     return [
         {name: by_replica[replica][-1].value for name, by_replica in series.items()}
+        | {TOKENS: fmean(point.value for point in series[TOKENS][replica])}
         for replica in replicas
         if all(by_replica[replica] for by_replica in series.values())
     ]

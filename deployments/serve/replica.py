@@ -151,7 +151,7 @@ class Replica(StopsWithServe):
         )
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Asked by Serve about once a second, for the autoscaling policy."""
+        """Asked by Serve every two seconds, for the autoscaling policy."""
         return use_of(self._engine.stats(), self._engine.measurements())
 
     def check_health(self) -> None:

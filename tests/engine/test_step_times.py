@@ -88,6 +88,26 @@ def test_speed_at_a_size_does_not_depend_on_how_full_the_steps_were() -> None:
     assert full.tokens_per_s_at(32) == pytest.approx(32 / step_s(32), rel=0.001)
 
 
+def test_the_speed_stays_while_a_single_request_decodes_for_minutes() -> None:
+    pace = pace_of((1, 0.042), (100, 0.240))
+    speed = pace.tokens_per_s_at(64)
+    for _ in range(10_000):
+        pace.note_step(0.042, num_tokens=1, num_ended=0)
+    assert pace.tokens_per_s < 25
+    assert pace.tokens_per_s_at(64) == pytest.approx(speed, rel=0.01)
+
+
+def test_one_step_hardly_moves_the_speed_and_a_machine_that_becomes_slower_does() -> None:
+    pace = pace_of(*((size, 0.040 + 0.002 * size) for size in (1, 10, 30, 100)))
+    speed = pace.tokens_per_s_at(64)
+    pace.note_step(3 * 0.060, num_tokens=10, num_ended=0)
+    assert pace.tokens_per_s_at(64) == pytest.approx(speed, rel=0.02)
+    for _ in range(200):
+        for size in (1, 10, 30, 100):
+            pace.note_step(3 * (0.040 + 0.002 * size), num_tokens=size, num_ended=0)
+    assert pace.tokens_per_s_at(64) == pytest.approx(speed / 3, rel=0.02)
+
+
 def test_speed_at_a_size_is_positive_whatever_was_measured() -> None:
     assert Throughput().tokens_per_s_at(32) == 0
     assert pace_of((8, 0.1)).tokens_per_s_at(32) == pytest.approx(80)  # one size: each token costs the same

@@ -20,7 +20,7 @@ def configs(draw: st.DrawFn, lowest: int = 0) -> AutoscalingConfig:
     return AutoscalingConfig(
         min_replicas=min_replicas,
         max_replicas=draw(st.integers(max(1, min_replicas), 20)),
-        target_tokens=draw(st.integers(1, 10_000)),
+        target_s=draw(st.floats(0.01, 100.0)),
     )
 
 
@@ -30,6 +30,7 @@ loads = st.builds(
     num_running=st.integers(0, 20),
     num_reporting=st.integers(0, 20),
     num_outstanding_tokens=st.integers(0, 1_000_000),
+    speeds=st.lists(st.just(0.0) | st.floats(1.0, 1e5), max_size=3),
     num_replica_requests=st.integers(0, 500),
     kv_use=st.floats(0, 20),
     num_queued=st.integers(0, 100),
@@ -38,7 +39,7 @@ loads = st.builds(
 
 
 def load(
-    tokens: float, *, target: int, requests: int = 1, kv_use: float = 0.0, num_running: int = 1
+    tokens: float, *, target: int, requests: int = 1, kv_use: float = 0.0, num_running: int = 1, speed: float = 1000.0
 ) -> AutoscalingLoad:
     """One replica that has it all: to the rule it makes no difference which replica has it."""
     return AutoscalingLoad(
@@ -46,6 +47,7 @@ def load(
         num_running=num_running,
         num_reporting=1,
         num_outstanding_tokens=tokens,
+        speeds=[speed],
         num_replica_requests=requests,
         kv_use=kv_use,
         num_queued=0,
@@ -121,17 +123,31 @@ def test_the_first_request_asks_for_one(num_queued: int, config: AutoscalingConf
     ],
 )
 def test_whatever_is_short_decides(given: AutoscalingLoad, need: float) -> None:
-    assert needed(given, AutoscalingConfig(target_tokens=1000))[0] == pytest.approx(need)
+    assert needed(given, AutoscalingConfig(target_s=1.0))[0] == pytest.approx(need)
+
+
+@given(st.floats(1.0, 100.0), st.floats(0.01, 100.0), st.floats(1.0, 1e5))
+def test_replicas_twice_as_fast_are_half_as_many(need: float, target_s: float, speed: float) -> None:
+    config, tokens = AutoscalingConfig(target_s=target_s), need * target_s * speed
+    assert needed(load(tokens, target=1, speed=speed), config)[0] == pytest.approx(need)
+    assert needed(load(tokens, target=1, speed=2 * speed), config)[0] == pytest.approx(need / 2)
+
+
+def test_a_replica_that_has_not_measured_counts_with_what_the_others_have() -> None:
+    some = replace(load(3000, target=4), speeds=[0.0, 1000.0, 0.0, 1000.0])
+    assert needed(some, AutoscalingConfig(target_s=1.0))[0] == pytest.approx(3.0)
+    one_paused = replace(some, speeds=[1000.0, 1000.0, 10.0])
+    assert needed(one_paused, AutoscalingConfig(target_s=1.0))[0] == pytest.approx(3.0)
 
 
 def test_no_replica_is_stopped_while_one_has_not_reported() -> None:
-    config = AutoscalingConfig(target_tokens=1000)
+    config = AutoscalingConfig(target_s=1.0)
     assert decide(load(100, target=4, num_running=2), config).number == 4
     assert decide(load(100, target=4), config).number == 1
 
 
 def test_full_slots_without_a_queue_are_no_reason_for_more() -> None:
-    config = AutoscalingConfig(target_tokens=100_000)
+    config = AutoscalingConfig(target_s=100.0)
     assert decide(load(100, target=1, requests=SLOTS), config).number == 1
     assert decide(load(100, target=1, requests=SLOTS + 1), config).number == 2
 
@@ -143,7 +159,7 @@ def test_full_slots_without_a_queue_are_no_reason_for_more() -> None:
 def test_where_half_of_the_replicas_miss_their_targets_there_is_one_more(
     num_missing: int, num_running: int, num_reporting: int, expected: int
 ) -> None:
-    config = AutoscalingConfig(max_replicas=4, target_tokens=1000)
+    config = AutoscalingConfig(max_replicas=4, target_s=1.0)
     missing = replace(
         load(100, target=2, num_running=num_running), num_reporting=num_reporting, num_missing=num_missing
     )  # fmt: skip
@@ -153,13 +169,27 @@ def test_where_half_of_the_replicas_miss_their_targets_there_is_one_more(
 @pytest.mark.parametrize(
     ("situation", "expected"),
     [
-        (load(25_000, target=1), (4, "tokens", "25,000 tokens to compute, 8,192 each")),
+        (
+            load(9_400, target=1, speed=620.0),
+            (4, "tokens", "9,400 tokens to compute, 620 tokens/s each: 15.2 s of work, 4 s each"),
+        ),
         (load(0, target=1, kv_use=1.7), (3, "kv", "KV memory of 1.70 replicas in use, 0.8 of each")),
         (load(100, target=1, requests=SLOTS + 1), (2, "requests", f"{SLOTS + 1} requests, {SLOTS} slots each")),
-        (load(90_000, target=4), (4, "tokens", "90,000 tokens to compute, 8,192 each; max_replicas is 4, else 11")),
+        (
+            load(90_000, target=4),
+            (
+                4,
+                "tokens",
+                "90,000 tokens to compute, 1,000 tokens/s each: 90.0 s of work, 4 s each; max_replicas is 4, else 23",
+            ),
+        ),
+        (
+            load(90_000, target=1, requests=SLOTS + 1, speed=0.0),
+            (2, "requests", f"{SLOTS + 1} requests, {SLOTS} slots each; no replica has measured its speed yet"),
+        ),
         (load(0, target=1, requests=0), (1, "idle", "no request; min_replicas is 1, else 0")),
         (load(100, target=4, num_running=2), (4, "reports", "1 of 2 replicas have reported")),
     ],
 )
 def test_it_says_why(situation: AutoscalingLoad, expected: tuple[int, str, str]) -> None:
-    assert decide(situation, AutoscalingConfig()) == expected
+    assert decide(situation, AutoscalingConfig(target_s=4.0)) == expected

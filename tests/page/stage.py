@@ -187,6 +187,7 @@ class Stage:
             num_outstanding_tokens=sum(
                 each.engine.measurements().num_outstanding_tokens for each in self.replicas.values()
             ),
+            speeds=[each.speed for each in stats],
             num_replica_requests=sum(each.num_running + each.num_waiting for each in stats),
             kv_use=sum(1 - each.num_free_blocks / each.num_blocks for each in stats),
             num_queued=0,

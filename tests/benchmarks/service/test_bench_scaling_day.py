@@ -24,7 +24,7 @@ def scaling_day() -> ModuleType:
     return importlib.import_module("benchmarks.service.scaling_day")
 
 
-@pytest.mark.parametrize("rule", ["target_tokens 2048, our delays", "target_ongoing_requests 8, our delays"])
+@pytest.mark.parametrize("rule", ["target_s 4, our delays", "target_ongoing_requests 8, our delays"])
 def test_replicas_come_with_the_load_and_go_with_it(rule: str, scaling_day: ModuleType) -> None:
     def figures(max_replicas: int, start_s: float) -> dict[str, float]:
         found = scaling_day.measure(

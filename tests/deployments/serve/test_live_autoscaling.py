@@ -11,12 +11,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from msgspec import structs
 from ray.serve.config import AutoscalingConfig as ServeAutoscaling
 from ray.serve.config import AutoscalingContext
 
 from app.config import ServedModelConfig
 from app.metrics import EngineReport
-from deployments.serve.autoscaling import advice, number_of_replicas, use_of
+from deployments.serve.autoscaling import TOKENS, advice, number_of_replicas, use_of
 from tests.deployments.conftest import Deployed, steps_of
 from tests.deployments.scraping import complete_scrape
 from tests.deployments.strikes import replica_states
@@ -32,30 +33,43 @@ def model(**autoscaling: float | str) -> ServedModelConfig:
 
 
 def test_serve_is_told_the_settings_and_a_policy_that_it_can_load() -> None:
-    elastic = model(min_replicas=0, max_replicas=3, target_tokens=10, scale_to_zero_after_s=7, downscale_delay_s=5)
+    elastic = model(min_replicas=0, max_replicas=3, target_s=2, scale_to_zero_after_s=7, downscale_delay_s=5)
     config = number_of_replicas(elastic)["autoscaling_config"]
     assert isinstance(config, ServeAutoscaling)
     assert (config.min_replicas, config.initial_replicas, config.max_replicas) == (0, 1, 3)
     assert (config.downscale_delay_s, config.downscale_to_zero_delay_s) == (5, 7)
     policy = config.policy.get_policy()(**config.policy.policy_kwargs)
-    assert policy(context(target=1, outstanding=25)) == (3, {})
+    assert policy(context(target=1, outstanding=15)) == (2, {})  # 5 tokens a second
     assert policy(context(target=1, outstanding=None)) == (1, {})  # it is there and has not told yet
 
 
+def test_fewer_are_the_most_that_were_asked_for_since_there_should_be_fewer() -> None:
+    config = number_of_replicas(model(min_replicas=0, max_replicas=3, target_s=2))["autoscaling_config"]
+    policy = config.policy.get_policy()(**config.policy.policy_kwargs)
+
+    def asked(*, target: int, outstanding: int) -> int:
+        return int(policy(context(target=target, outstanding=outstanding))[0])
+
+    assert [asked(target=3, outstanding=tokens) for tokens in (25, 5, 15, 5)] == [3, 1, 2, 2]
+    assert [asked(target=3, outstanding=tokens) for tokens in (25, 5)] == [3, 1]
+    assert asked(target=2, outstanding=5) == 1
+
+
 def test_advice_moves_nothing_and_counts_what_no_replica_has() -> None:
-    advised = model(mode="advise", max_replicas=5, target_tokens=10)
+    advised = model(mode="advise", max_replicas=5, target_s=2)
     assert number_of_replicas(advised) == {"num_replicas": 1}
     assert (advised.replicas.max_replicas, advised.replicas.may_sleep) == (1, False)
     engine = build_fake_engine()
     for _ in range(2):
         engine.add(make_request())
-    report = EngineReport(replica_id="a", stats=engine.stats(), measurements=engine.measurements())
+    stats = structs.replace(engine.stats(), speed=5.0)
+    report = EngineReport(replica_id="a", stats=stats, measurements=engine.measurements())
     wanted = min(5, -(-report.measurements.num_outstanding_tokens // 10))
     slots = advised.engine.scheduler.max_running
     by_tokens = advice(advised, [report], 2)
     assert by_tokens is not None
     assert by_tokens[:2] == (wanted, "tokens")
-    queued = advice(model(mode="advise", max_replicas=5, target_tokens=10**9), [report], 3 * slots)
+    queued = advice(model(mode="advise", max_replicas=5, target_s=3600), [report], 3 * slots)
     assert queued is not None
     assert queued[:2] == (3, "requests")
     silent = advice(advised, [], 0)
@@ -69,8 +83,11 @@ def context(*, target: int, outstanding: int | None) -> AutoscalingContext:
     engine = build_fake_engine()
     for _ in range(2):
         engine.add(make_request())
-    report = use_of(engine.stats(), engine.measurements()) | {"num_outstanding_tokens": outstanding}
+    stats = structs.replace(engine.stats(), speed=5.0)
+    report = use_of(stats, engine.measurements()) | {TOKENS: outstanding}
     series = {name: {"replica": [Point(0.0), Point(number)]} for name, number in report.items() if number is not None}
+    if outstanding is not None:
+        series[TOKENS]["replica"] = [Point(0.0), Point(2 * outstanding)]  # their mean counts
     return AutoscalingContext(
         deployment_id=None,
         deployment_name="replica-demo",
@@ -116,7 +133,7 @@ def url(deployed: Deployed, demo_path: Path) -> Iterator[str]:
             "autoscaling": {
                 "min_replicas": 0,
                 "max_replicas": 2,
-                "target_tokens": 400,
+                "target_s": 0.05,
                 "downscale_delay_s": 1.0,
                 "scale_to_zero_after_s": 2.0,
             },
@@ -125,6 +142,7 @@ def url(deployed: Deployed, demo_path: Path) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deployments.serve.autoscaling.UPSCALE_DELAY_S", 0.5)
         patch.setattr("deployments.serve.autoscaling.REPORT_INTERVAL_S", 0.5)
+        patch.setattr("deployments.serve.autoscaling.LOOK_BACK_S", 1.0)
         with deployed("elastic", {"models": [elastic]}) as url:
             yield url
 

@@ -93,6 +93,13 @@ def test_two_settings_that_contradict_each_other_are_explained() -> None:
     [
         ({"max_replica": 3}, ".max_replica: no such setting; did you mean 'max_replicas'?"),
         ({"min_replicas": -1}, ".min_replicas: got -1; must be greater than or equal to 0"),
+        ({"target_s": 0}, ".target_s: got 0; must be greater than 0"),
+        ({"target_s": -1.5}, ".target_s: got -1.5; must be greater than 0"),
+        (
+            {"target_s": 2.0, "target_tokens": 512},
+            ".target_tokens: this setting is gone; leave it out, or write target_s, seconds of work for each replica: "
+            "these tokens divided by the tokens_per_s of a replica in GET /admin/fleet",
+        ),
         ({"min_replicas": 5, "max_replicas": 2}, ": min_replicas=5 is above max_replicas=2"),
         (True, ": got True; must be a valid dictionary or instance of AutoscalingConfig"),
     ],
