@@ -45,7 +45,7 @@ ALLOWED = {
     "app.model.adapter_files": {"app.errors", "app.engine.request", "app.model.location", "transformers"},
     "app.model.adapters": {"app.errors", "app.engine.batch", "app.model", "torch", "pydantic", "safetensors"},
     "app.model.gguf": {"app.disk", "app.errors", "gguf", "numpy", "tokenizers", "transformers"},
-    "app.model.cpu.checkpoint": {"app.model", "torch", "safetensors", "transformers"},
+    "app.model.cpu.checkpoint": {"app.errors", "app.model", "torch", "safetensors", "transformers"},
     "app.model.cpu.weights": {"app.model", "torch", "transformers", "pydantic"},
     "app.model.cpu.verification_cache": {"app.engine.request", "app.model", "torch", "pydantic"},
     "app.model.simulated": {

@@ -1,7 +1,7 @@
 """Checkpoints that were quantised before: how each is loaded here, and why one cannot be served.
 
-Weights of 8 bits with scales are multiplied out when they are read (`Checkpoint`). Others are left to transformers,
-which needs a package for most of them.
+Weights of 8 bits with scales, and those that are packed, are multiplied out when they are read (`Checkpoint`). Others
+are left to transformers, which needs a package for most of them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from app.model.packed_numbers import ROWS_AT_ONCE, Packing
+
 # Methods of which a weight is its numbers times its scale. Any other would be read wrongly without a word.
 _BY_SCALES = frozenset({"fp8", "fbgemm_fp8", "compressed-tensors", "modelopt"})
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-_ROWS_AT_ONCE = 1024  # a weight that is multiplied out has its float32 numbers in memory for no more than these
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class Quantised:
 
     method: str  # `quant_method`, such as gptq
     block: tuple[int, int] | None = None  # rows and columns that share a scale, where that is said
+    packing: Packing | None = None
+    unread: str = ""  # what keeps the weights from being read here, though their method is known
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Quantised | None:
@@ -35,15 +38,22 @@ class Quantised:
             return None
         bits = next((f"_{n}bit" for n in (4, 8) if found.get(f"load_in_{n}bit")), "")
         block = found.get("weight_block_size")
-        return cls(str(found.get("quant_method") or "unnamed") + bits, tuple(block) if block else None)
+        packing, unread = None, ""
+        try:
+            packing = Packing.of(found)
+        except ValueError as error:
+            unread = str(error)
+        method = str(found.get("quant_method") or "unnamed") + bits
+        return cls(method, tuple(block) if block else None, packing, unread)
 
     @property
     def has_scales(self) -> bool:
-        """Whether a weight of 8 bits is its numbers times a scale."""
-        return self.method in _BY_SCALES
+        """Whether a weight is numbers times scales, which are multiplied out here."""
+        return not self.unread and (self.packing is not None or self.method in _BY_SCALES)
 
     def why_not(self, path: str, reason: str, device: torch.device) -> str:
         """The words of a refusal. reason: transformers' own, which names the package that it needs."""
+        reason = f"{self.unread}; {reason}" if self.unread else reason
         fix = "with model.quantization: int8" if device.type == "cpu" else "in bfloat16"
         return (
             f"{path} is a checkpoint quantised by {self.method}, which cannot be loaded on {device.type} with what is "
@@ -86,8 +96,8 @@ def multiplied_out(
     assert sizes is not None, "`can_be_multiplied` was asked"
     factors = _as_matrix(scales).float().repeat_interleave(sizes[1], dim=1)[:, : weight.shape[1]]
     result = torch.empty_like(weight, dtype=dtype)
-    for first in range(0, len(weight), _ROWS_AT_ONCE):
-        rows = torch.arange(first, min(first + _ROWS_AT_ONCE, len(weight)))
+    for first in range(0, len(weight), ROWS_AT_ONCE):
+        rows = torch.arange(first, min(first + ROWS_AT_ONCE, len(weight)))
         torch.mul(weight[rows[0] : rows[-1] + 1].float(), factors[rows // sizes[0]], out=result[rows[0] : rows[-1] + 1])
     return result
 

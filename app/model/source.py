@@ -88,6 +88,19 @@ class ModelSource:
         """The weights in the files of its folder. Raises OSError if a file cannot be read."""
         return Checkpoint(folder, self.dtype, self.quantised)
 
+    def log_multiplied_out(self) -> None:
+        """How its weights are served, if they are quantised in its files."""
+        if self.quantised is None:
+            return
+        packing, hint = self.quantised.packing, ""
+        if packing is not None and self.device.type == "cpu" and self.config.quantization == "none":
+            bits = max(packing.bits, 4)
+            hint = f", in its memory and time; model.quantization: int{bits} packs them in {bits} bits again"
+        name = self.quantised.method if packing is None else packing
+        logger.info(
+            "%s: its weights, quantised by %s, are multiplied out to %s%s", self.location, name, self.dtype, hint
+        )
+
     def check_ranks(self, size: int) -> None:
         """Raises InvalidSetup, with the numbers, if `size` ranks cannot share it; before any weight is read."""
         if self.quantised is not None:
@@ -176,10 +189,7 @@ def mapped_model(source: ModelSource, device: torch.device | None = None) -> Map
         return None
     if not checkpoint.has_weights_of(module):
         return None
-    if quantised is not None:
-        logger.info(
-            "%s: its weights, quantised by %s, are multiplied out to %s", folder, quantised.method, source.dtype
-        )
+    source.log_multiplied_out()
     if source.group is None:
         return MappedModel(module, checkpoint, device)
     SplitPlan(module, source.group, path=source.config.path).split("", module)

@@ -13,6 +13,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 from app.errors import UnsupportedModel
 from app.model.cpu.library import library
+from app.model.packed_numbers import Packing
 from app.model.planned_memory import planned_gpu_model
 from app.model.quantised_checkpoint import Quantised, can_be_multiplied, multiplied_out
 from app.model.ways.native_decoder import NativeModel
@@ -212,12 +213,14 @@ def test_gpt_oss_in_mxfp4_is_multiplied_out_by_transformers(tmp_path: Path) -> N
 
 def test_what_a_config_says_of_weights_is_read_wherever_it_stands() -> None:
     assert Quantised.of({"model_type": "llama"}) is None
-    assert Quantised.of({"text_config": {"quantization_config": {"quant_method": "awq"}}}) == Quantised("awq")
+    assert Quantised.of({"text_config": {"quantization_config": {"quant_method": "awq"}}}) == Quantised(
+        "awq", packing=Packing("awq", bits=4, group_size=128)
+    )
     with_block = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     assert Quantised.of(with_block) == Quantised("fp8", (128, 128))
 
 
-@pytest.mark.parametrize(("method", "is_planned"), [("fp8", True), ("gptq", False)])
+@pytest.mark.parametrize(("method", "is_planned"), [("fp8", True), ("hqq", False)])
 def test_what_is_multiplied_out_is_planned_as_that(tiny_model_path, tmp_path: Path, method, is_planned: bool) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "config.json").write_text((tiny_model_path("llama") / "config.json").read_text())
     config = config_of(described(tmp_path, {"quant_method": method}), device="auto")

@@ -16,8 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from app.errors import UnsupportedModel
 from app.model.cpu.library import advise
 from app.model.llama import EMBEDDING, HEAD, by_expert, given
+from app.model.packed_numbers import PackedWeight
 from app.model.quantised_checkpoint import Quantised, can_be_multiplied, multiplied_out, scales_of_rows
 
 if TYPE_CHECKING:
@@ -43,10 +45,11 @@ class Checkpoint:
         quantised: Quantised | None = None,
     ) -> None:
         """dtype: of the weights as they are given; one that the files have as well is not copied.
-        quantised: what config.json says of the files. Weights of 8 bits are given multiplied by their scales.
+        quantised: what config.json says of the files. Its weights are given multiplied out.
 
         Raises OSError if a file cannot be read.
         """
+        self._location = location
         self._dtype = dtype
         self._quantised = quantised
         self._files: dict[str, tuple[Any, str]] = {}  # by the name of a weight: its file, and its name there
@@ -60,7 +63,16 @@ class Checkpoint:
             self._files |= {_renamed(key): (file, key) for key in [*file.keys()]}
 
     def __call__(self, name: str, part: Part | None = None) -> torch.Tensor | None:
-        """The weight of this name, or a part of it. A head that is tied to the embedding is not in the files."""
+        """The weight of this name, or a part of it. A head that is tied to the embedding is not in the files.
+
+        Raises UnsupportedModel if the files of a packed weight do not fit each other.
+        """
+        packed = self._packed(name)
+        if packed is not None:
+            assert part is None, "a quantised checkpoint is not divided"
+            weight = packed.multiplied_out(self._dtype)
+            advise(packed.words, mmap.MADV_DONTNEED)
+            return weight
         mapped = self._mapped(name)
         if mapped is None:
             return None
@@ -79,6 +91,11 @@ class Checkpoint:
         if converted is None:  # else a tied head, while the embedding is there
             converted = self._converted[mapped.data_ptr()] = _converted(mapped, self._dtype)
         return converted
+
+    def shape(self, name: str) -> torch.Size | None:
+        """Of the weight of this name."""
+        found = self._packed(name) or self._mapped(name)
+        return None if found is None else found.shape
 
     def in_rows(self, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A whole weight of 8 bits as it is in its file, and a scale for each of its rows, [num_rows, 1] float32.
@@ -101,9 +118,14 @@ class Checkpoint:
         self._used.clear()
 
     def has_weights_of(self, module: PreTrainedModel) -> bool:
-        """Whether every weight of a model is in the files, under its name in the model and in its shape."""
+        """Whether every weight of a model is in the files, under its name in the model and in its shape.
+
+        Raises UnsupportedModel, with the numbers, if one is packed there in a way that does not fit.
+        """
         is_tied = bool(module.config.tie_word_embeddings)
         for name, weight in by_expert(module.state_dict()).items():
+            if self._packed(name, weight.shape) is not None:
+                continue
             if name == HEAD and name not in self._files and not is_tied:
                 return False
             mapped = self._mapped(name)
@@ -112,6 +134,22 @@ class Checkpoint:
             if mapped.dtype not in _DTYPES and not self._can_multiply(name, mapped):
                 return False
         return True
+
+    def _packed(self, name: str, expected: torch.Size | None = None) -> PackedWeight | None:
+        """A weight that the files have packed. expected: its shape in the model."""
+        packing = None if self._quantised is None else self._quantised.packing
+        if packing is None:
+            return None
+        try:
+            found = packing.weight(name, self._mapped)
+            if found is not None and expected not in (None, found.shape):
+                raise ValueError(f"{name} is {list(found.shape)} there, and {list(expected)} in the model")
+        except ValueError as error:
+            raise UnsupportedModel(
+                f"{self._location}: its files do not fit its config.json ({packing}): {error}. Download them again, or "
+                f"serve another checkpoint"
+            ) from error
+        return found
 
     def _can_multiply(self, name: str, weight: torch.Tensor) -> bool:
         # With these a weight is more than its numbers times its scales.

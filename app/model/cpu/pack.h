@@ -79,9 +79,11 @@ class Fit {
     }
 
     // Ranges from that of the weights to some narrower ones, in the middle and to both sides, each after regressions.
+    // First the range in whole numbers of steps: weights from a file of 4 bits lie on such a grid, and a group may lack
+    // its ends. A grid of fewer than 8 steps is part of one of more.
     void search(std::integral_constant<int, 4>) {
         const Vector range = greatest_ - least_;
-        try_grid(Grid{range / MOST, least_}.stored());
+        for (float num_steps = MOST; num_steps >= 8; --num_steps) try_grid(Grid{range / num_steps, least_}.stored());
         try_regressions({range / MOST, least_});
         for (const float share : {0.93f, 0.86f, 0.79f})
             for (const float below : {0.1f, 0.5f, 0.9f})

@@ -93,11 +93,15 @@ class NativeModel(LoadedModel):
         if verified is None:
             return None
         settings, is_planned = verified.settings, source.device.type == "meta"
+        if not is_planned:
+            source.log_multiplied_out()
         files, bits = source.checkpoint(Path(source.location)), BITS[source.config.quantization]
 
         def weight_of(name: str) -> torch.Tensor | None:
-            weight = files(name)
-            return weight.to("meta") if is_planned and weight is not None else weight
+            if not is_planned:
+                return files(name)
+            shape = files.shape(name)
+            return None if shape is None else torch.empty(shape, dtype=source.dtype, device="meta")
 
         def pack(allocate: Allocate) -> NativeWeights:
             return pack_weights(weight_of, settings, bits=bits, release=files.release, allocate=allocate)
