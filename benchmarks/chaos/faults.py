@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,7 @@ from benchmarks.harness.command import tell
 from benchmarks.harness.random_adapter import projections_in, save_random_adapter
 
 LASTS_S = 8.0  # a replica that is stopped, a network that loses packets
+_HANGS_S = 30.0  # Ray's head
 _QUIET_S = (1.0, 2.0)  # between the moment when all are there again and the next fault
 _QUIET_AFTER_KILL_S = (0.5, 2.5)
 _AFTER_S = 8.0  # of traffic once a killed process of Serve is there again
@@ -68,6 +70,7 @@ class Fault:
     source: str = ""  # names its random numbers; default: row and text
     recovery: str = "recovery_s"  # from the fault, or from its end, until all replicas answer
     replaced: Callable[[Stage], list[int]] | None = None  # another of these processes is awaited first
+    lasts_s: float = LASTS_S  # where it is ended
     after_s: float = 0.0  # of traffic once the service is whole
 
     def _replacement(self, running: Stage) -> Callable[[], bool]:
@@ -87,7 +90,7 @@ class Fault:
                 strike = await asyncio.to_thread(self.choose, running, source)
                 is_replaced = self._replacement(running)
                 struck_s.append(time.perf_counter())
-                ended_s = await _lasting(strike)
+                ended_s = await _lasting(strike, self.lasts_s)
                 await moment(is_replaced, look_s=0.05)
                 recoveries_s.append(await running.is_whole() - (ended_s or struck_s[-1]))
                 tell(f"{self.row}: {self.text}: run {run + 1} of {size.runs}: whole after {recoveries_s[-1]:.1f} s")
@@ -96,13 +99,13 @@ class Fault:
         return await judged_row(found, running, traffic, struck_s, spread(self.recovery, recoveries_s))
 
 
-async def _lasting(strike: Strike) -> float | None:
+async def _lasting(strike: Strike, seconds: float) -> float | None:
     """Make a fault, and end it after its time; returns when it ended."""
     mend = strike()
     if mend is None:
         return None
     try:
-        await asyncio.sleep(LASTS_S)
+        await asyncio.sleep(seconds)
     finally:
         mend()
     return time.perf_counter()
@@ -225,7 +228,8 @@ def _infrastructure(row: str, text: str, processes: Callable[[Stage], list[int]]
 async def kill_ingress(size: Size) -> list[Row]:
     """R6: the only ingress is killed: its clients lose their connections, and later ones wait for a new one.
 
-    Then the same, and the process of batches, where clients ask for responses that are kept, and read on.
+    Then the same, and the process of batches, where clients ask for responses, chats and completions that are kept, and
+    go on.
     """
     rows = await _all([_infrastructure("R6", "kill -9 the only ingress", Stage.ingresses)], size)
     with TemporaryDirectory() as folder:
@@ -234,22 +238,27 @@ async def kill_ingress(size: Size) -> list[Row]:
             traffic = await with_reference(running.target, requests, KeptTraffic)
             assert isinstance(traffic, KeptTraffic), "as asked for"
             for text, processes in (
-                ("the only ingress; clients of kept responses read on", Stage.ingresses),
+                ("the only ingress; clients of kept responses, chats and completions go on", Stage.ingresses),
                 ("the process of batches; the same", Stage.batches),
             ):
                 fresh = replace(traffic, answers=[], num_breaks=0)
                 row = await _infrastructure("R6", f"kill -9 {text}", processes).figures(running, fresh, size)
-                rows.append(row | {"connections_broken": fresh.num_breaks})
+                by_endpoint = by_kind(fresh.answers, fresh.reference)
+                rows.append(row | {"connections_broken": fresh.num_breaks, "by_endpoint": by_endpoint})
     return rows
 
 
 async def kill_controller(size: Size) -> list[Row]:
-    """R7: Serve's controller is killed, which requests need only when replicas come and go; then Ray's head (GCS), of
-    which the launcher starts another with a new cluster; then a head that keeps its state in Redis.
+    """R7: Serve's controller is killed, which requests need only when replicas come and go; Ray's head (GCS) hangs; it
+    is killed, and the launcher starts another with a new cluster; then a head that keeps its state in Redis.
     """
     controller = _infrastructure("R7", "kill -9 Serve's controller", Stage.controllers)
+    hang = replace(
+        _with_a_replica(f"SIGSTOP Ray's GCS for {_HANGS_S:g} s", lambda running: stop(*_heads(running))),
+        lasts_s=_HANGS_S, recovery="whole_after_sigcont_s", after_s=_AFTER_S,
+    )  # fmt: skip
     head = replace(_infrastructure("R7", "kill -9 Ray's GCS, without Redis", _heads), replaced=Stage.replicas)
-    rows = await _all([controller], size)
+    rows = await _all([controller, hang], size)
     rows += await _all([head], replace(size, runs=min(size.runs, _MAX_RESTARTS)))
     return rows + await _lose_head(size)
 
@@ -263,6 +272,8 @@ async def _lose_head(size: Size) -> list[Row]:
     reason = why_no_head()
     if reason is not None:
         return [{"row": "R7", "fault": "kill -9 Ray's head, with Redis", "skipped": reason}]
+    # The threads of the rows before are not in the network where this service is.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
     with TemporaryDirectory() as folder, with_head(application(batches={"path": folder, "max_in_flight": 2})) as (
         running, head,
     ):  # fmt: skip
@@ -270,8 +281,8 @@ async def _lose_head(size: Size) -> list[Row]:
         traffic = await with_reference(running.target, mixed(size.streams, max_tokens=LENGTHS))
         batch = Batch.begin(running.target, num_rows=100 * size.runs)
         faults = (
-            _killing_head("the GCS of a head", lambda: kill(_heads(running))),
-            _killing_head(f"a whole head, for {LASTS_S:g} s,", head.lost),
+            _with_a_replica("kill -9 the GCS of a head with Redis", lambda running: kill(_heads(running))),
+            _with_a_replica(f"kill -9 a whole head with Redis, for {LASTS_S:g} s", lambda _: head.lost()),
         )
         rows = [await fault.figures(running, replace(traffic, answers=[]), size) for fault in faults]
         for row in rows:
@@ -280,20 +291,20 @@ async def _lose_head(size: Size) -> list[Row]:
         return [*rows, meanwhile | {"left_over": await running.left_over()}]
 
 
-def _killing_head(text: str, strike_head: Strike) -> Fault:
+def _with_a_replica(text: str, strike_head: Callable[[Stage], Mend | None]) -> Fault:
+    """A fault of Ray's head, without which no replica is replaced, and a replica that is killed then."""
+
     def choose(running: Stage, source: random.Random) -> Strike:
         victim = source.choice(running.replicas())
 
         def strike() -> Mend | None:
-            mend = strike_head()
+            mend = strike_head(running)
             kill([victim])
             return mend
 
         return strike
 
-    return Fault(
-        row="R7", text=f"kill -9 {text} with Redis, and one of 3 replicas", choose=choose, replaced=Stage.replicas
-    )
+    return Fault(row="R7", text=f"{text}, and kill -9 one of 3 replicas", choose=choose, replaced=Stage.replicas)
 
 
 async def part_from_replicas(size: Size) -> list[Row]:

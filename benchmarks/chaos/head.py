@@ -22,10 +22,10 @@ from benchmarks.chaos.networks import HERE, THERE, own_network, why_no_networks
 from benchmarks.chaos.node_loss import OBJECT_STORE_BYTES, node
 from benchmarks.chaos.stage import Stage
 from benchmarks.chaos.traffic import MODEL_NAME
-from benchmarks.harness.command import BenchmarkError, ran
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.processes import kill_family
-from benchmarks.harness.service import Layout, Service, got, serve_file, wait_until_ready, with_token
+from benchmarks.harness.service import Layout, Service, got, wait_until_ready, with_token
 from deployments.launcher.supervisor import environment
 from deployments.serve.settings import ServeFile
 
@@ -127,16 +127,19 @@ def with_head(application: Mapping[str, Any]) -> Iterator[tuple[Stage, Head]]:
         block.callback(head.end)
         redis_pid = block.enter_context(redis(password, folder))
         # Redis in the launcher's place: everything else has joined.
-        service = Service(Target.parse(f"http://{THERE}:{_HTTP_PORT}"), redis_pid, token, layout)
+        service = Service(
+            Target.parse(f"http://{THERE}:{_HTTP_PORT}"),
+            redis_pid,
+            token,
+            layout,
+            f"{HERE}:{_GCS_PORT}",
+            head.variables,
+        )
         running = Stage.of(application, service, head.nodes)
         head.start()
         head.wait_until_started()
         block.enter_context(node(running, within=other.command, address=THERE))
-        config = Path(folder) / "serve.json"
-        args = {**application, "api": {"allow_unauthenticated": True}}
-        config.write_text(json.dumps(serve_file(args, _HTTP_PORT, layout)), encoding="utf-8")
-        serve_run = [sys.executable, "-m", "ray.serve.scripts", "run", str(config), "--non-blocking"]
-        ran([*serve_run, "--address", f"{HERE}:{_GCS_PORT}"], env=head.variables)
+        service.deploy({"api": {"allow_unauthenticated": True}, **application})
         assert head.process is not None
         wait_until_ready(head.process, service.target)
         yield running, head

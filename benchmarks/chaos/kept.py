@@ -1,4 +1,5 @@
-"""Clients of responses that are kept: where their connection breaks they read on behind the last event that came."""
+"""Clients of responses, chats and completions that are kept: where their connection breaks they go on behind the last
+event that came."""
 
 from __future__ import annotations
 
@@ -6,44 +7,60 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic
-from benchmarks.harness.answer import TIMEOUT, Answer
-from benchmarks.harness.http_call import EventStream, call
+from benchmarks.chaos.traffic import KINDS, MODEL_NAME, Asked, Traffic
+from benchmarks.harness.answer import TIMEOUT, Answer, AnswerReader
+from benchmarks.harness.http_call import EventStream, Target, call
 
+_RESPONSES, _CHATS, _COMPLETIONS = "responses", "chat/completions", "completions"
 _ENDS = ("response.completed", "response.incomplete", "response.failed")
-_READ_ON_AFTER_S = 0.2
+_GO_ON_AFTER_S = 0.2
 
 
 def kept(requests: Sequence[Asked]) -> list[Asked]:
-    """The same prompts and lengths as responses that are kept, each with a seed."""
+    """Of each kind in turn a response, a chat and a completion that are kept. The first two are seeded, and have the
+    lengths of these requests; completions are these requests."""
+    endpoints = (_RESPONSES, _CHATS, _COMPLETIONS)
     return [
-        Asked(
-            asked.name,
-            "kept",
-            {
-                "model": MODEL_NAME, "input": f"Tell {place} of {len(requests)}.", "stream": True, "store": True,
-                "background": True, "temperature": 1, "seed": place, "max_output_tokens": asked.body["max_tokens"],
-            },
-        )
-        for place, asked in enumerate(requests)
-    ]  # fmt: skip
+        _kept(endpoints[place // len(KINDS) % len(endpoints)], place, asked) for place, asked in enumerate(requests)
+    ]
+
+
+def _kept(endpoint: str, place: int, asked: Asked) -> Asked:
+    name, text, length = f"{endpoint} {asked.name}", f"Tell of {place}.", asked.body["max_tokens"]
+    usual = {"model": MODEL_NAME, "stream": True, "store": True, "temperature": 1, "seed": place}
+    if endpoint == _RESPONSES:
+        return Asked(name, "kept", usual | {"input": text, "background": True, "max_output_tokens": length})
+    if endpoint == _CHATS:
+        more = {"messages": [{"role": "user", "content": text}], "max_tokens": length}
+        return Asked(name, "kept", usual | more | {"stream_options": {"include_usage": True}})
+    return replace(asked, name=name, body=asked.body | {"store": True})
+
+
+def _endpoint_of(body: Mapping[str, Any]) -> str:
+    return _RESPONSES if "input" in body else _CHATS if "messages" in body else _COMPLETIONS
+
+
+def going_on(target: Target, endpoint: str, last_id: str, headers: Mapping[str, str]) -> bytes:
+    """The request for the events behind the one with this id."""
+    path = f"{endpoint}/{last_id.rpartition(':')[0]}"
+    return target.request(path, b"", {**headers, "Last-Event-ID": last_id}, method="GET")
 
 
 @dataclass(slots=True)
 class KeptTraffic(Traffic):
-    """`num_breaks` counts connections that broke before the end of a response."""
+    """`num_breaks` counts connections that broke before the end of an answer."""
 
     num_breaks: int = 0
 
     async def ask(self, asked: Asked) -> Answer:
-        """One response, to its end, over as many connections as that takes."""
+        """One answer, to its end, over as many connections as that takes."""
         answer = Answer(time.perf_counter(), name=asked.name)
         self.answers.append(answer)
-        reader = _EventReader(answer)
-        request = self.target.request("responses", asked.body)
+        reader, endpoint = _EventReader(answer), _endpoint_of(asked.body)
+        request = self.target.request(endpoint, asked.body)
         try:
             async with asyncio.timeout(self.timeout_s):
                 while not answer.is_done:
@@ -55,14 +72,13 @@ class KeptTraffic(Traffic):
                         broken = error
                     if answer.is_done:
                         break
-                    if reader.response_id is None:  # nothing is known of it: it may be sent again
+                    if not reader.last_id:  # nothing is known of it: it may be sent again
                         if broken is not None:
                             answer.failure = "no connection"
                         return answer
                     self.num_breaks += 1
-                    await asyncio.sleep(_READ_ON_AFTER_S)
-                    path = f"responses/{reader.response_id}?stream=true&starting_after={reader.last_number}"
-                    request = self.target.request(path, b"", method="GET")
+                    await asyncio.sleep(_GO_ON_AFTER_S)
+                    request = going_on(self.target, endpoint, reader.last_id, {})
         except TimeoutError:
             answer.failure = TIMEOUT
         finally:
@@ -70,44 +86,44 @@ class KeptTraffic(Traffic):
         return answer
 
 
-class _EventReader:
-    """Fills in an answer from the events of a response, over all its connections."""
+class _EventReader(AnswerReader):
+    """Fills in an answer from its events, over all its connections."""
 
     def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-        self.response_id: str | None = None
-        self.last_number = -1
-        self.begin()
+        super().__init__(answer)
+        self.last_id = ""
+        self._num_read = 0
+        self._status = 0
 
     def begin(self) -> None:
         """Another connection."""
         self._events = EventStream()
-        self._status = 0
 
     def head(self, status: int, headers: Mapping[str, str]) -> None:
         self._status = status
-        if self.response_id is None:
-            self._answer.status, self._answer.headers = status, headers
+        if not self.last_id:
+            super().head(status, headers)
 
     def body(self, data: bytes, *, at_s: float) -> None:
-        if self._status != 200:
-            if self.response_id is None:
-                self._answer.refusal += data
-            return
-        for content in self._events.feed(data):
-            self._read(json.loads(content), at_s)
+        if self.last_id and self._status != 200:
+            return  # it asks again
+        super().body(data, at_s=at_s)
+        if self._events.last_id:
+            self.last_id = self._events.last_id
+            # One is missing, or came twice.
+            self._answer.has_surplus |= self.last_id.rpartition(":")[2] != f"{self._num_read - 1}"
 
-    def _read(self, event: dict[str, Any], at_s: float) -> None:
+    def _read(self, content: bytes, at_s: float) -> None:
+        self._num_read += 1
+        event = {} if content == b"[DONE]" else json.loads(content)
+        if not event.get("type", "").startswith("response."):
+            super()._read(content, at_s)
+            return
         answer = self._answer
-        answer.has_surplus |= event["sequence_number"] != self.last_number + 1  # one is missing, or came twice
-        self.last_number = event["sequence_number"]
         answer.events_s.append(at_s)
-        if "response" in event:
-            self.response_id = event["response"]["id"]
         if event["type"] == "response.output_text.delta":
             answer.texts[0] = answer.texts.get(0, "") + event["delta"]
             answer.num_pieces += 1
-            answer.delivered_s.append(at_s)
         if event["type"] in _ENDS:
             answer.is_done = True
             answer.finish_reasons[0] = event["response"]["status"]

@@ -17,10 +17,12 @@ from benchmarks.chaos.traffic import MODEL_NAME, Traffic
 from benchmarks.chaos.verdict import judged_row
 from benchmarks.harness.command import BenchmarkError, tell
 from benchmarks.harness.machine import PROJECT
+from benchmarks.harness.service import Service
 
 _BEFORE_S = 2.0
 _AFTER_S = 3.0
 _LOOK_S = 0.2
+_ASK_S = 1.0  # Serve: each time that starts a program
 _GIVEN_UP_S = 300.0  # Serve tries a replica that fails again and again
 
 
@@ -51,12 +53,16 @@ async def change_under_load(size: Size) -> list[dict[str, Any]]:
         ]
 
 
-def _cut_off(folder: Path, **settings: Any) -> dict[str, Any]:
-    """Weights that are cut off."""
-    shutil.copytree(PROJECT / "models" / "demo", folder / "model")
+def cut_off_model(folder: Path, model: Path = PROJECT / "models" / "demo") -> str:
+    """A copy of a model, below this folder, whose weights are cut off."""
+    shutil.copytree(model, folder / "model")
     weights = folder / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    return application(place_timeout_s=20.0, model=str(folder / "model"), weights=True, **settings)
+    return str(folder / "model")
+
+
+def _cut_off(folder: Path, **settings: Any) -> dict[str, Any]:
+    return application(place_timeout_s=20.0, model=cut_off_model(folder), weights=True, **settings)
 
 
 def _no_folder(folder: Path) -> dict[str, Any]:
@@ -84,6 +90,16 @@ _FAILURES: list[tuple[str, Callable[[Path], dict[str, Any]], int]] = [
 ]
 
 
+def deploy(service: Service, settings: dict[str, Any], wanted: str) -> None:
+    """Deploy it and wait for Serve's word. Raises BenchmarkError when it does not come."""
+    service.deploy(settings)
+    deadline = time.monotonic() + _GIVEN_UP_S
+    while (status := service.status()) != wanted:
+        if time.monotonic() > deadline:
+            raise BenchmarkError(f"an update: {status} after {_GIVEN_UP_S:.0f} s, not {wanted}")
+        time.sleep(_ASK_S)
+
+
 async def _failing_update(
     running: Stage,
     traffic: Traffic,
@@ -94,29 +110,19 @@ async def _failing_update(
     num_left: int,
 ) -> list[dict[str, Any]]:
     """An update that fails, until Serve gives it up, and then back to what works."""
-    service = running.running
-
-    def deploy(settings: dict[str, Any], wanted: str) -> None:
-        service.deploy(settings)
-        deadline = time.monotonic() + _GIVEN_UP_S
-        while (status := service.status()) != wanted:
-            if time.monotonic() > deadline:
-                raise BenchmarkError(f"R13: {status} after {_GIVEN_UP_S:.0f} s, not {wanted}")
-            time.sleep(_LOOK_S)
-
     with tempfile.TemporaryDirectory() as folder:
         failed = await _changing(
             running,
             traffic,
             f"update to {text}",
-            partial(deploy, fails(Path(folder)), "DEPLOY_FAILED"),
+            partial(deploy, running.running, fails(Path(folder)), "DEPLOY_FAILED"),
             lambda old, now: len(old & set(running.replicas())) == num_left,
         )
         back = await _changing(
             running,
             traffic,
             f"back from {text}",
-            partial(deploy, works, "RUNNING"),
+            partial(deploy, running.running, works, "RUNNING"),
             lambda old, now: len(running.replicas()) == 3,
         )
     return [failed, back]

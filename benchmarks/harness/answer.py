@@ -118,7 +118,7 @@ async def follow(answer: Answer, target: Target, request: bytes, *, timeout_s: f
     """The same, seen while it comes. Cancelling it closes the connection."""
     try:
         async with asyncio.timeout(timeout_s):
-            await call(target, request, _AnswerReader(answer))
+            await call(target, request, AnswerReader(answer))
     except TimeoutError:
         answer.failure = TIMEOUT
     except OSError as error:
@@ -127,7 +127,7 @@ async def follow(answer: Answer, target: Target, request: bytes, *, timeout_s: f
         answer.ended_s = time.perf_counter()
 
 
-class _AnswerReader:
+class AnswerReader:
     """Fills in an answer from its bytes."""
 
     def __init__(self, answer: Answer) -> None:

@@ -37,6 +37,7 @@ class EventStream:
     """The data of server-sent events, from bytes in pieces of any size."""
 
     def __init__(self) -> None:
+        self.last_id = ""  # of the events that are whole
         self._held = b""
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -44,7 +45,11 @@ class EventStream:
         if b"\r" in data:  # some servers end lines with CR LF; inside of JSON there is no CR
             data = data.replace(b"\r", b"")
         *events, self._held = (self._held + data).split(b"\n\n")
-        return [line[5:].strip() for event in events for line in event.split(b"\n") if line.startswith(b"data:")]
+        lines = [line for event in events for line in event.split(b"\n")]
+        for line in lines:
+            if line.startswith(b"id:"):
+                self.last_id = line[3:].strip().decode()
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 @dataclass(frozen=True, slots=True)

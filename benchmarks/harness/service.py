@@ -30,15 +30,24 @@ from deployments.launcher.supervisor import free_ports
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 _DASHBOARD = "http://127.0.0.1:8265"
+_STATUS = """
+import sys, ray
+from ray import serve
+ray.init(sys.argv[1], namespace="serve", log_to_driver=False)
+print(serve.status().applications["carousel"].status.value)
+"""
 _CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # which the launcher sets to 0, unless it is set
 _TEMPLATE = "chat_template.jinja"
 _TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
-def write_keys(path: Path, keys: Mapping[str, str]) -> Path:
-    """Write the file of API keys of a service, from the keys by their names."""
-    entries = [{"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest()} for name, key in keys.items()]
+def write_keys(path: Path, keys: Mapping[str, str], *, admin: str = "") -> Path:
+    """Write the file of API keys of a service, from the keys by their names. `admin`: the one that opens /admin."""
+    entries = [
+        {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), "admin": name == admin}
+        for name, key in keys.items()
+    ]
     path.write_text(json.dumps(entries))  # JSON is YAML
     return path
 
@@ -61,29 +70,40 @@ class Service:
     pid: int  # of the launcher, from which everything else comes that has not joined
     token: str = field(default="", repr=False)  # that Ray asks for before a deployment, or when a node joins
     layout: Layout = field(default_factory=Layout)
+    head: str = ""  # the address of Ray's head, where it has no dashboard
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)  # more of those of what talks to it
 
     def processes(self) -> dict[int, Process]:
         """All of it: launcher, driver, Ray's own processes, controller, proxy, ingresses, replicas."""
         return family(self.pid)
 
     def deploy(self, application: Mapping[str, Any], *, num_replicas: Mapping[str, int] | None = None) -> None:
-        """Put another application in the place of this one, as `serve deploy` does; returns when Serve has been told.
+        """Put an application in the place of what runs, as `serve deploy` does; returns when Serve has been told.
 
         `num_replicas`: by deployment, as a Serve config file can say beside `args`: without it nothing is restarted.
         """
         with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as config:
             json.dump(serve_file(application, self.target.port, self.layout, num_replicas or {}), config)
             config.flush()
-            self._told_to_serve("deploy", config.name)
+            if self.head:
+                self._serve("run", config.name, "--non-blocking", "--address", self.head)
+            else:
+                self._serve("deploy", config.name, "-a", _DASHBOARD)
 
     def status(self) -> str:
         """The word of `serve status` for the application, as RUNNING or DEPLOY_FAILED."""
-        _, _, applications = self._told_to_serve("status").partition("applications:")
+        if self.head:
+            return ran([sys.executable, "-c", _STATUS, self.head], env=self._environment).splitlines()[-1]
+        _, _, applications = self._serve("status", "-a", _DASHBOARD).partition("applications:")
         found = re.search(r"^ {4}status: (\w+)$", applications, re.MULTILINE)
         return "unknown" if found is None else found[1]
 
-    def _told_to_serve(self, *command: str) -> str:
-        return ran([sys.executable, "-m", "ray.serve.scripts", *command, "-a", _DASHBOARD], env=with_token(self.token))
+    def _serve(self, *command: str) -> str:
+        return ran([sys.executable, "-m", "ray.serve.scripts", *command], env=self._environment)
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return {**with_token(self.token), **self.variables}
 
 
 def application(

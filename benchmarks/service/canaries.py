@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any
 
 from app.api.schemas.requests import documents_text
+from app.usage import Used
 
 Json = dict[str, Any]
 Mark = tuple[str, str, str]
@@ -27,6 +28,7 @@ KINDS = (
     "whole", "stream", "background", "abort", "logprobs", "n", "echo", "prompt_logprobs", "choice", "schema", "tools",
     "reply", "message", "ranking", "documents", "batch",
 )  # fmt: skip
+KEPT = frozenset(("stream", "choice", "schema", "tools", "reply"))  # may be asked for as streams that are kept
 GREEDY_TEXT = frozenset(  # nothing but the secret is said first
     ("whole", "stream", "background", "logprobs", "reply", "message", "ranking")
 )
@@ -98,6 +100,11 @@ class Question:
         return bool(self.body.get("stream"))
 
     @property
+    def is_kept(self) -> bool:
+        """Whether its stream outlives its connection."""
+        return bool(self.body.get("store"))
+
+    @property
     def conversations(self) -> list[list[Json]]:
         """All that its prompts may be made of: of documents, a pipeline keeps one."""
         if self.kind != "documents":
@@ -117,8 +124,12 @@ def question(
     secrets: Sequence[Secret],
     prompt_ids: Sequence[int],
     source: random.Random,
+    is_kept: bool = False,
 ) -> Question:
-    """A request of this kind; `prompt_ids` are those of the first secret's chat. A batch has two secrets."""
+    """A request of this kind; `prompt_ids` are those of the first secret's chat. A batch has two secrets.
+
+    `is_kept`: as a stream that is kept, without the ids of tokens: with them it fails when its process dies.
+    """
     secret = secrets[0]
     is_stream = kind in ("stream", "background", "abort", "logprobs", "reply", "message") or source.random() < 0.5
     chat: Json = {"messages": secret.messages, "max_completion_tokens": 100, "temperature": 0}
@@ -143,6 +154,9 @@ def question(
         "batch": ("batch", {"prompts": [each.messages for each in secrets], "max_tokens": 100, "temperature": 0}),
     }
     endpoint, body = bodies[kind]
+    if is_kept:
+        is_stream = True
+        body = {name: value for name, value in body.items() if name not in ids} | {"store": True}
     is_stream = is_stream and kind not in ("whole", "batch", "prompt_logprobs", "ranking")
     if is_stream:
         body = body | {"stream": True}
@@ -191,6 +205,7 @@ class Heard:
     around: str = ""  # other events of a reply, in which ids and times differ from answer to answer
     num_ends: Counter[int] = field(default_factory=Counter)  # finish reasons, by choice
     cached_tokens: int | None = None
+    used: Used = field(default_factory=Used, compare=False)  # as its usage says, of all models
 
     @property
     def first(self) -> str:
@@ -256,11 +271,24 @@ def _blocks(document: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
 
 def _listen_to_usage(found: Heard, document: Mapping[str, Any]) -> None:
     usage = document.get("usage") or (document.get("response") or {}).get("usage") or {}
+    if usage:
+        found.used = sum(map(_used, _steps_of(usage) or [usage]), Used())
     if "cache_read_input_tokens" in usage:
         found.cached_tokens = usage["cache_read_input_tokens"]
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
     if details:
         found.cached_tokens = details["cached_tokens"]
+
+
+def _steps_of(usage: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The steps of a pipeline that have asked a model."""
+    return [step for step in usage.get("pipeline", {}).get("steps", ()) if "prompt_tokens" in step]
+
+
+def _used(usage: Mapping[str, Any]) -> Used:
+    num_prompt = usage.get("prompt_tokens", usage.get("input_tokens", 0)) + usage.get("cache_read_input_tokens", 0)
+    num_output = usage.get("completion_tokens", usage.get("output_tokens", 0))
+    return Used(num_prompt_tokens=num_prompt, num_output_tokens=num_output)
 
 
 def _of_logprobs(choice: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
@@ -293,7 +321,8 @@ class Prefixes:
 
     def num_explained(self, asked: Question, prompt_ids: Sequence[int]) -> int:
         """Tokens that may be cached, by what was sent so far; this request is among it."""
-        num_own = 0 if asked.kind in ("n", "batch") else 1  # those send prompts that begin alike at once
+        # Those send prompts that begin alike at once; what is kept is computed again when its process has died.
+        num_own = 0 if asked.kind in ("n", "batch") or asked.is_kept else 1
         seen = [self._seen[owner] for owner in self._owners(asked)]
         explained = [
             len(each) for each in self._beginnings(prompt_ids) if any(counted[each] > num_own for counted in seen)

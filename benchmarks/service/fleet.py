@@ -93,7 +93,7 @@ def served(given: argparse.Namespace, folder: str = "") -> dict[str, Any]:
     `folder` is that of responses that are kept.
     """
     template_tokens = 64  # that a chat has beside what is asked, at most
-    prompt_tokens = given.prompt_tokens + (0 if given.api == "completions" else template_tokens)
+    prompt_tokens = given.prompt_tokens + (0 if given.api.endswith("completions") else template_tokens)
     blocks_of_one = -(-(prompt_tokens + given.tokens + 1) // _KV_BLOCK)
     engine = {
         "model": {"path": given.model, "simulated": {"step_ms": given.step_ms}},
@@ -106,7 +106,7 @@ def served(given: argparse.Namespace, folder: str = "") -> dict[str, Any]:
         },
     }
     ingress = {"num_replicas": given.ingresses}
-    branches = {"batches": {"path": folder}} if given.api == "kept" else {}
+    branches = {"batches": {"path": folder}} if given.api.startswith("kept") else {}
     return application(MODEL_NAME, engine, {"num_replicas": given.replicas}, ingress=ingress, **branches)
 
 
@@ -140,15 +140,21 @@ def drive(running: Service, given: argparse.Namespace, *, idle_s: float = IDLE_S
 def requests_of(target: Target, given: argparse.Namespace, source: random.Random, tokens: int) -> list[bytes]:
     """One for each stream: prompts of random tokens, new ones for each round, so that no prefix is known."""
 
-    bodies = (
-        streamed(random_prompt(source, given.prompt_tokens), tokens, model=MODEL_NAME, ignore_eos=True)
+    return [target.request("completions", body) for body in _completions(given, source, tokens)]
+
+
+def _completions(given: argparse.Namespace, source: random.Random, tokens: int, **more: Any) -> list[dict[str, Any]]:
+    return [
+        streamed(random_prompt(source, given.prompt_tokens), tokens, model=MODEL_NAME, ignore_eos=True, **more)
         for _ in range(given.streams)
-    )
-    return [target.request("completions", body) for body in bodies]
+    ]
 
 
 def responses_of(given: argparse.Namespace, source: random.Random, tokens: int) -> list[Asked]:
-    """The same as responses of OpenAI's API, kept or not."""
+    """The same as responses of OpenAI's API, kept or not, or as completions that are kept."""
+    if given.api == "kept-completions":
+        bodies = _completions(given, source, tokens, store=True)
+        return [Asked(f"{at}", given.api, body) for at, body in enumerate(bodies)]
     usual = {"model": MODEL_NAME, "stream": True, "ignore_eos": True, "max_output_tokens": tokens}
     asked = usual | ({"store": True, "background": True} if given.api == "kept" else {})
     letters = "abcdefghijklmnopqrstuvwxyz "
@@ -221,8 +227,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=positive, default=32, metavar="N", help="of each stream")
     parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS", help="of a simulated step")
     parser.add_argument(
-        "--api", choices=("completions", "responses", "kept"), default="completions",
-        help="which streams: completions, responses of OpenAI's newer API, or those kept",
+        "--api", choices=("completions", "responses", "kept", "kept-completions"), default="completions",
+        help="which streams: completions, responses of OpenAI's newer API, or either of them kept",
     )  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=3, metavar="N")
     parser.add_argument("--limits", action="store_true", help="how near limits of a key are kept, simulated")

@@ -227,7 +227,7 @@ class Tally:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     by_kind: Counter[str] = field(default_factory=Counter)
-    server_errors: list[dict[str, str]] = field(default_factory=list)  # answers of 500 and above
+    server_errors: list[dict[str, Any]] = field(default_factory=list)  # answers of 500 and above
 
 
 async def attack(target: Target, cases: Iterable[HostileRequest], tally: Tally, *, rate: float, at_once: int) -> None:
@@ -261,4 +261,4 @@ async def _send(target: Target, case: HostileRequest, tally: Tally) -> None:
     tally.outcomes[outcome] += 1
     if outcome.startswith("5"):
         said = {"kind": case.kind, "request": repr(case.data[:300]), "answer": repr(answer[-300:])}
-        tally.server_errors.append(said)
+        tally.server_errors.append({**said, "at_s": time.monotonic()})

@@ -1,6 +1,7 @@
 """A service left running: honest tenants beside an attacker, kills and a full disk, for an hour.
 
     python -m benchmarks.service.soak --minutes 60
+    python -m benchmarks.service.soak --minutes 60 --kill replica,ingress,batches,controller,head --updates
 
 Starts the service as `make serve` does: two replicas of the bundled model with little KV memory, adapters, pipelines,
 speculation, API keys, and batches on a file system of its own in memory, for which one has to be root on Linux
@@ -8,6 +9,12 @@ speculation, API keys, and batches on a file system of its own in memory, for wh
 that the model repeats; one of them has a batch under way all the time. After a calm part another tenant sends hostile
 requests, `--rate` a second, one of 50 with a field filled to its limit (`field_bodies.py`). A replica is killed every
 two minutes, the batches process every five, and the file system is full for a minute at one third and at two thirds.
+
+With `--kill` these are killed instead, one every two minutes, in turn; with `--updates` an update that fails and one
+that works end each round. Streams that can be are kept then. Where an ingress was killed tenants go on
+behind the last event of these (`gone_on`), and send others again (`sent_again`). With `head` the service is on two
+hosts of our own, and Ray's head keeps its state in Redis: as in row R7 of `benchmarks.chaos`, and with its needs.
+
 Progress goes to stderr; the last line of stdout is one JSON object:
 
     tenants       outcomes by tenant: `right` answers say what the same request said before, token for token; `leaked`:
@@ -15,7 +22,10 @@ Progress goes to stderr; the last line of stdout is one JSON object:
                   salt explains; times in ms, calm and attacked; the slowest answers; the first findings in full
     searched      answers by kind in which words of other requests were looked for; `own`: in how many their own were
     sang          share of the whole greedy answers that say their own words
-    attack        answers by status, and those of 500 and above
+    attack        answers by status, and those of 500 and above, without those from the death of an ingress or HAProxy
+                  until there was another
+    ledger        by tenant, tokens of prompts and outputs: what its answers say, what the ledger has, what tries
+                  without such an answer can have used at most; `twice`: more than all that; `missing`: less than said
     memory_mib, open_files, threads   by process: medians of the four quarters of the attack. A kind of process that is
                   killed counts while it is older than a minute
     growth        memory of the last quarter over the second, by process
@@ -24,7 +34,7 @@ Progress goes to stderr; the last line of stdout is one JSON object:
     left          what is held at the end without any request under way
 
 Exits with 1 when an honest answer is wrong, late, lost, doubled or has anything of another, on a server error, on a
-restart, when too few sang, and on growth beyond `--max-growth`.
+restart, when too few sang, when the ledger has another sum, and on growth beyond `--max-growth`.
 """
 
 from __future__ import annotations
@@ -36,7 +46,6 @@ import json
 import os
 import random
 import secrets
-import signal
 import statistics
 import sys
 import tempfile
@@ -44,29 +53,39 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import nlargest
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from app.text import Tokenizer
+from app.usage import Used
+from benchmarks.chaos.at_random import KINDS
+from benchmarks.chaos.faults import LASTS_S, kill
+from benchmarks.chaos.head import Head, why_no_head, with_head
+from benchmarks.chaos.rolling_update import cut_off_model, deploy
 from benchmarks.chaos.stage import Stage, stage
-from benchmarks.chaos.traffic import MODEL_NAME
-from benchmarks.harness.command import command_parser, positive, run_command, tell
+from benchmarks.chaos.traffic import MODEL_NAME, moment
+from benchmarks.harness.command import BenchmarkError, command_parser, did_you_mean, positive, run_command, tell
 from benchmarks.harness.disk import fill, small_disk
-from benchmarks.harness.processes import resident_mib
+from benchmarks.harness.processes import family, resident_mib
 from benchmarks.harness.random_adapter import projections_in, save_random_adapter
 from benchmarks.harness.service import application, got, scraped, with_tools, write_keys
 from benchmarks.service.field_bodies import field_bodies
 from benchmarks.service.hostile_requests import HostileRequest, Tally, attack, hostile_requests, post
 from benchmarks.service.tenants import BLOCK_SIZE, DOCUMENTS, FINE, TIMEOUT_S, Answered, Found, Tenants
 
-_BATCHES = "ray::ServeReplica:carousel:batches"
+_HEAD, _UPDATES = "head", "updates"  # beside the KINDS that are killed
+_CARRIERS = ("ingress", "HAProxy")  # of connections
 _SAMPLE_EVERY_S = 5.0
 _TELL_EVERY_S = 60.0
 _MIN_AGE_S = 60.0  # of a process whose memory counts: before, it still grows into its work
 _AFTER_KILL_S = 30.0  # a new replica may not be there yet
 _LATE_MS = 20_000.0  # an honest answer takes about half a second
 _PATIENCE_S = 300.0  # with the last batch
+_SETTLES_S = 5.0  # what is before an ingress that is there again
+_LEDGER_LATE_S = 10.0  # what a process has left that was killed is found after some seconds
 _MAX_HOSTILE_AT_ONCE = 128
 _LARGE_EVERY, _LARGE_BYTES = 50, 2**20
 _MIN_SANG = 0.95  # the model itself repeats 99 of 100
@@ -92,6 +111,7 @@ class Watched:
     samples: list[Sample] = field(default_factory=list)
     killed: set[int] = field(default_factory=set)
     kills: list[tuple[float, str]] = field(default_factory=list)  # when, and what
+    breaks: list[tuple[float, float]] = field(default_factory=list)  # from when until when connections might break
     full_s: float = 0.0
 
     @property
@@ -104,21 +124,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measured(given: argparse.Namespace) -> dict[str, Any]:
-    keys = {name: f"sk-{name}-{secrets.token_hex(16)}" for name in (*_names(given.tenants), "attacker")}
+    _check(given.kill)
+    keys = {name: f"sk-{name}-{secrets.token_hex(16)}" for name in (*_names(given.tenants), "attacker", "admin")}
     with (
         small_disk(given.disk_mib) as disk,
         with_tools(Path(given.model)) as model,
         tempfile.TemporaryDirectory() as folder,
     ):
         adapters = _adapters(model, Path(folder))
-        keys_file = write_keys(Path(folder) / "keys.yaml", keys)
-        with stage(served(str(model), keys_file, disk, adapters, num_blocks=given.num_blocks)) as running:
+        keys_file = write_keys(Path(folder) / "keys.yaml", keys, admin="admin")
+        application = partial(
+            served, keys_file=keys_file, folder=disk, adapters=adapters, num_blocks=given.num_blocks
+        )  # fmt: skip
+        with _started(application(str(model)), given) as (running, head):
             models = [MODEL_NAME, *adapters]
             tenants = Tenants(
                 running.target, {name: keys[name] for name in _names(given.tenants)}, Tokenizer.load(str(model)),
                 models=models, pipelines={each["name"]: models for each in pipelines_of(models)}, seed=given.seed,
+                keeps=bool(given.kill),
             )  # fmt: skip
-            return asyncio.run(_Soak(running, tenants, keys["attacker"], disk, given).run())
+            fails, works = application(cut_off_model(Path(folder), model)), partial(application, str(model))
+            return asyncio.run(_Soak(running, head, tenants, keys, disk, given, fails=fails, works=works).run())
+
+
+def _check(kinds: Sequence[str]) -> None:
+    """Raise BenchmarkError where there is no such kind of process, or no head can be killed."""
+    known = (*KINDS, _HEAD)
+    for kind in kinds:
+        if kind not in known:
+            raise BenchmarkError(f"--kill: there is no process {kind!r}{did_you_mean(kind, known)}")
+    if _HEAD in kinds and (reason := why_no_head()) is not None:
+        raise BenchmarkError(f"--kill {_HEAD}: {reason}")
+
+
+@contextlib.contextmanager
+def _started(application: Mapping[str, Any], given: argparse.Namespace) -> Iterator[tuple[Stage, Head | None]]:
+    """The service, and its head where that is to be killed."""
+    if _HEAD in given.kill:
+        with with_head(application) as (running, head):
+            yield running, head
+    else:
+        with stage(application, with_dashboard=given.updates) as running:
+            yield running, None
 
 
 def _names(number: int) -> list[str]:
@@ -147,7 +194,7 @@ def pipelines_of(models: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def served(
-    model: str, keys_file: Path, folder: Path, adapters: Mapping[str, str], *, num_blocks: int
+    model: str, keys_file: Path, folder: Path, adapters: Mapping[str, str], *, num_blocks: int, **replicas: Any
 ) -> dict[str, Any]:
     """The application's `args`: two replicas with too little KV memory for what they are sent."""
     engine = {
@@ -157,8 +204,9 @@ def served(
         "speculation": {"method": "lookup"},
     }
     return application(
-        MODEL_NAME, engine, {"num_replicas": 2}, {"adapters": dict(adapters)}, batches={"path": str(folder)},
-        pipelines=pipelines_of([MODEL_NAME, *adapters]), api={"keys_file": str(keys_file), "metrics_for": "public"},
+        MODEL_NAME, engine, {"num_replicas": 2, **replicas}, {"adapters": dict(adapters)},
+        batches={"path": str(folder)}, pipelines=pipelines_of([MODEL_NAME, *adapters]),
+        api={"keys_file": str(keys_file), "metrics_for": "public"},
     )  # fmt: skip
 
 
@@ -166,14 +214,28 @@ class _Soak:
     """One run. In one event loop."""
 
     def __init__(
-        self, running: Stage, tenants: Tenants, attacker_key: str, folder: Path, given: argparse.Namespace
+        self,
+        running: Stage,
+        head: Head | None,
+        tenants: Tenants,
+        keys: Mapping[str, str],
+        folder: Path,
+        given: argparse.Namespace,
+        *,
+        fails: dict[str, Any],
+        works: Callable[..., dict[str, Any]],
     ) -> None:
+        """`fails`, `works`: what updates deploy, the latter with other settings of replicas each time."""
         self._running = running
+        self._head = head
         self._tenants = tenants
-        self._attacker_key = attacker_key
+        self._keys = keys
         self._folder = folder
         self._given = given
+        self._fails = fails
+        self._works = works
         self._over = asyncio.Event()
+        self._striking = asyncio.Lock()
         self._watched = Watched()
         self._tally = Tally()
         self._source = random.Random(given.seed)
@@ -194,9 +256,12 @@ class _Soak:
             done, _ = await asyncio.wait(trouble, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
-            for task in trouble:
-                task.cancel()
-            await asyncio.gather(*trouble, return_exceptions=True)
+            async with self._striking:  # what was begun is done
+                for task in trouble:
+                    task.cancel()
+                for result in await asyncio.gather(*trouble, return_exceptions=True):
+                    if isinstance(result, Exception):
+                        raise result
             self._over.set()
             tenants.patience_ends_s = time.monotonic() + _PATIENCE_S
         await self._running.is_whole()
@@ -204,7 +269,8 @@ class _Soak:
         samples = await asyncio.to_thread(scraped, self._running.target)
         return (
             figures_of(tenants.found, began, attacked_s, self._watched.kills)
-            | attack_figures(self._tally)
+            | attack_figures(self._tally, self._watched.breaks)
+            | ledger_figures(tenants.found, await self._charged())
             | process_figures(self._watched.samples, attacked_s, seconds)
             | {
                 "killed": self._watched.num_killed,
@@ -224,17 +290,19 @@ class _Soak:
             self._running.target, self._hostile(self._large_bodies()), self._tally, rate=given.rate,
             at_once=_MAX_HOSTILE_AT_ONCE,
         )  # fmt: skip
-        if given.kill_replica_s:
-            yield self._kill_every(given.kill_replica_s, self._running.replicas, "replica")
-        if given.kill_batches_s:
-            yield self._kill_every(given.kill_batches_s, lambda: self._running.named(_BATCHES), "batches")
+        if given.kill or given.updates:
+            yield self._strike_every(given.kill_every_s, [*given.kill, *[_UPDATES] * given.updates])
+        if given.kill_replica_s and not given.kill:
+            yield self._strike_every(given.kill_replica_s, ["replica"])
+        if given.kill_batches_s and not given.kill:
+            yield self._strike_every(given.kill_batches_s, ["batches"])
         if given.disk_mib:
             yield self._fill_disk(began_s, seconds)
 
     def _hostile(self, large: Iterator[HostileRequest]) -> Iterator[HostileRequest]:
         """Hostile requests with the attacker's key, without end."""
         models = [each["id"] for each in self._read("/v1/models")["data"]]
-        header = f"\r\nAuthorization: Bearer {self._attacker_key}\r\nConnection: close\r\n".encode()
+        header = f"\r\nAuthorization: Bearer {self._keys['attacker']}\r\nConnection: close\r\n".encode()
         for number, case in enumerate(hostile_requests(self._given.seed, models)):
             chosen = next(large) if number % _LARGE_EVERY == 0 else case
             yield replace(chosen, data=chosen.data.replace(b"\r\nConnection: close\r\n", header, 1))
@@ -247,8 +315,8 @@ class _Soak:
             for body in field_bodies(document, size=_LARGE_BYTES, max_model_len=max_model_len):
                 yield HostileRequest("large", post(body.path, body.data()))
 
-    def _read(self, path: str) -> Any:
-        headers = {"Authorization": f"Bearer {self._attacker_key}"}
+    def _read(self, path: str, key: str = "attacker") -> Any:
+        headers = {"Authorization": f"Bearer {self._keys[key]}"}
         return json.loads(got(self._running.target, path, headers, TIMEOUT_S))
 
     async def _watch(self) -> None:
@@ -273,16 +341,58 @@ class _Soak:
             pid: each.title for pid, each in self._running.processes().items() if each.title.startswith("ray::Serve")
         }
 
-    async def _kill_every(self, seconds: float, pids: Callable[[], list[int]], what: str) -> None:
-        while True:
+    async def _charged(self) -> dict[str, Used]:
+        """What the ledger has, by key."""
+        await asyncio.sleep(_LEDGER_LATE_S)
+        entries = (await asyncio.to_thread(self._read, "/admin/usage?group_by=key", "admin"))["data"]
+        return {
+            each["key"]: Used(num_prompt_tokens=each["prompt_tokens"], num_output_tokens=each["output_tokens"])
+            for each in entries
+        }
+
+    async def _strike_every(self, seconds: float, kinds: Sequence[str]) -> None:
+        """In turn, one at a time."""
+        for kind in cycle(kinds):
             await asyncio.sleep(seconds)
-            found = await asyncio.to_thread(pids)
-            if found:
-                pid = self._source.choice(found)
-                self._watched.killed.add(pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                    self._watched.kills.append((time.monotonic(), what))
+            async with self._striking:
+                tell(f"strikes: {kind}")
+                await self._strike(kind)
+
+    async def _strike(self, kind: str) -> None:
+        struck_s, watched = time.monotonic(), self._watched
+        if kind == _UPDATES:
+            watched.kills.append((struck_s, kind))
+            watched.killed |= {pid for pid, title in self._ours().items() if title.startswith("ray::ServeReplica")}
+            works = self._works(place_timeout_s=30.0 + len(watched.kills))
+            await asyncio.to_thread(deploy, self._running.running, self._fails, "DEPLOY_FAILED")
+            await asyncio.to_thread(deploy, self._running.running, works, "RUNNING")
+            await self._running.is_whole()
+        elif kind == _HEAD:
+            watched.kills.append((struck_s, kind))
+            await self._lose_head()
+        elif found := await asyncio.to_thread(KINDS[kind], self._running):
+            pid = self._source.choice(found)
+            self._tenants.may_break = kind in _CARRIERS
+            watched.killed.add(pid)
+            with contextlib.suppress(ProcessLookupError):
+                kill([pid])
+                watched.kills.append((struck_s, kind))
+            if kind in _CARRIERS:
+                await moment(lambda: bool(set(KINDS[kind](self._running)) - {pid}), look_s=0.5)
+                await self._running.is_whole()
+                await asyncio.sleep(_SETTLES_S)
+                self._tenants.may_break = False
+                watched.breaks.append((struck_s, time.monotonic()))
+
+    async def _lose_head(self) -> None:
+        """All of it, for some seconds; then until there is a controller, which the next head starts."""
+        assert self._head is not None, "checked before"
+        assert self._head.process is not None, "it has been started"
+        self._watched.killed |= family(self._head.process.pid).keys()
+        start_again = await asyncio.to_thread(self._head.lost)
+        await asyncio.sleep(LASTS_S)
+        start_again()
+        await moment(lambda: bool(self._running.controllers()), look_s=0.5)
 
     async def _fill_disk(self, began_s: float, seconds: float) -> None:
         filler = self._folder / ".soak-fills-the-disk"
@@ -290,6 +400,7 @@ class _Soak:
             await asyncio.sleep(max(0.0, began_s + part * seconds - time.monotonic()))
             filled_s = time.monotonic()
             tell("the disk is full")
+            self._watched.kills.append((filled_s, "full disk"))
             try:
                 while time.monotonic() < filled_s + self._given.full_s:
                     await asyncio.to_thread(fill, filler)  # again and again: what others free is taken too
@@ -346,10 +457,26 @@ def _told(answer: Answered, kills: Sequence[tuple[float, str]]) -> dict[str, Any
     }
 
 
-def attack_figures(tally: Tally) -> dict[str, Any]:
-    """What the attacker got."""
+def attack_figures(tally: Tally, breaks: Sequence[tuple[float, float]] = ()) -> dict[str, Any]:
+    """What the attacker got. Server errors do not count during `breaks`."""
     outcomes = dict(sorted(tally.outcomes.items()))
-    return {"attack": {"cases": tally.by_kind.total(), "outcomes": outcomes, "server_errors": tally.server_errors[:20]}}
+    errors = [
+        each for each in tally.server_errors if not any(from_s <= each["at_s"] <= to_s for from_s, to_s in breaks)
+    ]
+    return {"attack": {"cases": tally.by_kind.total(), "outcomes": outcomes, "server_errors": errors[:20]}}
+
+
+def ledger_figures(tenants: Mapping[str, Found], charged: Mapping[str, Used]) -> dict[str, Any]:
+    """What tenants have used, by their answers and by the ledger, as tokens of prompts and of outputs."""
+    found = {}
+    for name, tenant in tenants.items():
+        sums = {"answers": tenant.used, "ledger": charged.get(name, Used()), "unknown": tenant.may_have_used}
+        told, ours, unknown = tokens = [(used.num_prompt_tokens, used.num_output_tokens) for used in sums.values()]
+        found[name] = dict(zip(sums, tokens, strict=True)) | {
+            "twice": max(0, *(has - says - may for says, has, may in zip(told, ours, unknown, strict=True))),
+            "missing": max(0, *(says - has for says, has in zip(told, ours, strict=True))),
+        }
+    return {"ledger": found}
 
 
 def process_figures(samples: Sequence[Sample], began_s: float, seconds: float) -> dict[str, Any]:
@@ -395,6 +522,7 @@ def is_bad(figures: Mapping[str, Any]) -> bool:
         or any(figures["left"].values())
         or figures["attack"]["server_errors"]
         or figures["restarts"]
+        or any(each["twice"] or each["missing"] for each in figures["ledger"].values())
     )
 
 
@@ -411,8 +539,14 @@ def _parser() -> argparse.ArgumentParser:
         "--pause-s", type=float, default=0.5, metavar="S", help="between a client's requests, on average"
     )
     parser.add_argument("--items", type=positive, default=300, metavar="N", help="of each batch")
-    parser.add_argument("--kill-replica-s", type=float, default=120.0, metavar="S", help="0: never")
-    parser.add_argument("--kill-batches-s", type=float, default=300.0, metavar="S", help="0: never")
+    parser.add_argument("--kill-replica-s", type=float, default=120.0, metavar="S", help="without --kill; 0: never")
+    parser.add_argument("--kill-batches-s", type=float, default=300.0, metavar="S", help="without --kill; 0: never")
+    parser.add_argument(
+        "--kill", type=lambda text: text.split(","), default=[], metavar="KINDS",
+        help=f"in turn, of {', '.join(KINDS)} and {_HEAD}",
+    )  # fmt: skip
+    parser.add_argument("--updates", action="store_true", help="in turn with them, one that fails and one that works")
+    parser.add_argument("--kill-every-s", type=float, default=120.0, metavar="S", help="from one to the next")
     parser.add_argument("--full-s", type=float, default=60.0, metavar="S", help="how long the disk is full, twice")
     parser.add_argument("--disk-mib", type=int, default=2048, metavar="N", help="of that file system; 0: none")
     parser.add_argument(

@@ -19,24 +19,41 @@ from types import MappingProxyType
 from typing import Any
 
 from app.text import Tokenizer
+from app.usage import Used
+from benchmarks.chaos.kept import going_on
 from benchmarks.harness.figures import percentile
 from benchmarks.harness.http_call import EventStream, Target, call
-from benchmarks.service.canaries import GREEDY_TEXT, KINDS, Heard, Json, Prefixes, Question, Secrets, heard, question
+from benchmarks.service.canaries import (
+    GREEDY_TEXT,
+    KEPT,
+    KINDS,
+    Heard,
+    Json,
+    Prefixes,
+    Question,
+    Secrets,
+    heard,
+    question,
+)
 
 BLOCK_SIZE = 16
 DOCUMENTS = "documents"  # the pipeline that chooses some of a request's
-FINE = frozenset(("right", "left", "batch_right", "items_right", "tried_again"))  # what outcomes should be
+# What outcomes should be. `gone_on`: behind the last event of a stream that broke. `sent_again`: where nothing of an
+# answer was known when its connection broke, or nothing there could take the request.
+FINE = frozenset(("right", "left", "batch_right", "items_right", "tried_again", "gone_on", "sent_again"))
 TIMEOUT_S = 60.0
-_RETRY_S = 0.25  # after a 429
+_RETRY_S = 0.25  # after a refusal, or a connection that broke
+_MOST_CALLS = 8  # of models, by one request
 _MAX_EARLIER = 300  # requests of a tenant that it may send again
 _MAX_TOLD = 20  # findings of a tenant
 _BATCH_POLL_S, _AFTER_REFUSAL_S = 1.0, 2.0
 _CHAT = "chat/completions"
+_MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A right answer: when it was there, and how long after the first try."""
+    """A right answer: when it was there, and how long after the first try that was not broken off."""
 
     at_s: float
     took_s: float
@@ -57,6 +74,8 @@ class Found:
     num_cached: int = 0  # answers with `cached_tokens`
     num_greedy: int = 0
     num_sang: int = 0  # greedy answers that say their own secret word by word
+    used: Used = field(default_factory=Used)  # as answers say
+    may_have_used: Used = field(default_factory=Used)  # at most, in tries of which no answer says it
 
     def count(self, outcome: str, **details: Any) -> None:
         """Count an outcome; the first ones are told in full."""
@@ -72,10 +91,11 @@ class Found:
 class Reply:
     """Reads one answer into its bytes, as far as its client stays."""
 
-    def __init__(self, leaves_after: int | None = None) -> None:
+    def __init__(self, leaves_after: int | None = None, known: bytes = b"") -> None:
+        """`known`: the events of a connection that broke."""
         self.status = 0
         self.headers: Mapping[str, str] = {}
-        self.data = bytearray()
+        self.data = bytearray(known)
         self.on_enough: Any = lambda: None
         self._leaves_after = leaves_after
 
@@ -92,6 +112,11 @@ class Reply:
             self.on_enough()
 
     @property
+    def events(self) -> bytes:
+        """Those that are whole."""
+        return bytes(self.data[: self.data.rfind(b"\n\n") + 2]) if b"\n\n" in self.data else b""
+
+    @property
     def json(self) -> Json:
         found: Json = json.loads(self.data)
         return found
@@ -100,7 +125,10 @@ class Reply:
         """What it says. Raises ValueError when it is broken, which one that was left may be."""
         if not asked.is_stream:
             return heard([self.json]) if not self.has_enough else Heard()
-        events = EventStream().feed(bytes(self.data))
+        stream = EventStream()
+        events = stream.feed(bytes(self.data))
+        if asked.is_kept and stream.last_id.rpartition(":")[2] != f"{len(events) - 1}":
+            raise ValueError("an event of a stream that is kept is missing, or came twice")
         found = heard(json.loads(content) for content in events if content.startswith(b"{"))
         if not self.has_enough and asked.endpoint in (_CHAT, "completions"):
             if events[-1:] != [b"[DONE]"] or events.count(b"[DONE]") != 1:
@@ -123,10 +151,16 @@ class Tenants:
         pipelines: Mapping[str, Sequence[str]] = MappingProxyType({}),
         kinds: Sequence[str] = KINDS,
         seed: int,
+        keeps: bool = False,
     ) -> None:
-        """`keys`: by tenant. `models`, `pipelines`: what requests ask for; of a pipeline, which models compute."""
+        """`keys`: by tenant. `models`, `pipelines`: what requests ask for; of a pipeline, which models compute.
+
+        `keeps`: streams that can be are kept.
+        """
         self.found = {name: Found() for name in keys}
         self.patience_ends_s = float("inf")  # by time.monotonic: then batches that run are lost, and refusals stand
+        self.may_break = False  # connections, since an ingress was killed
+        self._keeps = keeps
         self._target = target
         self._keys = keys
         self._tokenizer = tokenizer
@@ -151,6 +185,7 @@ class Tenants:
         kind, earlier = self._source.choice(self._kinds), self._earlier[tenant]
         if earlier and self._source.random() < 0.5:
             return self._source.choice(earlier)
+        is_kept = self._keeps and kind in KEPT
         secrets = []
         for _ in range(2 if kind == "batch" else 1):
             self._num_secrets += 1
@@ -158,29 +193,33 @@ class Tenants:
         # Half of them have a salt that no request has used: then nothing at all may be cached.
         salt = self._source.choice([None, "mine", f"{self._num_secrets}", f"{self._num_secrets}"])
         asked = question(
-            kind, number=self._num_secrets, model=self._source.choice(self._names_for(kind)), tenant=tenant, salt=salt,
-            secrets=secrets, prompt_ids=self._tokenizer.encode_chat(secrets[0].messages), source=self._source,
+            kind, number=self._num_secrets, tenant=tenant, salt=salt, secrets=secrets, source=self._source,
+            model=self._source.choice(self._models if is_kept else self._names_for(kind)),
+            prompt_ids=self._tokenizer.encode_chat(secrets[0].messages), is_kept=is_kept,
         )  # fmt: skip
         if kind != "abort" and len(earlier) < _MAX_EARLIER:
             earlier.append(asked)
         return asked
 
     def _names_for(self, kind: str) -> Sequence[str]:
-        """What a request of a kind may ask for. One in the background may be sent again when a step of it has run."""
+        """What a request of a kind may ask for. One in the background may be sent again when a step of it has run; how
+        many steps have run of one that is left nobody tells."""
         if kind == "documents" and self._pipelines:
             return (DOCUMENTS,)
-        if kind in ("ranking", "background"):
+        if kind in ("ranking", "background", "abort"):
             return self._models
         return (*self._models, *(name for name in self._pipelines if name != DOCUMENTS))
 
     async def ask(self, asked: Question) -> None:
         """One request, again where it is refused, and the judgement of its answer."""
-        found, began_s = self.found[asked.tenant], time.monotonic()
+        found = self.found[asked.tenant]
         tools = asked.body.get("tools")
         prompts = [self._tokenizer.encode_chat(each, tools=tools) for each in asked.conversations]
         self._prefixes.add(asked, prompts)
+        num_prompt, num_output = sum(map(len, prompts)), max(map(asked.body.get, _MAX_TOKENS, itertools.repeat(0)))
+        unknown = Used(num_prompt_tokens=_MOST_CALLS * num_prompt, num_output_tokens=_MOST_CALLS * num_output)
         try:
-            reply, num_tries = await self._answer(asked)
+            reply, num_tries, began_s = await self._answer(asked, prompts, unknown)
         except TimeoutError:
             found.count("hung", kind=asked.kind)
             return
@@ -195,6 +234,10 @@ class Tenants:
         except (ValueError, KeyError) as error:
             found.count("broken", kind=asked.kind, error=str(error))
             return
+        if reply.has_enough:
+            answer.used = Used(num_prompt_tokens=num_prompt)
+            found.may_have_used += Used(num_output_tokens=num_output)
+        found.used += answer.used
         self._search(asked, answer, max(self._prefixes.num_explained(asked, each) for each in prompts))
         if reply.has_enough:
             found.outcomes["left"] += 1
@@ -225,24 +268,54 @@ class Tenants:
             found.num_greedy += 1
             found.num_sang += answer.first == asked.secrets[0].sentence
 
-    async def _answer(self, asked: Question) -> tuple[Reply, int]:
-        """The last reply, and how many there were. Raises OSError or TimeoutError when there is none."""
-        request = self._target.request(asked.endpoint, asked.body, self._auth(asked.tenant))
-        for num_tries in itertools.count(1):
-            reply = Reply(asked.leaves_after)
-            async with asyncio.timeout(TIMEOUT_S):
-                sending = asyncio.create_task(call(self._target, request, reply))
-                reply.on_enough = sending.cancel
-                try:
-                    await sending
-                except asyncio.CancelledError:
-                    if not reply.has_enough:
-                        raise
-            if reply.status != 429 or time.monotonic() > self.patience_ends_s:
-                return reply, num_tries
-            self.found[asked.tenant].outcomes["tried_again"] += 1
-            await asyncio.sleep(_RETRY_S)
-        raise AssertionError("it counts for ever")
+    async def _answer(
+        self, asked: Question, prompts: Sequence[Sequence[int]], unknown: Used
+    ) -> tuple[Reply, int, float]:
+        """The last reply, how many there were, and when the first began that was not broken off.
+
+        `unknown`: what a try can have used of which no answer says it. Raises OSError or TimeoutError when there is no
+        reply.
+        """
+        found, headers = self.found[asked.tenant], self._auth(asked.tenant)
+        first = request = self._target.request(asked.endpoint, asked.body, headers)
+        began_s, known, num_tries = time.monotonic(), b"", 0
+        while True:
+            num_tries += 1
+            reply, broken = Reply(asked.leaves_after, known), None
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    sending = asyncio.create_task(call(self._target, request, reply))
+                    reply.on_enough = sending.cancel
+                    try:
+                        await sending
+                    except asyncio.CancelledError:
+                        if not reply.has_enough:
+                            raise
+            except OSError as error:
+                if isinstance(error, TimeoutError) and not asked.is_kept:
+                    raise
+                broken = error
+            is_refused = broken is None and reply.status == 429
+            is_gone = self.may_break or (asked.is_kept and (broken is not None or reply.status == 503))
+            is_answered = broken is None and reply.status == 200
+            if is_answered or not (is_refused or is_gone) or time.monotonic() > self.patience_ends_s:
+                break
+            if is_refused:
+                found.outcomes["tried_again"] += 1
+            else:
+                began_s = began_s if isinstance(broken, TimeoutError) else time.monotonic()
+                self._prefixes.add(asked, prompts)  # what broke may have been computed
+                if asked.is_kept and reply.status == 200:
+                    known = reply.events
+                last_id = _last_id(known)
+                request = going_on(self._target, asked.endpoint, last_id, headers) if last_id else first
+                found.outcomes["gone_on" if last_id else "sent_again"] += 1
+            if request is first and (broken is not None or self.may_break or asked.body["model"] not in self._models):
+                found.may_have_used += unknown  # of a pipeline, other steps may have run
+            await asyncio.sleep(_AFTER_REFUSAL_S if is_gone and request is first else _RETRY_S)
+        if broken is not None:
+            raise broken
+        return reply, num_tries, began_s
 
     def _auth(self, tenant: str) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._keys[tenant]}"}
@@ -306,7 +379,7 @@ class Tenants:
             else:
                 if reply.status in fine:
                     return reply
-                if reply.status == 500:
+                if reply.status == 500 and not self.may_break:
                     found.count("batch_call: 500", call=f"{method} {path}", answer=reply.data[:300].decode())
             found.outcomes["tried_again"] += 1
             await asyncio.sleep(_AFTER_REFUSAL_S)
@@ -321,11 +394,19 @@ class Tenants:
             "doubled": sum(number > 1 for number in found.values()),
             "wrong": sum(not _says(record, expected) for record in records),
         }
+        bodies = [(record.get("response") or {}).get("body") for record in records]
+        self.found[tenant].used += sum((heard([body]).used for body in bodies if body and "error" not in body), Used())
         if batch["status"] == "completed" and not any(faults.values()):
             self.found[tenant].outcomes["batch_right"] += 1
             self.found[tenant].outcomes["items_right"] += len(expected)
         else:
             self.found[tenant].count("batch_wrong", status=batch["status"], errors=batch.get("errors"), **faults)
+
+
+def _last_id(events: bytes) -> str:
+    stream = EventStream()
+    stream.feed(events)
+    return stream.last_id
 
 
 def _says(record: Json, expected: Mapping[str, Heard]) -> bool:

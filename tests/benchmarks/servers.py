@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,14 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api import RequestHandler, ServedModel, build_app
 from app.build import build_engine
 from app.config import ApiConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.async_engine import AsyncEngine
 from app.text import Tokenizer
-from tests.waiting import PATIENCE_S, eventually
+from tests.waiting import PATIENCE_S, eventually, until
 
 
 @contextmanager
@@ -37,6 +37,42 @@ def serving(app: ASGIApp) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(PATIENCE_S)
+
+
+@asynccontextmanager
+async def listening(app: ASGIApp) -> AsyncIterator[str]:
+    """The same for an app that belongs to this event loop."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, ws="none", lifespan="off", log_level="critical"))
+    serving = asyncio.create_task(server.serve())
+    try:
+        await until(lambda: server.started)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
+
+
+class Cutting:
+    """An app of which the first answers break off after some bytes."""
+
+    def __init__(self, app: ASGIApp, num_answers: int, *, num_bytes: int = 3000) -> None:
+        self._app = app
+        self._num_answers = num_answers
+        self._num_bytes = num_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_left = self._num_bytes
+
+        async def send_some(message: Message) -> None:
+            nonlocal num_left
+            num_left -= len(message.get("body", b""))
+            if num_left < 0 and self._num_answers:
+                self._num_answers -= 1
+                await send(message | {"body": message["body"][:num_left], "more_body": True})
+                raise ConnectionResetError
+            await send(message)
+
+        await self._app(scope, receive, send_some)
 
 
 @contextmanager

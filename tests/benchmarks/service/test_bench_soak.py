@@ -22,14 +22,19 @@ from app.config import ApiConfig, EngineConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.request import Generate, Pooling, Request, TokenDelta
 from app.text import Tokenizer
+from app.usage import Used
 from benchmarks.harness.answer import ask
 from benchmarks.harness.http_call import Target
-from benchmarks.service.canaries import KINDS, Secrets, heard
+from benchmarks.service import tenants as tenants_module
+from benchmarks.service.canaries import KINDS, Question, Secrets, heard
 from benchmarks.service.hostile_requests import Tally, attack, hostile_requests
-from benchmarks.service.soak import Sample, attack_figures, figures_of, is_bad, process_figures
+from benchmarks.service.soak import Sample, attack_figures, figures_of, is_bad, ledger_figures, main, process_figures
 from benchmarks.service.tenants import FINE, Answered, Found, Reply, Tenants
-from tests.benchmarks.servers import served, simulated_service
+from tests.api.test_kept_responses import Gated, kept_by
+from tests.benchmarks.conftest import Refusal
+from tests.benchmarks.servers import Cutting, listening, served, simulated_service
 from tests.kit.service import ring
+from tests.kit.service import served as with_batches
 
 KEYS = {"one": "sk-one", "two": "sk-two", "three": "sk-three"}
 # The others need a batch service, a place for tools, or processes that taste grammars.
@@ -172,7 +177,8 @@ def test_no_hostile_request_is_a_server_error_and_honest_ones_are_answered(demo_
 
 def _figures(tenants: dict[str, Found], **changes: Any) -> dict[str, Any]:
     processes: dict[str, Any] = {"growth": {}, "restarts": [], "left": {"running": 0}, "max_growth": 1.05}
-    return figures_of(tenants, 0.0, 1.0, []) | attack_figures(Tally()) | processes | changes
+    ledger = ledger_figures(tenants, {name: found.used for name, found in tenants.items()})
+    return figures_of(tenants, 0.0, 1.0, []) | attack_figures(Tally()) | ledger | processes | changes
 
 
 @pytest.mark.parametrize(
@@ -231,6 +237,106 @@ def test_a_line_that_is_lost_doubled_or_wrong_is_found(made: Any, outcome: str, 
     tenants.judge_batch("one", {"status": "completed"}, "\n".join(made(lines)), expected)
     assert tenants.found["one"].outcomes[outcome] == 1
     assert is_bad(_figures(tenants.found)) == (outcome == "batch_wrong")
+
+
+@pytest.mark.parametrize(
+    ("document", "used"),
+    [
+        ({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}, (3, 4)),
+        ({"object": "list", "usage": {"prompt_tokens": 3, "total_tokens": 3}}, (3, 0)),
+        ({"object": "batch", "usage": {"input_tokens": 3, "output_tokens": 4}}, (3, 4)),
+        ({"type": "response.completed", "response": {"usage": {"input_tokens": 3, "output_tokens": 4}}}, (3, 4)),
+        (
+            {"type": "message_delta", "delta": {},
+             "usage": {"input_tokens": 1, "cache_read_input_tokens": 2, "output_tokens": 4}},
+            (3, 4),
+        ),
+        (
+            {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4, "pipeline": {"steps": [
+                {"kind": "route"},
+                {"kind": "generate", "prompt_tokens": 3, "completion_tokens": 2},
+                {"kind": "generate", "prompt_tokens": 3, "completion_tokens": 4},
+            ]}}},
+            (6, 6),
+        ),
+    ],
+    ids=["chat", "ranking", "list", "response", "message", "pipeline"],
+)  # fmt: skip
+def test_what_an_answer_has_used_is_heard(document: dict[str, Any], used: tuple[int, int]) -> None:
+    found = heard([document]).used
+    assert (found.num_prompt_tokens, found.num_output_tokens) == used
+
+
+def test_a_ledger_with_more_than_all_tries_or_less_than_the_answers_is_found() -> None:
+    def used(prompt: int, output: int) -> Used:
+        return Used(num_prompt_tokens=prompt, num_output_tokens=output)
+
+    tenants = {"one": Found(Counter(right=1), used=used(100, 50), may_have_used=used(10, 5))}
+    for charged, twice, missing in (
+        (used(100, 50), 0, 0),
+        (used(110, 55), 0, 0),
+        (used(111, 55), 1, 0),
+        (used(100, 60), 5, 0),
+        (used(98, 60), 5, 2),
+        (used(100, 49), 0, 1),
+    ):
+        figures = ledger_figures(tenants, {"one": charged, "attacker": used(999, 999)})
+        assert (figures["ledger"]["one"]["twice"], figures["ledger"]["one"]["missing"]) == (twice, missing)
+        assert is_bad(_figures(tenants) | figures) == bool(twice or missing)
+
+
+def test_server_errors_count_where_there_was_an_ingress() -> None:
+    tally = Tally(server_errors=[{"at_s": at_s} for at_s in (1.0, 5.0, 9.0)])
+    found = attack_figures(tally, [(4.0, 6.0)])["attack"]["server_errors"]
+    assert [each["at_s"] for each in found] == [1.0, 9.0]
+
+
+def test_what_cannot_be_killed_is_refused(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = refusal(main, "--kill", "replica,ingres")
+    assert said == "error: --kill: there is no process 'ingres'; did you mean ingress?"
+    monkeypatch.setenv("PATH", "")
+    assert refusal(main, "--kill", "head").startswith("error: --kill head: needs ")
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("may_break", [True, False])
+def test_tenants_go_on_where_connections_break(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool, may_break: bool
+) -> None:
+    for name in ("_RETRY_S", "_AFTER_REFUSAL_S"):
+        monkeypatch.setattr(tenants_module, name, 0.0)
+    text = " ".join(str(number) for number in range(40))
+    num_tokens = len(tokenizer.encode(text, add_special_tokens=False)) + 1
+    gate = Gated(tokenizer, text)
+    gate.open()
+
+    async def ask_four() -> Found:
+        async with with_batches(kept_by(tokenizer, gate), tmp_path) as app, listening(Cutting(app, 9)) as url:
+            kinds = ["stream", "reply"]
+            tenants = Tenants(Target.parse(url), KEYS, tokenizer, models=["demo"], kinds=kinds, seed=5, keeps=keeps)
+            tenants.may_break = may_break
+            for asked in islice((each for each in _questions(tenants) if each.is_kept == keeps), 4):
+                await tenants.ask(asked)
+            return tenants.found["one"]
+
+    found = asyncio.run(ask_four())
+    if keeps:
+        assert found.outcomes["right"] == 4, found.details
+        assert found.outcomes["gone_on"] == 9
+        assert len(gate.requests) == 4, "each was computed once"
+        assert (found.used.num_output_tokens, found.may_have_used) == (4 * num_tokens, Used())
+    elif may_break:
+        assert found.outcomes["right"] == 4, found.details
+        assert found.outcomes["sent_again"] == len(gate.requests) - 4 == 9
+        assert found.may_have_used.num_output_tokens > 0
+    else:
+        assert found.outcomes["cut_off"] == 4
+        assert is_bad(_figures({"one": found}))
+
+
+def _questions(tenants: Tenants) -> Iterator[Question]:
+    while True:
+        yield tenants.next_question("one")
 
 
 def test_memory_counts_by_quarters_and_new_processes_when_they_are_a_minute_old() -> None:
