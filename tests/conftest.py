@@ -36,7 +36,13 @@ ssl.create_default_context = functools.cache(ssl.create_default_context)  # type
 gc.disable()  # while modules are imported, of which nothing is garbage
 
 
-NOT_LIVE = tuple(f"tests/deployments/{folder}/" for folder in ("plan", "bulk", "dashboards"))
+NOT_LIVE = tuple(
+    f"tests/deployments/{name}"
+    for name in (
+        "plan/", "bulk/", "dashboards/", "launcher/test_trial.py", "serve/test_keys_file.py", "serve/test_process.py",
+        "test_plan.py", "test_request_path.py",
+    )
+)  # fmt: skip
 
 
 def _piece_of_work(nodeid: str) -> str:
@@ -59,8 +65,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             left[item.path] = max(left.get(item.path, 0), number)
 
         def place(item: pytest.Item) -> tuple[bool, bool, int]:
-            is_live = _piece_of_work(item.nodeid) == "live"
-            return not is_live, item.get_closest_marker("serve") is not None, left[item.path] if is_live else 0
+            is_live, is_on_ray = _piece_of_work(item.nodeid) == "live", item.get_closest_marker("serve") is not None
+            assert not (is_on_ray and item.nodeid.startswith(NOT_LIVE)), f"{item.nodeid} needs the cluster"
+            return not is_live, is_on_ray, left[item.path] if is_live else 0
 
         items.sort(key=place)
 

@@ -1,6 +1,5 @@
 """The OpenAI-compatible HTTP API on Starlette. It knows a `generate` callable, not what is behind it."""
 
-from app.api.endpoints.short_batches import batch_routes
 from app.api.handler import RequestHandler
 from app.api.http.routes import build_app
 from app.api.pipelines import Pipeline, fill_indexes, pipelines_of
@@ -12,7 +11,6 @@ __all__ = [
     "RequestContext",
     "RequestHandler",
     "ServedModel",
-    "batch_routes",
     "build_app",
     "fill_indexes",
     "pipelines_of",

@@ -8,7 +8,7 @@ show one request the KV of another.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -129,32 +129,26 @@ class BlockPool:
         known: an earlier result for these tokens, of which every block is still cached with the same prefix.
         Changes nothing: `share` the result to own it.
         """
-        found = list(known)
-        parent: Prefix | str = salt
-        if known and known[-1].prefix is not None:
-            parent = known[-1].prefix
-        # Keep one token uncomputed: a full prefix hit would leave no logits to sample from.
-        for end in range((1 + len(known)) * self.block_size, len(token_ids), self.block_size):
-            block = self._cached.get((parent, tuple(token_ids[end - self.block_size : end])))
-            if block is None:
-                break
-            assert block.prefix is not None, "a cached block has a prefix"
-            found.append(block)
-            parent = block.prefix
-        return found
+        parent = (known[-1].prefix if known else None) or salt
+        # One token stays uncomputed: a full prefix hit would leave no logits to sample from.
+        rest = self._cached_prefixes(parent, token_ids, begin=len(known) * self.block_size, end=len(token_ids) - 1)
+        return [*known, *(prefix.block for prefix in rest)]
 
     def find(self, token_ids: Sequence[int], salt: str) -> list[Prefix]:
         """The prefixes of these tokens that were cached a moment ago, from the first block on. Any thread may call."""
-        found: list[Prefix] = []
-        parent: Prefix | str = salt
-        for end in range(self.block_size, len(token_ids) + 1, self.block_size):
-            block = self._cached.get((parent, tuple(token_ids[end - self.block_size : end])))
-            prefix = None if block is None else block.prefix
+        return list(self._cached_prefixes(salt, token_ids, begin=0, end=len(token_ids)))
+
+    def _cached_prefixes(
+        self, parent: Prefix | str, token_ids: Sequence[int], *, begin: int, end: int
+    ) -> Iterator[Prefix]:
+        """Behind the parent, which ends at `begin`, those that end at `end` or before, up to the first that is not."""
+        for start in range(begin, end - self.block_size + 1, self.block_size):
+            block = self._cached.get((parent, tuple(token_ids[start : start + self.block_size])))
+            prefix = None if block is None else block.prefix  # in another thread, it may just be handed out
             if prefix is None:
-                break
-            found.append(prefix)
+                return
+            yield prefix
             parent = prefix
-        return found
 
     def num_free_among(self, blocks: Iterable[Block]) -> int:
         """How many of these blocks have no owner, so that sharing them uses up free blocks."""

@@ -64,7 +64,7 @@ class GrammarKind(StrEnum):
     @property
     def in_words(self) -> str:
         words = {"json_schema": "JSON schema", "regex": "regular expression", "choice": "list of choices"}
-        return (words | {"tags": "form of what is marked"}).get(self.value, "grammar")
+        return words.get(self.value, "grammar")
 
 
 @dataclass(frozen=True, slots=True)

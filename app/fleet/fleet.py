@@ -279,12 +279,8 @@ class Fleet:
 
     def _open_replica_ids(self, weights: int) -> list[str]:
         """The replicas that take requests now, for tokens of these weights; 0: for any."""
-        registry, found = self._registry, []
-        for each in registry.replica_ids:
-            connection = self._connections.get(each)
-            if connection is not None and connection.is_open and (not weights or registry.has_weights(each, weights)):
-                found.append(each)
-        return found
+        found = filter(self._is_open, self._registry.replica_ids)
+        return [each for each in found if not weights or self._registry.has_weights(each, weights)]
 
     def _is_open(self, replica_id: str) -> bool:
         connection = self._connections.get(replica_id)

@@ -107,7 +107,7 @@ class Catalog:
     def add_file(self, file: StoredFile) -> None:
         """Make a kept file known."""
         with self._transaction():
-            self._insert("files", _file_row(file))
+            self._insert("files", asdict(file))
         self._charge(file.owner, max(file.bytes, MIN_CHARGED_BYTES))
 
     def file(self, owner: str, file_id: str, now: float) -> StoredFile:
@@ -155,7 +155,7 @@ class Catalog:
     def add_job(self, job: Job, *, has_message: bool = False, receiver: WebhookReceiver | None = None) -> None:
         """Make a batch known, and the message about its end, to `receiver` or the default one, if it `has_message`."""
         with self._transaction():
-            self._insert("batches", _job_row(job))
+            self._insert("batches", {name: _value(getattr(job, name)) for name in _JOB_COLUMNS})
             if has_message:
                 self.outbox.add(job.id, receiver)
 
@@ -193,7 +193,7 @@ class Catalog:
         """End a batch: its files become known, its message is due."""
         with self._transaction():
             for file in new_files:
-                self._insert("files", _file_row(file))
+                self._insert("files", asdict(file))
             self._update(job_id, None, changes)
         for file in new_files:
             self._charge(file.owner, max(file.bytes, MIN_CHARGED_BYTES))
@@ -400,16 +400,8 @@ def _value(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, dict) else value
 
 
-def _file_row(file: StoredFile) -> dict[str, Any]:
-    return {name: getattr(file, name) for name in _FILE_COLUMNS}
-
-
 def _stored_file(row: sqlite3.Row) -> StoredFile:
     return StoredFile(**{name: row[name] for name in _FILE_COLUMNS})
-
-
-def _job_row(job: Job) -> dict[str, Any]:
-    return {name: _value(getattr(job, name)) for name in _JOB_COLUMNS}
 
 
 def _job(row: sqlite3.Row) -> Job:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import TracebackType
@@ -151,15 +152,15 @@ class ModelMetrics:
         self.clock = clock
         self.num_in_flight = 0
         self.num_generated_tokens = 0
-        self.finished = {reason.value: 0 for reason in FinishReason}
+        self.finished = Counter({reason.value: 0 for reason in FinishReason})
         self._latencies: dict[Kind, _LatencyHistograms] = {}
         self.latencies("", is_background=False)
         self.histograms = {name: Histogram(bounds) for name, bounds in BOUNDS.items()}
         # What alerts ask for is 0 from the start: Prometheus sees no rise in a counter that begins with 1.
-        self._refused = dict.fromkeys(_SERVICE_REASONS, 0)
-        self._failed = dict.fromkeys(_SERVICE_REASONS, 0)
-        self._dispatched: dict[str, int] = {}
-        self._resumed = dict.fromkeys(LOSSES, 0)
+        self._refused = Counter(dict.fromkeys(_SERVICE_REASONS, 0))
+        self._failed = Counter(dict.fromkeys(_SERVICE_REASONS, 0))
+        self._dispatched: Counter[str] = Counter()
+        self._resumed = Counter(dict.fromkeys(LOSSES, 0))
 
     def latencies(self, group: str, *, is_background: bool) -> _LatencyHistograms:
         """The histograms of one kind of requests."""
@@ -171,19 +172,19 @@ class ModelMetrics:
     def refused(self, error: Exception, *, is_background: bool = False) -> None:
         """A call was answered with an error before anything else. A background call only asks for an idle slot."""
         finds_no_slot = is_background and isinstance(error, Overloaded)
-        _count(self._refused, NO_IDLE_SLOT if finds_no_slot else reason_of(error))
+        self._refused[NO_IDLE_SLOT if finds_no_slot else reason_of(error)] += 1
 
     def failed(self, error: Exception) -> None:
         """A call ended with an error after it had begun to be answered."""
-        _count(self._failed, reason_of(error))
+        self._failed[reason_of(error)] += 1
 
     def dispatched(self, reason: str) -> None:
         """A request was sent to a replica; `reason` is one of a few words for what decided which."""
-        _count(self._dispatched, reason)
+        self._dispatched[reason] += 1
 
     def resumed(self, reason: str) -> None:
         """A request goes on at another replica; `reason` is one of a few words for what happened to the one before."""
-        _count(self._resumed, reason)
+        self._resumed[reason] += 1
 
     def frame_received(self, num_deltas: int) -> None:
         """A replica has sent a frame with tokens for so many requests."""
@@ -291,7 +292,7 @@ class CallMetrics:
 
     def _end(self, request: _RequestTimes, reason: str) -> None:
         request.has_ended = True
-        self._model.finished[reason] = self._model.finished.get(reason, 0) + 1
+        self._model.finished[reason] += 1
         self._model.num_in_flight -= 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -357,7 +358,3 @@ def _with_subclasses(kind: type[CarouselError]) -> list[type[CarouselError]]:
 _INTERNAL = "internal"
 # Overload and our failures; a caller's mistakes come up with the first.
 _SERVICE_REASONS = (NO_IDLE_SLOT, *map(_name_of, _with_subclasses(Overloaded) + _with_subclasses(Failure)), _INTERNAL)
-
-
-def _count(counts: dict[str, int], reason: str) -> None:
-    counts[reason] = counts.get(reason, 0) + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, date, datetime, timedelta
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import NamedTuple, Protocol
 
 ONLINE, BACKGROUND = "online", "background"
@@ -33,13 +33,7 @@ class Used:
     cost: float = 0.0  # by the prices of their time
 
     def __add__(self, other: Used) -> Used:
-        return Used(
-            self.num_requests + other.num_requests,
-            self.num_prompt_tokens + other.num_prompt_tokens,
-            self.num_cached_tokens + other.num_cached_tokens,
-            self.num_output_tokens + other.num_output_tokens,
-            self.cost + other.cost,
-        )
+        return Used(*map(add, values_of(self), values_of(other)))
 
     @property
     def num_tokens(self) -> int:
@@ -66,11 +60,7 @@ class BudgetTotals(NamedTuple):
     money_this_month: float = 0.0
 
     def plus(self, other: BudgetTotals) -> BudgetTotals:
-        return BudgetTotals(
-            self.tokens_today + other.tokens_today,
-            self.tokens_this_month + other.tokens_this_month,
-            self.money_this_month + other.money_this_month,
-        )
+        return BudgetTotals(*map(add, self, other))
 
 
 class LimitId(NamedTuple):

@@ -85,7 +85,9 @@ def node(stage: Stage, *, within: Sequence[str] = (), address: str = "") -> Iter
         "--node-ip-address", address or _argument(raylet, "--node_ip_address"),
         "--num-cpus", "4", "--num-gpus", "0", "--object-store-memory", str(OBJECT_STORE_BYTES),
     ]  # fmt: skip
-    joined = subprocess.Popen(command, env=_environment(raylet), stdout=subprocess.DEVNULL, start_new_session=True)
+    # It leaves at once: by default it waits for other nodes to take over what runs on it, which none can.
+    variables = _environment(raylet) | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    joined = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, start_new_session=True)
     stage.nodes.append(joined.pid)
     member = Node(stage, joined.pid)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,7 @@ class Options:
 
     def description(self) -> dict[str, Any]:
         """What the answers depend on: a resumed run must have the same. How many engines there are is not among it."""
-        return _model_of(self.served) | {
-            "prompt_column": self.rows.prompt_column,
-            "messages_column": self.rows.messages_column,
-            "max_tokens": self.rows.max_tokens,
-            "temperature": self.rows.temperature,
-            "format": self.output_format,
-        }
+        return _model_of(self.served) | asdict(self.rows) | {"format": self.output_format}
 
 
 def read_options(arguments: Sequence[str] | None = None) -> Options:

@@ -67,23 +67,20 @@ class TracedRequest:
         return replace(self, arrival_s=arrival_s)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RepeatedRequests(Sequence[TracedRequest]):
     """Requests again and again, or some of these, at another speed: each is made when it is asked for.
 
     Ten million are as small as the numbers of those that were chosen.
     """
 
-    def __init__(
-        self, cycle: Sequence[TracedRequest], numbers: range | NDArray[np.int64], *, cycle_s: float, slowness: float
-    ) -> None:
-        """`numbers` grow; the n-th is `cycle[n % len(cycle)]`. A cycle lasts `cycle_s`, times `slowness`."""
-        self._cycle = cycle
-        self._numbers = numbers
-        self._cycle_s = cycle_s
-        self._slowness = slowness
+    cycle: Sequence[TracedRequest]
+    numbers: range | NDArray[np.int64]  # they grow; the n-th is `cycle[n % len(cycle)]`
+    cycle_s: float
+    slowness: float = 1.0  # a cycle lasts so many times `cycle_s`
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self.numbers)
 
     @overload
     def __getitem__(self, place: int) -> TracedRequest: ...
@@ -91,38 +88,31 @@ class RepeatedRequests(Sequence[TracedRequest]):
     def __getitem__(self, place: slice) -> RepeatedRequests: ...
     def __getitem__(self, place: int | slice) -> TracedRequest | RepeatedRequests:
         if isinstance(place, slice):
-            return self._with(self._numbers[place])
-        return self._request(int(self._numbers[place]))
+            return replace(self, numbers=self.numbers[place])
+        return self._request(int(self.numbers[place]))
 
     def __iter__(self) -> Iterator[TracedRequest]:
-        return (self._request(int(number)) for number in self._numbers)
+        return (self._request(int(number)) for number in self.numbers)
 
     def _request(self, number: int) -> TracedRequest:
-        copy, place = divmod(number, len(self._cycle))
-        traced = self._cycle[place]
-        return traced.at((traced.arrival_s + copy * self._cycle_s) * self._slowness)
-
-    def _with(self, numbers: range | NDArray[np.int64]) -> RepeatedRequests:
-        return RepeatedRequests(self._cycle, numbers, cycle_s=self._cycle_s, slowness=self._slowness)
-
-    def slowed(self, factor: float) -> RepeatedRequests:
-        """The same with gaps so many times as long."""
-        return RepeatedRequests(self._cycle, self._numbers, cycle_s=self._cycle_s, slowness=self._slowness * factor)
+        copy, place = divmod(number, len(self.cycle))
+        traced = self.cycle[place]
+        return traced.at((traced.arrival_s + copy * self.cycle_s) * self.slowness)
 
     def thinned(self, share: float) -> RepeatedRequests:
         """Those that draw a number below `share`, of 0 to 1; requests of a session draw the same."""
-        numbers = np.asarray(self._numbers)
+        numbers = np.asarray(self.numbers)
         drawn = np.random.default_rng(1).random(len(numbers), dtype=np.float32)
-        if any(each.session for each in self._cycle):
-            of_sessions = np.array([_drawn_by(each.session) for each in self._cycle])[numbers % len(self._cycle)]
+        if any(each.session for each in self.cycle):
+            of_sessions = np.array([_drawn_by(each.session) for each in self.cycle])[numbers % len(self.cycle)]
             drawn = np.where(np.isnan(of_sessions), drawn, of_sessions)
-        return self._with(numbers[drawn < share])
+        return replace(self, numbers=numbers[drawn < share])
 
     def mean(self, value: Callable[[TracedRequest], int]) -> float:
         """Of a number that each has."""
-        places = np.asarray(self._numbers) % len(self._cycle)
-        counts = np.bincount(places, minlength=len(self._cycle))
-        return float(counts @ np.array([value(each) for each in self._cycle]) / len(places))
+        places = np.asarray(self.numbers) % len(self.cycle)
+        counts = np.bincount(places, minlength=len(self.cycle))
+        return float(counts @ np.array([value(each) for each in self.cycle]) / len(places))
 
 
 def _drawn_by(session: str) -> float:
@@ -161,7 +151,7 @@ class Trace:
         requests = self.requests
         if isinstance(requests, RepeatedRequests):
             return requests
-        return RepeatedRequests(requests, range(len(requests)), cycle_s=self.seconds, slowness=1.0)
+        return RepeatedRequests(requests, range(len(requests)), self.seconds)
 
     def first(self, number: int) -> Trace:
         """As many of its requests at most."""
@@ -170,7 +160,7 @@ class Trace:
     def repeated(self, number: int) -> Trace:
         """So many requests: the trace again and again."""
         requests = tuple(self.requests)
-        return Trace(self.name, RepeatedRequests(requests, range(number), cycle_s=self.seconds, slowness=1.0))
+        return Trace(self.name, RepeatedRequests(requests, range(number), self.seconds))
 
     def thinned(self, share: float) -> Trace:
         """About this share of the requests, chosen at random, at their times; a session stays whole."""
@@ -179,8 +169,10 @@ class Trace:
 
     def at_rate(self, rate: float) -> Trace:
         """The same gaps, longer or shorter, so that `rate` requests come in a second; all at once if infinite."""
-        factor = self.rate / rate
-        return self if factor == 1.0 or not self.seconds else Trace(self.name, self._repeated.slowed(factor))
+        factor, repeated = self.rate / rate, self._repeated
+        if factor == 1.0 or not self.seconds:
+            return self
+        return Trace(self.name, replace(repeated, slowness=repeated.slowness * factor))
 
     def with_lengths(self, factor: float) -> Trace:
         """Prompts and outputs `factor` times as long, of at least one token each. Prompts have no tokens then."""

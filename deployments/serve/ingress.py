@@ -11,11 +11,9 @@ from typing import Any, cast
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from app.api import batch_routes, build_app
+from app.api import build_app
 from app.api.auth.limits import SharedPools
 from app.api.endpoints.cancellation import RunningCalls
-from app.api.endpoints.kept_responses import KeptResponseRoutes
-from app.api.http.guard import owner_of
 from app.batches import BatchService
 from app.config import ApplicationConfig
 from deployments.ray_internals import accept_odd_headers, http_host, leave_request_ids_alone
@@ -64,10 +62,7 @@ class Ingress(Sender):
             handler,
             self._is_ready,
             expose=self._metrics.expose,
-            batch_routes=[] if service is None else batch_routes(service, handler, owner_of=owner_of),
-            kept=None
-            if service is None
-            else KeptResponseRoutes(service, owner_of, heartbeat_s=handler.limits.heartbeat_s),
+            batches=service,
             collect=self.collect_admin_reports,
             wanted_replicas=self._metrics.wanted_replicas,
             fleets=self._fleets,
@@ -75,7 +70,6 @@ class Ingress(Sender):
             adapters=self._gossip,
             running=self._running,
             cancel=self._cancel,
-            ledger=service,
         )
 
     async def cancel_request(self, request_id: str, account: str | None) -> bool:

@@ -86,6 +86,8 @@ class MetricsCollector:
 
     async def wanted_replicas(self) -> list[Json]:
         """Of each model with autoscaling how many replicas there are and should be, and why."""
+        if all(model.replicas.autoscaling is None for model in self._models):
+            return []
         scrape = await self._scrape()
         return [
             {"model": name, "replicas": len(scrape.replicas[name]), "wanted": number, "why": reason}

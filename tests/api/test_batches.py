@@ -206,7 +206,10 @@ async def test_a_form_that_is_none_leaves_nothing(
         assert not list((tmp_path / "drafts").iterdir())
 
 
-async def test_a_file_may_have_so_many_bytes_and_not_one_more(service: Service, tmp_path: Path) -> None:
+async def test_a_file_may_have_so_many_bytes_and_not_one_more(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.api.endpoints.files.MAX_FILE_BYTES", 1000)
     async with http_client(service, tmp_path, batch_limits=BatchLimits(max_file_bytes=1000)) as client:
         assert (await send(client, b"x" * 1000)).status_code == 200
         refused = await send(client, b"x" * 1001)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from app.batches import PageOf
 from app.errors import InvalidRequest
 from app.jobs.local_service import LocalBatchService
+from app.jobs.space import shortage_of_disk
 from tests.kit.jobs import (
     ENDED,
     OWNER,
@@ -35,6 +37,15 @@ NUM_LINES = 3
 MAX_IN_FLIGHT = 2
 NAMES = {f"line-{n}" for n in range(NUM_LINES)}
 CONTENT = jsonl(*(input_line(f"line-{n}") for n in range(NUM_LINES)))
+# Processes die here and no machine does: folders are in memory, where there is room, and their writes wait for no disk.
+SHARED_MEMORY = Path("/dev/shm")
+WITHOUT_DISK = SHARED_MEMORY if SHARED_MEMORY.is_dir() and shortage_of_disk(SHARED_MEMORY) is None else None
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=WITHOUT_DISK) as folder:
+        yield Path(folder)
 
 
 async def one_life(folder: Path, echo: Echo, writes: Writes, num_writes: int, *, cancel: bool = False) -> bool:
@@ -99,7 +110,7 @@ def test_every_line_ends_once_wherever_the_process_dies(tmp_path: Path, monkeypa
 )
 def test_any_lives_with_cancels_between(lives: list[tuple[int, bool]], bad: set[str]) -> None:
     echo = Echo(dict.fromkeys(bad, lambda _: refused()))
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
+    with tempfile.TemporaryDirectory(dir=WITHOUT_DISK) as folder, pytest.MonkeyPatch.context() as monkeypatch:
         writes = Writes().watch(monkeypatch)
         for num_writes, cancel in lives:
             asyncio.run(one_life(Path(folder), echo, writes, num_writes, cancel=cancel))

@@ -21,10 +21,9 @@ import openai
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from app.api import Pipeline, RequestHandler, ServedModel, batch_routes, build_app, pipelines_of
+from app.api import Pipeline, RequestHandler, ServedModel, build_app, pipelines_of
 from app.api.auth.keys import KeyRing
-from app.api.endpoints.kept_responses import KeptResponseRoutes
-from app.api.http.guard import Guard, owner_of
+from app.api.http.guard import Guard
 from app.api.prepared_request import RequestLimits
 from app.batches import BatchLimits
 from app.config import ApiConfig, ApplicationConfig, BatchesConfig, KeysConfig, PricesConfig
@@ -512,9 +511,7 @@ async def served(
     async with LocalBatchService(
         folder, config, execution, of_items.keep, limits=batch_limits, client=client
     ) as batches:
-        routes = batch_routes(batches, handler, max_file_bytes=batch_limits.max_file_bytes, owner_of=owner_of)
-        kept = KeptResponseRoutes(batches, owner_of, heartbeat_s=handler.limits.heartbeat_s)
-        yield build_app(handler, service._is_ready, batch_routes=routes, kept=kept, ledger=batches)
+        yield build_app(handler, service._is_ready, batches=batches)
 
 
 def client_of(app: Any) -> httpx.AsyncClient:

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from starlette.routing import Route
 
-from app.api import RequestHandler, ServedModel, batch_routes, build_app
+from app.api import RequestHandler, ServedModel, build_app
 from app.api.endpoints.admin import Answers
 from app.api.endpoints.scheduler import ReplicaScheduling
-from app.api.http.guard import owner_of
 from app.build import build_engine
 from app.config import ApiConfig, AutoscalingConfig, BatchesConfig, EngineConfig, PolicyConfig, StrategyConfig
 from app.engine.async_engine import AsyncEngine
@@ -137,19 +135,19 @@ class Stage:
             self._is_ready,
             fleets={MODEL: self.fleet},
             switches={MODEL: self},
-            batch_routes=await self._batch_routes(handler),
+            batches=await self._batch_service(handler),
             wanted_replicas=self._wanted_replicas,
         )
         config = uvicorn.Config(app, port=0, ws="none", lifespan="off", log_level="error")
         self._server = uvicorn.Server(config)
         self._serving = asyncio.create_task(self._server.serve())
 
-    async def _batch_routes(self, handler: RequestHandler) -> list[Route]:
+    async def _batch_service(self, handler: RequestHandler) -> LocalBatchService | None:
         if self._batches is None:
-            return []
+            return None
         execution = FleetExecution(handler.handle_item, max_in_flight=8)
         service = LocalBatchService(self._batches, BatchesConfig(), execution, handler.keep)
-        return batch_routes(await self._exits.enter_async_context(service), handler, owner_of=owner_of)
+        return await self._exits.enter_async_context(service)
 
     async def _end(self) -> None:
         await self._serving

@@ -10,18 +10,34 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from app.api.auth.keys import AccountLimits, KeyRing
 from app.usage import CallUsage, UsageCounter, UsageExchange, Used
+from app.usage.records import BudgetTotals, LimitId, Limits, LimitUse, Share
 from tests.kit.usage import LedgerOwner
 
 CALL = CallUsage("demo", False, Used(1, 5, 2, 3, 0.25))
 
 
+class NoLimits(Limits):
+    """Of keys without any. Those of the API would have each process import all of it."""
+
+    takes_slack = True
+
+    def reserved(self) -> dict[str, BudgetTotals]:
+        return {}
+
+    def uses(self) -> dict[LimitId, LimitUse]:
+        return {}
+
+    def take(self, shares: Mapping[LimitId, Share]) -> None:
+        assert not shares
+
+
 async def main(folder: Path, log: int) -> None:
     counter = UsageCounter()
-    exchange = UsageExchange(counter, LedgerOwner(folder), folder / "usage", AccountLimits(KeyRing([])))
+    exchange = UsageExchange(counter, LedgerOwner(folder), folder / "usage", NoLimits())
     await exchange.open_journal()
     while True:
         for _ in range(7):

@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
+from operator import add
 
 from app.config import KeyConfig
 from app.errors import BudgetSpent, InvalidRequest, LimitReached, MoneySpent, NotPermitted
@@ -169,12 +170,7 @@ class Usage:
 
     def __add__(self, other: Usage) -> Usage:
         """Both together, as of two processes."""
-        return Usage(
-            self.num_requests + other.num_requests,
-            self.num_refused + other.num_refused,
-            self.num_running + other.num_running,
-            self.num_tokens + other.num_tokens,
-        )
+        return Usage(*map(add, astuple(self), astuple(other)))
 
 
 class Account:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
@@ -12,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from app.api.endpoints.files import ExpiresAfter, page_of
 from app.api.endpoints.table import ENDPOINTS
 from app.api.http.body import read_json_object
+from app.api.http.guard import owner_of
 from app.api.http.operations import OF_A_LIST, OF_GENERATION, Operation, RouteGroup, page_query
 from app.api.prepared_request import RequestLimits
 from app.api.request_context import asks_for
@@ -76,9 +76,8 @@ class BatchRequest(Schema):
 class BatchRoutes(RouteGroup):
     """The endpoints, over the service that keeps batches."""
 
-    def __init__(self, service: BatchService, owner_of: Callable[[Request], str]) -> None:
+    def __init__(self, service: BatchService) -> None:
         self._service = service
-        self._owner_of = owner_of
 
     @Operation("post", "/v1/batches", "Begin a batch over a file", "Batch", OF_GENERATION, (BatchRequest,))
     async def create(self, request: Request) -> Response:
@@ -89,7 +88,7 @@ class BatchRoutes(RouteGroup):
         asked = BatchRequest.checked(body)
         expires_after = asked.output_expires_after
         new = NewBatch(
-            owner=self._owner_of(request),
+            owner=owner_of(request),
             endpoint=asked.endpoint,
             input_file_id=asked.input_file_id,
             metadata=asked.metadata,
@@ -101,15 +100,15 @@ class BatchRoutes(RouteGroup):
     @Operation("get", "/v1/batches", "The batches", "BatchList", OF_A_LIST, query=page_query(MAX_BATCHES_OF_PAGE))
     async def list(self, request: Request) -> Response:
         """A page of batches, the newest first."""
-        page = page_of(self._owner_of(request), request.query_params, max_limit=MAX_BATCHES_OF_PAGE, default_limit=20)
+        page = page_of(owner_of(request), request.query_params, max_limit=MAX_BATCHES_OF_PAGE, default_limit=20)
         return JSONResponse(await self._service.batches(page))
 
     @Operation("get", "/v1/batches/{batch_id}", "One batch", "Batch", OF_A_LIST)
     async def retrieve(self, request: Request) -> Response:
         """One batch's object."""
-        return JSONResponse(await self._service.batch(self._owner_of(request), request.path_params["batch_id"]))
+        return JSONResponse(await self._service.batch(owner_of(request), request.path_params["batch_id"]))
 
     @Operation("post", "/v1/batches/{batch_id}/cancel", "Stop a batch", "Batch", OF_A_LIST)
     async def cancel(self, request: Request) -> Response:
         """Stop a batch."""
-        return JSONResponse(await self._service.cancel_batch(self._owner_of(request), request.path_params["batch_id"]))
+        return JSONResponse(await self._service.cancel_batch(owner_of(request), request.path_params["batch_id"]))

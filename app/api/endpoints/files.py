@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Literal
 
@@ -10,14 +10,16 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from app.api.http.guard import owner_of
 from app.api.http.multipart import Form, read_form
 from app.api.http.operations import OF_A_LIST, TEXT, Operation, RouteGroup, page_query
 from app.api.request_context import asks_for
 from app.api.schemas.fields import Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_names
-from app.batches import PIECE_BYTES, BatchService, NewFile, PageOf
+from app.batches import PIECE_BYTES, BatchLimits, BatchService, NewFile, PageOf
 from app.errors import InvalidRequest
 
+MAX_FILE_BYTES = BatchLimits().max_file_bytes
 MAX_FILES_OF_PAGE = 10_000
 _FIELDS = frozenset(("purpose", "expires_after[anchor]", "expires_after[seconds]"))  # beside the file
 
@@ -32,18 +34,16 @@ class ExpiresAfter(Schema):
 class FileRoutes(RouteGroup):
     """The endpoints, over the service that keeps files."""
 
-    def __init__(self, service: BatchService, owner_of: Callable[[Request], str], *, max_file_bytes: int) -> None:
+    def __init__(self, service: BatchService) -> None:
         self._service = service
-        self._owner_of = owner_of
-        self._max_file_bytes = max_file_bytes
 
     @Operation("post", "/v1/files", "Upload a file", "File", (*OF_A_LIST, "413"))
     async def create(self, request: Request) -> Response:
         """Keep an uploaded file."""
         service = self._service
-        async with upload(service, self._owner_of(request)) as upload_id:
+        async with upload(service, owner_of(request)) as upload_id:
             form = await read_form(
-                request, max_file_bytes=self._max_file_bytes, sink=lambda data: service.append(upload_id, data)
+                request, max_file_bytes=MAX_FILE_BYTES, sink=lambda data: service.append(upload_id, data)
             )
             if asks_for(request.headers, STRICT_HEADER):
                 refuse_names(sorted(form.fields.keys() - _FIELDS))
@@ -56,28 +56,28 @@ class FileRoutes(RouteGroup):
     async def list(self, request: Request) -> Response:
         """A page of files, the newest first unless asked otherwise."""
         page = page_of(
-            self._owner_of(request), request.query_params, max_limit=MAX_FILES_OF_PAGE, default_limit=MAX_FILES_OF_PAGE
+            owner_of(request), request.query_params, max_limit=MAX_FILES_OF_PAGE, default_limit=MAX_FILES_OF_PAGE
         )
         return JSONResponse(await self._service.files(page))
 
     @Operation("get", "/v1/files/{file_id}", "One file", "File", OF_A_LIST)
     async def retrieve(self, request: Request) -> Response:
         """One file's object."""
-        return JSONResponse(await self._service.file(self._owner_of(request), request.path_params["file_id"]))
+        return JSONResponse(await self._service.file(owner_of(request), request.path_params["file_id"]))
 
     @Operation("delete", "/v1/files/{file_id}", "Delete a file", "Anything", OF_A_LIST)
     async def delete(self, request: Request) -> Response:
         """Delete a file."""
-        return JSONResponse(await self._service.delete_file(self._owner_of(request), request.path_params["file_id"]))
+        return JSONResponse(await self._service.delete_file(owner_of(request), request.path_params["file_id"]))
 
     @Operation("get", "/v1/files/{file_id}/content", "What is in a file", None, OF_A_LIST, media=("application/jsonl",))
     async def content(self, request: Request) -> Response:
         """The content of a file."""
-        file = await self._service.file(self._owner_of(request), request.path_params["file_id"])
+        file = await self._service.file(owner_of(request), request.path_params["file_id"])
         num_bytes = file["bytes"]
         headers = {"Content-Length": str(num_bytes), "X-Content-Type-Options": "nosniff"}
         return StreamingResponse(
-            content_of(self._service, self._owner_of(request), file["id"], num_bytes),
+            content_of(self._service, owner_of(request), file["id"], num_bytes),
             media_type="application/jsonl",
             headers=headers,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.api.endpoints.files import page_of
 from app.api.endpoints.responses import ResponseBuilder
+from app.api.http.guard import owner_of
 from app.api.http.operations import EVENTS, OF_A_LIST, Operation, RouteGroup, page_query
 from app.api.http.sse import EventResponse, WhileConnected
 from app.api.output.choices import ChoiceDelta
@@ -209,9 +210,8 @@ def _delta(index: int = 0, *, text: str = "", **fields: Any) -> ChoiceDelta:
 class KeptResponseRoutes(RouteGroup):
     """The routes by ids, and what is done with a body that asks to be kept."""
 
-    def __init__(self, service: BatchService, owner_of: Callable[[Request], str], *, heartbeat_s: float) -> None:
+    def __init__(self, service: BatchService, *, heartbeat_s: float) -> None:
         self._service = service
-        self._owner_of = owner_of
         self._heartbeat_s = heartbeat_s
         self._following = _Following(service)
 
@@ -273,7 +273,7 @@ class KeptResponseRoutes(RouteGroup):
         return await self._retrieved(request, RESPONSES_PATH)
 
     async def _retrieved(self, request: Request, path: str) -> Response:
-        owner, response_id, query = self._owner_of(request), _id_in(request, path), request.query_params
+        owner, response_id, query = owner_of(request), _id_in(request, path), request.query_params
         if request.headers.get(LAST_EVENT_HEADER):
             return await self._behind(owner, response_id, _number_of(request.headers, response_id))
         after = query.get("starting_after")
@@ -305,7 +305,7 @@ class KeptResponseRoutes(RouteGroup):
     )
     async def input_items(self, request: Request) -> Response:
         """A page of items, the last first. Raises NotFound."""
-        owner = self._owner_of(request)
+        owner = owner_of(request)
         page = page_of(owner, request.query_params, max_limit=_MAX_ITEMS_OF_PAGE, default_limit=20)
         return JSONResponse(await self._service.response_items(page, _id_in(request, RESPONSES_PATH)))
 
@@ -313,7 +313,7 @@ class KeptResponseRoutes(RouteGroup):
     async def cancel(self, request: Request) -> Response:
         """End one response. Raises NotFound, and InvalidRequest when it has ended otherwise."""
         response_id = _id_in(request, RESPONSES_PATH)
-        return JSONResponse(await self._service.cancel_response(self._owner_of(request), response_id))
+        return JSONResponse(await self._service.cancel_response(owner_of(request), response_id))
 
     @Operation("delete", "/v1/responses/{response_id}", "Forget a response", "DeletedResponse", OF_A_LIST)
     async def delete(self, request: Request) -> Response:
@@ -321,7 +321,7 @@ class KeptResponseRoutes(RouteGroup):
         return await self._deleted(request, RESPONSES_PATH, "response")
 
     async def _deleted(self, request: Request, path: str, shown_as: str) -> Response:
-        deleted = await self._service.delete_response(self._owner_of(request), _id_in(request, path))
+        deleted = await self._service.delete_response(owner_of(request), _id_in(request, path))
         return JSONResponse(deleted | {"object": shown_as})
 
     @Operation(

@@ -14,7 +14,7 @@ from app.api.endpoints.chat import prepare_chat
 from app.api.http.errors import error_body
 from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import GrowingText, ResponseState, Writer
-from app.api.output.token_details import CHAT_LOGPROBS, PackedLogprobs, TokenLogprob, TokenNames, write_logprobs
+from app.api.output.token_details import PackedLogprobs, TokenLogprob, TokenNames, chat_entry
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
@@ -200,7 +200,7 @@ class ResponseBuilder:
         message = self._output[-1]
         assert isinstance(message, _Message), "one was opened"
         message.text.add(text)
-        logprobs = self._logprobs(self._pending_logprobs)
+        logprobs = [chat_entry(token, message.names, message.num_top) for token in self._pending_logprobs]
         message.logprobs.add(self._pending_logprobs)
         self._pending_logprobs = []
         yield self._event("response.output_text.delta", **self._place(), content_index=0, delta=text, logprobs=logprobs)
@@ -221,7 +221,7 @@ class ResponseBuilder:
         self._output.append(item)
         yield self._item_event("response.output_item.added")
         if isinstance(item, _Message):
-            yield self._event("response.content_part.added", **self._place(), content_index=0, part=item.empty_part())
+            yield self._event("response.content_part.added", **self._place(), content_index=0, part=item.part())
 
     def _close(self, *, is_complete: bool) -> Iterator[Json]:
         """End the last item."""
@@ -249,17 +249,11 @@ class ResponseBuilder:
         yield self._event(f"response.{self._status}", response=self.as_json())
 
     def _new_message(self) -> _Message:
-        return _Message(self._item_id("msg"), self._logprobs)
+        return _Message(self._item_id("msg"), self._names, self._body.top_logprobs or 0)
 
     def _item_id(self, kind: str) -> str:
         """Of the next item; the same in each attempt at a response that is kept."""
         return f"{kind}_{self._state.prepared.response_id.removeprefix('resp_')}-{len(self._output)}"
-
-    def _logprobs(self, tokens: list[TokenLogprob]) -> list[Json]:
-        entries: list[Json] = write_logprobs(CHAT_LOGPROBS, tokens, self._names, num_top=self._body.top_logprobs or 0)[
-            "content"
-        ]
-        return entries
 
     def _place(self) -> Json:
         return {"item_id": self._output[-1].item_id, "output_index": len(self._output) - 1}
@@ -291,19 +285,17 @@ class _Message:
     """A message of the assistant."""
 
     item_id: str
-    write_logprobs: Callable[[list[TokenLogprob]], list[Json]]
+    names: TokenNames
+    num_top: int  # likeliest tokens beside each
     text: GrowingText = field(default_factory=GrowingText)
     logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)  # where the request asks for them
     status: str = "in_progress"
 
     def rows(self) -> Rows | list[Json]:
-        return self.logprobs.rows(self.write_logprobs) if self.logprobs else []
+        return self.logprobs.rows(chat_entry, self.names, self.num_top) if self.logprobs else []
 
     def part(self) -> Json:
         return {"type": "output_text", "text": str(self.text), "annotations": [], "logprobs": self.rows()}
-
-    def empty_part(self) -> Json:
-        return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
     def as_json(self) -> Json:
         content = [self.part()] if str(self.text) or self.status != "in_progress" else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -11,21 +11,20 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from app.api.endpoints.batch_results import encoded_json, result, results_of, speed
-from app.api.endpoints.batches import BatchRoutes, Metadata, WebhookRequest
-from app.api.endpoints.files import FileRoutes, upload
+from app.api.endpoints.batches import Metadata, WebhookRequest
+from app.api.endpoints.files import upload
 from app.api.handler import RequestHandler, SharedBody
 from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
-from app.api.http.guard import reservation_of
+from app.api.http.guard import owner_of, reservation_of
 from app.api.http.operations import EVENTS, OF_A_LIST, OF_GENERATION, Operation, RouteGroup
 from app.api.http.sse import EventResponse, WhileConnected
 from app.api.request_context import RequestContext, asks_for, with_deadline
 from app.api.schemas.fields import MAX_PROMPTS, Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_unknown
-from app.batches import PIECE_BYTES, Answered, BatchLimits, BatchService, JobState, NewBatch, NewFile
+from app.batches import PIECE_BYTES, Answered, BatchService, JobState, NewBatch, NewFile
 from app.errors import CarouselError, InvalidRequest
 from app.json_pieces import DONE, Json, event, event_pieces, joined
 
@@ -129,10 +128,9 @@ async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context:
 class ShortBatchRoutes(RouteGroup):
     """The endpoints, over the request handler and the service that keeps batches."""
 
-    def __init__(self, service: BatchService, handler: RequestHandler, owner_of: Callable[[Request], str]) -> None:
+    def __init__(self, service: BatchService, handler: RequestHandler) -> None:
         self._service = service
         self._handler = handler
-        self._owner_of = owner_of
 
     @Operation(
         "post", "/v1/batch", "Answer many prompts, at once or as a job", "BatchResults", OF_GENERATION,
@@ -151,7 +149,7 @@ class ShortBatchRoutes(RouteGroup):
         )
         prompts = await prompt_list(body, self._handler, context)
         if prompts.asked.is_async:
-            return JSONResponse(await self._begin_job(self._owner_of(request), prompts))
+            return JSONResponse(await self._begin_job(owner_of(request), prompts))
         self._check_number(prompts)
         if prompts.asked.stream:
             events = _events(self._handler, prompts, context)
@@ -162,12 +160,12 @@ class ShortBatchRoutes(RouteGroup):
     @Operation("get", "/v1/batch/stats", "What batches have to do and have done", "BatchStats", OF_A_LIST)
     async def stats(self, request: Request) -> Response:
         """What the caller's batches have to do and have done."""
-        return JSONResponse(await self._service.stats(self._owner_of(request)))
+        return JSONResponse(await self._service.stats(owner_of(request)))
 
     @Operation("get", "/v1/batch/{batch_id}", "A batch and its results", "BatchResults", OF_A_LIST)
     async def retrieve(self, request: Request) -> Response:
         """A batch, how far it is, and once it has ended what came of each prompt."""
-        owner = self._owner_of(request)
+        owner = owner_of(request)
         batch = await self._service.batch(owner, request.path_params["batch_id"])
         results = await results_of(self._service, owner, batch) if JobState(batch["status"]).has_ended else None
         shown = encoded_json(_with_progress(batch)).removesuffix(b"}") + b',"results":' + (results or b"null") + b"}"
@@ -260,20 +258,3 @@ def _answered_at_once(prompts: PromptList, answers: list[Answered], latency_s: f
         "usage": {"input_tokens": num_input, "output_tokens": num_output, "total_tokens": num_input + num_output},
         **speed(latency_s, num_output),
     }
-
-
-def batch_routes(
-    service: BatchService,
-    handler: RequestHandler,
-    *,
-    max_file_bytes: int = BatchLimits().max_file_bytes,
-    owner_of: Callable[[Request], str] = lambda request: "",
-) -> list[Route]:
-    """/v1/files, /v1/batches and /v1/batch over the service that keeps them.
-
-    `handler` handles the prompts of /v1/batch that are computed at once. `owner_of` gives the owner of a request, which
-    sees only its own files and batches. By default all requests have one owner.
-    """
-    files = FileRoutes(service, owner_of, max_file_bytes=max_file_bytes)
-    short = ShortBatchRoutes(service, handler, owner_of)
-    return [*files.routes(), *BatchRoutes(service, owner_of).routes(), *short.routes()]

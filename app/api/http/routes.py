@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
@@ -18,12 +18,15 @@ from app.api.auth.keys import Authenticator, NoAuthentication
 from app.api.auth.limits import rate_limit_headers
 from app.api.endpoints.adapters import AdapterFleet, AdapterRoutes
 from app.api.endpoints.admin import AdminRoutes, Collect, only_this_process
+from app.api.endpoints.batches import BatchRoutes
 from app.api.endpoints.cancellation import Cancel, CancelRoutes, RunningCalls
+from app.api.endpoints.files import FileRoutes
 from app.api.endpoints.kept_responses import KEPT_AT, LAST_EVENT_HEADER, KeptResponseRoutes
 from app.api.endpoints.live import LiveFeed, LiveRoutes, WatchedFleet
 from app.api.endpoints.page import PageRoutes
 from app.api.endpoints.scheduler import SchedulerRoutes, SchedulerSwitch
 from app.api.endpoints.service import HealthRoutes, MetricsRoutes, ServiceRoutes, only_measured_here
+from app.api.endpoints.short_batches import ShortBatchRoutes
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.endpoints.tokenization import TokenizationRoutes
 from app.api.endpoints.usage import UsageRoutes
@@ -33,12 +36,13 @@ from app.api.http.body import read_json_object
 from app.api.http.errors import ClientGone, error_response, from_http_exception, is_anthropic, log_error
 from app.api.http.guard import Routes
 from app.api.http.openapi import openapi_document
+from app.api.http.operations import RouteGroup
 from app.api.http.origins import OriginPolicy
 from app.api.http.sse import EventStream, WhileConnected
 from app.api.request_context import EXPLAIN_HEADER, asks_for, headers_of, with_deadline
 from app.api.request_trace import RequestTrace
 from app.api.schemas.parameters import STRICT_HEADER
-from app.batches import RESPONSES_PATH
+from app.batches import RESPONSES_PATH, BatchService
 from app.errors import Failure
 from app.json_pieces import Json
 from app.metrics import name_task
@@ -50,8 +54,7 @@ def build_app(
     is_ready: Callable[[], Awaitable[bool]],
     *,
     expose: Callable[[], Awaitable[bytes]] | None = None,
-    batch_routes: Sequence[Route] = (),
-    kept: KeptResponseRoutes | None = None,
+    batches: BatchService | None = None,
     collect: Collect | None = None,
     wanted_replicas: Callable[[], Awaitable[list[Json]]] | None = None,
     fleets: Mapping[str, WatchedFleet] = MappingProxyType({}),
@@ -64,18 +67,24 @@ def build_app(
     """The HTTP application over the handler's models, for the keys that its authenticator knows.
 
     `is_ready` answers whether a request could be served now. `expose` writes the text of /metrics; by default, what
-    this process has measured. `batch_routes` are those of files and batches where they are served, and `kept` those of
-    responses that are kept. `collect` asks all processes for the reports that the admin routes show; by default, only
-    this one. `wanted_replicas` says of models with autoscaling how many there should be. `fleets`, by the model's name,
-    are those of the live view and of /load; `switches`, too, change the strategy and policy of their replicas,
-    `adapters` their LoRA adapters. `cancel` ends a request of any process; by default, one of this process's, which are
-    in `running`. `ledger` has what keys have used, where it is kept over restarts.
+    this process has measured. `batches` keeps files, batches and responses, where they are served. `collect` asks all
+    processes for the reports that the admin routes show; by default, only this one. `wanted_replicas` says of models
+    with autoscaling how many there should be. `fleets`, by the model's name, are those of the live view and of /load;
+    `switches`, too, change the strategy and policy of their replicas, `adapters` their LoRA adapters. `cancel` ends a
+    request of any process; by default, one of this process's, which are in `running`. `ledger` has what keys have used,
+    where it is kept over restarts; by default, `batches`.
     """
     config, authenticator = handler.config, handler.authenticator
     collect = collect or only_this_process(authenticator)
     needs_key = not isinstance(authenticator, NoAuthentication)
-    openapi = openapi_document(config, handler.limits, needs_key=needs_key, has_batches=bool(batch_routes))
+    openapi = openapi_document(config, handler.limits, needs_key=needs_key, has_batches=batches is not None)
     running = running or RunningCalls(fleets)
+    heartbeat_s = handler.limits.heartbeat_s
+    kept: KeptResponseRoutes | None = None
+    of_batches: list[RouteGroup] = []
+    if batches is not None:
+        kept = KeptResponseRoutes(batches, heartbeat_s=heartbeat_s)
+        of_batches = [FileRoutes(batches), BatchRoutes(batches), ShortBatchRoutes(batches, handler), kept]
     for_keys = [
         *(
             Route(
@@ -86,23 +95,26 @@ def build_app(
             for endpoint in ENDPOINTS.values()
             for path in (endpoint.path, *endpoint.aliases)
         ),
-        *TokenizationRoutes(handler).routes(),
-        *ServiceRoutes(handler, openapi).routes(),
-        *CancelRoutes(cancel or running.cancel).routes(),
-        *batch_routes,
-        *(kept.routes() if kept is not None else ()),
+        *_routes_of(TokenizationRoutes(handler), ServiceRoutes(handler, openapi)),
+        *_routes_of(CancelRoutes(cancel or running.cancel), *of_batches),
     ]
-    live = LiveRoutes(LiveFeed(fleets), heartbeat_s=handler.limits.heartbeat_s)
-    open_routes = [*HealthRoutes(is_ready).routes(), *PageRoutes().routes()]
-    admin = AdminRoutes(authenticator, collect, wanted_replicas)
-    for_admins = [*admin.routes(), *UsageRoutes(ledger, collect).routes()]
-    for_admins += SchedulerRoutes(handler, switches).routes()
-    for_admins += [*AdapterRoutes(handler, adapters).routes(), *live.routes()]
+    open_routes = _routes_of(HealthRoutes(is_ready), PageRoutes())
+    for_admins = _routes_of(
+        AdminRoutes(authenticator, collect, wanted_replicas),
+        UsageRoutes(ledger or batches, collect),
+        SchedulerRoutes(handler, switches),
+        AdapterRoutes(handler, adapters),
+        LiveRoutes(LiveFeed(fleets), heartbeat_s=heartbeat_s),
+    )
     metrics = MetricsRoutes(expose or only_measured_here(handler.metrics), fleets).routes()
     {"public": open_routes, "keys": for_keys, "admins": for_admins}[config.metrics_for].extend(metrics)
     is_for_this_machine = not needs_key and not config.allow_unauthenticated
     origins = OriginPolicy(config.allowed_origins, loopback_only=is_for_this_machine)
     return Application(Routes(open_routes, for_keys, for_admins), authenticator, origins)
+
+
+def _routes_of(*groups: RouteGroup) -> list[Route]:
+    return [route for group in groups for route in group.routes()]
 
 
 class _Computed:

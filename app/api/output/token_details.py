@@ -130,48 +130,55 @@ class TokenNames:
         return self._known[token_id]
 
 
-def _chat_entries(tokens: list[TokenLogprob], names: TokenNames, num_top: int) -> list[Json]:
+def chat_entry(token: TokenLogprob, names: TokenNames, num_top: int) -> Json:
+    """The entry of a token in a chat, with so many of the likeliest."""
+
     def entry(token_id: int, logprob: float) -> Json:
         return {"token": names(token_id), "logprob": _finite(logprob), "bytes": names.bytes(token_id)}
 
-    content = []
-    for token_id, found, _ in tokens:
-        assert found is not None, "no prompt is echoed in a chat"
-        top = [entry(*each) for each in list(zip(found.top_token_ids, found.top_logprobs, strict=True))[:num_top]]
-        content.append(entry(token_id, found.logprob) | {"top_logprobs": top})
-    return content
+    token_id, found, _ = token
+    assert found is not None, "no prompt is echoed in a chat"
+    top = [entry(*each) for each in list(zip(found.top_token_ids, found.top_logprobs, strict=True))[:num_top]]
+    return entry(token_id, found.logprob) | {"top_logprobs": top}
 
 
-def _names(tokens: list[TokenLogprob], names: TokenNames, num_top: int) -> list[str]:
-    return [names(each.token_id) for each in tokens]
+def _logprob(token: TokenLogprob, names: TokenNames, num_top: int) -> float | None:
+    return None if token.logprobs is None else _finite(token.logprobs.logprob)
 
 
-def _token_logprobs(tokens: list[TokenLogprob], names: TokenNames, num_top: int) -> list[float | None]:
-    return [None if each.logprobs is None else _finite(each.logprobs.logprob) for each in tokens]
+def _top_map(token: TokenLogprob, names: TokenNames, num_top: int) -> dict[str, float] | None:
+    """The likeliest tokens and the token itself; of tokens with the same name, the less likely ones have their ids."""
+    found = token.logprobs
+    if found is None:
+        return None
+    likely = list(zip(found.top_token_ids, found.top_logprobs, strict=True))[:num_top]
+    if token.token_id not in found.top_token_ids[:num_top]:
+        likely.append((token.token_id, found.logprob))
+    top: dict[str, float] = {}
+    for token_id, logprob in likely:
+        name = names(token_id)
+        top[name if name not in top else f"token_id:{token_id}"] = _finite(logprob)
+    return top
 
 
-def _top_maps(tokens: list[TokenLogprob], names: TokenNames, num_top: int) -> list[dict[str, float] | None]:
-    return [_top_map(each, names, num_top) for each in tokens]
-
-
-def _offsets(tokens: list[TokenLogprob], names: TokenNames, num_top: int) -> list[int]:
-    return [each.offset for each in tokens]
-
-
+Entry = Callable[[TokenLogprob, TokenNames, int], Any]
 # How an endpoint writes log-probabilities: lists with one entry for each token, and fields that are always null.
-LogprobsForm = Mapping[str, Callable[[list[TokenLogprob], TokenNames, int], list[Any]] | None]
-CHAT_LOGPROBS: LogprobsForm = {"content": _chat_entries, "refusal": None}
+LogprobsForm = Mapping[str, Entry | None]
+CHAT_LOGPROBS: LogprobsForm = {"content": chat_entry, "refusal": None}
 COMPLETION_LOGPROBS: LogprobsForm = {
-    "tokens": _names,
-    "token_logprobs": _token_logprobs,
-    "top_logprobs": _top_maps,
-    "text_offset": _offsets,
+    "tokens": lambda token, names, _: names(token.token_id),
+    "token_logprobs": _logprob,
+    "top_logprobs": _top_map,
+    "text_offset": lambda token, *_: token.offset,
 }
 
 
 def write_logprobs(form: LogprobsForm, tokens: list[TokenLogprob], names: TokenNames, *, num_top: int) -> Json:
     """`logprobs` of a few tokens, each with so many of the likeliest."""
-    return {name: None if column is None else column(tokens, names, num_top) for name, column in form.items()}
+    return {
+        name: None if entry is None else [entry(token, names, num_top) for token in tokens]
+        for name, entry in form.items()
+    }
 
 
 class PackedLogprobs:
@@ -188,17 +195,13 @@ class PackedLogprobs:
         if tokens:
             self._packed.append(_pack(tokens))
 
-    def rows(self, write: Callable[[list[TokenLogprob]], list[Any]]) -> Rows:
-        """What `write` makes of all of them, some at a time."""
-        return Rows(lambda: map(write, self._some_at_a_time()))
+    def rows(self, entry: Entry, names: TokenNames, num_top: int) -> Rows:
+        """The entries of all of them, some at a time."""
+        return Rows(lambda: ([entry(token, names, num_top) for token in some] for some in self._some_at_a_time()))
 
     def written(self, form: LogprobsForm, names: TokenNames, *, num_top: int) -> Json:
         """As `write_logprobs` has them."""
-
-        def rows(column: Callable[[list[TokenLogprob], TokenNames, int], list[Any]]) -> Rows:
-            return self.rows(lambda tokens: column(tokens, names, num_top))
-
-        return {name: None if column is None else rows(column) for name, column in form.items()}
+        return {name: None if entry is None else self.rows(entry, names, num_top) for name, entry in form.items()}
 
     def _some_at_a_time(self) -> Iterator[list[TokenLogprob]]:
         tokens: list[TokenLogprob] = []
@@ -214,21 +217,6 @@ class PackedLogprobs:
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(list[TokenLogprob]).decode
-
-
-def _top_map(token: TokenLogprob, names: TokenNames, num_top: int) -> dict[str, float] | None:
-    """The likeliest tokens and the token itself; of tokens with the same name, the less likely ones have their ids."""
-    found = token.logprobs
-    if found is None:
-        return None
-    likely = list(zip(found.top_token_ids, found.top_logprobs, strict=True))[:num_top]
-    if token.token_id not in found.top_token_ids[:num_top]:
-        likely.append((token.token_id, found.logprob))
-    top: dict[str, float] = {}
-    for token_id, logprob in likely:
-        name = names(token_id)
-        top[name if name not in top else f"token_id:{token_id}"] = _finite(logprob)
-    return top
 
 
 def _ranked(token: TokenLogprob, names: TokenNames, num_top: int) -> Json | None:
@@ -311,7 +299,5 @@ class DetailsWriter:
         if num_top is not None:
             first_sample = index - index % self._prepared.num_samples  # the only one that has them
             logprobs = self._kept[first_sample].prompt_logprobs
-            fields["prompt_logprobs"] = logprobs.rows(
-                lambda tokens: [_ranked(each, self._names, num_top) for each in tokens]
-            )
+            fields["prompt_logprobs"] = logprobs.rows(_ranked, self._names, num_top)
         return fields

@@ -14,7 +14,7 @@ from tests.deployments.strikes import replica_pids
 from tests.waiting import PATIENCE_S, eventually
 
 MODEL = "switched"
-NUM_TOKENS = 160  # three seconds
+NUM_TOKENS = 100  # two seconds
 
 
 async def tokens_of(client: httpx.AsyncClient, url: str) -> list[int]:

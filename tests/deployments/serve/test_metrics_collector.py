@@ -10,7 +10,8 @@ import httpx
 import pytest
 from ray import serve
 
-from deployments.serve.metrics import answers_of
+from deployments.serve.metrics import MetricsCollector, answers_of
+from deployments.serve.settings import parse
 from tests.deployments.scraping import complete_scrape
 from tests.metrics.test_exposition import parsed, value
 from tests.waiting import PATIENCE_S
@@ -86,6 +87,11 @@ def test_an_admin_is_told_what_every_ingress_knows(shared: str) -> None:
         states = [state for each in fleet["data"] for state in each["replicas"]]
         assert not any(state["is_suspect"] or state["is_full"] for state in states)
         assert {state["max_requests"] for state in states} == {32 + 256}
+
+
+def test_without_autoscaling_no_process_is_asked_how_many_replicas_there_should_be() -> None:
+    collector = MetricsCollector(parse({"models": [{}]}).models, {})
+    assert asyncio.run(collector.wanted_replicas()) == [], "outside of Serve a scrape raises"
 
 
 def test_one_that_hangs_is_missing_and_the_others_are_heard(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,16 +6,17 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from app.child_process import child_environment
 from app.config import GIB
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import DeviceLost, StepBatch, StepResult
@@ -178,17 +179,21 @@ def test_a_killed_rank_that_does_not_end_is_not_waited_for(monkeypatch: pytest.M
     process.wait()
 
 
-def test_no_rank_outlives_its_parent_even_stopped() -> None:
-    program = (
-        "import os, time; from tests.model.parallel.test_failing_ranks import ranks_of;"
-        "ranks = ranks_of(); print(ranks.processes[0].pid, flush=True); time.sleep(60)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", program], env=child_environment(), stdout=subprocess.PIPE)
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
+def test_no_rank_outlives_its_parent_even_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the folder of the ranks outlives their parent
+
+    def with_ranks(descriptor: int, _parent: int) -> None:
+        os.write(descriptor, b"%d" % ranks_of().processes[0].pid)
+        time.sleep(60)
+
+    said, says = os.pipe()
+    parent = ForkedRank(with_ranks, says)
+    os.close(says)
+    with os.fdopen(said, "rb", buffering=0) as pipe:
+        pid = int(pipe.read(20))
     os.kill(pid, signal.SIGSTOP)
     parent.kill()
-    parent.communicate()
+    parent.wait()
     eventually(lambda: psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE,
                lambda lives: not lives)  # fmt: skip
 
