@@ -65,9 +65,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             left[item.path] = max(left.get(item.path, 0), number)
 
         def place(item: pytest.Item) -> tuple[bool, bool, int]:
-            is_live, is_on_ray = _piece_of_work(item.nodeid) == "live", item.get_closest_marker("serve") is not None
-            assert not (is_on_ray and item.nodeid.startswith(NOT_LIVE)), f"{item.nodeid} needs the cluster"
-            return not is_live, is_on_ray, left[item.path] if is_live else 0
+            is_live = _piece_of_work(item.nodeid) == "live"
+            return not is_live, item.get_closest_marker("serve") is not None, left[item.path] if is_live else 0
 
         items.sort(key=place)
 
