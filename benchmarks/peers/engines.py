@@ -3,6 +3,7 @@
     python -m benchmarks.peers.engines hf-static-32 --model DIR --workload FILE.jsonl
     $VLLM_ENV/bin/python -m benchmarks.peers.engines vllm-cpu --model DIR --workload FILE.jsonl
     $OPENVINO_ENV/bin/python -m benchmarks.peers.engines openvino --model EXPORTED_DIR --workload FILE.jsonl
+    $MISTRAL_RS_ENV/bin/python -m benchmarks.peers.engines mistral-rs --model DIR --workload FILE.jsonl
     python -m benchmarks.peers.engines llama-cpp --model FILE.gguf --workload FILE.jsonl --program llama-batched-bench
 
 Same options and the same JSON as benchmarks.engine.throughput, read by benchmarks.peers.compare; what a peer does not
@@ -22,6 +23,7 @@ from benchmarks.harness.options import add_run_options
 from benchmarks.harness.workload import Workload, read_workload, read_workloads
 from benchmarks.make_workload import VOCAB_SIZE
 from benchmarks.peers.llama_cpp import LlamaCpp
+from benchmarks.peers.mistral_rs import MistralRs
 from benchmarks.peers.openvino_genai import OpenVinoGenai
 from benchmarks.peers.vllm_cpu import VllmCpu
 
@@ -38,6 +40,7 @@ ENGINES: dict[str, Callable[[argparse.Namespace], Peer]] = {
     "vllm-cpu": VllmCpu,
     "openvino": OpenVinoGenai,
     "llama-cpp": LlamaCpp,
+    "mistral-rs": MistralRs,
 }
 
 
