@@ -133,17 +133,15 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     ):
         adapters = _adapters(model, Path(folder))
         keys_file = write_keys(Path(folder) / "keys.yaml", keys, admin="admin")
-        application = partial(
-            served, keys_file=keys_file, folder=disk, adapters=adapters, num_blocks=given.num_blocks
-        )  # fmt: skip
-        with _started(application(str(model)), given) as (running, head):
+        args_of = partial(served, keys_file=keys_file, folder=disk, adapters=adapters, num_blocks=given.num_blocks)
+        with _started(args_of(str(model)), given) as (running, head):
             models = [MODEL_NAME, *adapters]
             tenants = Tenants(
                 running.target, {name: keys[name] for name in _names(given.tenants)}, Tokenizer.load(str(model)),
                 models=models, pipelines={each["name"]: models for each in pipelines_of(models)}, seed=given.seed,
                 keeps=bool(given.kill),
             )  # fmt: skip
-            fails, works = application(cut_off_model(Path(folder), model)), partial(application, str(model))
+            fails, works = args_of(cut_off_model(Path(folder), model)), partial(args_of, str(model))
             return asyncio.run(_Soak(running, head, tenants, keys, disk, given, fails=fails, works=works).run())
 
 
@@ -158,13 +156,13 @@ def _check(kinds: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _started(application: Mapping[str, Any], given: argparse.Namespace) -> Iterator[tuple[Stage, Head | None]]:
+def _started(args: Mapping[str, Any], given: argparse.Namespace) -> Iterator[tuple[Stage, Head | None]]:
     """The service, and its head where that is to be killed."""
     if _HEAD in given.kill:
-        with with_head(application) as (running, head):
+        with with_head(args) as (running, head):
             yield running, head
     else:
-        with stage(application, with_dashboard=given.updates) as running:
+        with stage(args, with_dashboard=given.updates) as running:
             yield running, None
 
 

@@ -202,8 +202,8 @@ class Tenants:
         return asked
 
     def _names_for(self, kind: str) -> Sequence[str]:
-        """What a request of a kind may ask for. One in the background may be sent again when a step of it has run; how
-        many steps have run of one that is left nobody tells."""
+        """What a request of a kind may ask for. One in the background may be sent again when a step of it has run; of
+        one that is left no answer says how many steps have run."""
         if kind == "documents" and self._pipelines:
             return (DOCUMENTS,)
         if kind in ("ranking", "background", "abort"):

@@ -203,9 +203,7 @@ inline std::pair<float, float> softmax(float* scores, T* weights, int64_t begin,
         for (int64_t at = first; at < end; ++at) scores[at] = std::tanh(scores[at] / shape.softcap) * shape.softcap;
     Vector greatest = load(scores + begin);
     for (int64_t at = begin + LANES; at < padded; at += LANES) greatest = greater_of(greatest, load(scores + at));
-    float most = LEAST;
-    for (int lane = 0; lane < LANES; ++lane) most = std::max(most, greatest[lane]);
-    most *= scaling;
+    const float most = greatest_of(greatest) * scaling;
     Vector total = {};
     for (int64_t at = begin; at < padded; at += LANES) {
         const Vector weight = power_of_two(load(scores + at) * scaling - most);
