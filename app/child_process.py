@@ -25,10 +25,13 @@ def child_environment() -> dict[str, str]:
 def step_back() -> None:
     """Have the calling thread leave the cores to those that serve requests; where threads share one, the process.
 
-    To a niceness of 10, or by some steps where it has more: Ray's workers may be at 15, and only root may go back.
+    To a niceness of 10, or by some steps where it has more: Ray's workers may be at 15, and only root may go back. A
+    process that such a thread has started is there already.
     """
     niceness, least_steps = 10, 4
-    os.nice(max(niceness - os.nice(0), least_steps))
+    steps = niceness - os.nice(0)
+    if steps != 0:
+        os.nice(max(steps, least_steps))
 
 
 def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:

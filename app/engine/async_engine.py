@@ -128,6 +128,11 @@ class AsyncEngine:
             if not has_ended:  # otherwise another request may have this id by now
                 self.abort(request.request_id)
 
+    def prepare_for_grammars(self) -> None:
+        """Begin what the first grammar of a request would wait for, and return at once."""
+        if self._matchers is not None and self.facts.generates:
+            self._matchers.prepare()
+
     async def matcher_of(self, request: Request) -> Matcher | None:
         """The matcher that `submit` needs for a request with a grammar; no other request waits while it is made.
 

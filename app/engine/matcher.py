@@ -57,6 +57,10 @@ class Matchers(Protocol):
         """
         ...
 
+    def prepare(self) -> None:
+        """Begin what the first grammar would wait for, and return at once."""
+        ...
+
     def close(self) -> None:
         """Stop; must not be used afterwards."""
         ...

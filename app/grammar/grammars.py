@@ -99,10 +99,10 @@ class Grammars:
         *,
         limits: CompileLimits = CompileLimits(),
     ) -> None:
-        """`read_vocabulary` is called when the first grammar comes; it may raise InvalidSetup."""
+        """`read_vocabulary` is called once, by `prepare` or for the first grammar; it may raise InvalidSetup."""
         self._limits = limits
         self._read_vocabulary = read_vocabulary
-        self._tools: _Tools | None = None  # made when the first grammar comes
+        self._tools: _Tools | None = None  # made once
         self._is_unreadable = False
         self._making_tools = threading.Lock()
         self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()  # the longest unused first; guarded by _lock
@@ -114,6 +114,14 @@ class Grammars:
         begin = step_back if sys.platform == "linux" else None  # only there does a thread have a priority of its own
         self._compiling = ThreadPoolExecutor(_NUM_THREADS, "grammars", initializer=begin)
         self._resuming = ThreadPoolExecutor(1, "resumed-grammars", initializer=begin)
+
+    def prepare(self) -> None:
+        """Read the vocabulary now, in a thread that has not stepped back, and return at once.
+
+        Else the first grammar waits for a process of a second of CPU, which gets next to nothing on busy cores; and
+        `Vocabulary.for_matching` keeps the interpreter from the engine's thread while requests run.
+        """
+        threading.Thread(target=self._tools_made_once, name="vocabulary", daemon=True).start()
 
     def matcher_of(self, request: Request) -> Future[Matcher | None]:
         """See `Matchers`. Does not block."""
@@ -238,8 +246,7 @@ class Grammars:
             raise _refusal(grammar, str(killed)) from killed
 
     def _compile_now(self, grammar: Grammar, key: Key) -> _Compiled:
-        with self._making_tools:
-            tools = self._tools = self._tools or self._make_tools()
+        tools = self._tools_made_once()
         if tools is None:
             raise InvalidRequest("no grammar can be matched by this model's tokenizer", param=grammar.param)
         compiled = _Compiled(self._form(tools, grammar), tools.vocabulary.eos_token_ids)
@@ -264,16 +271,16 @@ class Grammars:
                 return self._in_free_text(tools, tags, matchers)
         return lambda begin: begin(matchers[0].deep_copy())
 
-    def _make_tools(self) -> _Tools | None:
-        """What grammars are compiled with; None where the tokenizer cannot be used."""
-        if self._is_unreadable:
-            return None
-        try:
-            return _Tools(self._read_vocabulary(), self._limits)
-        except InvalidSetup as error:
-            self._is_unreadable = True
-            logger.warning("structured outputs are refused: %s", error)
-            return None
+    def _tools_made_once(self) -> _Tools | None:
+        """What grammars are compiled with; None where the tokenizer cannot be used. Any thread may call."""
+        with self._making_tools:
+            if self._tools is None and not self._is_unreadable:
+                try:
+                    self._tools = _Tools(self._read_vocabulary(), self._limits)
+                except InvalidSetup as error:
+                    self._is_unreadable = True
+                    logger.warning("structured outputs are refused: %s", error)
+            return self._tools
 
     def _in_free_text(
         self, tools: _Tools, tags: Sequence[Tag], matchers: Sequence[LLMatcher]

@@ -17,7 +17,7 @@ from typing import IO
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from app.child_process import child_command, child_environment, step_back
+from app.child_process import child_command, child_environment
 from app.errors import InvalidSetup
 
 READ_CPU_S = 60.0  # for one tokenizer; the largest take a few seconds
@@ -107,7 +107,6 @@ def read_vocabulary(
 
 def main() -> None:
     """Read a tokenizer and write its vocabulary."""
-    step_back()  # a replica that computes has started it for its first grammar
     location, revision, vocab_size, eos_token_ids, limit_s = json.loads(sys.argv[1])
     # Of this process: how long it takes depends on what else computes. The signal has no handler.
     signal.setitimer(signal.ITIMER_PROF, limit_s)

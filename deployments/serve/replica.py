@@ -53,6 +53,7 @@ class Replica(StopsWithServe):
         self._user_config: object = {}
         config = with_threads(model.engine_with_adapters, threads, num_ranks=model.replicas.tensor_parallel)
         self._engine = build_engine(config.model_copy(update={"scheduler": self._deployed}), model.replicas)
+        self._engine.prepare_for_grammars()
         self._table = self._configured_adapters(model.adapters)
         report = partial(report_of_engine, self._engine, group=self._group, weights=digest_of_weights(model.engine))
         self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._engine, report)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
 import os
-import subprocess
+import sys
+import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from app.child_process import child_command, child_environment
 from app.engine.request import Grammar, GrammarKind
 from app.errors import InvalidRequest, InvalidSetup
 from app.grammar.grammars import Grammars
@@ -18,6 +18,7 @@ from app.grammar.vocabulary import Vocabulary, read_vocabulary
 from app.text import Tokenizer
 from tests.grammar.documents import allowed_ids, matcher_for, request_for, write
 from tests.text.small_tokenizers import AWKWARD, build_byte_fallback, build_byte_level
+from tests.waiting import eventually
 
 
 def vocabulary_of(tokenizer: Tokenizer, folder: Path) -> Vocabulary:
@@ -51,13 +52,25 @@ def test_tokens_of_sentencepiece_have_spaces_and_bytes(byte_fallback: Vocabulary
     assert byte_fallback.tokens[7:262] == tuple(bytes([byte]) for byte in range(255))
 
 
-def test_the_process_that_reads_a_vocabulary_steps_back(demo_path: Path) -> None:
-    """It takes seconds of CPU, with the first grammar of a replica that computes."""
-    command = child_command("app.grammar.vocabulary", json.dumps([str(demo_path), None, 763, [4], 60.0]))
-    with subprocess.Popen(command, env=child_environment(), stdout=subprocess.DEVNULL) as reading:
-        os.waitid(os.P_PID, reading.pid, os.WEXITED | os.WNOWAIT)
-        assert os.getpriority(os.PRIO_PROCESS, reading.pid) == min(19, max(10, os.getpriority(os.PRIO_PROCESS, 0) + 4))
-    assert reading.returncode == 0
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux does a thread have a priority of its own")
+def test_a_vocabulary_is_read_at_this_processs_priority_when_it_is_prepared_else_behind_those_that_serve(
+    byte_level: Vocabulary,
+) -> None:
+    """A process that a thread starts has the thread's priority."""
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    steps: list[int] = []
+
+    def read() -> Vocabulary:
+        steps.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) - ours)
+        return byte_level
+
+    prepared, unprepared = Grammars(read), Grammars(read)
+    prepared.prepare()
+    eventually(lambda: len(steps) == 1)
+    with closing(prepared), closing(unprepared):
+        for grammars in (prepared, unprepared):
+            matcher_for(grammars, GrammarKind.REGEX, "x")
+    assert steps == [0, max(10 - ours, 4) if ours < 19 else 0]
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])

@@ -415,6 +415,9 @@ class MadeMatchers:
             future.set_result(matcher)
         return future
 
+    def prepare(self) -> None:
+        """Nothing to read."""
+
     def close(self) -> None:
         """Nothing is held."""
 
