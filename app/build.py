@@ -124,7 +124,7 @@ def _lease_of(config: EngineConfig, replicas: ReplicasConfig) -> DeviceLease:
 
 
 def build_matchers(config: EngineConfig, facts: ModelInfo) -> Matchers:
-    """What makes grammars of requests into matchers. The tokenizer is read by their `prepare`, or for the first of them."""
+    """What makes grammars of requests into matchers. Their `prepare` reads the tokenizer, or the first."""
     from app.grammar.grammars import Grammars
     from app.grammar.vocabulary import read_vocabulary
 
