@@ -258,25 +258,34 @@ class BatchRunner:
     async def _run_while_room(
         self, job: Job, results: ResultStore, stopped: asyncio.Task[Any], timeout_s: float
     ) -> bool:
-        """Whether every item has ended before there is no room, or the batch is stopped, or the time is over."""
-        run = asyncio.create_task(self._compute(job, results))
-        full = asyncio.create_task(self._until_full(job, results))
+        """Whether every item has ended before there is no room, or the batch is stopped, or the time is over.
+
+        Without room no item begins, and those under way end: computed again, they would be paid twice.
+        """
+        is_full = asyncio.Event()
+        run = asyncio.create_task(self._compute(job, results, is_full))
+        full = asyncio.create_task(self._until_full(job, results, is_full))
         try:
-            await asyncio.wait({run, full, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({run, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             for task in (run, full):
                 if task.done():
                     task.result()
-            return run.done()
+            return results.is_complete
         finally:
             run.cancel()
             full.cancel()
             await asyncio.gather(run, full, return_exceptions=True)
 
-    async def _until_full(self, job: Job, results: ResultStore) -> None:
-        while True:
-            await asyncio.sleep(SPACE_LOOK_EVERY_S)
-            if await self._shortage(job, results) is not None:
-                return
+    async def _until_full(self, job: Job, results: ResultStore, is_full: asyncio.Event) -> None:
+        """Set `is_full` when there is no room, or nobody can tell."""
+        try:
+            shortage = None
+            while shortage is None:
+                await asyncio.sleep(SPACE_LOOK_EVERY_S)
+                shortage = await self._shortage(job, results)
+            self._is_paused(job.id, shortage)
+        finally:
+            is_full.set()
 
     async def _shortage(self, job: Job, results: ResultStore) -> str | None:
         of_share = shortage_of_share(self._config.max_total_bytes, self.stored_bytes(), job.owner)
@@ -305,14 +314,15 @@ class BatchRunner:
                 "batch %s: the storage failed, and is tried again every %g s: %s", job_id, STORAGE_PAUSE_S, reason
             )
 
-    async def _compute(self, job: Job, results: ResultStore) -> None:
+    async def _compute(self, job: Job, results: ResultStore, is_full: asyncio.Event) -> None:
         async def unfinished() -> AsyncGenerator[list[Item], None]:
             items = read_items(self._opener(job), self._rules(job))
             async with aclosing(read_in_thread(pieces_of(items))) as pieces:
                 async for piece in pieces:
                     yield [item for item in piece if item.number not in results.ended]
 
-        await self._execution.run(job, results, unfinished, self._count, partial(self._count_tokens, job.owner))
+        count_tokens = partial(self._count_tokens, job.owner)
+        await self._execution.run(job, results, unfinished, self._count, count_tokens, is_full)
 
     def _count(self, results: Sequence[ItemResult]) -> None:
         num_failed = sum(result.is_error for result in results)

