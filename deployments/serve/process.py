@@ -62,14 +62,15 @@ def return_freed_memory() -> None:
 
 
 def _keep_trimmed(libc: ctypes.CDLL) -> None:
+    """Memory that stays in use is looked through once for each rise; what was freed is never more than one rise."""
+    rise_bytes = 16 * 2**20
     level = _resident_bytes()
-    trim_from_bytes = 32 * 2**20  # above the level
-    level_rises_bytes = 2**20  # each time, so that memory which stays in use is not looked through for ever
     while True:
         time.sleep(TRIM_EVERY_S)
-        if _resident_bytes() > level + trim_from_bytes:
+        if _resident_bytes() > level + rise_bytes:
             libc.malloc_trim(0)
-            level = min(level + level_rises_bytes, _resident_bytes())
+            level = _resident_bytes()
+        level = min(level, _resident_bytes())
 
 
 def _resident_bytes() -> int:

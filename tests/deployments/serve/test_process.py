@@ -14,7 +14,7 @@ from deployments.serve import process
 def resident_mib():
     return process._resident_bytes() / 2**20
 
-mode, size = sys.argv[1], int(sys.argv[2])
+mode, size, total = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 process.TRIM_EVERY_S = 0.05
 if mode == "with":
     process.return_freed_memory()
@@ -22,7 +22,7 @@ large = bytes(4 << 20)
 del large  # from now on glibc takes such blocks from the heap
 kept = [bytearray(600) for _ in range(20_000)]  # larger than what Python allocates by itself: no hole is left for more
 before, bodies = resident_mib(), []
-for number in range((100 << 20) // size):
+for number in range(total // size):
     bodies.append(b"x" * size)
     kept.append(bytearray(600))
 del bodies
@@ -31,14 +31,15 @@ print(resident_mib() - before)
 """
 
 
-def _growth_mib(mode: str, size: int) -> float:
-    """After bodies of so many bytes, 100 MiB together."""
-    command = [sys.executable, "-c", _PROGRAM, mode, str(size)]
+def _growth_mib(mode: str, size: int, total: int) -> float:
+    """After bodies of `size` bytes, `total` together."""
+    command = [sys.executable, "-c", _PROGRAM, mode, str(size), str(total)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it is glibc's allocator that is told")
+@pytest.mark.parametrize("total_mib", [100, 28])
 @pytest.mark.parametrize("size", [1 << 20, 32 << 10], ids=["large blocks", "small blocks"])
-def test_what_bodies_took_goes_back_between_small_blocks_too(size: int) -> None:
-    assert _growth_mib("without", size) > 50
-    assert _growth_mib("with", size) < 25
+def test_what_bodies_took_goes_back_between_small_blocks_too(size: int, total_mib: int) -> None:
+    assert _growth_mib("without", size, total_mib << 20) > total_mib / 2
+    assert _growth_mib("with", size, total_mib << 20) < 18
