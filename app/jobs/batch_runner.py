@@ -277,7 +277,7 @@ class BatchRunner:
             await asyncio.gather(run, full, return_exceptions=True)
 
     async def _until_full(self, job: Job, results: ResultStore, is_full: asyncio.Event) -> None:
-        """Set `is_full` when there is no room, or nobody can tell."""
+        """Set `is_full` when there is no room, or the look for it fails."""
         try:
             shortage = None
             while shortage is None:

@@ -67,10 +67,12 @@ def _keep_trimmed(libc: ctypes.CDLL) -> None:
     level = _resident_bytes()
     while True:
         time.sleep(TRIM_EVERY_S)
-        if _resident_bytes() > level + rise_bytes:
+        resident = _resident_bytes()
+        if resident > level + rise_bytes:
             libc.malloc_trim(0)
             level = _resident_bytes()
-        level = min(level, _resident_bytes())
+        else:
+            level = min(level, resident)
 
 
 def _resident_bytes() -> int:
