@@ -47,32 +47,49 @@ def freeze_loaded() -> None:
 
 
 def return_freed_memory() -> None:
-    """Call it first: what large bodies took goes back to the system when they are done. Without glibc it does nothing.
+    """Call it first: what large bodies took goes back to the system when they are done.
 
-    For processes that read bodies; in one that computes, tensors are the large blocks, and to map them costs time.
+    It does nothing without glibc 2.33 or later. For processes that read bodies; in one that computes, tensors are the
+    large blocks, and to map them costs time.
     """
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
+    if not hasattr(libc, "mallinfo2"):
         return
     mmapped_from_bytes = 256 * 1024
     libc.mallopt(_M_MMAP_THRESHOLD, mmapped_from_bytes)
     max_arenas = 2  # else eight for each core: every thread leaves free memory in its own
     libc.mallopt(_M_ARENA_MAX, max_arenas)
+    libc.mallinfo2.restype = _MallocInfo
     threading.Thread(target=_keep_trimmed, args=(libc,), name="memory", daemon=True).start()
 
 
 def _keep_trimmed(libc: ctypes.CDLL) -> None:
-    """Memory that stays in use is looked through once for each rise; what was freed is never more than one rise."""
+    """Freed memory goes back when it has grown by 16 MiB; memory in use, however much it is, causes no trim."""
     rise_bytes = 16 * 2**20
-    level = _resident_bytes()
+    level = 0
     while True:
         time.sleep(TRIM_EVERY_S)
-        resident = _resident_bytes()
-        if resident > level + rise_bytes:
+        not_in_use = _resident_bytes() - _allocated_bytes(libc)
+        if not_in_use > level + rise_bytes:
             libc.malloc_trim(0)
-            level = _resident_bytes()
+            level = _resident_bytes() - _allocated_bytes(libc)
         else:
-            level = min(level, resident)
+            level = min(level, not_in_use)
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's mallinfo2(3)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def _allocated_bytes(libc: ctypes.CDLL) -> int:
+    """What the process has from malloc and has not freed, in all arenas and in blocks that are mapped alone."""
+    info = libc.mallinfo2()
+    return int(info.uordblks + info.hblkhd)
 
 
 def _resident_bytes() -> int:

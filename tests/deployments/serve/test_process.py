@@ -16,7 +16,7 @@ def resident_mib():
 
 mode, size, total = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 process.TRIM_EVERY_S = 0.05
-if mode == "with":
+if mode != "without":
     process.return_freed_memory()
 large = bytes(4 << 20)
 del large  # from now on glibc takes such blocks from the heap
@@ -25,8 +25,12 @@ before, bodies = resident_mib(), []
 for number in range(total // size):
     bodies.append(b"x" * size)
     kept.append(bytearray(600))
+    if mode == "looked at while in use" and number == total // size - 1:
+        time.sleep(0.5)
 del bodies
-time.sleep(0.5)
+left = time.monotonic() + 60
+while mode != "without" and resident_mib() - before > 18 and time.monotonic() < left:
+    time.sleep(0.05)
 print(resident_mib() - before)
 """
 
@@ -43,3 +47,8 @@ def _growth_mib(mode: str, size: int, total: int) -> float:
 def test_what_bodies_took_goes_back_between_small_blocks_too(size: int, total_mib: int) -> None:
     assert _growth_mib("without", size, total_mib << 20) > total_mib / 2
     assert _growth_mib("with", size, total_mib << 20) < 18
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is glibc's allocator that is told")
+def test_a_look_while_bodies_are_in_use_keeps_nothing_of_what_is_freed_later() -> None:
+    assert _growth_mib("looked at while in use", 32 << 10, 100 << 20) < 18
