@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.schema import ReplicaRank
 
 from app.build import build_engine
 from app.config import SchedulerConfig, ServedModelConfig
@@ -48,15 +49,18 @@ class Replica(StopsWithServe):
         collect_later()
         log_where_serve_does()
         keep_calls_on_loopback()
+        self._model = model
         self._group = group_of_rank(serve.get_replica_context().rank.rank, groups_of(model))
-        self._deployed = self._tuned = model.scheduler_of(self._group)
+        self._tuned = model.scheduler_of(self._group)
         self._user_config: object = {}
         config = with_threads(model.engine_with_adapters, threads, num_ranks=model.replicas.tensor_parallel)
-        self._engine = build_engine(config.model_copy(update={"scheduler": self._deployed}), model.replicas)
+        self._engine = build_engine(config.model_copy(update={"scheduler": self._tuned}), model.replicas)
         self._engine.prepare_for_grammars()
         self._table = self._configured_adapters(model.adapters)
-        report = partial(report_of_engine, self._engine, group=self._group, weights=digest_of_weights(model.engine))
-        self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._engine, report)
+        report = partial(report_of_engine, self._engine, weights=digest_of_weights(model.engine))
+        self._frame_server = FrameServer(
+            ray.util.get_node_ip_address(), self._engine, lambda: report(group=self._group)
+        )
         freeze_loaded()
         if model.replicas.num_gpus > 0:  # on two cores of a CPU it costs a tenth of the tokens
             keep_waits_for_the_interpreter_short()
@@ -66,16 +70,29 @@ class Replica(StopsWithServe):
         to_ray = RayMetrics(lambda: families_of_engine(model.name, self.metrics_report()))
         self._handing_over = asyncio.create_task(to_ray.hand_over_for_ever())
 
-    async def reconfigure(self, user_config: object) -> None:
-        """Called by Serve with the deployment's `user_config`: `{"scheduler": {...}}`, see `settings.apply_override`.
+    async def reconfigure(self, user_config: object, rank: ReplicaRank) -> None:
+        """Called by Serve at the start, with another `user_config` of the deployment, and with another rank.
+
+        `user_config` is `{"scheduler": {...}}`, see `settings.apply_override`. With the rank of a replica that has gone
+        this one takes its group, too: else a group might have no replica after an update or a scale-down.
 
         Returns once the settings hold, so that Serve calls the deployment healthy when every replica has them. No
-        request is lost. Raises InvalidSetup when they cannot; Serve's status then has the reason.
+        request is lost. Raises InvalidSetup when they cannot; Serve's status then has the reason of a `user_config`.
         """
-        self._tuned = apply_override(self._deployed, user_config)
-        self._user_config = user_config or {}
-        self._table = {name: entry for name, entry in self._table.items() if name != OVERRIDE}
-        await self._engine.reconfigure(self._tuned)
+        group, user_config = group_of_rank(rank.rank, groups_of(self._model)), user_config or {}
+        if (group, user_config) == (self._group, self._user_config):
+            return
+        before = self._tuned
+        self._tuned = apply_override(self._model.scheduler_of(group), user_config)
+        if user_config != self._user_config:
+            self._user_config = user_config
+            self._table = {name: entry for name, entry in self._table.items() if name != OVERRIDE}
+        try:
+            await self._engine.reconfigure(self._scheduler)
+        except InvalidSetup:
+            self._tuned = before
+            raise
+        self._group = group
 
     async def gossip(self, table: Table = MappingProxyType({})) -> GossipAnswer:
         """What this replica knows and does, after it has learnt what another process knows.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -179,6 +180,32 @@ def service(cluster: str, demo_path: Path, tmp_path_factory: pytest.TempPathFact
     for model in ("turns", "least", "narrow", "trial", "ranker"):
         service.stats(model)  # the first call takes longer, and tests of one moment cannot wait
     return service
+
+
+@pytest.fixture
+def make_replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Makes, on the loop, the deployment's own class around a simulated model, outside of Serve."""
+    from app.config import ServedModelConfig
+    from deployments.serve import replica as replica_module
+
+    context = SimpleNamespace(rank=SimpleNamespace(rank=0), replica_id=SimpleNamespace(unique_id="r0"))
+    monkeypatch.setattr(replica_module.serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(replica_module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(replica_module, "log_where_serve_does", lambda: None)
+    monkeypatch.setattr(replica_module, "keep_calls_on_loopback", lambda: None)
+    # Steps that last: the first event is sent before the second token is there.
+    engine = {"model": {"path": "models/demo", **steps_of(250)}, "cache": {"num_blocks": 64}}
+    built: list[Any] = []
+
+    def make(rank: int = 0, **replicas: Any) -> Any:
+        context.rank.rank = rank
+        model = ServedModelConfig.model_validate({"name": "demo", "engine": engine, "replicas": replicas})
+        built.append(replica_module.Replica(model, []))
+        return built[-1]
+
+    yield make
+    for each in built:
+        each._engine.shutdown()
 
 
 @pytest.fixture(scope="session")

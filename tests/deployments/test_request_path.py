@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,17 +17,15 @@ from typing import Any, NamedTuple
 import pytest
 
 from app.api import RequestHandler, ServedModel, build_app
-from app.config import ApiConfig, ServedModelConfig
+from app.config import ApiConfig
 from app.fleet import FailoverLimits, Fleet, ReplicaRegistry
 from app.fleet.dispatch import GroupChooser, make_policy
 from app.text import Tokenizer
-from deployments.serve import replica as replica_module
 from deployments.serve.transport import ServeTransport
 from tests.kit.fleet import Counts
 
 PROJECT = Path(__file__).parents[2]
 PAGE = PROJECT / "docs" / "design" / "request-path.md"
-STEP_MS = 250
 MAX_STATIONS = {"In": 12, "Back": 8}
 # Functions on the way of a token that pass it on unchanged, or wait for it.
 PULLED = {"Fleet.generate", "_choice_pieces", "ResponseState.events"}
@@ -118,36 +116,6 @@ def fleet_of(replica: Any) -> Fleet:
     registry.set_replicas(["r0"])
     limits = FailoverLimits(max_resumes=1, place_timeout_s=60.0, silence_s=60.0, step_s=60.0)
     return Fleet(ServeTransport(handle, "ingress"), registry, limits, Counts())
-
-
-@pytest.fixture
-def make_replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Makes, on the loop, the deployment's own class around a simulated model, outside of Serve."""
-    context = SimpleNamespace(rank=SimpleNamespace(rank=0), replica_id=SimpleNamespace(unique_id="r0"))
-    monkeypatch.setattr(replica_module.serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(replica_module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(replica_module, "log_where_serve_does", lambda: None)
-    monkeypatch.setattr(replica_module, "keep_calls_on_loopback", lambda: None)
-    model = ServedModelConfig.model_validate(
-        {
-            "name": "demo",
-            # Steps that last: the first event is sent before the second token is there.
-            "engine": {
-                "model": {"path": "models/demo", "simulated": {"step_ms": STEP_MS}},
-                "cache": {"num_blocks": 64},
-            },
-        }
-    )
-    built: list[Any] = []
-
-    def make(num_gpus: int = 0) -> Any:
-        replicas = model.replicas.model_copy(update={"num_gpus": num_gpus})
-        built.append(replica_module.Replica(model.model_copy(update={"replicas": replicas}), []))
-        return built[-1]
-
-    yield make
-    for each in built:
-        each._engine.shutdown()
 
 
 async def walk(make_replica: Callable[..., Any], recorder: Recorder) -> list[int]:
@@ -292,7 +260,7 @@ def test_only_the_engine_of_a_gpu_interrupts_other_threads_sooner(make_replica: 
     sys.setswitchinterval(before_s)
 
     async def interval_s(num_gpus: int) -> float:
-        make_replica(num_gpus)
+        make_replica(num_gpus=num_gpus)
         return sys.getswitchinterval()
 
     try:
