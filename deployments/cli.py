@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import secrets
 import sys
 from collections.abc import Sequence
@@ -53,6 +54,14 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {value}; must be at least 1")
+    return value
+
+
+def above_zero(text: str) -> float:
+    """A finite number above 0, for argparse."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text}; must be a number above 0")
     return value
 
 

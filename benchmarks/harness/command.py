@@ -15,6 +15,8 @@ from app.cores import num_cores
 from app.errors import CarouselError
 from app.versions import commit
 from benchmarks.harness import machine
+from deployments.cli import above_zero as above_zero
+from deployments.cli import positive as positive
 
 Figures = Mapping[str, Any]
 
@@ -30,22 +32,6 @@ def command_parser(name: str, description: str | None) -> argparse.ArgumentParse
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-
-
-def positive(text: str) -> int:
-    """A count on the command line."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below 1")
-    return number
-
-
-def above_zero(text: str) -> float:
-    """A quantity on the command line."""
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
-    return number
 
 
 def numbers_above_zero(option: str, text: str) -> list[float]:

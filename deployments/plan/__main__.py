@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from typing import get_args
 
 from app.config import EngineConfig, KvType, ServedModelConfig
 from app.errors import CarouselError, InvalidSetup
-from deployments.cli import positive
+from deployments.cli import above_zero, positive
 from deployments.plan.cards import card_of
 from deployments.serve.settings import SERVE_YAML, read_serve_file
 from deployments.threads import share_of_cores
@@ -131,13 +130,6 @@ def _with_share_of_cores(model: ServedModelConfig) -> EngineConfig:
     return model.engine.model_copy(update={"model": model.engine.model.model_copy(update={"num_threads": threads})})
 
 
-def _above_zero(text: str) -> float:
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text}; must be a number above 0")
-    return number
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="carousel plan", description=__doc__)
     plans = parser.add_subparsers(required=True, metavar="memory|trace")
@@ -157,16 +149,16 @@ def _add_trace(trace: argparse.ArgumentParser) -> None:
         "--config", type=Path, default=SERVE_YAML, metavar="FILE", help="default: deployments/serve.yaml"
     )
     trace.add_argument("--model", metavar="NAME", help="which of the config's models, where there are several")
-    trace.add_argument("--speed", type=_above_zero, default=1.0, metavar="F", help="requests come F times as fast")
+    trace.add_argument("--speed", type=above_zero, default=1.0, metavar="F", help="requests come F times as fast")
     trace.add_argument(
-        "--lengths", type=_above_zero, default=1.0, metavar="F", help="prompts and outputs F times as long"
+        "--lengths", type=above_zero, default=1.0, metavar="F", help="prompts and outputs F times as long"
     )
     trace.add_argument("--requests", type=positive, metavar="N", help="the first so many, or the trace again and again")
-    trace.add_argument("--seconds", type=_above_zero, default=60.0, metavar="S", help="for measuring steps (60)")
+    trace.add_argument("--seconds", type=above_zero, default=60.0, metavar="S", help="for measuring steps (60)")
     trace.add_argument(
         "--costs", type=Path, metavar="FILE", help="step times, as JSON: read if the file is there, else written"
     )
-    trace.add_argument("--cost-per-hour", type=_above_zero, metavar="C", help="of one replica, in any currency")
+    trace.add_argument("--cost-per-hour", type=above_zero, metavar="C", help="of one replica, in any currency")
     trace.add_argument(
         "--out", type=Path, default=Path("planned.yaml"), metavar="FILE", help="the config to run (planned.yaml)"
     )
