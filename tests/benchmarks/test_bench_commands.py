@@ -23,6 +23,7 @@ NOT_LISTED = {"bulk.counted"}  # run by `bulk.kills`
 ALLOWED = ("app", "benchmarks", "torch", "transformers", "tokenizers", "pydantic")
 # Imported only when they are asked for. Those of clients are run by `make clients`, each in its own environment.
 EXTRA = {
+    "command": ("deployments.cli",),  # types of numbers
     "counted": ("deployments",),  # puts a counting engine in the place of a bulk run's own
     **dict.fromkeys(("fleet", "online"), ("deployments",)),  # as many open files as a service
     "decisions": ("matplotlib",),  # draws with --plot
