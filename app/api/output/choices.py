@@ -136,27 +136,26 @@ async def _choice_pieces(prepared: PreparedRequest, index: int) -> AsyncGenerato
             for delta in (whole,) if is_short else _parts(whole):
                 if delta is not whole:
                     await asyncio.sleep(0)  # what has accumulated may be a context's worth of work
-                added = text.push(delta)
-                if delta.finish_reason is None and added.finish_reason is None:
-                    piece = ChoiceDelta(
-                        index,
-                        added.text,
-                        added.num_tokens,
-                        delta.num_cached_tokens,
-                        queued=delta.queued,
-                        times=delta.times,
-                        reasoning=added.reasoning,
-                        num_reasoning_tokens=added.num_reasoning_tokens,
-                        num_accepted=delta.num_accepted,
-                        num_rejected=delta.num_rejected,
-                    )
-                    yield piece if collector is None else _with_details(piece, collector, delta)
-                    continue
                 if delta.finish_reason is FinishReason.ABORT:
                     raise Unavailable("the server stopped this generation before its end; try again")
-                piece = _last_piece(index, delta, added, request)
+                added = text.push(delta)
+                piece = ChoiceDelta(
+                    index,
+                    added.text,
+                    added.num_tokens,
+                    delta.num_cached_tokens,
+                    queued=delta.queued,
+                    times=delta.times,
+                    reasoning=added.reasoning,
+                    num_reasoning_tokens=added.num_reasoning_tokens,
+                    num_accepted=delta.num_accepted,
+                    num_rejected=delta.num_rejected,
+                )
+                if added.finish_reason is not None:
+                    _end(piece, delta, added, request)
                 yield piece if collector is None else _with_details(piece, collector, delta)
-                return
+                if added.finish_reason is not None:
+                    return
     raise Failure(f"the token stream of {request.request_id} ended without a finish reason")
 
 
@@ -187,23 +186,13 @@ def _with_details(piece: ChoiceDelta, collector: LogprobsCollector, delta: Token
     return piece
 
 
-def _last_piece(index: int, delta: TokenDelta, added: TextDelta, request: Request) -> ChoiceDelta:
+def _end(piece: ChoiceDelta, delta: TokenDelta, added: TextDelta, request: Request) -> None:
+    """Add what only the last delta of a choice has."""
     stop_token_id = delta.stop_token_id if delta.stop_token_id in request.sampling.stop_token_ids else None
-    return ChoiceDelta(
-        index=index,
-        text=added.text,
-        num_tokens=added.num_tokens,
-        num_cached_tokens=delta.num_cached_tokens,
-        finish_reason=None if added.finish_reason is None else added.finish_reason.value,
-        stop_reason=stop_token_id if added.stop_string is None else added.stop_string,
-        queued=delta.queued,
-        embedding=delta.embedding,
-        times=delta.times,
-        reasoning=added.reasoning,
-        num_reasoning_tokens=added.num_reasoning_tokens,
-        num_accepted=min(delta.num_accepted, added.num_tokens),  # a stop string may have ended it before
-        num_rejected=delta.num_rejected,
-    )
+    piece.finish_reason = None if added.finish_reason is None else added.finish_reason.value
+    piece.stop_reason = stop_token_id if added.stop_string is None else added.stop_string
+    piece.embedding = delta.embedding
+    piece.num_accepted = min(delta.num_accepted, added.num_tokens)  # a stop string may have ended it before
 
 
 async def _with_calls(pieces: AsyncGenerator[ChoiceDelta, None], tools: ToolUse) -> AsyncGenerator[ChoiceDelta, None]:
