@@ -19,7 +19,7 @@ from app.api.handler import RequestHandler, SharedBody
 from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.guard import owner_of, reservation_of
-from app.api.http.operations import EVENTS, OF_A_LIST, OF_GENERATION, Operation, RouteGroup
+from app.api.http.operations import EVENTS, OF_A_LIST, OF_GENERATION, TEXT, Operation, RouteGroup
 from app.api.http.sse import EventResponse, WhileConnected
 from app.api.request_context import RequestContext, asks_for, with_deadline
 from app.api.schemas.fields import MAX_PROMPTS, Schema
@@ -32,6 +32,9 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _OWN_FIELDS = frozenset(("prompts", "async", "stream", "webhook", "metadata"))
 # What stands for each prompt where only what they share is looked at.
 _STAND_INS: dict[str, Json] = {CHAT: {"messages": [{"role": "user", "content": "?"}]}, COMPLETIONS: {"prompt": "?"}}
+_LIST: Json = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
+# A conversation that is none fails alone, so it is no mistake of the list.
+_MESSAGES: Json = {"type": "array", "description": "the messages of a chat"}
 
 
 def _prompts(value: Any) -> Any:
@@ -56,20 +59,7 @@ class PromptListRequest(Schema):
     prompts: Annotated[
         list[Any],
         BeforeValidator(_prompts),
-        WithJsonSchema(
-            {
-                "anyOf": [
-                    {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"type": "string"}},
-                    {
-                        "type": "array",
-                        "minItems": 1,
-                        "maxItems": MAX_PROMPTS,
-                        # Of messages; a conversation that is none fails alone, so it is no mistake of the list.
-                        "items": {"type": "array", "description": "the messages of a chat"},
-                    },
-                ]
-            }
-        ),
+        WithJsonSchema({"anyOf": [_LIST | {"items": TEXT}, _LIST | {"items": _MESSAGES}]}),
     ]
     is_async: bool = Field(False, alias="async")
     stream: bool = False
