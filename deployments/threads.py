@@ -38,7 +38,7 @@ def with_threads(config: EngineConfig, asked: AskedThreads, *, num_ranks: int = 
     if too_many:
         logger.warning(too_many)
     num_threads = config.model.num_threads or share_of_cores(asked, num_machines)
-    return config.model_copy(update={"model": config.model.model_copy(update={"num_threads": num_threads})})
+    return config.with_setting("model.num_threads", num_threads)
 
 
 def keep_waits_for_the_interpreter_short() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, StringConstraints
 
@@ -18,6 +18,12 @@ class Settings(BaseModel):
     """Base of every branch: frozen, and a misspelt field is an error, not silence."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def with_setting(self, path: str, value: Any) -> Self:
+        """A copy in which the setting at this dotted path has another value, which is not checked."""
+        name, _, below = path.partition(".")
+        before = getattr(self, name)
+        return self.model_copy(update={name: before.with_setting(below, value) if below else value})
 
 
 def repeated(names: Iterable[str]) -> list[str]:

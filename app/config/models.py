@@ -60,11 +60,9 @@ class ServedModelConfig(Settings):
     @property
     def engine_with_adapters(self) -> EngineConfig:
         """The engine's settings; where adapters are configured, so is how many are in memory at once."""
-        model = self.engine.model
-        if not self.adapters or model.max_loaded_adapters is not None:
+        if not self.adapters or self.engine.model.max_loaded_adapters is not None:
             return self.engine
-        model = model.model_copy(update={"max_loaded_adapters": MAX_LOADED_ADAPTERS})
-        return self.engine.model_copy(update={"model": model})
+        return self.engine.with_setting("model.max_loaded_adapters", MAX_LOADED_ADAPTERS)
 
     def scheduler_of(self, group: str) -> SchedulerConfig:
         """The scheduler's settings on the replicas of a group; the engine's for "" and for a group there is not."""

@@ -66,8 +66,7 @@ def runner_that_sleeps(config: EngineConfig, loaded: LoadedRunner) -> ModelRunne
             f"replicas.sleep_after_s: {config.model.path} runs on transformers' code, which keeps its weights; only "
             f"the native decoder gives them up (the log says why it was not chosen). Set no sleep_after_s"
         )
-    cache = config.cache.model_copy(update={"num_blocks": loaded.num_blocks})
-    again = config.model_copy(update={"cache": cache, "speculation": SpeculationConfig()})
+    again = config.with_setting("cache.num_blocks", loaded.num_blocks).with_setting("speculation", SpeculationConfig())
 
     def load() -> TorchModelRunner:
         runner = load_runner(again).runner

@@ -106,7 +106,7 @@ def with_room(config: EngineConfig, workload: Workload, assignments: Assignments
     if device == "cuda" or _MEMORY_SETTINGS & assignments.keys():
         return config
     num_blocks = num_blocks_for(workload, block_size=config.cache.block_size, max_running=config.scheduler.max_running)
-    return config.model_copy(update={"cache": config.cache.model_copy(update={"num_blocks": num_blocks})})
+    return config.with_setting("cache.num_blocks", num_blocks)
 
 
 def check_fit(engine: Engine, config: EngineConfig, workload: Workload) -> str | None:

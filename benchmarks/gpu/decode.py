@@ -58,12 +58,12 @@ def _measure_types(bench: Bench, types: _Types, rows: Sequence[int], contexts: S
         bench, max_running=max(rows), max_step_tokens=bench.sized(2048, 2), max_model_len=max(contexts) + BLOCK_SIZE,
         quantization=types.weights, device="auto",
     )  # fmt: skip
-    config = config.model_copy(update={"cache": config.cache.model_copy(update={"dtype": types.kv})})
+    config = config.with_setting("cache.dtype", types.kv)
     model = made_model(config)
     read = bytes_of_a_step(model)
     of_block = block_bytes(config.cache, model.layers, dtype=model.dtype)
     num_blocks = 12 if bench.stands_in else _blocks_with_room(read, of_block)
-    config = config.model_copy(update={"cache": config.cache.model_copy(update={"num_blocks": num_blocks})})
+    config = config.with_setting("cache.num_blocks", num_blocks)
     runner, replays = prepared_runner(config, model)
     rate = copy_rate(bench)
     suffix = types.suffix

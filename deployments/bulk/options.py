@@ -40,10 +40,10 @@ class Options:
 def read_options(arguments: Sequence[str] | None = None) -> Options:
     """Raises InvalidSetup for what is wrong in the config file; argparse reports the rest, with status 2."""
     given = _parser().parse_args(arguments)
-    served = _without_tiers(_served(given.config, given.model))
+    # Rows seldom come again: what they leave in a tier would be written and not read.
+    served = _served(given.config, given.model).with_setting("engine.cache.tiers", ())
     if given.engines is not None:
-        replicas = served.replicas.model_copy(update={"num_replicas": given.engines})
-        served = served.model_copy(update={"replicas": replicas})
+        served = served.with_setting("replicas.num_replicas", given.engines)
     return Options(
         input=given.input,
         output=given.output,
@@ -109,15 +109,7 @@ def _served(config: Path | None, model: str | None) -> ServedModelConfig:
         return first
     if model.startswith(("/", ".", "~")) and not Path(model).expanduser().exists():
         raise InvalidSetup(f"--model {model}: there is no such folder or file")
-    engine = first.engine.model_copy(update={"model": first.engine.model.model_copy(update={"path": model})})
-    return first.model_copy(update={"name": model, "engine": engine})
-
-
-def _without_tiers(served: ServedModelConfig) -> ServedModelConfig:
-    """Rows seldom come again: what they leave in a tier would be written and not read."""
-    engine = served.engine
-    cache = engine.cache.model_copy(update={"tiers": ()})
-    return served.model_copy(update={"engine": engine.model_copy(update={"cache": cache})})
+    return first.with_setting("name", model).with_setting("engine.model.path", model)
 
 
 def _temperature(text: str) -> float:

@@ -127,7 +127,7 @@ def _model_of(config: Path, name: str | None) -> ServedModelConfig:
 def _with_share_of_cores(model: ServedModelConfig) -> EngineConfig:
     """The engine with the threads that each of the configured replicas has if all of them are on this machine."""
     threads = model.engine.model.num_threads or share_of_cores([None] * model.replicas.max_replicas)
-    return model.engine.model_copy(update={"model": model.engine.model.model_copy(update={"num_threads": threads})})
+    return model.engine.with_setting("model.num_threads", threads)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -53,14 +53,12 @@ def build(args: ApplicationConfig) -> Application:
 def _at_absolute_paths(config: ApplicationConfig) -> ApplicationConfig:
     """Deployments may run in another folder than this."""
     if config.api.keys_file is not None:
-        api = config.api.model_copy(update={"keys_file": _absolute(config.api.keys_file)})
-        config = config.model_copy(update={"api": api})
-    if config.batches is not None:
-        webhooks = config.batches.webhooks
-        if webhooks.secret_file is not None:
-            webhooks = webhooks.model_copy(update={"secret_file": _absolute(webhooks.secret_file)})
-        batches = config.batches.model_copy(update={"path": _absolute(config.batches.path), "webhooks": webhooks})
-        config = config.model_copy(update={"batches": batches})
+        config = config.with_setting("api.keys_file", _absolute(config.api.keys_file))
+    batches = config.batches
+    if batches is not None:
+        config = config.with_setting("batches.path", _absolute(batches.path))
+        if batches.webhooks.secret_file is not None:
+            config = config.with_setting("batches.webhooks.secret_file", _absolute(batches.webhooks.secret_file))
     return config
 
 
