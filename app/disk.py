@@ -20,6 +20,7 @@ T = TypeVar("T")
 # A full disk gets room again, and a network storage comes back; a folder without permission stays as it is.
 _PASSING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT))
 _PASSING_SQLITE = frozenset((sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY))
+STORAGE_FAILURES = (OSError, sqlite3.Error)
 STORAGE_PAUSE_S = 5.0  # before a storage that failed is tried again
 
 

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import math
 import shutil
-import sqlite3
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 
 from app.batches import BatchLimits, JobState
 from app.config import BatchesConfig
-from app.disk import STORAGE_PAUSE_S, OneThread
+from app.disk import STORAGE_FAILURES, STORAGE_PAUSE_S, OneThread
 from app.errors import described, traceback_of
 from app.jobs.catalog import Catalog
 from app.jobs.executors import FleetExecution
@@ -37,7 +36,6 @@ from app.jobs.space import shortage_of_disk, shortage_of_share
 
 logger = logging.getLogger(__name__)
 
-STORAGE_FAILURES = (OSError, sqlite3.Error)
 SPACE_LOOK_EVERY_S = 1.0
 # Parts of the disk's reserve that stay free. A batch that is paused for a full disk still finds room for its files.
 _RESERVE_OF_WORK, _RESERVE_OF_FILES = 0.5, 0.25

@@ -33,7 +33,7 @@ from app.batches import (
     NewResponse,
     PageOf,
 )
-from app.disk import STORAGE_PAUSE_S, OneThread
+from app.disk import STORAGE_FAILURES, STORAGE_PAUSE_S, OneThread
 from app.errors import (
     CarouselError,
     InvalidRequest,
@@ -44,7 +44,6 @@ from app.errors import (
     traceback_of,
 )
 from app.jobs.backlog import MAX_DEATHS
-from app.jobs.batch_runner import STORAGE_FAILURES
 from app.jobs.catalog import Catalog
 from app.jobs.job import StoredResponse
 from app.json_pieces import DONE, Json, event, json_pieces, named_event

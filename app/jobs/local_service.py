@@ -27,7 +27,7 @@ from app.batches import (
     PageOf,
 )
 from app.config import BatchesConfig
-from app.disk import OneThread, may_pass, take_lock
+from app.disk import STORAGE_FAILURES, OneThread, may_pass, take_lock
 from app.errors import (
     BodyTooLarge,
     InvalidRequest,
@@ -38,7 +38,7 @@ from app.errors import (
     described,
     traceback_of,
 )
-from app.jobs.batch_runner import STORAGE_FAILURES, BatchRunner
+from app.jobs.batch_runner import BatchRunner
 from app.jobs.catalog import Catalog, Superseded
 from app.jobs.executors import FleetExecution
 from app.jobs.files import FileDraft, FileStore

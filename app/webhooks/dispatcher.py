@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import sqlite3
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from app.config import WebhooksConfig
-from app.disk import STORAGE_PAUSE_S, OneThread
+from app.disk import STORAGE_FAILURES, STORAGE_PAUSE_S, OneThread
 from app.errors import described, traceback_of
 from app.webhooks.client import DeliveryFailed, WebhookClient, WebhookMessage
 from app.webhooks.outbox import DeliveryState, WebhookOutbox
@@ -77,7 +76,7 @@ class WebhookDispatcher:
                 self._woken.clear()
                 try:
                     sleep_s = await self._send_due(group)
-                except (OSError, sqlite3.Error) as error:
+                except STORAGE_FAILURES as error:
                     logger.error("the storage failed; webhooks wait for it: %s", described(error))
                     sleep_s = STORAGE_PAUSE_S
                 with suppress(TimeoutError):
@@ -105,7 +104,7 @@ class WebhookDispatcher:
     async def _send(self, message: WebhookMessage) -> None:
         try:
             await self._attempt(message)
-        except (OSError, sqlite3.Error) as error:  # it comes again when its time as taken is over
+        except STORAGE_FAILURES as error:  # it comes again when its time as taken is over
             logger.error("webhook %s of %s: the storage failed: %s", message.id, message.batch_id, described(error))
         finally:
             self._being_sent -= Counter([message.owner])
