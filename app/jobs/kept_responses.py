@@ -233,17 +233,17 @@ class KeptResponses:
         if running is not None:
             await self._stopped(running)
             self._leave(running)
-        await self._thread.run(self._catalog.remove_responses, [response_id])
-        await asyncio.to_thread((self._folder / response_id).unlink, missing_ok=True)
+        await self._forget([response_id])
         return {"id": response_id, "object": "response", "deleted": True}
 
     async def remove_expired(self) -> None:
         """Forget what has expired."""
-        ids = await self._thread.run(self._catalog.expired_response_ids, self._clock())
-        if ids:
-            await self._thread.run(self._catalog.remove_responses, ids)
-            for response_id in ids:
-                await asyncio.to_thread((self._folder / response_id).unlink, missing_ok=True)
+        await self._forget(await self._thread.run(self._catalog.expired_response_ids, self._clock()))
+
+    async def _forget(self, response_ids: Sequence[str]) -> None:
+        await self._thread.run(self._catalog.remove_responses, response_ids)
+        for response_id in response_ids:
+            await asyncio.to_thread((self._folder / response_id).unlink, missing_ok=True)
 
     async def _change(self, wait_s: float, is_there: Callable[[], bool]) -> None:
         """Returns once something is there, after `wait_s` at the latest."""
