@@ -165,7 +165,7 @@ class GrammarMatcher(LazyMatcher):
     def _separate(self) -> None:
         """What a draft does to the matcher is no reason to compile the grammar anew."""
         self._matcher = self._matcher.deep_copy()
-        self._on_failure = _do_nothing
+        self._on_failure = lambda: None
 
     def _consume(self, token_id: int) -> None:
         """See `LazyMatcher`; behind a stop token nothing comes."""
@@ -259,10 +259,6 @@ class TaggedMatcher(LazyMatcher):
 
     def _leave(self) -> None:
         self._inside, self._place = None, self._text.middle
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def either(one: bytes, other: bytes) -> bytes:

@@ -17,7 +17,6 @@ import yaml
 from ray import serve
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema, ServeStatus
 
-from app.config import ApplicationConfig
 from app.errors import InvalidSetup
 from deployments.ray_internals import deploy
 from deployments.serve.settings import ServeFile, asked_threads, read_serve_file
@@ -39,7 +38,8 @@ def roll_out(path: Path) -> NoReturn:
 
 def check_gpus(config: ServeFile) -> None:
     """Raise InvalidSetup where the cluster has fewer than all replicas need."""
-    num_gpus = sum(_num_gpus(application) for application in config.applications.values())
+    served = [model.replicas for application in config.applications.values() for model in application.models]
+    num_gpus = sum(replicas.max_replicas * replicas.reserved_gpus for replicas in served)
     found = ray.cluster_resources().get("GPU", 0)
     if found < num_gpus:
         raise InvalidSetup(
@@ -142,10 +142,6 @@ def _welcome(config: ServeFile) -> str:
 def _address(config: ServeFile) -> str:
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     return f"http://{host}:{config.port}"
-
-
-def _num_gpus(config: ApplicationConfig) -> float:
-    return sum(model.replicas.max_replicas * model.replicas.reserved_gpus for model in config.models)
 
 
 def _say(text: str) -> None:

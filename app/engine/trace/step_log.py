@@ -14,7 +14,6 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -147,13 +146,11 @@ class StepLog:
 
     def _write_pending(self) -> None:
         while self._pending:
-            for entry in self._permitted(self._pending.popleft()):
+            pending = self._pending.popleft()
+            for entry in (pending,) if self._redactor is None else self._redactor.redacted(pending):
                 self._write(to_line(entry))
             if self._num_bytes >= self._files.file_bytes:
                 self._open_next_file()
-
-    def _permitted(self, entry: Entry) -> Iterable[Entry]:
-        return (entry,) if self._redactor is None else self._redactor.redacted(entry)
 
     def _write(self, line: str) -> None:
         # One at a time: during the system call the engine's thread can run.
