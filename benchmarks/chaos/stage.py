@@ -17,7 +17,7 @@ from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, mixed, with_ref
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.processes import Process, family
-from benchmarks.harness.service import Layout, Service, scraped, service
+from benchmarks.harness.service import Layout, Service, scraped, service, total
 from benchmarks.harness.service import application as served
 
 LENGTHS = (30, 120)  # tokens of an answer
@@ -92,20 +92,16 @@ class Stage:
     def holdings(self) -> Holdings:
         """Asked over /metrics. Raises OSError when no ingress answers."""
         samples = scraped(self.target)
-
-        def total(name: str) -> int:
-            return round(sum(value for found, _, value in samples if found == name))
-
         ids = {match[1] for name, labels, _ in samples if name == "carousel_slots_used"
                and (match := _REPLICA_LABEL.search(labels))}  # fmt: skip
         return Holdings(
             frozenset(ids),
-            total("carousel_scrape_missing"),
+            total(samples, "carousel_scrape_missing"),
             {
-                "in_flight": total("carousel_requests_in_flight"),
-                "running": total("carousel_slots_used"),
-                "waiting": total("carousel_queue_requests"),
-                "blocks": total("carousel_kv_blocks") - total("carousel_kv_blocks_free"),
+                "in_flight": total(samples, "carousel_requests_in_flight"),
+                "running": total(samples, "carousel_slots_used"),
+                "waiting": total(samples, "carousel_queue_requests"),
+                "blocks": total(samples, "carousel_kv_blocks") - total(samples, "carousel_kv_blocks_free"),
             },
         )
 

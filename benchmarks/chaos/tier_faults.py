@@ -22,7 +22,7 @@ from benchmarks.chaos.traffic import Asked, mixed
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.disk import fill, small_disk
 from benchmarks.harness.processes import connections
-from benchmarks.harness.service import scraped
+from benchmarks.harness.service import scraped, total
 
 _DISK_MIB = 512
 _NUM_BLOCKS = 1024  # of a replica: less than its streams' prompts
@@ -68,14 +68,11 @@ async def _under(
     async with under_traffic(size, requests=requests, weights=True, cache=cache, **settings) as (running, traffic):
         for text, choose in faults.items():
             fault = Fault(row="R15", text=text, choose=choose, source=text, after_s=LASTS_S)
-            read_before = _tokens_read(running)
+            read_before = total(scraped(running.target), _TOKENS_READ)
             rows.append(await fault.figures(running, replace(traffic, answers=[]), size))
-            rows[-1]["tokens_read"] = _tokens_read(running) - read_before  # a replica that dies begins at 0
+            # A replica that dies begins at 0.
+            rows[-1]["tokens_read"] = total(scraped(running.target), _TOKENS_READ) - read_before
     return rows
-
-
-def _tokens_read(running: Stage) -> int:
-    return round(sum(value for name, _, value in scraped(running.target) if name == _TOKENS_READ))
 
 
 def _in_transfer(end: int, running: Stage, source: random.Random) -> Strike:

@@ -14,7 +14,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -249,3 +249,8 @@ def scraped(target: Target) -> list[tuple[str, str, float]]:
     """(name, labels, value) of every sample of /metrics."""
     text = got(target, "/metrics").decode()
     return [(name, labels, float(value)) for name, labels, value in _SAMPLE.findall(text)]
+
+
+def total(samples: Iterable[tuple[str, str, float]], name: str) -> int:
+    """The sum of a metric over its labels."""
+    return round(sum(value for found, _, value in samples if found == name))

@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.harness.answer import Answer, follow, random_prompt, streamed
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
 from benchmarks.harness.figures import percentile, rounded
-from benchmarks.harness.service import Service, application, scraped, service
+from benchmarks.harness.service import Service, application, scraped, service, total
 from benchmarks.harness.turns import turns
 
 _NAME = "moves"
@@ -84,7 +84,7 @@ def _short(model: str, fetches: bool, source: random.Random) -> tuple[list[Answe
         from_s = max(each.events_s[0] for each in answers)  # until then, streams wait for the prompts of others
         gaps = [after - before for each in answers for before, after in pairwise(each.events_s) if before > from_s]
         return answers, {
-            "preemptions": _total(running, "carousel_engine_memory_preemptions_total"),
+            "preemptions": total(scraped(running.target), "carousel_engine_memory_preemptions_total"),
             "seconds": round(max(each.ended_s for each in answers) - began_s, 2),
             "itl_p99_s": rounded(percentile(gaps, 99)),
             "itl_max_s": round(max(gaps), 3),
@@ -160,14 +160,11 @@ async def _followed(
 
 
 def _moved(running: Service) -> Figures:
+    samples = scraped(running.target)
     return {
-        "left": _total(running, "carousel_resumes_total"),
-        "fetched_tokens": _total(running, "carousel_tier_tokens_total"),
+        "left": total(samples, "carousel_resumes_total"),
+        "fetched_tokens": total(samples, "carousel_tier_tokens_total"),
     }
-
-
-def _total(running: Service, name: str) -> int:
-    return round(sum(value for found, _, value in scraped(running.target) if found == name))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
