@@ -11,6 +11,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -49,6 +50,7 @@ _OF_EVENTS: Json = {
         "description": "the number of the last event that has come, from 0 on",
     },
 }
+_retrieval = partial(Operation, "get", refusals=OF_A_LIST, media=(EVENTS,), query=_OF_EVENTS)
 _CONTEXT_HEADERS = "x-carousel-"  # what begins so says where and when a request runs
 
 
@@ -259,15 +261,7 @@ class KeptResponseRoutes(RouteGroup):
         answer = await self._behind(context.reservation.account.name, response_id, number)
         await answer(scope, receive, send)
 
-    @Operation(
-        "get",
-        "/v1/responses/{response_id}",
-        "A response that is kept, or the rest of its events",
-        "Response",
-        OF_A_LIST,
-        media=(EVENTS,),
-        query=_OF_EVENTS,
-    )
+    @_retrieval("/v1/responses/{response_id}", "A response that is kept, or the rest of its events", "Response")
     async def retrieve(self, request: Request) -> Response:
         """One response, as far as it is there. Raises NotFound."""
         return await self._retrieved(request, RESPONSES_PATH)
@@ -324,28 +318,14 @@ class KeptResponseRoutes(RouteGroup):
         deleted = await self._service.delete_response(owner_of(request), _id_in(request, path))
         return JSONResponse(deleted | {"object": shown_as})
 
-    @Operation(
-        "get",
-        "/v1/chat/completions/{response_id}",
-        "A chat that is kept, or the rest of its events",
-        "ChatCompletion",
-        OF_A_LIST,
-        media=(EVENTS,),
-        query=_OF_EVENTS,
+    @_retrieval(
+        "/v1/chat/completions/{response_id}", "A chat that is kept, or the rest of its events", "ChatCompletion"
     )
     async def retrieve_chat(self, request: Request) -> Response:
         """One chat, as far as it is there. Raises NotFound."""
         return await self._retrieved(request, _CHATS)
 
-    @Operation(
-        "get",
-        "/v1/completions/{response_id}",
-        "A completion that is kept, or the rest of its events",
-        "Completion",
-        OF_A_LIST,
-        media=(EVENTS,),
-        query=_OF_EVENTS,
-    )
+    @_retrieval("/v1/completions/{response_id}", "A completion that is kept, or the rest of its events", "Completion")
     async def retrieve_completion(self, request: Request) -> Response:
         """One completion, as far as it is there. Raises NotFound."""
         return await self._retrieved(request, _COMPLETIONS)
