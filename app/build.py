@@ -165,11 +165,6 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig) -> Engine:
         with ranks.loading():
             loaded = load_runner(config, group=ranks.group)
         loaded.runner.lead(ranks)
-    if loaded.runner.launches and config.speculation.method == "lookup":
-        logger.warning(
-            "speculation.method is lookup, but nothing is speculated: %s runs on a GPU, where a step is launched "
-            "before the tokens of the one before are known; set speculation.method to off", config.model.path,
-        )  # fmt: skip
     sentences = sentence_settings(config.model, location)
     runner = _runner_of(config, loaded, replicas)
     facts = replace(loaded.model.facts, pooling=sentences.pooling)
@@ -414,8 +409,7 @@ def assemble(
 ) -> Engine:
     """An engine around any model runner. Requests are limited to what fits into the pool alone, if it has KV memory.
 
-    Where the runner can launch steps, the engine prepares each while the one before it is computed. It speculates
-    nothing then: the tokens that a draft follows would have to be known.
+    Where the runner can launch steps, the engine prepares each while the one before it is computed.
     """
     if facts.generates:
         pool = BlockPool(num_blocks=num_blocks, block_size=cache.block_size)
@@ -427,8 +421,9 @@ def assemble(
         pool=pool,
         eos_token_ids=facts.eos_token_ids,
         takes_whole_prompts=not facts.generates,
-        drafter=None if runner.launches else drafter,
+        drafter=drafter,
         store=store,
+        launches_ahead=runner.launches,
     )
     build: Callable[..., Engine] = engine_class or (OverlappedEngine if runner.launches else Engine)
     return build(

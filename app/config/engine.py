@@ -130,7 +130,7 @@ class SpeculationConfig(Settings):
     method: Literal["lookup", "draft_model", "off"] = Field(
         "off",
         description="lookup: what followed the same tokens before, and what grammars force; draft_model: what a"
-        " smaller model draws; off: only what a request's `prediction` has; on CPUs only",
+        " smaller model draws, on CPUs only; off: only what a request's `prediction` has",
     )
     model: str | None = Field(
         None,

@@ -115,6 +115,8 @@ class StepBatch:
     # Every sequence decodes, and the tokens after its first are drafts, not known to be its own: a token is drawn after
     # each of them. See `kept_tokens`.
     has_drafts: bool = False
+    # Of an engine that launches ahead: no other step was under way when it was scheduled.
+    has_waited: bool = False
 
     @cached_property
     def num_tokens(self) -> int:
@@ -224,6 +226,9 @@ class StepLimits(NamedTuple):
 # Prompt tokens of one step that get log-probabilities, at most. Each takes a row of logits: 300 MB in all with a
 # vocabulary of 150,000 tokens. A longer prompt takes more steps.
 MAX_SCORED_TOKENS = 512
+# Prompts that begin or go on, or sequences with drafts, in a step that a GPU replays from a graph: each may need a
+# program of its own, in every replay.
+MAX_LONGER = 64
 
 
 class BatchBuilder:
@@ -344,7 +349,7 @@ class BatchBuilder:
         self.num_tokens_left -= len(drafts)
         self._has_drafts = True
 
-    def build(self, *, began_at: float) -> StepBatch:
+    def build(self, *, began_at: float, has_waited: bool = False) -> StepBatch:
         """The batch for the model runner."""
         return StepBatch(
             tuple(self.scheduled),
@@ -355,6 +360,7 @@ class BatchBuilder:
             has_pooling=self._has_pooling,
             has_preempted=self.has_preempted,
             has_drafts=self._has_drafts,
+            has_waited=has_waited,
         )
 
     def _scheduled_sequence(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:

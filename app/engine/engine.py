@@ -166,10 +166,7 @@ class Engine:
         if self._is_asleep:
             return self._end_without_step()
         batch = self._schedule()
-        result = self._run(batch) if batch else StepResult([])
-        if batch.has_drafts:
-            result = kept_tokens(batch, result)
-        self._note_drawn(batch, result)
+        result = self._kept(batch, self._run(batch) if batch else StepResult([]))
         ended_at = self._clock()
         return self._end_step(batch, self._scheduler.update(batch, result, now=ended_at), at=ended_at)
 
@@ -180,10 +177,14 @@ class Engine:
             observer.scheduled(batch, decision)
         return batch
 
-    def _note_drawn(self, batch: StepBatch, result: StepResult) -> None:
+    def _kept(self, batch: StepBatch, result: StepResult) -> StepResult:
+        """What a step gave, without draws that come to nothing."""
+        if batch.has_drafts:
+            result = kept_tokens(batch, result)
         self._fail_unmatched(batch)
         for observer in self._observers:
             observer.sampled(batch, result.token_ids, result.num_kept)
+        return result
 
     def _end_step(self, batch: StepBatch, deltas: list[TokenDelta], *, at: float) -> list[TokenDelta]:
         step = EndedStep(batch, deltas, at, self._scheduler.last_step_s, self._scheduler.last_gap_s)

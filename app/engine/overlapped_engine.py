@@ -9,6 +9,9 @@ and its tokens are drawn as soon as those of the step before have arrived, while
 The tokens of step 1 are the input of step 2 without a copy to the host: step 2 reads them on the device. The host finds
 out one step late that a sequence has drawn an end token; the token drawn for it meanwhile is discarded. (The
 "zero-overhead" scheduling of SGLang 0.4 and vLLM's asynchronous scheduling do the same.)
+
+A step with drafts follows known tokens, and how far it advances is known at its end: both it and the step after it are
+scheduled while the device waits. So there is one only where a drafter hopes for drafts, and they have to pay for that.
 """
 
 from __future__ import annotations
@@ -66,9 +69,15 @@ class OverlappedEngine(Engine):
             return super().step()
         for observer in self._observers:
             observer.step_began()
-        must_wait = before is not None and self._has_failed
+        must_wait = before is not None and (self._has_failed or self._is_waited_for(before.batch))
         self._launched = None if must_wait else self._launch(is_ahead=before is not None)
         return self._end_without_step() if before is None else self._reconcile(before)
+
+    def _is_waited_for(self, batch: StepBatch) -> bool:
+        """Whether the next step is scheduled when the tokens of this one are known."""
+        if batch.has_drafts or batch.has_waited:  # not twice in a row for drafts that do not come
+            return batch.has_drafts
+        return self._scheduler.hopes_for_drafts()
 
     def _launch(self, *, is_ahead: bool) -> _Launched | None:
         batch = self._schedule(is_ahead=is_ahead)
@@ -98,7 +107,7 @@ class OverlappedEngine(Engine):
             self._retry_after(FailureKind.RESULT, launched.batch, result)
             self._take_back(launched)
             return self._end_without_step()
-        self._note_drawn(launched.batch, result)
+        result = self._kept(launched.batch, result)
         ended_at = self._clock()
         deltas = self._scheduler.reconcile(launched.batch, result, now=ended_at)
         ahead = self._launched

@@ -31,7 +31,7 @@ from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
 from app.engine.result_processor import ResultProcessor
 from app.engine.running import RunningSequences
 from app.engine.sequence import Sequence, SequenceStatus
-from app.engine.speculation.drafter import Drafter, add_drafts
+from app.engine.speculation.drafter import Drafter, add_drafts, hopes_for_drafts
 from app.engine.stats import SPEED_STEP_TOKENS, EngineStats, Totals
 from app.engine.step_times import Throughput
 from app.engine.strategies import SchedulerView, StepPlan, make_strategy
@@ -49,8 +49,8 @@ class Scheduler:
 
     `schedule` and `update` are separate so that a model can run between them: every scheduled batch must be updated or
     failed before the next is scheduled. A caller that schedules a step while the one before it still runs calls
-    `commit_ahead` and `reconcile` in place of `update`; at most one batch may be between the two. Times are in seconds
-    of one monotonic clock.
+    `commit_ahead` and `reconcile` in place of `update`; at most one batch may be between the two, and none behind one
+    with drafts. Times are in seconds of one monotonic clock.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Scheduler:
         takes_whole_prompts: bool = False,
         drafter: Drafter | None = None,
         store: BlockStore | None = None,
+        launches_ahead: bool = False,
     ) -> None:
         """Whole prompts are computed in one step each.
 
@@ -74,6 +75,7 @@ class Scheduler:
         self._strategy = make_strategy(config.strategy)
         self._policy = make_policy(config.policy)
         self.drafter = drafter
+        self._launches_ahead = launches_ahead  # its caller
         self._eos_token_ids = frozenset(eos_token_ids)
         self._takes_whole_prompts = takes_whole_prompts
         self._num_arrived = 0
@@ -244,10 +246,20 @@ class Scheduler:
         # After a preemption for blocks memory is short: a sequence that joined now would be preempted next.
         wait_reason = WaitReason.BLOCKS if builder.has_preempted else self._admit(builder, plan, now)
         joined = builder.sequences[num_running:]
-        if self.drafter is not None:
-            add_drafts(builder, self.drafter, self._running, is_short=wait_reason is WaitReason.BLOCKS)
+        if self.drafter is not None and not is_ahead:
+            is_short = wait_reason is WaitReason.BLOCKS
+            add_drafts(builder, self.drafter, self._running, is_short=is_short, max_rows=self._max_rows)
         self._note_decision(joined, wait_reason)
-        return builder.build(began_at=now)
+        return builder.build(began_at=now, has_waited=self._launches_ahead and not is_ahead)
+
+    @property
+    def _max_rows(self) -> int | None:
+        """Tokens of a step with drafts, where a device has room for the logits of so many; None: any number."""
+        return self.config.max_running if self._launches_ahead else None
+
+    def hopes_for_drafts(self) -> bool:
+        """Whether the next step probably has drafts if it waits for the tokens of the step that is under way."""
+        return self.drafter is not None and hopes_for_drafts(self.drafter, self._running, max_rows=self._max_rows)
 
     def _view(self, now: float) -> SchedulerView:
         return SchedulerView(
@@ -435,20 +447,23 @@ class Scheduler:
     def commit_ahead(self, batch: StepBatch) -> None:
         """Count a batch as computed before its tokens are known, so that the next can be scheduled meanwhile.
 
-        -1 - n is the placeholder of the token drawn for `batch.sampled[n]` until `reconcile` replaces it.
+        -1 - n is the placeholder of the token drawn for `batch.sampled[n]` until `reconcile` replaces it. How far a
+        batch with drafts advances is known at its end: it is not counted, and the next waits for it.
         """
-        self._results.commit_ahead(batch)
+        if not batch.has_drafts:
+            self._results.commit_ahead(batch)
 
     def roll_back(self, batch: StepBatch) -> None:
         """Undo `commit_ahead` of a batch because its step failed: all of it is computed again."""
-        self._results.roll_back(batch)
+        if not batch.has_drafts:
+            self._results.roll_back(batch)
 
     def reconcile(self, batch: StepBatch, result: StepResult, *, now: float) -> list[TokenDelta]:
         """Process the result of a batch that has advanced; as `update` otherwise.
 
         A sequence that ends here may be in the next batch already: the token that is drawn for it there is discarded.
         """
-        return self._process(batch, result, now, is_ahead=True)
+        return self._process(batch, result, now, is_ahead=not batch.has_drafts)
 
     def _process(self, batch: StepBatch, result: StepResult, now: float, *, is_ahead: bool) -> list[TokenDelta]:
         """The deltas after a step: of sequences that ended without it, then those of its own."""

@@ -40,13 +40,13 @@ class ReenactingRunner(ModelRunner, Drafter):
         self._model = model
         self._stand_ins = stand_ins
         self._eos_token_ids = eos_token_ids
-        self._record = StepRecord(0)
+        self._record = self._after = StepRecord(0)
         # number → tokens, once the whole batch has been seen; one token each, but for steps with drafts
         self._recorded: dict[int, list[int]] | None = None
 
-    def expect(self, record: StepRecord) -> None:
-        """What comes next is this step."""
-        self._record, self._recorded = record, None
+    def expect(self, record: StepRecord, after: StepRecord | None) -> None:
+        """What comes next is this step, then the one after it."""
+        self._record, self._after, self._recorded = record, after or StepRecord(0), None
 
     def run(self, batch: StepBatch) -> StepResult:
         """Compute a step, or a part of one that failed."""
@@ -71,33 +71,37 @@ class ReenactingRunner(ModelRunner, Drafter):
         pairs = zip(batch.scheduled, batch.sequences, strict=True)
         sampled = [(item, sequence) for item, sequence in pairs if item.samples]
         if self._recorded is None:
-            self._recorded = self._kept([sequence.arrival for _, sequence in sampled])
+            self._recorded = self._kept(self._record, [sequence.arrival for _, sequence in sampled])
         tokens: list[int] = []
         for item, sequence in sampled:
             # Where others are sampled than the record says, it has no token; the comparison finds that out.
             kept = self._recorded.get(sequence.arrival) or [0]
             if self._stand_ins is not None:
-                kept = self._stood_in(sequence, item.start + 1 if batch.has_drafts else item.end, len(kept))
+                position = item.start + 1 if batch.has_drafts else item.end
+                kept = self._stood_in(self._record, sequence, position, len(kept))
             num_draws = len(item.token_ids) if batch.has_drafts else 1
             tokens += [*kept, *[0] * num_draws][:num_draws]  # what was drawn behind the kept ones is not known
         return tokens
 
-    def _kept(self, numbers: Sequence[int]) -> dict[int, list[int]]:
-        """The recorded tokens of the step by request; of a log without prompts, zeros in their place."""
-        counts = self._record.num_kept or [1] * len(numbers)
-        tokens = iter(self._record.token_ids or [0] * (sum(counts) if self._stand_ins is not None else 0))
+    def _kept(self, record: StepRecord, numbers: Sequence[int]) -> dict[int, list[int]]:
+        """The recorded tokens by request; of a log without prompts, zeros in their place."""
+        counts = record.num_kept or [1] * len(numbers)
+        tokens = iter(record.token_ids or [0] * (sum(counts) if self._stand_ins is not None else 0))
         return {number: list(islice(tokens, count)) for number, count in zip(numbers, counts, strict=False)}
 
-    def _stood_in(self, sequence: EngineSequence, position: int, count: int) -> list[int]:
+    def _stood_in(self, record: StepRecord, sequence: EngineSequence, position: int, count: int) -> list[int]:
         """What stands for so many tokens of a request from a position on."""
         assert self._stand_ins is not None, "only a log without prompts needs them"
         number = sequence.arrival
         tokens = [self._stand_ins.token(number, at) for at in range(position, position + count)]
-        if (number, "stop") in self._record.ended:
+        if (number, "stop") in record.ended:
             tokens[-1] = (*sequence.request.sampling.stop_token_ids, *self._eos_token_ids)[0]
         return tokens
 
     # ------------------------------------------------------------------ as a `Drafter`
+
+    def hopes(self, sequences: Sequence[EngineSequence]) -> bool:
+        return self._record.began_at is None  # nothing was scheduled in that step: it waited
 
     def begin(self, num_sequences: int) -> bool:
         return True
@@ -113,9 +117,10 @@ class ReenactingRunner(ModelRunner, Drafter):
         if not scheduled.counts or sequence.arrival not in scheduled.numbers:
             return []
         num_drafts = scheduled.counts[list(scheduled.numbers).index(sequence.arrival)] - 1
-        kept = self._kept(scheduled.samplers).get(sequence.arrival) or [0]
+        drawn_in = self._record if self._record.num_kept else self._after  # the latter where steps are launched
+        kept = self._kept(drawn_in, scheduled.samplers).get(sequence.arrival) or [0]
         if self._stand_ins is not None:
-            kept = self._stood_in(sequence, sequence.num_tokens, len(kept))
+            kept = self._stood_in(drawn_in, sequence, sequence.num_tokens, len(kept))
         return [*kept[:-1], *[abs(kept[-1] - 1)] * num_drafts][:num_drafts]
 
     def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:

@@ -154,9 +154,9 @@ class Reenactment:
         if adapter is not None:
             adapter.release()
 
-    def step(self, record: StepRecord) -> StepRecord:
-        """Make the step that is recorded; what is returned has its scheduled tokens in full."""
-        self._runner.expect(record)
+    def step(self, record: StepRecord, after: StepRecord | None) -> StepRecord:
+        """Make the step that is recorded, before the one after; what is returned has its scheduled tokens in full."""
+        self._runner.expect(record, after)
         self._store.expect(record, self.request_ids)
         self._clock.expect(record.began_at, record.ended_at)
         self._entries.clear()

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -165,12 +166,12 @@ def replay(log: str, *, model: str | None = None, simulated: bool = False, setti
 def reenact(entries: Iterable[Entry], reenactment: Reenactment, comparison: Comparison) -> Found:
     """Live through the entries up to their end, a hole in them or the first difference."""
     num_steps, shares = 0, Shares()
-    for entry in entries:
+    for entry, after in _with_next_steps(entries):
         if isinstance(entry, DroppedEntries):
             return Found(num_steps, num_lost=entry.num_entries)
         if isinstance(entry, StepRecord):
             recorded = shares.in_full(entry)
-            divergence = comparison.first_difference(recorded, reenactment.step(recorded))
+            divergence = comparison.first_difference(recorded, reenactment.step(recorded, after))
             if divergence is not None:
                 return Found(num_steps, divergence)
             num_steps += 1
@@ -179,6 +180,17 @@ def reenact(entries: Iterable[Entry], reenactment: Reenactment, comparison: Comp
             continue
         reenactment.outside(entry)
     return Found(num_steps)
+
+
+def _with_next_steps(entries: Iterable[Entry]) -> Iterator[tuple[Entry, StepRecord | None]]:
+    """Each with the step after it."""
+    held: list[Entry] = []
+    for entry in entries:
+        if isinstance(entry, StepRecord):
+            yield from zip(held, repeat(entry))
+            held.clear()
+        held.append(entry)
+    yield from zip(held, repeat(None))
 
 
 def in_words(outcome: Outcome) -> str:

@@ -1,5 +1,7 @@
 """How likely a draft must be kept to be worth computing: learned from how long steps with and without drafts take.
 
+Where an engine launches ahead, a step that has waited for drafts counts as one with drafts, whether it has got any.
+
 Where a step waits for memory, a row more is nearly free; where it is bound by computing, a row takes as long as a token
 does, and no draft is worth it. (That the number of drafts must fall with the load: SmartSpec, Liu et al., 2024.)
 No clock here.
@@ -48,7 +50,7 @@ class _SizeClass:
         if not self.is_known:
             return _AT_FIRST
         plain_s, drafted_s = max(self.plain_s.value, 1e-9), max(self.drafted_s.value, 1e-9)
-        draft_s = max(0.0, drafted_s - plain_s) / self.num_drafts.value
+        draft_s = max(0.0, drafted_s - plain_s) / max(self.num_drafts.value, 1e-9)
         margin = 1.25  # a draft must bring so much more than it takes
         return margin * draft_s * max(1 / plain_s, self.num_kept.value / drafted_s)
 
@@ -86,17 +88,24 @@ class DraftPace:
         num_drafts = batch.num_scheduled_tokens - num_sequences if batch.has_drafts else 0
         if num_drafts or batch.num_scheduled_tokens == len(batch.sampled):
             self.note(
-                num_sequences=num_sequences, num_drafts=num_drafts, num_kept=len(result.token_ids), seconds=seconds
+                num_sequences=num_sequences,
+                num_drafts=num_drafts,
+                num_kept=len(result.token_ids),
+                seconds=seconds,
+                has_waited=batch.has_waited,
             )
 
-    def note(self, *, num_sequences: int, num_drafts: int, num_kept: int, seconds: float) -> None:
+    def note(
+        self, *, num_sequences: int, num_drafts: int, num_kept: int, seconds: float, has_waited: bool = False
+    ) -> None:
         """A step of so many sequences took so long; `num_kept` tokens came of it."""
         known, each_s = self._class_of(num_sequences), seconds / num_sequences
-        average = known.drafted_s if num_drafts else known.plain_s
+        is_plain = not (num_drafts or has_waited)
+        average = known.plain_s if is_plain else known.drafted_s
         if average.number >= _MIN_STEPS:
             each_s = without_pause(each_s, average.value)
         average.note(each_s)
-        if num_drafts:
+        if not is_plain:
             known.num_drafts.note(num_drafts / num_sequences)
             known.num_kept.note(num_kept / num_sequences)
 

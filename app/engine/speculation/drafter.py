@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 
-from app.engine.batch import BatchBuilder, ScheduledSequence, StepBatch, StepResult
+from app.engine.batch import MAX_LONGER, BatchBuilder, ScheduledSequence, StepBatch, StepResult
 from app.engine.matcher import Matcher
 from app.engine.running import RunningSequences
 from app.engine.sequence import Sequence
@@ -29,6 +30,13 @@ class Drafter(ABC):
     """Proposes the next tokens of sequences that decode. What it proposes costs time and never changes a token."""
 
     only_predictions: bool = False  # drafts only for requests that bring a prediction of their output
+
+    def hopes(self, sequences: Several[Sequence]) -> bool:
+        """Whether the next step probably has drafts for any of these, of which the last tokens are being drawn.
+
+        Asked where an engine launches ahead: such a step waits for those tokens.
+        """
+        return True
 
     @abstractmethod
     def begin(self, num_sequences: int) -> bool:
@@ -54,20 +62,38 @@ class Drafter(ABC):
         """Have the memory again. Raises what a model runner raises."""
 
 
-def add_drafts(builder: BatchBuilder, drafter: Drafter, running: RunningSequences, *, is_short: bool) -> None:
+def hopes_for_drafts(drafter: Drafter, running: RunningSequences, *, max_rows: int | None) -> bool:
+    """Whether a step of these probably has drafts once their last tokens are known."""
+    sequences = running.in_order
+    if drafter.only_predictions and not running.num_predicted:
+        return False
+    if not sequences or _num_draftable(len(sequences), max_rows) <= 0:
+        return False
+    return all(each.is_decoding for each in sequences) and drafter.hopes(sequences)
+
+
+def _num_draftable(num_sequences: int, max_rows: int | None) -> int:
+    """Drafts of a step, at most; it may have `max_rows` tokens, and on a GPU no more drafts than its graphs hold."""
+    return sys.maxsize if max_rows is None else min(max_rows - num_sequences, MAX_LONGER)
+
+
+def add_drafts(
+    builder: BatchBuilder, drafter: Drafter, running: RunningSequences, *, is_short: bool, max_rows: int | None
+) -> None:
     """Use what is left of the budget and of the blocks for drafts, where every sequence of the step decodes.
 
     A step with a prompt in it is bound by computing. `is_short`: others wait for blocks, so drafts take none.
+    `max_rows`: tokens of a step with drafts, where an engine launches ahead.
     """
     sequences = builder.sequences
+    num_tokens_left = min(builder.num_tokens_left, _num_draftable(len(sequences), max_rows))
     # These conditions say so for most steps; the last looks at every sequence.
     if drafter.only_predictions and not running.num_predicted:
         return
-    if not builder.has_single_tokens or not drafter.begin(len(sequences)):
+    if num_tokens_left <= 0 or not builder.has_single_tokens or not drafter.begin(len(sequences)):
         return
     if not all(each.is_decoding for each in sequences):
         return
-    num_tokens_left = builder.num_tokens_left
 
     def take(sequence: Sequence, at_most: int) -> int:
         nonlocal num_tokens_left
@@ -107,8 +133,21 @@ class LookupDrafter(Drafter):
     _num_steps: int = 0
     _is_promising: bool = True  # any sequence of the last step that was looked at
     _is_passing: bool = True  # the current step is not looked at
+    _has_hoped: bool = False  # and a step has waited since: it is looked at, too
+
+    def hopes(self, sequences: Several[Sequence]) -> bool:
+        self._has_hoped = False
+        # The first of what may follow is the token that is being drawn.
+        self._has_hoped = self.begin(len(sequences)) and any(
+            each.request.sampling.max_tokens - each.num_generated_tokens > 1 and len(self._draft_of(each)) > 1
+            for each in sequences
+        )
+        return self._has_hoped
 
     def begin(self, num_sequences: int) -> bool:
+        if self._has_hoped:
+            self._has_hoped = self._is_passing = False
+            return True
         self._num_steps += 1
         # Of so many steps one is looked at, while no sequence is promising: looking takes 3% of a step of the smallest
         # models.
@@ -126,6 +165,7 @@ class LookupDrafter(Drafter):
         return one_by_one(sequences, take, self._draft_of)
 
     def _draft_of(self, sequence: Sequence) -> Several[int]:
+        """What may follow its known tokens."""
         drafts, prediction = sequence.drafts, sequence.request.prediction_token_ids
         if self.only_predictions and not prediction:
             return ()
@@ -137,7 +177,8 @@ class LookupDrafter(Drafter):
         drafts.are_forced, drafts.are_predicted = bool(forced), False
         if forced:
             return forced
-        drafts.lookup.follow(sequence.generated_token_ids)
+        generated = sequence.generated_token_ids
+        drafts.lookup.follow(generated[:-1] if sequence.has_unknown_token else generated)
         has_match = drafts.lookup.has_match()
         number = drafts.num_worthwhile(self._least_chance)
         drafts.num_unmatched = 0 if has_match else drafts.num_unmatched + 1

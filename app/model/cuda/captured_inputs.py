@@ -14,7 +14,7 @@ from itertools import accumulate, chain
 
 import torch
 
-from app.engine.batch import EMPTY_BATCH, StepBatch
+from app.engine.batch import EMPTY_BATCH, MAX_LONGER, StepBatch
 from app.model.cuda.adapters import AdaptedRows, AdapterSlots
 from app.model.cuda.attention import PaddedPieces, Segment, TritonAttention, TritonStep
 from app.model.inputs import PackedColumns, packed_columns, to_device
@@ -24,8 +24,6 @@ _MAX_ROWS = 512
 # More tokens in a step: a GPU computes longer on them than the host needs to launch the step after it.
 _MAX_TOKENS = 2048
 _MIN_TOKENS = 64  # below it the weights are read for so few tokens that a spare one costs nothing
-# Prompts that begin or go on in one captured step. Each may need a program of its own, in every replay.
-_MAX_LONGER = 64
 _ALIGNED = 2  # int64 numbers in 16 bytes: kernels are compiled for pointers to such addresses
 
 
@@ -35,7 +33,7 @@ class StepSize:
 
     num_tokens: int
     num_rows: int  # sequences, and tokens for which logits are computed
-    max_longer: int = 0  # sequences with several tokens; 0: a decode step, one token of each
+    max_longer: int = 0  # sequences with several tokens, prompts or drafts; 0: a decode step, one token of each
     has_adapters: bool = False  # any sequence may be computed with an adapter
 
     @property
@@ -73,7 +71,7 @@ def mixed_sizes(*, max_rows: int, max_tokens: int) -> tuple[StepSize, ...]:
     ladder = [n << shift for shift in range(3) for n in range(_MIN_TOKENS * 4, _MIN_TOKENS * 8, _MIN_TOKENS)]
     every = [*range(_MIN_TOKENS, _MIN_TOKENS * 4, _MIN_TOKENS), *ladder]
     return tuple(
-        StepSize(num_tokens, min(max_rows, num_tokens, _MAX_ROWS), min(max_rows, num_tokens // 2, _MAX_LONGER))
+        StepSize(num_tokens, min(max_rows, num_tokens, _MAX_ROWS), min(max_rows, num_tokens // 2, MAX_LONGER))
         for num_tokens in (*(size for size in every if size < largest), largest)
     )
 
@@ -90,8 +88,9 @@ def smallest_fitting(batch: StepBatch, *, decode: Sequence[StepSize], mixed: Seq
         at = bisect_left(decode, len(items), key=lambda size: size.num_rows)
         return decode[at] if at < len(decode) else None
     num_longer = sum(len(item.token_ids) > 1 for item in items)
+    num_rows = batch.num_tokens if batch.has_drafts else len(items)  # behind drafts, too, a token is drawn
     at = bisect_left(mixed, batch.num_tokens, key=lambda size: size.num_tokens)
-    fitting = (size for size in mixed[at:] if len(items) <= size.num_rows and num_longer <= size.max_longer)
+    fitting = (size for size in mixed[at:] if num_rows <= size.num_rows and num_longer <= size.max_longer)
     return next(fitting, None)
 
 

@@ -97,10 +97,11 @@ class TritonSampler(Sampler):
         of_masks += bytes(-(next_mask + len(of_masks)) % 4)
         first_value = (next_mask + len(of_masks)) // 4
         facts, values, next_scratch = bytearray(), bytearray(), scratch.data_ptr()
+        sent: dict[LogitAdjustments, tuple[int, int]] = {}
         for item, mask in zip(items, masks, strict=True):
             of_values: tuple[int, ...] = (0,) * 7
             if _changes_logits(item):
-                of_values = (*self._values_of(item, values, first_value, scratch.device), next_scratch)
+                of_values = (*self._values_of(item, values, first_value, sent, scratch.device), next_scratch)
                 next_scratch += scratch.stride(0) * scratch.itemsize
             facts += _FACTS.pack(*_numbers_of(item), next_mask if mask else 0, *of_values)
             next_mask += len(mask)
@@ -108,22 +109,33 @@ class TritonSampler(Sampler):
         return bytes_to_device(together + bytes(-len(together) % 8), torch.long, scratch.device)
 
     def _values_of(
-        self, item: ScheduledSequence, values: bytearray, first_value: int, device: torch.device
+        self,
+        item: ScheduledSequence,
+        values: bytearray,
+        first_value: int,
+        sent: dict[LogitAdjustments, tuple[int, int]],
+        device: torch.device,
     ) -> tuple[int, ...]:
-        """Appends changes and bans to the values; returns where they are, see `draw_kernel`."""
-        own, changes, entries, num_entries = item.adjustments, b"", 0, 0
+        """Appends changes and bans to the values; returns where they are, see `draw_kernel`.
+
+        sent: the changes of rows before. Rows are drawn in any order, so each makes those of its sequence.
+        """
+        own, entries, num_entries = item.adjustments, 0, 0
+        at_change, num_changes = 0, 0
         if own is not None:
             kept = self._entries.get(own)
             if kept is None:
                 kept = self._entries[own] = DeviceEntries(device)
-            changes = kept.changes(own)
+            if own not in sent:
+                changes = kept.changes(own)
+                sent[own] = first_value + len(values) // 4, len(changes) // _CHANGE_BYTES
+                values += changes
+            at_change, num_changes = sent[own]
             entries, num_entries = kept.tensor.data_ptr(), len(kept)
         bans = array("i", () if item.matcher is not None else item.banned_token_ids)
-        at_change = first_value + len(values) // 4
-        at_ban = at_change + len(changes) // 4
-        values += changes
+        at_ban = first_value + len(values) // 4
         values += bans.tobytes()
-        return (at_change, len(changes) // _CHANGE_BYTES, at_ban, len(bans), entries, num_entries)
+        return (at_change, num_changes, at_ban, len(bans), entries, num_entries)
 
 
 class DeviceEntries:

@@ -125,8 +125,8 @@ def assert_replayed(header: Header, recorded: Recorded) -> Replay:
 class _Noting(Reenactment):
     made: list[str]
 
-    def step(self, record: StepRecord) -> StepRecord:
-        made = super().step(record)
+    def step(self, record: StepRecord, after: StepRecord | None) -> StepRecord:
+        made = super().step(record, after)
         self.made.append(to_line(made))
         return made
 

@@ -52,6 +52,14 @@ def test_a_step_that_was_held_up_says_little() -> None:
     assert pace.least_chance(1) < 0.1
 
 
+def test_steps_that_wait_for_drafts_and_get_none_count_against_drafts() -> None:
+    pace = paced(1, base_s=0.010, row_s=0.0, num_drafts=4, num_kept=3)
+    assert pace.least_chance(1) == 0.0
+    for _ in range(50):
+        pace.note(num_sequences=1, num_drafts=0, num_kept=1, seconds=0.012, has_waited=True)
+    assert pace.least_chance(1) >= 1.0
+
+
 def test_steps_of_other_sizes_are_learned_apart() -> None:
     pace = paced(32, base_s=0.0, row_s=0.002, num_drafts=32, num_kept=40)
     assert pace.least_chance(1) < 1.0

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from app.engine.batch import StepBatch, StepResult
+from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 from app.engine.engine import Engine
+from app.engine.model_runner import ModelRunner
 from app.engine.request import FinishReason, Grammar, GrammarKind, Request
 from app.engine.speculation.drafter import Drafter, LookupDrafter
 from app.engine.speculation.prompt_lookup import PromptLookup, SequenceDrafts
 from tests.engine.speculation.test_draft_model import MatchedDraftRunner, model_drafter
 from tests.engine.test_combinations import POLICIES, STRATEGIES, workload
-from tests.engine.test_overlapped_engine import LateRunner
+from tests.engine.test_matcher import LateMatchedRunner
+from tests.engine.test_overlapped_engine import LateRunner, LateStep
 from tests.kit.engine import (
     CountingRunner,
     FakeClock,
     KnowingDrafter,
     MadeMatchers,
     MatchedRunner,
+    Outcome,
     TimedEngine,
     build_fake_engine,
     make_request,
@@ -78,20 +82,24 @@ def asking(text: str, **sampling: Any) -> Request:
     return make_request(request_id=text, grammar=grammar, **{"max_tokens": 30} | sampling)
 
 
+@pytest.mark.parametrize("make_runner", [MatchedRunner, LateMatchedRunner])
 @pytest.mark.parametrize(
-    "drafter",
-    [LookupDrafter(4), KnowingDrafter(3), model_drafter(MatchedDraftRunner())],
+    "make_drafter",
+    [lambda: LookupDrafter(4), lambda: KnowingDrafter(3), lambda: model_drafter(MatchedDraftRunner())],
     ids=["forced", "wrong", "draft_model"],
 )
-def test_a_grammar_has_the_same_tokens_and_the_same_end_with_drafts(drafter: Drafter) -> None:
+def test_a_grammar_has_the_same_tokens_and_the_same_end_with_drafts(
+    make_drafter: Callable[[], Drafter], make_runner: Callable[[], ModelRunner]
+) -> None:
     requests = [
         asking("3 4 5 6"),
         asking("7 8", frequency_penalty=0.5),
         asking("9 10 11 !"),
         make_request(max_tokens=9),
     ]
+    drafter = make_drafter()
     plain, drafting = (
-        build_fake_engine(runner=MatchedRunner(), clock=FakeClock(), drafter=each) for each in (None, drafter)
+        build_fake_engine(runner=make_runner(), clock=FakeClock(), drafter=each) for each in (None, drafter)
     )
     outcomes = []
     for engine in (plain, drafting):
@@ -124,6 +132,7 @@ def test_an_end_token_among_drafts_ends_the_request_there() -> None:
     assert outcome.reasons["one"] is FinishReason.STOP
 
 
+@pytest.mark.parametrize("make_runner", [CountingRunner, LateRunner])
 @pytest.mark.parametrize(
     "make_drafter", [lambda: KnowingDrafter(3), lambda: model_drafter(wrong_every=6)], ids=["known", "draft_model"]
 )
@@ -133,9 +142,9 @@ def test_an_end_token_among_drafts_ends_the_request_there() -> None:
     ids=lambda sampling: next(iter(sampling)),
 )
 def test_a_draw_that_depends_on_the_tokens_before_it_sees_the_drafts_among_them(
-    sampling: dict[str, object], make_drafter: Callable[[], Drafter]
+    sampling: dict[str, object], make_drafter: Callable[[], Drafter], make_runner: Callable[[], ModelRunner]
 ) -> None:
-    engine = build_fake_engine(drafter=make_drafter(), clock=FakeClock())
+    engine = build_fake_engine(runner=make_runner(), drafter=make_drafter(), clock=FakeClock())
     request = make_request(max_tokens=60, **sampling)
     run_to_end(engine, request).check(request)
     assert engine.stats().total_accepted_tokens > 30
@@ -190,12 +199,148 @@ def test_a_preempted_sequence_gives_its_index_up() -> None:
     assert sequence.drafts is None
 
 
-def test_an_engine_that_launches_ahead_drafts_nothing() -> None:
-    clock = FakeClock()
-    engine = build_fake_engine(runner=LateRunner(clock), clock=clock, drafter=KnowingDrafter(3))
-    request = make_request(max_tokens=20)
-    run_to_end(engine, request).check(request)
-    assert engine.stats().total_drafted_tokens == 0
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy["name"])
+def test_the_tokens_are_the_same_where_steps_without_drafts_are_launched_ahead(strategy: object, policy: str) -> None:
+    clock, requests = FakeClock(), workload()[:32]
+    runner = LateRunner(clock)
+    engine = build_fake_engine(
+        num_blocks=14, max_running=6, max_waiting=100, runner=runner, clock=clock, strategy=strategy, policy=policy,
+        drafter=KnowingDrafter(3),
+    )  # fmt: skip
+    run_to_end(engine, *requests, clock=clock).check(*requests)
+    stats = engine.stats()
+    assert stats.total_preemptions > 0
+    assert stats.total_drafted_tokens > stats.total_accepted_tokens > 0
+    assert runner.num_ahead > 50
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+class PacedRunner(LateRunner):
+    """A device that takes 10 ms for a step, and a host that takes `host_s` to launch it; the host's time shows where
+    the device waits for it. Some requests draw 5, 6, 7, 8 in turn."""
+
+    def __init__(self, repeating: set[str], *, host_s: float) -> None:
+        self.clock = FakeClock()
+        super().__init__(self.clock)
+        self._step_s, self._host_s, self._repeating = 0.0, host_s, repeating
+        self._free_at = 0.0
+        self._ends_at: deque[float] = deque()
+
+    def launch(self, batch: StepBatch) -> LateStep:
+        self.clock.advance(self._host_s)
+        self._free_at = max(self._free_at, self.clock()) + 0.01
+        self._ends_at.append(self._free_at)
+        return super().launch(batch)
+
+    def compute(self, step: LateStep) -> StepResult:
+        self.clock.advance(max(0.0, self._ends_at.popleft() - self.clock()))
+        return super().compute(step)
+
+    def _draw(self, item: ScheduledSequence) -> int:
+        return 5 + item.end % 4 if item.request_id in self._repeating else super()._draw(item)
+
+    @property
+    def num_waits(self) -> int:
+        return sum(batch.has_waited for batch in self.batches)
+
+
+def launched(
+    num_sequences: int, num_repeating: int, *, host_s: float, drafter: Drafter | None, prediction: tuple[int, ...] = ()
+) -> tuple[PacedRunner, Engine]:
+    """So many requests of 120 tokens, some of which repeat themselves."""
+    runner = PacedRunner({str(number) for number in range(num_repeating)}, host_s=host_s)
+    engine = build_fake_engine(
+        num_blocks=2000, runner=runner, clock=runner.clock, drafter=drafter, max_running=128, max_step_tokens=256
+    )
+    requests = [
+        replace(make_request((9, 10 + number), max_tokens=120, request_id=str(number)), prediction_token_ids=prediction)
+        for number in range(num_sequences)
+    ]
+    run_to_end(engine, *requests).check(*requests[num_repeating:])
+    return runner, engine
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "num_repeating", "most_launches"),
+    [(1, 1, 45), (8, 1, 120), (8, 8, 45), (32, 1, 124), (32, 32, 85)],
+)
+def test_launches_become_fewer_where_that_is_worth_that_the_device_waits(
+    num_sequences: int, num_repeating: int, most_launches: int
+) -> None:
+    plain, _ = launched(num_sequences, num_repeating, host_s=0.003, drafter=None)
+    runner, engine = launched(num_sequences, num_repeating, host_s=0.003, drafter=LookupDrafter())
+    stats = engine.stats()
+    print(
+        num_sequences,
+        num_repeating,
+        len(plain.batches),
+        plain.num_waits,
+        plain.clock.at - 100,
+        len(runner.batches),
+        runner.num_waits,
+        runner.clock.at - 100,
+        stats,
+    )
+    assert (len(plain.batches), plain.num_waits) == (120, 1)
+    assert len(runner.batches) <= most_launches
+    assert runner.clock.at - 100 <= 1.03 * (plain.clock.at - 100)
+    assert stats.total_accepted_tokens > 0
+
+
+def test_drafts_that_are_rejected_make_few_steps_wait() -> None:
+    """Some tokens of the prediction come at its places, and never two in a row."""
+    tokens = tokens_of(make_request((9, 10), max_tokens=120))
+    prediction = tuple(token if place % 2 else 2 + token % 40 for place, token in enumerate(tokens))
+    plain, _ = launched(1, 0, host_s=0.003, drafter=None, prediction=prediction)
+    runner, engine = launched(1, 0, host_s=0.003, drafter=LookupDrafter(), prediction=prediction)
+    print(len(runner.batches), runner.num_waits, runner.clock.at - 100, engine.stats())
+    assert engine.stats().total_drafted_tokens > 0
+    assert runner.num_waits <= 12
+    assert runner.clock.at - 100 <= 1.05 * (plain.clock.at - 100)
+
+
+def test_behind_a_step_that_has_waited_for_nothing_the_next_is_launched_ahead() -> None:
+    class EmptyDrafter(KnowingDrafter):
+        def draft_of(self, sequence: object) -> list[int]:
+            return []
+
+    runner, _ = launched(1, 0, host_s=0.003, drafter=EmptyDrafter(3))
+    assert [batch.has_waited for batch in runner.batches] == [True, False] * 60
+
+
+def test_a_step_with_drafts_has_no_more_rows_than_requests_may_run_and_no_more_drafts_than_a_graph_holds() -> None:
+    for max_running, num_sequences, most in ((9, 6, 9), (9, 9, 9), (200, 9, 73)):
+        runner = PacedRunner({str(number) for number in range(num_sequences)}, host_s=0.0)
+        engine = build_fake_engine(
+            num_blocks=2000, runner=runner, clock=runner.clock, drafter=LookupDrafter(), max_running=max_running,
+            max_step_tokens=256,
+        )  # fmt: skip
+        requests = [make_request((9,), max_tokens=60, request_id=str(number)) for number in range(num_sequences)]
+        run_to_end(engine, *requests)
+        decoding = [batch.num_tokens for batch in runner.batches[1:]]
+        assert max(decoding) == most
+
+
+@pytest.mark.parametrize("fails", ["fails_next", "fails_later"])
+def test_a_step_that_fails_once_is_computed_again_whether_it_has_drafts(fails: str) -> None:
+    num_drafted = 0
+    for num_steps in range(2, 14):
+        clock = FakeClock()
+        runner = LateRunner(clock)
+        engine = build_fake_engine(runner=runner, clock=clock, drafter=KnowingDrafter(3))
+        requests = [make_request((5, 6), max_tokens=16), make_request((7, 8), max_tokens=16, presence_penalty=0.5)]
+        for request in requests:
+            engine.add(request)
+        outcome = Outcome()
+        for _ in range(num_steps):
+            outcome.book(engine.step())
+        setattr(runner, fails, True)
+        run_to_end(engine, outcome=outcome).check(*requests)
+        num_drafted += engine.stats().total_drafted_tokens
+        assert not outcome.errors
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks
+    assert num_drafted
 
 
 def predicting(request: Request, *, num_wrong: int = 0) -> Request:
@@ -293,13 +438,17 @@ def test_draws_that_look_back_and_grammars_are_the_same_with_a_prediction() -> N
     assert outcomes[1].predicted["penalties"][0] > 30
 
 
-def test_an_engine_that_launches_ahead_takes_a_prediction_and_drafts_nothing() -> None:
+def test_what_is_predicted_takes_few_launches_and_is_counted_where_others_are_launched_ahead() -> None:
     clock = FakeClock()
-    engine = build_fake_engine(runner=LateRunner(clock), clock=clock, drafter=LookupDrafter(only_predictions=True))
-    request = predicting(make_request(max_tokens=20))
+    runner = LateRunner(clock)
+    engine = build_fake_engine(runner=runner, clock=clock, drafter=LookupDrafter(only_predictions=True))
+    plain, request = make_request(max_tokens=20), predicting(make_request(max_tokens=80, request_id="one"))
+    run_to_end(engine, plain).check(plain)
+    assert (runner.num_ahead, engine.stats().total_drafted_tokens) == (19, 0)
     outcome = run_to_end(engine, request)
     outcome.check(request)
-    assert not outcome.predicted
+    assert engine.stats().total_steps - 20 < 25
+    assert outcome.predicted["one"] == (engine.stats().total_accepted_tokens, 0)
 
 
 def test_tenants_are_charged_for_the_tokens_that_were_kept() -> None:

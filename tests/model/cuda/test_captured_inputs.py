@@ -86,6 +86,14 @@ def test_a_step_that_no_size_holds_runs_eagerly() -> None:
     assert smallest_fitting(StepBatch((item(2),), ()), decode=DECODE, mixed=()) is None
 
 
+def test_behind_each_draft_there_is_room_for_logits() -> None:
+    few = mixed_sizes(max_rows=8, max_tokens=512)
+    for num_drafts, size in ((4, few[0]), (5, None)):
+        batch = StepBatch((item(1 + num_drafts), *[item(1)] * 3), (), has_drafts=True)
+        assert smallest_fitting(batch, decode=DECODE, mixed=few) == size
+    assert chosen(*[item(2)] * 33, has_drafts=True) == MIXED[1]
+
+
 def test_scored_prompts_and_embeddings_run_eagerly() -> None:
     assert chosen(item(5, targets=(6, 7), first_target=1), has_logprobs=True) is None
     assert chosen(item(5, samples=False, pooling=Pooling.MEAN), has_pooling=True) is None

@@ -150,6 +150,22 @@ def test_the_host_never_waits_between_a_batch_and_its_tokens(
     assert set(counts.waits) == {"tolist"}
 
 
+@torch.inference_mode()
+def test_drafts_take_no_launch_of_their_own_and_the_host_does_not_wait_for_them(
+    tiny_model_path: Callable[[str], Path],
+) -> None:
+    launches = []
+    for has_drafts in (False, True):
+        items = (item([5, 6, 7], 9, [1, 2, 3]), item([6], 4, [4, 5]))
+        runner = runner_of(loaded(tiny_model_path("llama")))
+        with counting(computes=False) as counts:
+            launched = runner.launch(StepBatch(items, items, has_drafts=has_drafts))
+        assert counts.waits == []
+        assert len(launched.result().token_ids) == (4 if has_drafts else 2)
+        launches.append([each.kernel for each in counts.kernels])
+    assert launches[0] == launches[1]
+
+
 def sampled(*items: ScheduledSequence) -> tuple[Counts, torch.Tensor]:
     """Draws from bfloat16 logits of 4,096 tokens, with log-probabilities where they are wanted."""
     logits = torch.randn(len(items), VOCAB_SIZE).bfloat16()

@@ -25,6 +25,7 @@ from app.engine.batch import DeviceLost, ScheduledSequence, StepBatch
 from app.engine.engine import Engine
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Request
+from app.engine.speculation.drafter import Drafter
 from app.errors import InvalidSetup
 from app.model.cuda import graph_runner
 from app.model.cuda.captured_inputs import graph_sizes
@@ -35,6 +36,7 @@ from app.model.ways.transformers_code import TransformersModel
 from tests.kit import models as kit
 from tests.kit.engine import POOLINGS_OF_DECODERS, make_request, run_to_end
 from tests.kit.models import DEVICE, config_of, scheduled
+from tests.model.test_speculation import RecallingDrafter
 from tests.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
@@ -90,14 +92,20 @@ def share(start: int, block_ids: list[int], *token_ids: int, **facts: Any) -> Sc
 
 
 def engine_with(
-    model: LoadedModel, capture: Callable[..., Callable[[], torch.Tensor]], *, has_kernels: bool = False
+    model: LoadedModel,
+    capture: Callable[..., Callable[[], torch.Tensor]],
+    *,
+    has_kernels: bool = False,
+    drafter: Drafter | None = None,
 ) -> Engine:
     """has_kernels: draws and log-probabilities are those that serve; slow in Triton's interpreter."""
     runner = GraphModelRunner(
         model, attention_for(model), max_rows=6, max_tokens=LIMITS.max_step_tokens, capture=capture,
         sampler=TritonSampler(model.device) if has_kernels else None,
     )  # fmt: skip
-    return assemble(LIMITS, CacheConfig(block_size=4), num_blocks=NUM_BLOCKS, runner=runner, facts=model.facts)
+    return assemble(
+        LIMITS, CacheConfig(block_size=4), num_blocks=NUM_BLOCKS, runner=runner, facts=model.facts, drafter=drafter
+    )
 
 
 def plain_engine(path: Path) -> Engine:
@@ -278,6 +286,29 @@ def test_penalties_and_grammars_are_applied_to_steps_that_were_launched_before_t
     assert engine.stats().total_preemptions > 0
     assert capture.replayed
     assert late
+
+
+def test_drafts_are_rows_of_replayed_steps_and_change_nothing(small_path: Path) -> None:
+    """Among them rows that are sampled, penalised, banned, biased, and with log-probabilities."""
+    changes: list[dict[str, object]] = [
+        {"presence_penalty": 1.5}, {"logit_bias": ((9, 3.0),), "logprobs": 2}, {"bad_words": ((40, 41),)}, {},
+    ]  # fmt: skip
+    requests = [
+        replace(request, sampling=replace(request.sampling, **change))  # type: ignore[arg-type]
+        for request, change in zip(some_requests(), changes, strict=True)
+    ]
+    expected, capture = run_to_end(plain_engine(small_path), *requests), RunAgain()
+    drafter = RecallingDrafter(expected.token_ids)
+    engine = engine_with(load(small_path), capture, has_kernels=True, drafter=drafter)
+    outcome, stats = run_to_end(engine, *requests), engine.stats()
+    assert outcome.token_ids == expected.token_ids
+    for request_id, values in outcome.logprobs.items():
+        wanted = expected.logprobs[request_id]
+        assert [each.logprob for each in values] == pytest.approx([each.logprob for each in wanted], abs=1e-4)
+    assert stats.total_preemptions > 0
+    assert stats.total_drafted_tokens > stats.total_accepted_tokens > 0
+    assert len(capture.replayed) == stats.total_steps
+    assert engine.measurements().num_steps_without_graph == 0
 
 
 def _noting_what_is_late(late: list[StepBatch]) -> Callable[..., LaunchedStep]:

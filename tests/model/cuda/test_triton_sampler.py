@@ -219,6 +219,15 @@ def test_a_step_brings_only_new_tokens_to_the_device(monkeypatch: pytest.MonkeyP
     assert [len(part) // 20 for part in sent] == [31, 0, 1, 1, 2]
 
 
+def test_rows_of_one_sequence_with_drafts_each_bring_what_changes() -> None:
+    """A GPU draws them in any order."""
+    each = item(logit_bias=((40, 1.0), (3, -1.0)))
+    facts = triton()._facts_of([each, each], torch.empty(2, 2 + VOCAB_SIZE, dtype=torch.int32, device=DEVICE))
+    of_first, of_second = facts[: 2 * 13].view(2, 13)[:, 6:8].tolist()
+    assert of_first == of_second
+    assert of_first[1] == 2
+
+
 def test_entries_go_with_their_sequence_and_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, logits = triton(), torch.randn(2, VOCAB_SIZE, device=DEVICE)
     items = [item(repetition_penalty=1.5, prompt=(n, 7), temperature=0.0) for n in range(2)]
