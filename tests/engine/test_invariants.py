@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import StepError
 from app.engine.observer import StepObserver
 from app.engine.request import FinishReason, Request
+from app.engine.speculation.drafter import Drafter, LookupDrafter
 from app.errors import DeadlineMissed, Quarantined, StepFailed
 from tests.kit.engine import (
     POOLINGS_OF_DECODERS,
@@ -71,7 +73,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_scored_tokens=st.sampled_from([1, 3, 100]),
         strategy=st.sampled_from(STRATEGIES),
         policy=st.sampled_from(POLICIES),
-        num_drafts=st.sampled_from([0, 0, 3]),
+        make_drafter=st.sampled_from([lambda: None, lambda: KnowingDrafter(3), LookupDrafter]),
         has_store=st.sampled_from([True, True, False]),
     )
     def build(
@@ -84,7 +86,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_scored_tokens: int,
         strategy: Any,
         policy: Any,
-        num_drafts: int,
+        make_drafter: Callable[[], Drafter | None],
         has_store: bool,
     ) -> None:
         self.max_scored_tokens = max_scored_tokens
@@ -105,7 +107,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine = build_fake_engine(
             num_blocks=num_blocks, block_size=block_size, runner=self.runner, clock=self.clock,
             recorder=self.new_recorder(),
-            drafter=KnowingDrafter(num_drafts) if num_drafts else None, store=self.store, **self.settings,
+            drafter=make_drafter(), store=self.store, **self.settings,
         )  # fmt: skip
         self.outcome = Outcome()
         self.sent: dict[str, Request] = {}
@@ -138,6 +140,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
         is_background=st.sampled_from([False, False, True]),
         pooling=st.sampled_from([None, None, None, *POOLINGS_OF_DECODERS]),
+        is_predicted=st.booleans(),
     )
     def add(
         self,
@@ -147,6 +150,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_scored_elsewhere: int,
         is_background: bool,
         adjustments: dict[str, Any],
+        is_predicted: bool,
         **fields: Any,
     ) -> str:
         # Few different tokens, so that prefixes are shared.
@@ -163,6 +167,7 @@ class EngineMachine(RuleBasedStateMachine):
             # The prompt is scored before anything is generated.
             num_scored_tokens=length - 1 if generated else min(num_scored_elsewhere, length - 1),
             is_background=is_background,
+            prediction_token_ids=(*before[:4], 4, *before[5:]) if is_predicted else (),
         )
         try:
             self.engine.add(request)

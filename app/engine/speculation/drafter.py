@@ -133,15 +133,18 @@ class LookupDrafter(Drafter):
     _num_steps: int = 0
     _is_promising: bool = True  # any sequence of the last step that was looked at
     _is_passing: bool = True  # the current step is not looked at
-    _has_hoped: bool = False  # and a step has waited since: it is looked at, too
+    _has_hoped: bool = False  # and the current step has waited: it is looked at, too
+    _guess: tuple[Sequence, int] | None = None  # the token that is being drawn, as far as it was hoped for
 
     def hopes(self, sequences: Several[Sequence]) -> bool:
         self._has_hoped = False
-        # The first of what may follow is the token that is being drawn.
-        self._has_hoped = self.begin(len(sequences)) and any(
-            each.request.sampling.max_tokens - each.num_generated_tokens > 1 and len(self._draft_of(each)) > 1
-            for each in sequences
-        )
+        if self.begin(len(sequences)):
+            for each in sequences:
+                if each.request.sampling.max_tokens - each.num_generated_tokens > 1:
+                    found = self._draft_of(each)  # the first of it is the token that is being drawn
+                    if len(found) > 1:
+                        self._has_hoped, self._guess = True, (each, found[0])
+                        break
         return self._has_hoped
 
     def begin(self, num_sequences: int) -> bool:
@@ -202,6 +205,10 @@ class LookupDrafter(Drafter):
         if not self._is_passing:
             self._pace.stepped(batch, result, seconds)
         self._is_passing = True
+        if self._guess is not None:  # it is as much as a draft that was computed
+            (sequence, guess), self._guess = self._guess, None
+            if sequence.drafts is not None:
+                self._note(sequence.drafts, 1, int(sequence.generated_token_ids[-1] == guess))
         if batch.has_drafts:
             for item, sequence, num_kept in zip(batch.scheduled, batch.sequences, result.num_kept, strict=True):
                 number = len(item.token_ids) - 1

@@ -164,6 +164,7 @@ class StepRecorder(StepObserver):
                 ended=ended,
                 times_us=times_us,
                 failures=self._failures,
+                num_kept=self._num_kept,
             )
         return StepRecord(
             self._num_steps,
