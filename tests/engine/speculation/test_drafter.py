@@ -263,7 +263,7 @@ def launched(
 
 @pytest.mark.parametrize(
     ("num_sequences", "num_repeating", "most_launches"),
-    [(1, 1, 45), (8, 1, 120), (8, 8, 45), (32, 1, 124), (32, 32, 85)],
+    [(1, 1, 45), (8, 1, 120), (8, 8, 45), (32, 1, 120), (32, 32, 85)],
 )
 def test_launches_become_fewer_where_that_is_worth_that_the_device_waits(
     num_sequences: int, num_repeating: int, most_launches: int
@@ -288,15 +288,16 @@ def test_launches_become_fewer_where_that_is_worth_that_the_device_waits(
     assert stats.total_accepted_tokens > 0
 
 
-def test_drafts_that_are_rejected_make_few_steps_wait() -> None:
-    """Some tokens of the prediction come at its places, and never two in a row."""
+@pytest.mark.parametrize("num_right", [1, 2])
+def test_hopes_that_fail_and_drafts_that_are_rejected_make_few_steps_wait(num_right: int) -> None:
+    """Of three tokens of the prediction one comes at its place, or two: then a draft behind the second is computed."""
     tokens = tokens_of(make_request((9, 10), max_tokens=120))
-    prediction = tuple(token if place % 2 else 2 + token % 40 for place, token in enumerate(tokens))
+    prediction = tuple(token if place % 3 < num_right else 2 + (token - 1) % 48 for place, token in enumerate(tokens))
     plain, _ = launched(1, 0, host_s=0.003, drafter=None, prediction=prediction)
     runner, engine = launched(1, 0, host_s=0.003, drafter=LookupDrafter(), prediction=prediction)
     print(len(runner.batches), runner.num_waits, runner.clock.at - 100, engine.stats())
-    assert engine.stats().total_drafted_tokens > 0
-    assert runner.num_waits <= 12
+    assert num_right == 1 or engine.stats().total_drafted_tokens > 0
+    assert 1 < runner.num_waits <= 12
     assert runner.clock.at - 100 <= 1.05 * (plain.clock.at - 100)
 
 
