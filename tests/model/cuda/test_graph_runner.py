@@ -294,7 +294,7 @@ def test_drafts_are_rows_of_replayed_steps_and_change_nothing(small_path: Path) 
         {"presence_penalty": 1.5}, {"logit_bias": ((9, 3.0),), "logprobs": 2}, {"bad_words": ((40, 41),)}, {},
     ]  # fmt: skip
     requests = [
-        replace(request, sampling=replace(request.sampling, **change))  # type: ignore[arg-type]
+        replace(request, sampling=replace(request.sampling, max_tokens=12, **change))  # type: ignore[arg-type]
         for request, change in zip(some_requests(), changes, strict=True)
     ]
     expected, capture = run_to_end(plain_engine(small_path), *requests), RunAgain()
