@@ -176,7 +176,7 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig) -> Engine:
         runner=runner,
         facts=facts,
         recorder=recorder_of(config, runner=runner, facts=facts, num_blocks=loaded.num_blocks),
-        adapters=_adapters_of(config, runner) if replicas.tensor_parallel == 1 else None,
+        adapters=_adapters_of(config, runner),
         drafter=(
             drafter_of(config.speculation)
             if loaded.draft is None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,18 +68,36 @@ def follow(channel: Channel, runner: LeadingRunner, group: RankGroup) -> None:
     """Compute until rank 0 ends. Raises what a step raises: the ranks cannot go on after that."""
     reader = StepReader()
     runner.join(group)
-    while True:
-        try:
-            kind, content = channel.receive()
-        except EOFError:
-            return
-        if kind is Kind.STEP:
-            runner.follow(reader.batch(content))
-        elif kind is Kind.PREPARE:
-            runner.prepare()
-        else:
-            assert kind is Kind.SYNC, f"a rank that runs gets no {kind.name}"
-            channel.send(Kind.SYNC)
+    with ThreadPoolExecutor(1) as beside_steps:
+        while True:
+            try:
+                kind, content = channel.receive()
+            except EOFError:
+                return
+            if kind is Kind.STEP:
+                runner.follow(reader.batch(content))
+            elif kind is Kind.PREPARE:
+                runner.prepare()
+            elif kind is Kind.ADAPTER:
+                beside_steps.submit(_load_adapter, channel, runner, *json.loads(content))
+            else:
+                assert kind is Kind.SYNC, f"a rank that runs gets no {kind.name}"
+                channel.send(Kind.SYNC)
+
+
+def _load_adapter(channel: Channel, runner: LeadingRunner, slot: int, path: str) -> None:
+    """An adapter that cannot be loaded ends no rank."""
+    from app.errors import Failure, described, traceback_of
+    from app.model.adapters import read_part
+
+    try:
+        runner.follow_adapter(slot, read_part(Path(path)))
+        Path(path).unlink()
+    except Exception as error:
+        logger.error("an adapter was not loaded: %s", traceback_of(error))
+        channel.send_error(Failure(f"a rank cannot load the adapter: {described(error)}"))
+    else:
+        channel.send(Kind.SYNC)
 
 
 if __name__ == "__main__":

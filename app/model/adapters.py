@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
@@ -56,6 +56,13 @@ class LowRankUpdate:
 AdapterWeights = Mapping[str, LowRankUpdate]  # by the linear layer's name in the model
 
 
+@dataclass(frozen=True, slots=True)
+class SlottedAdapter:
+    """An adapter that is in a slot of a GPU's memory, as the `adapter` of scheduled sequences."""
+
+    slot: int
+
+
 class LlamaLayer(Protocol):
     """What of a layer of a decoder of ours matters here."""
 
@@ -78,6 +85,45 @@ def linear_sizes(settings: DecoderSettings, layers: Sequence[LlamaLayer]) -> dic
 
 def linear_name(layer: int, linear: str) -> str:
     return f"model.layers.{layer}.{linear}"
+
+
+def is_divided_by_inputs(linear: str) -> bool:
+    """How ranks divide a linear layer: the rest is divided by outputs."""
+    return linear.endswith(("o_proj", "down_proj"))
+
+
+def whole_size(linear: str, own: Sizes, num_ranks: int) -> Sizes:
+    """Of a linear layer, of which one of so many ranks has a part of this size."""
+    if is_divided_by_inputs(linear):
+        return own._replace(num_inputs=own.num_inputs * num_ranks)
+    return own._replace(num_outputs=own.num_outputs * num_ranks)
+
+
+def part_of_rank(weights: AdapterWeights, rank: int, num_ranks: int) -> AdapterWeights:
+    """What a rank adds to its part of each linear layer: of A its inputs, or of B its outputs."""
+
+    def part(linear: str, update: LowRankUpdate) -> LowRankUpdate:
+        if is_divided_by_inputs(linear):
+            return replace(update, down=update.down.chunk(num_ranks, 1)[rank].contiguous())
+        return replace(update, up=update.up.chunk(num_ranks)[rank].contiguous())
+
+    return {linear: part(linear, update) for linear, update in weights.items()}
+
+
+def save_part(path: Path, part: AdapterWeights) -> None:
+    """For `read_part` in another process."""
+    from safetensors.torch import save_file
+
+    named = {linear: (update.down, update.up) for linear, update in part.items()}
+    save_file({f"{linear} {at}": factor for linear, pair in named.items() for at, factor in enumerate(pair)}, path)
+
+
+def read_part(path: Path) -> AdapterWeights:
+    from safetensors.torch import load_file
+
+    factors = load_file(path)
+    linears = {name.partition(" ")[0] for name in factors}
+    return {linear: LowRankUpdate(factors[f"{linear} 0"], factors[f"{linear} 1"]) for linear in linears}
 
 
 def products(num_layers: int) -> Iterator[tuple[int, str, list[str]]]:

@@ -12,7 +12,7 @@ import torch
 
 from app.engine.batch import StepBatch, StepResult
 from app.engine.model_runner import ModelRunner
-from app.model.adapters import read_adapter
+from app.model.adapters import AdapterWeights, read_adapter
 from app.model.forward import ForwardPass, Prediction
 from app.model.inputs import build_inputs
 from app.model.logprobs import Logprobs, WantedLogprobs
@@ -33,6 +33,12 @@ class NoRanks:
 
     def preparing(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def part_of_adapter(self, weights: AdapterWeights) -> AdapterWeights:
+        return weights
+
+    def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        pass
 
     def check(self) -> None:
         pass
@@ -61,6 +67,10 @@ class LeadingRunner(ModelRunner):
     def follow(self, batch: StepBatch) -> None:
         """Compute a step's forward pass on another rank: that rank's part of it."""
 
+    def follow_adapter(self, slot: int, part: AdapterWeights) -> None:
+        """Write this rank's part of an adapter to a slot, on another thread than steps are computed on."""
+        raise NotImplementedError(f"{type(self).__name__} adapts nothing on several ranks")
+
     def check(self) -> None:
         """Raises DeviceLost if another rank has ended."""
         self._ranks.check()
@@ -80,6 +90,10 @@ class TorchModelRunner(LeadingRunner):
         self._device = device
         self._sampler = sampler or Sampler()
         self._kv_memory: list[memoryview] | None = None  # until it is asked for
+
+    def join(self, group: RankGroup) -> None:
+        super().join(group)
+        self.adapts = False  # it adds to whole linear layers
 
     @torch.inference_mode()
     def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> object:

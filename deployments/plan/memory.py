@@ -38,7 +38,7 @@ class GpuPlan:
         if config.model.max_loaded_adapters is not None and not self._planned.needs.adapters:
             raise InvalidSetup(
                 f"--adapters: {config.model.path} on {self._where} computes with none; it needs the decoder for CUDA "
-                f"(a Llama-like model) and --tensor-parallel 1"
+                f"(a Llama-like model)"
             )
 
     def table(self) -> str:

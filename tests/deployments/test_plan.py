@@ -165,8 +165,19 @@ def test_adapters_take_of_a_gpus_memory_what_those_of_the_highest_rank_need(plan
     assert "adapters  " not in planned("--gpu", "H200")
     # Between both products of a step: 512 tokens, 2 splits of the inputs, 3 parts of rank 64 in float32.
     expected = 100 * 2 * 2 * 64 * NUMBERS_OF_RANK + 100 * 2 * 7 * 4 + 512 * 2 * 3 * 64 * 4
-    shown = planned("--gpu", "H200", "--max-step-tokens", "512", "--adapters", "100")
-    assert f"adapters      {expected / 2**30:>9.2f} GiB" in shown
+    options = ("--gpu", "H200", "--max-step-tokens", "512", "--adapters", "100")
+    assert f"adapters      {expected / 2**30:>9.2f} GiB" in planned(*options)
+    # Halves of B's outputs, and of A's inputs where the layer's inputs are divided.
+    part = 3 * 4096 + (4096 + 2 * 1024) // 2 + 4096 // 2 + 4096 + 2 * 4096 + 12288 + 12288 // 2 + 4096
+    expected += 100 * 2 * 2 * 64 * (part - NUMBERS_OF_RANK)
+    assert f"adapters      {expected / 2**30:>9.2f} GiB" in planned(*options, "--tensor-parallel", "2")
+
+
+def test_adapters_on_a_gpu_need_the_decoder_for_cuda(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bloom = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "seq_length": 64}
+    (tmp_path / "config.json").write_text(json.dumps(bloom))
+    assert plan(tmp_path, "--gpu", "T4", "--adapters", "8", "--context", "64") == 1
+    assert "on T4 computes with none; it needs the decoder for CUDA" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
@@ -216,7 +227,6 @@ def test_replicas_of_a_machine_with_cpus_share_their_weights(planned: Callable[.
             r"GiB are missing for one sequence of 40,960 .* --quantization int8",
         ),
         (("--gpu", "H200", "--adapters", "8", "--rank", "16"), "--rank is for CPUs only"),
-        (("--gpu", "H200", "--tensor-parallel", "2", "--adapters", "8"), "on each of 2 H200 computes with none"),
         (("--cpu", "16GiB", "--adapters", "8", "--rank", "65"), "adapters of rank 65: at most 64 is computed"),
         (("--gpu", "H200", "--draft-model", "some/model"), "--draft-model is planned for CPUs only"),
         (("--cpu", "1TB"), r"--cpu: got '1TB'; it is no size, such as 80GiB"),

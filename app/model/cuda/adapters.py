@@ -24,10 +24,12 @@ from app.model.adapters import (
     AdapterWeights,
     LowRankUpdate,
     Sizes,
+    SlottedAdapter,
     linear_name,
     linear_sizes,
     products,
     tokens_by_adapter,
+    whole_size,
 )
 from app.model.cuda.attention import padded
 from app.model.cuda.fp8 import Fp8Rows, Rows
@@ -66,13 +68,6 @@ class AdaptedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class SlottedAdapter:
-    """An adapter that is in a slot, as the `adapter` of scheduled sequences."""
-
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
 class _StackedUpdates:
     """What all adapters add to one product of one layer. Its parts are the linear layers that are joined in it."""
 
@@ -103,17 +98,21 @@ class _StackedUpdates:
 
 
 class AdapterSlots:
-    """The memory of the adapters of a model, and the products with them. Any thread may load and free."""
+    """The memory of the adapters of a model, and the products with them. Any thread may load and free.
 
-    def __init__(self, weights: CudaWeights, num_slots: int) -> None:
-        self.sizes = linear_sizes(weights.settings, weights.layers)  # by name
+    Of a rank that has a part of the model, it holds the parts of the adapters for it.
+    """
+
+    def __init__(self, weights: CudaWeights, num_slots: int, *, num_ranks: int = 1) -> None:
+        sizes = linear_sizes(weights.settings, weights.layers)
+        self.sizes = {name: whole_size(name, own, num_ranks) for name, own in sizes.items()}  # of whole adapters
         self.num_slots = num_slots
         like = weights.embedding
         self._device = like.device
         self._kernels = kernels_of("adapter_kernels", self._device)
         self._stacked: dict[tuple[int, str], _StackedUpdates] = {}  # by layer and product
         for index, product, linears in products(len(weights.layers)):
-            known = [self.sizes[linear] for linear in linears if linear in self.sizes]
+            known = [sizes[linear] for linear in linears if linear in sizes]
             if known:
                 self._stacked[index, product] = _StackedUpdates.of(known, num_slots, like)
         self._free = list(reversed(range(num_slots)))
@@ -139,15 +138,19 @@ class AdapterSlots:
         """Write an adapter to a free slot; there must be one. The steps launched so far may still use the slot."""
         slot = self._free.pop()
         try:
-            with self._writing:
-                if self._late is None:
-                    self._write(slot, weights)
-                else:
-                    self._late[slot] = weights
+            self.write(slot, weights)
         except BaseException:
             self._free.append(slot)
             raise
         return SlottedAdapter(slot)
+
+    def write(self, slot: int, weights: AdapterWeights) -> None:
+        """As `load`, to the slot that rank 0 has chosen."""
+        with self._writing:
+            if self._late is None:
+                self._write(slot, weights)
+            else:
+                self._late[slot] = weights
 
     def free(self, adapter: SlottedAdapter) -> None:
         """No step that is launched from now on uses it. Waits for nothing."""

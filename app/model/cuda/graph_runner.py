@@ -25,8 +25,8 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from app.engine.batch import DeviceLost, ScheduledSequence, StepBatch, StepResult
 from app.errors import InvalidSetup, described, first_line
-from app.model.adapters import read_adapter
-from app.model.cuda.adapters import AdaptedRows, SlottedAdapter
+from app.model.adapters import AdapterWeights, SlottedAdapter, read_adapter
+from app.model.cuda.adapters import AdaptedRows
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.captured_inputs import (
@@ -119,7 +119,18 @@ class GraphModelRunner(LeadingRunner):
         assert self._model.adapters is not None, "it adapts"
         weights = read_adapter(folder, self._model.adapters.sizes)
         make_room()
-        return self._model.adapters.load(weights)
+        loaded = self._model.adapters.load(self._ranks.part_of_adapter(weights))
+        try:
+            self._ranks.load_adapter(loaded.slot, weights)
+        except BaseException:
+            self._model.adapters.free(loaded)
+            raise
+        return loaded
+
+    @torch.inference_mode()
+    def follow_adapter(self, slot: int, part: AdapterWeights) -> None:
+        assert self._model.adapters is not None, "all ranks have the same settings"
+        self._model.adapters.write(slot, part)
 
     def unload_adapter(self, adapter: object) -> None:
         assert self._model.adapters is not None, "it adapts"

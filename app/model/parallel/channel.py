@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import threading
 from enum import IntEnum
 from typing import Any
 
@@ -20,19 +21,22 @@ class Kind(IntEnum):
     STEP = 1  # see `StepWriter`
     SYNC = 2  # empty; the other rank answers with the same once it has done all before it
     PREPARE = 3  # empty: do what the first step would have to do otherwise
-    FAILED = 4  # JSON: the error that ends the other rank
+    FAILED = 4  # JSON: the error that ends the other rank, or which an adapter had
+    ADAPTER = 5  # JSON: a slot, and the file with a rank's part of an adapter; answered with a SYNC once it is there
 
 
 class Channel:
-    """One end. A message is sent as a whole by one thread at a time, and read by one thread."""
+    """One end. Any thread may send; messages are read by one thread."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
+        self._sending = threading.Lock()
         self._reader = end.makefile("rb")
 
     def send(self, kind: Kind, content: bytes = b"") -> None:
         """Raises OSError if the other process has ended."""
-        self._socket.sendall(_LENGTH.pack(len(content), kind) + content)
+        with self._sending:
+            self._socket.sendall(_LENGTH.pack(len(content), kind) + content)
 
     def send_error(self, error: CarouselError) -> None:
         self.send(Kind.FAILED, json.dumps(error.to_plain(), default=str).encode())

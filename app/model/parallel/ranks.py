@@ -27,7 +27,8 @@ import torch
 
 from app.config import GIB
 from app.engine.batch import DeviceLost, StepBatch
-from app.errors import CarouselError, Failure, InvalidSetup, described
+from app.errors import CarouselError, EngineStopped, Failure, InvalidSetup, described
+from app.model.adapters import AdapterWeights, part_of_rank, save_part
 from app.model.parallel.channel import Channel, Kind
 from app.model.parallel.group import ExchangeCounts, RankGroup
 from app.model.parallel.split_plan import check_divisible
@@ -91,7 +92,7 @@ class _Work:
 
 
 class Ranks:
-    """The ranks beside this one, which is rank 0. Steps are sent by one thread."""
+    """The ranks beside this one, which is rank 0. Steps are sent by one thread, adapters by another."""
 
     def __init__(
         self,
@@ -123,6 +124,8 @@ class Ranks:
         self._loss: str | None = None
         self._is_closing = False
         self._lock = threading.Lock()  # held while one thread ends the ranks
+        self._answering = threading.Lock()  # held by the thread that waits for answers
+        self._size = size
         self._channels: list[Channel] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         self._wake, self._waker = socket.socketpair()
@@ -176,6 +179,36 @@ class Ranks:
                 self._end(f"a step failed: {described(error)}")
                 raise
 
+    def part_of_adapter(self, weights: AdapterWeights) -> AdapterWeights:
+        """This rank's."""
+        return part_of_rank(weights, 0, self._size)
+
+    def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        """Returns once every other rank has its part of an adapter in this slot. Steps go on meanwhile.
+
+        Raises Failure: its parts cannot be written, or a rank could not read one. EngineStopped: a rank has ended.
+        """
+        found: list[CarouselError] = []
+        paths = [self._folder / f"adapter-{rank}" for rank in range(1, self._size)]
+        with self._answering:
+            try:
+                for rank, path in enumerate(paths, start=1):
+                    save_part(path, part_of_rank(weights, rank, self._size))
+            except Exception as error:
+                raise Failure(f"an adapter's parts cannot be written: {described(error)}") from error
+            try:
+                for path, channel in zip(paths, self._channels, strict=True):
+                    channel.send(Kind.ADAPTER, json.dumps([slot, str(path)]).encode())
+                for channel in self._channels:
+                    try:
+                        channel.receive()
+                    except CarouselError as error:
+                        found.append(error)
+            except (EOFError, OSError) as error:
+                raise EngineStopped(f"a rank has ended: {self._loss or described(error)}") from error
+        if found:
+            raise found[0]
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Around what is part of a step and may wait for the other ranks.
@@ -211,9 +244,10 @@ class Ranks:
 
     def wait(self) -> None:
         """Wait until every rank has done what it was sent. Raises the error of one that failed, or EOFError."""
-        for channel in self._channels:
-            channel.send(Kind.SYNC)
-        self._receive_all()
+        with self._answering:
+            for channel in self._channels:
+                channel.send(Kind.SYNC)
+            self._receive_all()
 
     def _receive_all(self) -> None:
         for rank, channel in enumerate(self._channels, start=1):

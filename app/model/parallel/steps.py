@@ -17,10 +17,12 @@ from itertools import chain, islice
 
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
+from app.model.adapters import SlottedAdapter
 
 # Numbers of sequences, of tables to forget and of tables with new blocks; whether log-probabilities are wanted, whether
-# there are drafts, and whether each sequence has one token and draws the next.
-_HEADER = 6
+# there are drafts, whether any sequence has an adapter, and whether each has one token and draws the next.
+_HEADER = 7
+_NO_SLOT = -1
 _UNUSED = SamplingParams(max_tokens=1, temperature=0.0)  # rank 0 draws
 
 
@@ -52,11 +54,13 @@ class StepWriter:
         token_ids = list(chain.from_iterable([item.token_ids for item in items]))
         is_decode = len(token_ids) == len(items) == len(batch.sampled) and not batch.has_targets
         numbers = [
-            len(items), len(forgotten), len(grown), batch.has_logprobs, batch.has_drafts, is_decode,
+            len(items), len(forgotten), len(grown), batch.has_logprobs, batch.has_drafts, batch.has_adapters,
+            is_decode,
             *forgotten,
             *[table.number for table in grown], *[len(each) for each in new], *chain.from_iterable(new),
             *[table.number for table in tables],
             *[item.start for item in items],
+            *(map(_slot_of, items) if batch.has_adapters else ()),
             *([] if is_decode else _other_columns(items)),
             *token_ids,
         ]  # fmt: skip
@@ -77,6 +81,13 @@ class StepWriter:
         return [self._tables.pop(key).number for key in absent]
 
 
+def _slot_of(item: ScheduledSequence) -> int:
+    if item.adapter is None:
+        return _NO_SLOT
+    assert isinstance(item.adapter, SlottedAdapter), "ranks have their adapters in slots"
+    return item.adapter.slot
+
+
 def _other_columns(items: Sequence[ScheduledSequence]) -> list[int]:
     """Those that a decode step does without."""
     return [
@@ -92,13 +103,14 @@ class StepReader:
 
     def __init__(self) -> None:
         self._tables: dict[int, list[int]] = {}  # by their numbers
+        self._adapters: dict[int, SlottedAdapter | None] = {_NO_SLOT: None}  # one for all sequences that have it
 
     def batch(self, message: bytes) -> StepBatch:
         """The step, without what only draws need."""
         numbers = array("i")
         numbers.frombytes(message)
         left = iter(numbers)
-        num_items, num_forgotten, num_grown, has_logprobs, has_drafts, is_decode = islice(left, _HEADER)
+        num_items, num_forgotten, num_grown, has_logprobs, has_drafts, adapts, is_decode = islice(left, _HEADER)
         for number in islice(left, num_forgotten):
             del self._tables[number]
         grown, num_new = list(islice(left, num_grown)), list(islice(left, num_grown))
@@ -106,20 +118,23 @@ class StepReader:
             self._tables.setdefault(number, []).extend(islice(left, count))
         tables = [self._tables[number] for number in islice(left, num_items)]
         starts = list(islice(left, num_items))
+        slots = list(islice(left, num_items)) if adapts else [_NO_SLOT] * num_items
+        adapters = [self._adapters.setdefault(slot, SlottedAdapter(slot)) for slot in slots]
         no_name = ""  # the other ranks know no requests
         if is_decode:
             items = [
-                ScheduledSequence(no_name, token_ids, start, block_ids, True, _UNUSED)
-                for block_ids, start, token_ids in zip(tables, starts, zip(left, strict=True), strict=True)
-            ]
+                ScheduledSequence(no_name, token_ids, start, block_ids, True, _UNUSED, adapter=adapter)
+                for block_ids, start, adapter, token_ids
+                in zip(tables, starts, adapters, zip(left, strict=True), strict=True)
+            ]  # fmt: skip
         else:
             columns = [list(islice(left, num_items)) for _ in range(4)]
             items = [
                 ScheduledSequence(
                     no_name, tuple(islice(left, num_tokens)), start, block_ids, bool(samples), _UNUSED,
-                    targets=(0,) * num_targets, first_target=first_target,
+                    targets=(0,) * num_targets, first_target=first_target, adapter=adapter,
                 )
-                for block_ids, start, num_tokens, samples, num_targets, first_target
-                in zip(tables, starts, *columns, strict=True)
+                for block_ids, start, adapter, num_tokens, samples, num_targets, first_target
+                in zip(tables, starts, adapters, *columns, strict=True)
             ]  # fmt: skip
         return StepBatch(tuple(items), (), has_logprobs=bool(has_logprobs), has_drafts=bool(has_drafts))

@@ -61,7 +61,8 @@ class CudaModel(LoadedModel):
             mapped=own.mapped,
         )
         # Only where their number is set: their memory is taken whether or not any is loaded.
-        adapters = None if max_adapters is None or group is not None else AdapterSlots(weights, max_adapters)
+        num_ranks = 1 if group is None else group.size
+        adapters = None if max_adapters is None else AdapterSlots(weights, max_adapters, num_ranks=num_ranks)
         return cls.in_place_of(own, weights=weights, reference=expected, group=group, adapters=adapters)
 
     @classmethod

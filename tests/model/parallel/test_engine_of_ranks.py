@@ -107,7 +107,7 @@ def test_overlapped_steps_of_two_ranks_give_the_tokens_of_one_process(tiny_model
     path = tiny_model_path("llama")
     ranks = Ranks(
         size=2, device=torch.device("cpu"), settings={}, step_timeout_s=60,
-        start=partial(ForkedRank, partial(main, path, None)),
+        start=partial(ForkedRank, partial(main, path, None, None)),
     )  # fmt: skip
     with ranks.loading():
         model, runner = model_and_runner(path, ranks.group)
@@ -129,7 +129,7 @@ def test_where_memory_ends_on_one_rank_no_rank_has_that_graph(tiny_model_path: C
     path, of_decode = tiny_model_path("llama"), 2
     ranks = Ranks(
         size=2, device=torch.device("cpu"), settings={}, step_timeout_s=60,
-        start=partial(ForkedRank, partial(main, path, of_decode)),
+        start=partial(ForkedRank, partial(main, path, of_decode, None)),
     )  # fmt: skip
     with ranks.loading():
         _, runner = model_and_runner(path, ranks.group, of_decode)

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import random
 
+from msgspec import structs
+
 from app.engine.batch import ScheduledSequence, StepBatch
+from app.model.adapters import SlottedAdapter
 from app.model.parallel.steps import StepReader, StepWriter
 from tests.kit.models import scheduled
 
@@ -17,9 +20,9 @@ def item(
 def facts_of(batch: StepBatch) -> list[tuple[object, ...]]:
     """What a forward pass needs."""
     return [
-        (each.token_ids, each.start, each.block_ids, each.samples, len(each.targets), each.first_target)
+        (each.token_ids, each.start, each.block_ids, each.samples, len(each.targets), each.first_target, each.adapter)
         for each in batch.scheduled
-    ] + [(batch.has_logprobs, batch.has_targets, batch.has_drafts)]
+    ] + [(batch.has_logprobs, batch.has_targets, batch.has_drafts, batch.has_adapters)]
 
 
 def sent(writer: StepWriter, reader: StepReader, *items: ScheduledSequence, **has: bool) -> int:
@@ -35,6 +38,17 @@ def test_a_step_arrives_with_all_that_a_forward_pass_needs() -> None:
     sent(writer, reader, item([4, 2], 11, 12, 13, samples=False), item([9], -1, start=7))
     sent(writer, reader, item([1, 2], 5, 6, 7, targets=(6, 7)), has_logprobs=True)
     sent(writer, reader, item([4, 2], 11, 12, 13, start=5), item([9], 7, start=3), has_drafts=True)
+
+
+def test_all_sequences_of_a_slot_have_one_adapter() -> None:
+    writer, reader = StepWriter(), StepReader()
+    adapters = [SlottedAdapter(slot) for slot in (3, 3, 0)]
+    decoding = [structs.replace(item([n], n, start=4), adapter=adapter) for n, adapter in enumerate(adapters)]
+    prompt = structs.replace(item([8], 1, 2, samples=False), adapter=adapters[0])
+    sent(writer, reader, *decoding, item([9], 5, start=2))
+    sent(writer, reader, *decoding[:2], prompt)
+    arrived = [each.adapter for each in reader.batch(writer.message(StepBatch((*decoding, prompt), ()))).scheduled]
+    assert len({id(each) for each in arrived}) == 2
 
 
 def test_only_new_block_ids_are_sent() -> None:
