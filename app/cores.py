@@ -1,13 +1,17 @@
-"""How many cores and how much memory this process may use."""
+"""How many cores and how much memory this process may use, and which cores are near to each other."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
+_SYSTEM = Path("/sys/devices/system")
 _NO_LIMIT = 2**63
 
 
@@ -25,6 +29,77 @@ def granted_cores(groups: str, root: Path) -> float:
     those outside it, of which only the root is mounted.
     """
     return min(map(_quota, _folders(groups, root, "cpu")), default=math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class NearCpus:
+    """CPUs that share an L3 cache, and the NUMA node with their memory."""
+
+    node: int
+    cpus: frozenset[int]  # by Linux's numbers
+
+
+def near_cpus(allowed: Collection[int], system: Path | None = None) -> list[NearCpus]:
+    """The allowed CPUs by their caches, those of a node one after the other; what Linux does not say is one group.
+
+    system: a folder in place of /sys/devices/system.
+    """
+    system = system or _SYSTEM
+    nodes = {
+        cpu: int(folder.name.removeprefix("node"))
+        for folder in system.glob("node/node[0-9]*")
+        for cpu in _numbers(folder / "cpulist")
+    }
+    found: dict[int, dict[int, set[int]]] = {}  # by node and by the first CPU with a cache
+    for cpu in sorted(allowed):
+        of_node = found.setdefault(nodes.get(cpu, 0), {})
+        of_node.setdefault(min(_sharing_cache(cpu, system), default=-1), set()).add(cpu)
+    return [NearCpus(node, frozenset(cpus)) for node, caches in sorted(found.items()) for cpus in _true_groups(caches)]
+
+
+def _true_groups(caches: Mapping[int, set[int]]) -> list[set[int]]:
+    """Many virtual machines say that each of their CPUs has a cache of its own; no CPU has so small ones."""
+    least_cpus = 4
+    groups = list(caches.values())
+    return groups if min(map(len, groups)) >= least_cpus else [set().union(*groups)]
+
+
+def share_of_cpus(index: int, number: int, groups: Sequence[NearCpus]) -> list[NearCpus]:
+    """The groups for one of so many engines: one group, or those in which its share of all CPUs in a row lies."""
+    ends = list(accumulate(len(each.cpus) for each in groups))
+    begin, end = index * ends[-1] / number, (index + 1) * ends[-1] / number
+    if number >= len(groups):
+        return [next(each for each, last in zip(groups, ends, strict=True) if (begin + end) / 2 < last)]
+    return [each for each, last in zip(groups, ends, strict=True) if begin < last and last - len(each.cpus) < end]
+
+
+def own_nodes() -> str:
+    """The NUMA nodes of this thread's CPUs, as `0+1`; "" where that is the whole machine."""
+    groups = near_cpus(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    own, all_nodes = {each.node for each in groups}, len(list(_SYSTEM.glob("node/node[0-9]*")))
+    return "" if len(own) >= all_nodes else "+".join(map(str, sorted(own)))
+
+
+def _sharing_cache(cpu: int, system: Path) -> set[int]:
+    """The CPUs with the L3 cache of this one; none where there is none, or it is not told."""
+    last_level = 3
+    for folder in system.glob(f"cpu/cpu{cpu}/cache/index[0-9]*"):
+        if _numbers(folder / "level") == [last_level]:
+            return set(_numbers(folder / "shared_cpu_list"))
+    return set()
+
+
+def _numbers(path: Path) -> list[int]:
+    """Of a file with a list as `0-3,8`; none where it cannot be read."""
+    try:
+        return _numbers_of(path.read_text())
+    except OSError:
+        return []
+
+
+def _numbers_of(ranges: str) -> list[int]:
+    found = re.findall(r"(\d+)(?:-(\d+))?", ranges)
+    return [number for first, last in found for number in range(int(first), int(last or first) + 1)]
 
 
 def memory_of_machine() -> int:

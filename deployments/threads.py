@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from app.config import EngineConfig
-from app.cores import num_cores
+from app.config import EngineConfig, ReplicasConfig
+from app.cores import near_cpus, num_cores, share_of_cpus
+from app.disk import cache_folder, take_lock
 from app.errors import InvalidSetup
 
 logger = logging.getLogger(__name__)
@@ -41,6 +44,42 @@ def with_threads(config: EngineConfig, asked: AskedThreads, *, num_ranks: int = 
     return config.with_setting("model.num_threads", num_threads)
 
 
+def keep_near(asked: AskedThreads, replicas: ReplicasConfig) -> None:
+    """Have this thread, and those that it starts, on CPUs that share a cache: one of these engines' share of them.
+
+    So its memory is that of their NUMA node, too. Each engine of a machine takes another share, by a lock that ends
+    with its process; one more than there should be has all CPUs. Nothing changes on a machine with one such group,
+    for an engine on a GPU, and for one of several ranks.
+    """
+    if replicas.num_gpus or replicas.tensor_parallel > 1:
+        return
+    groups, number = near_cpus(os.sched_getaffinity(0)), _num_here(asked, _num_machines())
+    num_nodes = len({each.node for each in groups})
+    if number < num_nodes:
+        logger.info(
+            "this machine has %d NUMA nodes and replicas for fewer (%d): they read memory of several. With as many "
+            "replicas as nodes each reads its own", num_nodes, number,
+        )  # fmt: skip
+    if len(groups) == 1 or number == 1:
+        return
+    folder = cache_folder() / "cores"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = (take_lock(folder / f"{socket.gethostname()}-{index}-of-{number}.lock") for index in range(number))
+        index = next((index for index, lock in enumerate(taken) if lock is not None), None)
+    except OSError as error:
+        logger.warning("this replica is on all cores: %s: %s", folder, error.strerror)
+        return
+    if index is None:
+        logger.info("this replica is on all cores: %d others have their shares", number)
+        return
+    own = share_of_cpus(index, number, groups)
+    os.sched_setaffinity(0, frozenset().union(*(each.cpus for each in own)))
+    logger.info(
+        "this replica is on %d cores of NUMA nodes %s", sum(len(each.cpus) for each in own), {each.node for each in own}
+    )
+
+
 def keep_waits_for_the_interpreter_short() -> None:
     """Let a thread of this process wait a fifth of a millisecond for Python's interpreter, not five, the default.
 
@@ -53,8 +92,12 @@ def keep_waits_for_the_interpreter_short() -> None:
 
 def share_of_cores(asked: AskedThreads, num_machines: int = 1) -> int:
     """The cores of this machine divided by the engines on it."""
-    num_here = -(-max(1, len(asked)) // num_machines)
-    return max(1, num_cores() // num_here)
+    return max(1, num_cores() // _num_here(asked, num_machines))
+
+
+def _num_here(asked: AskedThreads, num_machines: int) -> int:
+    """Engines on this machine, at most."""
+    return -(-max(1, len(asked)) // num_machines)
 
 
 def excess(asked: AskedThreads, num_machines: int = 1) -> str | None:

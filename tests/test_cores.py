@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import math
+from itertools import chain, islice
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from app import cores
-from app.cores import granted_cores, num_cores
+from app.cores import NearCpus, granted_cores, near_cpus, num_cores, own_nodes, share_of_cpus
 
 
 def write(root: Path, name: str, **files: str) -> None:
@@ -45,3 +48,79 @@ def test_cores_are_those_of_the_affinity_or_of_the_quota(
     monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {1, 4, 6})
     monkeypatch.setattr(cores, "granted_cores", lambda *_: granted)
     assert num_cores() == found
+
+
+def machine(root: Path, *caches: tuple[int, str]) -> Path:
+    """A /sys/devices/system with CPUs by their last-level cache and its NUMA node, each list as Linux writes it."""
+    nodes: dict[int, list[str]] = {}
+    for node, cpus in caches:
+        nodes.setdefault(node, []).append(cpus)
+        for cpu in cores._numbers_of(cpus):
+            write(root, f"cpu/cpu{cpu}/cache/index0", level="1", shared_cpu_list=str(cpu))
+            write(root, f"cpu/cpu{cpu}/cache/index3", level="3", shared_cpu_list=cpus)
+    for node, lists in nodes.items():
+        write(root, f"node/node{node}", cpulist=",".join(lists))
+    return root
+
+
+def shares(number: int, groups: list[NearCpus]) -> list[list[int]]:
+    return [sorted(chain.from_iterable(each.cpus for each in share_of_cpus(index, number, groups)))
+            for index in range(number)]  # fmt: skip
+
+
+def test_two_sockets_with_hyperthreads_are_two_groups(tmp_path: Path) -> None:
+    system = machine(tmp_path, (0, "0-3,8-11"), (1, "4-7,12-15"))
+    groups = near_cpus(range(16), system)
+    assert [(each.node, sorted(each.cpus)) for each in groups] == [
+        (0, [0, 1, 2, 3, 8, 9, 10, 11]), (1, [4, 5, 6, 7, 12, 13, 14, 15])
+    ]  # fmt: skip
+    assert shares(2, groups) == [sorted(each.cpus) for each in groups]
+    assert shares(4, groups) == [sorted(groups[index // 2].cpus) for index in range(4)]
+    assert shares(3, groups) == [sorted(groups[index].cpus) for index in (0, 1, 1)]
+    assert shares(1, groups) == [list(range(16))]
+
+
+def test_a_node_with_several_caches_is_shared_by_whole_caches(tmp_path: Path) -> None:
+    system = machine(tmp_path, (0, "0-3"), (0, "4-7"), (0, "8-11"), (0, "12-15"))
+    groups = near_cpus(range(16), system)
+    assert shares(2, groups) == [[*range(8)], [*range(8, 16)]]
+    assert shares(3, groups) == [[*range(8)], [*range(4, 12)], [*range(8, 16)]], "of caches in which a share lies"
+
+
+def test_only_cpus_of_this_process_count(tmp_path: Path) -> None:
+    """As in a container with a cpuset."""
+    groups = near_cpus({2, 3, 9}, machine(tmp_path, (0, "0-3"), (1, "4-7"), (1, "8-11")))
+    assert groups == [NearCpus(0, frozenset({2, 3})), NearCpus(1, frozenset({9}))]
+
+
+@pytest.mark.parametrize("caches", ["0", "0-1"])
+def test_caches_of_a_virtual_machine_that_no_cpu_has_are_not_believed(caches: str, tmp_path: Path) -> None:
+    """A hypervisor's default: each CPU is a socket."""
+    size = len(cores._numbers_of(caches))
+    system = machine(tmp_path, *((0, f"{first}-{first + size - 1}") for first in range(0, 8, size)))
+    assert near_cpus(range(8), system) == [NearCpus(0, frozenset(range(8)))]
+
+
+def test_what_linux_does_not_say_is_one_group(tmp_path: Path) -> None:
+    assert near_cpus({0, 1, 5}, tmp_path) == [NearCpus(0, frozenset({0, 1, 5}))]
+    write(tmp_path, "node/node0", cpulist="0-5")
+    assert near_cpus({0, 1, 5}, tmp_path) == [NearCpus(0, frozenset({0, 1, 5}))]
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=9), number=st.integers(1, 20))
+def test_many_engines_have_one_group_each_and_few_have_all_cpus_together(sizes: list[int], number: int) -> None:
+    cpus = iter(range(sum(sizes)))
+    groups = [NearCpus(0, frozenset(islice(cpus, size))) for size in sizes]
+    found = [share_of_cpus(index, number, groups) for index in range(number)]
+    if number >= len(groups):
+        assert all(len(each) == 1 for each in found)
+    else:
+        assert {group for each in found for group in each} == set(groups)
+        assert all(sum(len(group.cpus) for group in each) >= sum(sizes) // number for each in found)
+
+
+def test_weights_are_shared_within_the_nodes_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "_SYSTEM", machine(tmp_path, (0, "0-3"), (1, "4-7"), (2, "8-11")))
+    for allowed, nodes in (({1}, "0"), ({3, 4, 5}, "0+1"), (range(12), "")):
+        monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _, allowed=allowed: set(allowed))
+        assert own_nodes() == nodes

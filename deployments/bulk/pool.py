@@ -28,7 +28,7 @@ from app.model.location import resolve_model_path
 from app.text import Tokenizer
 from deployments.bulk.engine_worker import EngineWorker, PreparedItem
 from deployments.serve.process import freeze_loaded
-from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads
+from deployments.threads import AskedThreads, keep_near, keep_waits_for_the_interpreter_short, with_threads
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +180,7 @@ class EngineActor:
     def load(self) -> ModelInfo:
         """Load the model. Raises InvalidSetup. Not in the constructor: Ray reports its errors as a death."""
         config = with_threads(self._config, self._threads, num_ranks=self._replicas.tensor_parallel)
+        keep_near(self._threads, self._replicas)
         engine = build_sync_engine(config, self._replicas)
         model = config.model
         tokenizer = Tokenizer.load(resolve_model_path(model.path), model.revision)

@@ -34,7 +34,7 @@ from deployments.serve.process import collect_later, freeze_loaded, log_where_se
 from deployments.serve.ray_metrics import RayMetrics, families_of_engine
 from deployments.serve.settings import apply_override, groups_of
 from deployments.serve.transport import OVERRIDE, FramesFrom, GossipAnswer
-from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads
+from deployments.threads import AskedThreads, keep_near, keep_waits_for_the_interpreter_short, with_threads
 
 
 class Replica(StopsWithServe):
@@ -54,6 +54,7 @@ class Replica(StopsWithServe):
         self._tuned = model.scheduler_of(self._group)
         self._user_config: object = {}
         config = with_threads(model.engine_with_adapters, threads, num_ranks=model.replicas.tensor_parallel)
+        keep_near(threads, model.replicas)
         self._engine = build_engine(config.model_copy(update={"scheduler": self._tuned}), model.replicas)
         self._engine.prepare_for_grammars()
         self._table = self._configured_adapters(model.adapters)

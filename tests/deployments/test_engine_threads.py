@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.config import ApplicationConfig, EngineConfig, ModelConfig
+from app.build import ONE_DEVICE
+from app.config import ApplicationConfig, EngineConfig, ModelConfig, ReplicasConfig
+from app.cores import NearCpus
 from app.errors import InvalidSetup
 from deployments import threads
 from deployments.serve.settings import asked_threads
-from deployments.threads import excess, with_threads
+from deployments.threads import excess, keep_near, with_threads
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +62,58 @@ def test_a_number_that_is_set_is_kept_and_too_many_are_told(caplog: pytest.LogCa
     assert not caplog.records
     assert num_threads([6, 6, None], own=6) == 6
     assert "3 engines with 14 threads on 8 cores" in caplog.text
+
+
+def cpus_of_engines(number: int, asked: int, replicas: ReplicasConfig = ONE_DEVICE) -> list[set[int]]:
+    """Where each of so many engines is, of threads that begin when it is there."""
+
+    def engine() -> set[int]:
+        keep_near([None] * asked, replicas)
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(os.sched_getaffinity, 0).result()
+
+    found = []
+    for _ in range(number):
+        with ThreadPoolExecutor(1) as thread:  # the CPUs of a thread end with it
+            found.append(thread.submit(engine).result())
+    return found
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    """The CPUs of this process as if they were on two NUMA nodes."""
+    allowed = sorted(os.sched_getaffinity(0))
+    if len(allowed) < 2:
+        pytest.skip("needs two CPUs")
+    nodes = [set(allowed[: len(allowed) // 2]), set(allowed[len(allowed) // 2 :])]
+    monkeypatch.setattr(
+        threads, "near_cpus", lambda _: [NearCpus(at, frozenset(each)) for at, each in enumerate(nodes)]
+    )
+    monkeypatch.setattr(threads, "cache_folder", lambda: tmp_path)
+    return nodes
+
+
+def test_each_replica_is_on_a_node_of_its_own_and_one_more_on_all(two_nodes: list[set[int]]) -> None:
+    assert cpus_of_engines(3, asked=2) == [*two_nodes, two_nodes[0] | two_nodes[1]]
+
+
+def test_one_replica_of_two_nodes_is_told_that_two_would_read_their_own_memory(
+    two_nodes: list[set[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert cpus_of_engines(1, asked=1) == [two_nodes[0] | two_nodes[1]]
+    assert "2 NUMA nodes and replicas for fewer (1)" in caplog.text
+
+
+@pytest.mark.parametrize("other", [{"num_gpus": 1}, {"tensor_parallel": 2}])
+def test_engines_on_gpus_and_ranks_are_not_bound(two_nodes: list[set[int]], other: dict[str, int]) -> None:
+    replicas = ReplicasConfig.model_validate(other)
+    assert cpus_of_engines(1, 2, replicas) == [two_nodes[0] | two_nodes[1]]
+
+
+def test_a_folder_that_cannot_be_written_binds_nothing(
+    two_nodes: list[set[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cores").write_text("a file")
+    assert cpus_of_engines(1, asked=2) == [two_nodes[0] | two_nodes[1]]
+    assert "this replica is on all cores" in caplog.text

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from app.config import GIB
+from app.cores import own_nodes
 from app.disk import take_lock
 from app.model.cpu.library import in_large_pages
 from app.model.cpu.weights import Allocate, NativeWeights, weights_at
@@ -70,8 +71,8 @@ def shared_weights(pack: Pack, sharing: Sharing | None) -> NativeWeights:
 
 
 def _found_or_packed(pack: Pack, sharing: Sharing) -> int:
-    """A descriptor of a whole file."""
-    name = f"{_NAME}-{sharing.digest}"
+    """A descriptor of a whole file, for processes on one NUMA node of its own."""
+    name = "-".join(filter(None, (_NAME, sharing.digest, own_nodes())))
     with _locked(sharing.folder / f"{name}.lock"):
         found = _find(name)
         if found is None:
