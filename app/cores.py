@@ -17,9 +17,14 @@ _NO_LIMIT = 2**63
 
 def num_cores() -> int:
     """Those of its affinity, or fewer where its control groups grant less CPU time: whole cores of it, at least one."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = len(allowed_cpus())
     granted = granted_cores(_own_groups(), _ROOT)
     return allowed if math.isinf(granted) else max(1, min(allowed, int(granted)))
+
+
+def allowed_cpus() -> set[int]:
+    """Those on which this thread may run."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def granted_cores(groups: str, root: Path) -> float:
@@ -75,8 +80,8 @@ def share_of_cpus(index: int, number: int, groups: Sequence[NearCpus]) -> list[N
 
 def own_nodes() -> str:
     """The NUMA nodes of this thread's CPUs, as `0+1`; "" where that is the whole machine."""
-    groups = near_cpus(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    own, all_nodes = {each.node for each in groups}, len(list(_SYSTEM.glob("node/node[0-9]*")))
+    own = {each.node for each in near_cpus(allowed_cpus())}
+    all_nodes = len(list(_SYSTEM.glob("node/node[0-9]*")))
     return "" if len(own) >= all_nodes else "+".join(map(str, sorted(own)))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.config import EngineConfig, ReplicasConfig
-from app.cores import near_cpus, num_cores, share_of_cpus
+from app.cores import allowed_cpus, near_cpus, num_cores, share_of_cpus
 from app.disk import cache_folder, take_lock
 from app.errors import InvalidSetup
 
@@ -53,7 +53,7 @@ def keep_near(asked: AskedThreads, replicas: ReplicasConfig) -> None:
     """
     if replicas.num_gpus or replicas.tensor_parallel > 1:
         return
-    groups, number = near_cpus(os.sched_getaffinity(0)), _num_here(asked, _num_machines())
+    groups, number = near_cpus(allowed_cpus()), _num_here(asked, _num_machines())
     num_nodes = len({each.node for each in groups})
     if number < num_nodes:
         logger.info(
