@@ -70,11 +70,12 @@ def _true_groups(caches: Mapping[int, set[int]]) -> list[set[int]]:
 
 
 def share_of_cpus(index: int, number: int, groups: Sequence[NearCpus]) -> list[NearCpus]:
-    """The groups for one of so many engines: one group, or those in which its share of all CPUs in a row lies."""
+    """The groups for one of so many engines: one that is large enough, or all in which its share of the CPUs lies."""
     ends = list(accumulate(len(each.cpus) for each in groups))
     begin, end = index * ends[-1] / number, (index + 1) * ends[-1] / number
-    if number >= len(groups):
-        return [next(each for each, last in zip(groups, ends, strict=True) if (begin + end) / 2 < last)]
+    middle = next(each for each, last in zip(groups, ends, strict=True) if (begin + end) / 2 < last)
+    if number >= len(groups) and len(middle.cpus) >= ends[-1] // number:
+        return [middle]
     return [each for each, last in zip(groups, ends, strict=True) if begin < last and last - len(each.cpus) < end]
 
 

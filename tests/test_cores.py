@@ -108,15 +108,15 @@ def test_what_linux_does_not_say_is_one_group(tmp_path: Path) -> None:
 
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=9), number=st.integers(1, 20))
-def test_many_engines_have_one_group_each_and_few_have_all_cpus_together(sizes: list[int], number: int) -> None:
+def test_every_engine_has_its_share_and_of_equal_groups_no_more_than_one(sizes: list[int], number: int) -> None:
     cpus = iter(range(sum(sizes)))
     groups = [NearCpus(0, frozenset(islice(cpus, size))) for size in sizes]
     found = [share_of_cpus(index, number, groups) for index in range(number)]
-    if number >= len(groups):
-        assert all(len(each) == 1 for each in found)
-    else:
+    assert all(sum(len(group.cpus) for group in each) >= sum(sizes) // number for each in found)
+    if number < len(groups):
         assert {group for each in found for group in each} == set(groups)
-        assert all(sum(len(group.cpus) for group in each) >= sum(sizes) // number for each in found)
+    elif len(set(sizes)) == 1:
+        assert all(len(each) == 1 for each in found)
 
 
 def test_weights_are_shared_within_the_nodes_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
