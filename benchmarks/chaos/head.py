@@ -25,7 +25,7 @@ from benchmarks.chaos.traffic import MODEL_NAME
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.processes import kill_family
-from benchmarks.harness.service import Layout, Service, got, wait_until_ready, with_token
+from benchmarks.harness.service import Layout, Service, ended_by_exception, got, wait_until_ready, with_token
 from deployments.launcher.supervisor import environment
 from deployments.serve.settings import ServeFile
 
@@ -119,6 +119,7 @@ def with_head(application: Mapping[str, Any]) -> Iterator[tuple[Stage, Head]]:
     password, token = secrets.token_hex(16), secrets.token_hex(32)
     layout = Layout(host="0.0.0.0", may_be_joined=True)
     with ExitStack() as block:
+        block.enter_context(ended_by_exception())
         other = block.enter_context(own_network())
         # In /tmp: the path of a socket is short.
         folder = block.enter_context(TemporaryDirectory(prefix="carousel-", dir="/tmp", ignore_cleanup_errors=True))

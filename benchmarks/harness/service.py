@@ -146,7 +146,7 @@ def service(
             stdout=sys.stderr,
         )
         try:
-            with _ended_by_exception():
+            with ended_by_exception():
                 target = Target.parse(f"http://127.0.0.1:{port}")
                 wait_until_ready(launcher, target)
                 yield Service(target, launcher.pid, token, layout)
@@ -168,8 +168,8 @@ def with_tools(model: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _ended_by_exception() -> Iterator[None]:
-    """SIGTERM raises SystemExit meanwhile, so that the service ends with this process."""
+def ended_by_exception() -> Iterator[None]:
+    """SIGTERM raises SystemExit meanwhile, so that what this process has started ends with it."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
