@@ -6,8 +6,8 @@
 //   values  [num_blocks][num_kv_heads][block_size / PER_UNIT][value_dim] a load is 16 dimensions of a unit of tokens
 //
 // In int8, 16 units lie as the first numbers of each, then the second: PER_UNIT times 16 bytes. They are converted to the
-// model's type, which is exact, a few groups of tokens at a time. Scores are multiplied by the scale of each key,
-// weights by that of each value.
+// model's type, which is exact: a few groups of tokens at a time, for all rows of a prompt a whole piece. Scores are
+// multiplied by the scale of each key, weights by that of each value.
 //   scales  [num_blocks][num_kv_heads][2][block_size] of keys, then of values
 //
 // Everything is accumulated in float32, each row in an order that depends on that row alone: what shares a step or a
@@ -70,6 +70,15 @@ inline Words units_of(const int8_t* from, bf16) {
     return (Words)load(from) >> 16 | (Words)load(from + LANES);  // the lower halves are zeros
 }
 inline Words units_of(const int8_t* from, float) { return (Words)load(from); }
+// Converts `num_rows` times LANES units, which are `stride` units apart; fetches as many from `next` on.
+template <typename T>
+void convert_group(const uint32_t* group, const uint32_t* next, int64_t stride, int64_t num_rows, Words* to) {
+    const auto *from = reinterpret_cast<const int8_t*>(group), *later = reinterpret_cast<const int8_t*>(next);
+    for (int64_t row = 0; row < num_rows; ++row) {
+        __builtin_prefetch(later + row * stride * PER_UNIT<T>);
+        to[row] = units_of(from + row * stride * PER_UNIT<T>, T{});
+    }
+}
 
 // The KV memory of one layer.
 template <typename T>
@@ -254,12 +263,17 @@ struct Attended {
 struct Walk {
     std::vector<const uint32_t*> keys, values;  // in int8: of bytes
     std::vector<const float*> scales;           // of keys and values in int8
-    int64_t keys_ahead, values_ahead;
+    std::vector<Words> converted;
+    int64_t keys_ahead, values_ahead, key_stride;  // the last in units
+    bool is_int8;
 
-    void clear() {
+    template <typename T>
+    void clear(const Pages<T>& pages) {
         keys.clear();
         values.clear();
         scales.clear();
+        key_stride = pages.block_size;
+        is_int8 = pages.scales != nullptr;
     }
     int64_t size() const { return int64_t(keys.size()); }
     // Tokens [begin, end) of one sequence; `begin` is a multiple of LANES.
@@ -288,6 +302,24 @@ struct Walk {
         keys.resize(keys.size() + keys_ahead, keys.back());  // so that there is something ahead of the last
         values.resize(values.size() + values_ahead, values.back());
     }
+    // Converts groups [first, end) from int8, those of one piece: from now on there are only such.
+    template <typename T>
+    void convert(const Pages<T>& pages, int64_t first, int64_t end) {
+        const int64_t key_rows = pages.key_units, value_rows = pages.value_dim / PER_UNIT<T>;
+        converted.resize((end - first) * (key_rows + value_rows));
+        Words* to = converted.data();
+        const auto convert = [&](const uint32_t** groups, int64_t ahead, int64_t stride, int64_t num_rows) {
+            convert_group<T>(groups[0], groups[ahead], stride, num_rows, to);
+            groups[0] = reinterpret_cast<const uint32_t*>(to);
+            to += num_rows;
+        };
+        for (int64_t group = first; group < end; ++group) {
+            convert(&keys[group], keys_ahead, pages.block_size, key_rows);
+            convert(&values[group], values_ahead, LANES, value_rows);
+        }
+        key_stride = LANES;
+        is_int8 = false;
+    }
 };
 
 struct Scratch {  // of one thread, kept from call to call
@@ -308,14 +340,9 @@ void each_converted(const uint32_t* const* groups, int64_t num_groups, int64_t a
         converted[at] = reinterpret_cast<const uint32_t*>(scratch.converted.data() + at * num_rows);
     for (int64_t first = 0; first < num_groups; first += MOST) {
         const int64_t count = std::min(MOST, num_groups - first);
-        for (int64_t at = 0; at < count; ++at) {
-            const auto* from = reinterpret_cast<const int8_t*>(groups[first + at]);
-            const auto* next = reinterpret_cast<const int8_t*>(groups[first + at + ahead]);
-            for (int64_t row = 0; row < num_rows; ++row) {
-                __builtin_prefetch(next + row * stride * PER_UNIT<T>);
-                scratch.converted[at * num_rows + row] = units_of(from + row * stride * PER_UNIT<T>, T{});
-            }
-        }
+        for (int64_t at = 0; at < count; ++at)
+            convert_group<T>(groups[first + at], groups[first + at + ahead], stride, num_rows,
+                             scratch.converted.data() + at * num_rows);
         body(converted, first, count);
     }
 }
@@ -549,8 +576,8 @@ void attend_piece(const AttentionShape& shape, const Rows& rows, const Pages<T>&
     const auto score = [&](const Tile& tile, int64_t row, int64_t group, Stretch of) {
         const uint32_t* const* keys = walk.keys.data() + group;
         float* const to = scores_of(row) + of.begin - piece.begin;
-        if (!pages.scales)
-            return tile.score(query_of(row), pages.key_units, keys, of.num_groups(), walk.keys_ahead, pages.block_size,
+        if (!walk.is_int8)
+            return tile.score(query_of(row), pages.key_units, keys, of.num_groups(), walk.keys_ahead, walk.key_stride,
                               to, STRIDE);
         each_converted<T>(keys, of.num_groups(), walk.keys_ahead, pages.block_size, pages.key_units, scratch,
                           [&](const uint32_t* const* converted, int64_t first, int64_t count) {
@@ -562,7 +589,7 @@ void attend_piece(const AttentionShape& shape, const Rows& rows, const Pages<T>&
         const uint32_t* const* values = walk.values.data() + group;
         const uint32_t* const weights = weights_of(row) + (of.begin - piece.begin) / PER_UNIT<T>;
         float* const sums = result.from(row).values;
-        if (!pages.scales)
+        if (!walk.is_int8)
             return tile.weigh(weights, WEIGHT_STRIDE, values, of.end - of.begin, walk.values_ahead, shape.value_dim, sums);
         each_converted<T>(values, of.num_groups(), walk.values_ahead, LANES, pages.value_dim / PER_UNIT<T>, scratch,
                           [&](const uint32_t* const* converted, int64_t first, int64_t count) {
@@ -757,7 +784,7 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, 
     static thread_local Walk walk;
     static thread_local std::vector<Part> parts;
     parts.clear();
-    walk.clear();
+    walk.clear(pages);
     const Group& group = groups[share.group];
     const Segment *const first = groups.segments(group), *const end = first + group.count;
     const int64_t window = shape.sliding_window, heads_per_kv = shape.num_heads / shape.num_kv_heads;
@@ -811,7 +838,13 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, 
     const Attended attended(scratch.attended.data(), num_rows, shape.value_dim);
     const Attended further(scratch.piece.data(), num_rows, shape.value_dim);
     const int64_t together = first->num_tokens == 1 ? num_parts : 1;
-    for (int64_t piece = pieces.begin; piece < pieces.end; piece += PIECE)
+    const int64_t num_groups = walk.size() - walk.keys_ahead;
+    constexpr int64_t LEAST_PARTS = 4;  // that use what is converted together: it leaves the L1 cache
+    const bool converts = walk.is_int8 && together == 1 && num_parts >= LEAST_PARTS;
+    for (int64_t piece = pieces.begin; piece < pieces.end; piece += PIECE) {
+        if (converts)
+            walk.convert(pages, std::max<int64_t>(0, parts[0].group_at(piece)),
+                         std::min(num_groups, parts[0].group_at(piece + PIECE)));
         for (int64_t at = 0, row = 0; at < num_parts; at += together) {
             const Attended own = attended.from(row);
             const int64_t count = together == 1 ? parts[at].num_rows() : num_rows;
@@ -819,6 +852,7 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, 
             if (piece != pieces.begin) own.add(further, count);
             row += count;
         }
+    }
     put_output(shape, kv_head, num_rows,
                [&](int64_t at) {
                    return first->num_tokens > 1 ? first->first_token + at : first[at].first_token;
