@@ -140,7 +140,7 @@ async def _followed(
     *,
     then: Callable[[], None] | None = None,
 ) -> tuple[list[Answer], float]:
-    """The answers, and when `then` began: when all have eight tokens."""
+    """The answers, and when `then` began: when all have eight tokens, also of a model whose tokens make no text."""
     answers = [Answer(time.perf_counter()) for _ in bodies]
     following = [
         asyncio.create_task(
@@ -150,7 +150,7 @@ async def _followed(
     ]
     while then is not None:
         await asyncio.sleep(0.05)
-        if all(each.num_pieces >= 8 or each.ended_s for each in answers):
+        if all(len(each.events_s) >= 8 or each.ended_s for each in answers):
             break
     began_s = time.perf_counter()
     if then is not None:
