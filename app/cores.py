@@ -44,17 +44,9 @@ class NearCpus:
     cpus: frozenset[int]  # by Linux's numbers
 
 
-def near_cpus(allowed: Collection[int], system: Path | None = None) -> list[NearCpus]:
-    """The allowed CPUs by their caches, those of a node one after the other; what Linux does not say is one group.
-
-    system: a folder in place of /sys/devices/system.
-    """
-    system = system or _SYSTEM
-    nodes = {
-        cpu: int(folder.name.removeprefix("node"))
-        for folder in system.glob("node/node[0-9]*")
-        for cpu in _numbers(folder / "cpulist")
-    }
+def near_cpus(allowed: Collection[int], system: Path = _SYSTEM) -> list[NearCpus]:
+    """The allowed CPUs by their caches, those of a node one after the other; what Linux does not say is one group."""
+    nodes = _nodes(system)
     found: dict[int, dict[int, set[int]]] = {}  # by node and by the first CPU with a cache
     for cpu in sorted(allowed):
         of_node = found.setdefault(nodes.get(cpu, 0), {})
@@ -81,9 +73,18 @@ def share_of_cpus(index: int, number: int, groups: Sequence[NearCpus]) -> list[N
 
 def own_nodes() -> str:
     """The NUMA nodes of this thread's CPUs, as `0+1`; "" where that is the whole machine."""
-    own = {each.node for each in near_cpus(allowed_cpus())}
-    all_nodes = len(list(_SYSTEM.glob("node/node[0-9]*")))
-    return "" if len(own) >= all_nodes else "+".join(map(str, sorted(own)))
+    nodes = _nodes(_SYSTEM)
+    own = {nodes.get(cpu, 0) for cpu in allowed_cpus()}
+    return "" if own >= set(nodes.values()) else "+".join(map(str, sorted(own)))
+
+
+def _nodes(system: Path) -> dict[int, int]:
+    """The NUMA node of each CPU; a node that has memory alone is in none."""
+    return {
+        cpu: int(folder.name.removeprefix("node"))
+        for folder in system.glob("node/node[0-9]*")
+        for cpu in _numbers(folder / "cpulist")
+    }
 
 
 def _sharing_cache(cpu: int, system: Path) -> set[int]:

@@ -53,14 +53,16 @@ def keep_near(asked: AskedThreads, replicas: ReplicasConfig) -> None:
     """
     if replicas.num_gpus or replicas.tensor_parallel > 1:
         return
-    groups, number = near_cpus(allowed_cpus()), _num_here(asked, _num_machines())
-    num_nodes = len({each.node for each in groups})
+    groups = near_cpus(allowed_cpus())
+    if len(groups) == 1:
+        return
+    number, num_nodes = _num_here(asked, _num_machines()), len({each.node for each in groups})
     if number < num_nodes:
         logger.info(
             "this machine has %d NUMA nodes and replicas for fewer (%d): they read memory of several. With as many "
             "replicas as nodes each reads its own", num_nodes, number,
         )  # fmt: skip
-    if len(groups) == 1 or number == 1:
+    if number == 1:
         return
     folder = cache_folder() / "cores"
     try:

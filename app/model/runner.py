@@ -34,9 +34,6 @@ class NoRanks:
     def preparing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def part_of_adapter(self, weights: AdapterWeights) -> AdapterWeights:
-        return weights
-
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         pass
 

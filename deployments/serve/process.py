@@ -69,10 +69,10 @@ def _keep_trimmed(libc: ctypes.CDLL) -> None:
     level = 0
     while True:
         time.sleep(TRIM_EVERY_S)
-        not_in_use = _resident_bytes() - _allocated_bytes(libc)
+        not_in_use = _bytes_not_in_use(libc)
         if not_in_use > level + rise_bytes:
             libc.malloc_trim(0)
-            level = _resident_bytes() - _allocated_bytes(libc)
+            level = _bytes_not_in_use(libc)
         else:
             level = min(level, not_in_use)
 
@@ -86,10 +86,10 @@ class _MallocInfo(ctypes.Structure):
     ]
 
 
-def _allocated_bytes(libc: ctypes.CDLL) -> int:
-    """What the process has from malloc and has not freed, in all arenas and in blocks that are mapped alone."""
+def _bytes_not_in_use(libc: ctypes.CDLL) -> int:
+    """Resident, less what malloc has given out, in all arenas and in blocks that are mapped alone."""
     info = libc.mallinfo2()
-    return int(info.uordblks + info.hblkhd)
+    return _resident_bytes() - int(info.uordblks + info.hblkhd)
 
 
 def _resident_bytes() -> int:

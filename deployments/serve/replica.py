@@ -55,7 +55,7 @@ class Replica(StopsWithServe):
         self._user_config: object = {}
         config = with_threads(model.engine_with_adapters, threads, num_ranks=model.replicas.tensor_parallel)
         keep_near(threads, model.replicas)
-        self._engine = build_engine(config.model_copy(update={"scheduler": self._tuned}), model.replicas)
+        self._engine = build_engine(config.with_setting("scheduler", self._tuned), model.replicas)
         self._engine.prepare_for_grammars()
         self._table = self._configured_adapters(model.adapters)
         report = partial(report_of_engine, self._engine, weights=digest_of_weights(model.engine))

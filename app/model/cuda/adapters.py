@@ -27,6 +27,7 @@ from app.model.adapters import (
     SlottedAdapter,
     linear_name,
     linear_sizes,
+    part_of_rank,
     products,
     tokens_by_adapter,
     whole_size,
@@ -105,6 +106,7 @@ class AdapterSlots:
 
     def __init__(self, weights: CudaWeights, num_slots: int, *, num_ranks: int = 1) -> None:
         sizes = linear_sizes(weights.settings, weights.layers)
+        self._num_ranks = num_ranks
         self.sizes = {name: whole_size(name, own, num_ranks) for name, own in sizes.items()}  # of whole adapters
         self.num_slots = num_slots
         like = weights.embedding
@@ -135,22 +137,25 @@ class AdapterSlots:
         return max(_low_size(each, num_tokens).numel() for each in self._stacked.values()) * torch.float32.itemsize
 
     def load(self, weights: AdapterWeights) -> SlottedAdapter:
-        """Write an adapter to a free slot; there must be one. The steps launched so far may still use the slot."""
+        """Write an adapter to a free slot; there must be one. The steps launched so far may still use the slot.
+
+        On rank 0, where there are several: its part of the adapter.
+        """
         slot = self._free.pop()
         try:
-            self.write(slot, weights)
+            self.write(slot, part_of_rank(weights, 0, self._num_ranks))
         except BaseException:
             self._free.append(slot)
             raise
         return SlottedAdapter(slot)
 
-    def write(self, slot: int, weights: AdapterWeights) -> None:
-        """As `load`, to the slot that rank 0 has chosen."""
+    def write(self, slot: int, part: AdapterWeights) -> None:
+        """This rank's part of an adapter, to the slot that rank 0 has chosen."""
         with self._writing:
             if self._late is None:
-                self._write(slot, weights)
+                self._write(slot, part)
             else:
-                self._late[slot] = weights
+                self._late[slot] = part
 
     def free(self, adapter: SlottedAdapter) -> None:
         """No step that is launched from now on uses it. Waits for nothing."""

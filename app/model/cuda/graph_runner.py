@@ -119,7 +119,7 @@ class GraphModelRunner(LeadingRunner):
         assert self._model.adapters is not None, "it adapts"
         weights = read_adapter(folder, self._model.adapters.sizes)
         make_room()
-        loaded = self._model.adapters.load(self._ranks.part_of_adapter(weights))
+        loaded = self._model.adapters.load(weights)
         try:
             self._ranks.load_adapter(loaded.slot, weights)
         except BaseException:

@@ -179,10 +179,6 @@ class Ranks:
                 self._end(f"a step failed: {described(error)}")
                 raise
 
-    def part_of_adapter(self, weights: AdapterWeights) -> AdapterWeights:
-        """This rank's."""
-        return part_of_rank(weights, 0, self._size)
-
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Returns once every other rank has its part of an adapter in this slot. Steps go on meanwhile.
 
