@@ -6,7 +6,7 @@ import asyncio
 import errno
 import shutil
 import sqlite3
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ import pytest
 
 from app.batches import BatchLimits
 from app.engine.request import Request, TokenDelta
-from app.errors import Overloaded
+from app.errors import Overloaded, Unavailable
 from app.jobs.catalog import Catalog
+from app.jobs.local_service import LocalBatchService
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
 from tests.kit.service import CALL, Answer, Connection, Service, bearer, delta, entry, openai_client, say, served
@@ -175,6 +176,50 @@ async def test_its_client_may_go_and_read_on_elsewhere(tokenizer: Tokenizer, tmp
         assert events[-1]["response"] == (await ask(app, "GET", f"/v1/responses/{response_id}")).json
         assert await events_of(app, response_id) == events, "also when it has ended"
         assert await events_of(app, response_id, len(events) - 2) == events[-1:]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_its_client_waits_for_the_process_that_follows(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    gate, refused = Gated(tokenizer), list[str]()
+    monkeypatch.setattr("app.api.endpoints.kept_responses._ASK_AGAIN_S", 0.001)
+    monkeypatch.setattr("app.api.endpoints.kept_responses._LOOK_EVERY_S", 0.001)
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        answering = asyncio.create_task(
+            ask(app, "POST", "/v1/responses", {"input": "Hi", "store": True} | {"stream": stream})
+        )
+        await until(lambda: gate.num_open)
+        with monkeypatch.context() as dead:
+            for method in ("response", "response_events"):
+                dead.setattr(LocalBatchService, method, _gone(method, refused))
+            await until(lambda: len(refused) >= 3)
+            gate.open()  # what was generated meanwhile is there when it answers again
+            assert not answering.done()
+        answer = await answering
+    assert set(refused) == {"response_events" if stream else "response"}
+    response = answer.events[-1]["response"] if stream else answer.json
+    assert response["output"][0]["content"][0]["text"] == "3 4 5."
+
+
+async def test_it_does_not_wait_for_ever(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, refused = Gated(tokenizer), list[str]()
+    monkeypatch.setattr("app.api.endpoints.kept_responses._NEXT_PROCESS_S", 0.0)
+    monkeypatch.setattr(LocalBatchService, "response", _gone("response", refused))
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        answer = await ask(app, "POST", "/v1/responses", {"input": "Hi", "store": True})
+    assert answer.status == 503
+    assert len(refused) <= 2
+
+
+def _gone(method: str, refused: list[str]) -> Callable[..., Awaitable[Any]]:
+    """The method of a process that is gone."""
+
+    async def call(*_: Any) -> None:
+        refused.append(method)
+        raise Unavailable("the process is gone")
+
+    return call
 
 
 async def test_the_openai_package_reads_on_after_a_break(tokenizer: Tokenizer, tmp_path: Path) -> None:

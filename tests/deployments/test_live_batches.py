@@ -77,6 +77,7 @@ class Killed:
     num_completed: int  # lines
     job_id: str
     events: list[ResponseStreamEvent]  # of a kept response, those that had come
+    stream: openai.Stream[ResponseStreamEvent]  # of another, at its beginning
 
 
 def num_completed(client: openai.OpenAI, batch_id: str) -> int:
@@ -99,8 +100,10 @@ def killed(client: openai.OpenAI, inbox: Inbox) -> Killed:
     assert done < NUM_LINES
     with begun_response(client) as stream:
         events = list(islice(stream, 5))
+    followed = begun_response(client)
+    assert next(followed).type == "response.created"
     kill_batches(SHARED)
-    return Killed(batch.id, done, job["id"], events)
+    return Killed(batch.id, done, job["id"], events, followed)
 
 
 def begun_response(client: openai.OpenAI) -> openai.Stream[ResponseStreamEvent]:
@@ -122,6 +125,12 @@ def test_a_kept_response_goes_on_behind_what_had_come(client: openai.OpenAI, kil
     assert last.response.usage is not None
     assert last.response.usage.output_tokens == 100
     assert client.responses.retrieve(created.response.id) == last.response
+
+
+def test_a_client_that_reads_a_kept_response_reads_on_in_the_same_answer(client: openai.OpenAI, killed: Killed) -> None:
+    events = list(killed.stream)
+    assert [event.sequence_number for event in events] == list(range(1, len(events) + 1))
+    assert text_of(events) == text_of(begun_response(client))
 
 
 def text_of(events: Iterable[ResponseStreamEvent]) -> str:

@@ -7,12 +7,13 @@ and what an ingress passes on.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from pydantic_core import from_json
@@ -31,9 +32,10 @@ from app.api.output.response_state import EventWriter, ResponseState
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.request_context import RequestContext
 from app.batches import RESPONSE_RUNS, RESPONSES_PATH, BatchService, Events, EventsAfter, NewResponse
-from app.errors import Failure, InvalidRequest, NotFound
+from app.errors import Failure, InvalidRequest, NotFound, Unavailable
 from app.json_pieces import Json
 
+_Answer = TypeVar("_Answer")
 # The paths of what can be kept, and how ids begin there.
 _CHATS, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 KEPT_AT = {RESPONSES_PATH: "resp_", _CHATS: "chatcmpl-", _COMPLETIONS: "cmpl-"}
@@ -42,6 +44,8 @@ _END = b"\n\n"  # of an event
 _LOOK_EVERY_S = 10.0  # a call to the process of batches waits so long for something new
 # One that comes while a call waits for events of others is asked for after so long; a pause between calls.
 _NEWS_EVERY_S, _PAUSE_S = 0.05, 0.003
+# A client that waits for the rest of an answer waits so long for a new process of batches, asked for so often.
+_NEXT_PROCESS_S, _ASK_AGAIN_S = 120.0, 0.5
 _MAX_ITEMS_OF_PAGE = 100
 _OF_EVENTS: Json = {
     "stream": {"schema": {"type": "boolean"}},
@@ -342,7 +346,7 @@ class KeptResponseRoutes(RouteGroup):
 
     async def _ended(self, owner: str, response_id: str) -> Json:
         while True:
-            response = await self._service.response(owner, response_id, _LOOK_EVERY_S)
+            response = await _from_the_next_process(lambda: self._service.response(owner, response_id, _LOOK_EVERY_S))
             if response["status"] not in RESPONSE_RUNS:
                 return response
 
@@ -395,9 +399,23 @@ class _Following:
 
     async def _found(self, asked: Sequence[tuple[EventsAfter, asyncio.Future[Events]]]) -> Sequence[Events | Exception]:
         try:
-            return await self._service.response_events([which for which, _ in asked], _NEWS_EVERY_S)
+            return await _from_the_next_process(
+                lambda: self._service.response_events([which for which, _ in asked], _NEWS_EVERY_S)
+            )
         except Exception as error:
             return [error] * len(asked)
+
+
+async def _from_the_next_process(ask: Callable[[], Awaitable[_Answer]]) -> _Answer:
+    """What the process of batches answers, or the one that follows it. Raises Unavailable if none does in time."""
+    until = time.monotonic() + _NEXT_PROCESS_S
+    while True:
+        try:
+            return await ask()
+        except Unavailable:
+            if time.monotonic() > until:
+                raise
+        await asyncio.sleep(_ASK_AGAIN_S)
 
 
 def _id_in(request: Request, path: str) -> str:
