@@ -41,6 +41,7 @@ class Prefix:
     block: Block  # that holds the last of it, unless it was handed out since
     tenant: str = ""  # for which it was computed first
     name: bytes = b""  # what other processes call it; made when it is first asked for, see `block_store`
+    noted_in: int = 0  # the minute, since 1970, in which its store last noted that it is used
 
     num_blocks: int = field(init=False)  # from the start
     # Of all its tokens and the salt, 64 bits, the same in every process. For guesses: two prefixes may share one.

@@ -131,13 +131,21 @@ class BlockFolder:
                 logger.warning("the block %s cannot be read: %s", path, error)
             return False
         if is_whole and header == header_of(token_ids, content):
-            with suppress(OSError):
-                os.utime(path)  # it was used now
             return True
         logger.warning("the block %s is torn, damaged or of other tokens: it is deleted, its tokens are computed", path)
         self._folders.pop(name, None)
         _delete(path)
         return False
+
+    def note_use(self, name: bytes, minute: int, place: int) -> None:
+        """It was used in this minute, the last of `place` blocks: of those of a minute, later ones are deleted first.
+
+        Without its beginning the end of a prefix is not found.
+        """
+        folder, used_at = self._folders.get(name), 1000 * (minute * 60_000_000 - place)  # ns
+        if folder is not None:
+            with suppress(OSError):
+                os.utime(os.path.join(folder, name.hex()), ns=(used_at, used_at))
 
     def make_room(self) -> None:
         """Delete the blocks that were not used for longest, of the tenant that has most, if there are too many."""

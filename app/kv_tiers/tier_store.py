@@ -241,6 +241,10 @@ class TierStore(BlockStore):
             with self._wake:
                 self._num_to_fetch -= len(fetch.blocks)
             fetch.is_done = True
+            if self._folder is not None:
+                minute = this_minute()
+                for place, name in enumerate(fetch.names[: fetch.num_filled], start=len(fetch.before) + 1):
+                    self._folder.note_use(name, minute, place)
 
     def _is_in_folder(self, fetch: Fetch, name: bytes, token_ids: Sequence[int], content: memoryview) -> bool:
         return self._folder is not None and self._folder.read(name, fetch.request.tenant, token_ids, content)
@@ -274,6 +278,17 @@ class TierStore(BlockStore):
         # What follows a block that is gone would not be found.
         while missing and time.monotonic() >= self._paused_until and self._keep(folder, missing[-1], content):
             missing.pop()
+        if not missing:
+            self._note_use(folder, prefix)
+
+    def _note_use(self, folder: BlockFolder, prefix: Prefix) -> None:
+        """Also of all before it: where one was noted in this minute, those before it were."""
+        minute = this_minute()
+        at: Prefix | str = prefix
+        while isinstance(at, Prefix) and at.noted_in != minute:
+            at.noted_in = minute
+            folder.note_use(name_of(at, self.namespace), minute, at.num_blocks)
+            at = at.parent
 
     def _keep(self, folder: BlockFolder, prefix: Prefix, content: memoryview) -> bool:
         """Write its last block; whether that is done."""
@@ -316,6 +331,11 @@ class TierStore(BlockStore):
             parts.append((num_bytes, tensor[block_id * size : (block_id + 1) * size]))
             num_bytes += size
         return parts
+
+
+def this_minute() -> int:
+    """Since 1970."""
+    return int(time.time()) // 60
 
 
 def block_bytes_of(memory: Memory, num_blocks: int) -> int:

@@ -18,7 +18,7 @@ from app.engine.block_store import Fetch, name_of
 from app.engine.engine import Engine
 from app.errors import InvalidSetup
 from app.kv_tiers.folder import BlockFolder
-from app.kv_tiers.tier_store import Part, TierStore, open_folder
+from app.kv_tiers.tier_store import Part, TierStore, open_folder, this_minute
 from tests.kit.engine import Outcome, make_request
 from tests.kit.models import config_of
 from tests.waiting import PATIENCE_S, eventually
@@ -108,6 +108,29 @@ def test_the_blocks_before_one_that_is_offered_are_kept_too(sides: Iterator[Side
         side.store.settle(PATIENCE_S)
         assert side.found(names) == 3
         assert side.store.num_written == 3
+
+
+def test_the_beginning_of_a_prefix_is_deleted_after_its_end(
+    sides: Iterator[Side], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = next(sides)
+
+    def by_use(names: list[bytes]) -> list[bytes]:
+        side.store.settle(PATIENCE_S)
+        return sorted(names, key=lambda name: next(tmp_path.rglob(name.hex())).stat().st_mtime_ns)
+
+    blocks = side.computed(4)
+    names = names_of(blocks)
+    assert by_use(names) == names[::-1], "when they are written"
+    later = this_minute() + 2
+    monkeypatch.setattr("app.kv_tiers.tier_store.this_minute", lambda: later)
+    side.fetched(names[:3])
+    assert by_use(names) == [names[3], *names[2::-1]], "when they are fetched"
+    later += 1
+    prefix = blocks[1].prefix
+    assert prefix is not None
+    side.store.offer(prefix)
+    assert by_use(names) == [names[3], names[2], *names[1::-1]], "when one is used that is in the memory"
 
 
 def test_names_differ_by_salt_and_by_what_comes_before(sides: Iterator[Side]) -> None:
