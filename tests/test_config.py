@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from app.config import PRESETS, EngineConfig, GroupConfig, ReplicasConfig, SchedulerConfig, ServedModelConfig
+from app.config import (
+    PRESETS,
+    ApplicationConfig,
+    EngineConfig,
+    GroupConfig,
+    ReplicasConfig,
+    SchedulerConfig,
+    ServedModelConfig,
+)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -96,3 +105,21 @@ def test_a_limit_that_the_preset_has_set_is_called_that(given: dict[str, object]
     with pytest.raises(ValidationError) as refusal:
         SchedulerConfig.model_validate(given)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "max_running", "number"),
+    [
+        ({"num_replicas": 1}, 8, 32),
+        ({"num_replicas": 8}, 32, 128),
+        ({"num_replicas": 1, "autoscaling": {"min_replicas": 1, "max_replicas": 8}}, 32, 128),
+        ({"num_replicas": 1, "autoscaling": {"min_replicas": 1, "max_replicas": 8, "mode": "advise"}}, 32, 32),
+        ({"num_replicas": 64}, 256, 1024),
+    ],
+)
+def test_batches_leave_half_of_the_slots(replicas: dict[str, Any], max_running: int, number: int) -> None:
+    model = {"replicas": replicas, "engine": {"scheduler": {"max_running": max_running}}}
+    config = ApplicationConfig.model_validate({"models": [model], "batches": {}})
+    assert config.max_items_in_flight == number
+    own = config.with_setting("batches.max_in_flight", 7)
+    assert own.max_items_in_flight == 7

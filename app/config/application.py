@@ -14,6 +14,8 @@ from app.config.models import ServedModelConfig
 from app.config.pipelines import PipelineConfig
 from app.config.removed import refuse_removed
 
+MIN_ITEMS_IN_FLIGHT, MAX_ITEMS_IN_FLIGHT = 32, 1024  # where the settings do not say how many
+
 
 class IngressConfig(Settings):
     """The HTTP side."""
@@ -31,6 +33,14 @@ class ApplicationConfig(Settings):
     batches: BatchesConfig | None = Field(
         None, description="files, batches and /v1/batch; `{}`: with the defaults below"
     )
+
+    @property
+    def max_items_in_flight(self) -> int:
+        """Items of all batches at the replicas at once. The other half of their slots is left to online requests."""
+        if self.batches is not None and self.batches.max_in_flight is not None:
+            return self.batches.max_in_flight
+        num_slots = sum(model.replicas.max_replicas * model.engine.scheduler.max_running for model in self.models)
+        return min(max(MIN_ITEMS_IN_FLIGHT, num_slots // 2), MAX_ITEMS_IN_FLIGHT)
 
     @model_validator(mode="before")
     @classmethod

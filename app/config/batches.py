@@ -56,7 +56,12 @@ class BatchesConfig(Settings):
     max_total_bytes: int = Field(
         20 * GIB, ge=1, le=10**15, description="bytes of all files and kept responses, at most"
     )
-    max_in_flight: int = Field(32, ge=1, le=10_000, description="items at the replicas at once")
+    max_in_flight: int | None = Field(
+        None,
+        ge=1,
+        le=10_000,
+        description="items at the replicas at once; default: half of what all may run (`max_running`), 32 to 1,024",
+    )
     keep_s: int | None = Field(
         30 * 86_400,
         ge=1,

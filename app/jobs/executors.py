@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from app.batches import Answer, Answered, ItemOrigin
@@ -25,6 +25,8 @@ FAILURE_PAUSE_S = 2.0  # before an item that the server failed on is sent again
 UNAVAILABLE_PAUSE_S = 2.0  # it may be one model of several, and the items of the others go on
 MAX_PAUSE_S = 30.0  # a full fleet is asked again after at most so long
 TRY_EVERY_S = 0.2
+LARGE_LINE_BYTES, MAX_LARGE_LINES = 256 * 1024, 32  # so many lines of more bytes are in memory to be computed
+FIRST_LIMIT = 32  # items that a batch sends before it knows how many slots are idle
 _FLEET = 0  # the one engine that the backlog of a `FleetExecutor` knows
 
 
@@ -40,6 +42,7 @@ class FleetExecution:
         self.slots = OwnerSlots(max_in_flight)
         self.turn = asyncio.Lock()  # a large answer's line takes some ten times its memory
         self.one_suspect = asyncio.Lock()
+        self.large_lines = asyncio.Semaphore(MAX_LARGE_LINES)
 
     async def run(
         self,
@@ -83,8 +86,8 @@ class FleetExecutor(Executor[Item]):
 
     @property
     def num_wanted(self) -> int:
-        min_read_ahead = 16  # items
-        return max(min_read_ahead, self._window.limit)
+        min_read_ahead, max_read_ahead = 16, 32  # items, each may have megabytes
+        return min(max(min_read_ahead, self._window.limit), max_read_ahead)
 
     @property
     def _num_under_way(self) -> int:
@@ -177,12 +180,13 @@ class FleetExecutor(Executor[Item]):
         await self.has_changed()
 
     async def _answer(self, item: Item) -> Answered:
-        self._sent_at[item.number] = time.monotonic()
-        try:
-            origin = ItemOrigin(self._job.id, item.number)
-            return await self._shared.answer(self._job.owner, item.url, item.body, origin)
-        finally:
-            del self._sent_at[item.number]
+        async with self._shared.large_lines if item.num_bytes > LARGE_LINE_BYTES else nullcontext():
+            self._sent_at[item.number] = time.monotonic()
+            try:
+                origin = ItemOrigin(self._job.id, item.number)
+                return await self._shared.answer(self._job.owner, item.url, item.body, origin)
+            finally:
+                del self._sent_at[item.number]
 
     def _refused(self, item: Item, retry_after_s: float) -> None:
         self._take_back(item)
@@ -218,7 +222,8 @@ class Window:
     """
 
     def __init__(self, max_limit: int) -> None:
-        self._max_limit = self.limit = max_limit
+        self._max_limit = max_limit
+        self.limit = min(max_limit, FIRST_LIMIT)
         self._increase = 1
         self._grows_at = 0.0
 

@@ -165,7 +165,7 @@ def _read_line(text: bytes, number: int, line_number: int, endpoint: str) -> Ite
         custom_id, url, body = batch_line(json_object(text), (endpoint,))
     except NotAnItem as problem:
         return replace(problem.error, line=line_number)
-    return Item(number=number, id=custom_id, url=url, body=body)
+    return Item(number=number, id=custom_id, url=url, body=body, num_bytes=len(text))
 
 
 def _skip_rest(file: BinaryIO) -> None:

@@ -23,6 +23,7 @@ class Item:
     id: str
     url: str
     body: Mapping[str, Any]
+    num_bytes: int = 0  # of its line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,7 @@ class Batches(Sender):
         config = self._config
         assert config.batches is not None, "deployed only with batches"
         handler = await self.make_handler()
-        execution = FleetExecution(handler.handle_item, max_in_flight=config.batches.max_in_flight)
+        execution = FleetExecution(handler.handle_item, max_in_flight=config.max_items_in_flight)
         service = LocalBatchService(Path(config.batches.path), config.batches, execution, handler.keep)
         service.start()
         self.exchange_usage(service)

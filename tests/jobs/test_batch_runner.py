@@ -81,6 +81,23 @@ async def test_lines_of_all_batches_share_the_places_in_flight(tmp_path: Path) -
     assert echo.max_open == 4
 
 
+async def test_few_large_lines_are_computed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.jobs.executors.MAX_LARGE_LINES", 2)
+    monkeypatch.setattr("app.jobs.executors.LARGE_LINE_BYTES", 1000)
+    large = jsonl(*(input_line(f"large-{n}", user="x" * 1000) for n in range(6)))
+    echo = Echo()
+    async with service_in(tmp_path, echo, max_in_flight=20) as service:
+        echo.hold = asyncio.Event()
+        batch_ids = [await begin(service, large), await begin(service, TEN)]
+        await echo.has_open(12)
+        await asyncio.sleep(0.05)
+        assert echo.num_open == 12, "all small ones, and two large"
+        echo.hold.set()
+        for batch_id in batch_ids:
+            await until(service, batch_id)
+    assert echo.max_open == 12
+
+
 async def test_a_small_batch_takes_turns_with_a_large_one_that_began_before(tmp_path: Path) -> None:
     large = jsonl(*(input_line(f"large-{n}") for n in range(200)))
     small = jsonl(*(input_line(f"small-{n}") for n in range(3)))

@@ -6,7 +6,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.jobs.executors import TRY_EVERY_S, OwnerSlots, Window
+from app.jobs.executors import FIRST_LIMIT, TRY_EVERY_S, OwnerSlots, Window
 
 MAX = 100
 
@@ -44,6 +44,11 @@ def settled(window: Window, capacity: int, seconds: float, *, begin_at: float = 
 def test_it_doubles_what_it_adds_up_to_its_bound_while_no_request_is_refused() -> None:
     assert grown_to(window_of(1), 3 * TRY_EVERY_S) == 1 + 1 + 2 + 4
     assert grown_to(window_of(1), 3.0) == MAX
+
+
+def test_it_begins_with_few() -> None:
+    assert Window(MAX).limit == FIRST_LIMIT < MAX
+    assert Window(8).limit == 8
 
 
 def test_it_does_not_grow_while_it_is_not_used() -> None:

@@ -507,7 +507,7 @@ async def served(
         )
         for _ in range(2)
     )
-    execution = FleetExecution(of_items.handle_item, max_in_flight=config.max_in_flight)
+    execution = FleetExecution(of_items.handle_item, max_in_flight=config.max_in_flight or 32)
     async with LocalBatchService(
         folder, config, execution, of_items.keep, limits=batch_limits, client=client
     ) as batches:
